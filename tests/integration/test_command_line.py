@@ -58,14 +58,11 @@ def web_server() -> Iterator[str]:
 
 SETTINGS = {
     "unknown key": ("algorithm.group_sise=3", "did you mean 'group_size'?"),
-    "no model folder": ('model.path="nowhere"', "model.path", "nowhere", "does not exist"),
-    "no module": ('environments.0.reference="nomodule:E"', "environment echo", "'nomodule'"),
     "constructor raises": (
         'environments.0={name="e", reference="user_environments:Unmade"}',
         "environment e: Unmade(...) failed: RuntimeError: there is no dataset",
         "user_environments.py",
     ),
-    "wrong arguments": ("environments.0.args={digits=3}", "echo", "'digits'"),
     "open address": ('controller.address="192.0.2.7:7070"', "not loopback", "tls_certificate"),
     "nothing to go on with": ('run.resume="must"', "run.resume is must", "no run to go on with"),
 }
@@ -79,7 +76,6 @@ def test_a_run_that_cannot_work_is_refused_in_one_line(case: str, folder: Path) 
 
 
 COMMANDS = {
-    "no such file": (["run", "none.toml"], "none.toml: no such file"),
     "broken file": (["run", "broken.toml"], "broken.toml is no TOML: Expected ']'"),
     "unknown command": (["train"], "'train'", "rollout-server"),
     "submit to nobody": (["submit", "m:C", "--controller", NOWHERE], "no controller answers"),

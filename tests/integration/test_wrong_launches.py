@@ -67,7 +67,7 @@ class Wrong:
     words: tuple[str, ...]
     parts: tuple[str, ...]
     # Changes the answer of the controller, which is there if this is set.
-    change: Callable[[status_pb2.Setup], None] | None = None
+    change: Callable[[status_pb2.Setup], object] | None = None
     environ: dict[str, str] = field(default_factory=dict)
     # gRPC's core logs in a process that was forked after its import, and not in a user's.
     is_forked: bool = True
@@ -75,26 +75,6 @@ class Wrong:
 
 def nothing(_: status_pb2.Setup) -> None:
     """The controller's host is like this one."""
-
-
-def older(setup: status_pb2.Setup) -> None:
-    setup.versions["slipstream-rl"] = "0.0.9"
-
-
-def other_torch(setup: status_pb2.Setup) -> None:
-    setup.versions["torch"] = "2.11.0"
-
-
-def other_protocol(setup: status_pb2.Setup) -> None:
-    setup.protocol_version -= 1
-
-
-def ahead(setup: status_pb2.Setup) -> None:
-    setup.unix_time_s = time.time() + 100
-
-
-def other_model(setup: status_pb2.Setup) -> None:
-    setup.model_digest = b"another"
 
 
 WRONG = {
@@ -149,23 +129,29 @@ WRONG = {
         (*SECOND, "model.path=nothing"), ("model.path must be a Hugging Face folder, got",)
     ),
     "model is another one on one node": Wrong(
-        SERVER, ("model.path:", "is not the controller's model", "*.safetensors"), other_model
+        SERVER,
+        ("model.path:", "is not the controller's model", "*.safetensors"),
+        lambda setup: setattr(setup, "model_digest", b"another"),
     ),
     "other release": Wrong(
         SERVER,
         ("slipstream-rl", "the controller's host has 0.0.9: install the same versions"),
-        older,
+        lambda setup: setup.versions.update({"slipstream-rl": "0.0.9"}),
     ),
     "other torch on a learner node": Wrong(
-        SECOND, ("torch 2.", "the controller's host has 2.11.0"), other_torch
+        SECOND,
+        ("torch 2.", "the controller's host has 2.11.0"),
+        lambda setup: setup.versions.update({"torch": "2.11.0"}),
     ),
     "other protocol": Wrong(
-        SERVER, ("protocol version", "install the same release of slipstream-rl"), other_protocol
+        SERVER,
+        ("protocol version", "install the same release of slipstream-rl"),
+        lambda setup: setattr(setup, "protocol_version", setup.protocol_version - 1),
     ),
     "clock is behind": Wrong(
         SERVER,
         ("the clock of this host is", "s behind the controller's, at most 10 s", "by NTP"),
-        ahead,
+        lambda setup: setattr(setup, "unix_time_s", time.time() + 100),
     ),
     "other settings on a learner node": Wrong(
         (*SECOND, "algorithm.group_size=8"),
@@ -248,7 +234,7 @@ def site(tmp_path: Path, secrets: Path, monkeypatch: pytest.MonkeyPatch) -> Site
 
 
 @contextlib.contextmanager
-def answering(site: Site, change: Callable[[status_pb2.Setup], None]) -> Iterator[None]:
+def answering(site: Site, change: Callable[[status_pb2.Setup], object]) -> Iterator[None]:
     """A server at the controller's address that answers as one with the settings of the site."""
     config = load_config(Path("config.toml"), [*NODES[:2]], apart=True)
     credentials = Credentials.load(config.security)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from slipstream.client.run_folder import write_config
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
@@ -50,6 +51,15 @@ def config_of_engine(model: Path, /, **tables: Mapping[str, object]) -> Config:
 
 def config_of(folder: Path, **run: object) -> Config:
     return small_config(run={"dir": str(folder), **run})
+
+
+def run_of(folder: Path) -> Config:
+    """The settings of a run that has begun in `folder`, with its files."""
+    config = config_of(folder)
+    (config.run_dir / "journal").mkdir(parents=True)
+    (config.run_dir / "journal" / "journal.log").write_text("a record")
+    write_config(config, config.run_dir)
+    return config
 
 
 def config_with(changes: Mapping[str, object] = MappingProxyType({})) -> Config:

@@ -10,16 +10,8 @@ from slipstream.core.configuration.config_file import dump_config, load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from support.fakes.small_checkpoints import save_checkpoint
-from support.fakes.small_configs import config_of
+from support.fakes.small_configs import run_of
 from support.references.page_data import given_of
-
-
-def run_of(tmp_path: Path) -> Config:
-    config = config_of(tmp_path)
-    (config.run_dir / "journal").mkdir(parents=True)
-    (config.run_dir / "journal" / "journal.log").write_text("a record")
-    write_config(config, config.run_dir)
-    return config
 
 
 def refusal(config: Config) -> str:

@@ -19,7 +19,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.restoration import begin
 from slipstream.learner.controller.run import Run
-from support.fakes.small_configs import config_of
+from support.fakes.small_configs import config_of, run_of
 from support.rigs.journal_notes import note
 from support.rigs.waiting import LIMIT_S
 
@@ -139,11 +139,8 @@ def test_a_folder_that_cannot_be_locked_is_told_with_the_cause(tmp_path: Path) -
 def test_a_run_goes_on_until_it_is_finished_and_its_model_is_exported(
     tmp_path: Path, state: str, steps: int, *, has_model: bool, goes_on: bool
 ) -> None:
-    config = config_of(tmp_path)
+    config = run_of(tmp_path)
     folder = config.run_dir
-    (folder / "journal").mkdir(parents=True)
-    (folder / "journal" / "journal.log").write_text("a record")
-    write_config(config, folder)
     summary = {"state": state, "steps": steps, "cause": "all steps are done"}
     (folder / "summary.json").write_text(json.dumps(summary))
     if has_model:
