@@ -27,6 +27,7 @@ from support.fakes.fake_workers import Empty, Good
 from support.rigs.waiting import LIMIT_S, until
 
 TOKEN = "k" * 32
+TOOLS = {"chat_template_kwargs": {"tools": 1}}
 
 Stream = Callable[["Call"], object]
 
@@ -147,6 +148,8 @@ async def test_submit_describes_the_environment_and_returns_its_status(
         num_workers=4,
         search_path=tmp_path,
         python=Path("venv/bin/python"),
+        chat_template_kwargs={"enable_thinking": False},
+        adapter="math",
     )
     first, second = controller.submitted
     assert first == environment_pb2.EnvironmentSpec(
@@ -162,6 +165,8 @@ async def test_submit_describes_the_environment_and_returns_its_status(
     assert (second.name, second.weight, second.timeout_s) == ("other", 2.5, 3.0)
     assert (second.num_workers, second.search_path) == (4, str(tmp_path))
     assert second.python == str(tmp_path / "venv" / "bin" / "python")
+    kwargs = second.chat_template_kwargs_json
+    assert (second.adapter, kwargs) == ("math", '{"enable_thinking": false}')
 
 
 async def test_an_environment_that_no_worker_could_load_raises_with_the_cause(client, controller):
@@ -208,14 +213,8 @@ async def test_arguments_that_are_no_json_are_refused_before_they_are_sent(clien
         await client.submit("m:C", args={"x": object()})  # type: ignore[dict-item]
 
 
-async def test_values_for_the_template_travel_with_the_environment(client, controller):
-    await client.submit("m:C", chat_template_kwargs={"enable_thinking": False}, adapter="math")
-    assert controller.submitted[-1].adapter == "math"
-    assert controller.submitted[-1].chat_template_kwargs_json == '{"enable_thinking": false}'
-    for call in (
-        client.submit("m:C", chat_template_kwargs={"tools": 1}),
-        client.serve(Good(), chat_template_kwargs={"tools": 1}),
-    ):
+async def test_values_that_a_template_cannot_have_are_refused_before_they_are_sent(client):
+    for call in (client.submit("m:C", **TOOLS), client.serve(Good(), **TOOLS)):
         with pytest.raises(ConfigError, match="chat_template_kwargs must not set 'tools'"):
             await call
 

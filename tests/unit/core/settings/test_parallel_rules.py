@@ -153,46 +153,20 @@ def test_micro_batches_hold_pairs_of_chunks_under_context_parallelism() -> None:
     assert problems({"micro_batch_tokens": 95}, DENSE) == []
 
 
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+TEXT, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 # transformer settings, parallel sizes, number of layers, part of the message or "" where it fits
 STAGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
-    ({"num_layers_in_first_pipeline_stage": 2}, {"pp": 3}, 8, ""),
-    ({"num_layers_in_first_pipeline_stage": 2}, {"pp": 3}, 7, "the 5 layers between the first"),
-    (
-        {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 3},
-        {"pp": 3},
-        8,
-        "",
-    ),
-    (
-        {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 3},
-        {"pp": 2},
-        8,
-        "the 2 layers between the first and the last stage",
-    ),
-    ({"num_layers_in_last_pipeline_stage": 0}, {"pp": 2}, 8, "must be multiples of vpp"),
-    (
-        {"num_layers_in_first_pipeline_stage": 3},
-        {"pp": 2, "vpp": 2},
-        9,
-        "must be multiples of vpp, got 3 and None with vpp = 2",
-    ),
-    ({"account_for_embedding_in_pipeline_split": True}, {"pp": 4}, 7, ""),
-    ({"account_for_embedding_in_pipeline_split": True}, {"pp": 4}, 8, "layers with 1 for account"),
-    (
-        {
-            "account_for_embedding_in_pipeline_split": True,
-            "account_for_loss_in_pipeline_split": True,
-        },
-        {"pp": 16},
-        126,
-        "",
-    ),
-    (
-        {"account_for_loss_in_pipeline_split": True, "num_layers_in_first_pipeline_stage": 3},
-        {"pp": 2},
-        8,
-        "account_for_loss_in_pipeline_split excludes num_layers_in_first_pipeline_stage",
-    ),
+    ({FIRST: 2}, {"pp": 3}, 8, ""),
+    ({FIRST: 2}, {"pp": 3}, 7, "the 5 layers between the first"),
+    ({FIRST: 3, LAST: 3}, {"pp": 3}, 8, ""),
+    ({FIRST: 3, LAST: 3}, {"pp": 2}, 8, "the 2 layers between the first and the last stage"),
+    ({LAST: 0}, {"pp": 2}, 8, "must be multiples of vpp"),
+    ({FIRST: 3}, {"pp": 2, "vpp": 2}, 9, "must be multiples of vpp, got 3 and None with vpp = 2"),
+    ({TEXT: True}, {"pp": 4}, 7, ""),
+    ({TEXT: True}, {"pp": 4}, 8, "layers with 1 for account"),
+    ({TEXT: True, LOSS: True}, {"pp": 16}, 126, ""),
+    ({LOSS: True, FIRST: 3}, {"pp": 2}, 8, f"{LOSS} excludes {FIRST}"),
     ({"pipeline_model_parallel_layout": "Et*3|t*5L"}, {"pp": 2}, 7, ""),
 ]
 
