@@ -69,7 +69,7 @@ def main(folder: Path) -> None:
     """Takes the servers through the run; AssertionError says what of them is left."""
     with LiveRun(folder) as run:
         events = run._controller._run.events
-        journal = run._controller._parts.endings._journal
+        journal = run._controller._books.journal
 
         async def join(channel, first: int, most: int) -> None:
             before_tasks = len(asyncio.all_tasks())

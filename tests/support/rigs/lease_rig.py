@@ -13,7 +13,7 @@ from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.kinds import Record, fields_of
-from slipstream.learner.controller.records.ledger import AccountedReceiver, TokenLedger
+from slipstream.learner.controller.records.ledger import AccountedReceiver, Endings, TokenLedger
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
@@ -55,7 +55,9 @@ def books_of(run: Run, **given: object) -> Books:
         "ledger": ledger_of(fleet.epochs),
         "queue": AccountedReceiver(GrpcReceiver()),
     }
-    books = Books(**made | given)
+    made |= given
+    made["endings"] = Endings(made["journal"], made["ledger"], made["queue"])
+    books = Books(**made)
     if books.journal is not None:
         books.journal.state = books.state
     return books

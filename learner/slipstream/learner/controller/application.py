@@ -20,6 +20,7 @@ from slipstream.learner.controller.parts import Parts, make_parts
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import (
     AccountedReceiver,
+    Endings,
     TokenLedger,
     open_receiver,
 )
@@ -177,6 +178,7 @@ class Controller:
                     state=history,
                     ledger=ledger,
                     queue=receiver,
+                    endings=Endings(journal, ledger, receiver),
                 )
                 self._parts = parts = self._make_parts(self._run, books, recorder, tasks)
                 health = self._connect(server)
@@ -193,7 +195,7 @@ class Controller:
                     self._run.events.warn(warning)
                 lasting = {
                     "intake": parts.intake.consume(),
-                    "flush": parts.endings.flush(),
+                    "flush": books.endings.flush(),
                     "scheduler": parts.scheduler.lease_forever(),
                     "watch": parts.watch.watch_forever(),
                 }

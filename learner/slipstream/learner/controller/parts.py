@@ -8,7 +8,6 @@ from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.loop import BatchFormer, TrainerOrders
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.results import Results
 from slipstream.learner.controller.run import Run
@@ -24,7 +23,6 @@ class Parts:
     """The parts of one controller."""
 
     recorder: RunRecorder
-    endings: Endings
     intake: Intake
     scheduler: Scheduler
     watch: RunWatch
@@ -52,8 +50,7 @@ def make_parts(
 
     The modules of parts that the settings do not ask for are not imported.
     """
-    endings = Endings(books.journal, books.ledger, books.queue)
-    intake = Intake(run, books, endings)
+    intake = Intake(run, books)
     publisher = publisher or Publisher(books.fleet, run, tasks)
     scheduler = Scheduler(run, books, intake.start_afresh)
     former = former or BatchFormer(books, tasks)
@@ -61,7 +58,6 @@ def make_parts(
         run,
         books,
         recorder,
-        endings=endings,
         intake=intake,
         former=former,
         publisher=publisher,
@@ -91,7 +87,6 @@ def make_parts(
     trainer = TrainerServicer(run, TrainerOrders(run, books.leases, former, publisher, parts=every))
     return Parts(
         recorder=recorder,
-        endings=endings,
         intake=intake,
         scheduler=scheduler,
         watch=RunWatch(run, books, intake.take_back),

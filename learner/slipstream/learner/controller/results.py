@@ -15,7 +15,6 @@ from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
@@ -104,14 +103,13 @@ class Results(Part):
         books: Books,
         recorder: RunRecorder,
         *,
-        endings: Endings,
         intake: Intake,
         former: BatchFormer,
         publisher: Publisher,
         scheduler: Scheduler,
     ) -> None:
         self._run, self._books, self._recorder = run, books, recorder
-        self._intake, self._former, self._endings = intake, former, endings
+        self._intake, self._former = intake, former
         self._publisher, self._scheduler = publisher, scheduler
         self._times = StepTimes()
         # Done when the last evaluation is on disk; never done after a failure of the disk.
@@ -131,7 +129,7 @@ class Results(Part):
     def lost(self, session: ServerSession) -> None:
         self._books.ledger.journal_servers(lost=session.key)
         # Otherwise the records of many departures would wait in memory until the next step.
-        self._endings.flush_soon()
+        self._books.endings.flush_soon()
         self._times.lost(session.key)
 
     def stepped(

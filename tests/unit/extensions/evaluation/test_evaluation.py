@@ -18,12 +18,10 @@ from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import AccountedReceiver, Endings
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.services.environment_service import environment_specs
 from slipstream.learner.controller.trajectories.batch import FormedBatch, Trained
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.protocol.queue.grpc import GrpcReceiver
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 from support.rigs.lease_rig import books_of
 from support.rigs.publishing_scene import READY, joined, nothing, run_of, sent
@@ -42,12 +40,11 @@ class Rig:
             algorithm={**algorithm, "learning_rate": 1e-3},
             evaluations=[{"name": "held", "reference": "m:E", "num_episodes": 2, "every_steps": 1}],
         )
-        queue = AccountedReceiver(GrpcReceiver())
-        books = books_of(self.run, journal=journal, queue=queue)
+        books = books_of(self.run, journal=journal)
         self.book, self.environments, self.fleet = books.leases, books.environments, books.fleet
         for spec in environment_specs(self.run.config, search_path=""):
             self.environments.add(spec)
-        intake = Intake(self.run, books, Endings(journal, books.ledger, queue))
+        intake = Intake(self.run, books)
         self.publisher = Publisher(self.fleet, self.run, tasks)
         scheduler = Scheduler(self.run, books, nothing)
         self.evaluator = Evaluator(

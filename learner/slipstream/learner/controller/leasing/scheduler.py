@@ -26,7 +26,7 @@ from slipstream.learner.controller.leasing.lease_pass import (
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import AccountedReceiver, TokenLedger
+from slipstream.learner.controller.records.ledger import AccountedReceiver, Endings, TokenLedger
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.run import Run, Stopwatch
 from slipstream.learner.controller.servers.fleet import Fleet
@@ -50,6 +50,7 @@ class Books:
     state: RunState
     ledger: TokenLedger
     queue: AccountedReceiver
+    endings: Endings
 
 
 RECHECK_S = 1.0

@@ -33,7 +33,6 @@ from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
-from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
@@ -277,12 +276,7 @@ class Inspector:
     """Decides which deliveries are new trajectories of this run; quarantines invalid deliveries."""
 
     def __init__(
-        self,
-        run: Run,
-        books: Books,
-        endings: Endings,
-        *,
-        run_again: Callable[[TrajectoryName, str, bool], None],
+        self, run: Run, books: Books, *, run_again: Callable[[TrajectoryName, str, bool], None]
     ) -> None:
         """Takes `run_again`, which is called for each quarantined episode.
 
@@ -292,8 +286,7 @@ class Inspector:
         self._run, self._progress = run, run.progress
         self._book, self._fleet = books.leases, books.fleet
         self._ledger, self._environments = books.ledger, books.environments.entries
-        self._endings = endings
-        self._again = run_again
+        self._endings, self._again = books.endings, run_again
         self._largest_bytes = largest_trajectory_bytes(run.config) + NAMES_BYTES
         self._vocabulary = vocabulary_size(run.config)
         # What earlier starts have journaled may be delivered again.

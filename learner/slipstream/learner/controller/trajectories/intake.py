@@ -29,7 +29,6 @@ from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, group_number
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
-from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.records.state import is_solved
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import ServerListener
@@ -60,14 +59,14 @@ class Intake(ServerListener):
     leases early, and so does the loss of a server.
     """
 
-    def __init__(self, run: Run, books: Books, endings: Endings) -> None:
+    def __init__(self, run: Run, books: Books) -> None:
         self._run, self._progress = run, run.progress
         self._book, self._environments = books.leases, books.environments
         self._fleet, self._journal, self._receiver = books.fleet, books.journal, books.queue
-        self._endings, self._ledger = endings, books.ledger
-        self.inspector = Inspector(run, books, endings, run_again=self._run_again)
+        self._endings, self._ledger = books.endings, books.ledger
+        self.inspector = Inspector(run, books, run_again=self._run_again)
         self.feed = Feed(run, books)
-        self.group_filter = GroupFilter(run, books, endings)
+        self.group_filter = GroupFilter(run, books)
 
     def restore(self, history: RunHistory) -> None:
         """Takes over what an earlier controller has journaled and may be delivered again."""
@@ -347,10 +346,10 @@ class GroupFilter:
     If too many groups are left out while one batch is formed, the run fails, or stops as solved.
     """
 
-    def __init__(self, run: Run, books: Books, endings: Endings) -> None:
+    def __init__(self, run: Run, books: Books) -> None:
         self._run, self._progress = run, run.progress
         self._book, self._journal, self._state = books.leases, books.journal, books.state
-        self._endings = endings
+        self._endings = books.endings
         # The lowest and the highest reward that this controller has seen, by environment.
         self._seen: dict[str, tuple[float, float]] = {}
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +27,6 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.kinds import TrajectoryEnd, fields_of, parsed
-from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.records.state import attempt_of, batch_name
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
@@ -326,7 +324,7 @@ def test_what_a_group_holds_ends_when_its_environment_does_not_come_again(tmp_pa
             GOOD, group_id=group.group_id, member=0, environment="served", task_index=0, seed=0
         )
         books.leases.add(held)
-        intake = Intake(run, books, Endings(journal, books.ledger, books.queue))
+        intake = Intake(run, books)
         intake.withdraw([group], "environment served is not in the run")
         assert books.leases.groups == {}
         assert books.ledger.snapshot().cancelled == held.num_sampled_tokens
@@ -337,8 +335,7 @@ def test_what_a_group_holds_ends_when_its_environment_does_not_come_again(tmp_pa
 def test_groups_that_are_left_out_while_a_batch_waits_or_is_written_do_not_end_the_run() -> None:
     run = run_of(algorithm={"group_size": 2, "groups_per_step": 1, "max_staleness": 1})
     books = books_of(run)
-    endings: Any = None
-    group_filter = GroupFilter(run, books, endings)
+    group_filter = GroupFilter(run, books)
     for _ in range(MOST_FILTERED_BATCHES):
         books.state.filtered.add("e", 0.0, solved=False)
     # The batch of the first step waits for a slow trainer.

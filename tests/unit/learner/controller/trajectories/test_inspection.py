@@ -4,9 +4,7 @@ from pathlib import Path
 import pytest
 from slipstream.core.types import PolicyVersion, VersionSpan
 from slipstream.learner.controller.leasing.scheduler import Books
-from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import Endings
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.inspection import Inspector
@@ -21,8 +19,7 @@ KEY = ServerKey(GOOD.server_id, GOOD.server_epoch)
 
 
 def inspector_of(run: Run, books: Books) -> Inspector:
-    endings = Endings(books.journal, books.ledger, books.queue)
-    return Inspector(run, books, endings, run_again=lambda *_: None)
+    return Inspector(run, books, run_again=lambda *_: None)
 
 
 @pytest.mark.parametrize(("oldest", "quarantined"), [(2, 0), (1, 1)])
@@ -32,18 +29,15 @@ def test_a_trajectory_is_judged_by_the_promise_of_the_run_not_by_the_bound_of_ne
     config = make_config(tmp_path, algorithm__max_staleness=4)
     run = Run.of(config, "r")
     run.progress.reached(PolicyVersion(0, 2))
-    books = books_of(run)
-    book, fleet = books.leases, books.fleet
-    # The trajectory may be trained by step 6.
-    group = book.lease("e", 3, 4, KEY, 2)
-    book.max_staleness = 0
-    fleet.epochs.join(KEY)
-    trajectory = dataclasses.replace(
-        GOOD, group_id=group.group_id, version_spans=(VersionSpan(2, PolicyVersion(0, oldest)),)
-    )
     with Journal(tmp_path / "journal") as journal:
-        journal.append(kinds.Start(format=1, run_id="r"))
-        inspector = inspector_of(run, dataclasses.replace(books, journal=journal))
+        books = books_of(run, journal=journal)
+        # The trajectory may be trained by step 6.
+        group = books.leases.lease("e", 3, 4, KEY, 2)
+        books.leases.max_staleness = 0
+        books.fleet.epochs.join(KEY)
+        spans = (VersionSpan(2, PolicyVersion(0, oldest)),)
+        trajectory = dataclasses.replace(GOOD, group_id=group.group_id, version_spans=spans)
+        inspector = inspector_of(run, books)
         taken = inspector.take(Delivery(trajectory.trajectory_id, encode_trajectory(trajectory)))
         assert (taken is None) == bool(quarantined)
         assert inspector.quarantine.total == quarantined
