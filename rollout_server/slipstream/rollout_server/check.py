@@ -17,7 +17,6 @@ import json
 import os
 import sys
 from base64 import b64decode
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,10 @@ from slipstream.v1 import environment_pb2
 
 
 def check_settings(config: Config) -> None:
-    """Prints warnings; raises ConfigError for the first value that vLLM would not take."""
+    """Raises ConfigError for the first value that vLLM would not take.
+
+    Prints a warning if a tool parser is set but the chat template does not render tools.
+    """
     server = config.rollout_server
     # vLLM reads these variables when it is imported.
     os.environ.update(process.engine_environment(config, on_cpu=process.is_cpu_build()))
@@ -46,29 +48,20 @@ def check_settings(config: Config) -> None:
         ) from error
     for problem in chain(table_problems(server.engine), parser_problems(server)):
         raise ConfigError(problem)
-    for warning in _tool_warnings(config):
-        print(f"{WARNING}{warning}", file=sys.stderr)
-
-
-def _tool_warnings(config: Config) -> Iterator[str]:
-    """Yields a warning if a tool parser is set but the chat template does not render tools.
-
-    Yields nothing if the tokenizer or its chat template is missing.
-    """
-    server, folder = config.rollout_server, config.model.path
-    if server.tool_parser is None or missing_tokenizer(folder, server.chat_template):
+    folder, template = config.model.path, server.chat_template
+    if server.tool_parser is None or missing_tokenizer(folder, template):
         return
-    template, values = server.chat_template, server.chat_template_kwargs
     try:
-        if Renderer(folder, template=template, values=values).writes_tools:
+        if Renderer(folder, template=template, values=server.chat_template_kwargs).writes_tools:
             return
         cause = "writes no tools, so that the model never sees those that it is offered"
     except RenderingFailed as error:
         cause = f"fails where tools are offered: {error}"
-    yield (
-        f"rollout_server.tool_parser is set, but the chat template in {template or folder} "
-        f"{cause}: "
-        "name one that writes them in rollout_server.chat_template, or describe them in messages"
+    print(
+        f"{WARNING}rollout_server.tool_parser is set, but the chat template in "
+        f"{template or folder} {cause}: name one that writes them in rollout_server.chat_template, "
+        "or describe them in messages",
+        file=sys.stderr,
     )
 
 

@@ -118,7 +118,14 @@ class WeightOrders:
             case "commit":
                 await self._commit(order.commit)
             case "abort":
-                await self._abort(order.abort)
+                log.warning(
+                    "publish %s was aborted: %s", order.abort.publish_id, order.abort.reason
+                )
+                if self.phase is Phase.PROBING:
+                    await self._reject(order.abort.reason)
+                # No publish is under way; a commit that comes later is refused by its id.
+                self._publish = _Publish("", Phase.FAILED)
+                await self._pause()
             case "probe_verdict":
                 await self._take_verdict(order.probe_verdict)
             case "rest":
@@ -218,14 +225,6 @@ class WeightOrders:
                 stages=publish.stages,
             )
         )
-
-    async def _abort(self, order: fleet_pb2.AbortPublish) -> None:
-        log.warning("publish %s was aborted: %s", order.publish_id, order.reason)
-        if self.phase is Phase.PROBING:
-            await self._reject(order.reason)
-        # No publish is under way; a commit that comes later is refused by its id.
-        self._publish = _Publish("", Phase.FAILED)
-        await self._pause()
 
     async def _take_verdict(self, verdict: fleet_pb2.ProbeVerdict) -> None:
         publish = self._publish
