@@ -77,8 +77,8 @@ def differences(answer: Answer, config: Config, *, of_ranks: bool) -> Iterator[s
 
     With `of_ranks` the host runs trainer ranks, else a rollout server.
     """
-    theirs = answer.setup
-    ours = describe_setup(config, run_id="", mark="")
+    theirs, ours = answer.setup, describe_setup(config, run_id="", mark="")
+    alike = "start all instances of a run with the same settings"
     if ours.protocol_version != theirs.protocol_version:
         yield (
             f"protocol version {ours.protocol_version} here, the controller speaks "
@@ -99,23 +99,14 @@ def differences(answer: Answer, config: Config, *, of_ranks: bool) -> Iterator[s
         )
     named = OF_RANKS if of_ranks else OF_SERVERS
     for key in sorted({*ours.settings, *theirs.settings}):
-        here, there = (
-            settings.get(key, "not set") for settings in (ours.settings, theirs.settings)
-        )
+        here, there = (each.settings.get(key, "not set") for each in (ours, theirs))
         if here != there and _is_below(key, named):
-            yield (
-                f"{key} is {here} here and {there} at the controller: start all instances of a run "
-                "with the same settings"
-            )
-    if not of_ranks:
-        values = compared(config)
-        for own, theirs_key in ROOM.items():
-            if int(values[own]) < int(theirs.settings.get(theirs_key, "0")):
-                yield (
-                    f"{own} is {values[own]} here, the controller needs "
-                    f"{theirs.settings[theirs_key]} ({theirs_key}): start all instances of a run "
-                    "with the same settings"
-                )
+            yield f"{key} is {here} here and {there} at the controller: {alike}"
+    values = compared(config)
+    for own, key in ROOM.items() if not of_ranks else ():
+        here, there = values[own], theirs.settings.get(key, "0")
+        if int(here) < int(there):
+            yield f"{own} is {here} here, the controller needs {there} ({key}): {alike}"
     if ours.model_digest != theirs.model_digest:
         yield (
             f"model.path: {config.model.path} is not the controller's model: config.json, or names "

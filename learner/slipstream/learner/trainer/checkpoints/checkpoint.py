@@ -25,7 +25,6 @@ from slipstream.core.machine.description import installed
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, check_shared
 from slipstream.learner.trainer.checkpoints.host_copies import PART_ELEMENTS, HostCopies
 from slipstream.learner.trainer.checkpoints.stored_model import STATE_FOLDER, StoredModel
@@ -150,19 +149,18 @@ class Checkpointer:
                     f"{section}.optimizer.optimizer must be {theirs} to go on from {path}, which "
                     f"was written so, got {ours}"
                 )
-        # A checkpoint must not overwrite the settings of parameter groups.
         models = chosen or self._models
+        optimizers = [model.optimizer for model in models if model.optimizer is not None]
+        # A checkpoint must not overwrite the settings of parameter groups.
         settings = [
-            [
-                {name: value for name, value in group.items() if name not in ("params", "step")}
-                for group in _groups(model.optimizer)
-            ]
-            for model in models
+            {name: value for name, value in group.items() if name not in ("params", "step")}
+            for optimizer in optimizers
+            for group in optimizer.param_groups
         ]
         load_models(models, path / STATE_FOLDER, self._disk)
-        for model, values in zip(models, settings, strict=True):
-            for group, kept in zip(_groups(model.optimizer), values, strict=True):
-                group.update(kept)
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        for group, kept in zip(groups, settings, strict=True):
+            group.update(kept)
         if chosen:
             return manifest
         self._adapters.update(manifest.adapters)
@@ -296,7 +294,3 @@ class _Write:
     entries: Future[list[FileEntry]]
     adapters: dict[str, tuple[int, float]]
     started_s: float = field(default_factory=time.monotonic)
-
-
-def _groups(optimizer: Megatron | None) -> list[dict[str, object]]:
-    return [] if optimizer is None else optimizer.param_groups
