@@ -89,16 +89,14 @@ class Archives:
     def _read(self) -> tuple[dict[str, Body], dict[str, _Checkpoint]]:
         """Returns training runs by their models' ids, and checkpoints by path, the newest last."""
         steps, lora = complete_steps(self._checkpoints), self._config.lora
-        ended = [one for one in self._store.read(only_ended=True) if not one.result.error]
-        publishes = (one.operation for one in ended if one.operation.HasField("publish"))
-        # Engines hold the newest one.
-        served = {one.stream: one.number for one in publishes}
         runs: dict[str, Body] = {}
-        adapters: dict[str, str] = {}
         checkpoints: dict[str, _Checkpoint] = {}
-        for _, operation, result, ended_s in ended:
+        # By stream: its adapter, and the name of its newest publish.
+        adapters: dict[str, str] = {}
+        served: dict[str, str] = {}
+        for _, operation, result, ended_s in self._store.read(only_ended=True):
             stream, name = operation.stream, result.name
-            if operation.HasField("finish"):
+            if result.error or operation.HasField("finish"):
                 continue
             new = {
                 "training_run_id": stream,
@@ -117,16 +115,18 @@ class Archives:
                 run["lora_rank"] = result.adapter.rank or run["lora_rank"]
             if not operation.number:
                 run["user_metadata"] = dict(operation.user_metadata)
+            if operation.HasField("publish"):
+                # Engines hold the newest one.
+                checkpoints.pop(served.get(stream, ""), None)
+                served[stream] = name
             checkpoint_id = name.removeprefix(f"tinker://{stream}/")
             kind, _, _ = checkpoint_id.partition("/")
             # A load has the name of what another model may have saved.
             if kind not in _KINDS or operation.HasField("load"):
                 continue
             adapter, until_s = adapters.get(stream, ""), operation.kept.until_unix_s
-            is_there = result.step in steps
-            if kind == "sampler_weights":
-                is_there = served[stream] == operation.number
-            elif kind == "external_weights":
+            is_there = result.step in steps or operation.HasField("publish")
+            if kind == "external_weights":
                 # Exported files outlive the checkpoint.
                 is_there |= self._exported(result.step, adapter).exists()
             if operation.kept.is_deleted or is_there:

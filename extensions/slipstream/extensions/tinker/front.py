@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 import uvicorn
 import uvloop
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from slipstream.client.agent_gateway import LOOPBACK, REQUEST_LIMIT_S, bounded_server
 from slipstream.core.configuration.config_file import load_config, vocabulary_size
 from slipstream.core.errors import USAGE_ERROR, ProtocolError, SlipstreamError
@@ -57,7 +57,7 @@ MAX_TOLD = 1024
 # Longest time, in seconds, in which a controller that works takes a sample.
 SEND_S = 30.0
 _READ_BYTES = 1 << 20
-_PREFIX = "/api/v1"
+_PREFIX, _PROTOBUF = "/api/v1", "application/x-protobuf"
 _LISTED = [("training_runs", "GET"), ("checkpoints", "GET"), ("weights_info", "POST")]
 _STATUS = {
     grpc.StatusCode.UNAVAILABLE: 503,
@@ -275,15 +275,10 @@ class Front:
             return _json({"type": "try_again", "request_id": name, "queue_state": "active"})
         if result.error:
             return _json({"error": result.error, "category": "user"})
-        found: Message
-        match name.rpartition(":")[2]:
-            case "sample":
-                found = operations.sampled(result)
-            case "forward_backward":
-                found = operations.computed(result)
-            case _:
-                return _json(operations.answer(name, result))
-        return Response(found.SerializeToString(), media_type="application/x-protobuf")
+        encoders = {"sample": operations.sampled, "forward_backward": operations.computed}
+        if encode := encoders.get(name.rpartition(":")[2]):
+            return Response(encode(result).SerializeToString(), media_type=_PROTOBUF)
+        return _json(operations.answer(name, result))
 
 
 def _cause(error: Exception) -> str:
