@@ -29,6 +29,8 @@ from slipstream.core.machine.address import free_port
 from slipstream.core.machine.process import become_reaper
 from slipstream.core.run_folder import JOURNAL, journal_logs
 from slipstream.core.settings.config import Config
+from starlette.requests import Request
+from starlette.responses import Response
 
 from support.rigs import chaos
 from support.rigs.loop_client import LoopClient, logprobs_of, metrics_of, replies
@@ -48,7 +50,7 @@ class UnrulyProxy:
     """An ASGI application that gives requests on, except for the fault that is asked for."""
 
     def __init__(self, target: str) -> None:
-        self._http = httpx.AsyncClient(base_url=target, timeout=120, trust_env=False)
+        self.http = httpx.AsyncClient(base_url=target, timeout=120, trust_env=False)
         self._fault, self._hit = "", asyncio.Event()
         # Set when a later request has been answered.
         self._passed = asyncio.Event()
@@ -63,15 +65,8 @@ class UnrulyProxy:
         self._fault = ""
         return self._hit.is_set()
 
-    async def close(self) -> None:
-        await self._http.aclose()
-
     async def __call__(self, scope: dict[str, Any], receive: Callable, send: Callable) -> None:
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-        fault = ""
+        body, fault = await Request(scope, receive).body(), ""
         # A heartbeat or telemetry says nothing of operations.
         if not scope["path"].endswith(("telemetry", "session_heartbeat")):
             fault, self._fault = self._fault, ""
@@ -99,15 +94,12 @@ class UnrulyProxy:
             await send({"type": "http.response.body", "body": b""})
             return
         self._passed.set()
-        headers = [(b"content-type", answer.headers["content-type"].encode())]
-        headers.append((b"content-length", b"%d" % len(answer.content)))
-        start = {"type": "http.response.start", "status": answer.status_code, "headers": headers}
-        await send(start)
-        await send({"type": "http.response.body", "body": answer.content})
+        kind = {"content-type": answer.headers["content-type"]}
+        await Response(answer.content, answer.status_code, kind)(scope, receive, send)
 
     async def _forward(self, scope: dict[str, Any], body: bytes) -> httpx.Response:
         kept = [pair for pair in scope["headers"] if pair[0] not in (b"host", b"content-length")]
-        return await self._http.request(scope["method"], scope["path"], content=body, headers=kept)
+        return await self.http.request(scope["method"], scope["path"], content=body, headers=kept)
 
 
 class Looper:
@@ -152,10 +144,9 @@ class Looper:
         assert "error" not in made, made
         found.append({name: one for name, one in made["metrics"].items() if name[-2:] != "_s"})
         if number % 4 == 1:
-            saved = await client.result(await client.order("save_weights", path=f"r{number}"))
+            saved = await client.done("save_weights", path=f"r{number}")
             assert "error" not in saved, saved
-            loaded = await client.order("load_weights", path=saved["path"], optimizer=True)
-            assert "error" not in (await client.result(loaded))
+            assert "error" not in (await client.load(saved["path"]))
         return found, [await one for one in sampling]
 
     async def _sampled(self, session: str) -> int:
@@ -223,7 +214,7 @@ async def proxied(port: int):
     finally:
         server.should_exit = True
         await serving
-        await proxy.close()
+        await proxy.http.aclose()
 
 
 async def calm_rounds(config: Config, command: Sequence[str], settings: Sequence[str], asked):
