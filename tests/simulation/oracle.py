@@ -51,7 +51,8 @@ class _Judge:
         self._wrong += found.faults
         self._read_journal()
         self._check_state()
-        self._check_groups()
+        if not self._wrong:
+            self._check_groups()
         self._check_acknowledged()
         self._check_leased()
         if self._foreign > self._world.fired["told foreign run"]:
