@@ -10,8 +10,7 @@ import pytest
 import torch
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.learner.trainer.layers import attention
-from slipstream.learner.trainer.layers.attention import CoreAttention
-from slipstream.learner.trainer.ranks import compat, cpu
+from support.fakes.core_attention import core_attention
 from support.ranks.rank_pool import RankPool
 from support.ranks.rank_program import kept, likelier, opened, score, weights_of
 from support.references.plain_policy import adam_step
@@ -227,24 +226,8 @@ BOUNDS = (0, 48, 92, 100, 104)
     ],
 )
 def test_blocks_of_queries_attend_like_whole_sequences(kind: dict[str, object]) -> None:
-    cpu.install()
-    compat.install()
-    settings = {
-        "kv_channels": 16,
-        "window_size": None,
-        "window_attn_skip_freq": None,
-        "softmax_type": "vanilla",
-        "num_attention_heads": 4,
-        "tensor_model_parallel_size": 1,
-        "params_dtype": torch.float64,
-        "use_cpu_initialization": True,
-    }
-    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    config = SimpleNamespace(**settings | kind)
-    attention = CoreAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=group))
     torch.manual_seed(0)
-    if attention.softmax_offset is not None:
-        torch.nn.init.normal_(attention.softmax_offset)
+    attention = core_attention(torch.float64, **kind)
     bounds = torch.tensor(BOUNDS)
     packed = SimpleNamespace(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
     given = [

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from slipstream.core.errors import ConfigError
+from support.fakes.core_attention import GROUPS, HEADS, SIZE, core_attention
 from support.ranks import attention_ranks
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-HEADS, GROUPS, SIZE = 4, 2, 16
 KINDS: dict[str, dict[str, object]] = {
     "plain": {},
     "a window": {"window_size": (9, 0)},
@@ -25,33 +25,13 @@ class Attention(nn.Module):
     """What the check sees of a layer's attention."""
 
     def __init__(self, kind: str = "plain") -> None:
-        from slipstream.learner.trainer.ranks import compat, cpu
-
-        cpu.install()
-        compat.install()
-        from slipstream.learner.trainer.layers.attention import CoreAttention
-
         super().__init__()
-        settings = {
-            "kv_channels": SIZE,
-            "window_size": None,
-            "window_attn_skip_freq": None,
-            "softmax_type": "vanilla",
-            "num_attention_heads": HEADS,
-            "tensor_model_parallel_size": 1,
-            "params_dtype": torch.bfloat16,
-            "use_cpu_initialization": True,
-        }
-        self.config = SimpleNamespace(**settings | KINDS[kind])
+        self.core_attention = core_attention(torch.bfloat16, **KINDS[kind])
+        self.config = self.core_attention.config
         self.layer_number = 1
         self.attn_mask_type = None
         self.num_attention_heads_per_partition = HEADS
         self.num_query_groups_per_partition = GROUPS
-        group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-        groups = SimpleNamespace(cp=group)
-        self.core_attention = CoreAttention(self.config, 1, None, "self", pg_collection=groups)
-        if self.core_attention.softmax_offset is not None:
-            nn.init.normal_(self.core_attention.softmax_offset)
 
 
 def check(*layers: nn.Module, sharing: object | None = None) -> None:
