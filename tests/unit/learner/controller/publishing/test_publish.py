@@ -408,12 +408,3 @@ async def test_the_trainer_hears_who_is_still_there_while_all_meet(run: Run) -> 
         assert scene.publisher.start(question) == []
         other = trainer_pb2.PublishStart(publish_id="another", is_question=True)
         assert scene.publisher.start(other) == []
-
-
-async def test_a_server_that_is_gone_is_not_there_any_more(run: Run) -> None:
-    async with publishing(run) as scene:
-        order = await scene.ordered()
-        scene.publisher.start(trainer_pb2.PublishStart(publish_id=order.publish_id))
-        scene.fleet.remove(scene.session, "killed")
-        question = trainer_pb2.PublishStart(publish_id=order.publish_id, is_question=True)
-        assert scene.publisher.start(question) == []
