@@ -6,7 +6,6 @@ depend on a run's settings are checked where a message is used.
 """
 
 import functools
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -167,11 +166,6 @@ def _whole_list_check(
     longest = bound.max_bytes
     if field.type == FieldDescriptor.TYPE_BYTES:
         return lambda values: max(map(len, values)) <= longest
-    if field.message_type is not None and (counts := _counts(field.message_type)):
-        highest = tuple(counts.values())
-        # `attrgetter` returns a tuple only for several paths.
-        of = operator.attrgetter(*counts, next(iter(counts)))
-        return lambda values: all(all(map(operator.le, of(each), highest)) for each in values)
     is_number = field.message_type is None and field.enum_type is None
     if not is_number or bound.any or field.type in (*_TEXTS, *_REALS, FieldDescriptor.TYPE_BOOL):
         return lambda values: False
@@ -179,25 +173,6 @@ def _whole_list_check(
     if least <= 0 and field.type in _UNSIGNED:
         return lambda values: max(values) <= most
     return lambda values: least <= min(values) and max(values) <= most
-
-
-def _counts(kind: Descriptor, prefix: str = "") -> dict[str, int]:
-    """Returns the largest allowed value of each number in a message type, by dotted path.
-
-    The result is empty unless the message and its nested messages have only unsigned numbers
-    without lower bounds.
-    """
-    found: dict[str, int] = {}
-    for field in kind.fields:
-        bound, path = bound_of(field), f"{prefix}{field.name}"
-        inner = _counts(field.message_type, f"{path}.") if field.message_type is not None else {}
-        is_count = field.type in _UNSIGNED and bound is not None and bound.min <= 0
-        if field.is_repeated or not (inner or is_count):
-            return {}
-        if bound is not None and not inner and not bound.any:
-            found[path] = int(bound.max)
-        found |= inner
-    return found
 
 
 def _map_check(field: FieldDescriptor, entry: Descriptor) -> _Check:
