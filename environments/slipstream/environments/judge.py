@@ -26,7 +26,7 @@ from slipstream.environments.arguments import (
     check_holds,
     filled,
 )
-from slipstream.environments.question_files import Asked, Columns, named_rows, read_questions
+from slipstream.environments.question_files import Asked, Columns, named_rows
 
 # The forms of a judge's reply, in words.
 ANSWERS = {"number": "one number on its last line", "json": "an object with the number `score`"}
@@ -178,17 +178,7 @@ class Judge(_ScoringServer):
         return (score - self.lowest) / (self._highest - self.lowest)
 
 
-class _Questions(Asked):
-    """Asks the questions of a .jsonl or .parquet file."""
-
-    def __init__(self, path: str, question: str, instruction: str) -> None:
-        """Takes the questions in the column `question`, each inserted into `instruction`."""
-        check_holds("instruction", instruction, "{question}")
-        columns = Columns(question, instruction=instruction, duplicates="keep")
-        super().__init__(read_questions(named_rows(Path(path)), columns), columns)
-
-
-class Judged(_Questions):
+class Judged(Asked):
     """Asks the questions of a .jsonl or .parquet file; the reward is the judge's score, 0 to 1."""
 
     def __init__(
@@ -210,7 +200,8 @@ class Judged(_Questions):
         argument that cannot work.
         """
         check_holds("rubric", rubric, "{reply}")
-        super().__init__(path, question, instruction)
+        columns = Columns(question, instruction=instruction, duplicates="keep")
+        super().__init__(named_rows(Path(path)), columns)
         check_filled("rubric", [rubric], [{"reply": "", **each.row} for each in self._questions])
         self._judge = Judge(
             base_url, model, prompt=rubric, api_key=key_in(api_key_file, "api_key_file"), **options
@@ -228,7 +219,7 @@ class Judged(_Questions):
         return StepResult(self._judge.share(score), metrics={"score": score})
 
 
-class Rewarded(_Questions):
+class Rewarded(Asked):
     """Asks the questions of a .jsonl or .parquet file; the reward is a reward model's score."""
 
     def __init__(
@@ -250,7 +241,8 @@ class Rewarded(_Questions):
         The other arguments are as in `RewardModel`. Raises ConfigError, which names the argument
         that cannot work.
         """
-        super().__init__(path, question, instruction)
+        columns = Columns(question, instruction=instruction, duplicates="keep")
+        super().__init__(named_rows(Path(path)), columns)
         self._model = RewardModel(
             base_url,
             model,

@@ -23,6 +23,7 @@ from slipstream.client.environment import Environment, Message
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX, HubFiles
 from slipstream.environments.answers import bare
+from slipstream.environments.arguments import check_holds
 
 # What may be the name of a data set on the hub.
 _NAME = re.compile(r"[\w.-]+/[\w-]+")
@@ -222,11 +223,15 @@ def read_questions(rows: Iterable[tuple[str, Row]], columns: Columns) -> list[Qu
 class Asked(Environment[Question]):
     """Asks questions, one reply each; a class below judges the replies."""
 
-    def __init__(self, questions: list[Question], columns: Columns) -> None:
-        """Takes the questions, with the system prompt and the instruction of `columns`."""
-        self._questions, self._columns = questions, columns
+    def __init__(self, rows: Iterable[tuple[str, Row]], columns: Columns) -> None:
+        """Reads the questions of named rows, with system prompt and instruction of `columns`.
+
+        Raises ConfigError like `read_questions`, and for an instruction without the question.
+        """
+        check_holds("instruction", columns.instruction, "{question}")
+        self._questions, self._columns = read_questions(rows, columns), columns
         # The question of the episode, and its messages.
-        self.question, self._asked = questions[0], questions[0].messages
+        self.question, self._asked = self._questions[0], self._questions[0].messages
 
     def tasks(self) -> list[Question]:
         return self._questions

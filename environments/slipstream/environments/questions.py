@@ -30,7 +30,6 @@ from slipstream.environments.arguments import (
     check_above_0,
     check_at_least,
     check_choice,
-    check_holds,
 )
 from slipstream.environments.question_files import (
     Asked,
@@ -41,7 +40,6 @@ from slipstream.environments.question_files import (
     hub_rows,
     named_rows,
     numbered,
-    read_questions,
 )
 
 PROGRAM = "slipstream.environments.math_program"
@@ -112,7 +110,6 @@ class Questions(Asked):
             check_choice("judge", judge, (*JUDGES, "module:function"))
         check_choice("split", split, ("all", "train", "heldout"))
         check_choice("duplicates", duplicates, ("refuse", "drop"))
-        check_holds("instruction", instruction, "{question}")
         check_at_least("heldout_one_in", heldout_one_in, 2)
         check_at_least("limit", limit, 1)
         check_above_0("judge_timeout_s", judge_timeout_s)
@@ -151,15 +148,15 @@ class Questions(Asked):
             instruction=instruction,
             duplicates=duplicates,
         )
-        questions = read_questions(rows, columns)
+        super().__init__(rows, columns)
         if split != "all":
             taken = Split(split, heldout_one_in)
-            questions = [each for each in questions if taken.has(each.identity)]
+            self._questions = [each for each in self._questions if taken.has(each.identity)]
         if shuffle_seed is not None:
-            random.Random(shuffle_seed).shuffle(questions)
-        if not questions:
+            random.Random(shuffle_seed).shuffle(self._questions)
+        if not self._questions:
             raise ConfigError(f"{path} has no questions in split {split!r}")
-        super().__init__(questions[:limit], columns)
+        self._questions = self._questions[:limit]
 
     def reset(self, task: Question) -> list[Message]:
         if self._function is None or self._function.names_answer:
