@@ -70,7 +70,7 @@ class Windows:
 
         def all_leased() -> bool:
             beats.append((controller.generated_tokens(), time.monotonic()))
-            return controller.leased_groups() >= wanted
+            return len(controller.group_ids()) >= wanted
 
         await self._rig.until(all_leased, "generation alone", self._limit_s)
         # Slots stay empty from here on, so the rate is taken now, with the engine still full.

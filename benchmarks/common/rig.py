@@ -224,10 +224,6 @@ class SteeredController(Controller):
         """Returns the number of complete groups, which wait for a batch."""
         return sum(group.is_complete for group in self._book.training_groups())
 
-    def leased_groups(self) -> int:
-        """Returns the number of groups that are leased and not trained."""
-        return len(self._book.training_groups())
-
     def open_episodes(self) -> int:
         """Returns the number of episodes that servers have and that are not back."""
         episodes = self._book.episodes_by_holder()
