@@ -6,8 +6,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 
-import grpc
-import grpc.aio
 import pytest
 import tomli_w
 from slipstream.core.errors import RunFailed
@@ -15,12 +13,9 @@ from slipstream.core.settings.config import Config
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.protocol.access import security
-from slipstream.protocol.codec import TRAINER_EPOCH
-from slipstream.v1 import status_pb2, status_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from slipstream.v1 import trainer_pb2
 from support.fakes.fake_server import OPEN
-from support.fakes.named_channel import open_named
 from support.rigs.controller_runs import make_config
-from support.rigs.waiting import LIMIT_S
 
 FIRST = """
 import sys
@@ -115,34 +110,3 @@ async def test_a_trainer_that_does_not_move_loses_its_place_and_is_fenced_off(tm
         first.stdin.write(b"\n")
         assert b"another trainer has taken over" in await first.stdout.readline()
         client.close()
-
-
-async def test_a_trainer_that_loads_says_how_much_it_has_read(tmp_path):
-    config = make_config(tmp_path)
-    async with controlled(config), open_named(config.controller.address) as channel:
-        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-        status = status_pb2_grpc.StatusServiceStub(channel)
-
-        async def waiting_for() -> str:
-            return (
-                await status.GetStatus(status_pb2.GetStatusRequest(), timeout=LIMIT_S)
-            ).waiting_for
-
-        report = trainer_pb2.WorkReport(loaded_bytes=3_210_000_000)
-        await stub.ReportWork(report, wait_for_ready=True, timeout=LIMIT_S)
-        assert await waiting_for() == "the trainer to load its model, 3.2 GB so far"
-        await stub.Register(HELLO, timeout=LIMIT_S)
-        # Somebody else loads: it is no news of the trainer that is there.
-        with pytest.raises(grpc.aio.AioRpcError, match="another trainer has taken over"):
-            await stub.ReportWork(report, timeout=LIMIT_S)
-
-
-@pytest.mark.parametrize("epoch", ["0", "1"])
-async def test_nobody_has_the_place_before_a_trainer_has_registered(tmp_path, epoch):
-    config = make_config(tmp_path)
-    async with controlled(config), open_named(config.controller.address) as channel:
-        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-        goodbye = trainer_pb2.TrainerGoodbye()
-        metadata = ((TRAINER_EPOCH, epoch),)
-        with pytest.raises(grpc.aio.AioRpcError, match="no trainer has registered since the"):
-            await stub.Finish(goodbye, wait_for_ready=True, timeout=LIMIT_S, metadata=metadata)

@@ -51,7 +51,7 @@ class Refused(Exception):
 class Call:
     """The context of a call with an epoch, or without one."""
 
-    def __init__(self, epoch: int = 0) -> None:
+    def __init__(self, epoch: int | str = 0) -> None:
         self._epoch = epoch
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
@@ -208,3 +208,23 @@ async def test_a_place_is_kept_for_as_long_as_a_stream_is_open() -> None:
     place.take(HELLO, Call())
     with pytest.raises(Refused, match="another trainer has taken over"):
         await place.check(Call(epoch))
+
+
+async def test_a_trainer_that_loads_says_how_much_it_has_read() -> None:
+    run = run_of()
+    servicer = TrainerServicer(run, orders_of(run))
+    report = trainer_pb2.WorkReport(loaded_bytes=3_210_000_000)
+    await servicer.ReportWork(report, Call())
+    assert run.progress.waiting_for == "the trainer to load its model, 3.2 GB so far"
+    servicer.place.take(HELLO, Call())
+    # Somebody else loads: it is no news of the trainer that is there.
+    with pytest.raises(Refused, match="another trainer has taken over"):
+        await servicer.ReportWork(report, Call())
+
+
+@pytest.mark.parametrize("epoch", ["0", "1"])
+async def test_nobody_has_the_place_before_a_trainer_has_registered(epoch: str) -> None:
+    run = run_of()
+    servicer = TrainerServicer(run, orders_of(run))
+    with pytest.raises(Refused, match="no trainer has registered since the"):
+        await servicer.Finish(trainer_pb2.TrainerGoodbye(), Call(epoch))
