@@ -13,11 +13,10 @@ embedding of latent attention, whose kernel for CPUs takes one head for all, and
 take sigmoid scores only with groups of experts.
 """
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from vllm.distributed.aux_output_connector.worker import PendingAuxOutput, get_aux_output_connector
@@ -25,19 +24,6 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.utils import cpu_triton_utils
 from vllm.v1.worker.cpu_worker import CPUWorker
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The part of vLLM's input batch that the connector reads; the fields have vLLM's names.
-
-    Request n has the tokens from `query_start_loc_np[n]` up to `query_start_loc_np[n + 1]`.
-    """
-
-    req_ids: list[str]
-    query_start_loc_np: npt.NDArray[np.int64]
-    # Tokens of each request that were computed before this step.
-    num_computed_tokens_np: npt.NDArray[np.int32]
 
 
 class RoutingWorker(CPUWorker):  # type: ignore[misc]
@@ -59,10 +45,12 @@ class RoutingWorker(CPUWorker):  # type: ignore[misc]
         if output is None:
             batch = self.model_runner.input_batch
             lengths = [scheduler_output.num_scheduled_tokens[name] for name in batch.req_ids]
-            step = _Step(
-                list(batch.req_ids),
-                np.concatenate([[0], np.cumsum(lengths)]),
-                batch.num_computed_tokens_cpu[: len(lengths)].copy(),
+            # The part of vLLM's input batch that the connector reads. Request n has the tokens from
+            # `query_start_loc_np[n]` up to `query_start_loc_np[n + 1]`.
+            step = SimpleNamespace(
+                req_ids=list(batch.req_ids),
+                query_start_loc_np=np.concatenate([[0], np.cumsum(lengths)]),
+                num_computed_tokens_np=batch.num_computed_tokens_cpu[: len(lengths)].copy(),
             )
             self._pending = self._connector.prepare_output(step)
         return output
