@@ -16,8 +16,7 @@ from support.fakes.plain_matrices import keep_matrices_plain
 from support.fakes.small_configs import config_of_engine
 from support.fakes.tiny_models import make_model_folder
 from support.rigs.adapter_engine import RANK, SAMPLING, SEQUENCE, Rig, adapters_for
-from support.rigs.running_replies import until_generated
-from support.rigs.started_engine import become_a_server, started_engine
+from support.rigs.started_engine import become_a_server, started_engine, until_generated
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 

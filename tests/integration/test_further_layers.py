@@ -18,8 +18,7 @@ from slipstream.rollout_server.episodes.renderer import Renderer
 from support.fakes.field_models import make_field_model
 from support.fakes.small_configs import config_of_engine
 from support.rigs.engine_rig import SAMPLING, Rig, Weights, random_weights
-from support.rigs.running_replies import until_generated
-from support.rigs.started_engine import started_engine
+from support.rigs.started_engine import started_engine, until_generated
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 GREEDY = dataclasses.replace(SAMPLING, ignore_eos=True, temperature=0.0)

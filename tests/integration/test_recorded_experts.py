@@ -14,8 +14,7 @@ from slipstream.rollout_server.engine_interface import Generation, Sampling
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.parity_models import NUM_EXPERTS, make_mixture
 from support.fakes.small_configs import config_of_engine
-from support.rigs.running_replies import until_generated
-from support.rigs.started_engine import publish, started_engine
+from support.rigs.started_engine import publish, started_engine, until_generated
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

@@ -23,7 +23,7 @@ from slipstream.rollout_server.vllm import engine, loader_update
 from slipstream.rollout_server.vllm.chunking_scheduler import CHUNK_TOKENS, check_outputs
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig
-from support.rigs.running_replies import until_generated
+from support.rigs.started_engine import until_generated
 from support.rigs.waiting import LIMIT_S
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input

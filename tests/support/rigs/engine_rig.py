@@ -17,8 +17,7 @@ from slipstream.rollout_server.episodes.renderer import Renderer
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.small_configs import config_of_engine
 from support.fakes.tiny_models import make_model_folder
-from support.rigs.running_replies import until_generated
-from support.rigs.started_engine import publish, started_engine
+from support.rigs.started_engine import publish, started_engine, until_generated
 
 Weights = dict[str, torch.Tensor]
 SAMPLING = Sampling(1.0, 1.0, 0, 200, 1, 250)

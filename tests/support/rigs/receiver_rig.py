@@ -24,7 +24,7 @@ from slipstream.rollout_server.engine_interface import Generation, Sampling
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.plain_matrices import keep_matrices_plain, multiply_float8_fast
 from support.ranks.nccl_sender import NcclSender
-from support.rigs.running_replies import until_generated
+from support.rigs.started_engine import until_generated
 
 TINY = {
     "hidden_size": 64,

@@ -34,7 +34,7 @@ from slipstream.rollout_server import process
 from support.fakes.parity_models import make_mixture
 from support.fakes.plain_trajectory import plain_trajectory
 from support.references.replayed_gaps import ReplayedGaps, disturb_routers
-from support.rigs.running_replies import until_generated
+from support.rigs.started_engine import until_generated
 
 SIZES = {
     "hidden_size": 128,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import torch
 from slipstream.core.settings.config import Config
 from slipstream.protocol.codec import version_from_pb
 from slipstream.rollout_server import process
-from slipstream.rollout_server.engine_interface import LoadedWeights
+from slipstream.rollout_server.engine_interface import Engine, LoadedWeights
 from slipstream.v1 import weights_pb2
 
 from support.fakes.gloo_sender import GlooSender
@@ -88,3 +88,19 @@ async def publish(
     assert list(loaded.bucket_digests) == digests
     await engine.pauses.resume(version_from_pb(order.version))
     return loaded
+
+
+async def until_generated(engine: Engine, count: int, replies: Sequence[asyncio.Task[Any]]) -> None:
+    """Waits until the engine has generated `count` tokens; fails when every reply has ended.
+
+    A reply that failed raises here.
+    """
+    while engine.requests.use().generated_tokens < count:
+        ended = [reply for reply in replies if reply.done()]
+        for reply in ended:
+            reply.result()
+        # Counted before the reply is handed out.
+        generated = engine.requests.use().generated_tokens
+        if len(ended) == len(replies) and generated < count:
+            raise AssertionError(f"all replies ended with {generated} tokens of {count}")
+        await asyncio.sleep(0.005)
