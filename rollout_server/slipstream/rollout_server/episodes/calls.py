@@ -212,11 +212,8 @@ class CallTable:
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._open: dict[int, asyncio.Future[environment_pb2.WorkerMessage]] = {}
         self._followed: dict[int, Answers] = {}
+        # Why the stream has ended; None while it is open.
         self.failure: EnvironmentFailed | None = None
-
-    @property
-    def is_open(self) -> bool:
-        return self.failure is None
 
     async def call(
         self, command: environment_pb2.WorkerCommand, *, timeout_s: float

@@ -82,7 +82,7 @@ class HostedEnvironment:
                 while not self._suspects.runs_alone(task_index):
                     if self._is_unloaded:
                         raise EnvironmentFailed(*UNLOADED)
-                    takers = [worker for worker in self._ready if worker.table.is_open]
+                    takers = [worker for worker in self._ready if worker.table.failure is None]
                     worker = min(takers, key=lambda w: len(w.episodes), default=None)
                     if worker is not None and len(worker.episodes) < self._suspects.most_together:
                         return worker.open(

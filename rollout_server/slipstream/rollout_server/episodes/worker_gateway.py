@@ -241,15 +241,12 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         # Streams of workers that have not attached yet, by token.
         self._expected: dict[str, WorkerStream] = {}
 
-    @property
-    def address(self) -> str:
-        return f"unix:{self._folder.path / 'workers.sock'}"
-
     async def __aenter__(self) -> Self:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.logs = WorkerLogs(self.log_dir, self._log_bytes)
         await asyncio.to_thread(remove_abandoned)
         self._folder = OwnedFolder("sockets")
+        self.address = f"unix:{self._folder.path / 'workers.sock'}"
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         environment_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(self.address)

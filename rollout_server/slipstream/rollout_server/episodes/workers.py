@@ -85,7 +85,7 @@ class EnvironmentWorker:
 
         def on_close(was_judged: bool) -> None:
             self.episodes.pop(episode_key, None)
-            if was_judged and self.table.is_open:
+            if was_judged and self.table.failure is None:
                 self._suspects.passed(task_index)
             closed()
 
@@ -187,7 +187,7 @@ class EnvironmentWorker:
             ended = f"{ended} before it attached: see its log"
         elif calls.current in self.episodes:
             ended = f"{ended} ({calls.place})"
-        if self.table.is_open:
+        if self.table.failure is None:
             self._lose(ended, calls.running)
         self._gone.set()
         # Whoever waits for it to attach is told too.

@@ -40,9 +40,6 @@ class AdapterRequests:
                 for number, name in enumerate(self._names or ("",), 1)
             }
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def request(self, name: str, *, by_start: bool = False) -> LoRARequest | None:
         """Returns vLLM's request for an adapter, or None for the model without an adapter.
 
@@ -79,7 +76,7 @@ def lora_arguments(lora: LoraSection, *, on_cpu: bool) -> dict[str, object]:
         return {}
     return {
         "enable_lora": True,
-        "max_loras": len(AdapterRequests(lora)) + on_cpu,
+        "max_loras": max(len(lora.adapters), 1) + on_cpu,
         "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank),
         # Without this list the other layers would compute with an adapter of zeros.
         "lora_target_modules": [part for name in lora.modules for part in FUSED[name]],

@@ -26,16 +26,10 @@ class AgentServices:
 
     def __init__(self, parts: VllmParts, settings: RolloutServerSection) -> None:
         self._parts, self._settings = parts, settings
+        self.takes_tools = settings.tool_parser is not None
+        self.reads_thoughts = settings.reasoning_parser is not None
         self._opening: asyncio.Future[Answering] | None = None
         self._reading: asyncio.Future[ReplyReader] | None = None
-
-    @property
-    def takes_tools(self) -> bool:
-        return self._settings.tool_parser is not None
-
-    @property
-    def reads_thoughts(self) -> bool:
-        return self._settings.reasoning_parser is not None
 
     async def reader(self, inputs: TemplateInputs) -> ReplyReader | None:
         if not inputs.tools and not self.reads_thoughts:
