@@ -426,13 +426,15 @@ def _joined(
     sequence_multiple: int,
 ) -> MicroBatch:
     def padded(segment: Segment) -> TrainingSequence:
-        missing = -len(segment) % sequence_multiple
+        sequence, missing = sequences[segment.index], -len(segment) % sequence_multiple
+        if not missing and len(segment) == len(sequence):
+            return sequence
 
         def own(array: npt.NDArray[Any], column: Column) -> npt.NDArray[Any]:
             cut = array[segment.start : segment.end]
             return np.concatenate([cut, column.filled(missing, array)]) if missing else cut
 
-        return sequences[segment.index].map_fields(own)
+        return sequence.map_fields(own)
 
     parts = [padded(segment) for segment in segments]
     place_of: dict[int, int] = {}
@@ -442,10 +444,9 @@ def _joined(
     num_tokens = sum(map(len, parts))
     if missing := round_up(max(1, num_tokens), multiple) - num_tokens:
         nothing = TrainingSequence.of_tokens(np.zeros(0, dtype=np.uint32))
-        like = (
-            dataclasses.replace(sequences[0], loss_weight=1.0, images=()) if sequences else nothing
-        )
-        parts.append(like.map_fields(lambda array, column: column.filled(missing, array)))
+        like = sequences[0] if sequences else nothing
+        filler = like.map_fields(lambda array, column: column.filled(missing, array))
+        parts.append(dataclasses.replace(filler, loss_weight=1.0, images=()))
         segments = [*segments, Segment(len(sequences), 0, 0)]
         places.append(len(place_of))
     lengths = np.array([len(part) for part in parts])
