@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.core.types import FULL_REWARD, GroupId, PolicyVersion, Status, Trajectory
+from slipstream.core.types import FULL_REWARD, GroupId, PolicyVersion, Status
 from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
@@ -39,17 +39,6 @@ class EvaluatedEpisode:
     reply_tokens: tuple[int, ...]
     truncated: bool
     metrics: tuple[tuple[str, float], ...] = ()
-
-    @classmethod
-    def of(cls, trajectory: Trajectory) -> EvaluatedEpisode:
-        """Extracts the facts from the trajectory of an episode."""
-        return cls(
-            task_index=trajectory.task_index,
-            reward=trajectory.reward,
-            reply_tokens=trajectory.run_lengths[1::2],
-            truncated=trajectory.status is Status.TRUNCATED,
-            metrics=tuple(trajectory.metrics.items()),
-        )
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -289,8 +278,15 @@ class Evaluator(Part):
     def _collect(self, round_: Round) -> None:
         for group_id, group in list(round_.running.items()):
             if group.is_complete:
-                episodes = round_.episodes.setdefault(group.environment, [])
-                episodes.append(EvaluatedEpisode.of(group.finished[0]))
+                found = group.finished[0]
+                episode = EvaluatedEpisode(
+                    found.task_index,
+                    found.reward,
+                    reply_tokens=found.run_lengths[1::2],
+                    truncated=found.status is Status.TRUNCATED,
+                    metrics=tuple(found.metrics.items()),
+                )
+                round_.episodes.setdefault(group.environment, []).append(episode)
                 self._intake.end_evaluated(group)
                 del round_.running[group_id]
             elif group_id not in self._book.groups:
