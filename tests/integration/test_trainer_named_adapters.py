@@ -118,7 +118,8 @@ def run_rank(folder: Path, job: str) -> None:
 
     config = config_of(job, folder)
     policy = opened(config)
-    policy.memory.settle()
+    with policy.memory.resident(*Part):
+        pass
     step = TrainingStep(policy, config)
     stored, disk = stored_policy(policy), DiskWork(folder, policy.ranks)
     before = adapters_of(policy)

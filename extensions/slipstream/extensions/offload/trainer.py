@@ -60,11 +60,6 @@ class HostMemory(DeviceMemory):
             raise
         self._leave(parts)
 
-    def settle(self) -> None:
-        """Moves the offloaded parts to host memory, before any use."""
-        with self.resident(*Part):
-            pass
-
     def _leave(self, parts: Sequence[Part]) -> None:
         for part in parts:
             self._users[part] -= 1

@@ -107,7 +107,9 @@ class Trainer:
         self._writer = open_writer(config, policy, self._published, client)
         self._digests = self._export()
         for memory in self._memories:
-            memory.settle()
+            # What is loaded leaves before its first use.
+            with memory.resident(*Part):
+                pass
 
     def run(self) -> None:
         """Follows the controller's orders until a stop order, or SIGTERM after the current one."""

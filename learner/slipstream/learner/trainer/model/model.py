@@ -171,9 +171,6 @@ class DeviceMemory:
         """Returns a context in which `parts` are on the device."""
         return nullcontext()
 
-    def settle(self) -> None:
-        """Moves parts to where they are while nothing uses them, before any use."""
-
 
 def parameters(chunks: Sequence[Megatron]) -> Iterator[Tensor]:
     """Yields the parameters of all chunks, including frozen ones."""
