@@ -29,7 +29,7 @@ from slipstream.core.errors import USAGE_ERROR, ProtocolError, SlipstreamError
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker import operations, wire_pb2
 from slipstream.extensions.tinker.archives import Archives
-from slipstream.extensions.tinker.operations import Refused
+from slipstream.extensions.tinker.operations import SAVES, Refused
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import operations_pb2 as pb
@@ -93,13 +93,10 @@ class Front:
         self._archives, self.samples = Archives(config), SampleStream(stub, metadata)
         self._open: Counter[str] = Counter()
         self._orders: Mapping[str, Callable[[Body], pb.Operation]] = {
-            "create_model": lambda body: operations.create_model(body, config),
+            "create_model": partial(operations.create_model, config=config),
             "load_weights": operations.load_weights,
             "optim_step": operations.optim_step,
-            **{
-                kind: partial(operations.save, kind, in_flight=in_flight)
-                for kind in operations.SAVES
-            },
+            **{kind: partial(operations.save, kind, in_flight=in_flight) for kind in SAVES},
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
