@@ -35,19 +35,6 @@ def test_the_prompt_of_a_group_is_one_segment():
     assert num_tokens(bundle) == 9 + 3 + 2 + 4
 
 
-def test_equal_replies_are_trained_once_each():
-    sequences = group(range(10), [[50, 51], [50, 51]])
-    (bundle,) = PrefixTree(sequences, [0, 1], min_shared=4).bundles(100)
-    assert bundle == [Segment(0, 0, 9), Segment(0, 9, 12, 0), Segment(1, 9, 12, 0)]
-
-
-def test_a_branch_shares_the_reply_that_another_branch_trains():
-    first = sequence([*range(20), 50, 51], [*range(4, 10), 19, 20])
-    second = sequence([*range(20), 60, 61], [19, 20])
-    (bundle,) = PrefixTree([first, second], [0, 1], min_shared=4).bundles(100)
-    assert bundle == [Segment(0, 0, 19), Segment(0, 19, 22, 0), Segment(1, 19, 22, 0)]
-
-
 def test_members_with_branches_share_the_prompt_and_each_its_own_turns():
     prompt, replies = list(range(10)), ([50, 51, 52, 53, 54], [60, 61, 62, 63, 64])
     sequences = []
