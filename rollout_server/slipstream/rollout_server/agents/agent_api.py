@@ -41,6 +41,8 @@ _NOT_FOUND, _BROKEN, _BUSY = 404, 500, 503
 _BYTES_PER_TOKEN, _OTHER_BYTES = 32, 1 << 16
 # Largest part of an answer; a message that carries one must stay below 16 MiB.
 _MAX_PART = 4 << 20
+# Most characters of a header of ours.
+_MAX_HEADER = 1000
 _AUTO: dict[str, object] = {MESSAGES_PATH: {"type": "auto"}}
 
 
@@ -104,25 +106,25 @@ class Answering:
     ) -> AsyncGenerator[ReplyPart, None]:
         asked = _asked(http.body)
         auto = _AUTO.get(path, "auto")
-        ruled = rule(asked, recorder.sampling, auto=auto, has_drafts=self._has_drafts)
-        has_tools = bool(ruled.body.get("tools"))
-        uses_tools = has_tools and ruled.body.get("tool_choice") not in ("none", {"type": "none"})
+        served, told = rule(asked, recorder.sampling, auto=auto, has_drafts=self._has_drafts)
+        has_tools = bool(served.get("tools"))
+        uses_tools = has_tools and served.get("tool_choice") not in ("none", {"type": "none"})
         if uses_tools and not self._has_tools:
             raise Refusal(NEED_PARSER)
         if path == MESSAGES_PATH and not has_tools:
             # vLLM would demand its parser of tool calls for "auto".
-            ruled.body.pop("tool_choice", None)
-        ruled.body["model"] = self._model
+            served.pop("tool_choice", None)
+        served["model"] = self._model
         values, asked_values = recorder.template_values, asked.get("chat_template_kwargs") or {}
         if values and isinstance(asked_values, dict):
-            ruled.body["chat_template_kwargs"] = {**values, **asked_values}
-        previous = recorder.expand(ruled.body) if path == RESPONSES_PATH else None
-        body = _encoded(ruled.body)
-        recorder.ignored.update(ruled.ignored)
-        opened = recorder.open(http, path, is_stream=bool(ruled.body.get("stream")))
+            served["chat_template_kwargs"] = {**values, **asked_values}
+        previous = recorder.expand(served) if path == RESPONSES_PATH else None
+        body = _encoded(served)
+        recorder.ignored.update(told.keys())
+        opened = recorder.open(http, path, is_stream=bool(served.get("stream")))
         opened.previous, opened.has_tools = previous, uses_tools
-        if path == RESPONSES_PATH and ruled.body.get("store") is not False:
-            opened.stored_items = items_of(ruled.body)
+        if path == RESPONSES_PATH and served.get("store") is not False:
+            opened.stored_items = items_of(served)
         context = copy_context()
         context.run(self._current.set, (recorder, opened))
         application = self._with_tools if uses_tools else self._plain
@@ -130,8 +132,9 @@ class Answering:
             async for part in _exchange(application, context, "POST", path, body):
                 if opened.refusal is not None:
                     raise opened.refusal
-                if part.status and ruled.told:
-                    part.headers.add(name=SAMPLING_HEADER, value=ruled.told)
+                if part.status and told:
+                    header = "; ".join(f"{name}={value}" for name, value in told.items())
+                    part.headers.add(name=SAMPLING_HEADER, value=header[:_MAX_HEADER])
                 opened.status = part.status or opened.status
                 opened.body += part.body
                 opened.is_whole = part.is_last

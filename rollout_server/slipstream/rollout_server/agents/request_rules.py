@@ -121,7 +121,6 @@ class ServedCall:
 
 
 SAMPLING_HEADER = "x-slipstream-sampling"
-_MAX_HEADER = 1000
 # The values that hold where the run has no setting of that name.
 _NEUTRAL: dict[str, object] = {
     "min_p": 0.0,
@@ -150,23 +149,13 @@ _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _FOREIGN = ("kv_transfer_params", "ec_transfer_params", "cache_salt", "priority", "vllm_xargs")
 
 
-@dataclass(frozen=True)
-class Ruled:
-    """A request `body` after the run's sampling rule, and the settings that the rule overrode.
-
-    `told` is the value of the header `SAMPLING_HEADER`, or "" if nothing was overridden. `ignored`
-    names the requested settings that were not applied.
-    """
-
-    body: dict[str, Any]
-    told: str
-    ignored: tuple[str, ...] = ()
-
-
 def rule(
     body: dict[str, Any], sampling: Sampling, *, auto: object = "auto", has_drafts: bool = False
-) -> Ruled:
-    """Returns the request to serve for a JSON `body`. Raises Refusal if it cannot be served.
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the request to serve for a JSON `body`, and what it asked for in vain.
+
+    The latter has what holds in place of it, by the name of the setting, in the form of the header
+    `SAMPLING_HEADER`. Raises Refusal for a request that cannot be served.
 
     `auto` is the value of `tool_choice` by which the API leaves the choice to the model. If the
     engine `has_drafts`, the seed is ignored: drafts may repeat earlier replies. With their random
@@ -222,8 +211,7 @@ def rule(
     thinking = kept.get("thinking")
     if isinstance(thinking, dict) and thinking.get("budget_tokens"):
         told["thinking.budget_tokens"] = _NOT
-    header = "; ".join(f"{name}={value}" for name, value in told.items())
-    return Ruled(kept, header[:_MAX_HEADER], tuple(told))
+    return kept, told
 
 
 def _list(value: object) -> list[object]:
