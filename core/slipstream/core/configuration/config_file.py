@@ -6,12 +6,15 @@ file may still be valid TOML, and the settings that it lost would become default
 
 import hashlib
 import itertools
+import logging
+import operator
 import re
 import sys
 import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,10 +48,13 @@ from slipstream.core.models.model_sizes import read_model_sizes, read_model_tabl
 from slipstream.core.settings.config import NOTES, Config
 from slipstream.core.settings.sections import RUN_NAME
 from slipstream.core.settings.table_rules import trajectory_problems
+from slipstream.core.settings.tables import Tables
 
 _PREFIX = b"# Settings of a run"
 _FIRST_LINE = re.compile(rb"# Settings of a run: (\d+) bytes, BLAKE2b ([0-9a-f]{32});[^\n]*\n")
 REMEDY = "put it back from a copy of the run"
+logger = logging.getLogger(__name__)
+
 # Settings that are addresses.
 ADDRESSES = ("address", "master", "prometheus")
 # Names that pydantic adds to the location of a value with several possible types.
@@ -115,6 +121,8 @@ def load_config(
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
+    if data.startswith(_PREFIX):
+        _drop_unknown(table, path)
     check_values(table, str(path))
     for override in overrides:
         _apply_override(table, override)
@@ -131,6 +139,19 @@ def load_config(
     if "sources" not in table and config.algorithm.own_functions:
         config = config.model_copy(update={"sources": source_digests(config.algorithm)})
     return config
+
+
+def _drop_unknown(table: Table, path: Path | None) -> None:
+    """Takes the keys that are no settings out of a file that an earlier version wrote."""
+    try:
+        Tables.model_validate(table)
+    except ValidationError as error:
+        unknown = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
+        for *parents, last in unknown:
+            del reduce(operator.getitem, parents, cast(Any, table))[last]
+        gone = ", ".join(".".join(map(str, location)) for location in unknown)
+        if gone:
+            logger.warning("%s is of an earlier version: %s are no settings", path, gone)
 
 
 def parse_config(table: Mapping[str, JsonValue], *, source: str, complete: bool = True) -> Config:
