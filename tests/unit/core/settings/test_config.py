@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tomli_w
 from pydantic import JsonValue
 from slipstream.core.configuration.config_file import (
     check_model,
@@ -9,6 +10,7 @@ from slipstream.core.configuration.config_file import (
     largest_trajectory_bytes,
     load_config,
     parse_config,
+    with_first_line,
 )
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
@@ -392,3 +394,17 @@ def test_an_override_of_any_depth_and_size_is_refused_in_one_line(override, said
         load_config(None, [override])
     assert said in str(caught.value)
     assert len(str(caught.value)) < 250
+
+
+def test_what_is_no_setting_in_the_file_of_an_earlier_versions_run_is_told(tmp_path, caplog):
+    played = [{"name": name, "reference": "a:B"} for name in ("a", "held")]
+    config = config_with({"environments": played[:1], "evaluations": played[1:]})
+    table = parse_toml(dump_config(config))
+    table["debug"]["head_dtype"] = "model"
+    table["environments"][0]["algorithm"] = {"loss_weight": 0.5, "kl": {"coefficient": 0.1}}
+    table["evaluations"][0]["pass_reward"] = 0.5
+    file = tmp_path / "config.toml"
+    file.write_bytes(with_first_line(tomli_w.dumps(table)))
+    assert load_config(file) == config
+    gone = "environments.0.algorithm, evaluations.0.pass_reward, debug.head_dtype"
+    assert caplog.messages == [f"{file} is of an earlier version: {gone} are no settings"]
