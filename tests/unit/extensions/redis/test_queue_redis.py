@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import random
+import shutil
 import signal
 
 import pytest
@@ -265,3 +266,26 @@ async def test_a_sender_does_not_begin_before_the_controller_has(server: Embedde
 async def test_a_url_of_another_kind_is_refused() -> None:
     with pytest.raises(QueueError, match=r"queue.redis_url http://localhost: "):
         RedisSender("http://localhost", "run", 1_000)
+
+
+async def test_an_empty_redis_after_a_restart_stops_sender_and_receiver(server, tmp_path):
+    async def lose_everything() -> None:
+        await kill(server)
+        shutil.rmtree(tmp_path / "valkey" / "appendonlydir")
+        await server.start()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with RedisReceiver(server.url(), "run") as receiver:
+            await lose_everything()
+            await get(receiver)
+    (cause,) = causes(caught.value)
+    assert "lost data of run run: the stream or its group is gone" in cause
+    async with RedisReceiver(server.url(), "run"):
+        pass
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with RedisSender(server.url("rollout"), "run", 1_000) as sender:
+            await sender.put(name(0), b"x", timeout_s=LIMIT_S)
+            await lose_everything()
+            await sender.put(name(1), b"x", timeout_s=LIMIT_S)
+    (cause,) = causes(caught.value)
+    assert "does not know run run: " in cause

@@ -327,3 +327,103 @@ def test_a_late_reply_of_a_lost_server_leaves_the_next_one_its_slot_until_it_is_
     group = leased_again(book)
     assert book.add(reply(group, 0)) is Fate.HELD
     assert (book.episodes_by_holder()[NEXT], book.promised_episodes) == (2, 2)
+    book.remove(group.group_id)
+    assert (book.episodes_by_holder()[NEXT], book.promised_episodes) == (2, 2)
+    book.closed(group.group_id, NEXT, [0, 1])
+    assert (book.episodes_by_holder()[NEXT], book.promised_episodes) == (0, 0)
+
+
+def test_a_server_that_lags_too_far_is_leased_nothing(book):
+    book.step = 3
+    assert not book.may_lease(1)
+    assert book.may_lease(2)
+
+
+def test_the_last_step_bounds_what_is_leased():
+    book = make_book(num_steps=1)
+    lease(book)
+    lease(book)
+    assert not book.may_lease(0)
+
+
+def test_a_member_that_is_given_up_keeps_its_slot_until_its_server_has_ended_it():
+    book = make_book(group_size=3)
+    group = lease(book)
+    book.add(reply(group, 0))
+    book.add(reply(group, 1))
+    assert book.give_up(group, [2])
+    assert group.is_complete
+    assert book.episodes_by_holder()[A] == 1
+    book.closed(group.group_id, A, [2], next_attempt=1)
+    assert book.episodes_by_holder()[A] == 0
+    assert book.orphans() == []
+
+
+def test_a_lease_that_is_taken_back_keeps_slots_and_bytes_until_its_server_has_closed_it(
+    book, group
+):
+    book.add(reply(group, 0))
+    assert (book.episodes_by_holder()[A], book.promised_episodes) == (1, 1)
+    book.remove(group.group_id)
+    assert (book.episodes_by_holder()[A], book.promised_episodes) == (1, 1)
+    assert book.episodes_by_environment() == {"e": 1}
+    book.closed(group.group_id, B, [])
+    assert book.episodes_by_holder()[A] == 1
+    book.closed(group.group_id, A, [])
+    assert (book.episodes_by_holder()[A], book.promised_episodes) == (0, 0)
+
+
+def test_a_lost_server_closes_what_it_was_ending(book):
+    book.remove(lease(book).group_id)
+    book.remove(lease(book, server=B).group_id)
+    book.orphan(A)
+    assert (book.episodes_by_holder()[A], book.episodes_by_holder()[B]) == (0, 2)
+
+
+def test_a_member_that_failed_for_good_has_no_slot_and_a_retried_one_has(book, group):
+    failure = Failure(FailureKind.ENVIRONMENT, "x")
+    book.add(reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True))
+    assert book.episodes_by_holder()[A] == 2
+    book.add(reply(group, 0, attempt=1, status=Status.FAILED, failure=failure))
+    assert book.episodes_by_holder()[A] == 1
+    book.remove(group.group_id)
+    assert book.episodes_by_holder()[A] == 1
+
+
+def test_an_orphan_keeps_the_bytes_that_its_next_server_will_need(book, group):
+    book.orphan(A)
+    assert (book.episodes_by_holder()[A], book.promised_episodes) == (0, 2)
+    book.reassign(group, B)
+    assert (book.episodes_by_holder()[B], book.promised_episodes) == (2, 2)
+
+
+def test_a_closed_lease_waits_for_what_is_still_on_its_way(book, group):
+    book.closed(group.group_id, A, [1])
+    assert book.orphans() == []
+    book.add(reply(group, 0))
+    assert book.orphans() == [group]
+
+
+def test_a_closed_lease_of_a_complete_group_is_over(book, group):
+    book.closed(group.group_id, A, [])
+    for member in range(2):
+        book.add(reply(group, member))
+    assert book.orphans() == []
+    assert group.holder == A
+
+
+def test_a_quarantined_attempt_that_its_server_repeats_is_waited_for(book, group):
+    name = TrajectoryName(group.group_id, 1, 0, 1)
+    assert book.quarantined(name, will_retry=True) is group
+    assert book.episodes_by_holder()[A] == 2
+
+
+def test_a_closed_lease_whose_members_all_arrive_is_never_short():
+    book = make_book(group_size=2)
+    group = lease(book)
+    book.closed(group.group_id, A, [], next_attempt=1)
+    assert book.short_leases(A, 2, 0) == []
+    for member in range(2):
+        book.add(reply(group, member))
+    assert book.short_leases(A, 2, 2) == []
+    assert group.is_complete

@@ -1,6 +1,8 @@
 import asyncio
 import errno
 import os
+import resource
+import signal
 import zlib
 
 import numpy as np
@@ -409,3 +411,39 @@ def test_a_first_log_that_is_missing_is_named_and_no_new_one_begun(tmp_path):
     )
     assert not (tmp_path / "journal.log").exists()
     assert not (tmp_path / "journal-4.log").exists()
+
+
+def test_a_full_disk_is_one_line_and_the_journal_goes_on_when_there_is_room(tmp_path):
+    number = 0
+    batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=0, batch_id="b" * 9000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    journal = Journal(tmp_path)
+    try:
+        journal.append(note("a"))
+        journal.sync()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        with pytest.raises(
+            RunFailed, match="step-000000.pb cannot be written: .* again when"
+        ) as error:
+            journal.write_batch(batch)
+        assert "\n" not in str(error.value)
+        journal.append(note("b"))
+        with pytest.raises(RunFailed), journal:
+            pass
+        with Journal(tmp_path) as journal:
+            for number in range(3):
+                journal.append(note("c", text="x" * 1000, number=number))
+            journal.sync()
+            journal.append(note("d", text="x" * 4000))
+            with pytest.raises(RunFailed, match="journal.log cannot be written: .* again when"):
+                journal.sync()
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    except RunFailed:
+        pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    with Journal(tmp_path) as journal:
+        journal.append(note("e"))
+    assert [record["kind"] for record in read_records(tmp_path)] == ["a", "c", "c", "c", "e"]
