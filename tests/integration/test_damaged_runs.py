@@ -4,17 +4,20 @@ import asyncio
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc.aio
 import pytest
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.settings.config import Config
+from slipstream.learner.controller import application
 from slipstream.learner.controller.application import Controller
-from support.fakes.fake_server import OPEN
+from support.fakes.fake_server import OPEN, FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.controller_runs import make_config, play
+from support.rigs.small_disks import small_disk
 from support.rigs.waiting import LIMIT_S, until
 
 STEPS = 6
@@ -167,3 +170,86 @@ async def test_a_journal_that_lost_whole_lines_at_its_end_is_refused(
         f"{folder / cause}, but {log} {ends}: lines at its end are lost; put it back from a copy "
         "of the run, or begin anew with another run.name"
     )
+
+
+@pytest.fixture
+def disk(tmp_path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "size=1m") as folder:
+        yield folder
+
+
+def fill(disk: Path) -> Path:
+    path = disk / "filling"
+    with path.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError:
+            pass
+    return path
+
+
+async def test_a_full_disk_costs_lines_of_results_alone(tmp_path, caplog, disk):
+    config = make_config(tmp_path, run__steps=STEPS, controller__sample_every_steps=1)
+    folder = config.run_dir
+    folder.mkdir()
+    for name in ("metrics.jsonl", "trajectories.jsonl"):
+        (folder / name).symlink_to(disk / name)
+    trainer = FakeTrainer(config.controller.address)
+    trainer.hold_at(2)
+
+    async def fill_in_the_middle(controller: Controller, tasks: list) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await trainer.until_held()
+        fill(disk)
+        trainer.gate.set()
+
+    with caplog.at_level(logging.WARNING):
+        summary = await play(config, trainer=trainer, during=fill_in_the_middle)
+    assert (summary["code"], summary["steps"]) == (0, STEPS)
+    assert summary["ledger"]["difference"] == 0
+    assert not [r for r in caplog.records if r.exc_info]
+    full = [m for m in caplog.messages if "No space left" in m]
+    assert len(full) == 2
+    lost = [m for m in caplog.messages if "were lost" in m]
+    assert len(lost) == 2
+    kept = steps_in(folder / "metrics.jsonl")
+    assert 2 <= len(kept) < STEPS
+    (told,) = [m for m in lost if "metrics.jsonl" in m]
+    assert told == f"{folder / 'metrics.jsonl'}: the last {STEPS - len(kept)} records were lost"
+
+
+async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(
+    tmp_path, caplog, disk, monkeypatch
+):
+    config = make_config(disk, run__steps=STEPS, controller__sample_every_steps=1)
+    server, trainer = FakeServer(config.controller.address), FakeTrainer(config.controller.address)
+    trainer.hold_at(2)
+    # What the server has may never be journaled: it is waited for in vain.
+    monkeypatch.setattr(application, "DRAIN_LIMIT_S", 1.0)
+    controller = Controller(config, OPEN)
+    running = asyncio.ensure_future(controller.run())
+    others = [asyncio.ensure_future(server.run()), asyncio.ensure_future(trainer.run())]
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await trainer.until_held()
+        filling = fill(disk)
+        trainer.gate.set()
+        with caplog.at_level(logging.WARNING):
+            async with asyncio.timeout(100):
+                # The run fails with one line.
+                with pytest.raises(RunFailed, match="make room and run the same command again"):
+                    await running
+    finally:
+        for task in (running, *others):
+            task.cancel()
+        await asyncio.gather(running, *others, return_exceptions=True)
+    assert not [r for r in caplog.records if r.exc_info]
+    (failed,) = [m for m in caplog.messages if m.startswith("the run failed")]
+    assert "No space left on device; make room and run the same command again" in failed
+    assert not (config.run_dir / "summary.json").exists()
+    filling.unlink()
+    summary = await play(config)
+    assert (summary["code"], summary["steps"]) == (0, STEPS)
+    assert summary["ledger"]["difference"] == 0
+    assert summary["ledger"]["trained"] == STEPS * 16 * 5

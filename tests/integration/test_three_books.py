@@ -21,7 +21,7 @@ from slipstream.rollout_server.engine_interface import EngineUse
 from slipstream.rollout_server.usage import EpochCounters
 from slipstream.v1 import trainer_pb2
 from support.fakes.fake_server import FakeServer, environment_failure
-from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.fake_trainer import START, FakeTrainer
 from support.rigs.controller_runs import make_config, play
 from support.rigs.valkey import EmbeddedServer
 from support.rigs.waiting import until
@@ -271,3 +271,32 @@ async def test_between_journal_and_restart(tmp_path, caplog, monkeypatch, times)
         summary = await play(again, server, trainer=trainer, is_planted=True)
     assert (summary["code"], summary["steps"]) == (0, STEPS)
     assert is_told(summary, caplog, "journal to restart", times)
+
+
+@queues
+async def test_without_a_fault_no_ledger_is_open(tmp_path, queue: str) -> None:
+    """A server dies, the controller is stopped, and all goes on."""
+    async with queue_of(queue, tmp_path) as (changes, url):
+        config = settings(tmp_path, run__steps=8, controller__max_attempts=9, **changes)
+        address, checkpoint = config.controller.address, START
+        for stop_at in (3, 0):
+            trainer = FakeTrainer(address, checkpoint=checkpoint, checkpoint_every=1)
+            if stop_at:
+                trainer.hold_at(stop_at)
+            fleet = [
+                FakeServer(address, f"s{number}", judge=fails_at_first, queue_url=url)
+                for number in range(2)
+            ]
+
+            async def kill_and_stop(controller, tasks, trainer=trainer, fleet=fleet) -> None:
+                await until(lambda: len(fleet[0].delivered) > 5, LIMIT_S)
+                fleet[0].killed = True
+                tasks[0].cancel()
+                if trainer.gated_from:
+                    await trainer.until_held()
+                    controller.stop("enough")
+                    trainer.gate.set()
+
+            summary = await play(config, *fleet, trainer=trainer, during=kill_and_stop)
+            checkpoint = trainer.newest_checkpoint
+    assert (summary["code"], summary["steps"]) == (0, 8)
