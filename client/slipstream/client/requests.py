@@ -132,7 +132,7 @@ def status_lines(run: RunStatus) -> list[str]:
         f"{ledger.queued:,} queued, {ledger.in_flight:,} in flight, {ledger.failed:,} failed, "
         f"{ledger.cancelled:,} cancelled, {ledger.filtered:,} filtered, "
         f"{ledger.quarantined:,} quarantined, {ledger.set_aside:,} set aside, "
-        f"{ledger.evaluated:,} evaluated, {ledger.judged:,} judged, {ledger.lost:,} lost; "
+        f"{ledger.evaluated:,} evaluated, {ledger.lost:,} lost; "
         f"difference {ledger.difference}"
     )
     lines += [f"the ledger is open, {gap}" for gap in ledger.gaps]

@@ -35,7 +35,7 @@ MOST_FAULTS, MOST_CHARACTERS = 100, 500
 _START = (0, 0)
 # Where generated tokens end, as journal and summary have it; what the summary alone knows.
 _ENDS = ("filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside")
-_OTHERS = ("trained", "judged", "queued", "in_flight", "lost", "difference")
+_OTHERS = ("trained", "queued", "in_flight", "lost", "difference")
 # What strange values of a file raise where they are compared or counted.
 _STRANGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 

@@ -60,7 +60,7 @@ class ServerStatus(_message.Message):
     def __init__(self, server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., state: _Optional[_Union[_fleet_pb2.ServerState, str]] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., report: _Optional[_Union[_fleet_pb2.ServerReport, _Mapping]] = ..., leased_groups: _Optional[int] = ..., cause: _Optional[str] = ..., silent_s: _Optional[float] = ...) -> None: ...
 
 class Ledger(_message.Message):
-    __slots__ = ("generated", "trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "queued", "in_flight", "lost", "difference", "set_aside", "judged", "gaps")
+    __slots__ = ("generated", "trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "queued", "in_flight", "lost", "difference", "set_aside", "gaps")
     GENERATED_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
     FILTERED_FIELD_NUMBER: _ClassVar[int]
@@ -73,7 +73,6 @@ class Ledger(_message.Message):
     LOST_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
-    JUDGED_FIELD_NUMBER: _ClassVar[int]
     GAPS_FIELD_NUMBER: _ClassVar[int]
     generated: int
     trained: int
@@ -87,9 +86,8 @@ class Ledger(_message.Message):
     lost: int
     difference: int
     set_aside: int
-    judged: int
     gaps: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, generated: _Optional[int] = ..., trained: _Optional[int] = ..., filtered: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., quarantined: _Optional[int] = ..., evaluated: _Optional[int] = ..., queued: _Optional[int] = ..., in_flight: _Optional[int] = ..., lost: _Optional[int] = ..., difference: _Optional[int] = ..., set_aside: _Optional[int] = ..., judged: _Optional[int] = ..., gaps: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, generated: _Optional[int] = ..., trained: _Optional[int] = ..., filtered: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., quarantined: _Optional[int] = ..., evaluated: _Optional[int] = ..., queued: _Optional[int] = ..., in_flight: _Optional[int] = ..., lost: _Optional[int] = ..., difference: _Optional[int] = ..., set_aside: _Optional[int] = ..., gaps: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

@@ -171,7 +171,7 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ends = ("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated")
     fates = ", ".join(
         f"{name.replace('_', ' ')} {ledger[name]:,}"
-        for name in (*ends, "set_aside", "judged", "queued", "in_flight", "lost")
+        for name in (*ends, "set_aside", "queued", "in_flight", "lost")
         if ledger[name]
     )
     several = summary["reward_steps"]

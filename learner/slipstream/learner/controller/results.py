@@ -148,7 +148,7 @@ class Results(Part):
             report.metrics,
             advantages=report.advantages,
             training=(now - report.wall_s, now),
-            generated_tokens=snapshot.generated - snapshot.judged,
+            generated_tokens=snapshot.generated,
             gauges={
                 "leased_groups": float(len(books.leases.training_groups())),
                 "queued_tokens": float(snapshot.queued),

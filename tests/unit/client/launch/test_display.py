@@ -30,7 +30,7 @@ SUMMARY = {
     "trajectories_with_several_versions": 1234,
     "ledger": dict.fromkeys(
         (
-            *("generated", "trained", "filtered", "failed", "cancelled", "quarantined", "judged"),
+            *("generated", "trained", "filtered", "failed", "cancelled", "quarantined"),
             *("evaluated", "set_aside", "queued", "in_flight", "lost", "difference"),
         ),
         0,

@@ -184,14 +184,12 @@ class RunHistory(RunState):
     def _servers(self, record: kinds.Servers) -> None:
         if record.settled is not None:
             self.unread = Amount(*record.settled).less(self.settled)
-        judged = {(name, epoch): tokens for name, epoch, tokens in record.judged}
         gaps = {(name, epoch): numbers for name, epoch, numbers in record.gaps}
         for name, epoch, generated in record.generated:
             key = ServerKey(ServerId(name), epoch)
             count = self.servers.join(key)
             count.take_gaps(gaps.get((name, epoch), (0,) * 5))
             count.reported = max(count.reported, generated)
-            count.judged = max(count.judged, judged.get((name, epoch), 0))
             if record.departed:
                 self.servers.depart(key)
 

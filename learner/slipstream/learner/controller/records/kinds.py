@@ -181,7 +181,6 @@ class Servers(Record, frozen=True, tag="servers"):
 
     generated: list[ServerTokens]
     departed: bool = False
-    judged: list[ServerTokens] = []
     gaps: list[ServerGaps] = []
     # What had ended or was in a batch: trajectories and tokens.
     settled: tuple[int, int] | None = None

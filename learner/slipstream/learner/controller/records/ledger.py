@@ -40,7 +40,7 @@ MOST = 2**63 - 1
 # Fates of tokens in the ledger; with the difference they add up to the generated tokens.
 FATES = (
     *("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside"),
-    *("judged", "queued", "in_flight", "lost"),
+    *("queued", "in_flight", "lost"),
 )
 
 
@@ -86,23 +86,17 @@ class TokenLedger:
         """
         counts = self._epochs.connected if lost is None else {lost: self._epochs.count(lost)}
         generated: list[ServerTokens] = []
-        judged: list[ServerTokens] = []
         gaps: list[ServerGaps] = []
         for key, count in counts.items():
-            newest = count.reported, count.judged
-            if lost is None and newest == count.journaled:
+            if lost is None and count.reported == count.journaled:
                 continue
-            count.journaled = newest
+            count.journaled = count.reported
             generated.append((*key, count.reported))
-            if count.judged:
-                judged.append((*key, count.judged))
             if any(gap := count.journaled_gaps()):
                 gaps.append((*key, gap))
         if generated:
             departed = lost is not None
-            self._journal.append(
-                kinds.Servers(generated=generated, departed=departed, judged=judged, gaps=gaps)
-            )
+            self._journal.append(kinds.Servers(generated=generated, departed=departed, gaps=gaps))
 
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
         """Stores the counters of a server's report."""
@@ -156,13 +150,12 @@ class TokenLedger:
 
     def snapshot(self) -> status_pb2.Ledger:
         """Returns the present ledger; `difference` is 0 if no token is missing or counted twice."""
-        generated = received = in_flight = travelling = lost = judged = 0
+        generated = received = in_flight = travelling = lost = 0
         for count in self._epochs.counts():
             generated += count.generated
             received += count.received
-            judged += count.judged
             if count.dead:
-                lost += count.generated - count.received - count.judged - count.gap_tokens
+                lost += count.generated - count.received - count.gap_tokens
             else:
                 in_flight += count.in_flight
                 travelling += count.ended - count.received
@@ -187,7 +180,6 @@ class TokenLedger:
         # The ledger has a field for each end.
         counts = {end.value: tokens for end, tokens in self._ends.items()} | {
             "generated": generated,
-            "judged": judged,
             "queued": travelling + held.tokens + journaled.tokens - ended,
             "in_flight": in_flight,
             "lost": lost - self._unread.tokens,

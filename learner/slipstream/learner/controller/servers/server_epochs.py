@@ -28,8 +28,6 @@ class EpochCount:
     reported: int = 0
     in_flight: int = 0
     ended: int = 0
-    # Tokens of judges, which belong to no trajectory.
-    judged: int = 0
     # Tokens of received trajectories, and number of trajectories that this start received.
     received: int = 0
     num_received: int = 0
@@ -41,8 +39,8 @@ class EpochCount:
     unrecorded: int = 0
     unsent: Amount = Amount()
     missing: Amount = Amount()
-    # `reported` and `judged` as the journal has them.
-    journaled: tuple[int, int] = (0, 0)
+    # `reported` as the journal has it.
+    journaled: int = 0
     # Whether the server was lost: its undelivered tokens will probably never arrive.
     dead: bool = False
     # Whether an earlier start of the controller has received some of the trajectories.
@@ -50,9 +48,9 @@ class EpochCount:
 
     def report(self, report: fleet_pb2.ServerReport) -> None:
         """Stores the counters of a report, which were all read at the same moment."""
-        self.reported, self.judged = report.generated_tokens, report.judged_tokens
+        self.reported = report.generated_tokens
         self.in_flight, self.ended = report.in_flight_tokens, report.ended_tokens
-        self.unrecorded = self.reported - self.in_flight - self.ended - self.judged
+        self.unrecorded = self.reported - self.in_flight - self.ended
         self.unsent = Amount(report.ended_episodes, self.ended).less(
             Amount.from_pb(report.delivering), Amount.from_pb(report.sent)
         )
@@ -98,7 +96,7 @@ class EpochCount:
     @property
     def generated(self) -> int:
         """Number of generated tokens; for a dead server at least as many as it delivered."""
-        seen = self.received + self.judged + self.gap_tokens
+        seen = self.received + self.gap_tokens
         return max(self.reported, seen) if self.dead else self.reported
 
 
@@ -139,7 +137,6 @@ class ServerEpochs:
             count.dead = True
             self._folded.reported += count.generated
             self._folded.received += count.received
-            self._folded.judged += count.judged
             if self._names.get(oldest.epoch) == oldest:
                 del self._names[oldest.epoch]
             bisect.insort(self._earlier, oldest.epoch)

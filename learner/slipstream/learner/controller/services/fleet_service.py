@@ -42,7 +42,7 @@ MAX_ENGINE_WORKERS = 1024
 # Largest plausible speed of an engine; a server that reports more is refused.
 MAX_TOKENS_PER_S = 1e7
 _COUNTERS = (
-    *("generated_tokens", "ended_tokens", "in_flight_tokens", "judged_tokens"),
+    *("generated_tokens", "ended_tokens", "in_flight_tokens"),
     *("drafted_tokens", "accepted_tokens"),
 )
 # Seconds that a server may count from the time before the controller has read its hello.

@@ -70,20 +70,6 @@ def test_a_dead_server_may_have_delivered_more_than_it_had_reported():
     assert (now.generated, now.lost) == (25, 0)
 
 
-def test_tokens_of_judges_have_their_own_fate_and_are_never_lost():
-    ledger = ledger_of(ServerEpochs())
-    counts = report(100, 10, 60)
-    counts.judged_tokens = 30
-    ledger.report(KEY, counts)
-    ledger.receive(KEY, TrajectoryId("x"), 60)
-    ledger.end(TrajectoryEnd.TRAINED, 60)
-    now = ledger.snapshot()
-    assert (now.generated, now.judged, now.in_flight, now.difference) == (100, 30, 10, 0)
-    ledger.die(KEY)
-    now = ledger.snapshot()
-    assert (now.judged, now.lost, now.difference) == (30, 10, 0)
-
-
 class Receiver:
     """Notes what is acknowledged."""
 

@@ -74,13 +74,9 @@ def test_only_connected_servers_whose_counts_changed_are_journaled_at_a_step():
     ledger = ledger_of(epochs, records=records)
     ledger.journal_servers()
     assert records == [{"kind": "servers", "generated": [["a", 11, 5], ["a", 12, 7]]}]
-    epochs.join(key_of(12)).judged = 2
+    epochs.join(key_of(12)).reported = 9
     ledger.journal_servers()
-    assert records.pop() == {
-        "kind": "servers",
-        "generated": [["a", 12, 7]],
-        "judged": [["a", 12, 2]],
-    }
+    assert records.pop() == {"kind": "servers", "generated": [["a", 12, 9]]}
     ledger.journal_servers()
     assert len(records) == 1
     # Its last record says all of a server that is lost.
@@ -101,10 +97,9 @@ def records_of(
         key, ended = key_of(epoch, f"s{epoch % 30}"), draw.choice((0, 7, 50))
         # Known by its lease before anything else.
         records.append({"kind": "evaluation_lease", "server": key.server_id, "epoch": epoch})
-        judged = draw.choice((0, 0, 30))
-        report = fleet_pb2.ServerReport(ended_tokens=ended, judged_tokens=judged)
+        report = fleet_pb2.ServerReport(ended_tokens=ended)
         report.in_flight_tokens = draw.randrange(9)
-        report.generated_tokens = ended + judged + report.in_flight_tokens
+        report.generated_tokens = ended + report.in_flight_tokens
         report.ended_episodes = 1
         report.sent.MergeFrom(Amount(1, ended).to_pb())
         ledger.report(key, report)
@@ -161,8 +156,7 @@ def test_a_resume_counts_what_the_controller_counted(marked: bool):
     resumed.restore(history)
     before, after = ledger.snapshot(), resumed.snapshot()
     assert before.difference == after.difference == 0
-    assert (after.failed, after.judged, after.queued) == (before.failed, before.judged, 0)
-    assert after.judged > 0
+    assert (after.failed, after.queued) == (before.failed, 0)
     assert len(list(resumed._epochs.counts())) == 1001
     if marked:
         assert (after.generated, after.lost) == (before.generated, before.lost)
