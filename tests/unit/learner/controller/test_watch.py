@@ -185,3 +185,16 @@ def test_a_lease_that_was_taken_back_and_given_to_the_same_server_is_a_new_one()
     slow.num_leases = 2
     assert late(watch, [slow], a=31.0) == []
     assert late(watch, [slow], a=41.1) == ["slow"]
+
+
+async def test_nothing_is_owed_by_a_trainer_that_has_ended_its_publish() -> None:
+    run = run_of()
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
+        watched = await Watched.start(run, tasks)
+        assert not run.progress.pending_publish
+        order = await watched.scene.ordered()
+        assert run.progress.pending_publish
+        watched.scene.publisher.trainer_lost()
+        assert not run.progress.pending_publish
+        assert order.begun
+        watched.watching.cancel()

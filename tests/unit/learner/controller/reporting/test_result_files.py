@@ -10,8 +10,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from slipstream.core.types import ServerId
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.summary import GenerationRate, RunFacts
 from slipstream.learner.controller.reporting.trackers import (
@@ -20,6 +22,7 @@ from slipstream.learner.controller.reporting.trackers import (
     Trackers,
     write_result,
 )
+from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import FormedBatch
 from slipstream.v1 import fleet_pb2
 from support.fakes.fake_trajectories import GOOD, plain_group
@@ -312,3 +315,22 @@ def test_the_groups_of_a_step_that_a_death_cut_off_are_told_and_written_again(tm
     assert (tmp_path / "trajectories.jsonl").read_bytes() == whole["trajectories.jsonl"]
     steps = [json.loads(x)["step"] for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert steps == [*range(1, 12)]
+
+
+def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(tmp_path: Path) -> None:
+    recorder, _ = opened(tmp_path)
+    history = RunHistory()
+    # The second had delivered more than its last heartbeat said.
+    for epoch, reported, received in ((1, 700, 600), (2, 100, 300)):
+        count = history.servers.join(ServerKey(ServerId("a"), epoch))
+        count.reported, count.received = reported, received
+    history.servers.all_died()
+    recorder.rate.earlier = history.servers.generated
+    report = fleet_pb2.ServerReport()
+    before_s, report.busy_s = time.monotonic(), 100.0
+    recorder.server_report(report)
+    after_s = time.monotonic()
+    # A moment passed between the two clocks.
+    slowest = 25_000 / (100.0 + after_s - before_s)
+    assert slowest - 0.1 < recorder.rate.at(after_s, 26_000) < 250.1
+    recorder.close()

@@ -9,16 +9,19 @@ from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.loop import TrainerOrders
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.run import LoopClock, Run
+from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.services.fleet_service import FleetServicer
 from slipstream.learner.controller.services.trainer_service import (
     RESERVED_S,
     TrainerPlace,
     TrainerServicer,
 )
+from slipstream.learner.controller.tasks import Relay
 from slipstream.learner.controller.trajectories.batch import FormedBatch, Trained
 from slipstream.protocol.codec import TRAINER_EPOCH
-from slipstream.v1 import trainer_pb2
+from slipstream.v1 import fleet_pb2, trainer_pb2
 from support.rigs.lease_rig import book_of
-from support.rigs.publishing_scene import run_of
+from support.rigs.publishing_scene import joined, run_of
 
 
 class OneBatch:
@@ -228,3 +231,16 @@ async def test_nobody_has_the_place_before_a_trainer_has_registered(epoch: str) 
     servicer = TrainerServicer(run, orders_of(run))
     with pytest.raises(Refused, match="no trainer has registered since the"):
         await servicer.Finish(trainer_pb2.TrainerGoodbye(), Call(epoch))
+
+
+async def test_a_second_process_of_a_name_is_turned_away_with_one_event() -> None:
+    run = run_of()
+    fleet = Fleet(run)
+    joined(fleet, "s").hello.process = 1
+    servicer = FleetServicer(fleet, run, Relay(str, print, LoopClock()))  # type: ignore[arg-type]
+    hello = fleet_pb2.ServerHello(server_id="s", process=2, host="there")
+    for _ in range(2):
+        with pytest.raises(Refused):
+            await servicer._check_name_is_free(hello, Call())  # type: ignore[arg-type]
+    told = [event.text for event in run.events.kept() if "on there, waits" in event.text]
+    assert len(told) == 1
