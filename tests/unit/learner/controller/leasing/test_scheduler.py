@@ -4,9 +4,11 @@ import asyncio
 import errno
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from slipstream.core.errors import RunFailed
+from slipstream.learner.controller.leasing import scheduler
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.v1 import fleet_pb2
@@ -231,13 +233,18 @@ async def test_a_lease_names_the_adapter_of_its_environment(rig: Rig) -> None:
     assert rig.scheduler.lease_message(group).sampling.adapter == "math"
 
 
-async def test_what_the_next_lease_lacks_is_told(rig: Rig) -> None:
+async def test_what_the_next_lease_lacks_is_told_with_its_time(rig: Rig, monkeypatch) -> None:
+    clock = SimpleNamespace(monotonic=lambda: 10.0, time=lambda: 0.0)
+    monkeypatch.setattr(scheduler, "time", clock)
     session = rig.serving("a", 0, max_episodes=3)
     await rig.lease()
     assert rig.scheduler.lease_wait == "a rollout server with room for a group"
-    session.hello.max_episodes = 100
+    session.hello.max_episodes, clock.monotonic = 100, lambda: 12.5
     await rig.lease()
     assert rig.scheduler.lease_wait.startswith("a step: ")
+    clock.monotonic = lambda: 13.0
+    waited_s = {name: time_s for name, time_s in rig.scheduler.waited_s().items() if time_s}
+    assert waited_s == {"slots": 2.5, "staleness": 0.5}
     assert len(rig.orders(session)) == 2
 
 
