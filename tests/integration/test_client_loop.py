@@ -141,6 +141,8 @@ async def test_what_is_refused_fails_in_its_turn_with_one_line(config) -> None:
         beat = {"session_id": client.session}
         assert (await client.post("session_heartbeat", beat))["type"] == "session_heartbeat"
         assert (await client.post("training_runs", {})).status_code == 404
+        for body in ([], {"seq_id": 1, "model_id": "\n", "adam_params": {}}):
+            assert (await client.http.post("optim_step", json=body)).status_code == 400
         unlisted = await client.post("weights_info", {"tinker_path": saved["path"]})
         assert (unlisted.status_code, "is not there" in unlisted.text) == (404, True)
         sampler = (await client.http.get(f"samplers/s:sample:0+{saved['path']}")).json()

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import grpc.aio
 import pyarrow
 import pytest
 from slipstream.client.agent_gateway import LOOPBACK
@@ -65,6 +66,7 @@ async def answered(
         ("optim_step", b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
         ("optim_step", {"seq_id": "x"}),
         ("forward_backward", b"\xff"),
+        ("forward_backward", b"\x0a\x01m\xff"),
         ("asample", SAMPLE | {"sampling_session_id": 5}),
         ("asample", SAMPLE | {"prompt": {"chunks": ["text"]}}),
         ("asample", SAMPLE | {"sampling_params": [1]}),
@@ -81,6 +83,27 @@ async def test_an_operation_of_another_form_fails_in_its_turn(numbers: object) -
     status, _, (operation,) = await answered("optim_step", MODEL | {"adam_params": numbers})
     assert status == 200
     assert "the request is malformed" in operation.refused.cause
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("INVALID_ARGUMENT", 400),
+        ("RESOURCE_EXHAUSTED", 429),
+        ("UNAVAILABLE", 503),
+        ("INTERNAL", 500),
+    ],
+)
+async def test_a_refusal_of_the_controller_has_a_status_by_which_the_sdk_asks_again_or_not(
+    code: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        nothing = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode[code], nothing, nothing, "a cause")
+
+    monkeypatch.setattr(Controller, "Submit", refuse)
+    found = await answered("optim_step", MODEL | {"adam_params": {}})
+    assert found == (status, "a cause", [])
 
 
 @pytest.mark.parametrize(
