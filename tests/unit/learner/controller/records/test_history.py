@@ -328,6 +328,22 @@ def test_a_batch_that_was_set_aside_is_read_back() -> None:
     assert history.batches == {}
 
 
+def test_what_ended_before_a_restart_counts_once() -> None:
+    end = {"kind": "end", "id": "g000001.0.0.7", "end": "failed", "cause": "", "tokens": 3}
+    end |= {"server": "s", "epoch": 7}
+    history = read_history([*records_up_to(SET_ASIDE), end])
+    ledger = ledger_of(ServerEpochs())
+    ledger.restore(history)
+    now = ledger.snapshot()
+    assert (now.generated, now.set_aside, now.failed, now.queued) == (7, 4, 3, 0)
+    assert now.difference == 0
+    # A server that did not hear that they were taken delivers them again.
+    for text in ("g000000.0.0.7", "g000001.0.0.7"):
+        assert not ledger.receive(ServerKey(ServerId("s"), 7), TrajectoryId(text), 4)
+    counts = history.environments["e"]
+    assert (counts.next_number, counts.leased, counts.accepted, counts.failed) == (2, 1, 0, 1)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
