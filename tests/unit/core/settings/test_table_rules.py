@@ -108,7 +108,11 @@ TABLES: list[tuple[Changes, str]] = [
     ({"algorithm.mini_batches": 3}, "algorithm.groups_per_step must be a multiple of mini_batches"),
     ({"sampling.max_prompt_tokens": 16}, "sampling.max_prompt_tokens must be below max_episode_t"),
     ({"sampling.max_total_tokens": 15}, "sampling.max_total_tokens must be 0 or at least max_ep"),
-    ({"queue.max_bytes": 4 * (2048 + 24 * 16) - 1}, "queue.max_bytes must hold a batch, groups_pe"),
+    (
+        {"queue.max_bytes": 4 * (2048 + 24 * 16) - 1},
+        "queue.max_bytes must hold a batch, groups_per_step * group_size trajectories of 2432 "
+        "bytes, 9728 bytes, got 9727",
+    ),
     (played(name="held") | evaluated(), "environments and evaluations need different names, got h"),
     # Evaluations and profiles.
     (evaluated(num_episodes=9, samples_per_task=2), "evaluations.0: num_episodes must be a multip"),

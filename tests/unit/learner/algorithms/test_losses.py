@@ -201,3 +201,15 @@ def test_weights_may_lead_to_the_present_policy_but_not_at_given_tokens() -> Non
     given = dataclasses.replace(tokens, is_given=torch.tensor([False, True]))
     found = weights_of(algorithm(weight_args={"to": "present"}), given)
     assert found.weights.tolist() == pytest.approx([1.5, 1.0])
+
+
+def test_cispo_has_no_lower_bound_with_a_clip_of_one() -> None:
+    policy = torch.tensor([-9.0], requires_grad=True)
+    found = losses.cispo(loss_inputs(policy, torch.zeros(1)), clip_low=1.0, clip_high=1.0)
+    assert slope(found.losses, policy) == pytest.approx([-math.exp(-9)])
+    assert not found.reports["clip_fraction_low"].any()
+
+
+def test_masks_and_weights_combine() -> None:
+    found = corrected(weight="token", cap=2.0, token_band=[0.4, 9.0], sequence_band=[0.3, 2.0])
+    assert found.weights.tolist() == pytest.approx([0.0, 0.0, 0.5, 0.0])
