@@ -60,6 +60,12 @@ class Call:
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return [(TRAINER_EPOCH, str(self._epoch))] if self._epoch else []
 
+    def time_remaining(self) -> float:
+        return 10.0
+
+    async def send_initial_metadata(self, metadata: object) -> None:
+        pass
+
     async def abort(self, code: object, text: str, metadata: object) -> None:
         raise Refused(text)
 
@@ -209,8 +215,22 @@ async def test_a_place_is_kept_for_as_long_as_a_stream_is_open() -> None:
     # It may come back until another trainer has taken the place.
     await place.check(Call(epoch))
     place.take(HELLO, Call())
+    for late in (place.check(Call(epoch)), anext(place.keep(Call(epoch)))):
+        with pytest.raises(Refused, match="another trainer has taken over"):
+            await late
+
+
+async def test_who_waits_for_an_order_gets_none_when_another_trainer_takes_the_place() -> None:
+    run = run_of()
+    orders = NoOrder(run, None, None, None, parts=())  # type: ignore[arg-type]
+    servicer = TrainerServicer(run, orders)
+    context = Call(servicer.place.take(HELLO, Call()))
+    waiting = asyncio.create_task(anext(servicer.Next(trainer_pb2.NextRequest(), context)))
+    while not orders.num_asked:
+        await asyncio.sleep(0)
+    servicer.place.take(HELLO, Call())
     with pytest.raises(Refused, match="another trainer has taken over"):
-        await place.check(Call(epoch))
+        await waiting
 
 
 async def test_a_trainer_that_loads_says_how_much_it_has_read() -> None:
