@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from slipstream.core.types import GroupId, ServerId
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerKey
+from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.learner.controller.watch import CANCEL_LIMIT_S, LeaseWatch, RunWatch
 from slipstream.v1 import status_pb2
 from support.fakes.fake_trajectories import plain_group
+from support.fakes.plain_trajectory import plain_trajectory
 from support.rigs.lease_rig import Rig, SoundJournal, books_of
 from support.rigs.publishing_scene import Scene, run_of
 from support.rigs.waiting import LIMIT_S
@@ -107,6 +109,27 @@ async def test_before_a_stall_fails_the_run_its_leases_are_taken_back_once(tmp_p
         watch._look_at_leases()
         assert stalled(601) == ""
         assert len(taken) == 2 * len(held)
+
+
+async def test_a_member_without_progress_is_given_up_and_its_server_told_to_stop(tmp_path) -> None:
+    with Journal(tmp_path / "journal") as journal:
+        limits = {"max_attempts": 1}
+        rig = Rig(tmp_path, journal, algorithm={"group_size": 4}, controller=limits)
+        session = rig.serving("a", 0, max_episodes=4)
+        await rig.lease()
+        (group,) = rig.book.groups.values()
+        for member in (0, 1, 3):
+            reply = plain_trajectory([1, 2, 3], (1, 2), group_id=group.group_id, member=member)
+            rig.book.add(replace(reply, environment="e", server_id=ServerId("a")))
+        Intake(rig.run, rig.books).take_back(group, "late")
+        assert group.is_complete
+        assert [trajectory.member for trajectory in group.in_order()] == [0, 1, 3]
+        while (order := session.outbox.pop()) is not None:
+            told = order
+        assert (told.cancel.group_id, told.cancel.reason) == (group.group_id, "late")
+        await journal.durable()
+    (record,) = [r for r in read_records(tmp_path / "journal") if r["kind"] == "gave_up"]
+    assert (record["group"], record["members"]) == (group.group_id, [2])
 
 
 A, B = ServerKey(ServerId("a"), 1), ServerKey(ServerId("b"), 1)

@@ -5,6 +5,8 @@ from slipstream.core.errors import ProtocolError
 from slipstream.core.types import Failure, FailureKind, ServerId, Status, TrajectoryName
 from slipstream.learner.controller.leasing.groups import Fate, fewest_members
 from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.records import kinds
+from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.servers.session import ServerKey
 from support.fakes.plain_trajectory import plain_trajectory
 from support.rigs.lease_rig import book_of
@@ -157,6 +159,16 @@ def test_evaluation_leases_do_not_count_for_the_invariant():
         book.lease_episode("e", A, 0, task_index=0)
     assert book.may_lease(0)
     assert book.training_groups() == []
+
+
+def test_episodes_that_are_not_trained_have_other_names_at_each_start():
+    history, names = RunHistory(), []
+    for _ in range(3):
+        history.add(kinds.Start(format=1, run_id="r"))
+        book = make_book()
+        book.restore(history)
+        names += [book.lease_episode("e", A, 0, task_index=0).group_id for _ in range(2)]
+    assert len(set(names)) == 6
 
 
 def test_a_server_that_closes_a_lease_unfinished_hands_its_group_back(book, group):
