@@ -2,7 +2,7 @@
 
 import torch
 from slipstream.learner.trainer.batches.training_sequence import ImageInputs
-from slipstream.learner.trainer.layers.vision_tower import PixtralTower, Tower
+from slipstream.learner.trainer.layers.vision_tower import PixtralTower, Tower, frequency_axes
 from transformers import Mistral3Config
 from transformers.models.pixtral import modeling_pixtral
 
@@ -46,3 +46,11 @@ def test_each_image_of_pixtral_is_computed_alone_without_a_mask(monkeypatch):
     )
     (found,) = tower(images)
     torch.testing.assert_close(found, expected)
+
+
+def test_frequencies_turn_by_time_height_and_width_in_sections_or_in_turns() -> None:
+    found = frequency_axes([2, 3, 3], False)
+    assert found.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
+    # Interleaved ones alternate as long as an axis has some left; the rest is time.
+    found = frequency_axes([4, 2, 2], True)
+    assert found.tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
