@@ -11,6 +11,26 @@ TWO = LoraSection(rank=8, publish="adapters", adapters=("a", "b"))
 NEW = Adapter(rank=2, alpha=4.0)
 
 
+def test_without_adapters_the_newest_stream_takes_the_model_over() -> None:
+    all_models = Models(LoraSection())
+    first = all_models.take("s:train:0", NEW)
+    assert all_models.refusal() == ""
+    second = all_models.take("s:train:1", NEW)
+    assert [all_models.is_there(one) for one in (first, second)] == [False, True]
+    assert second.adapter.name == ""
+
+
+def test_a_new_model_gets_a_free_place_and_is_refused_where_there_is_none() -> None:
+    all_models = Models(TWO)
+    taken = [all_models.take(stream, NEW).adapter for stream in ("s:train:0", "t:train:0")]
+    assert [(one.name, one.rank, one.alpha) for one in taken] == [("a", 2, 4.0), ("b", 2, 4.0)]
+    assert "all 2 places for models (lora.adapters) are taken" in all_models.refusal()
+    all_models.finished["t"] = Entry(Operation(id="t:finish", stream="t"))
+    assert all_models.refusal() == ""
+    assert all_models.take("u:train:0", NEW).adapter.name == "b"
+    assert "t:train:0" not in all_models.by_stream
+
+
 def test_a_silent_model_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> None:
     all_models = Models(TWO)
     silent, used = (all_models.take(stream, NEW) for stream in ("s:train:0", "t:train:0"))
