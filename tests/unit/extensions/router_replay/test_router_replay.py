@@ -13,6 +13,7 @@ from slipstream.learner.trainer.batches.batch import Batch, check_experts
 from slipstream.learner.trainer.batches.training_sequence import (
     TokenEstimates,
     TrainingSequence,
+    share_of_rank,
 )
 from slipstream.learner.trainer.model.schedule import build_micro_batch
 from support.fakes.fake_controller import make_batch
@@ -25,16 +26,17 @@ UNKNOWN = 255
 class Layer(nn.Module):
     """What `LayerReplay` sees of a transformer layer; its scores are its input."""
 
-    def __init__(self, number: int = 1) -> None:
+    def __init__(self, number: int = 1, rank: int | None = None) -> None:
+        """With `rank`, this rank of a tensor parallel group has its own part of the tokens."""
         super().__init__()
         self.layer_number = number
         self.config = SimpleNamespace(
-            num_moe_experts=4, sequence_parallel=False, moe_router_fusion=False
+            num_moe_experts=4, sequence_parallel=rank is not None, moe_router_fusion=False
         )
         self.mlp = nn.Module()
         self.mlp.router = nn.Module()
         self.mlp.router.router_replay = None
-        self.mlp.tp_group = None
+        self.mlp.tp_group = SimpleNamespace(rank=lambda: rank)
 
     def forward(self, scores: Tensor, packed_seq_params: object) -> tuple[Tensor, Tensor]:
         return self.mlp.router.router_replay.get_replay_topk(
@@ -81,6 +83,16 @@ def test_each_layer_replays_its_own_part() -> None:
         layer = Layer(number)
         LayerReplay(layer)
         assert route(layer, SCORES, given)[1].tolist() == [expected] * 2
+
+
+def test_each_rank_replays_the_tokens_that_it_has() -> None:
+    given = ids([0, 1], [0, 2], [1, 2], [1, 3])
+    for rank, expected in ((0, [[0, 1], [0, 2]]), (1, [[1, 2], [1, 3]])):
+        layer = Layer(rank=rank)
+        LayerReplay(layer)
+        assert route(layer, SCORES, given)[1].tolist() == expected
+        # Without experts its router chooses, also behind a micro batch that had some.
+        assert route(layer, SCORES, None)[1].tolist() == [[3, 2], [0, 1]]
 
 
 def metrics(chunks, ranks, unrecorded):
@@ -170,6 +182,19 @@ def test_experts_stay_with_their_token_and_missing_ones_are_marked(num_experts: 
     rest = torch.cat([found[:begin], found[begin + length :]])
     assert len(rest) >= len(second.token_ids)
     assert (rest >= num_experts).all()
+
+
+def test_context_parallel_ranks_get_the_experts_of_their_tokens() -> None:
+    tokens = np.arange(8, dtype=np.uint32)
+    sequence = dataclasses.replace(
+        TrainingSequence.of_tokens(tokens),
+        expert_ids=np.stack([tokens, tokens + 10], axis=-1).astype(np.uint8)[:, None],
+    )
+    whole = build_micro_batch([sequence], [0], multiple=4, sequence_multiple=4)
+    for rank in range(2):
+        share = share_of_rank(whole, rank, 2)
+        assert share.expert_ids[:, 0, 0].tolist() == share.token_ids.tolist()
+        assert share.expert_ids[:, 0, 1].tolist() == (share.token_ids + 10).tolist()
 
 
 def test_experts_are_left_out_when_routers_choose() -> None:
