@@ -342,3 +342,12 @@ def test_values_of_ones_own_functions_that_are_not_finite_are_counted_and_named(
         step.add([loss_of(policy, batch, settings).statistics], OneRank())
         named = f"{kind} own_nan_{kind}:{kind}"
         assert step.fault == f"{named} gave 1 tokens a value that is not finite"
+
+
+def test_decoupled_ppo_weighs_by_the_proximal_policy_and_clips_around_it() -> None:
+    # behavior -> proximal 1.5 (the weight), proximal -> policy 1.1 (the ratio).
+    policy = torch.tensor([-1.0 + math.log(1.1)], requires_grad=True)
+    batch = micro_batch([-1.0 - math.log(1.5)])
+    found = loss_of(policy, batch, old=torch.tensor([-1.0]))
+    assert found.loss.item() == pytest.approx(-1.5 * 1.1)
+    assert gradient(found, policy) == pytest.approx([-1.5 * 1.1])
