@@ -27,6 +27,8 @@ from support.rigs.publishing_scene import joined, run_of
 class OneBatch:
     """Has given the batch of the first step, and takes the report of it."""
 
+    untried = None
+
     def answered(self, report: trainer_pb2.StepReport) -> None:
         return None
 
@@ -140,6 +142,16 @@ async def test_a_trainer_that_leaves_before_the_end_fails_the_run() -> None:
     assert run.progress.cause.startswith(
         "the trainer left at version 1, told to by SIGTERM or an earlier controller;"
     )
+
+
+async def test_a_failure_of_an_earlier_trainer_changes_nothing() -> None:
+    run = run_of()
+    servicer = servicer_of(run)
+    failure = trainer_pb2.TrainerFailure(message="out of memory", rank=3, final=True)
+    await servicer.ReportFailure(failure, Call(2))
+    assert (run.progress.has_failed, [*run.events.kept()]) == (False, [])
+    await servicer.ReportFailure(failure, Call(1))
+    assert run.progress.cause == "trainer rank 3: out of memory"
 
 
 async def test_a_trainer_that_leaves_at_the_end_fails_nothing() -> None:
