@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc.aio
 from slipstream.core.errors import SlipstreamError
-from slipstream.core.run_folder import JOURNAL
+from slipstream.core.run_folder import CHECKPOINTS, JOURNAL
 from slipstream.core.settings.config import Config
 from slipstream.core.types import MAX_EXCUSED_ATTEMPTS
 from slipstream.learner.controller.leasing.leases import LeaseBook
@@ -25,7 +25,7 @@ from slipstream.learner.controller.records.ledger import (
     open_receiver,
 )
 from slipstream.learner.controller.reporting.metrics import RunRecorder, open_recorder
-from slipstream.learner.controller.restoration import begin, restore
+from slipstream.learner.controller.restoration import begin, restore, warn_of_checkpoints
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.services.environment_service import environment_specs
@@ -181,6 +181,7 @@ class Controller:
                     endings=Endings(journal, ledger, receiver),
                 )
                 self._parts = parts = self._make_parts(self._run, books, recorder, tasks)
+                warn_of_checkpoints(folder / CHECKPOINTS, history.checkpoint.step, self._run.events)
                 health = self._connect(server)
                 restore(books, parts.former, [parts.intake, *parts.all], history, self._run)
                 self._book.awaited.hold(receiver.backlog)

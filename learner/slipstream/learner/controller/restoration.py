@@ -10,6 +10,7 @@ from slipstream.core.errors import ConfigError, ProtocolError
 from slipstream.core.machine.description import describe_machine, describe_packages
 from slipstream.core.run_folder import CHECKPOINTS, JOURNAL_LOG, check_journal_not_lost
 from slipstream.learner.algorithms.functions import used_functions
+from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.part import Part
@@ -18,7 +19,12 @@ from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHis
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.protocol.checkpoints import checkpoint_path, complete_steps
+from slipstream.protocol.checkpoints import (
+    MANIFEST_NAME,
+    checkpoint_path,
+    complete_steps,
+    passed_over,
+)
 
 
 def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
@@ -78,6 +84,21 @@ def _check_end(journal: Journal, history: RunHistory, folder: Path) -> None:
     if newer:
         log = folder / JOURNAL_LOG
         raise ConfigError(f"{newer}, but {log} {ends}: lines at its end are lost; {REMEDY}")
+
+
+def warn_of_checkpoints(folder: Path, recorded: int, events: EventLog) -> None:
+    """Warns about incomplete checkpoints in `folder`, or else about one that is missing.
+
+    An incomplete checkpoint is a folder without a manifest that is newer than the newest complete
+    checkpoint. `recorded` is the version of the journal's newest checkpoint.
+    """
+    newest = max(complete_steps(folder), default=0)
+    base = f"a resume begins from version {newest}" if newest else "a resume begins from the start"
+    over = passed_over(folder)
+    for path in over:
+        events.warn(f"{path} is no whole checkpoint, it has no {MANIFEST_NAME}: {base}")
+    if not over and recorded > newest:
+        events.warn(f"{checkpoint_path(folder, recorded)} is not there any more: {base}")
 
 
 def restore(

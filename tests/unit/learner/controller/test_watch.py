@@ -1,14 +1,17 @@
-"""The watches over the run and its leases."""
+"""The watches over the run and its leases, and what a start tells of checkpoints."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import dataclass, replace
 
 import pytest
 from slipstream.core.types import GroupId, ServerId
+from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.journal import Journal, read_records
+from slipstream.learner.controller.restoration import warn_of_checkpoints
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.intake import Intake
@@ -16,6 +19,7 @@ from slipstream.learner.controller.watch import CANCEL_LIMIT_S, LeaseWatch, RunW
 from slipstream.v1 import status_pb2
 from support.fakes.fake_trajectories import plain_group
 from support.fakes.plain_trajectory import plain_trajectory
+from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.lease_rig import Rig, SoundJournal, books_of
 from support.rigs.publishing_scene import Scene, run_of
 from support.rigs.waiting import LIMIT_S
@@ -221,3 +225,26 @@ async def test_nothing_is_owed_by_a_trainer_that_has_ended_its_publish() -> None
         assert not run.progress.pending_publish
         assert order.begun
         watched.watching.cancel()
+
+
+def texts(events: EventLog) -> list[str]:
+    return [event.text for event in events.kept()]
+
+
+def test_a_start_tells_what_it_passes_over(tmp_path: Path) -> None:
+    events = EventLog()
+    save_checkpoint(tmp_path, 30)
+    warn_of_checkpoints(tmp_path, 30, events)
+    assert texts(events) == []
+    path = save_checkpoint(tmp_path, 40)
+    (path / "manifest.json").unlink()
+    warn_of_checkpoints(tmp_path, 40, events)
+    assert texts(events) == [
+        f"{path} is no whole checkpoint, it has no manifest.json: a resume begins from version 30"
+    ]
+    shutil.rmtree(path)
+    warn_of_checkpoints(tmp_path, 40, events)
+    assert texts(events)[1:] == [f"{path} is not there any more: a resume begins from version 30"]
+    shutil.rmtree(tmp_path)
+    warn_of_checkpoints(tmp_path, 40, events)
+    assert texts(events)[2:] == [f"{path} is not there any more: a resume begins from the start"]
