@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from dataclasses import dataclass
-from pathlib import Path, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from slipstream.core.types import GroupId, ServerId
