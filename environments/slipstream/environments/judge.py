@@ -146,15 +146,18 @@ class Judge(_ScoringServer):
         }
         answer = await self._ask("/chat/completions", body)
         match answer:
-            case {"choices": [{"message": {"content": str() | None as said}} as choice, *_]}:
-                pass
+            case {"choices": [{"message": {**message}} as choice, *_]}:
+                # Some servers leave it out where a model has only thought.
+                said = "" if message.get("content") is None else message["content"]
             case _:
-                raise self._malformed(answer, "OpenAI's chat completions do")
+                said = None
+        if not isinstance(said, str):
+            raise self._malformed(answer, "OpenAI's chat completions do")
         if choice.get("finish_reason") == "length":
             raise JudgeError(
                 f"{self._name} was cut off at {self._max_tokens} tokens: raise max_tokens"
             )
-        text = answer_of(said or "")
+        text = answer_of(said)
         score: object = None
         if self._answer == "number":
             lines = [line for line in text.splitlines() if line.strip()]

@@ -80,10 +80,11 @@ def files_of(paths: Iterable[object]) -> list[Path]:
 def hub_rows(
     name: str, config: str | None, split: str, revision: str | None
 ) -> Iterator[tuple[str, Row]]:
-    """Returns the named rows of a split on the hub, whose files it downloads unless in the cache.
+    """Yields the named rows of a split on the hub, whose files it downloads unless in the cache.
 
     None means the default config or newest revision. Raises ConfigError with one line if a download
-    fails, if there is no file, or if a file has an unknown format.
+    fails, if there is no file, or if a file has an unknown format. Nothing is downloaded before the
+    first row is asked for.
     """
     data = HubFiles(name, "dataset", revision, shown=f"{DATA_PREFIX}{name}")
     readme, configs = data.bring(["README.md"]) / "README.md", []
@@ -102,7 +103,7 @@ def hub_rows(
             f"{data} has no parquet or JSON lines for {what}split {split!r}"
             f"{f', only {wrong}' if wrong else ''}: write it as parquet and give the file as path"
         )
-    return numbered(data, itertools.chain.from_iterable(map(read_rows, found)))
+    yield from numbered(data, itertools.chain.from_iterable(map(read_rows, found)))
 
 
 def _patterns(
@@ -210,8 +211,10 @@ def read_questions(rows: Iterable[tuple[str, Row]], columns: Columns) -> list[Qu
     questions: list[Question] = []
     for where, row in rows:
         question = columns.question_in(row, where)
-        first = found.setdefault(repr(question.messages), where)
-        if first == where or columns.duplicates == "keep":
+        asked = repr(question.messages)
+        first = found.get(asked)
+        if first is None or columns.duplicates == "keep":
+            found[asked] = where
             questions.append(question)
         elif columns.duplicates == "refuse":
             raise ConfigError(

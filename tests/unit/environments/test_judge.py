@@ -231,6 +231,9 @@ def dripping(request: BaseHTTPRequestHandler) -> None:
         (plain(b'{"choices": 5}'), "must answer as OpenAI's chat completions do"),
         (plain(b'{"choices": []}'), "must answer as OpenAI's chat completions do"),
         (plain(b'{"choices": [{"message": {"content": 7}}]}'), "must answer as OpenAI's"),
+        # Its reply has thoughts alone.
+        (plain(b'{"choices": [{"message": {}}]}'), "must reply with one number"),
+        (plain(b'{"choices": [{"message": {}, "finish_reason": "length"}]}'), "was cut off at"),
         (plain(b'{"choices": [{"message": {"content": null}}]}'), "must reply with one number"),
     ],
 )

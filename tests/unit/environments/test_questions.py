@@ -10,6 +10,7 @@ import pytest
 from make_question_files import main as make_question_files
 from slipstream.client.environment import Message, Reply, StepResult, ToolCall
 from slipstream.core.errors import ConfigError, EnvironmentFailed
+from slipstream.core.hub import HubFiles
 from slipstream.environments.arguments import Split
 from slipstream.environments.question_files import cell_in, check_read, text_of
 from slipstream.environments.questions import MathJudge, MathVerdict, Questions
@@ -260,8 +261,14 @@ def test_the_questions_of_several_files_follow_each_other(tmp_path: Path, monkey
         "b.parquet, row 1 and d.jsonl, row 1 ask the same question; "
         "duplicates='drop' keeps the first"
     )
+    assert refusal(["a.jsonl", "a.jsonl"]).startswith("a.jsonl, row 1 and a.jsonl, row 1 ask the")
     json_lines(tmp_path, [SUMS[9], {"question": "b", "answer": None}], "d.jsonl")
     assert refusal(["a.jsonl", "d.jsonl"]) == "d.jsonl, row 2: column 'answer' is empty"
+
+
+def test_arguments_are_checked_before_anything_is_downloaded(monkeypatch):
+    monkeypatch.setattr(HubFiles, "bring", lambda *_: pytest.fail("a download began"))
+    assert "instruction" in refusal("hf:a/b", instruction="Say yes.")
 
 
 def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):

@@ -50,11 +50,10 @@ from slipstream.core.settings.sections import RUN_NAME
 from slipstream.core.settings.table_rules import trajectory_problems
 from slipstream.core.settings.tables import Tables
 
+logger = logging.getLogger(__name__)
 _PREFIX = b"# Settings of a run"
 _FIRST_LINE = re.compile(rb"# Settings of a run: (\d+) bytes, BLAKE2b ([0-9a-f]{32});[^\n]*\n")
 REMEDY = "put it back from a copy of the run"
-logger = logging.getLogger(__name__)
-
 # Settings that are addresses.
 ADDRESSES = ("address", "master", "prometheus")
 # Names that pydantic adds to the location of a value with several possible types.

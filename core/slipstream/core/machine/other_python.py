@@ -47,7 +47,7 @@ def main() -> None:
     if sys.version_info < MIN_PYTHON:
         found = ".".join(map(str, sys.version_info[:2]))
         _refuse(f"Python 3.11 or newer is needed, {sys.executable} is {found}")
-    wanted = " ".join(f"'{need}'" for module, need in NEEDS.items() if not _is_there(module))
+    wanted = " ".join(f"'{need}'" for module, need in NEEDS.items() if not _is_there(module, need))
     if wanted:
         _refuse(
             f"{sys.executable} lacks what a worker needs: {sys.executable} -m pip install {wanted}"
@@ -64,12 +64,29 @@ def main() -> None:
     runpy.run_module(WORKER, run_name="__main__", alter_sys=True)
 
 
-def _is_there(module: str) -> bool:
-    """Whether a module can be found; code that is generated checks versions when it is imported."""
+def _is_there(module: str, requirement: str) -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
+        if importlib.util.find_spec(module) is None:
+            return False
+        name, _, bounds = requirement.partition(">=")
+        found = _numbers(version(name))
+    except (ModuleNotFoundError, PackageNotFoundError):
         return False
+    lowest, _, below = bounds.partition(",<")
+    return _numbers(lowest) <= found and (not below or found < _numbers(below))
+
+
+def _numbers(version: str) -> list[int]:
+    """Returns the leading numbers of a version: [1, 76, 0] for "1.76.0rc1"."""
+    numbers = []
+    for part in version.split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return numbers
 
 
 def _refuse(line: str) -> None:

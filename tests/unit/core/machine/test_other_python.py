@@ -80,6 +80,28 @@ def test_an_interpreter_that_lacks_packages_is_one_line_with_the_command(bare: P
     assert ended.stderr == f"{bare} lacks what a worker needs: {bare} -m pip install {wanted}\n"
 
 
+@pytest.mark.parametrize(
+    ("version", "is_right"),
+    [("1.75.9", False), ("1.76.0", True), ("1.85.1rc1", True), ("2.0", False), ("2.0rc1", False)],
+)
+def test_another_version_of_a_package_is_refused(bare, tmp_path, version, is_right):
+    folder = tmp_path / "venv"
+    python = bare_python(folder)
+    (site,) = folder.glob("lib/*/site-packages")
+    for module, requirement in NEEDS.items():
+        name, _, bounds = requirement.partition(">=")
+        made = site.joinpath(*module.split("."))
+        made.mkdir(parents=True)
+        (made / "__init__.py").touch()
+        info = site / f"{name.replace('-', '_')}-1.dist-info"
+        info.mkdir()
+        given = version if name == "grpcio" else bounds.partition(",")[0]
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {given}\n")
+    ended = check(python, "fake_workers:Good")
+    said = "-m pip install 'grpcio>=1.76,<2'\n"
+    assert ended.stderr.endswith(said) is not is_right, ended.stderr
+
+
 def test_what_a_worker_needs_is_what_the_client_is_installed_with() -> None:
     import tomllib
 

@@ -360,7 +360,7 @@ class Publisher(Part):
         digests: Sequence[bytes],
         probe: weights_pb2.Probe | None,
     ) -> None:
-        # Leads a receiver from its commit to its end: loaded, serving, proved.
+        """Leads a receiver from its commit to its end: loaded, serving, proved."""
         session = receiver.session
         await receiver.loaded
         if problem := receiver.problem(digests):
