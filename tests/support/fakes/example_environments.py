@@ -1,12 +1,14 @@
 """Environments as a user writes them, and some that break in every way there is."""
 
 import asyncio
+import contextlib
 import json
 import math
 import os
 import string
 import time
 import urllib.request
+from pathlib import Path
 
 from slipstream.client import AgentEnvironment, Environment, StepResult
 
@@ -40,12 +42,23 @@ class Breaking(Repeat):
 
 
 class Slow(Breaking):
-    def __init__(self, step_s: float) -> None:
+    """Judges slowly, and not at all while the folder `hold` exists.
+
+    The first reply that it holds makes the file `held` there.
+    """
+
+    def __init__(self, step_s: float, hold: str = "") -> None:
         super().__init__()
         self._step_s = step_s
+        self._hold = hold
 
     async def judge(self, reply):
         await asyncio.sleep(self._step_s)
+        while self._hold and os.path.isdir(self._hold):
+            # The folder may go in between.
+            with contextlib.suppress(FileNotFoundError):
+                Path(self._hold, "held").touch(exist_ok=True)
+            await asyncio.sleep(0.05)
         return await Repeat.step(self, reply)
 
 
