@@ -1,4 +1,5 @@
 import asyncio
+import importlib.util
 import json
 import math
 from datetime import date, time
@@ -427,6 +428,10 @@ def blind(row):
     return 0.0
 
 
+def by_cases(reply, answer):
+    return float(reply in answer)
+
+
 async def all_four(question, reply, answer, row):
     await asyncio.sleep(0)
     right = reply == str(answer)
@@ -535,6 +540,40 @@ async def test_a_function_that_gives_no_verdict_is_refused_by_the_check(tmp_path
         assert process.returncode == 2
         told = errors.decode().splitlines()[-1]
         assert told.startswith(f"environment {REFERENCE}: {cause} (in ")
+
+
+@pytest.mark.parametrize(
+    ("answer", "after", "reply"),
+    [
+        ("7", None, "7"),
+        ("7", "####", "#### 7"),
+        (["7", "seven"], None, "7"),
+        # A verdict by cases has no reply that is right.
+        ({"7": 1.0, "8": 0.5}, None, ""),
+    ],
+)
+async def test_the_check_before_a_run_is_told_a_right_reply(
+    tmp_path: Path, answer: object, after: str | None, reply: str
+) -> None:
+    path = json_lines(tmp_path, [{"question": "3 + 4?", "answer": answer}])
+    judged = "exact" if isinstance(answer, str) else by_cases
+    questions = Questions(path, judge=judged, answer_after=after)
+    questions.reset(questions.tasks()[0])
+    assert questions.right_reply == reply
+
+
+def test_a_judge_whose_package_is_missing_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = json_lines(tmp_path, [{"question": "3 + 4?", "answer": "7"}])
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "math_verify" else found(name)
+    )
+    assert refusal(path, judge="math_verify") == (
+        "judge 'math_verify' needs the package math-verify: "
+        "pip install 'math-verify[antlr4_9_3]==0.9.0'"
+    )
 
 
 @pytest.mark.process

@@ -1,5 +1,8 @@
 import dataclasses
+import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from slipstream.protocol.queue.base import NOTHING
 from slipstream.rollout_server.engine_interface import EngineUse
@@ -83,3 +86,29 @@ def test_a_token_that_went_astray_shows_when_the_engine_is_quiet() -> None:
     counters.ended(0)
     report = counters.report(use(3, 2, 0), sent=NOTHING, queued_bytes=0)
     assert report.generated_tokens - report.in_flight_tokens - report.ended_tokens == 3
+
+
+class Measured:
+    """A process of so many bytes, which may have ended since it was listed."""
+
+    def __init__(self, num_bytes: int, *, ended: bool = False, below: tuple = ()) -> None:
+        self._num_bytes, self._ended, self._below = num_bytes, ended, below
+
+    def children(self, *, recursive: bool) -> list:
+        return [*self._below]
+
+    def memory_info(self) -> SimpleNamespace:
+        if self._ended:
+            raise psutil.NoSuchProcess(1)
+        return SimpleNamespace(rss=self._num_bytes)
+
+
+def test_memory_is_measured_again_after_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    below = (Measured(20), Measured(400, ended=True), Measured(3000))
+    counters = EpochCounters(use(0, 0, 0))
+    found = []
+    for now_s, listed in ((0.0, below), (4.9, ()), (5.0, ())):
+        monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: now_s)
+        monkeypatch.setattr(psutil, "Process", lambda listed=listed: Measured(1, below=listed))
+        found.append(counters.resident_bytes())
+    assert found == [3021, 3021, 1]

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 from contextlib import aclosing
 
 import pytest
@@ -18,7 +19,7 @@ from slipstream.learner.controller.services.trainer_service import (
 )
 from slipstream.learner.controller.tasks import Relay
 from slipstream.learner.controller.trajectories.batch import FormedBatch, Trained
-from slipstream.protocol.codec import TRAINER_EPOCH
+from slipstream.protocol.codec import TRAINER_EPOCH, version_to_pb
 from slipstream.v1 import fleet_pb2, trainer_pb2
 from support.rigs.lease_rig import book_of
 from support.rigs.publishing_scene import joined, run_of
@@ -28,6 +29,11 @@ class OneBatch:
     """Has given the batch of the first step, and takes the report of it."""
 
     untried = None
+    made = PolicyVersion(0, 1)
+    missing: str | None = None
+
+    def first_missing(self, step: int) -> str | None:
+        return self.missing
 
     def answered(self, report: trainer_pb2.StepReport) -> None:
         return None
@@ -39,7 +45,7 @@ class OneBatch:
         pass
 
     def trained(self, report: trainer_pb2.StepReport) -> Trained:
-        return Trained(FormedBatch(report.step, "b000000", ()), PolicyVersion(0, 1), again=False)
+        return Trained(FormedBatch(report.step, "b000000", ()), self.made, again=False)
 
 
 class Unfinished(Part):
@@ -142,6 +148,46 @@ async def test_a_trainer_that_leaves_before_the_end_fails_the_run() -> None:
     assert run.progress.cause.startswith(
         "the trainer left at version 1, told to by SIGTERM or an earlier controller;"
     )
+
+
+async def test_a_step_that_came_out_different_is_told() -> None:
+    run = run_of()
+    servicer = servicer_of(run)
+    was = trainer_pb2.StepReport(step=0, version=version_to_pb(PolicyVersion(0, 1)))
+    await servicer.ReportStep(was, Call(1))
+    assert not [event for event in run.events.kept() if "different" in event.text]
+    servicer._former.made = PolicyVersion(1, 1)  # type: ignore[attr-defined]
+    await servicer.ReportStep(was, Call(1))
+    (told,) = [event.text for event in run.events.kept() if "different" in event.text]
+    assert told == (
+        "step 1 came out different when it was trained again: its weights are version 1/1 now, "
+        "and are sent again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "missing", "said"),
+    [
+        (4, None, "the run is at version 3; a trainer of version 4 cannot go on"),
+        (2, "the batch of step 3", "the batch of step 3 is missing; "),
+    ],
+)
+async def test_a_trainer_that_cannot_go_on_is_refused_before_it_takes_the_place(
+    step: int, missing: str | None, said: str
+) -> None:
+    run = run_of()
+    run.progress.reached(PolicyVersion(0, 3))
+    servicer = TrainerServicer(run, orders_of(run))
+    servicer._former.missing = missing  # type: ignore[attr-defined]
+    hello = trainer_pb2.TrainerHello(
+        process="host here, process 1",
+        world_size=1,
+        layout_description="one rank",
+        version=version_to_pb(PolicyVersion(0, step)),
+    )
+    with pytest.raises(Refused, match=f"^{re.escape(said)}"):
+        await servicer.Register(hello, Call())
+    await servicer.place.check_free(HELLO, Call())
 
 
 async def test_a_failure_of_an_earlier_trainer_changes_nothing() -> None:
