@@ -224,6 +224,35 @@ async def test_the_runs_sampling_holds_and_the_answer_says_so(rig) -> None:
     assert (sample.max_tokens, sample.options.stop, sample.options.seed) == (300, ("said",), 5)
 
 
+@pytest.mark.parametrize(
+    ("path", "asked", "told"),
+    [
+        (
+            "chat/completions",
+            {"functions": [{"name": "f"}], "verbosity": "low"},
+            "functions verbosity",
+        ),
+        ("chat/completions", {"reasoning_effort": "low", "user": "u", "service_tier": "flex"}, ""),
+        ("chat/completions", {"guided_json": {"type": "object"}}, "guided_json"),
+        ("responses", {"input": "hi", "max_tokens": 5}, "messages max_tokens"),
+        ("messages", {"max_tokens": 9, "stop": ["x"], "thread": {"type": "create"}}, "stop thread"),
+        (
+            "messages",
+            {"max_tokens": 2000, "thinking": {"type": "enabled", "budget_tokens": 1024}},
+            "thinking.budget_tokens",
+        ),
+    ],
+)
+async def test_no_field_is_dropped_without_a_word(rig, path, asked, told) -> None:
+    answer = await rig.http().post(
+        f"/v1/{path}", json={"model": "m", "messages": [QUESTION], **asked}
+    )
+    assert answer.status_code == 200
+    found = answer.headers.get("x-slipstream-sampling", "")
+    assert found == "; ".join(f"{name}=none (asked)" for name in told.split())
+    assert rig.recorder.ignored == dict.fromkeys(told.split(), 1)
+
+
 async def test_a_reply_at_a_length_ends_so_and_can_be_continued(rig) -> None:
     answer = await rig.openai().chat.completions.create(
         model="m", messages=[QUESTION], max_tokens=5

@@ -7,7 +7,7 @@ the application's next message, or its end.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeAlias
 
@@ -43,7 +43,6 @@ _BYTES_PER_TOKEN, _OTHER_BYTES = 32, 1 << 16
 _MAX_PART = 4 << 20
 # Most characters of a header of ours.
 _MAX_HEADER = 1000
-_AUTO: dict[str, object] = {MESSAGES_PATH: {"type": "auto"}}
 
 
 class Answering:
@@ -56,6 +55,7 @@ class Answering:
         current: ContextVar[tuple[Recorder, ServedCall] | None],
         *,
         as_messages: AsMessages,
+        fields: Mapping[str, set[str]],
         model: str,
         has_tools: bool,
         has_drafts: bool,
@@ -63,11 +63,12 @@ class Answering:
         """Takes the applications for requests without tools (`plain`) and with tools.
 
         Both take the recorder and the state of the present call from the context variable
-        `current`. `as_messages` converts replies for recorders. `has_tools` says that `with_tools`
+        `current`. `as_messages` converts replies for recorders. `fields` are those that the
+        applications read of a request, by its path. `has_tools` says that `with_tools`
         can parse tool calls, `has_drafts` that the engine decodes speculatively.
         """
         self._plain, self._with_tools, self.as_messages = plain, with_tools, as_messages
-        self._current, self._model = current, model
+        self._current, self._fields, self._model = current, fields, model
         self._has_tools, self._has_drafts = has_tools, has_drafts
 
     async def answer(self, recorder: Recorder, http: AgentCall) -> AsyncGenerator[ReplyPart, None]:
@@ -105,8 +106,8 @@ class Answering:
         self, recorder: Recorder, http: AgentCall, path: str
     ) -> AsyncGenerator[ReplyPart, None]:
         asked = _asked(http.body)
-        auto = _AUTO.get(path, "auto")
-        served, told = rule(asked, recorder.sampling, auto=auto, has_drafts=self._has_drafts)
+        fields, has_drafts = self._fields[path], self._has_drafts
+        served, told = rule(asked, recorder.sampling, fields=fields, has_drafts=has_drafts)
         has_tools = bool(served.get("tools"))
         uses_tools = has_tools and served.get("tool_choice") not in ("none", {"type": "none"})
         if uses_tools and not self._has_tools:

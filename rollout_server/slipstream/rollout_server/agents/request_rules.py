@@ -6,8 +6,9 @@ reply (`max_tokens`, `stop`) and, without speculative decoding, choose its `seed
 """
 
 import asyncio
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,37 +130,54 @@ _NEUTRAL: dict[str, object] = {
     "repetition_penalty": 1.0,
     "logit_bias": None,
 }
-# Settings that would constrain what is sampled; they are taken out of the request.
-_CONSTRAINTS = (
-    *("response_format", "structured_outputs", "bad_words", "allowed_token_ids"),
-    *("min_tokens", "thinking_token_budget", "repetition_detection", "ignore_eos"),
-    *("output_format", "logit_bias", "stop_token_ids", "watermarking"),
-)
-# Settings that nothing here serves; they are taken out of the request.
+# Settings of vLLM that would constrain what is sampled, replace the prompt or send the reply
+# elsewhere, or that nothing here serves. They are taken out, like fields that vLLM lacks.
 _UNSERVED = (
-    *("conversation", "prompt", "prompt_logprobs", "audio", "max_tool_calls", "web_search_options"),
-    *("prediction", "mcp_servers", "container", "context_management", "truncate_prompt_tokens"),
+    *("response_format", "structured_outputs", "bad_words", "allowed_token_ids", "length_penalty"),
+    *("min_tokens", "thinking_token_budget", "repetition_detection", "ignore_eos", "output_format"),
+    *("logit_bias", "stop_token_ids", "watermarking", "prompt", "prompt_logprobs", "vllm_xargs"),
+    *("max_tool_calls", "truncate_prompt_tokens", "previous_input_messages", "logprob_token_ids"),
+    *("add_special_tokens", "kv_transfer_params", "ec_transfer_params", "cache_salt", "priority"),
 )
+# Fields that no reply depends on, whether vLLM has them or not.
+_WITHOUT_EFFECT = (
+    *("metadata", "store", "safety_identifier", "service_tier", "speed", "inference_geo"),
+    *("stream_options", "cache_control", "prompt_cache_key", "prompt_cache_options"),
+    *("prompt_cache_retention",),
+)
+# What is read of fields that are objects, and of each tool.
+_READ = {
+    "text": (),
+    "reasoning": ("effort",),
+    "output_config": ("effort",),
+    "thinking": ("type",),
+    "tools": (
+        *("type", "function", "name", "description", "parameters", "input_schema", "tools"),
+        *("defer_loading", "cache_control"),
+    ),
+}
 # Types of tools that an agent runs itself; others are run by the servers of OpenAI or Anthropic.
 _OWN_TOOLS = (None, "function", "custom", "namespace")
+# What a result of a tool may hold in Anthropic's API; vLLM would drop the rest.
+_RESULTS = ("text", "image", "tool_reference")
+# Values that ask for nothing.
+_NOTHING: tuple[object, ...] = (None, [], False, 0, ["text"], {"type": "text"})
 _NOT = "none (asked)"
 # Limits of a reply, which hold below the run's.
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-# Settings for other uses of vLLM, which would replace the prompt or send the reply elsewhere.
-_FOREIGN = ("kv_transfer_params", "ec_transfer_params", "cache_salt", "priority", "vllm_xargs")
 
 
 def rule(
-    body: dict[str, Any], sampling: Sampling, *, auto: object = "auto", has_drafts: bool = False
+    body: dict[str, Any], sampling: Sampling, *, fields: Collection[str], has_drafts: bool = False
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the request to serve for a JSON `body`, and what it asked for in vain.
 
     The latter has what holds in place of it, by the name of the setting, in the form of the header
     `SAMPLING_HEADER`. Raises Refusal for a request that cannot be served.
 
-    `auto` is the value of `tool_choice` by which the API leaves the choice to the model. If the
-    engine `has_drafts`, the seed is ignored: drafts may repeat earlier replies. With their random
-    numbers, likely tokens would be accepted more often than their probability.
+    `fields` are those of vLLM's request. If the engine `has_drafts`, the seed is ignored: drafts
+    may repeat earlier replies. With their random numbers, likely tokens would be accepted more
+    often than their probability.
     """
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
@@ -173,7 +191,7 @@ def rule(
     if body.get("background"):
         raise Refusal("background must be false: an agent gets its reply in the answer")
     told: dict[str, str] = {}
-    kept = dict(body)
+    kept = {name: value for name, value in body.items() if name not in ("n", "best_of")}
     for name in _LENGTHS:
         if isinstance(body.get(name), int):
             kept[name] = min(body[name], sampling.max_reply_tokens)
@@ -182,40 +200,54 @@ def rule(
         asked = body.get(name)
         if asked is not None and asked != value:
             told[name] = f"{_word(value)} (asked {_word(asked)})"
-    nothing: tuple[object, ...] = (None, [], {}, False, 0)
-    dropped = [name for name in _CONSTRAINTS if kept.pop(name, None) not in nothing]
-    told |= {name: _NOT for name in dropped if name not in holds}
-    told |= {name: _NOT for name in _UNSERVED if kept.pop(name, None) not in nothing}
-    for name in _FOREIGN:
-        kept.pop(name, None)
+    lacking = [name for name in kept if name not in fields and name not in _WITHOUT_EFFECT]
+    dropped = dict.fromkeys([*_UNSERVED, *lacking])
+    ignored = [name for name in dropped if kept.pop(name, None) not in _NOTHING]
+    told |= {_label(name): _NOT for name in ignored if name not in holds}
     if has_drafts and kept.pop("seed", None) is not None:
         told["seed"] = _NOT
-    for name in ("text", "output_config"):
-        part = kept.get(name)
-        if isinstance(part, dict) and part.get("format") is not None:
-            kept[name] = {key: value for key, value in part.items() if key != "format"}
-            if part["format"] != {"type": "text"}:
-                told[f"{name}.format"] = _NOT
+    if kept.get("truncation") == "auto":
+        told["truncation"] = '"disabled" (asked)'
     choice = kept.get("tool_choice")
     chosen = choice.get("type") if isinstance(choice, dict) else choice
     if choice is not None and chosen not in ("auto", "none"):
-        kept["tool_choice"] = auto
+        is_anthropics = isinstance(choice, dict) and chosen in ("any", "tool")
+        kept["tool_choice"] = {**choice, "type": "auto"} if is_anthropics else "auto"
         told["tool_choice"] = "auto (asked)"
-    kinds = [tool.get("type") for tool in _list(kept.get("tools")) if isinstance(tool, dict)]
-    if foreign := [kind for kind in kinds if kind not in _OWN_TOOLS]:
-        told["server_tools"] = f"none (asked {_word(foreign)})"
-    if kept.get("truncation") == "auto":
-        told["truncation"] = '"disabled" (asked)'
-    if any(kind != "text" for kind in _list(kept.get("modalities"))):
-        told["modalities"] = '"text" (asked)'
-    thinking = kept.get("thinking")
-    if isinstance(thinking, dict) and thinking.get("budget_tokens"):
-        told["thinking.budget_tokens"] = _NOT
-    return kept, told
+    return kept, told | _parts(kept)
 
 
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
+def _parts(kept: dict[str, Any]) -> dict[str, str]:
+    """Returns what the objects in a request ask for in vain, and takes it out where vLLM minds."""
+    tools = _objects(kept.get("tools"))
+    foreign = [tool["type"] for tool in tools if tool.get("type") not in _OWN_TOOLS]
+    told = {"server_tools": f"none (asked {_word(foreign)})"} if foreign else {}
+    own = [tool for tool in tools if tool.get("type") in _OWN_TOOLS]
+    own += _objects([tool.get("function") for tool in own])
+    for name, read in _READ.items():
+        for part in own if name == "tools" else _objects([kept.get(name)]):
+            left = [key for key in part if key not in read and part[key] not in _NOTHING]
+            told |= {f"{name}.{_label(key)}": _NOT for key in left}
+            if name != "tools":
+                kept[name] = {key: part[key] for key in part if key in read}
+    if kept.get("thinking") == {"type": "enabled"}:
+        # Without its budget, which would have to be smaller than the reply.
+        kept["thinking"] = {"type": "adaptive"}
+    blocks = [_objects(message.get("content")) for message in _objects(kept.get("messages"))]
+    for block in itertools.chain.from_iterable(blocks):
+        for part in _objects(block.get("content") if block.get("type") == "tool_result" else None):
+            if (kind := part.get("type")) not in _RESULTS:
+                raise Refusal(f"a tool_result must hold text or images, got {_word(kind)}")
+    return told
+
+
+def _objects(value: object) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _label(name: str) -> str:
+    # It becomes a part of a header and the name of a metric.
+    return name if name.isascii() and name.isidentifier() else "others"
 
 
 def _word(value: object) -> str:

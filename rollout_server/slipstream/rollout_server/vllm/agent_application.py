@@ -22,6 +22,7 @@ from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.agents.conversations import Found, message_key
 from slipstream.rollout_server.agents.recorder import (
+    CHAT_PATH,
     MESSAGES_PATH,
     RESPONSES_PATH,
     LimitReached,
@@ -43,6 +44,7 @@ from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.api_router import attach_router as attach_chat
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.models.api_router import attach_router as attach_models
 from vllm.entrypoints.openai.responses.api_router import attach_router as attach_responses
 from vllm.entrypoints.openai.responses.context import ConversationContext
@@ -403,6 +405,11 @@ def open_answering(parts: VllmParts, settings: RolloutServerSection) -> Answerin
         _open_application(parts, settings, renderer) if has_tools else plain,
         CURRENT,
         as_messages=as_messages,
+        fields={
+            CHAT_PATH: {*ChatCompletionRequest.model_fields},
+            RESPONSES_PATH: {*ResponsesRequest.model_fields},
+            MESSAGES_PATH: {*AnthropicMessagesRequest.model_fields},
+        },
         model=MODEL,
         has_tools=has_tools,
         has_drafts=parts.vllm_config.speculative_config is not None,

@@ -9,17 +9,27 @@ from slipstream.rollout_server.engine_interface import Sampling
 SAMPLING = Sampling(1.0, 0.9, 0, 100, 4, 500)
 LIMITS = Sampling(1.0, 1.0, 0, 10, 4, 50, max_total_tokens=80, max_branches=2)
 NOTHING = Use()
+# Fields that vLLM's requests have.
+FIELDS = (
+    *("model", "messages", "temperature", "top_p", "seed", "stop", "tools", "tool_choice", "text"),
+    *("response_format", "logit_bias", "min_tokens", "thinking", "truncation", "prompt_logprobs"),
+    *("max_tokens", "max_completion_tokens", "max_output_tokens", "output_config", "reasoning"),
+)
+
+
+def ruled(body: dict, **others: object):
+    return rule(body, SAMPLING, fields=FIELDS, **others)
 
 
 def test_a_request_that_asks_for_nothing_is_told_nothing() -> None:
     body = {"model": "m", "messages": [], "temperature": 1, "top_p": 0.9, "seed": 3, "stop": ["x"]}
-    assert rule(body, SAMPLING) == (body, {})
+    assert ruled(body) == (body, {})
 
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_an_engine_that_drafts_takes_no_seed(seed: int) -> None:
-    ruled = rule({"model": "m", "seed": seed}, SAMPLING, has_drafts=True)
-    assert ruled == ({"model": "m"}, {"seed": "none (asked)"})
+    found = ruled({"model": "m", "seed": seed}, has_drafts=True)
+    assert found == ({"model": "m"}, {"seed": "none (asked)"})
 
 
 @pytest.mark.parametrize(
@@ -40,15 +50,25 @@ def test_an_engine_that_drafts_takes_no_seed(seed: int) -> None:
         ({"logit_bias": {"5": -100}}, 'logit_bias=null (asked {"5": -100})'),
         ({"conversation": "conv_x"}, "conversation=none (asked)"),
         ({"prompt_logprobs": 1}, "prompt_logprobs=none (asked)"),
-        ({"modalities": ["text", "audio"], "audio": {"voice": "x"}}, "audio=none (asked); modal"),
+        ({"modalities": ["text", "audio"], "audio": {"voice": "x"}}, "modalities=none (asked); au"),
+        ({"functions": [{"name": "f"}]}, "functions=none (asked)"),
+        ({"web_search_options": {}}, "web_search_options=none (asked)"),
+        ({"min_p": 0.1, "frequency_penalty": 0.0}, "min_p=0 (asked 0.1)"),
+        ({"max_token": 5}, "max_token=none (asked)"),
+        ({"a b\n": 5}, "others=none (asked)"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity=none (asked)"),
+        ({"output_config": {"effort": "low", "a b": 1}}, "output_config.others=none (asked)"),
+        ({"tools": [{"function": {"name": "f", "strict": True}}]}, "tools.strict=none (asked)"),
+        ({"tools": [{"name": "f", "input_examples": [{}]}]}, "tools.input_examples=none (asked)"),
         ({"tools": [{"type": "web_search"}]}, 'server_tools=none (asked ["web_search"])'),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens=none"),
+        ({"tool_choice": "any"}, "tool_choice=auto (asked)"),
         ({"truncation": "auto"}, 'truncation="disabled" (asked)'),
         ({"temperature": "hot\nhead\u00e9"}, 'temperature=1 (asked "hot'),
     ],
 )
 def test_what_was_asked_otherwise_is_told(asked, told) -> None:
-    _, found = rule(asked, SAMPLING)
+    _, found = ruled(asked)
     header = "; ".join(f"{name}={value}" for name, value in found.items())
     assert header.startswith(told)
     assert header.isascii()
@@ -64,8 +84,13 @@ def test_everything_that_is_ignored_is_named() -> None:
         "tools": [{"type": "function", "name": "f"}, {"type": "web_search"}],
         "modalities": ["text"],
         "truncation": "disabled",
+        "text": {"format": {"type": "text"}},
+        "store": True,
+        "metadata": {"a": "b"},
+        "n": 1,
+        "made_up": None,
     }
-    body, told = rule(asked, SAMPLING)
+    body, told = ruled(asked)
     assert [*told] == [
         *("temperature", "response_format", "conversation", "tool_choice", "server_tools"),
     ]
@@ -80,15 +105,35 @@ def test_what_would_constrain_the_reply_is_taken_out() -> None:
         "text": {"format": {"type": "json_schema"}, "verbosity": "low"},
         "tool_choice": {"type": "any"},
     }
-    body, _ = rule(asked, SAMPLING, auto={"type": "auto"})
-    assert body == {"text": {"verbosity": "low"}, "tool_choice": {"type": "auto"}}
+    body, _ = ruled(asked)
+    assert body == {"text": {}, "tool_choice": {"type": "auto"}}
     assert asked["response_format"] == {"type": "json_object"}, "the request itself is unchanged"
+
+
+def test_a_choice_that_is_not_forced_keeps_what_else_it_says() -> None:
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    body, _ = ruled({"tool_choice": choice})
+    assert body == {"tool_choice": {**choice, "type": "auto"}}
+
+
+def test_a_budget_of_thoughts_need_not_be_below_the_runs_limit_of_a_reply() -> None:
+    body, _ = ruled({"thinking": {"type": "enabled", "budget_tokens": 2000}, "max_tokens": 3000})
+    assert body == {"thinking": {"type": "adaptive"}, "max_tokens": 100}
+
+
+def test_a_result_of_a_tool_that_would_be_dropped_is_refused() -> None:
+    result = {"type": "tool_result", "content": [{"type": "text", "text": "a"}]}
+    message = {"role": "user", "content": [result]}
+    assert ruled({"messages": [message]}) == ({"messages": [message]}, {})
+    result["content"] = [{"type": "document", "source": {"data": "b"}}]
+    with pytest.raises(Refusal, match='hold text or images, got "document"'):
+        ruled({"messages": [message]})
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
 def test_a_length_holds_below_the_runs(name: str) -> None:
-    assert rule({name: 7}, SAMPLING)[0] == {name: 7}
-    assert rule({name: 32_000}, SAMPLING)[0] == {name: 100}
+    assert ruled({name: 7})[0] == {name: 7}
+    assert ruled({name: 32_000})[0] == {name: 100}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +141,7 @@ def test_a_length_holds_below_the_runs(name: str) -> None:
 )
 def test_several_replies_and_those_in_the_background_are_refused(asked) -> None:
     with pytest.raises(Refusal, match=next(iter(asked))):
-        rule(asked, SAMPLING)
+        ruled(asked)
 
 
 def ask(use: Use = NOTHING, *, prompt: int = 20, context: int = 20, is_new: bool = True, **others):
