@@ -141,9 +141,9 @@ _UNSERVED = (
 )
 # Fields that no reply depends on, whether vLLM has them or not.
 _WITHOUT_EFFECT = (
-    *("metadata", "store", "safety_identifier", "service_tier", "speed", "inference_geo"),
+    *("metadata", "client_metadata", "store", "safety_identifier", "service_tier", "speed"),
     *("stream_options", "cache_control", "prompt_cache_key", "prompt_cache_options"),
-    *("prompt_cache_retention",),
+    *("prompt_cache_retention", "inference_geo"),
 )
 # What is read of fields that are objects, and of each tool.
 _READ = {
