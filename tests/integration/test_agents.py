@@ -11,6 +11,7 @@ import openai
 import pytest
 import pytest_asyncio
 from slipstream.core.errors import ConfigError
+from slipstream.core.template_values import NEED_PARSER
 from slipstream.rollout_server.engine_interface import RequestRefused
 from slipstream.rollout_server.vllm.agent_services import AgentServices
 from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config, agent_rig, script
@@ -554,10 +555,12 @@ async def test_a_body_that_is_no_object_is_refused(rig, path, body) -> None:
 async def test_models_and_the_count_of_tokens_are_answered_and_not_recorded(rig) -> None:
     models = await rig.openai().models.list()
     assert [model.id for model in models.data] == ["policy"]
-    counted = await rig.anthropic().messages.count_tokens(model="claude", messages=[QUESTION])
-    await rig.anthropic().messages.create(model="claude", max_tokens=9, messages=[QUESTION])
-    assert counted.input_tokens == len(rig.engine.samples[0].prompt)
-    assert rig.runs() == [1]
+    tools = [{"name": "add", "input_schema": TOOLS[0]["function"]["parameters"]}]
+    for asked in ({"messages": [QUESTION]}, {"messages": [QUESTION], "tools": tools}):
+        counted = await rig.anthropic().messages.count_tokens(model="claude", **asked)
+        await rig.anthropic().messages.create(model="claude", max_tokens=9, **asked)
+        assert counted.input_tokens == len(rig.engine.samples[-1].prompt)
+    assert rig.runs() == [1, 1]
 
 
 async def test_no_call_is_served_after_the_end_of_the_episode(rig) -> None:
@@ -609,6 +612,8 @@ async def test_values_of_the_environment_come_before_the_runs_and_behind_the_req
     await client.messages.create(model="claude", max_tokens=400, messages=[QUESTION])
     texts = [rig.engine.tokenizer.decode(sample.prompt) for sample in rig.engine.samples]
     assert ["<think>" in text for text in texts] == [True, False, True]
+    counted = await client.messages.count_tokens(model="claude", messages=[QUESTION])
+    assert counted.input_tokens == len(rig.engine.samples[-1].prompt)
     rig.begin()
     await chat(rig, [QUESTION])
     (sample,) = rig.engine.samples
@@ -620,6 +625,9 @@ async def test_tools_without_a_parser_are_refused_by_its_name(shared) -> None:
     rig = AgentRig(shared.engine, await AgentServices(shared.engine.parts, settings).api())
     with pytest.raises(openai.BadRequestError, match=r"tools need rollout_server\.tool_parser"):
         await chat(rig, [QUESTION], tools=TOOLS)
+    counted = {"messages": [QUESTION], "tools": TOOLS}
+    answer = await rig.http().post("/v1/messages/count_tokens", json=counted)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, NEED_PARSER)
     assert (await chat(rig, [QUESTION], tools=TOOLS, tool_choice="none"))["content"]
 
 

@@ -90,9 +90,13 @@ class Answering:
             if path in (CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH) and http.method == "POST":
                 parts = self._reply(recorder, http, path)
             elif path in (COUNT_PATH, MODELS_PATH):
-                model = {"model": self._model}
-                body = _encoded(_asked(http.body) | model) if http.body else b""
-                parts = _exchange(self._plain, copy_context(), http.method, path, body)
+                body = b""
+                if http.body:
+                    asked = _asked(http.body)
+                    if asked.get("tools") and not self._has_tools:
+                        raise Refusal(NEED_PARSER)
+                    body = _encoded(self._filled(recorder, asked))
+                parts = _exchange(self._with_tools, copy_context(), http.method, path, body)
             else:
                 known = (CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH, MODELS_PATH)
                 what = f"{http.method} {path} is no path of agents; there are {', '.join(known)}"
@@ -115,10 +119,7 @@ class Answering:
         if path == MESSAGES_PATH and not has_tools:
             # vLLM would demand its parser of tool calls for "auto".
             served.pop("tool_choice", None)
-        served["model"] = self._model
-        values, asked_values = recorder.template_values, asked.get("chat_template_kwargs") or {}
-        if values and isinstance(asked_values, dict):
-            served["chat_template_kwargs"] = {**values, **asked_values}
+        served = self._filled(recorder, served)
         previous = recorder.expand(served) if path == RESPONSES_PATH else None
         body = _encoded(served)
         recorder.ignored.update(told.keys())
@@ -142,6 +143,14 @@ class Answering:
                 yield part
         finally:
             recorder.close(opened)
+
+    def _filled(self, recorder: Recorder, asked: dict[str, Any]) -> dict[str, Any]:
+        """Returns the request with the name of the model and the environment's template values."""
+        filled = {**asked, "model": self._model}
+        values, asked_values = recorder.template_values, asked.get("chat_template_kwargs") or {}
+        if values and isinstance(asked_values, dict):
+            filled["chat_template_kwargs"] = {**values, **asked_values}
+        return filled
 
 
 def _asked(body: bytes) -> dict[str, Any]:

@@ -153,7 +153,7 @@ _READ = {
     "thinking": ("type",),
     "tools": (
         *("type", "function", "name", "description", "parameters", "input_schema", "tools"),
-        *("defer_loading", "cache_control"),
+        *("defer_loading", "cache_control", "eager_input_streaming"),
     ),
 }
 # Types of tools that an agent runs itself; others are run by the servers of OpenAI or Anthropic.
