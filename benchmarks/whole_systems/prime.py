@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -128,6 +129,15 @@ def complete(lines: list[str]) -> list[dict[str, Any]]:
     return found
 
 
+def errors(folder: Path) -> list[str]:
+    """Returns the last errors in the log of each program: the launcher's own log has none."""
+    found = []
+    for path in sorted(folder.rglob("*.log")):
+        lines = [line for line in lines_of(path) if re.search(r"\w(Error|Exception)\b", line)]
+        found += [f"{path.name}:", *list(dict.fromkeys(lines))[-4:]]
+    return found
+
+
 def learner(arguments: argparse.Namespace, folder: Path) -> None:
     """Runs the trainer alone on random tokens, for four steps, as prime-rl's benchmark does."""
     words = [
@@ -150,7 +160,7 @@ def learner(arguments: argparse.Namespace, folder: Path) -> None:
 def main() -> None:
     parser = peer_parser(__doc__)
     parser.add_argument("--micro-tokens", type=int, default=16384)
-    parser.add_argument("--attention", default="flash_attention_4")
+    parser.add_argument("--attention", default="flash_attention_2", help="or _4, if it is there")
     parser.add_argument("--learner", type=int, default=0, help="tokens of its sequences")
     parser.add_argument("--port", type=int, default=29400)
     parser.add_argument("--as-shipped", action="store_true", help="with what saves memory")
@@ -170,6 +180,8 @@ def main() -> None:
     process = subprocess.Popen([sys.executable, "-c", run, "@", str(file)], env=environ)
     metrics = folder / "prime" / "metrics.jsonl"
     follow(process, arguments.rows, lambda: complete(lines_of(metrics)))
+    if process.returncode:
+        print("\n".join(errors(folder)))
     sys.exit(process.returncode)
 
 

@@ -21,7 +21,7 @@ from slipstream.core.machine.address import free_port
 from benchmarks.common.measure import ROOT, toml_of
 from benchmarks.whole_systems.work import Work
 
-START_LIMIT_S = 300.0
+START_LIMIT_S = 480.0
 END_LIMIT_S = 30.0
 
 
@@ -255,6 +255,7 @@ def server_command(
         settings |= {"gpu-memory-utilization": arguments.memory}
         settings |= {"kv-cache-memory-bytes": arguments.kv_gib << 30}
         settings |= {"weight-transfer-config": json.dumps({"backend": "nccl"})}
+        settings |= {"worker-extension-cls": "benchmarks.whole_systems.older_nccl.Extension"}
     own = [f"--{key}={value}" for key, value in settings.items()]
     serve = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *own]
     return serve if arguments.device == "cuda" else [*serve, "--enforce-eager"]

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import time
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -176,6 +177,7 @@ def train(arguments: argparse.Namespace, work: Work) -> None:
         async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     else:
         check_attention()
+        import_module("benchmarks.whole_systems.older_nccl")
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         last = 0.0

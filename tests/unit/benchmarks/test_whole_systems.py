@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from slipstream.core.configuration.config_file import parse_config
 
-from benchmarks.whole_systems import prime, verl, verl_work
+from benchmarks.whole_systems import peers, prime, verl, verl_work
 from benchmarks.whole_systems.compare import known
 from benchmarks.whole_systems.setup import System, our_config
 from benchmarks.whole_systems.tables import fewest_fixed_steps, figures, table_of, windows
@@ -243,3 +243,41 @@ def test_replies_of_verl_are_counted_across_its_processes(
     (tmp_path / "counter").write_text("9")
     monkeypatch.setenv(verl_work.COUNTER, str(tmp_path / "counter"))
     assert [verl_work.next_place(), verl_work.next_place()] == [9, 10]
+
+
+def test_each_change_to_a_peers_packages_needs_its_text_once(tmp_path: Path) -> None:
+    for peer, changes in peers.CHANGES.items():
+        folder = tmp_path / peer
+        texts: dict[str, str] = {}
+        for change in changes:
+            texts[change.file] = texts.get(change.file, "before\n") + f"{change.old}\nafter\n"
+        for name, text in texts.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        peers.apply(changes, folder)
+        for change in changes:
+            text = (folder / change.file).read_text()
+            assert text.startswith("before\n") and text.endswith("\nafter\n")
+            assert change.new in text
+            # What the change adds to its text cannot be added twice.
+            (folder / change.file).write_text("another version\n")
+            with pytest.raises(ValueError, match=f"{change.file} has 0 times, not once"):
+                peers.apply([change], folder)
+
+
+def test_what_stands_for_an_absent_package_takes_every_call() -> None:
+    stand_in: dict[str, Any] = {}
+    exec(peers.ABSENT, stand_in)
+    made = stand_in["__getattr__"]("jit")(target="cuda")(lambda: None)
+    assert made is not None
+    with pytest.raises(AttributeError):
+        stand_in["__getattr__"]("__path__")
+
+
+def test_the_errors_of_prime_rls_programs_are_told_when_it_fails(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    fault = "AttributeError: 'PyNcclCommunicator' object has no attribute 'device'"
+    (logs / "inference.log").write_text(f"loaded\n{fault}\n{fault}\nINFO ended\n")
+    (logs / "trainer.log").write_text("waits\n")
+    assert prime.errors(tmp_path) == ["inference.log:", fault, "trainer.log:"]
