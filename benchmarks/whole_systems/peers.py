@@ -159,6 +159,15 @@ CHANGES: dict[str, tuple[Change, ...]] = {
             "vLLM 0.32 has another name for it than 0.24",
         ),
         Change(
+            "verl/workers/rollout/vllm_rollout/utils.py",
+            "                            model.load_weights(param_updates)",
+            "                            tied = self.model_config.hf_config.tie_word_embeddings\n"
+            "                            sent = (p for p in param_updates"
+            " if p[0] != 'lm_head.weight')\n"
+            "                            model.load_weights(sent if tied else param_updates)",
+            "vLLM 0.32 refuses a tied head without the embedding, which comes in an earlier bucket",
+        ),
+        Change(
             "verl/utils/import_utils.py",
             'trl_spec = importlib.util.find_spec("trl")',
             "trl_spec = None",
