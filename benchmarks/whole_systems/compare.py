@@ -22,7 +22,7 @@ cache in FP8, `ours-bits` with `algorithm.agreement = "bits"`. `ours-off`, `ours
 `ours-sleep` have that value of `controller.turns`. `ours-both` has a second rollout server, on the
 learner's GPU. `ours-defaults` leaves micro batches, episodes, threads and memory to the run, and
 must be the only system. These words go together: `ours-both-kv8-off`. TRL 1.16 with datasets,
-accelerate and Liger, and prime-rl or verl 0.9.1 with all that they import, must be importable
+accelerate and Liger, and prime-rl or verl as peers.py brings them, must be importable
 (`--peer-path`).
 
 Prints one table; benchmarks/results/whole-systems-GPUS.json is written after every system.

@@ -197,7 +197,7 @@ def check_out(source: Source, folder: Path) -> None:
             ("fetch", "--quiet", "--depth=1", "--filter=blob:none", "origin", source.commit),
             ("checkout", "--quiet", "FETCH_HEAD", "--", source.package),
         ):
-            subprocess.run(["git", "-C", place, *words], check=True)
+            subprocess.run(["git", "-C", place, "-c", "gc.auto=0", *words], check=True)
         found = Path(place, source.package)
         how = {"dirs_exist_ok": True, "ignore_dangling_symlinks": True}
         shutil.copytree(found, folder / found.name, **how)

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib
 import json
 import tomllib
 from pathlib import Path
@@ -265,13 +266,15 @@ def test_each_change_to_a_peers_packages_needs_its_text_once(tmp_path: Path) -> 
                 peers.apply([change], folder)
 
 
-def test_what_stands_for_an_absent_package_takes_every_call() -> None:
-    stand_in: dict[str, Any] = {}
-    exec(peers.ABSENT, stand_in)
-    made = stand_in["__getattr__"]("jit")(target="cuda")(lambda: None)
-    assert made is not None
+def test_what_stands_for_an_absent_package_takes_every_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "absent_kernels.py").write_text(peers.ABSENT)
+    monkeypatch.syspath_prepend(tmp_path)
+    stand_in = importlib.import_module("absent_kernels")
+    assert stand_in.jit(target="cuda")(lambda: None) is not None
     with pytest.raises(AttributeError):
-        stand_in["__getattr__"]("__path__")
+        _ = stand_in.__path__
 
 
 def test_the_errors_of_prime_rls_programs_are_told_when_it_fails(tmp_path: Path) -> None:
