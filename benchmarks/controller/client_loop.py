@@ -7,9 +7,10 @@ sequences. The programs of the run note moments, and a step over HTTP is told in
 carried from one program to another, what is written to the disk, and what computes.
 
 A sample is a request and its result, of a server that replies at once: all of it is added, but
-for what client and server take, so that processor time says more than what passes.
+for what client and server take, so that processor time says more than what passes. It is told for
+a step, too, of each program.
 
-    export PYTHONPATH=tests
+    export PYTHONPATH=tests:deploy
     python -m benchmarks.controller.client_loop                        # on a CPU
     python -m benchmarks.controller.client_loop --idle --load-of 0.6B  # what is not its passes
     python -m benchmarks.controller.client_loop --shape 0.6B           # on a GPU
@@ -104,8 +105,11 @@ async def program(*arguments: str, **environ: str) -> AsyncIterator[asyncio.subp
 
 async def steps_over_http(
     config: Config, data: list[Datum], asked: argparse.Namespace
-) -> tuple[list[float], list[list[float]]]:
-    """Returns the seconds of each step of a client, whose run this starts, and of their parts."""
+) -> tuple[list[float], list[list[float]], dict[str, float]]:
+    """Returns the seconds of each step of a client, whose run this starts, and of their parts.
+
+    The third are the seconds of processor time of a step, by program.
+    """
     config.run_dir.mkdir(parents=True)
     (noted := config.run_dir.parent / "moments").mkdir()
     path = config.run_dir.parent / "client-loop.toml"
@@ -121,13 +125,21 @@ async def steps_over_http(
     if asked.idle:
         file = str(noted / "trainer")
         trainer = program("benchmarks.controller.idle_trainer", file, *own)
-    async with role("controller"), trainer, role("front", "--port", str(port)):
+    front = role("front", "--port", str(port))
+    async with role("controller") as first, trainer as second, front as third:
+        programs = {"controller": first, "trainer": second, "HTTP process": third}
+
+        def spent() -> dict[str, float]:
+            return {name: processor_s(one.pid) for name, one in programs.items()}
+
         client = LoopClient(port, base_model=str(config.model.path))
         await client.ready()
         await client.begin()
         measure.progress("the run has begun")
         took_s, parts = [], []
         for turn in range(asked.repeats + asked.uncounted):
+            if turn == asked.uncounted:
+                before = spent()
             given, begun_s = client.passed(data, "ppo"), time.monotonic()
             passed = await client.send(given)
             stepped = await client.order("optim_step", adam_params=ADAM | {"learning_rate": RATE})
@@ -141,8 +153,9 @@ async def steps_over_http(
                 + " ".join(f"{1000 * part:.1f}" for part in parts[-1])
             )
             measure.note("client-loop", {"took_s": took_s[-1], "parts_s": parts[-1]})
+        own = {name: (at_s - before[name]) / asked.repeats for name, at_s in spent().items()}
         await client.http.aclose()
-    return took_s[asked.uncounted :], parts[asked.uncounted :]
+    return took_s[asked.uncounted :], parts[asked.uncounted :], own
 
 
 def steps_here(config: Config, batch: Batch, asked: argparse.Namespace) -> dict[str, list[float]]:
@@ -234,6 +247,21 @@ def table_of(parts: list[list[float]]) -> list[str]:
     return measure.table(["part of a step over HTTP", "what it is", "ms (min-max)"], rows)
 
 
+def table_of_samples(replies: dict[int, Sampled]) -> list[str]:
+    """Returns the table of what a sample takes."""
+    return measure.table(
+        ["samples at once", "ms each (min-max)", "processor ms: controller, HTTP process"],
+        [
+            [
+                number,
+                measure.Spread.of(one.wall_s).text(2, 1000),
+                f"{1000 * one.controller_s:.2f}, {1000 * one.front_s:.2f}",
+            ]
+            for number, one in replies.items()
+        ],
+    )
+
+
 def run_config(load: Load, folder: Path, asked: argparse.Namespace) -> Config:
     """Returns the settings of the run on a whole model."""
     make_apart(
@@ -277,17 +305,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = run_config(load, folder, asked)
-        over_http, parts = asyncio.run(steps_over_http(config, data_of(batch), asked))
+        over_http, parts, spent = asyncio.run(steps_over_http(config, data_of(batch), asked))
         found = {HTTP: over_http}
-        print("\n".join(parts_table := table_of(parts)), flush=True)
+        told = ", ".join(f"{name} {1000 * one:.1f}" for name, one in spent.items())
+        parts_table = [*table_of(parts), "", f"Processor ms of a step: {told}", ""]
+        print("\n".join(parts_table), flush=True)
+        measure.progress("samples")
+        replies = asyncio.run(samples(folder / "samples", asked))
+        print("\n".join(samples_table := table_of_samples(replies)), flush=True)
+        record = {"settings": measure.settings_of(asked), "parts": parts, "processor_s": spent}
+        record["samples"] = {number: asdict(one) for number, one in replies.items()}
         if asked.idle:
-            record = {"settings": measure.settings_of(asked), "table": parts_table, "parts": parts}
+            record["table"] = [*parts_table, *samples_table]
             measure.write_result("client-loop-idle", record, asked.out)
             return
         measure.progress("steps in this process")
         found |= steps_here(config, batch, asked)
-        measure.progress("samples")
-        replies = asyncio.run(samples(folder / "samples", asked))
     spreads = {name: measure.Spread.of(times) for name, times in found.items()}
     own = spreads[OWN].median
     rows = [
@@ -296,23 +329,9 @@ def main() -> None:
     ]
     tokens = sum(len(each.token_ids) for each in batch.trajectories)
     table = measure.table([f"step of {tokens:,} tokens", "ms (min-max)", "more", "of own"], rows)
-    table += parts_table
-    table += measure.table(
-        ["samples at once", "ms each (min-max)", "processor ms: controller, HTTP process"],
-        [
-            [
-                number,
-                measure.Spread.of(one.wall_s).text(2, 1000),
-                f"{1000 * one.controller_s:.2f}, {1000 * one.front_s:.2f}",
-            ]
-            for number, one in replies.items()
-        ],
-    )
-    record = {"settings": measure.settings_of(asked), "table": table, "steps": found}
-    record["parts"] = parts
-    record["samples"] = {number: asdict(one) for number, one in replies.items()}
-    measure.write_result(f"client-loop-{asked.shape}", record, asked.out)
     print("\n".join(table))
+    record |= {"table": [*table, *parts_table, *samples_table], "steps": found}
+    measure.write_result(f"client-loop-{asked.shape}", record, asked.out)
 
 
 if __name__ == "__main__":

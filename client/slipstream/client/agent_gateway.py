@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-import h11
 import uvicorn
 from slipstream.client.agent_exchange import CallExchange, PendingCall, TooManyCalls
 from slipstream.client.environment import BRANCH_NAME, Endpoint
 from slipstream.core.errors import ProtocolError
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import environment_pb2 as pb
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 8 << 20
@@ -35,6 +34,8 @@ MAX_HEAD_BYTES = 64 << 10
 # Seconds within which a request must be complete, from its first byte or from its connection on.
 REQUEST_LIMIT_S = 60.0
 MAX_CONNECTIONS = 2048
+# Most requests that a connection sends ahead of the answers to earlier ones.
+MAX_AHEAD = 16
 # Seconds after which an agent should repeat a call that was refused for now (Retry-After).
 RETRY_S = 1
 # Seconds for which an idle connection stays open. Clients close idle connections earlier.
@@ -60,7 +61,7 @@ class _Refusal(Exception):
     message: str
 
 
-class _Connection(H11Protocol):
+class _Connection(HttpToolsProtocol):
     """A connection that may be closed while it is idle, and has a deadline for each request."""
 
     def __init__(
@@ -79,6 +80,8 @@ class _Connection(H11Protocol):
         super().__init__(**options)
         self._limit_s, self._most, self._resting = limit_s, most, resting
         self._deadline: asyncio.TimerHandle | None = None
+        # Bytes since a head was whole or a part of a body came.
+        self._num_held = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -90,8 +93,19 @@ class _Connection(H11Protocol):
             oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        self._num_held += len(data)
         super().data_received(data)
+        if self._num_held > MAX_HEAD_BYTES or len(self.pipeline) > MAX_AHEAD:
+            self.transport.abort()
         self._look(is_begun=True)
+
+    def on_headers_complete(self) -> None:
+        self._num_held = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_held = 0
+        super().on_body(body)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -104,15 +118,16 @@ class _Connection(H11Protocol):
 
     def _look(self, *, is_begun: bool) -> None:
         """Records whether the connection is idle; starts or cancels the deadline of its request."""
-        state = self.conn.their_state
+        cycle = self.cycle
+        is_open = cycle is not None and not cycle.response_complete
         # Data after the head of a refused request are read and dropped.
-        if state is h11.IDLE or self.conn.our_state is h11.DONE:
-            self._resting.setdefault(self)
-        else:
+        if is_open:
             self._resting.pop(self, None)
-        if state not in (h11.IDLE, h11.SEND_BODY):
+        else:
+            self._resting.setdefault(self)
+        if is_open and (self.pipeline or not cycle.more_body):
             self._end()
-        elif self._deadline is None and (is_begun or state is h11.SEND_BODY):
+        elif self._deadline is None and (is_begun or is_open):
             self._begin()
 
     def _begin(self) -> None:
@@ -154,7 +169,6 @@ def bounded_server(
         http=partial(  # type: ignore[arg-type]
             _Connection, limit_s=limit_s, most=max_connections, resting={}
         ),
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -149,11 +149,6 @@ def free_bytes(queue_bytes: int, waiting_bytes: int, promised: int, largest_byte
     return queue_bytes - waiting_bytes - promised * largest_bytes
 
 
-def may_promise(free: int, episodes: int, largest_bytes: int) -> bool:
-    """Whether `episodes` more, of up to `largest_bytes` each, fit into the `free` bytes left."""
-    return episodes * largest_bytes <= free
-
-
 def smallest_queue(groups_per_step: int, group_size: int, largest_bytes: int) -> int:
     """Returns the size in bytes of the smallest queue without a deadlock, which holds one batch."""
     return groups_per_step * group_size * largest_bytes

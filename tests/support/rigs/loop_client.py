@@ -21,7 +21,12 @@ class LoopClient:
     def __init__(self, port: int, *, base_model: str = "nowhere") -> None:
         address = f"http://127.0.0.1:{port}/api/v1/"
         self.http = httpx.AsyncClient(
-            base_url=address, headers={"x-api-key": "tml-any"}, timeout=120, trust_env=False
+            base_url=address,
+            headers={"x-api-key": "tml-any"},
+            # It keeps each connection, as the SDK does.
+            limits=httpx.Limits(),
+            timeout=120,
+            trust_env=False,
         )
         self._base_model = base_model
         self._others: list[LoopClient] = []

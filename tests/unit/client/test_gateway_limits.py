@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 from slipstream.client.agent_exchange import MAX_OPEN_CALLS, MAX_WAITING_BYTES, CallExchange
 from slipstream.client.agent_gateway import (
+    MAX_AHEAD,
     MAX_BODY_BYTES,
     REQUEST_LIMIT_S,
     Gateway,
@@ -197,3 +198,10 @@ async def test_the_connection_that_rests_longest_makes_room_for_a_new_one(is_ref
             if is_refused:
                 writer.write(b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n")
         assert [await status(reader) for reader, _ in resting[3:]] == [401] * 3
+
+
+async def test_requests_ahead_of_their_answers_have_a_number() -> None:
+    async with opened() as rig:
+        ahead = b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n" * (MAX_AHEAD + 1)
+        reader, _ = await rig.connected(rig.begun(2) + b"{}" + ahead)
+        assert await status(reader) in (0, 400)

@@ -28,7 +28,7 @@ NEEDS = {
     "numpy": "numpy>=2",
     "pydantic": "pydantic>=2.11,<3",
     "uvicorn": "uvicorn>=0.34,<1",
-    "h11": "h11>=0.16,<1",
+    "httptools": "httptools>=0.6.3,<1",
 }
 REFUSED = 2
 

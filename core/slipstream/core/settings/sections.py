@@ -101,11 +101,9 @@ class SamplingSection(Section):
 
         The other fields stay unset: an environment, `debug` or a client's own loop sets them.
         """
-        values: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in fleet_pb2.SamplingSettings.DESCRIPTOR.fields_by_name
-            if name in type(self).model_fields
-        }
+        own = type(self).model_fields
+        names = fleet_pb2.SamplingSettings.DESCRIPTOR.fields_by_name
+        values: dict[str, Any] = {name: getattr(self, name) for name in names if name in own}
         return fleet_pb2.SamplingSettings(**values)
 
 

@@ -262,7 +262,7 @@ class Evaluator(Part):
 
     def _lease(self, round_: Round) -> None:
         scheduler, granted = self._scheduler, []
-        while round_.waiting and scheduler.room(round_.session) > 0 and scheduler.may_send(1):
+        while round_.waiting and scheduler.room(round_.session) > 0 < scheduler.free_episodes:
             name, task_index = round_.waiting.pop()
             key, step = round_.session.key, round_.version.step
             # The seed is the task's number: every round, and every sample, sees the same task.

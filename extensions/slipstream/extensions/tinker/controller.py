@@ -361,7 +361,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                     # A step's batch holds the sequences of its passes.
                     each.operation.compute.ClearField("sequences")
                     self._ends.put_nowait(each)
-        self._run.signal.notify()
+        self._run.signal.notify(gathered=entry.place is None)
 
     def _note_end(self, model: Model, entry: Entry) -> None:
         """Moves on behind the operation whose turn it was, which is done."""
@@ -416,7 +416,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
             self._num_over += 1
             if self._num_over % KEPT == 0:
                 await self._forget()
-            self._run.signal.notify()
+            self._run.signal.notify(gathered=entry.place is None)
 
     async def _forget(self) -> None:
         """Removes what is spent: told, covered by a checkpoint, and not needed after a restart.

@@ -23,7 +23,8 @@ import grpc.aio
 import uvicorn
 import uvloop
 from google.protobuf.message import DecodeError
-from slipstream.client.agent_gateway import LOOPBACK, REQUEST_LIMIT_S, bounded_server
+from pydantic_core import from_json
+from slipstream.client.agent_gateway import LOOPBACK, bounded_server
 from slipstream.core.configuration.config_file import load_config, vocabulary_size
 from slipstream.core.errors import USAGE_ERROR, ProtocolError, SlipstreamError
 from slipstream.core.settings.config import Config
@@ -58,6 +59,7 @@ MAX_TOLD = 1024
 SEND_S = 30.0
 _READ_BYTES = 1 << 20
 _PREFIX, _PROTOBUF = "/api/v1", "application/x-protobuf"
+_HERE = (LOOPBACK.encode(), b"localhost")
 _LISTED = [("training_runs", "GET"), ("checkpoints", "GET"), ("weights_info", "POST")]
 _STATUS = {
     grpc.StatusCode.UNAVAILABLE: 503,
@@ -91,7 +93,7 @@ class Front:
         self._call = {"metadata": metadata, "timeout": CALL_S}
         self._vocabulary = vocabulary_size(config)
         self._archives, self.samples = Archives(config), SampleStream(stub, metadata)
-        self._open: Counter[str] = Counter()
+        self._open: Counter[bytes] = Counter()
         self._orders: Mapping[str, Callable[[Body], pb.Operation]] = {
             "create_model": partial(operations.create_model, config=config),
             "load_weights": operations.load_weights,
@@ -101,32 +103,29 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request of HTTP."""
-        request = Request(scope, receive)
-        path, key = scope["path"].removeprefix(f"{_PREFIX}/"), request.headers.get("x-api-key", "")
+        path, head = scope["path"].removeprefix(f"{_PREFIX}/"), dict(scope["headers"])
+        key, encoding = head.get(b"x-api-key", b""), head.get(b"content-encoding", b"")
         # Unlike one that a page in a browser was led to send, which has the page's own host.
-        is_here = request.headers.get("host", "").partition(":")[0] in (LOOPBACK, "localhost")
+        is_here = head.get(b"host", b"").partition(b":")[0] in _HERE
         # Their addresses are secret: whoever opens them has no key.
         if is_here and (file := self._archives.file(path)):
             await FileResponse(file)(scope, receive, send)
             return
         self._open[key] += 1
         try:
-            encoding = request.headers.get("content-encoding", "zstd")
             # Nor does a page send a key without the server's leave.
-            if not key.startswith("tml-") or not is_here:
+            if not key.startswith(b"tml-") or not is_here:
                 cause = f"a request needs an api_key that begins with tml-, and {LOOPBACK}"
                 raise Refused(cause, 401)
             if self._open[key] > MAX_OPEN:
                 raise Refused(f"{MAX_OPEN} requests of this key are open already", 429)
-            if encoding != "zstd":
-                raise Refused(f"a body is sent as it is, or in zstd, not in {encoding}", 415)
-            response = await self._answer(path, request)
+            if encoding not in (b"", b"zstd"):
+                told = encoding.decode("latin-1")
+                raise Refused(f"a body is sent as it is, or in zstd, not in {told}", 415)
+            response = await self._answer(path, Request(scope, receive), is_packed=bool(encoding))
         except _MALFORMED as error:
             status = error.status if isinstance(error, Refused) else 400
             response = _json({"error": _cause(error)}, status)
-        except TimeoutError:
-            response = _json({"error": f"a body comes within {REQUEST_LIMIT_S:g} s"}, 408)
-            response.headers["connection"] = "close"
         except grpc.aio.AioRpcError as error:
             # The SDK asks again: the controller may be about to come back.
             status = _STATUS.get(error.code(), 500)
@@ -137,16 +136,15 @@ class Front:
                 del self._open[key]
         await response(scope, receive, send)
 
-    async def _answer(self, path: str, request: Request) -> Response:
-        async with asyncio.timeout(REQUEST_LIMIT_S):
-            data = await _body(request)
-        if request.headers.get("content-encoding") == "zstd":
+    async def _answer(self, path: str, request: Request, *, is_packed: bool) -> Response:
+        data = await _body(request)
+        if is_packed:
             data = await asyncio.to_thread(_unpacked, data)
         if path in ("forward_backward", "forward"):
             passed = wire_pb2.ForwardBackwardRequest.FromString(bytes(data))
             turn = passed.model_id, passed.seq_id, "forward_backward"
             return await self._submit(turn, data, lambda: operations.forward_backward(passed))
-        body: Body = json.loads(data) if data else {}
+        body: Body = from_json(data) if data else {}
         if not isinstance(body, dict):
             raise Refused("a body is a JSON object")
         if order := self._orders.get(path):
@@ -154,8 +152,6 @@ class Front:
             turn = model, body.get("seq_id") or 0, path
             return await self._submit(turn, data, lambda: order(body))
         _check_size(data, MAX_BODY_BYTES)
-        if (told := self._at_once(path, body)) is not None:
-            return _json(told)
         match path.split("/"):
             case ["asample"]:
                 operation = operations.sample(body, self._config, self._vocabulary)
@@ -184,6 +180,8 @@ class Front:
                 if found is None:
                     raise Refused(f"{query.get('tinker_path', path)} is not there", 404)
                 return _json(found)
+        if (told := self._at_once(path, body)) is not None:
+            return _json(told)
         raise Refused(f'{path} is not served; the guide "Your own loop" has what is', 404)
 
     def _at_once(self, path: str, body: Body) -> Body | None:

@@ -162,17 +162,17 @@ def forward_backward(request: wire.ForwardBackwardRequest) -> pb.Operation:
     if strange := sorted(numbers.keys() - settings.keys()):
         raise Refused(f"loss_fn {name} has no setting {strange[0]}")
     own = dict(settings[key](value) for key, value in numbers.items())
-    compute = trainer_pb2.Pass(
-        id=f"{request.model_id}:{request.seq_id}:forward_backward",
-        backward=not request.forward_only,
-        loss=loss,
-        loss_args_json=json.dumps(fixed | own),
-        sequences=[_sequence(place, datum, name) for place, datum in enumerate(request.data)],
-    )
-    return _operation(request.model_id, request.seq_id, "forward_backward", compute=compute)
+    operation = _operation(request.model_id, request.seq_id, "forward_backward")
+    # In its place: a message that is put into another one is copied.
+    compute = operation.compute
+    compute.id, compute.backward = operation.id, not request.forward_only
+    compute.loss, compute.loss_args_json = loss, json.dumps(fixed | own)
+    for place, datum in enumerate(request.data):
+        compute.sequences.add(**_sequence(place, datum, name))
+    return operation
 
 
-def _sequence(place: int, datum: wire.Datum, loss_fn: str) -> trainer_pb2.PassSequence:
+def _sequence(place: int, datum: wire.Datum, loss_fn: str) -> dict[str, bytes]:
     if not all(chunk.HasField("encoded_text") for chunk in datum.model_input):
         raise Refused(f"datum {place} has an image or sound; this server takes text")
     known = ["target_tokens", "advantages", "logprobs"]
@@ -197,12 +197,12 @@ def _sequence(place: int, datum: wire.Datum, loss_fn: str) -> trainer_pb2.PassSe
             f"datum {place}: target_tokens has {strange[0]}, which is no token; {advantages} of 0 "
             "leave a token out"
         )
-    return trainer_pb2.PassSequence(
-        token_ids=b"".join(chunk.encoded_text.tokens for chunk in datum.model_input),
-        targets=targets.astype("<u4").tobytes(),
-        advantages=arrays[advantages].astype("<f4").tobytes(),
-        behavior_logprobs=b"" if behavior is None else behavior.astype("<f4").tobytes(),
-    )
+    return {
+        "token_ids": b"".join(chunk.encoded_text.tokens for chunk in datum.model_input),
+        "targets": targets.astype("<u4").tobytes(),
+        "advantages": arrays[advantages].astype("<f4").tobytes(),
+        "behavior_logprobs": b"" if behavior is None else behavior.astype("<f4").tobytes(),
+    }
 
 
 def optim_step(body: Body) -> pb.Operation:
@@ -286,7 +286,10 @@ def sample(body: Body, config: Config, vocabulary: int) -> pb.Operation:
         prompt += chunk["tokens"]
     if not prompt:
         raise Refused("a prompt has one token at least, got none")
-    if strange := [token for token in prompt if not 0 <= token < (vocabulary or _TOKENS)]:
+    tokens = np.asarray(prompt)
+    if tokens.dtype.kind not in "iu" or tokens.ndim > 1:
+        raise Refused("a prompt is a list of token ids")
+    if strange := tokens[(tokens < 0) | (tokens >= (vocabulary or _TOKENS))].tolist():
         raise Refused(f"a prompt has token {strange[0]}, the vocabulary has {vocabulary}")
     asked, sampling = body.get("sampling_params") or {}, config.sampling.to_pb()
     if (seed := asked.get("seed")) is not None:
@@ -315,7 +318,7 @@ def sample(body: Body, config: Config, vocabulary: int) -> pb.Operation:
     return pb.Operation(
         id=f"{session}:{body['seq_id']}:sample",
         sample=pb.Sample(
-            prompt_token_ids=np.asarray(prompt, dtype="<u4").tobytes(),
+            prompt_token_ids=tokens.astype("<u4").tobytes(),
             num_samples=body.get("num_samples", 1),
             sampling=sampling,
             name=weights_of(session),

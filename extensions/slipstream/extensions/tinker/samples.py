@@ -64,7 +64,7 @@ class Samples:
                 if entry is None:
                     entry = self._known[request.id] = Entry(request)
                     self.open[entry] = None
-                    self._run.signal.notify()
+                    self._run.signal.notify(gathered=True)
                 for name in request.told:
                     if told := self._known.get(name):
                         told.is_told = True
@@ -132,14 +132,19 @@ class Samples:
             if named := self._named(entry):
                 running[named.model] += len(entry.groups)
         granted: dict[ServerSession, list[Group]] = {}
+        if ready:
+            # Both look at all groups.
+            taken, most = self._book.episodes_by_holder(), self._scheduler.free_episodes
+            room = {s: s.hello.max_episodes - taken[s.key] for s in self._fleet.serving()}
         while ready:
             model = min(ready, key=running.__getitem__)
             entry, named, sessions = ready[model][0]
-            session = max(sessions, key=self._scheduler.room)
-            if self._scheduler.room(session) < 1 or not self._scheduler.may_send(1):
+            session = max(sessions, key=room.__getitem__)
+            if room[session] < 1 or most < 1:
                 del ready[model]
                 continue
             granted.setdefault(session, []).append(self._granted(entry, named, session))
+            room[session], most = room[session] - 1, most - 1
             running[model] += 1
             if not entry.num_missing:
                 ready[model].pop(0)

@@ -42,11 +42,13 @@ class Signal:
         # The waiters, by the seconds for which they gather changes after a notice.
         self._waiting: dict[float, dict[asyncio.Future[None], None]] = {}
 
-    def notify(self) -> None:
-        """Wakes all waiting tasks."""
+    def notify(self, *, gathered: bool = False) -> None:
+        """Wakes all waiting tasks; a change that is one of many, `gathered`, those that gather."""
         waiting, self._waiting = self._waiting, {}
         for gather_s, waiters in waiting.items():
-            if gather_s and waiters:
+            if gathered and not gather_s:
+                self._waiting[gather_s] = waiters
+            elif gather_s and waiters:
                 asyncio.get_running_loop().call_later(gather_s, _wake, waiters)
             else:
                 _wake(waiters)

@@ -159,10 +159,10 @@ class RunProgress:
         self.version = version
         self.newest_incarnation = max(self.newest_incarnation, version.incarnation)
 
-    def moved(self) -> None:
-        """Notes progress of the run: resets the idle time to 0 and wakes waiting tasks."""
+    def moved(self, *, gathered: bool = False) -> None:
+        """Notes progress of the run: resets the idle time, and notifies (`Signal.notify`)."""
         self._idle.reset(self._clock.now_s())
-        self._signal.notify()
+        self._signal.notify(gathered=gathered)
 
     def complete(self) -> None:
         """Ends the training after its last step."""

@@ -23,8 +23,8 @@ from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside
+from slipstream.v1 import fleet_pb2, trainer_pb2
 from slipstream.v1 import operations_pb2 as pb
-from slipstream.v1 import trainer_pb2
 from slipstream.v1.operations_pb2 import Operation
 from support.rigs.lease_rig import books_of
 from support.rigs.publishing_scene import run_of
@@ -582,8 +582,7 @@ async def test_the_records_of_samples_that_are_leased_together_are_written_toget
     with opened(tmp_path) as loop:
         told = await sampled(loop, [str(number) for number in range(20)])
         loop.samples._scheduler = SimpleNamespace(
-            room=lambda _: 100,
-            may_send=lambda _: True,
+            free_episodes=100,
             send_evaluation=lambda _, groups: sent.append(len(groups)),
         )
         loop.samples._fleet = Fleet(0)
@@ -609,6 +608,7 @@ class Serving:
 
     def __init__(self, step: int) -> None:
         self.version, self.key = PolicyVersion(0, step), ServerKey(ServerId("s"), 1)
+        self.hello = fleet_pb2.ServerHello(max_episodes=100)
 
 
 class Fleet:

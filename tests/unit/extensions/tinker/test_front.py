@@ -166,22 +166,6 @@ async def test_a_body_is_read_up_to_a_size(monkeypatch: pytest.MonkeyPatch, pack
     assert "a request has at most 25165824 bytes, got 25" in error
 
 
-async def test_a_body_that_never_ends_is_refused_and_its_connection_closed(monkeypatch) -> None:
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    monkeypatch.setattr(front, "REQUEST_LIMIT_S", 0.01)
-    served = Front(small_config(), Controller(), (), in_flight=False)
-    await served({"type": "http", "path": "/api/v1/asample", "headers": KEY}, receive, send)
-    assert (sent[0]["status"], (b"connection", b"close") in sent[0]["headers"]) == (408, True)
-
-
 async def test_a_key_has_a_number_of_requests_at_once() -> None:
     statuses: list[int] = []
     hold = asyncio.Event()

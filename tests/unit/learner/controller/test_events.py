@@ -99,3 +99,16 @@ async def test_a_notice_wakes_those_that_wait_and_no_later_ones() -> None:
         await asyncio.sleep(0)
     assert not late.done()
     late.cancel()
+
+
+async def test_one_change_of_many_wakes_only_those_that_gather() -> None:
+    signal = Signal()
+    gathering = asyncio.create_task(signal.changes(60.0, gather_s=0.001))
+    waiting = asyncio.create_task(signal.wait(60.0))
+    await asyncio.sleep(0)
+    signal.notify(gathered=True)
+    async with asyncio.timeout(LIMIT_S):
+        await gathering
+        assert not waiting.done()
+        signal.notify()
+        await waiting

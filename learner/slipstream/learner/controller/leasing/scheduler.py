@@ -157,7 +157,7 @@ class Scheduler:
             for key, waiting in self.reserved.items()
             if (session := self._fleet.find(key)) is not None
         )
-        room = self._free_bytes() // self._largest_bytes - evaluated_soon
+        room = self.free_episodes - evaluated_soon
         granted, wait = lease_new(
             self._book, self._environments, by_room, self._record, num_episodes=room, limit=limit
         )
@@ -225,9 +225,10 @@ class Scheduler:
         """Returns the number of further episodes that a server can take now."""
         return session.hello.max_episodes - self._book.episodes_by_holder()[session.key]
 
-    def may_send(self, episodes: int) -> bool:
-        """Whether the queue has room for `episodes` more than the promised episodes."""
-        return staleness.may_promise(self._free_bytes(), episodes, self._largest_bytes)
+    @property
+    def free_episodes(self) -> int:
+        """The number of episodes beyond the promised ones that fit into the queue."""
+        return self._free_bytes() // self._largest_bytes
 
     @property
     def reserved_bytes(self) -> int:

@@ -83,7 +83,7 @@ class Intake(ServerListener):
     def lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
         group_id, unused = GroupId(report.group_id), report.next_attempt
         self._book.closed(group_id, session.key, report.unfinished, next_attempt=unused)
-        self._run.signal.notify()
+        self._run.signal.notify(gathered=True)
 
     def lost(self, session: ServerSession) -> None:
         if not session.drained.is_set():
@@ -122,8 +122,8 @@ class Intake(ServerListener):
                 failure = trajectory.failure
                 is_outage = failure is not None and failure.kind in OUTAGES
                 if trajectory.status is not Status.CANCELLED and not is_outage:
-                    self._progress.moved()
-                self._run.signal.notify()
+                    self._progress.moved(gathered=True)
+                self._run.signal.notify(gathered=True)
                 self.feed.note(trajectory)
                 self._file(trajectory)
         except FAULTS as error:

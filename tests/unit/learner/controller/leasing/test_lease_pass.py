@@ -115,7 +115,7 @@ class PlainScheduler(Scheduler):
                 min(self.reserved.get(session.key, 0), session.hello.max_episodes)
                 for session in self._fleet.sessions.values()
             )
-            if not staleness.may_promise(free, size + soon, self._largest_bytes):
+            if (size + soon) * self._largest_bytes > free:
                 return LeaseWait.QUEUE
             if old is not None:
                 self._book.again.remove(old)
