@@ -177,15 +177,14 @@ CHANGES: dict[str, tuple[Change, ...]] = {
 }
 
 
-def download(wheels: Sequence[str], folder: Path) -> None:
-    """Unpacks wheels into `folder`, without what they depend on."""
-    with tempfile.TemporaryDirectory() as files:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", files]
-        pip += ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp"]
-        pip += [f"--platform=manylinux{each}_x86_64" for each in GLIBC]
-        subprocess.run([*pip, *wheels], check=True)
-        for file in Path(files).iterdir():
-            shutil.unpack_archive(file, folder, "zip")
+def install(wheels: Sequence[str], folder: Path) -> None:
+    """Installs wheels into `folder`, without what they depend on."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", f"--target={folder}"]
+    pip += ["--no-compile", "--only-binary=:all:", "--python-version=3.12", "--implementation=cp"]
+    pip += [f"--platform=manylinux{each}_x86_64" for each in GLIBC]
+    subprocess.run([*pip, *wheels], check=True)
+    # Their commands name this machine's interpreter.
+    shutil.rmtree(folder / "bin", ignore_errors=True)
 
 
 def check_out(source: Source, folder: Path) -> None:
@@ -218,7 +217,7 @@ def make(peer: str, folder: Path) -> None:
     """Fills the new `folder` with what `peer` imports."""
     folder.mkdir(parents=True)
     progress("wheels")
-    download(WHEELS[peer], folder)
+    install(WHEELS[peer], folder)
     for source in SOURCES.get(peer, ()):
         progress(f"{source.package} of {source.address}")
         check_out(source, folder)
