@@ -290,6 +290,31 @@ async def test_a_previous_response_is_continued_by_its_id(rig, streams) -> None:
     assert rig.runs() == [3]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_items_of_earlier_responses_may_be_named_by_their_ids(rig, stream) -> None:
+    """The AI SDK of Vercel does so, unless it is told to store nothing."""
+    client = rig.openai()
+    asked = {"model": "m", "tools": [{"type": "function", **TOOLS[0]["function"]}]}
+    items: list = [{"role": "user", "content": "call 4"}]
+    for turn in range(3):
+        if stream:
+            events = await client.responses.create(**asked, input=items, stream=True)
+            found = [event async for event in events]
+            output = [event.item for event in found if event.type == "response.output_item.done"]
+        else:
+            output = (await client.responses.create(**asked, input=items)).output
+        items += [{"type": "item_reference", "id": item.id} for item in output]
+        (call,) = [item for item in output if item.type == "function_call"]
+        result = {"type": "function_call_output", "call_id": call.call_id}
+        items.append({**result, "output": f"call {5 + turn}"})
+    assert rig.runs() == [3]
+    with pytest.raises(openai.BadRequestError, match="Item with id 'fc_other' not found") as raised:
+        await client.responses.create(
+            **asked, input=[*items, {"type": "item_reference", "id": "fc_other"}]
+        )
+    assert raised.value.param == "input"
+
+
 @pytest.mark.parametrize("tools", [[], [{"type": "function", **TOOLS[0]["function"]}]])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_empty_reply_is_a_message_with_an_empty_text(rig, stream, tools) -> None:

@@ -88,6 +88,8 @@ class Recorder:
         self.conversations = Conversations()
         # All items of a conversation up to and including a response, and the response's turn.
         self._stored: dict[str, tuple[list[Any], AgentTurn]] = {}
+        # The items of these responses by their ids.
+        self._items: dict[str, Any] = {}
         # The turn of each answer by the answer's id.
         self._turns: dict[str, AgentTurn] = {}
         self.sampling, self.template_values = sampling, template_values
@@ -145,13 +147,14 @@ class Recorder:
             await asyncio.wait(self._tasks)
 
     def expand(self, body: dict[str, Any]) -> AgentTurn | None:
-        """Expands a request that names a `previous_response_id`, in place, to its whole input.
+        """Replaces references to earlier items, and a `previous_response_id`, by what they name.
 
         All responses of the episode are stored, as OpenAI's API does. Returns the turn that the
-        request continues, or None if it names no response. Raises Refusal if the response is not
-        stored.
+        request continues, or None if it names no response. Raises Refusal for what is not stored.
         """
         self._read_replies()
+        if isinstance(body.get("input"), list):
+            body["input"] = [self._item(each) for each in body["input"]]
         if not isinstance(previous := body.get(_PREVIOUS), str):
             return None
         if previous not in self._stored:
@@ -161,6 +164,14 @@ class Recorder:
         items, turn = self._stored[previous]
         body["input"] = items + items_of(body)
         return turn
+
+    def _item(self, item: Any) -> Any:  # noqa: ANN401 - JSON
+        if not isinstance(item, dict) or item.get("type") != "item_reference":
+            return item
+        if (name := str(item.get("id"))) not in self._items:
+            what = f"Item with id {name[:200]!r} not found."
+            raise Refusal(what, code="item_not_found", param="input")
+        return self._items[name]
 
     def turns(self) -> dict[str, AgentTurn]:
         """Returns the turns by the `id` of the answers that clients received."""
@@ -312,6 +323,7 @@ class Recorder:
                     assert response is not None, "its output has just been read"
                     items = [*opened.stored_items, *reply]
                     self._stored[str(response["id"])] = items, opened.turn
+                    self._items |= {str(item.get("id")): item for item in reply}
                 opened.body.clear()
             elif not is_over:
                 waiting.append(opened)
