@@ -4,7 +4,8 @@ They are no dependencies: a test without its agent is skipped. `SLIPSTREAM_AGENT
 
     python3 -m venv $SLIPSTREAM_AGENTS/py
     $SLIPSTREAM_AGENTS/py/bin/pip install litellm openai-agents mini-swe-agent
-    npm install --prefix $SLIPSTREAM_AGENTS/node @anthropic-ai/claude-code @openai/codex
+    npm install --prefix $SLIPSTREAM_AGENTS/node @anthropic-ai/claude-code @openai/codex ai
+    npm install --prefix $SLIPSTREAM_AGENTS/node @ai-sdk/openai zod
 
 Where npm runs no scripts of packages, run `node install.cjs` in the folder of claude-code too.
 """
@@ -169,6 +170,47 @@ async def test_openai_agents(rig: AgentRig, model: Model) -> None:
     paths = [call.path for call in episode.calls]
     assert paths == ["/v1/responses"] * 3 + ["/v1/chat/completions"] * 2
     assert rig.runs() == [3, 2]
+
+
+AI_SDK = """
+import { createRequire } from "module";
+const load = createRequire(process.argv[2] + "/x");
+const { generateText, streamText, tool, stepCountIs } = load("ai");
+const { createOpenAI } = load("@ai-sdk/openai");
+const { z } = load("zod");
+const inputSchema = z.object({ a: z.number(), b: z.number() });
+const tools = { add: tool({ inputSchema, execute: async ({ a, b }) => a + b }) };
+const openai = createOpenAI({ baseURL: process.env.OPENAI_BASE_URL });
+for (const model of [openai("any"), openai.chat("any")]) {
+    const messages = [{ role: "user", content: "{task}" }];
+    const first = await generateText({ model, tools, messages, stopWhen: stepCountIs(3) });
+    if (first.text !== "It is 5.") throw first.text;
+    messages.push(...first.response.messages, { role: "user", content: "Sure?" });
+    let said = "";
+    for await (const part of streamText({ model, tools, messages }).textStream) said += part;
+    if (said !== "I am.") throw said;
+}
+"""
+
+
+@pytest.mark.skipif(
+    not (NODE.parent / "@ai-sdk" / "openai").exists(),
+    reason=f"@ai-sdk/openai is not in {NODE.parent}; {HOW}",
+)
+async def test_ai_sdk(rig: AgentRig, model: Model) -> None:
+    """By default it names the items of earlier responses by their ids."""
+    program = Command(
+        ["node", "agent.mjs", str(NODE.parent.absolute())],
+        ["2 + 3"],
+        files={"agent.mjs": AI_SDK},
+        score_command=ONE,
+    )
+    replies = [tool("add", a=2, b=3), "It is 5.", "I am."]
+    episode = await finished(rig, model, replies, program)
+    paths = [call.path for call in episode.calls]
+    assert paths == ["/v1/responses"] * 3 + ["/v1/chat/completions"] * 3
+    assert "item_reference" in episode.calls[2].body.decode()
+    assert rig.runs() == [3, 3]
 
 
 MINI_SWE_AGENT = """
