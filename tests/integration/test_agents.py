@@ -337,15 +337,16 @@ async def test_an_empty_reply_is_a_message_with_an_empty_text(rig, stream, tools
     assert rig.runs() == [2, 1]
 
 
-async def test_items_that_vllm_cannot_read_fail_their_call_alone(rig) -> None:
-    refusal = {"type": "refusal", "refusal": "no"}
+async def test_parts_of_messages_that_vllm_would_drop_or_fail_at_are_refused(rig) -> None:
+    text = {"type": "output_text", "text": "yes", "annotations": []}
     said = {"type": "message", "id": "msg_a", "role": "assistant", "status": "completed"}
-    for content in ([], [refusal]):
+    for content in ([], [{"type": "refusal", "refusal": "no"}], [text, text]):
         asked = {"model": "m", "input": [{**said, "content": content}, QUESTION]}
         answer = await rig.http().post("/v1/responses", json=asked)
-        assert answer.status_code == 500
-        assert answer.json()["error"]["message"]
-    assert (await chat(rig, [QUESTION]))["content"]
+        assert answer.status_code == 400
+        assert "must have one part of text, got [" in answer.json()["error"]["message"]
+    await rig.openai().responses.create(model="m", input=[{**said, "content": [text]}, QUESTION])
+    assert "yes" in rig.engine.tokenizer.decode(rig.engine.samples[-1].prompt)
 
 
 @pytest.mark.parametrize("limit", [1, 46])

@@ -190,6 +190,7 @@ def rule(
         raise Refusal("use_beam_search is refused: replies are sampled")
     if body.get("background"):
         raise Refusal("background must be false: an agent gets its reply in the answer")
+    _check_history(body)
     told: dict[str, str] = {}
     kept = {name: value for name, value in body.items() if name not in ("n", "best_of")}
     for name in _LENGTHS:
@@ -233,12 +234,22 @@ def _parts(kept: dict[str, Any]) -> dict[str, str]:
     if kept.get("thinking") == {"type": "enabled"}:
         # Without its budget, which would have to be smaller than the reply.
         kept["thinking"] = {"type": "adaptive"}
-    blocks = [_objects(message.get("content")) for message in _objects(kept.get("messages"))]
-    for block in itertools.chain.from_iterable(blocks):
-        for part in _objects(block.get("content") if block.get("type") == "tool_result" else None):
-            if (kind := part.get("type")) not in _RESULTS:
-                raise Refusal(f"a tool_result must hold text or images, got {_word(kind)}")
     return told
+
+
+def _check_history(body: dict[str, Any]) -> None:
+    """Raises Refusal for parts of messages that vLLM would drop, or fail at."""
+    messages = _objects(body.get("messages"))
+    for block in itertools.chain.from_iterable(_objects(m.get("content")) for m in messages):
+        kinds = [part.get("type") for part in _objects(block.get("content"))]
+        if block.get("type") == "tool_result" and not all(kind in _RESULTS for kind in kinds):
+            raise Refusal(f"a tool_result must hold text or images, got {_word(kinds)}")
+    for item in _objects(body.get("input")):
+        kinds = [part.get("type") for part in _objects(item.get("content"))]
+        is_list = item.get("role") == "assistant" and isinstance(item.get("content"), list)
+        if is_list and kinds not in (["output_text"], ["input_text"], ["text"]):
+            what = f"a message of the assistant must have one part of text, got {_word(kinds)}"
+            raise Refusal(what, param="input")
 
 
 def _objects(value: object) -> list[dict[str, Any]]:
