@@ -81,6 +81,7 @@ COMMANDS = {
     "submit to nobody": (["submit", "m:C", "--controller", NOWHERE], "no controller answers"),
     "no address": (["status", "--controller", "nonsense"], "host:port", "'nonsense'"),
     "broken arguments": (["submit", "m:C", "--args", "{"], "--args must be a JSON object"),
+    "quickstart of another model": (["quickstart", "model.path=weightless"], "weightless"),
     "replay of nothing": (["replay", "nowhere"], "nowhere: no such folder"),
     "replay of a file": (["replay", "config.toml"], "config.toml: a file, name its folder ."),
     "replay of all runs": (

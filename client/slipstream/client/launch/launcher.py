@@ -130,8 +130,9 @@ async def run_quickstart(overrides: Sequence[str]) -> int:
     """Runs `slipstream quickstart`: makes a tiny model if it is missing, then trains it."""
     require_packages("learner", "rollout server")
     path = Path(__file__).parents[1] / "quickstart.toml"
-    model = load_config(path, overrides).model.path
-    if not any(model.glob("*.safetensors")):
+    own, model = load_config(path).model.path, load_config(path, overrides).model.path
+    # Another folder is the user's: nothing is written there.
+    if model == own and not any(model.glob("*.safetensors")):
         log = make_folder(model.parent) / f"{model.name}.log"
         await _run_program("tiny model", TINY_MODEL, [str(model)], log)
         log.unlink()
