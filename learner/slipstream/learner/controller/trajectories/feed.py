@@ -85,11 +85,11 @@ class Feed:
     def summary(self) -> dict[str, JsonValue]:
         """Returns the numbers of each environment that are not 0."""
         found: dict[str, JsonValue] = {}
-        for name, counts in self._counts.items():
-            entry = self._entries.get(name)
-            if entry is not None and entry.tasks_skipped:
-                counts["skipped_tasks"] = entry.tasks_skipped
-            found[name] = {key: number for key, number in counts.items() if number}
+        for name, entry in self._entries.items():
+            # No episode of an environment may have begun.
+            counts = {**self._of(entry), "skipped_tasks": entry.tasks_skipped}
+            if numbers := {key: number for key, number in counts.items() if number}:
+                found[name] = numbers
         return found
 
     def _of(self, entry: EnvironmentEntry) -> Counter[str]:

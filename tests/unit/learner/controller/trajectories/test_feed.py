@@ -19,6 +19,7 @@ class Scene:
         books = books_of(self.run)
         books.environments.add(environment_pb2.EnvironmentSpec(name="e", weight=1.0))
         self.feed = Feed(self.run, books)
+        self.entry = books.environments.entries["e"]
 
     def note(self, status: Status = Status.COMPLETED, **metrics: float) -> None:
         self.feed.note(replace(episode(), status=status, metrics=metrics))
@@ -80,6 +81,13 @@ def test_metrics_that_are_left_out_are_told_with_their_number() -> None:
         "environment e: 3 metrics of an episode are left out, beyond 16"
     ]
     assert scene.feed.summary() == {"e": {"episodes": 2, "dropped_metrics": 6}}
+
+
+def test_tasks_of_an_environment_that_never_began_an_episode_are_counted() -> None:
+    scene = Scene()
+    assert scene.feed.summary() == {}
+    scene.entry.tasks_skipped = 1000
+    assert scene.feed.summary() == {"e": {"skipped_tasks": 1000}}
 
 
 def test_members_that_read_different_prompts_are_told_and_counted() -> None:
