@@ -144,9 +144,7 @@ class RunRecorder:
         now = time.monotonic()
         elapsed = max(now - self._last_step_s, 1e-9)
         self._last_step_s = now
-        row = {
-            # A function of the user's may report a name that the controller has, too.
-            **metrics,
+        own = {
             "step": float(batch.version),
             "wall_s": now - self._started_s,
             **batch_statistics(batch),
@@ -156,6 +154,10 @@ class RunRecorder:
             "trained_tokens_per_s": metrics.get("trained_tokens", 0.0) / elapsed,
             "training_s": training[1] - training[0],
         }
+        if (hidden := sorted(metrics.keys() & own.keys())) and not self.newest:
+            told = f"the algorithm reports {', '.join(hidden)}, which the run measures itself"
+            self._warn(f"{told}: name the report otherwise, it is left out")
+        row = {**metrics, **own}
         if batch.given is None:
             row |= environment_means(batch.trajectories)
             row |= equal_rewards([group.in_order() for group in batch.groups], self._config)

@@ -134,11 +134,27 @@ def step(
     """The row of a step, which made 1000 tokens of all."""
     return recorder.step(
         FormedBatch(number, f"b{number:06d}", groups),
-        {"reward_mean": 0.5, "lag_mean": 0.0, "lag_max": 0.0, **metrics},
+        metrics,
         training=(1.0, 2.0),
         generated_tokens=1000,
         gauges={},
     )
+
+
+def test_a_report_with_the_name_of_a_metric_of_the_run_is_told_once(tmp_path):
+    events = EventLog()
+    trackers = Trackers({}, lambda text: None)
+    recorder = RunRecorder(tmp_path, config_of(tmp_path), trackers, None, events)
+    for number in range(2):
+        assert step(recorder, number, reward_std=9.0, mine=9.0).items() >= {
+            ("reward_std", 0.0),
+            ("mine", 9.0),
+        }
+    recorder.close()
+    assert [event.text for event in events.kept()] == [
+        "the algorithm reports reward_std, which the run measures itself: name the report "
+        "otherwise, it is left out"
+    ]
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
