@@ -234,10 +234,11 @@ def table(played: Played) -> list[str]:
             name = kind.value
             if kind is Kind.RIGHT and played.form not in (OWN, PLAIN):
                 name += f", as {quoted(played.form.replace('{}', '...'))}"
-            least, most = (choose(rewards.values(), default=0.0) for choose in (min, max))
-            spread = f"{least:g} to {most:g}, mean {fmean(rewards.values()):.3g}"
-            if least == most:
-                spread = f"{least:g}" if rewards else "-"
+            earned, spread = sorted(rewards.values()), "-"
+            if earned:
+                spread = f"{earned[0]:g}"
+            if earned and earned[-1] > earned[0]:
+                spread += f" to {earned[-1]:g}, mean {fmean(earned):.3g}"
             is_ruled = kind in _RULES or kind in (Kind.RIGHT, Kind.EMPTY)
             ends = ""
             if is_ruled and played.rewards(Kind.RIGHT):

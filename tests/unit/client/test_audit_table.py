@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from slipstream.client.audit import Audit, Kind, Play, Played
 from slipstream.client.audit_data import key_of, shared_questions
-from slipstream.client.audit_report import Finding, findings, slowness
+from slipstream.client.audit_report import Finding, findings, slowness, table
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.environments.questions import MathJudge
 from slipstream.v1 import environment_pb2 as pb
@@ -61,7 +61,9 @@ async def audited(case: dict, folder: Path, *, limit_s: float = 600.0) -> list[F
         return await host.answer(pb.WorkerCommand(**command))
 
     audit = Audit(host, ask, loaded=loading.loaded, limit_s=limit_s)
-    return findings(await audit.run(lambda *_: None))
+    played = await audit.run(lambda *_: None)
+    assert [*table(played)]
+    return findings(played)
 
 
 @in_one_loop
