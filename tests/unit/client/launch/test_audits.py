@@ -125,6 +125,18 @@ async def test_tasks_that_differ_between_processes_are_refused(tmp_path, monkeyp
     assert "tasks() gives other tasks in another process" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", [0, 3])
+async def test_an_environment_that_ends_its_process_is_one_line(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "leaving.py").write_text(f"import os\nprint('loaded')\nos._exit({number})\n")
+    monkeypatch.chdir(tmp_path)
+    assert await audit_class("leaving:X", [], python="", timeout_s=60.0, model=None) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"environment leaving:X: its check exited with code {number}, without a report"
+    )
+
+
 async def test_an_environment_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert await audit_class("no_such:X", [], python="", timeout_s=60.0, model=None) == 2

@@ -88,7 +88,8 @@ class Feed:
         for name, entry in self._entries.items():
             # No episode of an environment may have begun.
             counts = {**self._of(entry), "skipped_tasks": entry.tasks_skipped}
-            if numbers := {key: number for key, number in counts.items() if number}:
+            numbers: dict[str, JsonValue] = {key: n for key, n in counts.items() if n}
+            if numbers:
                 found[name] = numbers
         return found
 
