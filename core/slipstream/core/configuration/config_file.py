@@ -110,6 +110,8 @@ def load_config(
         # Some editors begin a file with a byte order mark.
         text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
         table = parse_toml(text)
+    except ConfigError:
+        raise
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except OSError as error:

@@ -48,6 +48,13 @@ def missing_tokenizer(folder: Path, template: Path | None) -> list[str]:
         return [f"{rule}, but {folder} has no tokenizer_config.json"]
     if not any((folder / name).is_file() for name in VOCABULARIES):
         return [f"{rule}, but {folder} has none of {', '.join(VOCABULARIES)}"]
+    for path in filter(Path.is_file, (folder / "tokenizer_config.json", folder / "tokenizer.json")):
+        try:
+            is_whole = path.read_bytes().rstrip().endswith(b"}")
+        except OSError as error:
+            return [f"{rule}, but {path} cannot be read: {error.strerror}"]
+        if not is_whole:
+            return [f"{rule}, but {path} is cut off: it does not end with }}"]
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text())
     except (ValueError, RecursionError):

@@ -312,6 +312,18 @@ def test_a_tokenizer_without_a_vocabulary_is_found(folder: Path) -> None:
     assert problem.endswith("has no tokenizer_config.json")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_that_is_cut_off_or_cannot_be_read_is_found(name: str, folder: Path) -> None:
+    (folder / name).write_text('{"model": {"vocab": {"a": 0}}\n')
+    assert missing_files(folder, folder / "mine.jinja") == []
+    (folder / name).write_text('{"model": {"vocab": {"a":')
+    rule = f"model.path must hold the tokenizer too, but {folder / name}"
+    assert missing_files(folder) == [f"{rule} is cut off: it does not end with }}"]
+    (folder / name).unlink()
+    (folder / name).symlink_to("/proc/self/mem")
+    assert missing_files(folder) == [f"{rule} cannot be read: Input/output error"]
+
+
 def test_a_tokenizer_without_a_chat_template_is_found(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
     (problem,) = missing_files(folder)

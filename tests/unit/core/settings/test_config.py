@@ -172,6 +172,14 @@ def test_a_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "latin.toml")
     with pytest.raises(ConfigError, match="Is a directory$"):
         load_config(tmp_path)
+    # What a run wrote is not called no TOML when somebody has changed it.
+    for data, cause in (
+        (with_first_line("a = 1\n") + b"b = 2\n", "not what the run"),
+        (b"", "empty"),
+    ):
+        (changed := tmp_path / "changed.toml").write_bytes(data)
+        with pytest.raises(ConfigError, match=f"^{changed} is {cause}"):
+            load_config(changed)
 
 
 def test_an_error_says_whether_the_command_line_has_a_part_in_it(tmp_path: Path) -> None:
