@@ -39,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     folder = copy_environments(tmp_path_factory.mktemp("work"))
     write_config(folder, tiny_model)
     (folder / "broken.toml").write_text("[run\n")
+    (folder / "broken.jinja").write_text("{% if messages %}")
     (folder / "used" / "journal").mkdir(parents=True)
     (folder / "used" / "journal" / "journal.log").write_text("a record")
     weightless = folder / "weightless"
@@ -64,6 +65,10 @@ SETTINGS = {
         "user_environments.py",
     ),
     "open address": ('controller.address="192.0.2.7:7070"', "not loopback", "tls_certificate"),
+    "broken template": (
+        'rollout_server.chat_template="broken.jinja"',
+        "slipstream: rollout_server.chat_template: broken.jinja fails: TemplateSyntaxError",
+    ),
     "nothing to go on with": ('run.resume="must"', "run.resume is must", "no run to go on with"),
 }
 

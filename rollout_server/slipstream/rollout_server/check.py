@@ -3,8 +3,8 @@
     python -m slipstream.rollout_server.check < FILE
 
 Values are checked against the types of vLLM's arguments, and names of parsers against vLLM's lists.
-If a parser of tool calls is set, the chat template is tried too. No weights are read, and no engine
-is started.
+A chat template of the settings is tried, and any if a parser of tool calls is set. No weights are
+read, and no engine is started.
 
     python -m slipstream.rollout_server.check prompts < QUESTION
 
@@ -33,26 +33,28 @@ from slipstream.v1 import environment_pb2
 
 
 def check_settings(config: Config) -> None:
-    """Raises ConfigError for the first value that vLLM would not take.
+    """Raises ConfigError for the first value that vLLM, or a chat template, would not take.
 
     Prints a warning if a tool parser is set but the chat template does not render tools.
     """
     server = config.rollout_server
-    # vLLM reads these variables when it is imported.
-    os.environ.update(process.engine_environment(config, on_cpu=process.is_cpu_build()))
-    try:
-        from slipstream.rollout_server.vllm.passed_table import parser_problems, table_problems
-    except ImportError as error:
-        raise ConfigError(
-            f"{SECTION} cannot be checked: {error}; vLLM 0.32.0 was tested"
-        ) from error
-    for problem in chain(table_problems(server.engine), parser_problems(server)):
-        raise ConfigError(problem)
+    if server.engine or server.tool_parser or server.reasoning_parser:
+        # vLLM reads these variables when it is imported.
+        os.environ.update(process.engine_environment(config, on_cpu=process.is_cpu_build()))
+        try:
+            from slipstream.rollout_server.vllm.passed_table import parser_problems, table_problems
+        except ImportError as error:
+            raise ConfigError(
+                f"{SECTION} cannot be checked: {error}; vLLM 0.32.0 was tested"
+            ) from error
+        for problem in chain(table_problems(server.engine), parser_problems(server)):
+            raise ConfigError(problem)
     folder, template = config.model.path, server.chat_template
-    if server.tool_parser is None or missing_tokenizer(folder, template):
+    if not (template or server.tool_parser) or missing_tokenizer(folder, template):
         return
+    renderer = Renderer(folder, template=template, values=server.chat_template_kwargs)
     try:
-        if Renderer(folder, template=template, values=server.chat_template_kwargs).writes_tools:
+        if server.tool_parser is None or renderer.writes_tools:
             return
         cause = "writes no tools, so that the model never sees those that it is offered"
     except RenderingFailed as error:

@@ -129,13 +129,14 @@ async def proof_faults(config: Config) -> list[str]:
 
 
 async def check_vllm(scene: Scene) -> str | None:
-    """Lets vLLM check what is passed through to it: `rollout_server.engine`, names of parsers."""
+    """Lets vLLM check what is passed through to it: `engine`, parsers, and a chat template."""
     server = scene.config.rollout_server
     if server.chat_template is not None and not server.chat_template.is_file():
         raise ConfigError(
             f"rollout_server.chat_template must be a file, got {server.chat_template}"
         )
     names = [*server.engine, *filter(None, (server.tool_parser, server.reasoning_parser))]
+    names += ["chat_template"] * (server.chat_template is not None)
     if not names or importlib.util.find_spec("vllm") is None:
         return None
     _accept(await _ask(ENGINE_CHECK, scene.config, late="vLLM did not check rollout_server"))
