@@ -1,10 +1,9 @@
 """Files of questions, as the command line sees them."""
 
 import json
-import re
 from pathlib import Path
 
-from support.rigs.run_processes import empty_model, run_command, write_config
+from support.rigs.run_processes import SLOW, empty_model, run_command, write_config
 
 QUESTIONS = "slipstream.environments.questions:Questions"
 
@@ -23,6 +22,6 @@ def test_a_missing_column_is_one_line_before_anything_starts(tmp_path: Path):
         "slipstream: environment sums: train.jsonl, row 1 has no column 'question'; "
         "its columns are 'prompt', 'answer'\n"
     )
-    # All there may be is the word of a busy machine that an environment takes long to load.
-    assert re.fullmatch(r"(environment sums is loaded, within \d+ s\n)?", done.stdout)
+    # All there may be is the word of a busy machine that a check takes long.
+    assert SLOW.sub("", done.stdout) == ""
     assert not list((tmp_path / "run" / "logs").glob("controller*"))
