@@ -15,10 +15,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
 Message = dict[str, Any]
+# Trainer and workers import it, each before they join.
+NCCL = "benchmarks.common.older_nccl"
 # Tokens of the longest episode of a server.
 MAX_MODEL_LEN = 1024
 
@@ -166,6 +169,7 @@ def trainer(arguments: argparse.Namespace, pipe: Pipe) -> None:
         NCCLTrainerWeightTransferEngine,
     )
 
+    import_module(NCCL)
     weights: dict[str, torch.Tensor] = {}
     for path in sorted(Path(arguments.model).glob("*.safetensors")):
         with safe_open(path, framework="pt", device="cuda:0") as file:
@@ -193,6 +197,9 @@ def trainer(arguments: argparse.Namespace, pipe: Pipe) -> None:
             engine = NCCLTrainerWeightTransferEngine.trainer_init(
                 init, client=PipeClient(pipe), source=Loaded()
             )
+            group = engine.model_update_group
+            if group is None or group.disabled:
+                raise RuntimeError("vLLM's communicator is switched off: it would send nothing")
             pipe.put(joined=True)
         else:
             assert engine is not None
@@ -227,6 +234,7 @@ async def serve(arguments: argparse.Namespace, pipe: Pipe) -> None:
             enforce_eager=arguments.enforce_eager,
             disable_log_stats=True,
             weight_transfer_config=WeightTransferConfig(backend="nccl"),
+            worker_extension_cls=f"{NCCL}.Extension",
         )
     )
     requests: list[asyncio.Task[None]] = []

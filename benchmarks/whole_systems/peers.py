@@ -141,7 +141,7 @@ CHANGES: dict[str, tuple[Change, ...]] = {
         Change(
             "prime_rl/utils/nccl.py",
             "    pynvml.nvmlInit()\n    try:",
-            "    import benchmarks.whole_systems.older_nccl\n\n    pynvml.nvmlInit()\n    try:",
+            "    import benchmarks.common.older_nccl\n\n    pynvml.nvmlInit()\n    try:",
             "vLLM 0.32 sends nothing over torch 2.11's NCCL; trainer and engine both come by here",
         ),
         Change(

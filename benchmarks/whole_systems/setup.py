@@ -255,7 +255,7 @@ def server_command(
         settings |= {"gpu-memory-utilization": arguments.memory}
         settings |= {"kv-cache-memory-bytes": arguments.kv_gib << 30}
         settings |= {"weight-transfer-config": json.dumps({"backend": "nccl"})}
-        settings |= {"worker-extension-cls": "benchmarks.whole_systems.older_nccl.Extension"}
+        settings |= {"worker-extension-cls": "benchmarks.common.older_nccl.Extension"}
     own = [f"--{key}={value}" for key, value in settings.items()]
     serve = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *own]
     return serve if arguments.device == "cuda" else [*serve, "--enforce-eager"]

@@ -177,7 +177,7 @@ def train(arguments: argparse.Namespace, work: Work) -> None:
         async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     else:
         check_attention()
-        import_module("benchmarks.whole_systems.older_nccl")
+        import_module("benchmarks.common.older_nccl")
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         last = 0.0
