@@ -119,8 +119,11 @@ def show(value: object) -> str:
 
 
 def read_template(path: Path) -> str:
-    """Returns the text of a chat template's file. Raises ConfigError if it cannot be read."""
+    """Returns the text of a chat template's file; raises ConfigError if it is empty or unread."""
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"rollout_server.chat_template: {path}: {error}") from error
+    if not text.strip():
+        raise ConfigError(f"rollout_server.chat_template: {path} is empty")
+    return text

@@ -7,6 +7,7 @@ import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.template_values import (
     MAX_TOOLS,
+    read_template,
     read_tools,
     read_values,
     tools_json,
@@ -99,3 +100,16 @@ def test_tools_of_another_program_are_checked_too(text: str, rule: str) -> None:
     with pytest.raises(ValueError) as caught:
         read_tools(text)
     assert str(caught.value).startswith(rule)
+
+
+@pytest.mark.parametrize(
+    ("data", "fault"), [(b" \n", " is empty"), (b"\xff", ": 'utf-8' codec"), (None, ": .* No such")]
+)
+def test_a_template_that_is_empty_or_cannot_be_read_is_named(data, fault, tmp_path) -> None:
+    path = tmp_path / "mine.jinja"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(ConfigError, match=f"^rollout_server.chat_template: {path}{fault}"):
+        read_template(path)
+    path.write_text("{{ messages }}\n\n")
+    assert read_template(path) == "{{ messages }}\n\n"
