@@ -262,9 +262,10 @@ class Evaluator(Part):
 
     def _lease(self, round_: Round) -> None:
         scheduler, granted = self._scheduler, []
-        while round_.waiting and scheduler.room(round_.session) > 0 < scheduler.free_episodes:
+        key, step = round_.session.key, round_.version.step
+        room = round_.session.hello.max_episodes - self._book.episodes_by_holder()[key]
+        for _ in range(min(room, scheduler.free_episodes, len(round_.waiting))):
             name, task_index = round_.waiting.pop()
-            key, step = round_.session.key, round_.version.step
             # The seed is the task's number: every round, and every sample, sees the same task.
             group = self._book.lease_episode(
                 name, key, step, task_index=task_index, seed=task_index
@@ -273,7 +274,7 @@ class Evaluator(Part):
             granted.append(group)
         if granted:
             scheduler.send_evaluation(round_.session, granted)
-        scheduler.reserved[round_.session.key] = len(round_.waiting)
+        scheduler.reserved[key] = len(round_.waiting)
 
     def _collect(self, round_: Round) -> None:
         for group_id, group in list(round_.running.items()):

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.proto import serialize_length_prefixed
 from slipstream.core.errors import ProtocolError
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.extensions.tinker.models import Entry, Model, Models, Named
@@ -49,6 +51,8 @@ MAX_KEPT = 65536
 # Operations that have ended stay at least until so many others have, too.
 KEPT = 1024
 LOOK_S = 0.5
+# The beginning of an encoded directive whose pass follows.
+_COMPUTE = bytes([trainer_pb2.Directive.COMPUTE_FIELD_NUMBER << 3 | 2])
 
 
 class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
@@ -480,7 +484,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
                 if cause or not version:
                     self._end(entry, error=cause)
 
-    def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.Directive | None:
+    def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.Directive | bytes | None:
         """Returns the pass, or the save, whose turn it is; a trainer that asks has none."""
         if self._current is None:
             # Else it would wait until the loop of the operations has looked.
@@ -488,7 +492,10 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         entry = self._current
         if entry is not None and entry.kind == "compute":
             self._write_ahead()
-            return trainer_pb2.Directive(compute=entry.operation.compute)
+            # A message that is put into another one is copied.
+            (encoded := io.BytesIO()).write(_COMPUTE)
+            serialize_length_prefixed(entry.operation.compute, encoded)
+            return encoded.getvalue()
         if entry is not None and entry.kind == "save":
             return trainer_pb2.Directive(save=trainer_pb2.SaveOrder())
         return None

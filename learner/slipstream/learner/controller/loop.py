@@ -85,7 +85,7 @@ class TrainerOrders:
         *,
         check: Callable[[], Awaitable[None]],
         must_save: Callable[[], bool],
-    ) -> pb.Directive | FormedBatch:
+    ) -> pb.Directive | bytes | FormedBatch:
         """Returns the first order within `limit_s`, or one to ask again; `check` may raise."""
         until_s = time.monotonic() + limit_s
         # Operations of a client come one by one, and each is worth an answer of its own.
@@ -107,7 +107,7 @@ class TrainerOrders:
 
     async def next(
         self, request: pb.NextRequest, *, must_save: bool
-    ) -> pb.Directive | FormedBatch | None:
+    ) -> pb.Directive | bytes | FormedBatch | None:
         """Returns the next order, or None if there is none yet.
 
         `must_save` says that the run is stopping and the trainer must still save its newest

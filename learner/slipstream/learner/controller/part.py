@@ -28,8 +28,8 @@ class Part(ServerListener):
     def trainer_asks(self, receivers: Collection[str]) -> None:
         """Handles a trainer that asks for an order; servers `receivers` get its weights now."""
 
-    def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.Directive | None:
-        """Returns an order of this part for a trainer without servers to send weights to."""
+    def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.Directive | bytes | None:
+        """Returns an order, or one encoded, for a trainer without servers to send weights to."""
         return None
 
     def next_step(self) -> StepOrder | None:

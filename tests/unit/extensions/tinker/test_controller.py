@@ -205,8 +205,8 @@ async def test_the_passes_of_a_step_are_written_while_the_last_one_is_computed(t
         operations = loop.operations
         # A trainer that wakes before the loop of the operations has the pass whose turn it is.
         directive = operations.order(ASKS)
-        assert directive is not None
-        assert directive.compute.id == "first"
+        assert isinstance(directive, bytes)
+        assert trainer_pb2.Directive.FromString(directive).compute.id == "first"
         operations.computed(trainer_pb2.PassReport(id="first"))
         folder = tmp_path / "r" / "journal" / "batches"
         assert not list(folder.iterdir())
@@ -298,8 +298,9 @@ async def test_streams_have_turns_however_much_one_of_them_sends(tmp_path: Path)
             await loop.give(*(passed(f"{stream}{n}", n, stream) for n in range(1, most + 1)))
         order = []
         for _ in range(6):
-            directive = loop.operations.order(ASKS)
-            assert directive is not None
+            found = loop.operations.order(ASKS)
+            assert isinstance(found, bytes)
+            directive = trainer_pb2.Directive.FromString(found)
             order.append((directive.compute.id, directive.compute.adapter.name))
             loop.computes(directive.compute.id)
         names = [("s1", "a"), ("t1", "b"), ("s2", "a"), ("t2", "b"), ("s3", "a"), ("s4", "a")]

@@ -221,10 +221,6 @@ class Scheduler:
                 settings.max_reply_tokens = own.max_reply_tokens
         return settings
 
-    def room(self, session: ServerSession) -> int:
-        """Returns the number of further episodes that a server can take now."""
-        return session.hello.max_episodes - self._book.episodes_by_holder()[session.key]
-
     @property
     def free_episodes(self) -> int:
         """The number of episodes beyond the promised ones that fit into the queue."""

@@ -190,7 +190,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def Next(  # noqa: N802
         self, request: pb.NextRequest, context: CallContext
-    ) -> AsyncIterator[pb.Directive]:
+    ) -> AsyncIterator[pb.Directive | bytes]:
         # Sends the metadata early, so that an order for which servers wait is not delayed by it.
         await context.send_initial_metadata(())
         # Half of the call's own deadline, because a late answer would end the run.
