@@ -137,7 +137,7 @@ class Client:
         """
         found = run if isinstance(run, FoundRun) else find_run(run)
         security = found.security
-        return cls(
+        client = cls(
             found.address,
             token_file=security.token_file,
             # Without an authority the run's own parts trust its certificate, too.
@@ -146,6 +146,9 @@ class Client:
             tls_key=security.tls_key,
             run_id=found.run_id,
         )
+        if found.ended:
+            client._no_answer = f"{found.ended}: {client._no_answer}"
+        return client
 
     async def submit(
         self,

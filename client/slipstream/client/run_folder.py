@@ -286,6 +286,8 @@ class FoundRun:
     security: SecuritySection = SecuritySection()
     # None if it is not known yet.
     run_id: str | None = None
+    # What its summary says of its end; the run may go on since.
+    ended: str = ""
 
 
 def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
@@ -324,7 +326,9 @@ def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
     stated = settings.get("security", {})
     known = {name: stated[name] for name in SecuritySection.model_fields if name in stated}
     security = SecuritySection.model_validate(known)
-    return FoundRun(address, security, journaled_run_id(folder))
+    summary = read_summary(folder)
+    ended = f"{folder} is {summary['state']} with {summary['steps']} steps" if summary else ""
+    return FoundRun(address, security, journaled_run_id(folder), ended)
 
 
 def begin_run(config: Config, address: str) -> str:

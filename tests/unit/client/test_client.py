@@ -234,6 +234,16 @@ async def test_an_address_without_a_controller_is_named() -> None:
             await anext(client.watch())
 
 
+async def test_a_run_that_has_ended_is_named_where_no_controller_answers(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "controller.address").write_text("127.0.0.1:9\n")
+    (tmp_path / "summary.json").write_text('{"state": "finished", "steps": 7}')
+    said = f"^{tmp_path} is finished with 7 steps: no controller answers at 127.0.0.1:9; "
+    async with Client.of_run(str(tmp_path)) as client:
+        with pytest.raises(ConfigError, match=said):
+            await client.stop("x")
+
+
 async def test_another_service_at_the_address_is_named() -> None:
     async with listening(None) as address, Client(address) as client:
         for call in (client.status(), client.serve(Good())):
