@@ -212,20 +212,24 @@ async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_pat
         fleet = FakeServer(address, "s0", delay_s=0.02, queue_url=url)
         crashed, left = tmp_path / "crash", []
 
+        def is_left() -> bool:
+            """Whether a copy of the run lacks a batch for something that was delivered."""
+            shutil.rmtree(crashed, ignore_errors=True)
+            copy_run(config, crashed)
+            records = list(read_records(crashed / "r" / "journal"))
+            batched = {g for r in records if r["kind"] == "batch" for g in r["groups"]}
+            delivered = fleet.delivered.copy()
+            held = {name for name, _ in delivered if name.split(".")[0] not in batched}
+            left[:] = [delivered, trainer.newest_checkpoint, held]
+            return bool(batched and held)
+
         async def crash_and_stop(controller, tasks):
             del tasks
-            await until(lambda: trainer.version.step >= 6)
-            left.extend([fleet.delivered.copy(), trainer.newest_checkpoint])
-            copy_run(config, crashed)
+            await until(lambda: trainer.version.step >= 6 and is_left())
             controller.stop("its disk is as a crash left it")
 
         await play(config, fleet, trainer=trainer, during=crash_and_stop)
-        delivered, checkpoint = left
-        before = list(read_records(crashed / "r" / "journal"))
-        trained_before = {g for r in before if r["kind"] == "batch" for g in r["groups"]}
-        held = {name for name, _ in delivered if name.split(".")[0] not in trained_before}
-        assert trained_before
-        assert held
+        delivered, checkpoint, held = left
         stream = f"slipstream:{fleet.run_id}:trajectories"
         async with (
             RedisSender(url, fleet.run_id, 1 << 26) as sender,

@@ -26,9 +26,11 @@ def receive(path: str, rank: int) -> None:
         except WeightSyncError as error:
             print(error, flush=True)
             continue
-        print(hashlib.blake2b(buffers.arrays[number % 2]).hexdigest(), flush=True)
+        digest = hashlib.blake2b(buffers.arrays[number % 2]).hexdigest()
+        # Before the answer: after it the sender may be gone at any time.
         if word == "read":
             link.read(number)
+        print(digest, flush=True)
 
 
 def send() -> None:
