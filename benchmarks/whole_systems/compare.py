@@ -110,9 +110,8 @@ class Benchmark:
             return system
         if name != "trl-async":
             sizes = {"kv-gib": self.arguments.kv_gib, "memory": self.arguments.memory}
-            if name == "verl":
-                sizes |= {"episodes": self.arguments.episodes}
-                sizes |= {"micro-tokens": self.arguments.micro_tokens}
+            sizes |= {"episodes": self.arguments.episodes}
+            sizes |= {"micro-tokens": self.arguments.micro_tokens}
             command = self.peer_command("verl" if name == "verl" else "prime", system, sizes)
             environ = self.peer_environ(work, 0, 1)
             # vLLM's own routes for weights would be asked in place of prime-rl's.

@@ -74,6 +74,10 @@ def settings(arguments: argparse.Namespace, work: Work, folder: Path) -> dict[st
             "batch_size": arguments.sequences,
             "group_size": arguments.group,
             "max_off_policy_steps": arguments.staleness,
+            # What prime-rl advises where the number is known: else it begins with few and adds.
+            "concurrency": dict.fromkeys(
+                ("initial_inflight", "min_inflight", "max_inflight"), arguments.episodes
+            ),
             "seq_len": packed,
             "renderer": {"name": "default"},
             "train": {
@@ -160,6 +164,7 @@ def learner(arguments: argparse.Namespace, folder: Path) -> None:
 def main() -> None:
     parser = peer_parser(__doc__)
     parser.add_argument("--micro-tokens", type=int, default=16384)
+    parser.add_argument("--episodes", type=int, default=512)
     parser.add_argument("--attention", default="flash_attention_2", help="or _4, if it is there")
     parser.add_argument("--learner", type=int, default=0, help="tokens of its sequences")
     parser.add_argument("--port", type=int, default=29400)

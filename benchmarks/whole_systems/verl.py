@@ -70,7 +70,6 @@ def settings(arguments: argparse.Namespace, work: Work, folder: Path) -> dict[st
         f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes": arguments.kv_gib << 30,
         f"+{rollout}.enable_sleep_mode": False,
         f"{rollout}.free_cache_engine": False,
-        f"{rollout}.agent.default_agent_loop": "work",
         f"{rollout}.agent.agent_loop_config_path": str(folder / "loops.json"),
         "reward.custom_reward_function.path": f"pkg://{WORK}",
         "trainer.logger": '["file"]',
@@ -111,7 +110,8 @@ def written(folder: Path, arguments: argparse.Namespace, work: Work) -> list[str
         for task in range(TASKS)
     ]
     pandas.DataFrame(prompts).to_parquet(folder / "prompts.parquet")
-    loops = [{"name": "work", "_target_": f"{WORK}.OneCall"}]
+    # Its fully asynchronous trainer asks for the loop of this name, whatever the settings say.
+    loops = [{"name": "single_turn_agent", "_target_": f"{WORK}.OneCall"}]
     (folder / "loops.json").write_text(json.dumps(loops))
     (folder / "counter").write_text("0")
     words = [f"{key}={value}" for key, value in settings(arguments, work, folder).items()]

@@ -7,6 +7,7 @@ import json
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from slipstream.core.configuration.config_file import parse_config
@@ -170,6 +171,17 @@ async def test_the_first_episode_of_a_process_is_a_trial_and_does_not_wait(tmp_p
     assert environment.max_reply_tokens == 7
 
 
+def test_ours_is_loaded_once_a_server_has_joined_too(tmp_path: Path) -> None:
+    system = System("ours", tmp_path, 4, tmp_path, Work(fixed=0), 1, 2)
+    system.processes.append(Mock())
+    (tmp_path / "log-0").write_text("  0.0 s  the run starts\n")
+    # The run itself tries the environment, which touches this file.
+    system.asked.touch()
+    assert not system.is_loaded()
+    (tmp_path / "log-0").write_text("  9.0 s  rollout server server-0 joined\n")
+    assert system.is_loaded()
+
+
 def test_a_step_of_prime_rl_lasts_from_its_trainers_last_line_to_the_next() -> None:
     def trained(step: int, time: float) -> str:
         times = {"time/forward_backward": 1.0, "time/wait_for_batch": 2.0}
@@ -190,13 +202,14 @@ def test_a_step_of_prime_rl_lasts_from_its_trainers_last_line_to_the_next() -> N
 
 def test_prime_rl_gets_the_work_and_its_bound_and_no_offloading(tmp_path: Path) -> None:
     sizes = {"sequences": 64, "group": 8, "staleness": 2, "micro_tokens": 256, "kv_gib": 1}
-    more = {"memory": 0.3, "attention": "flash_attention_4", "as_shipped": False}
+    more = {"episodes": 96, "memory": 0.3, "attention": "flash_attention_4", "as_shipped": False}
     arguments = argparse.Namespace(model=tmp_path, **sizes, **more)
     found = prime.settings(arguments, Work(fixed=0, prompt_words=126), tmp_path)
     orchestrator, model = found["orchestrator"], found["trainer"]["model"]
     assert orchestrator["batch_size"] == 64
     assert orchestrator["group_size"] == 8
     assert orchestrator["max_off_policy_steps"] == 2
+    assert set(orchestrator["concurrency"].values()) == {96}
     # No sequence is cut: a micro batch holds the longest.
     assert model["seq_len"] == orchestrator["seq_len"] == 1024 + 128
     assert model["optim_cpu_offload"] is False
