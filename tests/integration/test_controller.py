@@ -183,6 +183,24 @@ async def test_a_run_without_an_environment_that_works_says_why(tmp_path, server
     assert cause in summary["cause"]
 
 
+async def test_a_run_without_an_environment_says_at_its_start_how_it_gets_one(tmp_path):
+    config = make_config(tmp_path, run__steps=1).model_copy(update={"environments": ()})
+
+    async def submit(controller, tasks):
+        del controller, tasks
+        async with Client(config.controller.address) as client:
+            await client.submit("m:E", name="e")
+
+    summary = await play(config, during=submit)
+    assert summary["told"][1] == (
+        "the settings have no environment: no step begins before there is one; add "
+        "[[environments]], or give the run one by slipstream submit MODULE:CLASS"
+    )
+    assert summary["steps"] == 1
+    again = config.model_copy(update={"run": config.run.model_copy(update={"steps": 2})})
+    assert not [text for text in (await play(again))["told"] if "no environment" in text]
+
+
 @pytest.mark.parametrize(
     ("end", "cause"), [(None, "RuntimeError: it returned"), (SystemExit(3), "SystemExit: 3")]
 )

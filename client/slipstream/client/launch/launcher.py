@@ -492,8 +492,8 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
         layout = RankLayout.of(settings.learner.parallel, settings.learner.world_size)
         notes += [title, *layout.describe(has_experts=has_experts).splitlines(), ""]
     notes += [*gpus, *engine]
-    warnings = [*filter(None, [config.algorithm.staleness_warning]), *model_warnings(config)]
-    for warning in warnings:
+    warnings = [config.algorithm.staleness_warning, config.lacking_environment]
+    for warning in filter(None, [*warnings, *model_warnings(config)]):
         notes += ["", f"Warning: {warning}"]
     if missing:
         notes += ["", "Only sizes were checked. Before a run can start:", *missing]

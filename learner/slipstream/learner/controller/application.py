@@ -194,6 +194,8 @@ class Controller:
                 self._run.events.add(f"run {self._progress.run_id} listens")
                 if warning := self._config.algorithm.staleness_warning:
                     self._run.events.warn(warning)
+                if not self._environments.training() and self._config.lacking_environment:
+                    self._run.events.add(self._config.lacking_environment)
                 lasting = {
                     "intake": parts.intake.consume(),
                     "flush": books.endings.flush(),
