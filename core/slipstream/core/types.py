@@ -25,8 +25,13 @@ FULL_REWARD = 1 - 1e-6
 # Prefix of an agent episode's metrics: the number of calls that asked for something that was
 # ignored. A missing metric counts as 0.
 IGNORED = "ignored/"
-# The number of an episode's metrics that are left out, beyond the most that a trajectory has.
+# The number of an episode's metrics that are left out, beyond what a trajectory has.
 DROPPED_METRICS = "dropped_metrics"
+# What a run measures itself of each environment and evaluation: metrics of such names get others.
+MEASURED = re.compile(
+    r"reward(_mean|_std|_min|_max|_median)?|reply_tokens_(mean|max)|truncated_fraction|pass_at_\d+|"
+    r"num_(episodes|failed)|equal_rewards_fraction|dropped_metrics|((turn|branch)_rewards|ignored)/.*"
+)
 
 TokenArray = npt.NDArray[np.uint32]
 LogprobArray = npt.NDArray[np.float32]

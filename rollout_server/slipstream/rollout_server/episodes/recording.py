@@ -11,6 +11,7 @@ from slipstream.core.models.vision import PlacedImage
 from slipstream.core.staleness import max_text_bytes
 from slipstream.core.types import (
     DROPPED_METRICS,
+    MEASURED,
     SAMPLED_ARRAYS,
     Branch,
     ImagePlace,
@@ -103,11 +104,19 @@ class Recording(TokenRecord):
 
     @property
     def short_metrics(self) -> dict[str, float]:
-        """The metrics, truncated to the number and the length of names that a trajectory allows."""
-        if (left_out := len(self.metrics) - _MAX_METRICS) > 0:
+        """The metrics, truncated to the number and the length of names that a trajectory allows.
+
+        One with a name of what the run measures itself stays apart: `reward` is `metric/reward`.
+        """
+        kept: dict[str, float] = {}
+        for name, value in self.metrics.items():
+            own = "metric/" if MEASURED.fullmatch(name) else ""
+            kept[f"{own}{name}"[:_MAX_METRIC_NAME]] = value
+        kept = dict([*kept.items()][:_MAX_METRICS])
+        if left_out := len(self.metrics) - len(kept):
             self.counts[DROPPED_METRICS] = left_out
-        named = [*self.metrics.items()][:_MAX_METRICS] + [*self.counts.items()][:_MAX_METRICS]
-        return {name[:_MAX_METRIC_NAME]: float(value) for name, value in named}
+        counts = {name[:_MAX_METRIC_NAME]: float(count) for name, count in self.counts.items()}
+        return kept | dict([*counts.items()][:_MAX_METRICS])
 
     def clip(self, text: str) -> str:
         """Returns `text`, truncated to the bytes that a trajectory with so many tokens may have."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from slipstream.core.types import PolicyVersion
+from slipstream.core.types import MEASURED, PolicyVersion
 from slipstream.extensions.evaluation.controller import (
     EvaluatedEpisode,
     Evaluator,
@@ -257,3 +257,9 @@ def test_metrics_of_the_environment_are_averaged_over_the_episodes_that_have_the
 def test_a_round_in_which_every_episode_failed_has_only_counts():
     found = evaluation_statistics([], num_failed=3, samples=1)
     assert found == {"num_episodes": 0.0, "num_failed": 3.0}
+
+
+def test_no_metric_of_an_environment_has_a_name_of_the_statistics() -> None:
+    episode = EvaluatedEpisode(0, 1.0, reply_tokens=(3,), truncated=False)
+    names = evaluation_statistics([episode] * 8, num_failed=0, samples=8)
+    assert [name for name in names if MEASURED.fullmatch(name) is None] == []

@@ -1,7 +1,7 @@
 """The conversations of an agent as one record, one branch after the other."""
 
 import numpy as np
-from slipstream.core.types import Branch, PolicyVersion, RoutedExperts, VersionSpan
+from slipstream.core.types import DROPPED_METRICS, Branch, PolicyVersion, RoutedExperts, VersionSpan
 from slipstream.rollout_server.agents.conversations import Conversations
 from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling
 from slipstream.rollout_server.episodes.recording import Recording
@@ -51,6 +51,18 @@ def test_an_episode_without_a_reply_is_empty() -> None:
     recording = Recording()
     recording.take_branches(Conversations(), {}, {})
     assert (recording.token_ids, recording.branches, recording.prompt_tokens) == ([], (), 0)
+
+
+def test_a_metric_with_a_name_that_the_run_measures_stays_apart_and_none_is_lost_untold() -> None:
+    names = ["reward", "pass_at_4", "num_failed", "turn_rewards/1", "ignored/seed", "rewards"]
+    recording = Recording(metrics={name: 0.5 for name in names})
+    recording.counts["ignored/seed"] = 2
+    kept = {f"metric/{name}": 0.5 for name in names[:-1]} | {"rewards": 0.5, "ignored/seed": 2.0}
+    assert recording.short_metrics == kept
+    # Names that only differ behind their 40th character, and a metric for which no room is left.
+    recording.metrics |= {"long" * 10 + end: 0.0 for end in "ab"}
+    recording.metrics |= {f"{number}": 0.0 for number in range(10)}
+    assert recording.short_metrics[DROPPED_METRICS] == 2
 
 
 SAMPLING = Sampling(1.0, 1.0, 0, 8, 8, 6, max_total_tokens=10, max_branches=2)

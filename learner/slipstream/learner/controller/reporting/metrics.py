@@ -154,13 +154,13 @@ class RunRecorder:
             "trained_tokens_per_s": metrics.get("trained_tokens", 0.0) / elapsed,
             "training_s": training[1] - training[0],
         }
+        if batch.given is None:
+            own |= environment_means(batch.trajectories)
+            own |= equal_rewards([group.in_order() for group in batch.groups], self._config)
         if (hidden := sorted(metrics.keys() & own.keys())) and not self.newest:
             told = f"the algorithm reports {', '.join(hidden)}, which the run measures itself"
             self._warn(f"{told}: name the report otherwise, it is left out")
         row = {**metrics, **own}
-        if batch.given is None:
-            row |= environment_means(batch.trajectories)
-            row |= equal_rewards([group.in_order() for group in batch.groups], self._config)
         if self.has_row(batch.version):
             # A crash left the row of a step whose journal record it lost.
             return row

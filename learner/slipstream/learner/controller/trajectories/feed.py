@@ -48,7 +48,8 @@ class Feed:
         if left_out := int(metrics.get(DROPPED_METRICS, 0.0)):
             counts[DROPPED_METRICS] += left_out
             if entry.is_news(DROPPED_METRICS):
-                self._warn(entry, f"{left_out} metrics of an episode are left out, beyond 16")
+                what = "16 are kept, each by the first 40 characters of its name"
+                self._warn(entry, f"{left_out} metrics of an episode are left out: {what}")
         told = entry.told.setdefault("ignored", set())
         ignored = {n.removeprefix(IGNORED) for n in metrics if n.startswith(IGNORED)} - told
         if ignored:

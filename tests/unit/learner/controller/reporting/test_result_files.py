@@ -146,14 +146,12 @@ def test_a_report_with_the_name_of_a_metric_of_the_run_is_told_once(tmp_path):
     trackers = Trackers({}, lambda text: None)
     recorder = RunRecorder(tmp_path, config_of(tmp_path), trackers, None, events)
     for number in range(2):
-        assert step(recorder, number, reward_std=9.0, mine=9.0).items() >= {
-            ("reward_std", 0.0),
-            ("mine", 9.0),
-        }
+        row = step(recorder, number, reward_std=9.0, mine=9.0, **{"e/reward": 9.0})
+        assert row.items() >= {("reward_std", 0.0), ("e/reward", GOOD.reward), ("mine", 9.0)}
     recorder.close()
     assert [event.text for event in events.kept()] == [
-        "the algorithm reports reward_std, which the run measures itself: name the report "
-        "otherwise, it is left out"
+        "the algorithm reports e/reward, reward_std, which the run measures itself: name the "
+        "report otherwise, it is left out"
     ]
 
 

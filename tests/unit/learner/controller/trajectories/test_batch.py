@@ -12,6 +12,7 @@ import pytest
 from slipstream.core import staleness
 from slipstream.core.errors import ProtocolError
 from slipstream.core.types import (
+    MEASURED,
     Branch,
     GroupId,
     PolicyVersion,
@@ -460,6 +461,18 @@ def test_the_rewards_of_named_branches_are_means_over_the_episodes_that_have_the
     many = tuple(Branch(2, name=f"b{n:02}", reward=1.0) for n in range(20))
     names = environment_means([trajectory(0.0, *[1, 1] * 20, branches=many)])
     assert set(names) == {"e/reward", *(f"e/branch_rewards/b{n:02}" for n in range(16))}
+
+
+def test_no_metric_of_an_environment_has_a_name_of_the_table(tmp_path):
+    earned, branches = np.array([0, 1], np.float32), (Branch(2, name="a", reward=1.0), Branch(2))
+    batch = [
+        trajectory(1.0, 1, 1, 1, 1, token_rewards=earned),
+        trajectory(1.0, 1, 1, 1, 1, branches=branches, metrics={"dropped_metrics": 1.0}),
+    ]
+    table = environment_means(batch) | equal_rewards([batch], config_of(tmp_path))
+    names = [name.partition("/")[2] for name in table if "/" in name]
+    assert len(names) == 6
+    assert [name for name in names if MEASURED.fullmatch(name) is None] == []
 
 
 def test_what_is_counted_is_0_in_the_episodes_that_do_not_name_it():

@@ -78,7 +78,8 @@ def test_metrics_that_are_left_out_are_told_with_their_number() -> None:
     for _ in range(2):
         scene.note(dropped_metrics=3.0)
     assert [text.partition(";")[0] for text in scene.told] == [
-        "environment e: 3 metrics of an episode are left out, beyond 16"
+        "environment e: 3 metrics of an episode are left out: 16 are kept, each by the first 40 "
+        "characters of its name"
     ]
     assert scene.feed.summary() == {"e": {"episodes": 2, "dropped_metrics": 6}}
 
