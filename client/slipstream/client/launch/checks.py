@@ -143,13 +143,20 @@ class Check:
             return [problem(str(error), self.remedy, area=self.area)]
 
 
-async def require(scene: Scene, stage: Stage) -> None:
-    """Makes the checks of `stage` that the scene's parts need; raises ConfigError for a problem."""
+async def require(scene: Scene, stage: Stage) -> list[str]:
+    """Makes the checks of `stage` that the scene's parts need; raises ConfigError for a problem.
+
+    A dry run goes on where this machine lacks something; it is returned.
+    """
+    lacking = []
     for check in CHECKS:
         if check.stage is stage and check.needs & scene.parts:
             for found in await check.found(scene):
                 if found.verdict is Verdict.PROBLEM:
-                    raise ConfigError(f"{found.area}: {found.seen}: {found.remedy}")
+                    lacking.append(f"{found.area}: {found.seen}: {found.remedy}")
+                    if not (scene.dry_run and check.of_machine):
+                        raise ConfigError(lacking[-1])
+    return lacking
 
 
 async def find_all(scene: Scene) -> list[Finding]:

@@ -452,14 +452,13 @@ async def _may_start(scene: Scene) -> bool:
 
     Returns whether the command goes on; raises SlipstreamError if nothing could start here.
     """
-    await require(scene, Stage.SETTINGS)
+    obstacles = await require(scene, Stage.SETTINGS)
     warn_unproved(scene)
-    obstacles: tuple[str, ...] = ()
     if scene.dry_run:
-        text, obstacles = describe_dry_run(scene.config, scene.share)
+        text, lacks = describe_dry_run(scene.config, scene.share)
         say(text.rstrip("\n"), as_it_is=True)
-    await require(scene, Stage.PLACE)
-    if obstacles:
+        obstacles += lacks
+    if obstacles := [*obstacles, *await require(scene, Stage.PLACE)]:
         lacking = "; ".join(obstacles)
         raise SlipstreamError(f"the settings are right, but nothing can start here: {lacking}")
     return not scene.dry_run

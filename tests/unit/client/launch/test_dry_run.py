@@ -2,10 +2,12 @@ import json
 import tomllib
 from pathlib import Path
 
-from slipstream.client.launch import fit
-from slipstream.client.launch.launcher import describe_dry_run
+import pytest
+from slipstream.client.launch import fit, machine
+from slipstream.client.launch.launcher import describe_dry_run, run_all
 from slipstream.client.launch.placement import Share
-from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.configuration.config_file import dump_config, parse_config
+from slipstream.core.errors import ConfigError, SlipstreamError
 from support.fakes.small_configs import small_config
 
 SIZES = {
@@ -72,3 +74,18 @@ def test_a_dry_run_says_what_engines_lack_on_a_cpu(tmp_path, monkeypatch):
     # A learner's servers compute elsewhere.
     _, obstacles = describe_dry_run(config, Share(range(1)))
     assert not [obstacle for obstacle in obstacles if lack in obstacle]
+
+
+async def test_missing_packages_are_no_fault_of_the_settings(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    monkeypatch.setitem(machine.NEEDED, "learner", (("torch-of-elsewhere",),))
+    monkeypatch.setitem(machine.NEEDED, "rollout server", (("vllm-of-elsewhere",),))
+    path = tmp_path / "run.toml"
+    path.write_text(dump_config(small_config(model={"path": str(tmp_path)})))
+    with pytest.raises(SlipstreamError) as raised:
+        await run_all(path, [f'run.dir="{tmp_path}"'], dry_run=True)
+    # The command's exit code is 2 for a ConfigError, else 1.
+    assert not isinstance(raised.value, ConfigError)
+    assert "the learner needs torch-of-elsewhere, not installed here: " in str(raised.value)
+    assert "the rollout server needs vllm-of-elsewhere" in str(raised.value)
+    assert tomllib.loads(capsys.readouterr().out)["run"]["name"] == "test"
