@@ -23,7 +23,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from inspect import isawaitable
-from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
@@ -72,9 +71,6 @@ from slipstream.protocol.access.tokens import (
 )
 from slipstream.protocol.setup import Answer, differences, holds_mark
 from slipstream.v1 import status_pb2, status_pb2_grpc
-
-if TYPE_CHECKING:
-    from slipstream.extensions.prometheus.endpoint import Role
 
 # Seconds in which the controller must answer the doctor.
 DOCTOR_LIMIT_S = 3.0
@@ -226,11 +222,9 @@ def check_metrics_ports(scene: Scene) -> None:
     # The library takes a third of a second to import.
     from slipstream.extensions.prometheus.endpoint import listen_for
 
-    roles: list[Role] = ["rollout_server"] if "rollout_server" in scene.parts else []
-    if "controller" in scene.parts:
-        roles.append("controller")
-    for role in roles:
-        listen_for(role, address).close()
+    for role in QUEUE_ENDS:
+        if role in scene.parts:
+            listen_for(role, address).close()
 
 
 def check_folder(scene: Scene) -> str:
@@ -386,13 +380,15 @@ async def check_queue(scene: Scene) -> list[Finding]:
         return []
     from slipstream.extensions.redis.connection import USERS, RedisConnection, check_settings
 
-    found = []
+    found, limit_s = [], scene.connect_timeout_s
     for end in (end for end in QUEUE_ENDS if end in scene.parts):
         url = redis_url_of(scene.config.queue, end)
-        connection = RedisConnection(url, "probe", reconnect_timeout_s=scene.connect_timeout_s)
+        connection = RedisConnection(url, "probe", reconnect_timeout_s=limit_s)
+        waiting = f"waiting for the queue.redis_url {connection.name}, for up to {limit_s:g} s"
         try:
             async with contextlib.aclosing(connection.client):
-                await connection.probe(USERS[end].probe)
+                with told_when_slow(waiting):
+                    await connection.probe(USERS[end].probe)
                 if end == "controller":
                     await check_settings(connection)
         except QueueError as error:

@@ -256,6 +256,18 @@ async def test_a_controller_that_cannot_be_trusted_is_not_waited_for(authority: 
         await server.stop(None)
 
 
+async def test_a_redis_that_does_not_answer_is_told_while_the_start_waits(
+    tmp_path, monkeypatch, capsys
+):
+    queue = QueueSection(kind="redis", redis_url="redis://127.0.0.1:1/0")
+    config = config_of(tmp_path).model_copy(update={"queue": queue})
+    monkeypatch.setattr(preflight, "SLOW_S", 0.0)
+    with pytest.raises(ConfigError, match="does not answer within 0.5 s"):
+        await check_queue(Scene(config, SERVER, connect_timeout_s=0.5))
+    told = "waiting for the queue.redis_url redis://127.0.0.1:1/0, for up to 0.5 s\n"
+    assert capsys.readouterr().out == told
+
+
 @pytest.mark.process
 async def test_a_queue_that_refuses_the_rollout_server_is_told_before_its_engine_loads(
     tmp_path: Path, authority: Path
