@@ -14,7 +14,6 @@ opening `tokens` and `fault`, such as a message that the template leaves out.
 """
 
 import json
-import os
 import sys
 from base64 import b64decode
 from itertools import chain
@@ -33,14 +32,15 @@ from slipstream.v1 import environment_pb2
 
 
 def check_settings(config: Config) -> None:
-    """Raises ConfigError for the first value that vLLM, or a chat template, would not take.
+    """Raises ConfigError for the first value or variable that vLLM, or a template, refuses.
 
     Prints a warning if a tool parser is set but the chat template does not render tools.
     """
     server = config.rollout_server
+    process.set_engine_environment(config, on_cpu=process.is_cpu_build())
+    for problem in process.variable_problems():
+        raise ConfigError(problem)
     if server.engine or server.tool_parser or server.reasoning_parser:
-        # vLLM reads these variables when it is imported.
-        os.environ.update(process.engine_environment(config, on_cpu=process.is_cpu_build()))
         try:
             from slipstream.rollout_server.vllm.passed_table import parser_problems, table_problems
         except ImportError as error:

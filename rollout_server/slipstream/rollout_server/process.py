@@ -1,8 +1,10 @@
 """Child processes of the server: their environment variables, and how they end with the server."""
 
 import contextlib
-import importlib
+import importlib.util
+import logging
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -68,6 +70,22 @@ def set_engine_environment(config: Config, *, on_cpu: bool) -> None:
     if "://" in os.environ.get("VLLM_PORT", ""):
         del os.environ["VLLM_PORT"]
     os.environ.update(engine_environment(config, on_cpu=on_cpu))
+
+
+def variable_problems() -> Iterator[str]:
+    """Yields one line for each environment variable that vLLM cannot read; does not import vLLM."""
+    package = importlib.util.find_spec("vllm")
+    assert package is not None
+    readers = runpy.run_path(str(Path(str(package.origin)).with_name("envs.py")))
+    for name in readers["environment_variables"].keys() & os.environ.keys():
+        # One reader looks for its own module.
+        with contextlib.suppress(KeyError):
+            try:
+                value = readers["environment_variables"][name]()
+                if name == _LOG_LEVEL:
+                    logging.Handler(value)
+            except ValueError as error:
+                yield f"the environment variable {name}, which vLLM reads, is wrong: {error}"
 
 
 def engine_environment(config: Config, *, on_cpu: bool) -> dict[str, str]:

@@ -10,6 +10,7 @@ from slipstream.rollout_server.process import (
     describe_engine_death,
     engine_environment,
     set_engine_environment,
+    variable_problems,
 )
 from support.fakes.small_configs import small_config
 from support.rigs.waiting import LIMIT_S
@@ -123,6 +124,26 @@ def test_an_address_of_kubernetes_is_no_port_of_vllm(monkeypatch, port, kept) ->
         set_engine_environment(small_config(), on_cpu=True)
         assert os.environ.get("VLLM_PORT") == kept
         assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right", "cause"),
+    [
+        ("VLLM_CPU_KVCACHE_SPACE", "lots", "1", "invalid literal for int() with base 10: 'lots'"),
+        ("VLLM_LOGGING_LEVEL", "LOUD", "debug", "Unknown level: 'LOUD'"),
+        ("VLLM_WORKER_MULTIPROC_METHOD", "thread", "fork", "Invalid value 'thread' for "),
+        # Its reader looks for another one in vLLM's own module.
+        ("VLLM_DP_RANK_LOCAL", None, "0", ""),
+    ],
+)
+def test_a_variable_that_vllm_cannot_read_is_named(monkeypatch, name, wrong, right, cause) -> None:
+    monkeypatch.setenv(name, right)
+    assert [*variable_problems()] == []
+    if wrong is not None:
+        monkeypatch.setenv(name, wrong)
+        (problem,) = variable_problems()
+        assert problem.startswith(f"the environment variable {name}, which vLLM reads, is wrong: ")
+        assert cause in problem
 
 
 def test_vllm_logs_at_the_users_level(monkeypatch: pytest.MonkeyPatch) -> None:

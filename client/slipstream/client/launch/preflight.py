@@ -129,7 +129,7 @@ async def proof_faults(config: Config) -> list[str]:
 
 
 async def check_vllm(scene: Scene) -> str | None:
-    """Lets vLLM check what is passed through to it: `engine`, parsers, and a chat template."""
+    """Lets vLLM check what it is passed: `engine`, parsers, a chat template, and variables."""
     server = scene.config.rollout_server
     if server.chat_template is not None and not server.chat_template.is_file():
         raise ConfigError(
@@ -137,6 +137,7 @@ async def check_vllm(scene: Scene) -> str | None:
         )
     names = [*server.engine, *filter(None, (server.tool_parser, server.reasoning_parser))]
     names += ["chat_template"] * (server.chat_template is not None)
+    names += [name for name in os.environ if name.startswith("VLLM_")]
     if not names or importlib.util.find_spec("vllm") is None:
         return None
     _accept(await _ask(ENGINE_CHECK, scene.config, late="vLLM did not check rollout_server"))
