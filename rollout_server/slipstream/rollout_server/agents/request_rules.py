@@ -145,7 +145,7 @@ _WITHOUT_EFFECT = (
     *("stream_options", "cache_control", "prompt_cache_key", "prompt_cache_options"),
     *("prompt_cache_retention", "inference_geo"),
 )
-# What is read of fields that are objects, and of each tool.
+# What is read, or has no effect, of fields that are objects, and of each tool, message and result.
 _READ = {
     "text": (),
     "reasoning": ("effort",),
@@ -155,6 +155,11 @@ _READ = {
         *("type", "function", "name", "description", "parameters", "input_schema", "tools"),
         *("defer_loading", "cache_control", "eager_input_streaming"),
     ),
+    "messages": (
+        *("role", "content", "name", "reasoning", "reasoning_content", "tool_calls", "task"),
+        *("tool_call_id", "tools", "annotations", "provider_specific_fields"),
+    ),
+    "tool_result": ("type", "tool_use_id", "content", "cache_control"),
 }
 # Types of tools that an agent runs itself; others are run by the servers of OpenAI or Anthropic.
 _OWN_TOOLS = (None, "function", "custom", "namespace")
@@ -225,11 +230,13 @@ def _parts(kept: dict[str, Any]) -> dict[str, str]:
     told = {"server_tools": f"none (asked {_word(foreign)})"} if foreign else {}
     own = [tool for tool in tools if tool.get("type") in _OWN_TOOLS]
     own += _objects([tool.get("function") for tool in own])
+    messages = _objects(kept.get("messages"))
+    parts = {"tools": own, "messages": messages, "tool_result": _results(messages)}
     for name, read in _READ.items():
-        for part in own if name == "tools" else _objects([kept.get(name)]):
+        for part in parts.get(name, _objects([kept.get(name)])):
             left = [key for key in part if key not in read and part[key] not in _NOTHING]
             told |= {f"{name}.{_label(key)}": _NOT for key in left}
-            if name != "tools":
+            if name not in parts:
                 kept[name] = {key: part[key] for key in part if key in read}
     if kept.get("thinking") == {"type": "enabled"}:
         # Without its budget, which would have to be smaller than the reply.
@@ -239,10 +246,9 @@ def _parts(kept: dict[str, Any]) -> dict[str, str]:
 
 def _check_history(body: dict[str, Any]) -> None:
     """Raises Refusal for parts of messages that vLLM would drop, or fail at."""
-    messages = _objects(body.get("messages"))
-    for block in itertools.chain.from_iterable(_objects(m.get("content")) for m in messages):
-        kinds = [part.get("type") for part in _objects(block.get("content"))]
-        if block.get("type") == "tool_result" and not all(kind in _RESULTS for kind in kinds):
+    for result in _results(_objects(body.get("messages"))):
+        kinds = [part.get("type") for part in _objects(result.get("content"))]
+        if not all(kind in _RESULTS for kind in kinds):
             raise Refusal(f"a tool_result must hold text or images, got {_word(kinds)}")
     for item in _objects(body.get("input")):
         kinds = [part.get("type") for part in _objects(item.get("content"))]
@@ -250,6 +256,12 @@ def _check_history(body: dict[str, Any]) -> None:
         if is_list and kinds not in (["output_text"], ["input_text"], ["text"]):
             what = f"a message of the assistant must have one part of text, got {_word(kinds)}"
             raise Refusal(what, param="input")
+
+
+def _results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the results of tools in messages of Anthropic's API."""
+    blocks = itertools.chain.from_iterable(_objects(each.get("content")) for each in messages)
+    return [block for block in blocks if block.get("type") == "tool_result"]
 
 
 def _objects(value: object) -> list[dict[str, Any]]:

@@ -26,6 +26,9 @@ def test_a_request_that_asks_for_nothing_is_told_nothing() -> None:
     assert ruled(body) == (body, {})
 
 
+FAILED_RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "a", "is_error": True}
+
+
 @pytest.mark.parametrize("seed", [0, 3])
 def test_an_engine_that_drafts_takes_no_seed(seed: int) -> None:
     found = ruled({"model": "m", "seed": seed}, has_drafts=True)
@@ -62,6 +65,9 @@ def test_an_engine_that_drafts_takes_no_seed(seed: int) -> None:
         ({"tools": [{"name": "f", "input_examples": [{}]}]}, "tools.input_examples=none (asked)"),
         ({"tools": [{"type": "web_search"}]}, 'server_tools=none (asked ["web_search"])'),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens=none"),
+        ({"messages": [{"role": "assistant", "refusal": "no"}]}, "messages.refusal=none (asked)"),
+        ({"messages": [{"function_call": {"name": "f"}}]}, "messages.function_call=none (asked)"),
+        ({"messages": [{"content": [FAILED_RESULT]}]}, "tool_result.is_error=none (asked)"),
         ({"tool_choice": "any"}, "tool_choice=auto (asked)"),
         ({"truncation": "auto"}, 'truncation="disabled" (asked)'),
         ({"temperature": "hot\nhead\u00e9"}, 'temperature=1 (asked "hot'),
@@ -122,8 +128,8 @@ def test_a_budget_of_thoughts_need_not_be_below_the_runs_limit_of_a_reply() -> N
 
 
 def test_a_result_of_a_tool_that_would_be_dropped_is_refused() -> None:
-    result = {"type": "tool_result", "content": [{"type": "text", "text": "a"}]}
-    message = {"role": "user", "content": [result]}
+    result = {"type": "tool_result", "content": [{"type": "text", "text": "a"}], "is_error": False}
+    message = {"role": "user", "content": [result], "refusal": None}
     assert ruled({"messages": [message]}) == ({"messages": [message]}, {})
     result["content"] = [{"type": "document", "source": {"data": "b"}}]
     with pytest.raises(Refusal, match=r'hold text or images, got \["document"\]'):
