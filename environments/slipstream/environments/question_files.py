@@ -28,6 +28,12 @@ from slipstream.environments.arguments import check_holds
 # What may be the name of a data set on the hub.
 _NAME = re.compile(r"[\w.-]+/[\w-]+")
 SUFFIXES = (".parquet", ".jsonl")
+# How Python reads the rows of other files from stdin.
+_ROWS = {
+    ".csv": "csv.DictReader(open(0, newline='', encoding='utf-8-sig'))",
+    ".tsv": "csv.DictReader(open(0, newline='', encoding='utf-8-sig'), delimiter='\\t')",
+    ".json": "json.load(open(0))",
+}
 # The start of messages that were written as text, as JSON, Python or numpy write them.
 _MESSAGES = re.compile(
     r"""(?=.*['"](?:role|from)['"]\s*:)(?=.*['"](?:content|value)['"]\s*:)"""
@@ -280,7 +286,12 @@ def read_rows(path: Path) -> Iterable[Row]:
             return _json_lines(path)
         case ".parquet":
             return _parquet(path)
-    raise ConfigError(f"the name of a file of questions ends in .jsonl or .parquet, got {path}")
+    what = f"the name of a file of questions ends in .jsonl or .parquet, got {path}"
+    if path.suffix in _ROWS:
+        rows = f"import csv, json; print(*map(json.dumps, {_ROWS[path.suffix]}), sep='\\n')"
+        what += "; name it .jsonl if each line is an object" * (path.suffix == ".json")
+        what += f'; convert it by: python -c "{rows}" < {path} > {path.with_suffix(".jsonl")}'
+    raise ConfigError(what)
 
 
 def _json_lines(path: Path) -> Iterator[Row]:

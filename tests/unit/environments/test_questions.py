@@ -2,6 +2,8 @@ import asyncio
 import importlib.util
 import json
 import math
+import subprocess
+import sys
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
@@ -19,6 +21,7 @@ from support.fakes.fake_workers import worker_process
 from support.rigs.waiting import until
 
 REFERENCE = "slipstream.environments.questions:Questions"
+CONVERTED = [("1, and 1?", "007"), ("a\nb", "é")]
 SUMS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(100)]
 
 
@@ -330,10 +333,33 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
     (tmp_path / "data.parquet").write_text("no parquet")
     assert refusal("data.parquet").startswith("data.parquet cannot be read: ")
     assert "\n" not in refusal("data.parquet")
-    (tmp_path / "data.csv").write_text("question,answer\n")
-    assert refusal("data.csv") == (
-        "the name of a file of questions ends in .jsonl or .parquet, got data.csv"
+    (tmp_path / "data.xlsx").write_text("")
+    assert refusal("data.xlsx") == (
+        "the name of a file of questions ends in .jsonl or .parquet, got data.xlsx"
     )
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("sums.csv", '\ufeffquestion,answer\n"1, and 1?",007\n"a\nb",é\n'),
+        ("sums.tsv", 'question\tanswer\n1, and 1?\t007\n"a\nb"\té\n'),
+        ("sums.json", json.dumps([{"question": q, "answer": a} for q, a in CONVERTED])),
+    ],
+)
+def test_the_refusal_of_another_format_has_the_command_that_converts_it(
+    tmp_path, monkeypatch, name, text
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        Questions(name, judge="exact")
+    assert ("name it .jsonl" in str(refused.value)) is (name == "sums.json")
+    command = str(refused.value).partition("convert it by: python ")[2]
+    subprocess.run(["sh", "-c", f"{sys.executable} {command}"], check=True)
+    tasks = Questions("sums.jsonl", judge="exact").tasks()
+    assert [(task.text, task.answer) for task in tasks] == CONVERTED
 
 
 def test_a_byte_order_mark_is_no_part_of_a_question_file(tmp_path: Path):
