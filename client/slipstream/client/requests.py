@@ -26,10 +26,8 @@ def connect(arguments: argparse.Namespace) -> Client:
     """Returns the client for a command's run, found by its folder, or for a stated controller."""
     if arguments.controller is not None and arguments.run is not None:
         raise ConfigError(f"give --controller or the run {arguments.run}, not both")
-    if arguments.controller is not None:
-        found = FoundRun(arguments.controller)
-    else:
-        found = find_run(arguments.run)
+    at = arguments.controller
+    found = find_run(arguments.run) if at is None else FoundRun(at)
     files = {name: getattr(arguments, name) for name in CREDENTIALS}
     stated = {name: file for name, file in files.items() if file is not None}
     security = found.security.model_copy(update=stated)

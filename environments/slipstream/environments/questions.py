@@ -25,12 +25,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX
 from slipstream.core.machine.process import send_signal
 from slipstream.environments.answers import bare, contains, number_of, other_money
-from slipstream.environments.arguments import (
-    Split,
-    check_above_0,
-    check_at_least,
-    check_choice,
-)
+from slipstream.environments.arguments import Split, check_above_0, check_at_least, check_choice
 from slipstream.environments.question_files import (
     Asked,
     Columns,

@@ -34,12 +34,7 @@ from slipstream.core.errors import (
 from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.description import free_memory
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
-from slipstream.core.machine.process import (
-    become_reaper,
-    die_with_parent,
-    kernel_oom_kills,
-    leave,
-)
+from slipstream.core.machine.process import become_reaper, die_with_parent, kernel_oom_kills, leave
 from slipstream.core.run_folder import LOCKS, LOGS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId

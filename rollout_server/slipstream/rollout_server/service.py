@@ -50,11 +50,7 @@ from slipstream.protocol.rich_errors import Reason, has_reason
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.play import EpisodeServices, Identity, Model
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
-from slipstream.rollout_server.parts import (
-    open_fetches,
-    open_reference,
-    open_sender,
-)
+from slipstream.rollout_server.parts import open_fetches, open_reference, open_sender
 from slipstream.rollout_server.session import (
     JoinCall,
     OutgoingMessages,

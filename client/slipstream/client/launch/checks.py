@@ -340,11 +340,7 @@ async def running_id(scene: Scene) -> str:
 
 
 async def ask_controller(
-    address: str,
-    credentials: Credentials,
-    limit_s: float,
-    *,
-    run_id: str | None = None,
+    address: str, credentials: Credentials, limit_s: float, *, run_id: str | None = None
 ) -> Answer:
     """Asks the controller for its setup; raises ConfigError if it refuses or is late."""
     cause = ""

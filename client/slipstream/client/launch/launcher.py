@@ -29,13 +29,7 @@ from slipstream.client.launch.children import (
     start_child,
     stop_signal,
 )
-from slipstream.client.launch.findings import (
-    CONTROLLER,
-    LEARNER,
-    SERVER,
-    Scene,
-    Verdict,
-)
+from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, Scene, Verdict
 from slipstream.client.launch.fit import describe_engine, processor_problems
 from slipstream.client.launch.machine import require_packages, warn_unproved
 from slipstream.client.launch.placement import SERVER as SERVER_PROGRAM
@@ -491,8 +485,7 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
         layout = RankLayout.of(settings.learner.parallel, settings.learner.world_size)
         notes += [title, *layout.describe(has_experts=has_experts).splitlines(), ""]
     notes += [*gpus, *engine]
-    warnings = [config.algorithm.staleness_warning, config.lacking_environment]
-    for warning in filter(None, [*warnings, *model_warnings(config)]):
+    for warning in filter(None, [config.algorithm.staleness_warning, *model_warnings(config)]):
         notes += ["", f"Warning: {warning}"]
     if missing:
         notes += ["", "Only sizes were checked. Before a run can start:", *missing]

@@ -101,10 +101,7 @@ def completed(
 
 
 def _filled(
-    table: Mapping[str, Any],
-    tables: Tables,
-    sizes: ModelSizes,
-    recorded: Mapping[str, JsonValue],
+    table: Mapping[str, Any], tables: Tables, sizes: ModelSizes, recorded: Mapping[str, JsonValue]
 ) -> dict[str, Any]:
     """Returns `table` with what a run chooses where it is silent; `recorded` choices stay."""
     choice = _Choice(table, tables, recorded)

@@ -21,11 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
-_FLAGS = {
-    "rb": os.O_RDONLY,
-    "r+b": os.O_RDWR,
-    "ab": os.O_WRONLY | os.O_APPEND | os.O_CREAT,
-}
+_FLAGS = {"rb": os.O_RDONLY, "r+b": os.O_RDWR, "ab": os.O_WRONLY | os.O_APPEND | os.O_CREAT}
 
 
 def open_regular(

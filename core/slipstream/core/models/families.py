@@ -353,12 +353,7 @@ FAMILIES = (
     ),
     _mistral("MistralForCausalLM", "mistral"),
     _mistral("Ministral3ForCausalLM", "ministral3"),
-    Family(
-        architecture="Olmo2ForCausalLM",
-        model_type="olmo2",
-        values=DENSE,
-        query_norm="whole",
-    ),
+    Family(architecture="Olmo2ForCausalLM", model_type="olmo2", values=DENSE, query_norm="whole"),
     Family(
         architecture="Qwen2ForCausalLM",
         model_type="qwen2",

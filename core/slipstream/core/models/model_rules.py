@@ -77,9 +77,7 @@ def layout_problems(
     yield from refusals(
         sizes.family,
         sizes.architecture,
-        {
-            "learner.parallel.etp": (parallel.etp or tp) if sizes.experts else 1,
-        },
+        {"learner.parallel.etp": (parallel.etp or tp) if sizes.experts else 1},
     )
     # Context parallel ranks exchange tokens for heads.
     name = "learner.parallel.tp" if parallel.cp == 1 else "learner.parallel.tp times cp"

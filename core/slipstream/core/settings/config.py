@@ -21,16 +21,6 @@ class Config(Tables):
         is_local = is_loopback(address_parts(self.controller.address)[0])
         return self.security.submitted_modules is None and is_local
 
-    @property
-    def lacking_environment(self) -> str:
-        """The hint that a client must bring an environment, or "" if the settings have one."""
-        if self.environments or self.controller.client_loop:
-            return ""
-        return (
-            "the settings have no environment: no step begins before there is one; add "
-            "[[environments]], or give the run one by slipstream submit MODULE:CLASS"
-        )
-
     def submission_refusal(self, reference: str) -> str:
         """Returns why clients may not submit the environment `reference`, or "" if they may."""
         if self.submits_any_module:

@@ -16,11 +16,7 @@ from slipstream.core.template_values import TemplateValues
 
 # Group of the entry points by which other packages add trackers.
 TRACKERS = "slipstream.trackers"
-_CLASSES = {
-    "tensorboard": "TensorBoardTracker",
-    "wandb": "WandbTracker",
-    "mlflow": "MlflowTracker",
-}
+_CLASSES = {"tensorboard": "TensorBoardTracker", "wandb": "WandbTracker", "mlflow": "MlflowTracker"}
 # Modules of each of our trackers, with the requirements that have them.
 PACKAGES: dict[str, dict[str, str]] = {
     "tensorboard": {"tensorboard": "tensorboard>=2.20,<3"},

@@ -8,11 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 from slipstream.core.settings.section import Seconds, Section
-from slipstream.core.settings.sections import (
-    LearnerSection,
-    ParallelSection,
-    RoleParallelSection,
-)
+from slipstream.core.settings.sections import LearnerSection, ParallelSection, RoleParallelSection
 from slipstream.core.types import MAX_TOP_K
 
 # Megatron's matrices, each with the names of its parts in Hugging Face models.

@@ -256,8 +256,7 @@ class StartedProgram:
     async def _open(self, stdin: int, *outputs: int) -> None:
         loop = asyncio.get_running_loop()
         transport, protocol = await loop.connect_write_pipe(
-            lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()),
-            os.fdopen(stdin, "wb", 0),
+            lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()), os.fdopen(stdin, "wb", 0)
         )
         self.stdin = asyncio.StreamWriter(transport, protocol, None, loop)
         self._transports.append(transport)

@@ -60,6 +60,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+NO_ENVIRONMENT = (
+    "the settings have no environment: no step begins before there is one; add [[environments]], "
+    "or give the run one by slipstream submit MODULE:CLASS"
+)
+
 
 class RunTasks(asyncio.TaskGroup):
     """The task group of a controller: if a task raises, the run fails; other tasks go on."""
@@ -194,8 +199,8 @@ class Controller:
                 self._run.events.add(f"run {self._progress.run_id} listens")
                 if warning := self._config.algorithm.staleness_warning:
                     self._run.events.warn(warning)
-                if not self._environments.training() and self._config.lacking_environment:
-                    self._run.events.add(self._config.lacking_environment)
+                if not (self._environments.training() or self._config.controller.client_loop):
+                    self._run.events.add(NO_ENVIRONMENT)
                 lasting = {
                     "intake": parts.intake.consume(),
                     "flush": books.endings.flush(),

@@ -55,13 +55,7 @@ def make_parts(
     scheduler = Scheduler(run, books, intake.start_afresh)
     former = former or BatchFormer(books, tasks)
     results = Results(
-        run,
-        books,
-        recorder,
-        intake=intake,
-        former=former,
-        publisher=publisher,
-        scheduler=scheduler,
+        run, books, recorder, intake=intake, former=former, publisher=publisher, scheduler=scheduler
     )
     environments = EnvironmentServicer(run, books, intake)
     evaluators: list[Part] = []

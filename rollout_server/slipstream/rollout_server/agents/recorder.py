@@ -29,13 +29,7 @@ from slipstream.rollout_server.agents.conversations import (
     MessageKey,
     reply_keys,
 )
-from slipstream.rollout_server.agents.request_rules import (
-    Refusal,
-    ServedCall,
-    Use,
-    items_of,
-    room,
-)
+from slipstream.rollout_server.agents.request_rules import Refusal, ServedCall, Use, items_of, room
 from slipstream.rollout_server.engine_interface import (
     EngineDied,
     FinishReason,

@@ -21,11 +21,7 @@ import numpy as np
 import psutil
 from pydantic import JsonValue
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.thoughts import (
-    begins_thoughts,
-    marks_thoughts,
-    split_thoughts,
-)
+from slipstream.core.models.thoughts import begins_thoughts, marks_thoughts, split_thoughts
 from slipstream.core.models.vision import ImageTokens, PlacedImage
 from slipstream.core.template_values import read_template
 from slipstream.rollout_server.chat import (

@@ -28,12 +28,7 @@ from slipstream.rollout_server.engine_interface import (
 )
 from slipstream.rollout_server.vllm.adapter_slot import AdapterRequests
 from slipstream.rollout_server.vllm.engine_pause import EnginePause
-from slipstream.rollout_server.vllm.vllm_requests import (
-    ReplyRecord,
-    ReplyText,
-    as_ours,
-    parameters,
-)
+from slipstream.rollout_server.vllm.vllm_requests import ReplyRecord, ReplyText, as_ours, parameters
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.inputs.engine import MultiModalInput, TokensInput, mm_input, tokens_input

@@ -11,12 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from slipstream.protocol.weights.digests import load_kernel
-from slipstream.protocol.weights.nccl_group import (
-    NcclGroup,
-    Wire,
-    set_nccl_environment,
-    use_device,
-)
+from slipstream.protocol.weights.nccl_group import NcclGroup, Wire, set_nccl_environment, use_device
 from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
 
 # Buffers start at multiples of this.

@@ -271,10 +271,7 @@ class IpcReceiver(BucketReceiver):
             # The kernel is loaded here, before the other members wait for this one.
             load_kernel(device.index)
         self._link = HandoverReceiver(
-            where.store_host,
-            where.communicator_id,
-            membership.rank,
-            membership.join_deadline_s,
+            where.store_host, where.communicator_id, membership.rank, membership.join_deadline_s
         )
         with contextlib.ExitStack() as stack:
             stack.callback(self._link.close)

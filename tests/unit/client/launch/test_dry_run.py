@@ -59,7 +59,6 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
         "# vLLM runs the model eagerly: rollout_server.enforce_eager is true by default on a CPU",
     ]
     assert notes[17].startswith("# Warning: algorithm.max_staleness is 2 without a correction: ")
-    assert notes[19].startswith("# Warning: the settings have no environment: ")
 
 
 def test_a_dry_run_says_what_engines_lack_on_a_cpu(tmp_path, monkeypatch):
