@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -297,3 +298,22 @@ def test_the_errors_of_prime_rls_programs_are_told_when_it_fails(tmp_path: Path)
     (logs / "inference.log").write_text(f"loaded\n{fault}\n{fault}\nINFO ended\n")
     (logs / "trainer.log").write_text("waits\n")
     assert prime.errors(tmp_path) == ["inference.log:", fault, "trainer.log:"]
+
+
+def test_a_communicator_that_vllm_switches_off_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    pynccl = importlib.import_module("vllm.distributed.device_communicators.pynccl")
+    wrapper = importlib.import_module("vllm.distributed.device_communicators.pynccl_wrapper")
+    kind = pynccl.PyNcclCommunicator
+    monkeypatch.setattr(kind, "__init__", kind.__init__)
+    monkeypatch.setattr(wrapper.NCCLLibrary, "exported_functions", [])
+    # Where there is no NCCL vLLM goes on without a communicator.
+    monkeypatch.setattr(pynccl, "NCCLLibrary", Mock(side_effect=OSError))
+    group = pynccl.StatelessProcessGroup.__new__(pynccl.StatelessProcessGroup)
+    group.rank, group.world_size = 0, 2
+    assert kind(group, 0).disabled
+    runpy.run_module("benchmarks.common.older_nccl")
+    with pytest.raises(RuntimeError, match="switched off, and would send no weights"):
+        kind(group, 0)
+    group.world_size = 1
+    assert kind(group, 0).disabled
