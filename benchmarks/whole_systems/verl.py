@@ -30,10 +30,10 @@ WORK = "benchmarks.whole_systems.verl_work"
 TIMES = {
     "timing_s/update_actor": "training_s",
     "timing_s/gen": "waiting_s",
-    "timing_s/param_sync": "publish_s",
+    "timing_s/timing_s/param_sync": "publish_s",
     "fully_async/count/stale_trajectory_processed": "stale_replies",
 }
-REPLIES = "response_length/mean"
+REPLIES, STEP = "response_length/mean", "training/global_step"
 
 
 def settings(arguments: argparse.Namespace, work: Work, folder: Path) -> dict[str, Any]:
@@ -119,18 +119,20 @@ def written(folder: Path, arguments: argparse.Namespace, work: Work) -> list[str
 
 
 def complete(lines: list[str], sequences: int, times: dict[int, float]) -> list[dict[str, Any]]:
-    """Returns one row for each step of which verl has told everything.
+    """Returns one row for each step of which verl has told everything: behind the next step.
 
-    `times` holds when a step's line was seen first, in seconds; verl's lines have no time.
+    `times` holds when a step's first line, that of its new weights, was seen, in seconds; verl's
+    lines have no time.
     """
     found = []
     for line in map(json.loads, lines):
-        step, told = line["step"], line["data"]
+        if line["step"] not in times:
+            times[line["step"]] = time.perf_counter()
+        told = line["data"]
         if REPLIES not in told:
             continue
-        if step not in times:
-            times[step] = time.perf_counter()
-        took = times[step] - times[step - 1] if step - 1 in times else told["timing_s/step"]
+        step = round(told[STEP])
+        took = times[step] - times[step - 1] if step > 1 else told["timing_s/step"]
         parts = {name: told[key] for key, name in TIMES.items() if key in told}
         tokens = round(told[REPLIES] * sequences)
         found.append({"step": step, "step_s": took, "trained_tokens": tokens, **parts})

@@ -221,20 +221,26 @@ def test_prime_rl_gets_the_work_and_its_bound_and_no_offloading(tmp_path: Path) 
     }
 
 
-def test_a_step_of_verl_lasts_from_its_line_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_verl_lasts_from_its_weights_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     def told(step: int, mean: float) -> str:
-        data = {"response_length/mean": mean, "timing_s/step": 3.0, "timing_s/gen": 1.0}
-        return json.dumps({"step": step, "data": {**data, "timing_s/update_actor": 2.0}})
+        # verl numbers what it tells of a step by the next one's weights.
+        data = {"training/global_step": float(step), "response_length/mean": mean}
+        times = {"timing_s/step": 3.0, "timing_s/gen": 1.0, "timing_s/update_actor": 2.0}
+        sent = {"timing_s/timing_s/param_sync": 0.5}
+        return json.dumps({"step": step + 1, "data": {**data, **times, **sent}})
 
-    clock = iter([10.0, 14.0])
+    def sent(step: int) -> str:
+        return json.dumps({"step": step, "data": {"fully_async/rollouter/idle_ratio": 0.5}})
+
+    clock = iter([1.0, 10.0, 14.0, 20.0])
     monkeypatch.setattr(verl.time, "perf_counter", lambda: next(clock))
-    # What the rollouter says of a step has no lengths.
-    idle = json.dumps({"step": 1, "data": {"fully_async/rollouter/idle_ratio": 0.5}})
-    parts = {"training_s": 2.0, "waiting_s": 1.0}
+    parts = {"training_s": 2.0, "waiting_s": 1.0, "publish_s": 0.5}
     first = {"step": 1, "step_s": 3.0, "trained_tokens": 480, **parts}
     times: dict[int, float] = {}
-    assert verl.complete([idle, told(1, 30.0)], 16, times) == [first]
-    assert verl.complete([idle, told(1, 30.0), told(2, 31.0)], 16, times) == [
+    assert verl.complete([sent(0), sent(1)], 16, times) == []
+    lines = [sent(0), sent(1), sent(2), told(1, 30.0)]
+    assert verl.complete(lines, 16, times) == [first]
+    assert verl.complete([*lines, sent(3), told(2, 31.0)], 16, times) == [
         first,
         {"step": 2, "step_s": 4.0, "trained_tokens": 496, **parts},
     ]
