@@ -51,6 +51,8 @@ def settings(arguments: argparse.Namespace, work: Work, folder: Path) -> dict[st
     packed = max(arguments.micro_tokens, longest)
     source = {
         "name": "work",
+        # Else it begins with one worker, and starts others while episodes wait.
+        "serve": {"pool": {"type": "static", "num_workers": -(-arguments.episodes // 64)}},
         "env": {
             "taskset": {"id": PLUGIN},
             "agent": {"harness": {"id": PLUGIN}, "runtime": {"type": "subprocess"}},

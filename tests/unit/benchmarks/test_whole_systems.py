@@ -211,6 +211,8 @@ def test_prime_rl_gets_the_work_and_its_bound_and_no_offloading(tmp_path: Path) 
     assert orchestrator["group_size"] == 8
     assert orchestrator["max_off_policy_steps"] == 2
     assert set(orchestrator["concurrency"].values()) == {96}
+    (source,) = orchestrator["train"]["source"]
+    assert source["serve"]["pool"] == {"type": "static", "num_workers": 2}
     # No sequence is cut: a micro batch holds the longest.
     assert model["seq_len"] == orchestrator["seq_len"] == 1024 + 128
     assert model["optim_cpu_offload"] is False
