@@ -19,7 +19,7 @@ SEEDS = 600
 # Beyond those: each broke a rule once.
 BROKEN = (
     *(4181, 9012, 9460, 10897, 15279, 17021, 22093, 22924, 25886),
-    *(44345, 50067, 64486, 77180, 78626, 89599, 89925),
+    *(44345, 50067, 64486, 77180, 78626, 89599, 89925, 200343),
 )
 # Continuous integration spreads the parts over its processes.
 PARTS = 10

@@ -167,7 +167,7 @@ class BatchFormer:
     def __init__(self, books: Books, tasks: asyncio.TaskGroup) -> None:
         self._book, self._journal, self._state = books.leases, books.journal, books.state
         self._ledger, self._receiver = books.ledger, books.queue
-        self._tasks = tasks
+        self._endings, self._tasks = books.endings, tasks
         # The task that writes a batch: it finishes even when the trainer's call breaks off.
         self._forming: asyncio.Task[FormedBatch | RunFailed] | None = None
         # A batch that a client will most likely order, and the task that writes its file.
@@ -180,24 +180,30 @@ class BatchFormer:
         self.waits = Stopwatch()
 
     def restore(self, history: RunHistory) -> None:
-        """Restores the trajectories of open groups from the files of set-aside batches."""
-        files = {
-            (b.step, b.attempt): b for g, b in history.put_back.items() if g in self._book.groups
-        }
+        """Restores the trajectories of groups that set-aside batches put back, from their files.
+
+        Those of a group that was closed, whose ends a crash cut off, end now: no queue has them.
+        """
+        files = {(found.step, found.attempt): found for found in history.put_back.values()}
         for batch in files.values():
             message = self._journal.read_batch(batch.step, batch.crc32, batch.attempt)
             for recorded in from_record(message).groups:
-                group = self._book.groups.get(recorded.group_id)
-                if group is None:
+                if recorded.group_id not in history.put_back:
                     continue
-                # The group was complete when it was put into its batch.
-                group.fail_all_but(recorded.finished)
+                group = self._book.groups.get(recorded.group_id)
+                if group is not None:
+                    # The group was complete when it was put into its batch.
+                    group.fail_all_but(recorded.finished)
                 for member, trajectory in recorded.finished.items():
                     key = ServerKey(trajectory.server_id, trajectory.server_epoch)
                     tokens = trajectory.num_sampled_tokens
-                    if trajectory.trajectory_id not in history.ended and self._ledger.receive(
+                    if trajectory.trajectory_id in history.ended or not self._ledger.receive(
                         key, trajectory.trajectory_id, tokens
                     ):
+                        continue
+                    if group is None:
+                        self._endings.end(trajectory, TrajectoryEnd.CANCELLED, "its group is over")
+                    else:
                         group.finished[member] = trajectory
                         group.attempts[member] = trajectory.attempt
 

@@ -180,7 +180,8 @@ class RunState:
     set_aside: list[RecordedBatch] = field(default_factory=list)
     attempts: Counter[int] = field(default_factory=Counter)
     set_aside_in_a_row: int = 0
-    # Open groups that a set-aside batch held; its file has all their trajectories.
+    # Groups that a set-aside batch held and no batch took since; its file has all their
+    # trajectories, which are acknowledged.
     put_back: dict[GroupId, RecordedBatch] = field(default_factory=dict)
     # The groups of the newest batch, which may be put back.
     batched: dict[GroupId, OpenGroup] = field(default_factory=dict)
@@ -295,8 +296,9 @@ class RunState:
                     f"the batch of step {step + 1} holds {group_id}, which is not open"
                 )
             self.batched[group_id] = group
-            self.put_back.pop(group_id, None)
             self.environments[group.environment].accepted += 1
+        # The journal has every end of those that were closed before this batch.
+        self.put_back = {g: found for g, found in self.put_back.items() if g in self.open_groups}
         for name, pair in record.seen.items():
             seen = (*self.environments[name].seen, *pair)
             self.environments[name].seen = (min(seen), max(seen))
