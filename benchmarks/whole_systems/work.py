@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import random
+import sys
 import time
 import zlib
 from dataclasses import asdict, dataclass
@@ -79,8 +80,8 @@ def touch_and_wait(asked: Path, gate: Path, limit_s: float) -> None:
 class Replies(Environment[int]):
     """The work as an environment in one process; its episodes wait for `gate`.
 
-    The first one does not: a run tries one before anything is loaded, and a server another. All
-    later ones touch `asked`.
+    Those of a run's check do not, which plays some in a process of its own before anything is
+    loaded, nor does the first one, with which a server tries it. All later ones touch `asked`.
     """
 
     # Number of lengths drawn so far, shared by the copies that the episodes run on.
@@ -98,7 +99,7 @@ class Replies(Environment[int]):
         place = Replies._drawn
         Replies._drawn += 1
         self.max_reply_tokens = self._work.length(place)
-        if place:
+        if place and "--check" not in sys.argv:
             self._asked.touch()
             while not self._gate.exists():
                 await asyncio.sleep(_POLL_S)
