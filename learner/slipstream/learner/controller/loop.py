@@ -190,22 +190,22 @@ class BatchFormer:
             for recorded in from_record(message).groups:
                 if recorded.group_id not in history.put_back:
                     continue
+                kept = {
+                    member: trajectory
+                    for member, trajectory in recorded.finished.items()
+                    if trajectory.trajectory_id not in history.ended
+                    and self._ledger.receive(
+                        ServerKey(trajectory.server_id, trajectory.server_epoch),
+                        trajectory.trajectory_id,
+                        trajectory.num_sampled_tokens,
+                    )
+                }
                 group = self._book.groups.get(recorded.group_id)
                 if group is not None:
-                    # The group was complete when it was put into its batch.
-                    group.fail_all_but(recorded.finished)
-                for member, trajectory in recorded.finished.items():
-                    key = ServerKey(trajectory.server_id, trajectory.server_epoch)
-                    tokens = trajectory.num_sampled_tokens
-                    if trajectory.trajectory_id in history.ended or not self._ledger.receive(
-                        key, trajectory.trajectory_id, tokens
-                    ):
-                        continue
-                    if group is None:
-                        self._endings.end(trajectory, TrajectoryEnd.CANCELLED, "its group is over")
-                    else:
-                        group.finished[member] = trajectory
-                        group.attempts[member] = trajectory.attempt
+                    group.refill(recorded.finished, kept)
+                    continue
+                for trajectory in kept.values():
+                    self._endings.end(trajectory, TrajectoryEnd.CANCELLED, "its group is over")
 
     def trainer_joined(self) -> None:
         """Notes a new trainer, which has no batch and has not reported anything."""
@@ -399,7 +399,7 @@ class BatchFormer:
         self.training = None
         self._ledger.end_batched(TrajectoryEnd.SET_ASIDE, sampled_tokens(found.trajectories))
         self._ledger.take_back(found.waiting)
-        self._book.put_back(batch.step, found.put_back)
+        self._book.put_back(batch.step, found.put_back, self._state.open_groups)
         return found
 
     @property

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -132,6 +132,16 @@ class Group:
     def fail_all_but(self, finished: Collection[int]) -> None:
         """Notes that all members but these had their last attempt."""
         self.failed = set(range(self.size)).difference(finished)
+
+    def refill(self, batched: Mapping[int, Trajectory], kept: Mapping[int, Trajectory]) -> None:
+        """Takes the trajectories `kept` of a batch's file back, in which the group was complete.
+
+        `batched` are all of its trajectories in the file, by member.
+        """
+        self.fail_all_but(batched)
+        self.finished.update(kept)
+        for member, trajectory in kept.items():
+            self.note_attempt(member, trajectory.attempt)
 
     def allow(self, epoch: int, first: int, count: int) -> None:
         """Allows the server of `epoch` to make the attempts `first` to `first + count - 1`."""

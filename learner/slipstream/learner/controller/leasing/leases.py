@@ -5,7 +5,7 @@ The module uses no clock and no I/O. The rules of staleness are in `slipstream.c
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core import staleness
@@ -18,6 +18,7 @@ from slipstream.learner.controller.leasing.groups import (
     reopened,
 )
 from slipstream.learner.controller.records.history import RunHistory, group_number
+from slipstream.learner.controller.records.state import OpenGroup
 from slipstream.learner.controller.servers.session import ServerKey
 
 
@@ -361,11 +362,20 @@ class LeaseBook:
         self.step += 1
         return [self._take(GroupId(view.group_id)) for view in chosen]
 
-    def put_back(self, step: int, groups: Iterable[Group]) -> None:
-        """Puts `groups` of the last batch back, for which `step` had room, to be formed again."""
+    def put_back(
+        self, step: int, groups: Iterable[Group], records: Mapping[GroupId, OpenGroup]
+    ) -> None:
+        """Puts `groups` of the last batch back, for which `step` had room, to be formed again.
+
+        The leases of a group that comes from the batch's file are those of its record.
+        """
         assert step == self.step - 1
         self.step = step
         for group in groups:
+            if not group.allowed:
+                finished, record = group.finished, records[group.group_id]
+                group = reopened(record, self.group_size, self._attempts_per_lease)
+                group.refill(finished, finished)
             group.deadline_step = step
             self._keep(group)
 

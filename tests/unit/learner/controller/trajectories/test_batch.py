@@ -246,7 +246,7 @@ def test_groups_that_are_put_back_keep_the_invariant(per_step: int, max_stalenes
         assert taken is not None
         # Others are leased while the trainer has the batch.
         lease_all(book, served_step=0)
-        book.put_back(0, taken[:num_back])
+        book.put_back(0, taken[:num_back], {})
         deadlines = [group.deadline_step for group in book.training_groups()]
         assert staleness.holds(deadlines, book.step, per_step)
         # The lost groups can be leased again.
@@ -256,6 +256,48 @@ def test_groups_that_are_put_back_keep_the_invariant(per_step: int, max_stalenes
         again = book.take_batch()
         assert again is not None
         assert set(taken[:num_back]) <= set(again)
+
+
+def test_a_group_that_a_file_brings_back_knows_its_leases_and_its_members() -> None:
+    # An earlier controller formed the batch; what it leased may still arrive.
+    message = trainer_pb2.RecordedBatch.FromString(BATCH.record.SerializeToString())
+    del message.trajectories[4]
+    first, *others = records()
+    again = lease_record("g000002", 2, server="other", epoch=9, seed=0, deadline=0)
+    history = read_history([first, *others[:-1], again, others[-1], aside("g000003")])
+    book = book_of(groups_per_step=8)
+    book.step = 1
+    book.put_back(0, [from_record(message).groups[2]], history.open_groups)
+    group = book.groups[GroupId("g000002")]
+    assert (group.size, set(group.finished), group.failed) == (2, {1}, {0})
+    assert group.is_complete
+    assert [group.excess(epoch, 13) == "" for epoch in (1, 9, 3)] == [True, True, False]
+
+
+async def test_ends_that_a_crash_cut_off_are_made_up_for(tmp_path: Path) -> None:
+    closed = {"kind": "closed", "group": "g000001", "how": "withdrawn", "cause": "why"}
+    cut_off, ended = (t.trajectory_id for t in BATCH.groups[1].in_order())
+    end = {"kind": "end", "id": ended, "end": "cancelled", "tokens": 1, "cause": "why"}
+    run = run_of(algorithm={"group_size": 2, "groups_per_step": 8})
+    async with asyncio.TaskGroup() as tasks:
+        with Journal(tmp_path) as journal:
+            written = {"crc32": journal.write_batch(BATCH.record).crc32}
+            holder = {"server": "server", "epoch": 1}
+            more = [aside("g000003"), closed, end | holder]
+            earlier = [r | written if r["kind"] == "batch" else r for r in records(*more)]
+            history = read_history(earlier)
+            books = books_of(run, journal=journal)
+            books.leases.restore(history)
+            BatchFormer(books, tasks).restore(history)
+            journal.sync()
+        (made_up,) = read_records(tmp_path)
+    assert (made_up["kind"], made_up["id"], made_up["end"]) == ("end", cut_off, "cancelled")
+    assert len(books.leases.groups) == 6
+    assert all(group.is_complete for group in books.leases.groups.values())
+    # Behind the next batch nobody reads the file again.
+    groups = [*history.open_groups]
+    later = read_history([*earlier, made_up, batch_record(0, *groups, batch_id="b000000-1")])
+    assert later.put_back == {}
 
 
 def lease_all(book: LeaseBook, *, served_step: int) -> int:
