@@ -69,6 +69,8 @@ OPEN = Credentials()
 REFUSED_S = 15.0
 # Virtual seconds that a step takes without faults, about.
 STEP_S = 2.5
+# Seeds from here on are runs of many crashes.
+CRASHES = 10**6
 # Runs between two collections of garbage.
 RUNS_KEPT = 10
 # Virtual seconds that a run may take once its faults are over.
@@ -178,6 +180,34 @@ def config_of(shape: Shape, folder: Path) -> Config:
 
 def plan(seed: int) -> tuple[Shape, list[Fault]]:
     """The settings and faults of a seed."""
+    return many_crashes(seed) if seed >= CRASHES else some_faults(seed)
+
+
+def many_crashes(seed: int) -> tuple[Shape, list[Fault]]:
+    """Settings of a run whose controller ends again and again, often in the middle of a write."""
+    rnd = random.Random(f"crashes/{seed}")
+    shape, _ = some_faults(seed)
+    shape = replace(
+        shape,
+        steps=rnd.choice((2, 3, 4)),
+        groups_per_step=rnd.randint(1, 3),
+        noise=rnd.random() < 0.7,
+        filters=rnd.random() < 0.5,
+        has_client=rnd.random() < 0.6,
+    )
+    names = (
+        *("kill_at_sync", "power_failure", "kill_controller") * 3,
+        *("kill_client", "bad_client", "kill_server", "kill_trainer", "second_trainer"),
+        *("failing_environment", "slow_queue", "lost_connections", "slow_disk"),
+    )
+    faults = [
+        Fault(rnd.uniform(0.1, 1.0 + STEP_S * shape.steps), rnd.choice(names))
+        for _ in range(rnd.choice((6, 9, 12)))
+    ]
+    return shape, sorted(faults, key=lambda fault: fault.at_s)
+
+
+def some_faults(seed: int) -> tuple[Shape, list[Fault]]:
     rnd = random.Random(f"plan/{seed}")
     shape = Shape(
         steps=rnd.choice((1, 2, 2, 3, 4)),
