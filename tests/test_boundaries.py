@@ -477,6 +477,16 @@ def test_no_package_pickles_by_another_name_or_trusts_what_it_reads() -> None:
     assert not wrong
 
 
+def test_json_is_read_as_bytes_which_no_locale_decodes_otherwise() -> None:
+    wrong = [
+        where(path, call.lineno)
+        for path in package_sources()
+        for call in calls(path)
+        if dotted(call.func) == "json.loads" and ".read_text()" in ast.unparse(call)
+    ]
+    assert not wrong
+
+
 def test_nothing_listens_on_all_interfaces() -> None:
     wrong = [
         where(path, line)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import io
 import json
 import os
 import sys
@@ -56,6 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from slipstream.client.terminal import complain
     from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal of another encoding lacks characters of replies and names.
+            stream.reconfigure(errors="backslashreplace")
     try:
         result = arguments.execute(arguments)
         return int(asyncio.run(result) if asyncio.iscoroutine(result) else result)

@@ -125,7 +125,10 @@ def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
     try:
         partial.write_text(
             f'{before}<script type="application/json" id="given">{data}</script>'
-            f"<script>{script}</script>{after}"
+            f"<script>{script}</script>{after}",
+            encoding="utf-8",
+            # A folder's name may be no UTF-8.
+            errors="replace",
         )
         partial.replace(path)
     finally:

@@ -285,7 +285,7 @@ async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
     before = plan.address
     folder = tempfile.TemporaryDirectory(prefix="slipstream-")
     settings, stderr = Path(folder.name, "settings.toml"), Path(folder.name, "stderr")
-    settings.write_text(tomli_w.dumps(plan.table))
+    settings.write_bytes(tomli_w.dumps(plan.table).encode())
     with stderr.open("wb") as file:
         process = await asyncio.create_subprocess_exec(
             *(*COMMAND, str(os.getpid()), str(settings)),

@@ -8,6 +8,8 @@ import hashlib
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.errors import ConfigError
 from support.fakes.small_configs import small_config
 from support.references.page_data import given_of
+from support.rigs.waiting import LIMIT_S
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 
@@ -170,6 +173,26 @@ async def test_a_page_that_cannot_be_written_is_one_warning(tmp_path: Path) -> N
     async with page_kept(folder, told.append):
         pass
     assert told == [f"{folder}/page.html cannot be written: No such file or directory"] * 2
+
+
+@pytest.mark.process
+def test_a_page_is_in_utf8_whatever_the_locale(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "first")
+    (folder / "config.toml").unlink()
+    folder = folder.rename(tmp_path / "é ŵ")
+    program = (
+        "import sys; from pathlib import Path; from slipstream.client.page import write_page\n"
+        "write_page([Path(sys.argv[1])], Path(sys.argv[2]), period_s=0)"
+    )
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    out = tmp_path / "out.html"
+    subprocess.run(
+        [sys.executable, "-c", program, folder, out],
+        env=os.environ | ascii_only,
+        check=True,
+        timeout=LIMIT_S,
+    )
+    assert given_of(out)["runs"][0]["name"].encode(errors="surrogateescape") == "é ŵ".encode()
 
 
 def test_a_page_overwrites_nothing_but_a_run_s_own_page(tmp_path, monkeypatch, capsys):

@@ -98,6 +98,22 @@ def test_an_answer_for_which_the_disk_has_no_room_is_missed_in_one_line(words, t
     assert (answered.returncode, answered.stderr) == (1, line)
 
 
+@pytest.mark.process
+def test_a_terminal_of_another_encoding_shows_escapes_for_what_it_lacks() -> None:
+    program = (
+        "import sys; from slipstream.client import cli, verify\n"
+        "verify.run_verify = lambda folder: verify.say(f'read {folder}') or 0\n"
+        "sys.exit(cli.main(['verify', 'é \u0175']))"
+    )
+    answered = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        timeout=LIMIT_S,
+    )
+    assert (answered.stdout, answered.returncode) == (b"read \xe9 \\u0175\n", 0)
+
+
 def test_events_cannot_steer_the_screen_of_a_run(tmp_path: Path) -> None:
     out = io.StringIO()
     display = Display(config_of(tmp_path), out)

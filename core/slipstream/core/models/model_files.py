@@ -56,7 +56,7 @@ def missing_tokenizer(folder: Path, template: Path | None) -> list[str]:
         if not is_whole:
             return [f"{rule}, but {path} is cut off: it does not end with }}"]
     try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
     except (ValueError, RecursionError):
         # The tokenizer's own loader reports this fault.
         return []
@@ -96,7 +96,7 @@ def _damages(folder: Path, names: list[str]) -> Iterator[str]:
     index = folder / INDEX
     if index.is_file():
         try:
-            shards = set(json.loads(index.read_text())["weight_map"].values())
+            shards = set(json.loads(index.read_bytes())["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             yield f"{index} is no index of safetensors ({type(error).__name__}: {error})"
             return
@@ -140,7 +140,7 @@ def held_tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
         paths = sorted(folder.glob("*.safetensors"))
         return {name: (path, shape) for path in paths for name, shape in _shapes(path).items()}
     shapes = cache(_shapes)
-    places = json.loads(index.read_text())["weight_map"].items()
+    places = json.loads(index.read_bytes())["weight_map"].items()
     files = {name: folder / file for name, file in places}
     return {
         name: (path, shapes(path)[name]) for name, path in files.items() if name in shapes(path)

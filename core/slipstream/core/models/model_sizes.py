@@ -225,7 +225,7 @@ def read_model_table(folder: Path) -> dict[str, Any]:
 def read_table(path: Path) -> dict[str, Any]:
     """Returns the table in a JSON file; raises ConfigError if it cannot be read or holds none."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(found, dict):

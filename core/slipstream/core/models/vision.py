@@ -246,8 +246,8 @@ def load_processor(folder: str | Path) -> ImageProcessor:
             return ImageProcessor(Qwen2VLImageProcessorPil.from_pretrained(folder))
         from transformers.models.pixtral import image_processing_pil_pixtral as pixtral
 
-        names = json.loads(path.read_text()) if path.is_file() else {}
-        ids = row_tokens(names, json.loads(path.with_name("tokenizer.json").read_text()))
+        names = json.loads(path.read_bytes()) if path.is_file() else {}
+        ids = row_tokens(names, json.loads(path.with_name("tokenizer.json").read_bytes()))
         for name, default in ROW_TOKENS.items():
             if name not in ids:
                 token = names.get(name, default)

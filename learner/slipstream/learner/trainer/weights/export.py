@@ -68,7 +68,7 @@ class RunChat(NamedTuple):
             shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
             for name in ("tokenizer_config.json", "processor_config.json"):
                 path = folder / name
-                settings = json.loads(path.read_text()) if path.is_file() else {}
+                settings = json.loads(path.read_bytes()) if path.is_file() else {}
                 if settings.pop("chat_template", None) is not None:
                     path.write_text(json.dumps(settings, indent=2))
         if self.values:
@@ -246,7 +246,7 @@ def _targets(tensors: Collection[str], config: Config) -> dict[str, Any]:
     if any(".language_model." in path for path in paths):
         return {"target_modules": rf".*\.language_model\..*\.({'|'.join(names)})"}
     experts = {path.rpartition(".")[2] for path in paths if ".experts." in path}
-    kind = json.loads((config.model.path / "config.json").read_text()).get("model_type")
+    kind = json.loads((config.model.path / "config.json").read_bytes()).get("model_type")
     # Models with code of their own keep a matrix for each expert; `kinds` adds none of them here.
     if not experts or kind not in CONFIG_MAPPING_NAMES:
         return {"target_modules": names}
@@ -351,7 +351,7 @@ class HfFolderWriter:
             path = self._folder / "model.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2))
         settings = self._folder / "config.json"
-        values = json.loads(settings.read_text())
+        values = json.loads(settings.read_bytes())
         values.pop("torch_dtype", None)
         values["dtype"] = dtype
         settings.write_text(json.dumps(values, indent=2))
