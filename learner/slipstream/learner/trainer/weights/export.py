@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import shutil
+import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -297,6 +298,9 @@ class HfFolderWriter:
             shutil.rmtree(self._folder)
         with self._removed_on_failure():
             shutil.copytree(source, self._folder, ignore=shutil.ignore_patterns(*_STALE))
+            # A shared model's files and folders may be read-only, and their copies are as well.
+            for path in (self._folder, *self._folder.rglob("*")):
+                path.chmod(path.stat().st_mode | stat.S_IWUSR)
             chat.write(self._folder)
 
     def has_room(self, tensor: Tensor) -> bool:

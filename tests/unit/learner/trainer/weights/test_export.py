@@ -1,6 +1,7 @@
 import importlib
 import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,6 +229,17 @@ def test_files_that_training_makes_stale_are_left_out(tmp_path: Path) -> None:
     folder = exported(source, tmp_path / "out")
     kept = {"README.md", "config.json", "model.safetensors", "modeling_own.py", "tokenizer.json"}
     assert {path.name for path in folder.rglob("*")} == kept
+
+
+def test_a_read_only_model_s_export_can_be_written(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    (source / "inner").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "inner/more.json"):
+        (source / name).write_text("{}")
+    for path in (*source.rglob("*"), source):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    folder = exported(source, tmp_path / "out")
+    assert all(path.stat().st_mode & stat.S_IWUSR for path in (folder, *folder.rglob("*")))
 
 
 def test_a_template_that_cannot_be_read_is_named_before_training(tmp_path: Path) -> None:
