@@ -70,6 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SlipstreamError as error:
         complain(str(error), sys.stderr)
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        complain(f"{error.filename}: {error.strerror}", sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 
@@ -316,7 +321,8 @@ def _add_folder(
 
 def _folder(run: str) -> Path:
     named = Path("runs", run)
-    return named if named.is_dir() and not Path(run).exists() else Path(run)
+    # Unlike Path's, these methods raise nothing where a folder may not be read.
+    return named if os.path.isdir(named) and not os.path.exists(run) else Path(run)
 
 
 def _add_node(parser: argparse.ArgumentParser) -> None:

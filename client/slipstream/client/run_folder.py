@@ -297,17 +297,19 @@ def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
     run, or its folder lacks the controller's address.
     """
     if run is None:
-        going = []
+        going = dict[Path, Path]()
         for path in sorted(runs.glob(f"*/{ADDRESS}")):
             try:
                 _check_not_held(path.with_name(LOCK), path.parent)
             except ConfigError:
-                going.append(path.parent)
+                # Links such as `latest` are further names of a run.
+                going[path.parent.resolve()] = path.parent
         if len(going) != 1:
-            many = f"the runs {', '.join(folder.name for folder in going)} go on in {runs}/"
+            names = ", ".join(folder.name for folder in going.values())
+            many = f"the runs {names} go on in {runs}/"
             seen = many if going else f"no run goes on in {runs}/"
             raise ConfigError(f"{seen}: name a run, or give --controller HOST:PORT")
-        folder = going[0]
+        (folder,) = going.values()
     else:
         is_path = "/" in run or (Path(run) / CONFIG).is_file()
         folder = Path(run) if is_path else runs / run

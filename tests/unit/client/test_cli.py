@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import slipstream
-from slipstream.client.cli import EXAMPLES, _parser, named, parse
+from slipstream.client.cli import EXAMPLES, _parser, main, named, parse
 from slipstream.core.errors import ConfigError
 
 
@@ -58,6 +58,13 @@ def test_a_run_is_named_by_its_folder_or_below_runs(tmp_path, monkeypatch) -> No
         for command in ("replay", "verify", "export"):
             assert parse([command, said]).folder == Path(meant)
         assert parse(["page", said, "copy"]).folders == [Path(meant), Path("copy")]
+
+
+@pytest.mark.parametrize("words", ["status", "verify", "page", "replay", "export", "set-aside"])
+def test_a_folder_that_cannot_be_looked_at_is_named_in_one_line(words, capsys) -> None:
+    step = ["1"] * (words == "set-aside")
+    assert main([words, name := "x" * 300, *step]) == 2
+    assert capsys.readouterr().err.endswith(f"{name}/config.toml: File name too long\n")
 
 
 @pytest.mark.process

@@ -59,10 +59,11 @@ def test_a_run_is_found_by_its_folder_its_name_or_because_it_is_alone(config: Co
         assert find_run(None) == found
         other = config.model_copy(update={"run": config.run.model_copy(update={"name": "other"})})
         started(other)
-        assert find_run(None) == found
+        Path("runs/latest").symlink_to("test")
+        assert find_run(None) == found, "a link is another name of the same run"
         with (
             hold_run_folder(other),
-            pytest.raises(ConfigError, match="the runs other, test go on in runs/: name a run"),
+            pytest.raises(ConfigError, match="the runs test, other go on in runs/: name a run"),
         ):
             find_run(None)
 
