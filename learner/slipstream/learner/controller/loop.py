@@ -223,6 +223,19 @@ class BatchFormer:
         trainer = version.incarnation
         return version_of(version.step, digest, recorded, trainer=trainer, newest=newest)
 
+    def adopt(self, version: PolicyVersion, digest: str) -> PolicyVersion:
+        """Returns the run's version for the weights with which a trainer registers.
+
+        Other weights than the journal's, as of a trainer that another one had replaced for a while,
+        are journaled, since the run goes on from them.
+        """
+        found, step = self.identify(version, digest), version.step - 1
+        if step in self._state.steps and self._state.steps[step].version != found:
+            recorded = self._state.batches[step]
+            batch = from_record(self._journal.read_batch(step, recorded.crc32, recorded.attempt))
+            self._journal.append(_step_record(batch, found, digest, {}))
+        return found
+
     async def recorded(self, step: int) -> FormedBatch:
         """Returns the journaled batch of `step`, which is now the trainer's batch."""
         if self._forming is not None:
@@ -347,16 +360,8 @@ class BatchFormer:
         earlier = self._state.steps.get(batch.step)
         version = self.identify(version_from_pb(report.version), report.weight_digest.hex())
         if earlier is None or earlier.version != version:
-            self._journal.append(
-                kinds.Step(
-                    step=report.step,
-                    version=version,
-                    digest=report.weight_digest.hex(),
-                    lags=sorted(batch.token_lags.items()),
-                    several=batch.num_with_several_versions,
-                    metrics={} if batch.given is None else dict(report.metrics),
-                )
-            )
+            metrics = {} if batch.given is None else dict(report.metrics)
+            self._journal.append(_step_record(batch, version, report.weight_digest.hex(), metrics))
         if earlier is None:
             tokens = sampled_tokens(batch.trajectories)
             self._ledger.end_batched(TrajectoryEnd.TRAINED, tokens)
@@ -434,6 +439,15 @@ def version_of(
     if recorded.digest == digest:
         return recorded.version
     return PolicyVersion(newest + 1, step)
+
+
+def _step_record(
+    batch: FormedBatch, version: PolicyVersion, digest: str, metrics: dict[str, float]
+) -> kinds.Step:
+    lags, several = sorted(batch.token_lags.items()), batch.num_with_several_versions
+    return kinds.Step(
+        step=batch.step, version=version, digest=digest, lags=lags, several=several, metrics=metrics
+    )
 
 
 def _batch_of(message: FormedBatch | pb.StepReport | pb.DataFault) -> tuple[str, int]:

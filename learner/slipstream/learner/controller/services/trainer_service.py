@@ -156,7 +156,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._publisher.trainer_joined(max(1, request.num_senders))
         self._former.trainer_joined()
         epoch = self.place.take(request, context)
-        self._orders.trainer_version = self._former.identify(version, request.weight_digest.hex())
+        self._orders.trainer_version = self._former.adopt(version, request.weight_digest.hex())
         behind = self._progress.version.step - version.step
         if behind == 0:
             self._progress.reached(self._orders.trainer_version)

@@ -207,6 +207,25 @@ async def test_a_step_that_is_made_again_does_not_begin_the_count_anew(tmp_path:
             assert books.state.set_aside_in_a_row == 1
 
 
+async def test_other_weights_than_the_journals_are_journaled_when_a_trainer_brings_them(
+    tmp_path: Path,
+) -> None:
+    step = {"kind": "step", "step": 0, "version": [1, 1], "digest": "ab", "several": 0, "lags": []}
+    async with asyncio.TaskGroup() as tasks:
+        with Journal(tmp_path) as journal:
+            written = {"crc32": journal.write_batch(BATCH.record).crc32}
+            earlier = [r | written if r["kind"] == "batch" else r for r in records(step)]
+            books = books_of(run_of(), journal=journal, state=read_history(earlier))
+            former = BatchFormer(books, tasks)
+            assert former.adopt(PolicyVersion(1, 1), "ab") == PolicyVersion(1, 1)
+            assert former.adopt(PolicyVersion(0, 0), "ef") == PolicyVersion(0, 0)
+            assert former.adopt(PolicyVersion(0, 1), "cd") == PolicyVersion(2, 1)
+            journal.sync()
+        (record,) = read_records(tmp_path)
+    assert (record["step"], record["version"], record["digest"]) == (0, [2, 1], "cd")
+    assert sum(count for _, count in record["lags"]) == sum(BATCH.token_lags.values())
+
+
 async def test_steps_that_a_client_orders_are_set_aside_again_and_again(tmp_path: Path) -> None:
     adam = trainer_pb2.AdamNumbers(learning_rate=1.0)
     order = StepOrder(trainer_pb2.GivenStep(id="s:1:optim_step", adam=adam))
