@@ -104,7 +104,7 @@ are the values of a setting and, behind a semicolon, its default.
 - A run writes its resolved settings to `config.toml` in its folder, readable by its owner only. The
   first line has the digest of the others: remove it when you change the file.
 - Times are in seconds (`_s`), sizes in bytes (`_bytes`), mebibytes (`_mib`) or gibibytes (`_gib`).
-  Paths are relative to the working directory.
+  Paths are relative to the working directory; none begins with `~` or `$`, which nothing replaces.
 
 ## What a run chooses by itself
 

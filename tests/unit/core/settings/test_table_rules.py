@@ -23,6 +23,8 @@ VALUES: list[tuple[str, object, str]] = [
     ("run.steps", True, "input should be a number, got true"),
     ("run.steps", 2**31, "input should be at most 2147483647, got 2147483648"),
     ("run.dir", "x" * 300, TOO_LONG),
+    ("run.dir", "~/runs", "input should be a path without ~ or $ in front, got '~/runs'"),
+    ("model.path", "$HOME/m", "input should be a path without ~ or $ in front, got '$HOME/m'"),
     ("model.dtype", "int8", "input should be 'float32', 'bfloat16' or 'float16', got 'int8'"),
     ("model.path", "", f"{TEXT}''"),
     ("checkpoint.load", "a\nb", f"{TEXT}'a\\nb'"),
