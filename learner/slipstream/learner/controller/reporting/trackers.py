@@ -294,7 +294,8 @@ class _Writer(threading.Thread):
                     break
                 entry(tracker)
             tracker.close()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            # A thread that ends by SystemExit says nothing.
             log.exception("tracker %s", self.name)
             self._abandon(f"{type(error).__name__}: {str(error).split(chr(10), 1)[0]}")
 

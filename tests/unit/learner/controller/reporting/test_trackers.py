@@ -89,6 +89,13 @@ def test_a_tracker_that_fails_is_told_once_and_the_others_go_on():
     ]
 
 
+def test_a_tracker_whose_package_exits_is_told():
+    complaints: list[str] = []
+    trackers = Trackers({"exits": lambda: sys.exit("no key")}, complaints.append)
+    trackers.close()
+    assert complaints == ["tracker exits gets no more numbers: SystemExit: no key"]
+
+
 def test_a_tracker_that_cannot_be_opened_is_told():
     def refuse():
         raise PermissionError("no key")
