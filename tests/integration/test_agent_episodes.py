@@ -15,7 +15,7 @@ from support.rigs.waiting import until
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 AGENTS = ("Tool", "Plain", "Silent", "Hanging", "Raising", "Greedy", "Rewarding")
-AGENTS += ("Stranger", "Miscounting")
+AGENTS += ("Stranger", "Miscounting", "Overpaid")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -78,10 +78,15 @@ async def test_rewards_of_replies_stand_at_their_tokens_whatever_api_gave_them(s
     assert np.flatnonzero(trajectory.token_rewards).tolist() == ends
 
 
-async def test_rewards_of_no_reply_or_of_too_many_tokens_fail_their_episode(server) -> None:
+async def test_rewards_of_no_reply_too_many_tokens_or_a_large_sum_fail_their_episode(
+    server,
+) -> None:
     (stranger,) = await server.run("StrangerAgent", max_attempts=1)
     said = "reply_rewards names no reply of the episode: 'chatcmpl-nobody'"
     assert stranger.failure == Failure(FailureKind.ENVIRONMENT, said)
+    (overpaid,) = await server.run("OverpaidAgent", max_attempts=1)
+    assert overpaid.failure is not None
+    assert "rewards of an episode add up to 1.00002e+06, which must" in overpaid.failure.message
     (miscounting,) = await server.run("MiscountingAgent", max_attempts=1)
     assert miscounting.failure is not None
     size = miscounting.num_sampled_tokens

@@ -28,8 +28,6 @@ from slipstream.v1 import environment_pb2 as pb
 if TYPE_CHECKING:
     from slipstream.client.agent_gateway import Gateway
 
-# Everything that code of an agent may raise; asyncio would end the event loop at some of these.
-RAISED = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)
 # Seconds that a run may take to end after it was interrupted.
 END_LIMIT_S = 10.0
 # Called with True when the code of a run works, with False when it waits for a reply or has ended.
@@ -155,7 +153,7 @@ class AgentEpisode:
             def work() -> None:
                 try:
                     outcome = _Outcome(context.run(self._code))
-                except RAISED as error:
+                except BaseException as error:  # noqa: BLE001 - `next` raises it
                     outcome = _Outcome(error=error)
                 with contextlib.suppress(RuntimeError):
                     # The loop is closed when the whole process ends.
@@ -169,7 +167,7 @@ class AgentEpisode:
             # The rest of the run is no longer in the thread.
             self._thread = None
             return _Outcome(await outcome.value)
-        except RAISED as error:
+        except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and this.cancelling():
                 raise
             return _Outcome(error=error)

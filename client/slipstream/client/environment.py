@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -267,6 +268,10 @@ class TaskSource(Generic[Task]):
         except StopIteration:
             self._end = self._next_index
             return False
+        except BaseException:
+            # A generator that has raised would seem to end here: it starts again.
+            self._next_index = sys.maxsize
+            raise
         self._cache[self._next_index] = task
         self._next_index += 1
         if len(self._cache) > MAX_CACHED_TASKS:

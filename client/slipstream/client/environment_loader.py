@@ -34,7 +34,8 @@ _BUILTIN_FOLDER = str(_OWN_FOLDER.with_name("environments"))
 
 def environment_failed(cause: str) -> EnvironmentFailed:
     """Returns an error that blames the environment; `cause` becomes one line of limited length."""
-    line = " ".join(cause.split())
+    # Names of files may hold what no message can carry.
+    line = " ".join(cause.encode(errors="backslashreplace").decode().split())
     if len(line) > MAX_CAUSE_CHARACTERS:
         line = line[: MAX_CAUSE_CHARACTERS - 3] + "..."
     return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, line)
@@ -42,7 +43,10 @@ def environment_failed(cause: str) -> EnvironmentFailed:
 
 def describe(error: BaseException) -> str:
     """Returns type and message of an exception and the line that raised it, as one line of text."""
-    text = str(error).split("\n", 1)[0]
+    try:
+        text = str(error).strip().split("\n", 1)[0]
+    except Exception as broken:  # noqa: BLE001 - told in its place
+        text = f"its text cannot be made: {type(broken).__name__}"
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         # The traceback ends where Python reads modules, not at the mistake.
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"
@@ -70,7 +74,7 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
+    except BaseException as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module_name}.".startswith(f"{missing}."):
             where = f"{search_path} or " if search_path else ""
@@ -95,7 +99,7 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
     except ConfigError as error:
         # A ConfigError says everything itself.
         raise environment_failed(str(error)) from error
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
+    except BaseException as error:
         raise environment_failed(f"{class_name}(...) failed: {describe(error)}") from error
 
 

@@ -186,7 +186,7 @@ class EpisodeHost:
         try:
             environment = copy.copy(self._environment)
             environment.seed, environment.truncated = command.seed, False
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except BaseException as error:
             cause = f"it cannot be copied for an episode: {describe(error)}"
             raise environment_failed(cause) from error
         episode = _Episode(command.episode_key, environment, self._tracker)
@@ -355,7 +355,7 @@ async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answ
         if this.cancelling():
             raise
         raise environment_failed(describe(error)) from error
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
+    except BaseException as error:
         raise environment_failed(describe(error)) from error
     finally:
         if tracker is not None:
@@ -374,7 +374,7 @@ def _task_source(environment: AnyEnvironment) -> TaskSource[object]:
         return TaskSource(environment)
     except ValueError as error:
         raise environment_failed(describe(error)) from error
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
+    except BaseException as error:
         raise environment_failed(f"tasks() failed: {describe(error)}") from error
 
 
@@ -397,7 +397,7 @@ def digest_of(tasks: TaskSource[Any]) -> str:
     try:
         for place in spaced(tasks.num_tasks or MAX_LOADED, most):
             digest.update(_text(tasks[place]).encode(errors="surrogatepass"))
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001
+    except BaseException as error:  # noqa: BLE001
         # The episode of such a task fails with the cause.
         print(f"a task cannot be read: {error!r}", file=sys.stderr)
         return ""

@@ -76,13 +76,19 @@ class RewardingAgent(_Agent):
             message = await api.messages.create(**asked, max_tokens=9)
         replies = (whole, streamed[0], response, reviewed, message)
         rewards = dict(zip((reply.id for reply in replies), (1, 2, 4, 16, 8), strict=True))
-        return AgentOutcome(0.5, rewards={"reviewer": 32.0}, reply_rewards=rewards | self.more)
+        rewards |= self.more
+        return AgentOutcome(self.whole, rewards={"reviewer": 32.0}, reply_rewards=rewards)
 
     more: dict[str, Any] = {}
+    whole = 0.5
 
 
 class StrangerAgent(RewardingAgent):
     more = {"chatcmpl-nobody": 1.0}
+
+
+class OverpaidAgent(RewardingAgent):
+    whole = 1e6
 
 
 class MiscountingAgent(_Agent):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -193,6 +194,13 @@ class Misbehaving(Environment[str]):
         match reply:
             case "raise":
                 raise ValueError("first line\nsecond line")
+            case "no text":
+                raise type("Mute", (Exception,), {"__str__": lambda self: 1 / 0})
+            case "file":
+                raise OSError(f"no file {os.fsdecode(b'a' + bytes([255]))}")
+            case "panic":
+                # So are those of Rust's libraries and of pytest.fail.
+                raise type("Panic", (BaseException,), {})("index out of range")
             case "exit":
                 sys.exit(3)
             case "interrupt":

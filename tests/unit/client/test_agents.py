@@ -336,6 +336,10 @@ class Refused(Agent):
     [
         (Gives(KeyError("x")), "KeyError: 'x' (test_agents.py:"),
         (Gives(SystemExit(3)), "SystemExit: 3 (test_agents.py:"),
+        (
+            Gives(BaseExceptionGroup("g", [SystemExit()])),
+            "BaseExceptionGroup: g (1 sub-exception) (",
+        ),
         (Gives(asyncio.CancelledError()), "CancelledError (test_agents.py:"),
         (Gives(None), "run() must return a number or an AgentOutcome, got None"),
         (Gives(float("nan")), "the reward must be a finite number, got nan"),
@@ -353,6 +357,7 @@ class Refused(Agent):
         (Refused(), "BadRequestError: Error code: 400"),
         (GivesPlainly(KeyError("x")), "KeyError: 'x' (test_agents.py:"),
         (GivesPlainly(SystemExit(3)), "SystemExit: 3 (test_agents.py:"),
+        (GivesPlainly(GeneratorExit()), "GeneratorExit (test_agents.py:"),
         (GivesPlainly(StopIteration()), "RuntimeError: coroutine raised StopIteration"),
         (Agent(), "NotImplementedError: Agent must define run()"),
     ],

@@ -64,6 +64,24 @@ def test_an_iterator_with_an_end_begins_again() -> None:
     assert [source[i] for i in (5, 0, 3, 1)] == ["c", "a", "a", "b"]
 
 
+def test_an_error_in_an_iterator_does_not_end_the_tasks() -> None:
+    faults = iter([OSError("the network is away")])
+
+    def loaded() -> Iterator[str]:
+        for letter in "abcd":
+            if letter == "c":
+                yield from (raised(fault) for fault in faults)
+            yield letter
+
+    def raised(fault: OSError) -> str:
+        raise fault
+
+    source = TaskSource(Tasks(loaded))
+    with pytest.raises(OSError, match="the network is away"):
+        source[2]
+    assert [source[i] for i in (2, 3, 0, 4)] == ["c", "d", "a", "a"]
+
+
 @pytest.mark.parametrize("make", [list, lambda: iter(())])
 def test_no_task_at_all_is_refused(make: object) -> None:
     with pytest.raises(ValueError, match=r"Tasks.tasks\(\) gives no task"):

@@ -87,6 +87,9 @@ async def test_episodes_do_not_see_each_other() -> None:
     ("reply", "cause"),
     [
         ("raise", "ValueError: first line (fake_workers.py:"),
+        ("no text", "Mute: its text cannot be made: ZeroDivisionError (fake_workers.py:"),
+        ("file", "OSError: no file a\\udcff (fake_workers.py:"),
+        ("panic", "Panic: index out of range (fake_workers.py:"),
         ("exit", "SystemExit: 3 (fake_workers.py:"),
         ("interrupt", "KeyboardInterrupt (fake_workers.py:"),
         ("cancel", "CancelledError (fake_workers.py:"),

@@ -351,7 +351,12 @@ def verdict(**fields) -> env_pb.WorkerMessage:
         (
             "step",
             verdict(reward=1e308, messages=asked("c")),
-            "the rewards of an episode add up to inf",
+            "the rewards of an episode add up to 1e+308, which must be between -1e+06 and 1e+06",
+        ),
+        (
+            "step",
+            verdict(reward=-1e6, token_rewards=[0, 0, 0, -1], done=True),
+            "the rewards of an episode add up to -1e+06, which must be between",
         ),
         (
             "step",

@@ -19,7 +19,12 @@ from slipstream.core.template_values import read_values
 from slipstream.core.types import IGNORED, Status
 from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.agents.recorder import Recorder
-from slipstream.rollout_server.episodes.calls import StreamSession, misused, whole_reward
+from slipstream.rollout_server.episodes.calls import (
+    StreamSession,
+    check_sum,
+    misused,
+    whole_reward,
+)
 from slipstream.rollout_server.episodes.play import Play
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
@@ -131,6 +136,8 @@ async def serve_agent(
         end = await play.ask(talk.run())
         shares = dict(end.shares)
         recording.reward, rewards = _earned(recorder, end)
+        for total in (recording.reward, *rewards.values()):
+            check_sum(total)
         recording.metrics.update(end.metrics)
     finally:
         recording.generation_s = recorder.clock.busy_s

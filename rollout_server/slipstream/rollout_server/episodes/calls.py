@@ -16,10 +16,13 @@ from typing import Any, TypeAlias
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.template_values import NEED_PARSER, read_tools
+from slipstream.protocol.bounds import largest
 from slipstream.rollout_server.chat import ParsedReply
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
 MAX_MESSAGE_CHARACTERS = 500
+# The controller blames the server for a trajectory with a larger sum of rewards.
+MAX_REWARD = largest(trajectory_pb2.Trajectory, "reward")
 # Calls of one agent that may wait to be taken; a worker opens far fewer.
 _MAX_WAITING_CALLS = 1024
 # The answers to a command that has several; a failure is the last of them.
@@ -180,6 +183,13 @@ def _check_numbers(reward: float, named: Mapping[str, Mapping[Any, float]]) -> N
 def whole_reward(judged: environment_pb2.Verdict | environment_pb2.ReplyReward) -> float:
     """Returns the reward of a reply with those of its tokens."""
     return sum(judged.token_rewards, judged.reward)
+
+
+def check_sum(total: float) -> None:
+    """Raises EnvironmentFailed if the rewards of an episode add up to what is out of bounds."""
+    if not abs(total) <= MAX_REWARD:
+        what = f"the rewards of an episode add up to {total:g}"
+        raise misused(f"{what}, which must be between -{MAX_REWARD:g} and {MAX_REWARD:g}")
 
 
 def check_tools(tools: str, *, takes_tools: bool) -> None:

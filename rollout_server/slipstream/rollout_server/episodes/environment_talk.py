@@ -19,6 +19,7 @@ from slipstream.rollout_server.chat import REPLY, ChatMessage, TemplateInputs, c
 from slipstream.rollout_server.engine_interface import FinishReason
 from slipstream.rollout_server.episodes.calls import (
     StreamSession,
+    check_sum,
     check_tools,
     misused,
     whole_reward,
@@ -145,8 +146,7 @@ class EnvironmentTalk:
             said = history.reply(given, chat_messages(verdict))[:most]
             self._play.give(said, FinishReason.LENGTH if truncated else FinishReason.STOP)
         recording.reward += whole_reward(verdict)
-        if not math.isfinite(recording.reward):
-            raise misused(f"the rewards of an episode add up to {recording.reward}")
+        check_sum(recording.reward)
         try:
             recording.earn(-1, verdict.reward, verdict.token_rewards)
         except ValueError as error:
