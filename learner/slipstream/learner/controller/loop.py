@@ -233,7 +233,9 @@ class BatchFormer:
         if step in self._state.steps and self._state.steps[step].version != found:
             recorded = self._state.batches[step]
             batch = from_record(self._journal.read_batch(step, recorded.crc32, recorded.attempt))
-            self._journal.append(_step_record(batch, found, digest, {}))
+            is_newest = version.step == self._state.version.step
+            metrics = dict(self._state.metrics) if is_newest else {}
+            self._journal.append(_step_record(batch, found, digest, metrics))
         return found
 
     async def recorded(self, step: int) -> FormedBatch:

@@ -190,8 +190,9 @@ class Journal:
 
     def trouble(self) -> str:
         """Returns why records cannot be written, or "" if they can; does not wait for a sync."""
-        if self._failure is None:
-            self._failure = self._vanished()
+        # A sync in its thread may fail meanwhile.
+        if self._failure is None and (gone := self._vanished()) is not None:
+            self._failure = gone
         return "" if self._failure is None else str(self._failure)
 
     @property

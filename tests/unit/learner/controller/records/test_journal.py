@@ -360,6 +360,25 @@ async def test_what_the_disk_once_did_not_take_is_never_durable(
         pass
 
 
+def test_a_sync_that_fails_while_somebody_asks_for_trouble_is_not_forgotten(tmp_path, monkeypatch):
+    disk, journal = SlowDisk(monkeypatch), Journal(tmp_path)
+    looks = journal._vanished
+
+    def fails_meanwhile() -> RunFailed | None:
+        journal.append(note("a"))
+        with pytest.raises(RunFailed):
+            journal.sync()
+        return looks()
+
+    disk.fails = errno.EIO
+    monkeypatch.setattr(journal, "_vanished", fails_meanwhile)
+    assert "Input/output error" in journal.trouble()
+    # The system says an error once: a later sync must not succeed.
+    disk.fails = 0
+    with pytest.raises(RunFailed, match="Input/output error"), journal:
+        pass
+
+
 def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
     """Redis delivers again what ended or was trained just before the crash."""
     trained = Trajectory(**TRAINED)
