@@ -226,16 +226,29 @@ class BatchFormer:
     def adopt(self, version: PolicyVersion, digest: str) -> PolicyVersion:
         """Returns the run's version for the weights with which a trainer registers.
 
-        Other weights than the journal's, as of a trainer that another one had replaced for a while,
-        are journaled, since the run goes on from them.
+        They may be others than those that the journal has of their step: another trainer made that
+        one again meanwhile, or it began before their checkpoint was whole. The run goes on from
+        them, and the journal gets them and the steps from which they were made anew.
         """
-        found, step = self.identify(version, digest), version.step - 1
-        if step in self._state.steps and self._state.steps[step].version != found:
-            recorded = self._state.batches[step]
-            batch = from_record(self._journal.read_batch(step, recorded.crc32, recorded.attempt))
-            is_newest = version.step == self._state.version.step
+        found, made = self.identify(version, digest), dict[int, JournaledStep]()
+        for before in self._state.replaced:
+            is_older = before.version.step < version.step
+            if is_older and before.version.incarnation <= version.incarnation:
+                made[before.version.step - 1] = before
+        steps, again = self._state.steps, sorted(made)
+        again = [n for n in again if steps[n].version.incarnation > version.incarnation]
+        if version.step - 1 in steps and steps[version.step - 1].version != found:
+            made[version.step - 1] = JournaledStep(found, digest)
+            again.append(version.step - 1)
+        for step in again:
+            is_newest = step == self._state.version.step - 1
             metrics = dict(self._state.metrics) if is_newest else {}
-            self._journal.append(_step_record(batch, found, digest, metrics))
+            batch = self._state.batches[step]
+            message = self._journal.read_batch(step, batch.crc32, batch.attempt)
+            record = made[step]
+            self._journal.append(
+                _step_record(from_record(message), record.version, record.digest, metrics)
+            )
         return found
 
     async def recorded(self, step: int) -> FormedBatch:

@@ -152,6 +152,8 @@ class RunState:
     # Batches that were not set aside, and the newest record of each step, without those forgotten.
     batches: dict[int, RecordedBatch] = field(default_factory=dict)
     steps: dict[int, JournaledStep] = field(default_factory=dict)
+    # Earlier records of steps that were made again, in the order in which others replaced them.
+    replaced: list[JournaledStep] = field(default_factory=list)
     # The newest version that the trainer made. A step that is repeated and gives other weights
     # begins an incarnation, which is the newest one from then on.
     version: PolicyVersion = START
@@ -340,6 +342,8 @@ class RunState:
             self.ends[TrajectoryEnd.TRAINED] += self.batches[step].tokens
             self.lags.update(dict(record.lags))
             self.with_several_versions += record.several
+        if step in self.steps and self.steps[step].version != record.version:
+            self.replaced.append(self.steps[step])
         self.steps[step] = JournaledStep(record.version, record.digest)
         if record.version.step >= self.version.step:
             self.metrics = record.metrics

@@ -207,23 +207,48 @@ async def test_a_step_that_is_made_again_does_not_begin_the_count_anew(tmp_path:
             assert books.state.set_aside_in_a_row == 1
 
 
-async def test_other_weights_than_the_journals_are_journaled_when_a_trainer_brings_them(
+def step_record(step: int, incarnation: int, digest: str) -> dict:
+    version = {"step": step, "version": [incarnation, step + 1], "digest": digest}
+    return {"kind": "step", "several": 0, "lags": []} | version
+
+
+@pytest.mark.parametrize(
+    ("earlier", "version", "digest", "found", "journaled"),
+    [
+        ([step_record(0, 1, "ab")], (1, 1), "ab", (1, 1), []),
+        ([step_record(0, 1, "ab")], (0, 0), "ef", (0, 0), []),
+        # A trainer that another one had replaced, or whose checkpoint was whole late.
+        ([step_record(0, 1, "ab")], (0, 1), "cd", (2, 1), [([2, 1], "cd")]),
+        # The step before it was made again; these weights were not made from that.
+        (
+            [
+                *(step_record(0, 0, "aa"), lease_record("g000008", 8)),
+                *(batch_record(1, "g000008"), step_record(1, 0, "bb"), step_record(0, 1, "ab")),
+            ],
+            *((0, 2), "bb", (0, 2), [([0, 1], "aa")]),
+        ),
+    ],
+)
+async def test_the_journal_gets_the_weights_that_a_trainer_brings_and_what_they_were_made_from(
     tmp_path: Path,
+    earlier: list[dict],
+    version: tuple[int, int],
+    digest: str,
+    found: tuple[int, int],
+    journaled: list[tuple[list[int], str]],
 ) -> None:
-    step = {"kind": "step", "step": 0, "version": [1, 1], "digest": "ab", "several": 0, "lags": []}
     async with asyncio.TaskGroup() as tasks:
         with Journal(tmp_path) as journal:
             written = {"crc32": journal.write_batch(BATCH.record).crc32}
-            earlier = [r | written if r["kind"] == "batch" else r for r in records(step)]
-            books = books_of(run_of(), journal=journal, state=read_history(earlier))
+            known = [r | written if r["kind"] == "batch" else r for r in records(*earlier)]
+            books = books_of(run_of(), journal=journal, state=read_history(known))
             former = BatchFormer(books, tasks)
-            assert former.adopt(PolicyVersion(1, 1), "ab") == PolicyVersion(1, 1)
-            assert former.adopt(PolicyVersion(0, 0), "ef") == PolicyVersion(0, 0)
-            assert former.adopt(PolicyVersion(0, 1), "cd") == PolicyVersion(2, 1)
+            assert former.adopt(PolicyVersion(*version), digest) == PolicyVersion(*found)
             journal.sync()
-        (record,) = read_records(tmp_path)
-    assert (record["step"], record["version"], record["digest"]) == (0, [2, 1], "cd")
-    assert sum(count for _, count in record["lags"]) == sum(BATCH.token_lags.values())
+        got = list(read_records(tmp_path))
+    assert [(record["version"], record["digest"]) for record in got] == journaled
+    lags = sum(BATCH.token_lags.values())
+    assert all(sum(count for _, count in record["lags"]) == lags for record in got)
 
 
 async def test_steps_that_a_client_orders_are_set_aside_again_and_again(tmp_path: Path) -> None:
