@@ -293,6 +293,8 @@ def _numbers(given: object, several: str, names: str, one: str) -> dict[str, flo
         if not isinstance(name, str) or BRANCH_NAME.fullmatch(name) is None:
             what = f"{several} are of branches, with names of 1 to 64 letters, digits and ._:+-"
             raise environment_failed(f"{what}, got {show(name)}")
+    if not all(map(str, given)):
+        raise environment_failed(f"{several} must have names, got {show(given)}")
     return {str(name): _finite(value, f"the {one} {name!r}") for name, value in given.items()}
 
 

@@ -252,6 +252,9 @@ class TaskSource(Generic[Task]):
         if self._sequence is not None:
             return self._sequence[index % self.num_tasks]
         if self._end is not None:
+            if not self._end:
+                name = type(self._environment).__name__
+                raise ValueError(f"{name}.tasks() must give its tasks at each call, got none")
             index %= self._end
         if index not in self._cache and index < self._next_index:
             self._iterator = _iterate(self._environment.tasks())

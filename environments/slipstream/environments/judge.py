@@ -171,8 +171,10 @@ class Judge(_ScoringServer):
             wanted = ANSWERS[self._answer]
             raise JudgeError(f"{self._name} must reply with {wanted}, got {in_one_line(text)!r}")
         if not self.lowest <= score <= self._highest:
+            # `score` may be a whole number that no float holds.
+            got = f"{score:g}" if isinstance(score, float) else in_one_line(str(score))
             raise JudgeError(
-                f"{self._name} must score from {self.lowest:g} to {self._highest:g}, got {score:g}"
+                f"{self._name} must score from {self.lowest:g} to {self._highest:g}, got {got}"
             )
         return float(score)
 

@@ -219,6 +219,8 @@ class Misbehaving(Environment[str]):
                 return StepResult(0.5, [{"role": "user", "content": "and?"}])  # type: ignore[arg-type]
             case "metric":
                 return StepResult(1.0, metrics={"size": math.inf})
+            case "no name":
+                return StepResult(1.0, metrics={"": 1.0})
             case "metrics":
                 return StepResult(1.0, metrics=[("size", 1)])  # type: ignore[arg-type]
             case "picture":

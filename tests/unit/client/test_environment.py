@@ -82,6 +82,14 @@ def test_an_error_in_an_iterator_does_not_end_the_tasks() -> None:
     assert [source[i] for i in (2, 3, 0, 4)] == ["c", "d", "a", "a"]
 
 
+def test_an_iterator_that_gives_its_tasks_once_is_named_when_they_are_asked_for_again() -> None:
+    once = iter(range(MAX_CACHED_TASKS + 2))
+    source = TaskSource(Tasks(lambda: once))
+    assert source[MAX_CACHED_TASKS + 1] == MAX_CACHED_TASKS + 1
+    with pytest.raises(ValueError, match=r"Tasks.tasks\(\) must give its tasks at each call"):
+        source[0]
+
+
 @pytest.mark.parametrize("make", [list, lambda: iter(())])
 def test_no_task_at_all_is_refused(make: object) -> None:
     with pytest.raises(ValueError, match=r"Tasks.tasks\(\) gives no task"):

@@ -105,6 +105,7 @@ async def test_episodes_do_not_see_each_other() -> None:
         ("long", "the reward must be a finite number, got 'xxxxxx"),
         ("metric", "the metric 'size' must be a finite number, got inf"),
         ("metrics", "metrics must map names to numbers, got [('size', 1)]"),
+        ("no name", "metrics must have names, got {'': 1.0}"),
         ("picture", "a message of step(): a message has no field 'picture'; it has role, content"),
         (
             "call of a user",

@@ -154,6 +154,7 @@ async def test_an_object_counts_from_its_first_to_its_last_brace(endpoint: Endpo
         ('{"score": "7"}', {"answer": "json"}, "must reply with an object"),
         ('{"score": true}', {"answer": "json"}, "must reply with an object"),
         ('{"score": NaN}', {"answer": "json"}, "must score from 0 to 10, got nan"),
+        (f'{{"score": 1{"0" * 400}}}', {"answer": "json"}, "must score from 0 to 10, got 1000"),
         ((200, {}, "7 but", "length"), {}, "was cut off at 1024 tokens: raise max_tokens"),
         (failure(400), {}, "failed: BadRequestError"),
         (failure(401), {}, "failed: AuthenticationError"),
