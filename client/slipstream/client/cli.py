@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
 
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             # A terminal of another encoding lacks characters of replies and names.
             stream.reconfigure(errors="backslashreplace")
     try:
