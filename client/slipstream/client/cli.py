@@ -70,11 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SlipstreamError as error:
         complain(str(error), sys.stderr)
         return 1
-    except OSError as error:
-        if error.filename is None:
-            raise
-        complain(f"{error.filename}: {error.strerror}", sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
 

@@ -45,7 +45,7 @@ def describe(error: BaseException) -> str:
     """Returns type and message of an exception and the line that raised it, as one line of text."""
     try:
         text = str(error).strip().split("\n", 1)[0]
-    except Exception as broken:  # noqa: BLE001 - told in its place
+    except BaseException as broken:  # noqa: BLE001 - told in its place
         text = f"its text cannot be made: {type(broken).__name__}"
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         # The traceback ends where Python reads modules, not at the mistake.

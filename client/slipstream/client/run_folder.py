@@ -101,7 +101,7 @@ def _check_contents(config: Config) -> bool:
             f"{folder} holds a run already; choose another run.name or remove the folder"
         )
     settings = folder / CONFIG
-    if not settings.is_file():
+    if not _is_file(settings):
         raise ConfigError(
             f"{settings} is missing or no file, and a run does not go on without the settings "
             f"that it had: {REMEDY}, or begin anew with another run.name"
@@ -139,6 +139,14 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return values if is_whole else None
 
 
+def _is_file(path: Path) -> bool:
+    """Whether there is such a file; raises ConfigError for a folder that may not be looked at."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+
+
 def _check_not_held(path: Path, folder: Path) -> None:
     """Raises ConfigError while a process holds the lock of `path`, which may be missing."""
     try:
@@ -161,7 +169,7 @@ def _held(folder: Path) -> str:
 def settings_of(folder: Path) -> Path:
     """Returns a run folder's settings file; raises ConfigError if there is none."""
     path = folder / CONFIG
-    if path.is_file():
+    if _is_file(path):
         return path
     if not folder.is_dir():
         is_file = f"a file, name its folder {folder.parent}"
@@ -311,7 +319,7 @@ def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
             raise ConfigError(f"{seen}: name a run, or give --controller HOST:PORT")
         (folder,) = going.values()
     else:
-        is_path = "/" in run or (Path(run) / CONFIG).is_file()
+        is_path = "/" in run or _is_file(Path(run) / CONFIG)
         folder = Path(run) if is_path else runs / run
     path = settings_of(folder)
     try:

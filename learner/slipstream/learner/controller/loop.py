@@ -223,44 +223,42 @@ class BatchFormer:
         trainer = version.incarnation
         return version_of(version.step, digest, recorded, trainer=trainer, newest=newest)
 
-    def adopt(self, version: PolicyVersion, digest: str) -> PolicyVersion:
-        """Returns the run's version for the weights with which a trainer registers.
+    async def adopt(self, version: PolicyVersion, digest: str) -> None:
+        """Journals the weights with which a trainer has registered, if the journal lacks them.
 
-        They may be others than those that the journal has of their step: another trainer made that
-        one again meanwhile, or it began before their checkpoint was whole. The run goes on from
-        them, and the journal gets them and the steps from which they were made anew.
+        They may be others than those that it has of their step: another trainer made that one again
+        meanwhile, or it began before their checkpoint was whole. The run goes on from them, so that
+        the steps from which they were made are journaled anew as well.
         """
-        found, made = self.identify(version, digest), dict[int, JournaledStep]()
-        for before in self._state.replaced:
-            is_older = before.version.step < version.step
-            if is_older and before.version.incarnation <= version.incarnation:
-                made[before.version.step - 1] = before
-        steps, again = self._state.steps, sorted(made)
-        again = [n for n in again if steps[n].version.incarnation > version.incarnation]
-        if version.step - 1 in steps and steps[version.step - 1].version != found:
-            made[version.step - 1] = JournaledStep(found, digest)
-            again.append(version.step - 1)
-        for step in again:
+        found, steps, last = self.identify(version, digest), self._state.steps, version.step - 1
+        made = {
+            before.version.step - 1: before
+            for before in self._state.replaced
+            if before.version.step <= last
+            and before.version.incarnation
+            <= version.incarnation
+            < steps[before.version.step - 1].version.incarnation
+        }
+        if last in steps and steps[last].version != found:
+            made[last] = JournaledStep(found, digest)
+        for step, record in sorted(made.items()):
+            batch = await self._read(step)
             is_newest = step == self._state.version.step - 1
             metrics = dict(self._state.metrics) if is_newest else {}
-            batch = self._state.batches[step]
-            message = self._journal.read_batch(step, batch.crc32, batch.attempt)
-            record = made[step]
-            self._journal.append(
-                _step_record(from_record(message), record.version, record.digest, metrics)
-            )
-        return found
+            self._journal.append(_step_record(batch, record.version, record.digest, metrics))
+
+    async def _read(self, step: int) -> FormedBatch:
+        batch = self._state.batches[step]
+        return from_record(
+            await asyncio.to_thread(self._journal.read_batch, step, batch.crc32, batch.attempt)
+        )
 
     async def recorded(self, step: int) -> FormedBatch:
         """Returns the journaled batch of `step`, which is now the trainer's batch."""
         if self._forming is not None:
             await self.form()
         if self.training is None or self.training.step != step:
-            batch = self._state.batches[step]
-            message = await asyncio.to_thread(
-                self._journal.read_batch, step, batch.crc32, batch.attempt
-            )
-            self.training = from_record(message)
+            self.training = await self._read(step)
         return self.training
 
     async def take_up(self, message: pb.StepReport | pb.DataFault, trainer: PolicyVersion) -> None:

@@ -156,7 +156,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._publisher.trainer_joined(max(1, request.num_senders))
         self._former.trainer_joined()
         epoch = self.place.take(request, context)
-        self._orders.trainer_version = self._former.adopt(version, request.weight_digest.hex())
+        digest = request.weight_digest.hex()
+        self._orders.trainer_version = given = self._former.identify(version, digest)
         behind = self._progress.version.step - version.step
         if behind == 0:
             self._progress.reached(self._orders.trainer_version)
@@ -170,9 +171,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         for line in groups[:MAX_LAYOUT_LINES]:
             self._run.events.add(f"  {line}")
         self._progress.moved()
+        await self._former.adopt(version, digest)
         return pb.TrainerWelcome(
             run_id=self._progress.run_id,
-            version=version_to_pb(self._orders.trainer_version),
+            version=version_to_pb(given),
             trainer_epoch=epoch,
         )
 

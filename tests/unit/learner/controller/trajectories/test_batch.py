@@ -243,7 +243,8 @@ async def test_the_journal_gets_the_weights_that_a_trainer_brings_and_what_they_
             known = [r | written if r["kind"] == "batch" else r for r in records(*earlier)]
             books = books_of(run_of(), journal=journal, state=read_history(known))
             former = BatchFormer(books, tasks)
-            assert former.adopt(PolicyVersion(*version), digest) == PolicyVersion(*found)
+            assert former.identify(PolicyVersion(*version), digest) == PolicyVersion(*found)
+            await former.adopt(PolicyVersion(*version), digest)
             journal.sync()
         got = list(read_records(tmp_path))
     assert [(record["version"], record["digest"]) for record in got] == journaled
