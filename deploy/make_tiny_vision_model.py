@@ -1,10 +1,8 @@
-"""Makes a tiny random Qwen2.5-VL, Qwen3-VL, Qwen3.5 or Mistral 3 for the example of colours."""
+"""Makes a tiny random Qwen2.5-VL, Qwen3-VL or Qwen3.5 for the example of colours."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Mapping
 from pathlib import Path
 
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<reply>", "<vision>", "<image>", "<video>", "</vision>"]
@@ -28,7 +26,6 @@ FAMILIES = {
     "qwen3_vl_moe": "Qwen3VLMoe",
     "qwen3_5": "Qwen3_5",
     "qwen3_5_moe": "Qwen3_5Moe",
-    "mistral3": "Mistral3",
 }
 
 
@@ -51,66 +48,6 @@ def make_tokenizer(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def _make_mistral(folder: Path, sizes: Mapping[str, object]) -> None:
-    """Saves a random Mistral 3; rows of an image end with <video>, the image with </vision>."""
-    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
-    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-
-    decoder = {
-        "model_type": "ministral3",
-        "vocab_size": len(SPECIAL_TOKENS) + len(WORDS),
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": 256,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        # transformers does not train the embedding of a token for padding.
-        "pad_token_id": None,
-        "rms_norm_eps": 1e-5,
-        "initializer_range": 0.08,
-        "tie_word_embeddings": False,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1000.0,
-            "factor": 2.0,
-            "original_max_position_embeddings": 128,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
-        **sizes,
-    }
-    tower = {
-        "model_type": "pixtral",
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 112,
-        "patch_size": 14,
-        "initializer_range": 0.08,
-    }
-    config = Mistral3Config(
-        text_config=decoder,
-        vision_config=tower,
-        image_token_index=SPECIAL_TOKENS.index("<image>"),
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    Mistral3ForConditionalGeneration(config).save_pretrained(folder)
-    PixtralImageProcessorPil(patch_size=14, size={"longest_edge": 112}).save_pretrained(folder)
-    names = {
-        "image_token": "<image>",
-        "image_break_token": "<video>",
-        "image_end_token": "</vision>",
-    }
-    (folder / "processor_config.json").write_text(json.dumps(names))
-
-
 def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> None:
     """Saves a random model of `family` in float32 with its image processor.
 
@@ -124,9 +61,6 @@ def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> 
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    if family == "mistral3":
-        _make_mistral(folder, sizes)
-        return
     is_third, has_delta_nets = family != "qwen2_5_vl", family.startswith("qwen3_5")
     mixture = {
         "num_experts": 4,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.shapes import IMAGE_TOKENS, make_tokenizer
+from benchmarks.common.shapes import make_tokenizer
 
 VOCAB, TINY_VOCAB = 32768, 256
 # Episodes are longer than the windows.
@@ -58,8 +58,6 @@ TINY_TOWER = {
 }
 # Sides of images in pixels, before and after the tower's processor.
 IMAGE_SIDE, LARGEST_SIDE = 56, 448
-# The tokens of an image, of a row and of its end, by their places in `IMAGE_TOKENS`.
-PIXTRAL_TOKENS = {"": 1, "_break": 2, "_end": 3}
 
 
 @dataclass(frozen=True)
@@ -333,22 +331,6 @@ FAMILIES = {
         | {"norm_topk_prob": True, "rope_parameters": _DEEP_ROPE},
         tower=_DEEP_TOWER,
     ),
-    "mistral3": Family(
-        "Mistral3",
-        _heads(4096, 14336, 32, 8, 128)
-        | {"model_type": "ministral3", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
-        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
-        tower={
-            "model_type": "pixtral",
-            "num_hidden_layers": 4,
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_attention_heads": 16,
-            "patch_size": 14,
-            "image_size": LARGEST_SIDE,
-            "hidden_act": "silu",
-        },
-    ),
     "qwen3.5": Family(
         "Qwen3_5",
         _heads(4096, 12288, 16, 4, 256) | _NETS,
@@ -404,14 +386,7 @@ def make_family(
     if family.names:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | family.names, indent=2))
-    if name == "mistral3":
-        from transformers.models.pixtral import image_processing_pil_pixtral as pixtral
-
-        sizes = {"patch_size": family.tower["patch_size"], "size": {"longest_edge": LARGEST_SIDE}}
-        pixtral.PixtralImageProcessorPil(**sizes).save_pretrained(folder)
-        names = {f"image{part}_token": IMAGE_TOKENS[at] for part, at in PIXTRAL_TOKENS.items()}
-        (folder / "processor_config.json").write_text(json.dumps(names))
-    elif family.tower:
+    if family.tower:
         from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen2_vl
 
         size = {"shortest_edge": IMAGE_SIDE**2, "longest_edge": LARGEST_SIDE**2}

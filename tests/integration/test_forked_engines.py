@@ -23,7 +23,7 @@ LORA = {"rank": 8, "publish": "adapters", "target_modules": ["linear_qkv", "line
 # Each family of decoders once, and families with a tower.
 DECODERS = list({case.split(".")[0]: case for case in CASES}.values())
 NESTED = "gemma3.gemma3 beside a tower"
-SEEING = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "mistral3"]
+SEEING = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 QUICK = ("qwen3_5",)
 
 

@@ -46,4 +46,4 @@ def test_the_colour_of_a_square_is_learned(family: str, tmp_path: Path) -> None:
     assert summary["probe_gap_max"] <= (0.1 if is_rounded else 1e-3)
     succeed("replay", tmp_path / "run", limit_s=500)
     (exported,) = (path.parent for path in (tmp_path / "run").rglob("model.safetensors"))
-    assert image_tokens(exported, max_images=1) is not None
+    assert image_tokens(exported) is not None

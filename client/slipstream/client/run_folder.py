@@ -30,8 +30,6 @@ from slipstream.core.configuration.config_file import (
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import CheckpointError, ConfigError
 from slipstream.core.machine.files import open_regular, read_regular
-from slipstream.core.models.model_rules import sees_images
-from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.run_folder import (
     ADDRESS,
     CHECKPOINTS,
@@ -403,13 +401,6 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
         if was_stored != wanted[key]:
             change, held = ("left out", "that") if was_stored else ("added", "no such")
             yield f"{key} cannot be {change} {on}: its checkpoints hold {held} model"
-    had, has = before.sampling.max_images, now.sampling.max_images
-    if bool(had) != bool(has):
-        sizes = read_model_sizes(now.model.path)
-        if sees_images(before, sizes) != sees_images(now, sizes):
-            tower = f"the model {'with' if had else 'without'} its vision tower"
-            stays = f"sampling.max_images must stay {'above 0' if had else '0'} {on}"
-            yield f"{stays}, got {has}: its checkpoints hold {tower}"
     was_asked, is_asked = _top_k(before), _top_k(now)
     if was_asked != is_asked:
         reason = "recorded replies carry this number of likely tokens"

@@ -122,7 +122,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
         config.model.path,
         template=settings.chat_template,
         values=settings.chat_template_kwargs,
-        images=image_tokens(config.model.path, max_images=config.sampling.max_images),
+        images=image_tokens(config.model.path),
     )
     gpus = gpu_names(os.environ, 0, settings.tensor_parallel_size)
     limit_s = config.learner.timeout_s

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pytest
 import torch
 from slipstream.core.configuration.config_file import check_model, parse_config
-from slipstream.core.errors import ConfigError
 from slipstream.core.models.vision import image_tokens
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ImagePlace, PolicyVersion, Trajectory, VersionSpan
@@ -35,8 +33,6 @@ LAYOUTS = {
 }
 REPLAY = "-replay"
 CRITIC = "-critic"
-# A run with images that saves a checkpoint, and one without them that is given it.
-SAVED, BLIND = "saved", "blind"
 LORA, LORA_RANK, LORA_ALPHA = "-lora", 4, 8.0
 LEARNING_RATE, ADAM_EPS = 1e-2, 1e-3
 # The longest conversation has a micro batch of its own, without images.
@@ -57,7 +53,7 @@ def noise(width: int, height: int) -> bytes:
 
 def conversations(folder: Path) -> list[Conversation]:
     """Token ids and placed images: without images, with one, and with two of other sizes."""
-    tokens = image_tokens(folder, max_images=2)
+    tokens = image_tokens(folder)
     assert tokens is not None
     red, wide, high = square_png(COLOURS["red"], 0, 14), noise(112, 56), noise(60, 100)
     made = [
@@ -127,9 +123,6 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.model.schedule import forward_logprobs, masked_outputs
 
     family, layout = job.split(".")
-    if layout in (SAVED, BLIND):
-        see_lost_tower(folder, family, layout)
-        return
     config = config_of(folder / family, layout)
     policy = opened(config)
     if config.critic is not None:
@@ -181,32 +174,6 @@ def run_rank(folder: Path, job: str) -> None:
 
         save_hf_folder(policy, folder / family, folder / f"{family}-final")
     kept(policy, found, folder / f"{job}.pt")
-
-
-def see_lost_tower(folder: Path, family: str, layout: str) -> None:
-    """Saves a checkpoint, or notes why a run without images does not start from it."""
-    from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
-    from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
-    from slipstream.learner.trainer.opening import load_frozen
-
-    table = config_of(folder / family, "one").model_dump(mode="json", exclude_none=True)
-    table["run"]["dir"] = str(folder / "runs")
-    table["sampling"]["max_images"] = 2 if layout == SAVED else 0
-    config = parse_config(table, source=layout)
-    policy = opened(config)
-    if layout == SAVED:
-        models = stored_policy(policy, with_optimizer=False)
-        checkpointer = Checkpointer(config, policy.ranks, models)
-        checkpointer.load_newest()
-        checkpointer.save(PolicyVersion(0, 1), b"digest")
-        checkpointer.finish()
-    else:
-        table["checkpoint"] = {"load": str(config.run_dir / "checkpoints" / "step-000001")}
-        new = parse_config(table, source="new")
-        with pytest.raises(ConfigError) as caught:
-            load_frozen(new, policy.ranks)
-        torch.save(str(caught.value), folder / f"{family}.{layout}.pt")
-    policy.ranks.close()
 
 
 def see_critic(policy: Policy, config: Config, folder: Path, job: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from slipstream.core.models.vision import PixtralProcessor, load_processor
+from slipstream.core.models.vision import load_processor
 
 from support.ranks.vision_ranks import Conversation
 
@@ -22,20 +22,12 @@ def plain_model(folder: Path) -> torch.nn.Module:
     return plain
 
 
-def _padded(images: Sequence[torch.Tensor]) -> torch.Tensor:
-    height, width = (max(image.shape[axis] for image in images) for axis in (1, 2))
-    found = torch.zeros(len(images), 3, height, width)
-    for own, image in zip(found, images, strict=True):
-        own[:, : image.shape[1], : image.shape[2]] = image
-    return found
-
-
-def _mask_of(is_image: torch.Tensor, *, has_videos: bool):
+def _mask_of(is_image: torch.Tensor):
     """Says where images are: transformers also takes such tokens that a model has sampled."""
 
     def mask(_ids, inputs_embeds: torch.Tensor, **_: object) -> object:
         found = is_image[..., None].expand_as(inputs_embeds)
-        return (found, torch.zeros_like(found)) if has_videos else found
+        return found, torch.zeros_like(found)
 
     return mask
 
@@ -64,22 +56,13 @@ def plain_outputs(
             token_id = int(tokens[offset])
             own = torch.tensor(processor.tokens(token_id, data)) == token_id
             is_image[0, offset : offset + len(own)] = own
-        has_videos = not isinstance(processor, PixtralProcessor)
-        if images and not has_videos:
-            whole = [torch.from_numpy(processor.image(data)) for _, data in images]
-            given = {
-                "pixel_values": _padded(whole),
-                "image_sizes": [tuple(image.shape[1:]) for image in whole],
-            }
-        elif images:
+        if images:
             pixels = [processor.pixels(data) for _, data in images]
             given = {
                 "pixel_values": torch.from_numpy(np.concatenate([p.values for p in pixels])),
                 "image_grid_thw": torch.tensor([p.grid for p in pixels]),
                 "mm_token_type_ids": is_image,
             }
-        if images:
-            mask = _mask_of(is_image.bool(), has_videos=has_videos)
-            model.model.get_placeholder_mask = mask
+            model.model.get_placeholder_mask = _mask_of(is_image.bool())
         found.append(model(input_ids=ids, **given).logits[0])
     return found

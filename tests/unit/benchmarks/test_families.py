@@ -10,7 +10,7 @@ from slipstream.core.configuration.config_file import check_sizes
 
 from benchmarks.agreement import families
 from benchmarks.agreement.families import Rooms, earlier_rows, lines_of, measure_family
-from benchmarks.agreement.family_shapes import FAMILIES, make_family
+from benchmarks.agreement.family_shapes import FAMILIES
 from benchmarks.agreement.logprob_gap import config_of, parse_arguments
 
 ARGUMENTS = argparse.Namespace(device="cpu", steps=1, limit_s=1.0, fresh=True, logs=None)
@@ -95,17 +95,3 @@ def test_rows_of_an_earlier_call_on_the_same_device_stay(tmp_path: Path) -> None
     assert earlier_rows(path, device="cuda", steps=3) == {"qwen3-moe": row}
     assert earlier_rows(path, device="cpu", steps=3) == {}
     assert earlier_rows(path, device="cuda", steps=2) == {}
-
-
-def test_a_made_mistral3_names_the_tokens_of_images(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    make_family(tmp_path, "mistral3", tiny=True)
-    ids = {
-        token["content"]: token["id"]
-        for token in json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
-    }
-    names = json.loads((tmp_path / "processor_config.json").read_text())
-    found = [ids[names[f"image{part}_token"]] for part in ("", "_break", "_end")]
-    image = json.loads((tmp_path / "config.json").read_text())["image_token_index"]
-    # vLLM's processor writes the first of them into a prompt and looks for the model's token.
-    assert found == [image, image + 1, image + 2]

@@ -1,7 +1,5 @@
 """What may change between the start of a run and its resume."""
 
-import json
-
 import pytest
 from slipstream.client.run_folder import FIXED, GROWING, check_resumable
 from slipstream.core.errors import ConfigError
@@ -34,7 +32,6 @@ CHANGED = {
     "lora.publish": "adapters",
     "lora.adapters": ["math"],
 }
-TOWER = {"model_type": "pixtral", "hidden_size": 8}
 # What a setting cannot be changed without.
 BESIDE = {
     "lora.publish": {"lora__rank": 8},
@@ -48,31 +45,6 @@ def test_a_setting_that_recorded_steps_depend_on_must_stay(key: str) -> None:
     changed = config(**beside, **{key.replace(".", "__"): CHANGED[key]})
     with pytest.raises(ConfigError, match=f"{key} must stay .* when a run goes on, got .*: "):
         check_resumable(config(**beside), changed)
-
-
-@pytest.mark.parametrize(("before", "now"), [(0, 1), (2, 0)])
-def test_a_tower_that_is_left_out_without_images_neither_comes_nor_goes(tmp_path, before, now):
-    decoder = {"model_type": "mistral", "hidden_size": 8, "num_attention_heads": 2}
-    names = {
-        "nested": "Mistral3ForConditionalGeneration",
-        "whole": "Qwen2_5_VLForConditionalGeneration",
-    }
-    for name, architecture in names.items():
-        table = {"text_config": decoder, "vision_config": TOWER, "architectures": [architecture]}
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(table))
-
-    def check(model: str) -> None:
-        changes = {"sampling__max_image_bytes": 1, "model__path": str(tmp_path / model)}
-        check_resumable(
-            config(**changes, sampling__max_images=before),
-            config(**changes, sampling__max_images=now),
-        )
-
-    with pytest.raises(ConfigError, match=f"max_images must stay .* goes on, got {now}: .* tower"):
-        check("nested")
-    # Its tower is there in any case.
-    check("whole")
 
 
 @pytest.mark.parametrize("key", GROWING)

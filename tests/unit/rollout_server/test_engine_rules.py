@@ -157,11 +157,8 @@ def test_bytes_on_the_wire_are_those_of_all_files_that_the_index_names(tmp_path:
     assert wire_bytes(config_of(tmp_path)) == 2 * 12
 
 
-@pytest.mark.parametrize(
-    ("family", "images", "expected"),
-    [("Gemma3", 0, 3), ("Mistral3", 0, 3), ("Mistral3", 1, 3 + 12 + 5)],
-)
-def test_a_tower_that_is_left_out_is_not_on_the_wire(tmp_path, family, images, expected):
+@pytest.mark.parametrize("family", ["Gemma3", "Mistral3"])
+def test_a_tower_that_is_left_out_is_not_on_the_wire(tmp_path: Path, family: str) -> None:
     decoder = {"hidden_size": 4, "num_hidden_layers": 1}
     values = {
         "architectures": [f"{family}ForConditionalGeneration"],
@@ -177,5 +174,4 @@ def test_a_tower_that_is_left_out_is_not_on_the_wire(tmp_path, family, images, e
         "mtp.norm.weight": [7],
     }
     write_tensors(tmp_path, **tensors)
-    config = config_of(tmp_path, max_images=images)
-    assert wire_bytes(config) == 2 * expected
+    assert wire_bytes(config_of(tmp_path)) == 2 * 3

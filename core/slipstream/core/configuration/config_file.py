@@ -41,7 +41,6 @@ from slipstream.core.models.model_rules import (
     dtype_problems,
     layout_problems,
     model_problems,
-    sees_images,
     vision_problems,
 )
 from slipstream.core.models.model_sizes import read_model_sizes, read_model_table
@@ -190,7 +189,7 @@ def check_model(config: Config) -> None:
             f"{name}.path",
             # A critic replaces the output projection by its own head.
             has_output=name != "critic",
-            has_tower=sees_images(config, read_model_sizes(path)),
+            has_tower=read_model_sizes(path).has_vision,
         )
         for problem in problems:
             raise ConfigError(problem)

@@ -1,7 +1,7 @@
 """The settings of the reference and critic models, each checked like the policy's."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError
@@ -11,7 +11,6 @@ from slipstream.core.models.model_rules import (
     critic_problems,
     layout_problems,
     model_problems,
-    sees_images,
     vision_layout_problems,
 )
 from slipstream.core.models.model_sizes import (
@@ -20,7 +19,6 @@ from slipstream.core.models.model_sizes import (
     read_model_table,
     read_table,
 )
-from slipstream.core.models.vision import row_tokens
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import (
     ReferenceSection,
@@ -132,15 +130,14 @@ def _problems(
     # With the policy's folder, the policy's own rules report this.
     if is_critic and folder != policy_folder:
         yield from critic_problems(sizes)
-    sees = sees_images(settings, sizes)
-    if sees:
+    if sizes.has_vision:
         yield from vision_layout_problems(learner, sizes)
-    if sees != sees_images(settings, policy):
+    if sizes.has_vision != policy.has_vision:
         yield (
             f"model.path must see images if and only if the policy does, got a "
             f"{sizes.folder_class} beside a {policy.folder_class}"
         )
-    elif sees:
+    elif sizes.has_vision:
         images, of_policy = _images(folder, sizes), _images(policy_folder, policy)
         differing = [
             f"{name} {images.get(name)}, not {of_policy.get(name)}"
@@ -193,17 +190,8 @@ def _tokens(path: Path) -> dict[int, str]:
 
 def _images(folder: Path, sizes: ModelSizes) -> dict[str, object]:
     """Returns, by name, the settings with which the folder's model turns images into tokens."""
-    table, path = read_model_table(folder), folder / "tokenizer.json"
+    table = read_model_table(folder)
     tower, whole = table.get("vision_config") or {}, _read_table(folder / "processor_config.json")
-    rows: Mapping[str, object] = {}
-    if sizes.is_nested:
-        try:
-            rows = row_tokens(whole, _read_table(path))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{path} must hold added_tokens with the tokens between rows of an image "
-                f"({type(error).__name__}: {error})"
-            ) from error
     # The image processor, from the file that transformers would read.
     processor = whole.get("image_processor", _read_table(folder / "preprocessor_config.json"))
     if not isinstance(processor, dict):
@@ -213,9 +201,8 @@ def _images(folder: Path, sizes: ModelSizes) -> dict[str, object]:
         )
     return {
         **processor,
-        **rows,
         "image token": sizes.image_token,
-        "spatial_merge_size": tower.get("spatial_merge_size", table.get("spatial_merge_size", 2)),
+        "spatial_merge_size": tower.get("spatial_merge_size", 2),
         "vision_config.patch_size": tower.get("patch_size"),
         "vision_config.temporal_patch_size": tower.get("temporal_patch_size", 2),
     }

@@ -130,9 +130,7 @@ def _mistral(architecture: str, model_type: str) -> Family:
         model_type=model_type,
         values=_VALUES,
         has_windows=True,
-        nested=Nested(
-            outer="Mistral3ForConditionalGeneration", model_type=model_type, has_tower=True
-        ),
+        nested=Nested(outer="Mistral3ForConditionalGeneration", model_type=model_type),
     )
 
 
@@ -300,13 +298,7 @@ FAMILIES = (
                 "tie_word_embeddings": True,
             },
         ),
-        cannot={
-            "model.dtype": "vLLM (0.32.0) does not compute it in float16",
-            "sampling.max_images": (
-                "its tokens of an image attend to each other in both directions, the learner's "
-                "only to those before them"
-            ),
-        },
+        cannot={"model.dtype": "vLLM (0.32.0) does not compute it in float16"},
     ),
     Family(
         architecture="GptOssForCausalLM",

@@ -81,8 +81,6 @@ class Nested:
     model_type: str
     # Published files leave out fields of text_config that have transformers' defaults.
     defaults: Table = field(default_factory=dict)
-    # Whether a run may have images.
-    has_tower: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +151,6 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
         "model.dtype": Feature(off="bfloat16", title="float16"),
         "learner.parallel.etp": Feature(off=1, title="split experts"),
         "lora.rank": Feature(off=0, title="adapters"),
-        "sampling.max_images": Feature(off=0, title="images"),
     }
 )
 

@@ -64,6 +64,7 @@ HARMLESS = frozenset(
         "initializer_range",
         # These are read where images are.
         *("mm_tokens_per_image", "multimodal_projector_bias", "spatial_merge_size"),
+        *("projector_hidden_act", "vision_feature_layer"),
     }
 )
 # Fields that must be left out: only some families compute with them.
@@ -106,11 +107,9 @@ ONE_VALUE: Mapping[str, Values] = MappingProxyType(
         **dict.fromkeys(_IS_ZERO, ZERO),
         "hidden_act": ("silu",),
         "hidden_activation": (None, "silu"),
-        "projector_hidden_act": (None, "gelu"),
         "is_causal": (None, True),
         "rope_interleave": (None, True),
         "scoring_func": (None, "softmax"),
-        "vision_feature_layer": (None, -1),
     }
 )
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from slipstream.core.machine.files import open_regular
-from slipstream.core.models.model_rules import sees_images
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
 from slipstream.core.models.registry import TOWERS, family_of, is_nested
 from slipstream.core.settings.config import Config
@@ -164,7 +163,7 @@ def loaded_tensors(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     if not held:
         return
     sizes = read_model_sizes(config.model.path)
-    left_out = TOWERS if sizes.is_nested and not sees_images(config, sizes) else ()
+    left_out = TOWERS if sizes.is_nested else ()
     for name, (_, shape) in held.items():
         if not (name.startswith(left_out) or is_further(name, layers=sizes.layers)):
             yield name, shape
@@ -232,8 +231,7 @@ def _tower_problems(
     """Yields one message for each fault of a vision tower; checks the number of blocks if known."""
     if not tower:
         yield f"{every}vision tower"
-    table = values.get("vision_config") or {}
-    depth = table.get("depth", table.get("num_hidden_layers"))
+    depth = (values.get("vision_config") or {}).get("depth")
     for stack, blocks in _stacks(tower).items():
         yield from _differences(stack, blocks, setting)
         if depth is None or stack.endswith("_list"):

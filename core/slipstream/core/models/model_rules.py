@@ -19,9 +19,6 @@ _ROPE_REFUSALS = {
     "dynamic": "transformers scales by the length of each sequence, vLLM by the longest possible",
     "longrope": "transformers chooses factors for each sequence, vLLM by the longest possible",
 }
-# vLLM hard-codes this epsilon in the norm of Mistral 3's projector.
-PROJECTOR_EPS = 1e-5
-
 # Tokens of a cache that hold no part of an episode: vLLM keeps a block of 128 empty, fills the last
 # one of a request in part, and samples one token more for a probe.
 _SPARE_TOKENS = 512
@@ -274,23 +271,21 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
         )
 
 
-def sees_images(config: Config, sizes: ModelSizes) -> bool:
-    """Whether a run uses the vision tower of a model of these sizes."""
-    return sizes.has_vision and (not sizes.is_nested or config.sampling.max_images > 0)
-
-
 def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
     """Yields one line for each conflict between a model and the run's settings for images."""
-    if sizes.is_nested and not sees_images(config, sizes):
-        chosen = {"sampling.max_images": config.sampling.max_images}
-        yield from refusals(sizes.family, sizes.folder_class, chosen)
-        yield from _untested_problems(config, sizes)
+    if sizes.is_nested:
+        if config.lora.rank:
+            yield (
+                f"lora.rank must be 0 for a {sizes.folder_class} with a vision tower: the names of "
+                f"its adapters were not compared, got {config.lora.rank}"
+            )
+        if config.critic is not None:
+            yield from critic_problems(sizes)
         if (value := config.rollout_server.quantization) != "off":
             yield (
                 f'rollout_server.quantization must be "off" for a {sizes.folder_class} with a '
                 f"vision tower: it was not tested, got {value!r}"
             )
-        return
     if not sizes.has_vision:
         if config.sampling.max_images:
             yield (
@@ -298,20 +293,11 @@ def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
                 f"got {config.sampling.max_images}"
             )
         return
-    if sizes.is_nested:
-        if sizes.norm_eps != PROJECTOR_EPS:
-            yield (
-                f"model.path: rms_norm_eps of a {sizes.folder_class} that sees images must be "
-                f"{PROJECTOR_EPS}, with which rollout servers norm the features, got "
-                f"{sizes.norm_eps}"
-            )
-        yield from _untested_problems(config, sizes)
     token, vocab = sizes.image_token, sizes.vocab
     if not isinstance(token, int) or token < 0 or token >= vocab > 0:
-        name = "image_token_index" if sizes.is_nested else "image_token_id"
         yield (
-            f"model.path: {name} of a {sizes.folder_class} must be a token of the vocabulary, "
-            f"0 to {vocab - 1}, got {token!r}"
+            f"model.path: image_token_id of a {sizes.folder_class} must be a token of the "
+            f"vocabulary, 0 to {vocab - 1}, got {token!r}"
         )
     yield from vision_layout_problems(config.learner, sizes)
     server, reference = config.rollout_server, config.reference
@@ -338,16 +324,6 @@ def vision_layout_problems(learner: LearnerSection, sizes: ModelSizes) -> Iterat
             "learner.transformer.recompute_granularity must be selective or left out for a "
             f"{sizes.folder_class}: features of images are added between its layers, got 'full'"
         )
-
-
-def _untested_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
-    if config.lora.rank:
-        yield (
-            f"lora.rank must be 0 for a {sizes.folder_class} with a vision tower: the names of "
-            f"its adapters were not compared, got {config.lora.rank}"
-        )
-    if config.critic is not None:
-        yield from critic_problems(sizes)
 
 
 def critic_problems(sizes: ModelSizes) -> Iterator[str]:

@@ -65,7 +65,7 @@ class ModelSizes:
     rope: tuple[tuple[str, Any], ...]
     uses_sliding_window: bool
     is_quantized: bool
-    # Whether it can be trained on images, and whether its tower is left out without any.
+    # Whether it can be trained on images, and whether it is beside a tower that is left out.
     has_vision: bool
     is_nested: bool
     # Number of layers behind which the tower adds features.
@@ -131,10 +131,6 @@ class ModelSizes:
         family, tower = family_of(values), values.get("vision_config") or {}
         vision, has_vision, image_token = family.vision, False, None
         deep_layers: tuple[int, ...] = ()
-        if is_nested(values):
-            has_vision = family.nested is not None and family.nested.has_tower
-            # transformers takes both names, and the second if it finds both.
-            image_token = values.get("image_token_id", values.get("image_token_index", 10))
         if vision is not None:
             has_vision, deep_layers = True, vision.deep_layers
             image_token = values.get("image_token_id", vision.image_token)

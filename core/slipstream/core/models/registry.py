@@ -102,8 +102,3 @@ def nested_name(name: str, held: Collection[str]) -> str:
     if any(each.startswith(_NEW_FORM) for each in held):
         return name.replace("model.", _NEW_FORM, 1)
     return f"language_model.{name}"
-
-
-def tower_name(name: str, held: Collection[str]) -> str:
-    """Returns the name in files with the names `held` of a tower's published tensor."""
-    return f"model.{name}" if any(each.startswith(_NEW_FORM) for each in held) else name

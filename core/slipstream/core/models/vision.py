@@ -1,8 +1,7 @@
 """Images in conversations: their bytes, their pixels, and where their tokens are.
 
 Servers and trainer turn images into patches in the same way: both use transformers' PIL processor
-on every host, since torchvision resizes differently. Pixtral, of Mistral 3, turns an image into one
-token for each merged patch, a break token after each row, and an end token.
+on every host, since torchvision resizes differently.
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ import base64
 import binascii
 import functools
 import io
-import json
-import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,8 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.model_sizes import read_model_sizes, read_model_table
-from slipstream.core.models.registry import is_nested
+from slipstream.core.models.model_sizes import read_model_sizes
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 # An image of so many pixels takes 50 MB before it is made smaller.
@@ -43,8 +39,6 @@ _TURNS = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-# Field of processor_config.json -> default of the token at the end of a row, and of an image.
-ROW_TOKENS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 # Images that are known to be readable: the members of a group have the same images.
 _KEPT_IMAGES = 32
 
@@ -52,7 +46,7 @@ _KEPT_IMAGES = 32
 class Pixels(NamedTuple):
     """One image: float32 [patches, values of a patch], and its grid of patches, (1, height, width).
 
-    The processor decides the order of patches: grouped by token, or row by row.
+    Patches are grouped by token.
     """
 
     values: npt.NDArray[np.float32]
@@ -65,9 +59,6 @@ class ImageProcessor:
 
     # transformers' PIL processor, here Qwen2VLImageProcessorPil.
     inner: Any
-
-    # Whether positions of its tokens have three axes.
-    has_axes = True
 
     @property
     def merge(self) -> int:
@@ -84,10 +75,6 @@ class ImageProcessor:
         width, height = size_of(data)
         patches = int(self.inner.get_number_of_image_patches(height, width))
         return [token_id] * (patches // self.merge**2)
-
-    def has_features(self, height: int, width: int) -> npt.NDArray[np.bool_]:
-        """Returns, for rows and columns of placeholders, which tokens are placeholders: all."""
-        return np.ones(height * width, dtype=np.bool_)
 
     def pixels(self, data: bytes) -> Pixels:
         """Returns the pixels of a PNG, JPEG, WebP or GIF. Raises ValueError for other bytes."""
@@ -160,108 +147,13 @@ def data_of_url(url: str) -> bytes:
         raise ValueError(f"the data URL of an image is no base64: {error}") from error
 
 
-@dataclass(frozen=True)
-class PixtralProcessor(ImageProcessor):
-    """Pixtral's image processor; the values of a patch are ordered by channel, row and column."""
-
-    patch_size: int
-    merge_size: int
-    # Tokens at the end of a row, and of the image.
-    break_id: int
-    end_id: int
-
-    # Positions have one axis, as in text.
-    has_axes = False
-
-    @property
-    def merge(self) -> int:
-        return self.merge_size
-
-    @property
-    def max_tokens(self) -> int:
-        side = math.ceil(self._longest / self._square)
-        return side * (side + 1)
-
-    def tokens(self, token_id: int, data: bytes) -> list[int]:
-        """Returns rows of `token_id`, each ended by `break_id`, the last one by `end_id`."""
-        width, height = size_of(data)
-        ratio = max(1.0, height / self._longest, width / self._longest)
-        rows, columns = (
-            math.ceil(math.floor(side / ratio) / self._square) for side in (height, width)
-        )
-        if not rows * columns:
-            raise ValueError(
-                f"an image must keep a row and a column of pixels when its longer side is made "
-                f"{self._longest}, got {width} * {height}"
-            )
-        found = ([token_id] * columns + [self.break_id]) * rows
-        found[-1] = self.end_id
-        return found
-
-    def has_features(self, height: int, width: int) -> npt.NDArray[np.bool_]:
-        """Returns a flag for each token of an image: true for placeholders, false for row ends."""
-        return np.tile(np.arange(width + 1) < width, height)
-
-    def pixels(self, data: bytes) -> Pixels:
-        image, size = self.image(data), self.patch_size
-        height, width = (side // size for side in image.shape[1:])
-        patches = image.reshape(-1, height, size, width, size).transpose(1, 3, 0, 2, 4)
-        values = np.ascontiguousarray(patches.reshape(height * width, -1))
-        return Pixels(values, (1, height, width))
-
-    def image(self, data: bytes) -> npt.NDArray[np.float32]:
-        """Returns the pixels as float32 [channels, rows, columns]."""
-        found = self.inner(images=[decoded(data)], patch_size=self._square, return_tensors="np")
-        return np.ascontiguousarray(found["pixel_values"][0], dtype=np.float32)
-
-    @property
-    def _square(self) -> int:
-        return self.patch_size * self.merge_size
-
-    @property
-    def _longest(self) -> int:
-        return int(self.inner.size["longest_edge"])
-
-
-def row_tokens(names: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the token ids of `ROW_TOKENS` by field name.
-
-    `names` is the table of processor_config.json, and `tokenizer` the table of tokenizer.json. A
-    token that the tokenizer lacks is left out. Raises KeyError, TypeError or ValueError for tables
-    of another form.
-    """
-    ids = {token["content"]: int(token["id"]) for token in tokenizer["added_tokens"]}
-    wanted = {name: names.get(name, default) for name, default in ROW_TOKENS.items()}
-    return {name: ids[token] for name, token in wanted.items() if token in ids}
-
-
 @functools.lru_cache(maxsize=4)
 def load_processor(folder: str | Path) -> ImageProcessor:
     """Returns the image processor of a folder. Raises ConfigError if its files cannot be read."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    table, path = read_model_table(Path(folder)), Path(folder) / "processor_config.json"
     try:
-        if not is_nested(table):
-            return ImageProcessor(Qwen2VLImageProcessorPil.from_pretrained(folder))
-        from transformers.models.pixtral import image_processing_pil_pixtral as pixtral
-
-        names = json.loads(path.read_bytes()) if path.is_file() else {}
-        ids = row_tokens(names, json.loads(path.with_name("tokenizer.json").read_bytes()))
-        for name, default in ROW_TOKENS.items():
-            if name not in ids:
-                token = names.get(name, default)
-                raise ValueError(
-                    f"its tokenizer.json lacks the token {token!r}, which stands between parts of "
-                    "an image"
-                )
-        return PixtralProcessor(
-            pixtral.PixtralImageProcessorPil.from_pretrained(folder),
-            patch_size=int(table["vision_config"]["patch_size"]),
-            merge_size=int(table.get("spatial_merge_size", 2)),
-            break_id=ids["image_break_token"],
-            end_id=ids["image_end_token"],
-        )
+        return ImageProcessor(Qwen2VLImageProcessorPil.from_pretrained(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"model.path must hold the image processor of a model with vision: {folder}: {error}"
@@ -313,10 +205,10 @@ class ImageTokens:
         return found, placed
 
 
-def image_tokens(folder: Path, *, max_images: int) -> ImageTokens | None:
-    """Returns the `ImageTokens` of a folder, or None if it is used without vision."""
+def image_tokens(folder: Path) -> ImageTokens | None:
+    """Returns the `ImageTokens` of a folder, or None if its model has no vision."""
     sizes = read_model_sizes(folder)
-    if not sizes.has_vision or (sizes.is_nested and not max_images):
+    if not sizes.has_vision:
         return None
     return ImageTokens(int(sizes.image_token), load_processor(folder))
 

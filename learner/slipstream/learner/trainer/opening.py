@@ -149,8 +149,8 @@ def _load(
 ) -> ParallelModel:
     bridge = compat.install().from_hf_pretrained(str(config.model.path))
     whole_config = bridge.hf_pretrained.config
-    if whole_config.architectures[0] in NESTED and not config.sampling.max_images:
-        # Without images the vision tower is neither trained nor published, so it is left out.
+    if whole_config.architectures[0] in NESTED:
+        # The vision tower is neither trained nor published, so it is left out.
         whole_config.vision_config = None
     hf_config = whole_config.get_text_config()
     if load_weights:

@@ -388,14 +388,12 @@ def open_answering(parts: VllmParts, settings: RolloutServerSection) -> Answerin
     replies to requests without tools too, and lose them. Call this in a thread: it takes a second
     or two and needs no event loop.
     """
-    model = parts.vllm_config.model_config
-    shown, folder = model.multimodal_config, Path(model.model)
-    max_images = 0 if shown is None else shown.get_limit_per_prompt("image")
+    folder = Path(parts.vllm_config.model_config.model)
     own = Renderer(
         folder,
         template=settings.chat_template,
         values=settings.chat_template_kwargs,
-        images=image_tokens(folder, max_images=max_images),
+        images=image_tokens(folder),
     )
     renderer = PromptRenderer(parts.renderer, own)
     plain = _open_application(parts, settings.model_copy(update={"tool_parser": None}), renderer)

@@ -125,8 +125,8 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
 def tower_values(table: Mapping[str, Any], sampling: SamplingSection) -> dict[str, object]:
     """Registers our model classes with vLLM, and returns vLLM's arguments for a vision tower.
 
-    Without a tower there are no arguments. The tower of a model in `NESTED` is not loaded if no
-    episode has images: it is not trained, so no weights are published for it.
+    Without a tower there are no arguments. The tower of a model in `NESTED` is not loaded: it is
+    not trained, so no weights are published for it.
     """
     modules = {name: family.engine.module for name, family in FAMILIES.items()}
     for name, module in {**modules, **dict.fromkeys(NESTED, "nested_models")}.items():

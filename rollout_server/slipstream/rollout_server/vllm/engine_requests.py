@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from slipstream.core.models.vision import PixtralProcessor, PlacedImage, load_processor
+from slipstream.core.models.vision import PlacedImage, load_processor
 from slipstream.rollout_server.engine_interface import (
     EngineUse,
     Generation,
@@ -224,12 +224,6 @@ class EngineRequests:
         processor = load_processor(self._llm.model_config.model)
         pixels = processor.pixels(data)
         rows, columns = (side // processor.merge for side in pixels.grid[1:])
-        has_features = torch.from_numpy(processor.has_features(rows, columns))
-        if isinstance(processor, PixtralProcessor):
-            image = MultiModalFieldElem(
-                torch.from_numpy(processor.image(data)), MultiModalBatchedField()
-            )
-            return MultiModalKwargsItem({"pixel_values": image}), has_features
         values, grid = torch.from_numpy(pixels.values), torch.tensor(pixels.grid)
         whole = MultiModalFlatField(slices=[slice(0, len(values))])
         item = MultiModalKwargsItem(
@@ -240,7 +234,7 @@ class EngineRequests:
                 ),
             }
         )
-        return item, has_features
+        return item, torch.ones(rows * columns, dtype=torch.bool)
 
 
 @lru_cache(_KEPT_IMAGES)

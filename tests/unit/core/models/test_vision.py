@@ -2,8 +2,6 @@
 
 import dataclasses
 import io
-import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,6 @@ from slipstream.core.configuration.config_file import check_model, parse_config
 from slipstream.core.errors import ConfigError, ProtocolError
 from slipstream.core.models.vision import (
     MAX_PIXELS,
-    PixtralProcessor,
     data_of_url,
     decoded,
     image_tokens,
@@ -30,18 +27,12 @@ from support.fakes.tiny_models import make_seeing_model
 from deploy.environments.colours import COLOURS, SIDE, square_png
 
 RED = square_png(COLOURS["red"], 0, 0)
-IMAGE, BREAK, END = 5, 6, 7
+IMAGE = 5
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_seeing_model(tmp_path_factory.mktemp("vision"), "qwen3_vl")
-
-
-@pytest.fixture(scope="module")
-def rows_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Mistral 3, whose rows of tokens have ends."""
-    return make_seeing_model(tmp_path_factory.mktemp("pixtral"), "mistral3")
 
 
 def png(width: int, height: int) -> bytes:
@@ -100,7 +91,7 @@ def test_bytes_that_are_no_image_are_refused(folder: Path) -> None:
 
 
 def test_a_token_of_the_template_becomes_those_of_its_image(folder: Path) -> None:
-    tokens = image_tokens(folder, max_images=1)
+    tokens = image_tokens(folder)
     assert tokens is not None
     found, placed = tokens.expanded([1, IMAGE, 7, IMAGE, 2], [RED, png(112, 56)])
     assert found == [1, *[IMAGE] * 4, 7, *[IMAGE] * 8, 2]
@@ -112,7 +103,7 @@ def test_a_token_of_the_template_becomes_those_of_its_image(folder: Path) -> Non
 def test_a_model_of_text_has_no_tokens_of_images(tmp_path: Path) -> None:
     make_text_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    assert image_tokens(tmp_path, max_images=1) is None
+    assert image_tokens(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -173,78 +164,3 @@ def test_a_model_of_text_is_refused_images(tmp_path: Path) -> None:
     config = parse_config(table(tmp_path, max_images=1), source="test")
     with pytest.raises(ConfigError, match="max_images must be 0 for a LlamaForCausalLM"):
         check_model(config)
-
-
-def test_rows_of_an_image_end_with_tokens_of_their_own(rows_folder: Path) -> None:
-    tokens = image_tokens(rows_folder, max_images=1)
-    assert tokens is not None
-    found, placed = tokens.expanded([1, IMAGE, 2, IMAGE], [png(84, 50), png(9, 9)])
-    row = [IMAGE] * 3
-    assert found == [1, *row, BREAK, *row, END, 2, IMAGE, END]
-    assert [place.offset for place in placed] == [1, 10]
-
-
-def test_without_images_the_model_reads_their_tokens_as_text(rows_folder: Path) -> None:
-    assert image_tokens(rows_folder, max_images=0) is None
-
-
-@pytest.mark.parametrize(
-    ("width", "height"), [(28, 28), (29, 28), (112, 56), (9, 100), (300, 113), (113, 300), (500, 7)]
-)
-def test_an_image_has_the_pixels_of_transformers_and_their_tokens(width, height, rows_folder):
-    processor, data = load_processor(rows_folder), png(width, height)
-    assert isinstance(processor, PixtralProcessor)
-    with Image.open(io.BytesIO(data)) as image:
-        expected = processor.inner(images=[image], patch_size=28, return_tensors="np")
-    whole = processor.image(data)
-    np.testing.assert_array_equal(whole, expected["pixel_values"][0])
-    values, (_, rows, columns) = processor.pixels(data)
-    assert whole.shape == (3, rows * 14, columns * 14)
-    for place in (0, columns - 1, columns, rows * columns - 1):
-        top, left = 14 * (place // columns), 14 * (place % columns)
-        patch = whole[:, top : top + 14, left : left + 14]
-        np.testing.assert_array_equal(values[place], patch.ravel())
-    tokens = processor.tokens(IMAGE, data)
-    has_features = processor.has_features(rows // 2, columns // 2)
-    assert [token == IMAGE for token in tokens] == has_features.tolist()
-    assert has_features.sum() == rows * columns // 4
-    assert len(tokens) <= processor.max_tokens
-
-
-def test_a_processor_may_lie_in_the_file_of_the_whole_processor(rows_folder, tmp_path):
-    for path in rows_folder.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
-    (tmp_path / "preprocessor_config.json").unlink()
-    names = json.loads((tmp_path / "processor_config.json").read_text())
-    whole = {**names, "image_processor": settings, "processor_class": "PixtralProcessor"}
-    (tmp_path / "processor_config.json").write_text(json.dumps(whole))
-    data = png(300, 113)
-    np.testing.assert_array_equal(
-        load_processor(tmp_path).pixels(data).values,
-        load_processor(rows_folder).pixels(data).values,
-    )
-
-
-def test_an_image_that_would_lose_its_last_row_is_refused(rows_folder: Path) -> None:
-    with pytest.raises(ValueError, match="longer side is made 112, got 1000 [*] 7"):
-        load_processor(rows_folder).tokens(IMAGE, png(1000, 7))
-
-
-def test_a_tokenizer_without_these_tokens_is_refused(rows_folder: Path, tmp_path: Path) -> None:
-    for path in rows_folder.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    names = {"image_break_token": "[IMG_BREAK]"}
-    (tmp_path / "processor_config.json").write_text(json.dumps(names))
-    with pytest.raises(ConfigError, match=r"lacks the token '\[IMG_BREAK\]', which stands between"):
-        load_processor(tmp_path)
-
-
-def test_a_folder_may_name_the_token_of_images_as_transformers_does(rows_folder, tmp_path):
-    other = tmp_path / "model"
-    shutil.copytree(rows_folder, other)
-    values = json.loads((rows_folder / "config.json").read_text())
-    values["image_token_id"] = values.pop("image_token_index")
-    (other / "config.json").write_text(json.dumps(values))
-    tokens = image_tokens(other, max_images=1)
-    assert tokens is not None and tokens.token_id == IMAGE

@@ -1,7 +1,6 @@
 """Which settings a model that sees images excludes, also one whose decoder is a text class."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_fields import field_problems, unknown_fields
 from slipstream.core.models.model_rules import model_problems, vision_problems
 from slipstream.core.models.model_sizes import ModelSizes, decoder_table
-from slipstream.core.models.registry import nested_name, tower_name
+from slipstream.core.models.registry import nested_name
 from support.fakes.small_configs import small_config
 
 DECODER = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
@@ -319,11 +318,6 @@ def test_another_decoder_is_refused_by_name(changes: dict[str, Any], words: str)
         decoder_table({**MISTRAL, **changes})
 
 
-def test_another_layer_of_the_tower_is_refused() -> None:
-    (problem,) = field_problems(decoder_table({**MISTRAL, "vision_feature_layer": -2}))
-    assert "vision_feature_layer of a MistralForCausalLM must be left out or -1, got -2" in problem
-
-
 def test_tensors_have_the_names_of_the_form_that_the_files_have() -> None:
     published, modules = ["language_model.model.norm.weight"], ["model.language_model.norm.weight"]
     for name, first, second in (
@@ -331,8 +325,6 @@ def test_tensors_have_the_names_of_the_form_that_the_files_have() -> None:
         ("lm_head.weight", "language_model.lm_head.weight", "lm_head.weight"),
     ):
         assert (nested_name(name, published), nested_name(name, modules)) == (first, second)
-    name = "vision_tower.ln_pre.weight"
-    assert (tower_name(name, published), tower_name(name, modules)) == (name, f"model.{name}")
 
 
 CP2 = {"learner": {"parallel": {"cp": 2}, "world_size": 2}}
@@ -341,29 +333,15 @@ CP2 = {"learner": {"parallel": {"cp": 2}, "world_size": 2}}
 @pytest.mark.parametrize("values", [GEMMA, MISTRAL], ids=["gemma", "mistral"])
 def test_a_decoder_without_images_takes_layouts_of_its_text_class(values: dict[str, Any]) -> None:
     assert problems(values, CP2) == []
+    outer = values["architectures"][0]
     for changes, named in (
         ({"lora": {"rank": 4}}, "lora.rank must be 0"),
         ({"rollout_server": {"quantization": "fp8_per_channel"}}, "rollout_server.quantization"),
         (CRITIC, "[critic] is not supported"),
+        ({"sampling": {"max_images": 2}}, f"sampling.max_images must be 0 for a {outer}"),
     ):
         (problem,) = problems(values, changes)
         assert problem.startswith(named)
-
-
-def test_images_are_for_mistral_3_alone() -> None:
-    images = {"sampling": {"max_images": 2}}
-    assert problems(MISTRAL, images) == []
-    (problem,) = problems(GEMMA, images)
-    assert problem.startswith("sampling.max_images must be 0 for a Gemma3ForConditionalGeneration")
-    (problem,) = problems(MISTRAL, {**images, **CP2})
-    assert problem.startswith("learner.parallel.cp must be 1")
-    for changes, named in (({"lora": {"rank": 4}}, "lora.rank"), (CRITIC, "[critic]")):
-        (problem,) = problems(MISTRAL, {**images, **changes})
-        assert problem.startswith(named)
-    (problem,) = problems(with_text(MISTRAL, rms_norm_eps=1e-6), images)
-    assert problem.startswith(
-        "model.path: rms_norm_eps of a Mistral3ForConditionalGeneration that sees images"
-    )
 
 
 @pytest.mark.parametrize("values", [GEMMA, MISTRAL], ids=["gemma", "mistral"])
@@ -386,65 +364,3 @@ def test_a_critic_of_its_own_folder_has_no_tower(values: dict[str, Any], tmp_pat
             ]
         )
         assert list(role_problems(config, policy)) == expected
-
-
-def row_problems(folder: Path, names: dict[str, str], added: object) -> list[str]:
-    """Returns what is said of a reference whose rows end with other tokens than the policy's."""
-    usual = [{"content": "[IMG_BREAK]", "id": 12}, {"content": "[IMG_END]", "id": 13}]
-    for role, table, tokens in (("policy", {}, usual), ("reference", names, added)):
-        (folder / role).mkdir()
-        for name, values in (
-            ("config.json", MISTRAL),
-            ("processor_config.json", table),
-            ("tokenizer.json", {"added_tokens": tokens}),
-        ):
-            (folder / role / name).write_text(json.dumps(values))
-    changes = {
-        "model": {"path": str(folder / "policy")},
-        "reference": {"path": str(folder / "reference")},
-        "algorithm": {"kl": {"coefficient": 0.1}},
-        "sampling": {"max_images": 1},
-    }
-    config = small_config(**changes)
-    return list(role_problems(config, ModelSizes.of(decoder_table(MISTRAL))))
-
-
-@pytest.mark.parametrize(
-    ("names", "ids", "differing"),
-    [
-        ({}, (12, 13), ""),
-        ({"image_break_token": "a", "image_end_token": "b"}, (3, 4, 12, 13), "3, not 12.*4, not"),
-        ({"image_end_token": "[IMG_BREAK]"}, (12, 13), "image_end_token 12, not 13"),
-        ({}, (12, 14), "image_end_token 14, not 13"),
-        ({"image_break_token": "no"}, (12, 13), "image_break_token None, not 12"),
-    ],
-)
-def test_a_role_ends_the_rows_of_images_with_the_tokens_of_the_policy(
-    names: dict[str, str], ids: tuple[int, ...], differing: str, tmp_path: Path
-) -> None:
-    texts = ["a", "b", "[IMG_BREAK]", "[IMG_END]"][-len(ids) :]
-    added = [{"content": text, "id": token} for text, token in zip(texts, ids, strict=True)]
-    found = row_problems(tmp_path, names, added)
-    assert len(found) == bool(differing), found
-    if found:
-        assert found[0].startswith("reference.path must make the policy's tokens of images")
-        assert re.search(differing, found[0])
-
-
-@pytest.mark.parametrize("added", [None, [3], [{"id": 1}], [{"content": "a", "id": "b"}]])
-def test_a_tokenizer_of_a_role_that_cannot_be_read_is_named(added: object, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="reference/tokenizer.json must hold added_tokens"):
-        row_problems(tmp_path, {}, added)
-
-
-def test_the_token_of_images_has_two_names_and_the_default_of_transformers() -> None:
-    from transformers import Mistral3Config
-
-    unnamed = {name: value for name, value in MISTRAL.items() if name != "image_token_index"}
-    for extra in ({}, {"image_token_id": 5}, {"image_token_index": 6}):
-        expected = Mistral3Config(**extra).image_token_id
-        assert ModelSizes.of(decoder_table({**unnamed, **extra})).image_token == expected
-    (problem,) = problems({**MISTRAL, "image_token_index": 131072}, {"sampling": {"max_images": 1}})
-    assert "image_token_index of a Mistral3ForConditionalGeneration must be a token" in problem
-    # Without images nothing reads it.
-    assert problems({**MISTRAL, "image_token_index": 131072}, {}) == []

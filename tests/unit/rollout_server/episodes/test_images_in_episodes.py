@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def seeing(folder: Path) -> Renderer:
-    return Renderer(folder, images=image_tokens(folder, max_images=1))
+    return Renderer(folder, images=image_tokens(folder))
 
 
 @pytest.fixture

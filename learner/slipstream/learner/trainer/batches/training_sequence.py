@@ -223,15 +223,12 @@ class ImageInputs:
             for image in placed:
                 found = image.processor.pixels(image.data)
                 height, width = (side // image.processor.merge for side in found.grid[1:])
-                has_features = image.processor.has_features(height, width)
-                first = start + image.offset
-                own = rows[first : first + len(has_features)]
-                own[has_features] = num_rows + np.arange(height * width)
-                num_rows += height * width
+                first, count = start + image.offset, height * width
+                rows[first : first + count] = num_rows + np.arange(count)
+                num_rows += count
                 pixels.append(found.values)
                 grids.append(found.grid)
-                if image.processor.has_axes:
-                    spans.append((image.offset, height, width))
+                spans.append((image.offset, height, width))
             positions.append(image_positions(length, spans))
             start += length
         return cls(

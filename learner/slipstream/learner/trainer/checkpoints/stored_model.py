@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.model_rules import sees_images
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer import Megatron
@@ -95,8 +94,8 @@ def check_saved(path: Path, ranks: Ranks) -> None:
 def check_nothing_lost(config: Config, path: Path) -> None:
     """Raises ConfigError if the starting files hold adapters, or a tower that a run would lose.
 
-    A model without adapters would load only the matrices. A run that sees no images would train
-    the decoder, and export it without the tower.
+    A model without adapters would load only the matrices. A model that sees no images would be
+    trained and exported without the tower.
     """
     names = read_index(distributed_files_of(path) / ".metadata").state_dict_metadata
     if any(".adapter." in name for name in names):
@@ -106,17 +105,11 @@ def check_nothing_lost(config: Config, path: Path) -> None:
         )
     sizes = read_model_sizes(config.model.path)
     has_tower = any(name.startswith(f"{TOWER}.") for name in names)
-    if not has_tower or sees_images(config, sizes):
-        return
-    if sizes.has_vision:
+    if has_tower and not sizes.has_vision:
         raise ConfigError(
-            f"sampling.max_images must be at least 1 with checkpoint.load = {path}, whose vision "
-            "tower would be left out: `slipstream export` writes both into a folder for model.path"
+            f"checkpoint.load must hold no vision tower for a {sizes.folder_class}, which sees no "
+            f"images, that of {path} would be left out: model.path must be a folder with a tower"
         )
-    raise ConfigError(
-        f"checkpoint.load must hold no vision tower for a {sizes.folder_class}, which sees no "
-        f"images, that of {path} would be left out: model.path must be a folder with a tower"
-    )
 
 
 def distributed_files_of(path: Path) -> Path:

@@ -6,8 +6,8 @@ vision tower is on the first pipeline stage with the embedding, whole on every t
 Hooks replace embeddings of image tokens by the tower's features, and rotate heads by image
 positions.
 
-Without images in episodes, Gemma 3 and Mistral 3 train only their decoder, and the tower in the
-model's folder stays unchanged.
+Of Gemma 3 and Mistral 3 only the decoder is trained, and the tower in the model's folder stays
+unchanged.
 """
 
 from collections.abc import Collection, Iterator
@@ -20,7 +20,7 @@ from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRe
 from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.registry import nested_name, tower_name
+from slipstream.core.models.registry import nested_name
 from slipstream.core.models.vision import ImageProcessor
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.training_sequence import ImageInputs, MicroBatch
@@ -36,7 +36,6 @@ from slipstream.learner.trainer.families.mappings import (
     renamed_files,
 )
 from slipstream.learner.trainer.layers.vision_tower import (
-    PixtralTower,
     Tower,
     add_tower,
     frequency_axes,
@@ -148,17 +147,14 @@ class Vision:
         """Registers hooks on unwrapped `chunks`; raises ConfigError if these cannot take images."""
         self.processor = processor
         rope = hf_config.text_config.rope_parameters
-        has_axes = "mrope_section" in rope
-        if has_axes:
-            self._axes = frequency_axes(rope["mrope_section"], rope.get("mrope_interleaved", False))
+        self._axes = frequency_axes(rope["mrope_section"], rope.get("mrope_interleaved", False))
         self._smallest = smallest_image(hf_config)
         self._images: ImageInputs | None = None
         self._features: list[Tensor] = []
         # Number of the first decoder layers to whose outputs features are added.
         self.depth = depth = len(getattr(hf_config.vision_config, "deepstack_visual_indexes", ()))
         for chunk in chunks:
-            if has_axes:
-                chunk.rotary_pos_emb.register_forward_hook(self._by_positions)
+            chunk.rotary_pos_emb.register_forward_hook(self._by_positions)
             if not chunk.pre_process:
                 continue
             if len(chunk.decoder.layers) < depth:
@@ -258,11 +254,7 @@ class _NestedBridge(FamilyBridge):
         def placed(name: str) -> str:
             return nested_name(name, self._held)
 
-        decoder = [renamed_files(each, placed) for each in self._mappings()]
-        return MegatronMappingRegistry(*decoder, *self._others())
-
-    def _others(self) -> list[Megatron]:
-        return []
+        return MegatronMappingRegistry(*(renamed_files(each, placed) for each in self._mappings()))
 
 
 @recipe_for(Gemma3ForConditionalGeneration, "gemma3")
@@ -272,20 +264,4 @@ class Gemma3VisionBridge(_NestedBridge, Gemma3Bridge):
 
 @recipe_for(Mistral3ForConditionalGeneration, "mistral3")
 class Mistral3VisionBridge(_NestedBridge, DenseBridge):
-    """Mistral Small 3.1 and Ministral 3: a decoder with Pixtral. Source: arXiv:2410.07073, 2."""
-
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        """Returns Megatron's provider, which builds the tower unless `vision_config` is None."""
-        provider, settings = super().provider_bridge(hf_pretrained), hf_pretrained.config
-        if settings.vision_config is not None:
-            add_tower(provider, lambda: PixtralTower(settings))
-        return provider
-
-    def _others(self) -> list[Megatron]:
-        return [
-            ReplicatedMapping(
-                megatron_param=f"visual.inner.{part}.**",
-                hf_param=tower_name(f"{part}.**", self._held),
-            )
-            for part in ("vision_tower", "multi_modal_projector")
-        ]
+    """Mistral Small 3.1 and Ministral 3: the text model beside Pixtral. Source: transformers."""
