@@ -6,7 +6,6 @@ import builtins
 import contextlib
 import functools
 import itertools
-import json
 import os
 import py_compile
 import re
@@ -14,7 +13,7 @@ import site
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -47,8 +46,6 @@ from slipstream.environments.question_files import (
 from slipstream.environments.sandbox import Limits, Sandbox, StartedProgram
 
 _CHECK = re.compile(r"^def check\(", re.MULTILINE)
-# Tests that are a compressed pickle in base64, as LiveCodeBench's private ones.
-_PACKED = re.compile(r"[A-Za-z0-9+/\n]{60,}={0,2}")
 
 # The program of both sandboxes, compiled once.
 _PROGRAM = "program.pyc"
@@ -61,40 +58,6 @@ _OWN = (str, bytes, int, float, complex, list, dict, set, range)
 _METHODS = {name for kind in _OWN for name in dir(kind)}
 TIME_LIMITS = ("seconds", "processor_s")
 MIB = 1 << 20
-# What code knows where APPS and LiveCodeBench run it: their beginnings of code use it.
-GIVEN = """
-from string import *
-from re import *
-from datetime import *
-from collections import *
-from heapq import *
-from bisect import *
-from copy import *
-from math import *
-from random import *
-from statistics import *
-from itertools import *
-from functools import *
-from operator import *
-from io import *
-from sys import *
-from json import *
-from builtins import *
-from typing import *
-import bisect, collections, copy, datetime, fractions, functools, heapq, io, itertools, json, math
-import operator, random, re, statistics, string, sys, time
-sys.setrecursionlimit(50_000)
-# Only the reply defines the tested function.
-globals().pop({name!r}, None)
-"""
-# JSON has no tuples.
-_CALL = """
-def as_json(value):
-    if isinstance(value, dict):
-        return {{key: as_json(item) for key, item in value.items()}}
-    return [as_json(item) for item in value] if isinstance(value, list | tuple) else value
-assert as_json({}(*{!r})) in {!r}
-"""
 
 
 @dataclass(frozen=True)
@@ -130,29 +93,15 @@ def _read_exam(row: Row, where: str, columns: _Columns) -> Exam:
     asked = text_in(row, question, where)
     check_read(row, {*UNREAD} - {*FIELD.findall(instruction)}, where)
     prompt = filled(instruction, {**row, "question": asked})
-    before = _first_text(row, setup, where)
-    solved = _first_text(row, solution, where)
+    before, solved = (_text(row, column, where) for column in (setup, solution))
     if solved[:1].isspace():
         # HumanEval's are the body of the function that its prompt begins.
         solved = before + solved
     name = None if function is None else text_in(row, function, where)
-    if name and name.lstrip().startswith("{"):
-        # LiveCodeBench has it among other facts.
-        name = str(json.loads(name).get("func_name", ""))
     texts = cell_in(row, tests, where)
     if isinstance(texts, str):
-        if _PACKED.fullmatch(texts.strip()):
-            how = "pickle.loads(zlib.decompress(base64.b64decode(...))), which may run code"
-            raise ConfigError(f"{where}: column {tests!r} is packed: write it as JSON, by {how}")
-        # A list of tests, or an object, may be stored as JSON text.
-        begins = texts.lstrip()[:1]
-        texts = f"[{texts}]" if begins == "{" else texts
-        texts = unpacked(texts, where) if begins in ("[", "{") else [texts]
-    pairs = [texts] if isinstance(texts, Mapping) else texts
-    if isinstance(pairs, list) and pairs and all(isinstance(each, Mapping) for each in pairs):
-        name = name or str(pairs[0].get("fn_name") or "")
-        texts = _tests_of(pairs, name, f"{where}: column {tests!r}")
-        before += GIVEN.format(name=name)
+        # A list of tests may be stored as text.
+        texts = unpacked(texts, where) if texts.lstrip()[:1] == "[" else [texts]
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         raise ConfigError(
             f"{where}: column {tests!r} must hold a test or a list of tests, each a text of Python"
@@ -186,51 +135,10 @@ def _read_exam(row: Row, where: str, columns: _Columns) -> Exam:
     )
 
 
-def _first_text(row: Row, column: str | None, where: str) -> str:
-    """Returns the text in a column, or the first one of a list there, as APPS has solutions.
-
-    A row may have none.
-    """
+def _text(row: Row, column: str | None, where: str) -> str:
+    """Returns the text in a column; a row may have none."""
     cell = None if column is None else plain_cell(row.get(column))
-    if isinstance(cell, str) and cell.startswith('["'):
-        cell = unpacked(cell, where)
-    cell = cell[0] if isinstance(cell, list) and cell else cell
-    return "" if cell in (None, "", []) else text_of(cell, f"{where}: column {column!r}")
-
-
-def _tests_of(pairs: Sequence[Row], name: str, where: str) -> list[str]:
-    """Returns tests of the function `name` from arguments and values, as data sets write them.
-
-    APPS has {"inputs": [[ARGUMENT, ...], ...], "outputs": [VALUE, ...]}, LiveCodeBench for each
-    test {"input": an argument a line, "output": VALUE}, both as JSON.
-    """
-    calls: list[tuple[list[object], list[object]]] = []
-    for pair in pairs:
-        if not name or pair.get("testtype") == "stdin":
-            own = "docs/guides/sandbox.md#in-your-own-environment"
-            what = "what programs read and print; Functions calls functions. Write an environment"
-            raise ConfigError(f"{where} has {what} of your own ({own}), or name the function")
-        try:
-            if "inputs" in pair:
-                # A value may stand alone in a list of its own.
-                values = [
-                    [v, *v] if isinstance(v, list) and len(v) == 1 else [v] for v in pair["outputs"]
-                ]
-                inputs = [[_with_numbers(each) for each in call] for call in pair["inputs"]]
-                calls += zip(inputs, [[*map(_with_numbers, each)] for each in values], strict=True)
-            else:
-                arguments = [json.loads(line) for line in pair["input"].split("\n") if line]
-                calls.append((arguments, [json.loads(pair["output"])]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{where} has no arguments and values of {name}: {error}") from error
-    return [_CALL.format(name, arguments, values) for arguments, values in calls]
-
-
-def _with_numbers(value: object) -> object:
-    """Returns an object of JSON with numbers as keys where all are: APPS means these."""
-    if isinstance(value, Mapping) and all(re.fullmatch(r"-?\d+", key) for key in value):
-        return {int(key): item for key, item in value.items()}
-    return value
+    return "" if cell in (None, "") else text_of(cell, f"{where}: column {column!r}")
 
 
 def _parsed(text: str, where: str) -> ast.Module:

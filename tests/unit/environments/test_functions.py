@@ -392,60 +392,6 @@ async def test_the_code_that_defines_the_function_is_judged_without_thoughts(tmp
         assert (await judged(tasks, reply)).reward == reward
 
 
-APPS = {
-    "fn_name": "add",
-    "inputs": [[1, 2], [4, 1], [[1], [2]]],
-    "outputs": [3, [5], [1, 2]],
-}
-LIVE = [
-    {"input": "1\n2\n", "output": "3", "testtype": "functional"},
-    {"input": "[1]\n[2]", "output": "[1, 2]", "testtype": "functional"},
-]
-SOLUTION = "class Solution:\n    def add(self, a, b):\n        return a + b"
-
-
-@pytest.mark.parametrize("tests", [APPS, json.dumps(APPS), LIVE, json.dumps(LIVE)])
-@pytest.mark.parametrize("code", ["def add(a, b):\n    return a + b", SOLUTION])
-async def test_tests_as_apps_and_livecodebench_write_them_are_run(tests, code, tmp_path) -> None:
-    row = {"question": "?", "tests": tests, "metadata": '{"func_name": "add"}'}
-    tasks = functions(tmp_path, row, function="metadata")
-    assert (await judged(tasks, block(code))).reward == 1
-    assert (await judged(tasks, block(code.replace("+", "-")))).reward == 0
-    # The first of several values is not the value.
-    first = block(code.replace("a + b", "(a + b)[0] if isinstance(a, list) else a + b"))
-    assert (await judged(tasks, first)).reward < 1
-
-
-@pytest.mark.parametrize(
-    ("tests", "code", "reward"),
-    [
-        # The beginnings of code that the data sets give use names that nobody imports.
-        (LIVE, SOLUTION.replace("(self, a, b)", "(self, a: List[int], b: Optional[int])"), 1),
-        (APPS, "def add(a, b):\n    return reduce(lambda x, y: x + y, [a, b])", 1),
-        (LIVE, "def add(a, b):\n    return deepcopy(a) + loads(dumps(b))", 1),
-        (APPS, "def add(a, b, n=9000):\n    return add(a, b, n - 1) if n else a + b", 1),
-        # What is imported for the code is no answer.
-        (APPS | {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}, "x = 1", 0),
-        # JSON has neither tuples nor numbers as keys.
-        (
-            APPS | {"inputs": [[1, 2]], "outputs": [[[1, 2], {"a": [2]}]]},
-            "def add(a, b):\n    return ((a, b), {'a': (b,)})",
-            1,
-        ),
-        (
-            APPS | {"inputs": [[{"1": 2, "3": 4}, 0]], "outputs": [{"2": 1, "4": 3}]},
-            "def add(a, b):\n    return {v: k + b for k, v in a.items()}",
-            1,
-        ),
-    ],
-)
-async def test_code_is_run_as_apps_and_livecodebench_run_it(tests, code, reward, tmp_path) -> None:
-    row = {"question": "?", "tests": tests, "metadata": '{"func_name": "add"}'}
-    columns = {} if isinstance(tests, dict) else {"function": "metadata"}
-    tasks = functions(tmp_path, row, **columns)
-    assert (await judged(tasks, block(code))).reward == reward
-
-
 def test_the_prompt_may_name_other_columns(tmp_path: Path) -> None:
     row = {
         "title": "Add {tests}.",
@@ -462,8 +408,6 @@ def test_the_prompt_may_name_other_columns(tmp_path: Path) -> None:
     "solution",
     [
         "def twice(x):\n    return 2 * x",
-        json.dumps(["def twice(x):\n    return 2 * x", "other"]),
-        ["def twice(x):\n    return 2 * x"],
         "    return 2 * x\n",
     ],
 )
@@ -480,10 +424,6 @@ def test_a_column_that_no_row_has_is_refused(tmp_path: Path) -> None:
             functions(tmp_path, {"question": "?", "tests": "assert f()"}, **{column: "typo"})
 
 
-STDIN = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
-PACKED = "eJwrSa0oSU0qBQAOYgPd" * 4
-
-
 async def test_a_test_that_cannot_run_fails_the_episode(tmp_path: Path) -> None:
     row = {"question": "?", "tests": ["assert f() == 1"], "setup": "import no_such_module"}
     tasks = functions(tmp_path, row, setup="setup")
@@ -497,11 +437,7 @@ async def test_a_test_that_cannot_run_fails_the_episode(tmp_path: Path) -> None:
         ({"tests": ["assert f()"]}, {}, "row 1 has no column 'question'; its columns are 'tests'"),
         ({"question": "?"}, {}, "row 1 has no column 'tests'; its columns are 'question'"),
         ({"question": "?", "tests": []}, {}, "row 1: column 'tests' is empty"),
-        ({"question": "?", "tests": json.dumps(STDIN)}, {}, "Write an environment of your own"),
-        ({"question": "?", "tests": [LIVE[0] | {"testtype": "stdin"}]}, {}, "read and print"),
-        ({"question": "?", "tests": PACKED}, {}, "column 'tests' is packed: write it as JSON"),
         ({"question": "?", "tests": "[]"}, {}, "the tests use no name"),
-        ({"question": "?", "tests": [LIVE[0], "assert f()"]}, {}, "must hold a test or a list"),
         ({"question": "?", "tests": [1]}, {}, "must hold a test or a list of tests"),
         ({"question": "?", "tests": ["assert f("]}, {}, "row 1: a test is no Python"),
         ({"question": "?", "tests": ["assert 1 == 1"]}, {}, "the tests use no name"),
