@@ -39,7 +39,7 @@ class Reason(Enum):
     NOT_OF_THE_ROLE = "NOT_OF_THE_ROLE"
     # The call names no run, or another run than the controller's.
     OTHER_RUN = "OTHER_RUN"
-    # The host makes more calls under its role than are allowed.
+    # The client has more calls open than are allowed.
     TOO_MANY_CALLS = "TOO_MANY_CALLS"
 
 

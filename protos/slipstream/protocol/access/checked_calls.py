@@ -3,10 +3,9 @@
 A small message is decoded on the event loop, a large one in a thread. A message out of its bounds
 ends its call with INVALID_ARGUMENT and one line. A handler may return bytes: a message that it has
 encoded itself. A handler that fails ends its own call with INTERNAL and one line, and its traceback
-is logged. `CallRates` limits the calls of each host under each role, so that no holder of a token
-stops a run.
+is logged.
 
-gRPC reads the request of a unary method before it calls the handler. Callers are therefore judged
+gRPC reads the request of a unary method before it calls the handler. Callers are therefore refused
 in handlers of streams, which gRPC calls as soon as a call's head is there.
 """
 
@@ -15,12 +14,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
-from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
@@ -42,14 +39,6 @@ else:
 _PACKAGE = "/slipstream."
 # Largest message that is checked on the event loop, which it blocks for 20 ms at most.
 SMALL_BYTES = 64 << 10
-# Limits of one host under one role: calls a second, calls at once, and calls that wait for a turn.
-# A thousand servers of one host join with four calls each.
-CALLS_PER_S, MOST_AT_ONCE, MOST_WAITING = 200.0, 2000, 2000
-# Largest number of hosts that are remembered; the one that called longest ago goes first.
-MAX_HOSTS = 4096
-# Unary calls of one host under one role whose requests are read at once, and the limit of each.
-MOST_READ_AT_ONCE = 8
-READ_LIMIT_S = 60.0
 # Hosts whose refused calls are told in the log in one minute.
 MAX_TOLD = 20
 
@@ -258,74 +247,6 @@ class Refusals:
         if host not in self._told and len(self._told) < MAX_TOLD:
             self._told.add(host)
             logger.warning("a call of %s is refused: %s", host, text)
-
-
-class CallRates:
-    """Limits the calls of each host under each role.
-
-    A host may make `most_at_once` calls at once, and then `calls_per_s`. Up to `most_waiting` of
-    its calls wait for their turn; further calls are refused with RESOURCE_EXHAUSTED. The requests
-    of `MOST_READ_AT_ONCE` unary calls are read at once, each for `read_limit_s`.
-    """
-
-    def __init__(
-        self,
-        calls_per_s: float = CALLS_PER_S,
-        most_at_once: int = MOST_AT_ONCE,
-        most_waiting: int = MOST_WAITING,
-        *,
-        read_limit_s: float = READ_LIMIT_S,
-    ) -> None:
-        self._interval_s = 1 / calls_per_s
-        self._at_once_s = most_at_once * self._interval_s
-        self._waiting_s = most_waiting * self._interval_s
-        # The time by which the calls of each role and host are carried out at the steady rate.
-        self._until_s: dict[tuple[str | None, str], float] = {}
-        self._read_limit_s = read_limit_s
-        self.refusals = Refusals()
-        self._reading: WeakValueDictionary[tuple[str | None, str], asyncio.Semaphore]
-        self._reading = WeakValueDictionary()
-
-    def limited(self, handler: Handler, role: str | None) -> Handler:
-        """Returns a handler that waits for its turn among its host's calls before it reads any."""
-
-        @asynccontextmanager
-        async def turn(requests: AsyncIterator[object], context: Context) -> AsyncIterator[object]:
-            host = _host(context)
-            now_s = time.monotonic()
-            before_s = max(self._until_s.pop((role, host), -math.inf), now_s - self._at_once_s)
-            until_s = before_s + self._interval_s
-            is_refused = until_s > now_s + self._waiting_s
-            self._until_s[role, host] = before_s if is_refused else until_s
-            if len(self._until_s) > MAX_HOSTS:
-                del self._until_s[next(iter(self._until_s))]
-            if is_refused:
-                text = f"too many calls of {host} under the token of a {role or 'run'}"
-                code = grpc.StatusCode.RESOURCE_EXHAUSTED
-                await self.refusals.refuse(context, code, text, Reason.TOO_MANY_CALLS)
-            await asyncio.sleep(until_s - now_s)
-            if handler.request_streaming:
-                yield requests
-                return
-            # A unary call whose request does not come ends.
-            source: Any = aiter(requests)
-            reading = self._reading.setdefault((role, host), asyncio.Semaphore(MOST_READ_AT_ONCE))
-            code, text = grpc.StatusCode.INVALID_ARGUMENT, "the call has no request"
-            request: object = None
-            try:
-                async with reading, asyncio.timeout(self._read_limit_s):
-                    request = await anext(source, None)
-            except TimeoutError:
-                code = grpc.StatusCode.DEADLINE_EXCEEDED
-                text = "the request took too long to come"
-            finally:
-                with suppress(RuntimeError):
-                    await source.aclose()
-            if request is None:
-                await self.refusals.refuse(context, code, text, Reason.PROTOCOL)
-            yield request
-
-        return _handler_at_head(handler, _prepared(getattr(handler, _shape_of(handler)), turn))
 
 
 def _host(context: Context) -> str:

@@ -18,10 +18,10 @@ from slipstream.core.machine.address import is_loopback as is_loopback_host
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import QueueEnd, QueueSection, SecuritySection
 from slipstream.protocol.access.checked_calls import (
-    CallRates,
     CheckingInterceptor,
     Handler,
     Interceptor,
+    Refusals,
 )
 from slipstream.protocol.access.tokens import (
     RIGHTS,
@@ -153,19 +153,15 @@ def check_metrics_address(address: str, credentials: Credentials) -> None:
         )
 
 
-def create_server(
-    credentials: Credentials, *, rates: CallRates | None = None, run_id: str | None = None
-) -> grpc.aio.Server:
-    """Creates a gRPC server that checks callers' tokens and call rates, and messages' bounds.
+def create_server(credentials: Credentials, *, run_id: str | None = None) -> grpc.aio.Server:
+    """Creates a gRPC server that checks callers' tokens, if there are any, and messages' bounds.
 
-    With `run_id` it also refuses calls that name another run, or none.
-
-    If the credentials have no token, neither tokens nor `rates` (default: `CallRates()`) are
-    checked. A handler that fails ends its own call only. Raises ConfigError if a token is a role's,
-    since the tokens of other roles cannot be derived from it.
+    With `run_id` it also refuses calls that name another run, or none. A handler that fails ends
+    its own call only. Raises ConfigError if a token is a role's, since the tokens of other roles
+    cannot be derived from it.
     """
     tokens = () if credentials.token is None else (credentials.token, *credentials.further_tokens)
-    access = AccessInterceptor(run_id, tokens, rates or CallRates())
+    access = AccessInterceptor(run_id, tokens)
     return grpc.aio.server(interceptors=[access, CheckingInterceptor()], options=SERVER_OPTIONS)
 
 
@@ -278,10 +274,10 @@ class AccessInterceptor(Interceptor):
     run may only call `NAMELESS` methods.
     """
 
-    def __init__(self, run_id: str | None, tokens: Sequence[str], rates: CallRates) -> None:
+    def __init__(self, run_id: str | None, tokens: Sequence[str]) -> None:
         """Takes the lines of the token file; raises ConfigError if one is a role's token."""
         check_own(tokens)
-        self._run_id, self._rates = run_id, rates
+        self._run_id, self._refusals = run_id, Refusals()
         refused = {line[1:] for line in tokens if line.startswith("-")}
         # What callers show, and its role: None for the run's own token.
         self._expected = [
@@ -301,7 +297,7 @@ class AccessInterceptor(Interceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        refusing, method = self._rates.refusals.refusing, str(handler_call_details.method)
+        refusing, method = self._refusals.refusing, str(handler_call_details.method)
         metadata = dict(handler_call_details.invocation_metadata or ())
         named, ours = metadata.get(RUN_KEY, ""), self._run_id
         if ours is not None and named != ours and (named or needs_run(method)):
@@ -319,7 +315,7 @@ class AccessInterceptor(Interceptor):
             code, reason = grpc.StatusCode.UNAUTHENTICATED, Reason.WRONG_TOKEN
             return refusing(handler, code, text, reason)
         if any(may_call(role, method) for role in roles):
-            return self._rates.limited(handler, roles[0])
+            return handler
         text = f"the token of a {roles[0]} does not open {method} (docs/security.md)"
         code, reason = grpc.StatusCode.PERMISSION_DENIED, Reason.NOT_OF_THE_ROLE
         return refusing(handler, code, text, reason)

@@ -2,7 +2,6 @@ import asyncio
 import contextlib
 import struct
 import subprocess
-from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import grpc.aio
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import QueueSection, SecuritySection
-from slipstream.protocol.access.checked_calls import MOST_READ_AT_ONCE, CallRates
 from slipstream.protocol.access.security import (
     MAX_REQUEST_BYTES,
     MAX_STREAMS,
@@ -29,7 +27,7 @@ from slipstream.protocol.bounds import max_message_bytes
 from support.fakes.small_configs import config_of
 from support.rigs.fuzz_calls import METHODS
 from support.rigs.fuzzing import new
-from support.rigs.waiting import LIMIT_S, until
+from support.rigs.waiting import LIMIT_S
 
 TOKEN = "s" * 32
 OPEN = Credentials()
@@ -215,54 +213,6 @@ async def test_a_connection_has_a_number_of_calls() -> None:
     assert head[3] == 4
     settings = dict(struct.iter_unpack(">HI", content))
     assert settings[0x3] == MAX_STREAMS
-
-
-class Caller:
-    """A call of a host, as a handler sees it; its request never comes."""
-
-    def __init__(self, host: str, waiting: Counter[str]) -> None:
-        self._host, self._waiting = host, waiting
-
-    def peer(self) -> str:
-        return f"ipv4:{self._host}:1"
-
-    async def requests(self) -> AsyncIterator[bytes]:
-        self._waiting[self._host] += 1
-        await asyncio.Event().wait()
-        yield b""
-
-    async def abort(self, code: grpc.StatusCode, text: str, metadata: object) -> None:
-        raise grpc.aio.AbortError(code, text)
-
-
-async def answer(request: bytes, context: object) -> bytes:
-    return request
-
-
-async def test_few_requests_of_one_host_are_read_at_once() -> None:
-    handler = CallRates().limited(grpc.unary_unary_rpc_method_handler(answer), "reader")
-    waiting: Counter[str] = Counter()
-    callers = [Caller(host, waiting) for host in "a" * 30 + "b"]
-    calls = [asyncio.ensure_future(handler.stream_unary(c.requests(), c)) for c in callers]
-    await until(lambda: waiting["b"] == 1)
-    assert waiting["a"] == MOST_READ_AT_ONCE
-    for each in calls:
-        each.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
-
-
-async def test_a_request_that_does_not_come_ends_its_call() -> None:
-    caller, echo = Caller("a", Counter()), grpc.unary_unary_rpc_method_handler(answer)
-    hurried = CallRates(read_limit_s=0.0).limited(echo, "reader")
-    with pytest.raises(grpc.aio.AbortError, match="the request took too long to come"):
-        await hurried.stream_unary(caller.requests(), caller)
-
-    async def none() -> AsyncIterator[bytes]:
-        return
-        yield
-
-    with pytest.raises(grpc.aio.AbortError, match="the call has no request"):
-        await CallRates().limited(echo, "reader").stream_unary(none(), caller)
 
 
 async def test_no_request_is_larger_than_those_of_the_methods() -> None:

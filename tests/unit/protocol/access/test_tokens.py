@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import subprocess
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import grpc.aio
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import SecuritySection
-from slipstream.protocol.access.checked_calls import MAX_TOLD, CallRates, Refusals
+from slipstream.protocol.access.checked_calls import MAX_TOLD, Refusals
 from slipstream.protocol.access.security import (
     Credentials,
     bind,
@@ -24,7 +22,7 @@ from slipstream.protocol.access.security import (
 from slipstream.protocol.access.tokens import RIGHTS, may_call, read_tokens, role_of, role_token
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
 from support.rigs.small_disks import small_disk
-from support.rigs.waiting import LIMIT_S, until
+from support.rigs.waiting import LIMIT_S
 
 TOKEN, OLD, NEW = ("t" * 40, "o" * 40, "n" * 40)
 ROOT = Path(__file__).parents[4]
@@ -128,9 +126,9 @@ class Answers(grpc.GenericRpcHandler):
 
 
 @contextlib.asynccontextmanager
-async def serving(credentials: Credentials, *, rates: CallRates | None = None):
+async def serving(credentials: Credentials):
     """A channel to a server of these credentials that answers every method."""
-    server = create_server(credentials, rates=rates)
+    server = create_server(credentials)
     server.add_generic_rpc_handlers((Answers(),))
     address = f"127.0.0.1:{bind(server, '127.0.0.1:0', credentials)}"
     await server.start()
@@ -205,31 +203,3 @@ def test_each_line_of_a_token_file_must_be_a_token(text: str, message: str, tmp_
     (tmp_path / "token").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_tokens(tmp_path / "token")
-
-
-async def test_a_host_that_floods_calls_under_one_role_hurts_no_other_role() -> None:
-    # None of those that wait gets its turn while the test runs.
-    rates = CallRates(calls_per_s=1e-4, most_at_once=10, most_waiting=5)
-    method, codes = "/slipstream.v1.StatusService/GetStatus", []
-    floods = [
-        (holding(role_token(TOKEN, "client")), 100),
-        (holding(role_token(TOKEN, "rollout-server")), 10),
-    ]
-    async with serving(holding(TOKEN), rates=rates) as channel:
-
-        async def told(credentials: Credentials) -> None:
-            # Longer than the test may take: those that wait have no answer.
-            answer = await answer_to(channel, method, credentials, limit_s=600.0)
-            codes.append((credentials.token, answer))
-
-        calls = [asyncio.ensure_future(told(who)) for who, number in floods for _ in range(number)]
-        await until(lambda: len(codes) == 105)
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-    client, other = (who.token for who, _ in floods)
-    assert Counter(codes) == {
-        (client, "OK"): 10,
-        (client, "RESOURCE_EXHAUSTED"): 85,
-        (other, "OK"): 10,
-    }
