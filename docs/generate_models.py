@@ -31,8 +31,6 @@ def parts(family: Family) -> Iterator[str]:
         yield "experts"
     if family.vision is not None:
         yield "images"
-    if family.nested is not None:
-        yield f"also within `{family.nested.outer}`"
 
 
 def table() -> str:

@@ -9,7 +9,6 @@ from slipstream.core.configuration.config_file import check_model
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from support.fakes.field_models import CASES, make_field_model
-from support.fakes.nested_folders import nest
 from support.fakes.published_qwen35 import write_as_published
 from support.fakes.small_configs import config_of_engine
 from support.fakes.tiny_models import make_seeing_model
@@ -22,7 +21,6 @@ DELTA_NETS = ("qwen3-next", "qwen35", "qwen3_5")
 LORA = {"rank": 8, "publish": "adapters", "target_modules": ["linear_qkv", "linear_proj"]}
 # Each family of decoders once, and families with a tower.
 DECODERS = list({case.split(".")[0]: case for case in CASES}.values())
-NESTED = "gemma3.gemma3 beside a tower"
 SEEING = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 QUICK = ("qwen3_5",)
 
@@ -33,14 +31,11 @@ def folder_of(family: str, folder: Path) -> Path:
         if family.startswith("qwen3_5"):
             write_as_published(folder)
         return folder
-    case = family.split()[0]
-    make_field_model(folder, case)
-    if family == NESTED:
-        nest(folder / case)
-    config = (folder / case / "config.json").read_text()
-    make_tokenizer(folder / case)
-    (folder / case / "config.json").write_text(config)
-    return folder / case
+    make_field_model(folder, family)
+    config = (folder / family / "config.json").read_text()
+    make_tokenizer(folder / family)
+    (folder / family / "config.json").write_text(config)
+    return folder / family
 
 
 def config_of(folder: Path, *, has_adapters: bool) -> Config:
@@ -58,7 +53,7 @@ def config_of(folder: Path, *, has_adapters: bool) -> Config:
     "family",
     [
         pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow)
-        for family in (*DECODERS, NESTED, *SEEING)
+        for family in (*DECODERS, *SEEING)
     ],
 )
 def test_a_server_forks_its_engine_without_kernels_that_start_cuda(family: str, tmp_path: Path):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from slipstream.core.models.registry import TOWERS
 from slipstream.learner.trainer.batches.training_sequence import token_lags, zigzag
 from support.fakes.parity_models import NUM_LAYERS
 from support.ranks import parity_ranks
@@ -78,10 +77,7 @@ def test_one_rank_trains_like_plain_transformers(layout, folder, one_rank):
     trained, weights = plain.model.state_dict(), found["weights"]
     model = LAYOUTS[layout].model
     # The files of gpt-oss, too, have one tensor for all experts of a layer.
-    if model.endswith("-tower"):
-        trained = {module_name(name): tensor for name, tensor in trained.items()}
-        weights = {module_name(name): tensor for name, tensor in weights.items()}
-    elif model != "gpt-oss":
+    if model != "gpt-oss":
         trained = one_by_one(
             trained, is_minimax=model == "minimax", is_k_exaone=model == "k-exaone"
         )
@@ -102,12 +98,6 @@ def test_grpo_written_down_again_gives_the_same_bits(one_rank: dict[str, dict]) 
     assert own["weights"].keys() == built_in["weights"].keys()
     for name, tensor in built_in["weights"].items():
         assert torch.equal(own["weights"][name], tensor), name
-
-
-def module_name(name: str) -> str:
-    """The name of a tensor of a decoder beside a tower, whichever form it had."""
-    name = name.replace("language_model.lm_head", "lm_head")
-    return name.replace("model.language_model.", "").replace("language_model.model.", "")
 
 
 def one_by_one(
@@ -239,26 +229,9 @@ def test_exported_folder_has_the_models_logits(layout, folder, one_rank):
 @pytest.mark.parametrize("layout", each_job(MODELS, SLOW.split(), LONG.split()))
 def test_a_load_brings_every_tensor_of_the_folder_unchanged(layout, folder, one_rank):
     stored = load_file(folder / LAYOUTS[layout].model / "model.safetensors")
-    stored = {name: tensor for name, tensor in stored.items() if not name.startswith(TOWERS)}
     found = one_rank[layout]["before"]
     assert set(stored) == set(found)
     assert all(torch.equal(found[name], stored[name]) for name in stored)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    each_job([name for name in MODELS if "tower" in name], SLOW.split(), LONG.split()),
-)
-def test_an_exported_folder_has_the_tensors_of_an_untrained_tower(layout, folder, one_rank):
-    stored = load_file(folder / LAYOUTS[layout].model / "model.safetensors")
-    exported = load_file(folder / f"{layout}-final" / "model.safetensors")
-    assert set(exported) == set(stored)
-    tower = [name for name in stored if name.startswith(TOWERS)]
-    assert len(tower) > 10
-    assert not [name for name in tower if not torch.equal(exported[name], stored[name])]
-    decoder = set(stored) - set(tower)
-    changed = [name for name in decoder if not torch.equal(exported[name], stored[name])]
-    assert len(changed) > 0.9 * len(decoder)
 
 
 def test_biases_that_choose_experts_are_not_rounded(rank_pool: RankPool, folder: Path) -> None:

@@ -88,14 +88,6 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
             "full_attention": {"rope_theta": 5e3, "rope_type": "linear", "factor": 4.0},
         }
     }
-    tower = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 56,
-        "patch_size": 14,
-    }
     sigmoid = {
         **sizes,
         "n_routed_experts": 4,
@@ -148,9 +140,6 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
     windows = {"sliding_window": 6, "layer_types": gemma["layer_types"]}
     one_group = latent | {"n_group": 1}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    text = {**sizes, "rope_parameters": yarn, "model_type": "ministral3"}
-    windowed_text = {**sizes, **rope, "sliding_window": 6, "model_type": "mistral"}
-    pixtral = {"vision_config": {**tower, "model_type": "pixtral"}}
     # Class of transformers -> what its config.json says.
     models: dict[str, tuple[str, dict[str, Any]]] = {
         "llama": ("Llama", {**sizes, "tie_word_embeddings": False}),
@@ -180,19 +169,6 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         "mistral": ("Mistral", {**sizes, **rope, "sliding_window": 6}),
         "ministral3": ("Ministral3", {**sizes, "rope_parameters": yarn}),
         "gemma3": ("Gemma3Text", gemma3),
-        "gemma3-tower": (
-            "Gemma3",
-            {"text_config": gemma3, "vision_config": tower}
-            | {"mm_tokens_per_image": 4, "image_token_index": 5},
-        ),
-        "ministral3-tower": (
-            "Mistral3",
-            {"text_config": text, **pixtral, "tie_word_embeddings": False},
-        ),
-        "mistral-tower": (
-            "Mistral3",
-            {"text_config": windowed_text | {"tie_word_embeddings": True}, **pixtral},
-        ),
         "glm": ("Glm4Moe", sigmoid | glm_rope | {"attention_bias": True, "use_qk_norm": True}),
         "deepseek": ("DeepseekV3", latent | {"rope_parameters": latent_yarn}),
         # Queries come from no latent vector, and two ranks do not divide the vocabulary.
@@ -234,14 +210,8 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         torch.manual_seed(2)
         enlarge(model, name)
         model.save_pretrained(folder / name)
-    rename_as_modules(folder / "mistral-tower")
     for name in OTHER_KINDS:
         write_as_other_kind(folder / name, name)
-    # Published folders leave it out: their files have a projection, transformers' default is true.
-    path = folder / "ministral3-tower" / "config.json"
-    values = json.loads(path.read_text())
-    del values["tie_word_embeddings"]
-    path.write_text(json.dumps(values))
 
 
 def enlarge(model: torch.nn.Module, family: str) -> None:
@@ -265,22 +235,6 @@ def write_as_other_kind(folder: Path, family: str) -> None:
     """Writes into config.json that it is of a kind which transformers does not know."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | OTHER_KINDS[family]))
-
-
-def rename_as_modules(folder: Path) -> None:
-    """Gives the tensors of a model with a tower the names of transformers' modules.
-
-    The other form of names is that of published folders, which transformers writes too.
-    """
-    from safetensors.torch import load_file, save_file
-
-    path = folder / "model.safetensors"
-    found = {}
-    for name, tensor in load_file(path).items():
-        name = name.replace("language_model.model.", "language_model.")
-        name = f"model.{name}".replace("model.language_model.lm_head", "lm_head")
-        found[name] = tensor
-    save_file(found, path, {"format": "pt"})
 
 
 def make_mixture(folder: Path, *, seed: int, **sizes: int) -> None:

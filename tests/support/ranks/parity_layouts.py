@@ -164,7 +164,7 @@ NAMES = """
 # One kind of model, algorithm or layout each.
 LONG = """
     one-qwen3 one-qwen2 one-llama3 one-moe-softmax one-mistral
-    one-ministral3 one-gemma3 one-gemma3-tower one-ministral3-tower one-glm one-deepseek
+    one-ministral3 one-gemma3 one-glm one-deepseek
     one-moonlight one-qwen3-next one-qwen35
     one-kimi one-mimo one-glm-lite one-minimax one-exaone4
     one-seed-oss one-smollm3 one-k-exaone
@@ -175,7 +175,7 @@ LONG = """
     pp2-vpp2-slow-network pp2-uneven cp2-long ep2-cp2-moe pp2-vpp2-trees-shared
     ep2-trees-shared-moe cp2-trees-gspo cp2-trees-replay-moe tp2-sp-moe
     pp2-vpp2-moe-recompute-replay-moe tp2-sp-recompute-replay-moe
-    cp2-mistral tp2-sp-olmo2 tp2-gemma3-tower ep2-glm-lite tp2-sp-minimax tp2-sp-exaone4
+    cp2-mistral tp2-sp-olmo2 tp2-gemma3 ep2-glm-lite tp2-sp-minimax tp2-sp-exaone4
     tp2-sp-smollm3 ep2-k-exaone
     cp2-qwen3-next tp2-sp-cp2-qwen35 one-trees-qwen35 cp2-trees-qwen35
     one-other-muon tp2-other-muon dp2-muon cp2-muon one-muon-moe tp2-sp-muon-moe
@@ -185,7 +185,7 @@ LONG = """
 # What others show too, so that it need not be tried at every change. 16 ranks have all kinds at
 # once, with room for replicas.
 SLOW = """
-    one-mistral-tower one-qwen35-moe one-replay-moe-softmax one-replay-qwen35-moe
+    one-qwen35-moe one-replay-moe-softmax one-replay-qwen35-moe
     one-replay-gpt-oss one-reverse-top-k one-trees-cispo one-trees-moe
     dp2-distopt pp2-forward-top-k dp2-reverse-top-k tp2 tp2-sp-qwen3 pp2 pp2-vpp2 cp2-qwen3
     cp2-tied cp2-recompute cp2-selective cp2-overlap cp2-moe dp2-trees dp2-trees-shared
@@ -200,12 +200,12 @@ SLOW = """
     tp2-sp-kimi tp2-sp-ep2-etp1-glm-lite ep2-minimax pp2-vpp2-cp2-minimax pp2-vpp2-cp2-exaone4
     tp2-sp-seed-oss pp2-vpp2-cp2-smollm3 tp2-sp-ep2-etp1-k-exaone
     pp2-cp2-k-exaone
-    tp2-sp-etp1-gpt-oss cp2-gpt-oss tp2-sp-ministral3-tower tp2-sp-gemma3
+    tp2-sp-etp1-gpt-oss cp2-gpt-oss tp2-sp-gemma3
     tp2-sp-recompute-gemma3
     pp2-cp2-ministral3 pp2-vpp2-cp2-glm pp2-cp2-ep2-deepseek
     pp2-vpp2-ep2-qwen3-next tp2-pp2-vpp2-qwen35
-    pp2-vpp2-ep2-qwen35-moe pp2-vpp2-cp2-ep2-gpt-oss pp2-vpp2-cp2-gemma3-tower
-    pp2-cp2-mistral-tower pp2-vpp2-cp2-gemma3 pp2-cp2-olmo2 dp4
+    pp2-vpp2-ep2-qwen35-moe pp2-vpp2-cp2-ep2-gpt-oss
+    pp2-vpp2-cp2-gemma3 pp2-cp2-olmo2 dp4
     dp4-distopt dp2-tp2-sp-distopt dp2-tp2-qwen3 dp2-pp2-tied dp2-cp2-distopt dp2-cp2-few tp2-cp2
     tp2-sp-cp2-recompute tp2-sp-cp2-tied pp2-cp2 pp2-vpp2-cp2-qwen3 tp2-sp-pp2-vpp2 tp2-pp2-tied
     dp4-ep2-distopt-moe tp2-sp-ep2-moe tp2-sp-etp1-ep4-moe tp2-sp-cp2-etp1-ep4-moe pp2-ep2-moe

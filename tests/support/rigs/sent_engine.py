@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 from slipstream.core.configuration.config_file import check_model, parse_config
-from slipstream.core.models.registry import TOWERS
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.engine_interface import LoadedWeights
 
@@ -65,13 +64,10 @@ async def seen_each_time(
         await engine.pauses.resume(PolicyVersion(0, 0))
         seen = [await look(engine, "first")]
         dtype = getattr(torch, config.model.dtype)
-        # The learner sends none of a tower that it does not train.
-        left_out = () if config.sampling.max_images else TOWERS
         sender = GlooSender("communicator")
         for step, folder in enumerate(sent, 1):
             read = load_file(folder / "model.safetensors")
-            trained = {name: read[name] for name in read if not name.startswith(left_out)}
-            weights = {name: tensor.to(dtype) for name, tensor in trained.items()}
+            weights = {name: tensor.to(dtype) for name, tensor in read.items()}
             layout = layout_of(weights, BUCKET_BYTES)
             order = sender.order(f"publish-{step}", step)
             loaded = await publish(engine, sender, order, layout, weights)

@@ -8,7 +8,6 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.models import model_files
 from slipstream.core.models.model_fields import field_problems
 from slipstream.core.models.model_rules import (
-    critic_problems,
     layout_problems,
     model_problems,
     vision_layout_problems,
@@ -93,8 +92,7 @@ def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:
         role = config.roles.get(name)
         # Without a table the role has the policy's folder and layout, which are already checked.
         if role is not None:
-            is_critic = name == "critic"
-            for problem in _problems(settings, policy, config.model.path, is_critic=is_critic):
+            for problem in _problems(settings, policy, config.model.path):
                 yield renamed(problem, name, role)
     reference = config.reference
     # A vLLM server ends if a request asks for more likely tokens than the vocabulary has, and a
@@ -113,9 +111,7 @@ def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:
         )
 
 
-def _problems(
-    settings: Config, policy: ModelSizes, policy_folder: Path, *, is_critic: bool
-) -> Iterator[str]:
+def _problems(settings: Config, policy: ModelSizes, policy_folder: Path) -> Iterator[str]:
     folder, learner = settings.model.path, settings.learner
     try:
         sizes = read_model_sizes(folder)
@@ -127,15 +123,12 @@ def _problems(
     # How the policy's experts are split concerns no model without experts.
     layout = learner.parallel.model_copy(update={} if sizes.experts else {"etp": None})
     yield from layout_problems(sizes, layout, learner.transformer)
-    # With the policy's folder, the policy's own rules report this.
-    if is_critic and folder != policy_folder:
-        yield from critic_problems(sizes)
     if sizes.has_vision:
         yield from vision_layout_problems(learner, sizes)
     if sizes.has_vision != policy.has_vision:
         yield (
             f"model.path must see images if and only if the policy does, got a "
-            f"{sizes.folder_class} beside a {policy.folder_class}"
+            f"{sizes.architecture} beside a {policy.architecture}"
         )
     elif sizes.has_vision:
         images, of_policy = _images(folder, sizes), _images(policy_folder, policy)

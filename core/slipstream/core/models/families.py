@@ -16,7 +16,6 @@ from slipstream.core.models.family import (
     EngineFacts,
     Experts,
     Family,
-    Nested,
     Rope,
     Table,
     Values,
@@ -122,16 +121,6 @@ def _window_problems(values: Table) -> Iterator[str]:
             "model.path: layer_types of a GptOssForCausalLM must alternate from sliding_attention "
             f"on, as rollout servers take it, got {kinds[wrong[0]]!r} for layer {wrong[0]}"
         )
-
-
-def _mistral(architecture: str, model_type: str) -> Family:
-    return Family(
-        architecture=architecture,
-        model_type=model_type,
-        values=_VALUES,
-        has_windows=True,
-        nested=Nested(outer="Mistral3ForConditionalGeneration", model_type=model_type),
-    )
 
 
 def _axes_problems(_: str, table: Table, values: Table) -> Iterator[str]:
@@ -283,21 +272,6 @@ FAMILIES = (
         rope=Rope(kinds=("default", "linear"), is_by_layer=True),
         query_norm="head",
         has_windows=True,
-        nested=Nested(
-            outer="Gemma3ForConditionalGeneration",
-            model_type="gemma3_text",
-            defaults={
-                "vocab_size": 262208,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-                "head_dim": 256,
-                "max_position_embeddings": 131072,
-                "rms_norm_eps": 1e-6,
-                "query_pre_attn_scalar": 256,
-                "sliding_window": 4096,
-                "tie_word_embeddings": True,
-            },
-        ),
         cannot={"model.dtype": "vLLM (0.32.0) does not compute it in float16"},
     ),
     Family(
@@ -343,8 +317,15 @@ FAMILIES = (
         read=("no_rope_layers", "no_rope_layer_interval"),
         is_tied=True,
     ),
-    _mistral("MistralForCausalLM", "mistral"),
-    _mistral("Ministral3ForCausalLM", "ministral3"),
+    Family(
+        architecture="MistralForCausalLM", model_type="mistral", values=_VALUES, has_windows=True
+    ),
+    Family(
+        architecture="Ministral3ForCausalLM",
+        model_type="ministral3",
+        values=_VALUES,
+        has_windows=True,
+    ),
     Family(architecture="Olmo2ForCausalLM", model_type="olmo2", values=DENSE, query_norm="whole"),
     Family(
         architecture="Qwen2ForCausalLM",

@@ -73,17 +73,6 @@ class VisionFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nested:
-    """Facts about the vision models that contain this family's decoder under other tensor names."""
-
-    # The class that their config.json names, and its field `model_type` in text_config.
-    outer: str
-    model_type: str
-    # Published files leave out fields of text_config that have transformers' defaults.
-    defaults: Table = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
 class EngineFacts:
     """Facts of a family in vLLM: its module, its reply format and its weight loader."""
 
@@ -129,7 +118,6 @@ class Family:
     is_delta: bool = False
     experts: Experts | None = None
     vision: VisionFacts | None = None
-    nested: Nested | None = None
 
     engine: EngineFacts = EngineFacts()
     # Whether the learner has the engine's kernels for all of its layers.

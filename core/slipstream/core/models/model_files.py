@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from slipstream.core.machine.files import open_regular
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
-from slipstream.core.models.registry import TOWERS, family_of, is_nested
+from slipstream.core.models.registry import family_of
 from slipstream.core.settings.config import Config
 
 # Files that hold a tokenizer's vocabulary, by transformers' names; one of them is enough.
@@ -27,7 +27,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Endings of the projection to the vocabulary and of the matrix of embeddings.
 _OUTPUT, _EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
 # Folders of the tensors of towers, of all families.
-TOWER_FOLDERS = ("visual.", "model.visual.", *TOWERS)
+TOWER_FOLDERS = ("visual.", "model.visual.", "vision_tower.", "model.vision_tower.")
 _BLOCK = re.compile(r"(.*?\b(?:layers|blocks|deepstack_merger_list))\.(\d+)\.(.+)")
 _READ_BYTES = 1 << 24
 # Shape of a tensor, and tensors of files: name -> file and shape.
@@ -163,9 +163,8 @@ def loaded_tensors(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     if not held:
         return
     sizes = read_model_sizes(config.model.path)
-    left_out = TOWERS if sizes.is_nested else ()
     for name, (_, shape) in held.items():
-        if not (name.startswith(left_out) or is_further(name, layers=sizes.layers)):
+        if not is_further(name, layers=sizes.layers):
             yield name, shape
 
 
@@ -193,7 +192,7 @@ def tensor_problems(
         for name in held
         if not (name in tower or is_further(name, layers=sizes.layers))
     }
-    every = f"{setting} must hold every tensor of a {sizes.folder_class}: {place} has no "
+    every = f"{setting} must hold every tensor of a {sizes.architecture}: {place} has no "
     matrices = {"embeddings": _EMBEDDINGS}
     if has_output and not sizes.has_tied_output:
         matrices[_OUTPUT] = _OUTPUT
@@ -217,10 +216,10 @@ def tensor_problems(
         yield from _tower_problems(tower, values, setting, every)
     if has_output and sizes.has_tied_output:
         yield from _output_problems(decoder, setting)
-    if tower and not is_nested(values) and family_of(values).vision is None:
+    if tower and family_of(values).vision is None:
         name = next(iter(tower))
         yield (
-            f"{setting} must hold no vision tower for a {sizes.folder_class}, which sees no "
+            f"{setting} must hold no vision tower for a {sizes.architecture}, which sees no "
             f"images: {held[name][0]} has {name}, which would be left out"
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pydantic import JsonValue
 from slipstream.core.models.family import refusals
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
-from slipstream.core.models.registry import FAMILIES, NESTED
+from slipstream.core.models.registry import FAMILIES
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import MLP, LoraSection
 from slipstream.core.settings.sections import LearnerSection, ParallelSection
@@ -19,6 +19,8 @@ _ROPE_REFUSALS = {
     "dynamic": "transformers scales by the length of each sequence, vLLM by the longest possible",
     "longrope": "transformers chooses factors for each sequence, vLLM by the longest possible",
 }
+# Models with images whose decoder is a text class of ours.
+TEXT_ONLY = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
 # Tokens of a cache that hold no part of an episode: vLLM keeps a block of 128 empty, fills the last
 # one of a request in part, and samples one token more for a probe.
 _SPARE_TOKENS = 512
@@ -28,10 +30,12 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
     """Yields one line for each reason why no parallel layout can train the model."""
     family = sizes.family
     if not family.architecture:
-        kind = "mixture of experts" if sizes.experts else "model"
+        kind, hint = "mixture of experts" if sizes.experts else "model", ""
+        if sizes.architecture in TEXT_ONLY:
+            hint = ": docs/guides/models.md shows how to write its text model"
         yield (
             f"model.path holds a {kind} of architecture {sizes.architecture or 'without a name'}, "
-            f"which cannot be loaded; known are {', '.join((*FAMILIES, *NESTED))}"
+            f"which cannot be loaded; known are {', '.join(FAMILIES)}{hint}"
         )
         return
     if sizes.is_quantized:
@@ -273,30 +277,17 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
 
 def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
     """Yields one line for each conflict between a model and the run's settings for images."""
-    if sizes.is_nested:
-        if config.lora.rank:
-            yield (
-                f"lora.rank must be 0 for a {sizes.folder_class} with a vision tower: the names of "
-                f"its adapters were not compared, got {config.lora.rank}"
-            )
-        if config.critic is not None:
-            yield from critic_problems(sizes)
-        if (value := config.rollout_server.quantization) != "off":
-            yield (
-                f'rollout_server.quantization must be "off" for a {sizes.folder_class} with a '
-                f"vision tower: it was not tested, got {value!r}"
-            )
     if not sizes.has_vision:
         if config.sampling.max_images:
             yield (
-                f"sampling.max_images must be 0 for a {sizes.folder_class}, which sees no images, "
+                f"sampling.max_images must be 0 for a {sizes.architecture}, which sees no images, "
                 f"got {config.sampling.max_images}"
             )
         return
     token, vocab = sizes.image_token, sizes.vocab
     if not isinstance(token, int) or token < 0 or token >= vocab > 0:
         yield (
-            f"model.path: image_token_id of a {sizes.folder_class} must be a token of the "
+            f"model.path: image_token_id of a {sizes.architecture} must be a token of the "
             f"vocabulary, 0 to {vocab - 1}, got {token!r}"
         )
     yield from vision_layout_problems(config.learner, sizes)
@@ -305,28 +296,22 @@ def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
     if server.quantization != "off" and (has_images or sizes.experts):
         kind = "images" if has_images else "experts beside a vision tower"
         yield (
-            f'rollout_server.quantization must be "off" for a {sizes.folder_class} with {kind}: it '
+            f'rollout_server.quantization must be "off" for a {sizes.architecture} with {kind}: it '
             f"was not tested, got {server.quantization!r}"
         )
     if reference is not None and reference.server is not None:
-        yield f"reference.server gets no images: a {sizes.folder_class} needs reference.path"
+        yield f"reference.server gets no images: a {sizes.architecture} needs reference.path"
 
 
 def vision_layout_problems(learner: LearnerSection, sizes: ModelSizes) -> Iterator[str]:
     """Yields one line for each setting of the learner that excludes a model with vision."""
     if learner.parallel.cp > 1:
         yield (
-            f"learner.parallel.cp must be 1 for a {sizes.folder_class}: chunks of a sequence would "
+            f"learner.parallel.cp must be 1 for a {sizes.architecture}: chunks of a sequence would "
             f"cut its images, got {learner.parallel.cp}"
         )
     if sizes.deep_layers and learner.transformer.get("recompute_granularity") == "full":
         yield (
             "learner.transformer.recompute_granularity must be selective or left out for a "
-            f"{sizes.folder_class}: features of images are added between its layers, got 'full'"
+            f"{sizes.architecture}: features of images are added between its layers, got 'full'"
         )
-
-
-def critic_problems(sizes: ModelSizes) -> Iterator[str]:
-    """Yields a line if the critic's decoder is nested in a model with a vision tower."""
-    if sizes.is_nested:
-        yield f"[critic] is not supported for a {sizes.folder_class} with a vision tower"

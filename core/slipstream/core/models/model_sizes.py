@@ -13,11 +13,8 @@ from slipstream.core.models.family import Family
 from slipstream.core.models.model_fields import has_tied_output, rope_table
 from slipstream.core.models.registry import (
     FAMILIES,
-    NESTED,
     architecture_of,
     family_of,
-    is_nested,
-    nested_table,
 )
 from slipstream.core.types import routing_bytes_per_token
 
@@ -65,9 +62,8 @@ class ModelSizes:
     rope: tuple[tuple[str, Any], ...]
     uses_sliding_window: bool
     is_quantized: bool
-    # Whether it can be trained on images, and whether it is beside a tower that is left out.
+    # Whether it can be trained on images.
     has_vision: bool
-    is_nested: bool
     # Number of layers behind which the tower adds features.
     deep_layers: int
     # The token that stands for features of an image, as config.json says it; 0 without vision.
@@ -105,11 +101,6 @@ class ModelSizes:
     def family(self) -> Family:
         """The record of the model's class, or a plain decoder's record for an unknown class."""
         return FAMILIES.get(self.architecture, Family())
-
-    @property
-    def folder_class(self) -> str:
-        nested = self.family.nested
-        return nested.outer if self.is_nested and nested is not None else self.architecture
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ModelSizes:
@@ -168,7 +159,6 @@ class ModelSizes:
             ),
             is_quantized="quantization_config" in values,
             has_vision=has_vision,
-            is_nested=is_nested(values),
             deep_layers=len(tower.get("deepstack_visual_indexes", deep_layers) or ()),
             image_token=image_token if has_vision else 0,
         )
@@ -232,12 +222,9 @@ def read_table(path: Path) -> dict[str, Any]:
 def decoder_table(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns config.json with the decoder's fields, nested in vision models, at the top level.
 
-    Raises ConfigError for an unknown decoder in a class of `NESTED`, and for a text class whose
-    config.json describes a vision tower.
+    Raises ConfigError for a text class whose config.json describes a vision tower.
     """
     architecture = architecture_of(values)
-    if architecture in NESTED:
-        return nested_table(values)
     if architecture.endswith("ForCausalLM") and values.get("vision_config"):
         raise ConfigError(
             f"model.path: config.json of a {architecture} must have no vision_config: it is "

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from slipstream.core.machine.gpus import ALL_BITS
 from slipstream.core.models.model_sizes import read_model_table
-from slipstream.core.models.registry import NESTED
 from slipstream.core.models.vision import load_processor
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import KEPT_LOGITS_SHARE
@@ -149,9 +148,6 @@ def _load(
 ) -> ParallelModel:
     bridge = compat.install().from_hf_pretrained(str(config.model.path))
     whole_config = bridge.hf_pretrained.config
-    if whole_config.architectures[0] in NESTED:
-        # The vision tower is neither trained nor published, so it is left out.
-        whole_config.vision_config = None
     hf_config = whole_config.get_text_config()
     if load_weights:
         source = bridge.hf_pretrained.state.source

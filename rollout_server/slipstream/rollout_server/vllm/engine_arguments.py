@@ -8,7 +8,7 @@ import slipstream.core.models.kinds  # noqa: F401 - vLLM asks transformers for t
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_rules import cpu_cache_bytes, cpu_engine_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
-from slipstream.core.models.registry import FAMILIES, NESTED, family_of, is_nested
+from slipstream.core.models.registry import FAMILIES, family_of
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import SamplingSection
 from slipstream.rollout_server.engine_rules import graph_values, vllm_share, wire_bytes
@@ -125,13 +125,11 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
 def tower_values(table: Mapping[str, Any], sampling: SamplingSection) -> dict[str, object]:
     """Registers our model classes with vLLM, and returns vLLM's arguments for a vision tower.
 
-    Without a tower there are no arguments. The tower of a model in `NESTED` is not loaded: it is
-    not trained, so no weights are published for it.
+    Without a tower there are no arguments.
     """
-    modules = {name: family.engine.module for name, family in FAMILIES.items()}
-    for name, module in {**modules, **dict.fromkeys(NESTED, "nested_models")}.items():
+    for name, family in FAMILIES.items():
         # vLLM imports the module by its name, in processes of its own too.
-        if module:
+        if module := family.engine.module:
             ModelRegistry.register_model(name, f"{_PACKAGE}.{module}:{name}")
     if not table.get("vision_config"):
         return {}
@@ -140,9 +138,8 @@ def tower_values(table: Mapping[str, Any], sampling: SamplingSection) -> dict[st
 
         vision_models.ask_images_of_qwen35()
     # Without any image vLLM would leave the tower out, and its weights could not be published.
-    fewest = 0 if is_nested(table) else 1
     return {
-        "limit_mm_per_prompt": {"image": max(fewest, sampling.max_images)},
+        "limit_mm_per_prompt": {"image": max(1, sampling.max_images)},
         # Profiling would use transformers' processors, whose video half needs torchvision.
         "skip_mm_profiling": True,
         # Pixels come as the trainer has them.

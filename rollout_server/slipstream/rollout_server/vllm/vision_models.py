@@ -18,21 +18,12 @@ from slipstream.core.models.vision import load_processor
 from transformers import PretrainedConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-
-def stand_in_for_torchvision(family: str, name: str) -> None:
-    """Replaces a family's image processor by transformers' PIL version if torchvision is missing.
-
-    `name` is the class that vLLM's models import. vLLM's models also import functions, which both
-    modules have.
-    """
-    folder = f"transformers.models.{family}.image_processing"
-    if importlib.util.find_spec("torchvision") is None:
-        module: Any = importlib.import_module(f"{folder}_pil_{family}")
-        setattr(module, name, getattr(module, f"{name}Pil"))
-        sys.modules[f"{folder}_{family}"] = module
-
-
-stand_in_for_torchvision("qwen2_vl", "Qwen2VLImageProcessor")
+if importlib.util.find_spec("torchvision") is None:
+    # vLLM's models import functions of the replaced module too, which both modules have.
+    _FOLDER = "transformers.models.qwen2_vl.image_processing"
+    _PIL: Any = importlib.import_module(f"{_FOLDER}_pil_qwen2_vl")
+    _PIL.Qwen2VLImageProcessor = _PIL.Qwen2VLImageProcessorPil
+    sys.modules[f"{_FOLDER}_qwen2_vl"] = _PIL
 
 from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe  # noqa: E402
 

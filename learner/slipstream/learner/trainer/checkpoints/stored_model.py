@@ -107,7 +107,7 @@ def check_nothing_lost(config: Config, path: Path) -> None:
     has_tower = any(name.startswith(f"{TOWER}.") for name in names)
     if has_tower and not sizes.has_vision:
         raise ConfigError(
-            f"checkpoint.load must hold no vision tower for a {sizes.folder_class}, which sees no "
+            f"checkpoint.load must hold no vision tower for a {sizes.architecture}, which sees no "
             f"images, that of {path} would be left out: model.path must be a folder with a tower"
         )
 

@@ -5,12 +5,9 @@ needs TransformerEngine. Here the decoder is built like other families' decoders
 vision tower is on the first pipeline stage with the embedding, whole on every tensor parallel rank.
 Hooks replace embeddings of image tokens by the tower's features, and rotate heads by image
 positions.
-
-Of Gemma 3 and Mistral 3 only the decoder is trained, and the tower in the model's folder stays
-unchanged.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +17,9 @@ from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRe
 from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.registry import nested_name
 from slipstream.core.models.vision import ImageProcessor
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.training_sequence import ImageInputs, MicroBatch
-from slipstream.learner.trainer.families.families import DenseBridge, Gemma3Bridge
 from slipstream.learner.trainer.families.mappings import (
     FamilyBridge,
     attention,
@@ -43,8 +38,6 @@ from slipstream.learner.trainer.layers.vision_tower import (
 )
 from torch import Tensor
 from transformers import (
-    Gemma3ForConditionalGeneration,
-    Mistral3ForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeForConditionalGeneration,
@@ -225,43 +218,3 @@ class Vision:
             placed = scatter_to_sequence_parallel_region(placed, group=group)
             is_image = is_image.chunk(group.size())[group.rank()]
         return is_image, placed
-
-
-class _NestedBridge(FamilyBridge):
-    """A mixin that makes a text model's recipe fit a vision model whose decoder is that model.
-
-    The mixin must precede the text model's recipe among the base classes. It renames tensors,
-    because a vision model's files have either the published names or the names of transformers'
-    modules.
-    """
-
-    # Names of the tensors in the folder.
-    _held: Collection[str] = ()
-
-    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
-        decoder = hf_pretrained.config.get_text_config()
-        return super().provider_bridge(SimpleNamespace(config=decoder))
-
-    def build_conversion_tasks(
-        self, hf_pretrained: Megatron, *others: object, **named: object
-    ) -> Megatron:
-        """Returns Bridge's tasks for loading and export, with names as the files have them."""
-        self._held = hf_pretrained.state.source.get_all_keys()
-        return super().build_conversion_tasks(hf_pretrained, *others, **named)
-
-    def mapping_registry(self) -> Megatron:
-
-        def placed(name: str) -> str:
-            return nested_name(name, self._held)
-
-        return MegatronMappingRegistry(*(renamed_files(each, placed) for each in self._mappings()))
-
-
-@recipe_for(Gemma3ForConditionalGeneration, "gemma3")
-class Gemma3VisionBridge(_NestedBridge, Gemma3Bridge):
-    """Gemma 3 of 4B and more: the text model with SigLIP. Source: arXiv:2503.19786, section 2."""
-
-
-@recipe_for(Mistral3ForConditionalGeneration, "mistral3")
-class Mistral3VisionBridge(_NestedBridge, DenseBridge):
-    """Mistral Small 3.1 and Ministral 3: the text model beside Pixtral. Source: transformers."""

@@ -17,7 +17,6 @@ from pydantic import JsonValue
 from safetensors import safe_open
 from slipstream.core.models.model_files import held_tensors, is_further
 from slipstream.core.models.model_sizes import read_model_sizes
-from slipstream.core.models.registry import TOWERS
 from slipstream.core.settings.config import Config
 from slipstream.core.template_values import read_template
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, write_safetensors
@@ -318,9 +317,8 @@ class HfFolderWriter:
         layers, held = read_model_sizes(source).layers, held_tensors(source)
         written = {*self._waiting, *itertools.chain.from_iterable(self._shards)}
         for name, (path, _) in held.items():
-            # Layers that predict further tokens, and towers that a run leaves out.
-            is_untrained = name.startswith(TOWERS) or is_further(name, layers=layers)
-            if name in written or not is_untrained:
+            # Only layers that predict further tokens are not trained.
+            if name in written or not is_further(name, layers=layers):
                 continue
             tensor = _read(path, name)
             whole = next((_COPIES[end] for end in _COPIES if name.endswith(end)), "")

@@ -21,19 +21,6 @@ from torch.distributed.checkpoint import FileSystemWriter, save  # noqa: E402
 MATRIX = "decoder.layers.self_attention.linear_qkv.weight"
 # The name that Megatron-Bridge gives the adapter beside that matrix.
 ADAPTER = "decoder.layers.self_attention.linear_qkv.adapter.linear_in.weight"
-# A model whose tower is left out.
-MISTRAL3 = {
-    "architectures": ["Mistral3ForConditionalGeneration"],
-    "text_config": {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": 64,
-    },
-    "vision_config": {"hidden_size": 64, "model_type": "pixtral", "patch_size": 14},
-}
 
 
 def config_of(folder: Path) -> Config:
@@ -49,20 +36,19 @@ def write(folder: Path, *names: str) -> None:
 
 TEXT = {"architectures": ["Qwen2ForCausalLM"]}
 TOWER = "visual.inner.vision_tower.ln_pre.weight"
-NO_TOWER = "checkpoint.load must hold no vision tower for a {}, which .*/with would be"
+NO_TOWER = "checkpoint.load must hold no vision tower for a Qwen2ForCausalLM, .*/with would be"
 
 
 @pytest.mark.parametrize("folder", ["", "state"])
 @pytest.mark.parametrize(
-    ("model", "name", "cause"),
+    ("name", "cause"),
     [
-        (MISTRAL3, ADAPTER, "checkpoint.load must hold no adapters, .*/with would be"),
-        (MISTRAL3, TOWER, NO_TOWER.format("Mistral3ForConditionalGeneration")),
-        (TEXT, TOWER, NO_TOWER.format("Qwen2ForCausalLM")),
+        (ADAPTER, "checkpoint.load must hold no adapters, .*/with would be"),
+        (TOWER, NO_TOWER),
     ],
 )
-def test_what_would_be_left_out_is_refused(tmp_path, folder, model, name, cause):
-    (tmp_path / "config.json").write_text(json.dumps(model))
+def test_what_would_be_left_out_is_refused(tmp_path, folder, name, cause):
+    (tmp_path / "config.json").write_text(json.dumps(TEXT))
     config = config_of(tmp_path)
     write(tmp_path / "without" / folder, MATRIX)
     check_nothing_lost(config, tmp_path / "without")
