@@ -61,7 +61,7 @@ class _Refusal(Exception):
     message: str
 
 
-class _Connection(HttpToolsProtocol):
+class BoundedConnection(HttpToolsProtocol):
     """A connection that may be closed while it is idle, and has a deadline for each request."""
 
     def __init__(
@@ -69,7 +69,7 @@ class _Connection(HttpToolsProtocol):
         *,
         limit_s: float,
         most: int,
-        resting: dict[_Connection, None],
+        resting: dict[BoundedConnection, None],
         **options: Any,  # noqa: ANN401 - uvicorn's
     ) -> None:
         """Takes the seconds in which a request must be complete, and the idle connections.
@@ -167,7 +167,7 @@ def bounded_server(
         port=port,
         interface="asgi3",
         http=partial(  # type: ignore[arg-type]
-            _Connection, limit_s=limit_s, most=max_connections, resting={}
+            BoundedConnection, limit_s=limit_s, most=max_connections, resting={}
         ),
         ws="none",
         lifespan="off",

