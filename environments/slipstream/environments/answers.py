@@ -1,17 +1,10 @@
-"""Reads answers as people and models write them: numbers, formulas, texts and blocks of code."""
+"""Reads answers as people and models write them: numbers, formulas and texts."""
 
-import ast
-import builtins
 import contextlib
-import functools
 import json
 import re
-import sys
-import sysconfig
-import textwrap
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
-from importlib.machinery import PathFinder
+from collections.abc import Callable
 
 # A sign belongs to a number unless it follows another one: "12-3" ends in 3.
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?"
@@ -87,7 +80,7 @@ _WRAPPERS = re.compile(
 )
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{(?!\s*\})|(?=\d|[A-Za-z](?!\w)))")
 # The last of these is the answer, where a reply has one: R1's tags, GLM-V's tokens.
-_TAGGED = re.compile(
+TAGGED = re.compile(
     r"<((?:final_)?answer|\|begin_of_box\|)>((?:(?!<\1>).)*?)<(?:/(?:final_)?answer|\|end_of_box\|)>",
     re.DOTALL | re.IGNORECASE,
 )
@@ -116,17 +109,6 @@ _SAID = re.compile(
     r"(?:(?:\\\[|\$\$)\s*\n\s*)?(.*?)(?=[.!?](?:\s|$)|\n|$)",
     re.IGNORECASE,
 )
-
-# A block of code: from ``` or ~~~ to the next one that is no deeper, or to the end of the reply.
-_BLOCK = re.compile(
-    r"(?:^([ \t]*)|(?<=[^\s>] )(?=`{3,}py))(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(?:^(?:\1| {0,3})\2|\Z)",
-    re.DOTALL | re.MULTILINE,
-)
-# The first line of code in a text without blocks.
-_CODE_BEGINS = re.compile(r"^(?:@|(?:async )?def |class |from \S+ import |import )", re.MULTILINE)
-# The mark of a quotation before each of its lines.
-_QUOTED = re.compile(r"^> ?", re.MULTILINE)
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def plain(text: str) -> str:
@@ -197,7 +179,7 @@ def final_of(text: str) -> str:
 
     Such a line is the only one, or the first one before an explanation.
     """
-    if tagged := _TAGGED.findall(text):
+    if tagged := TAGGED.findall(text):
         text = tagged[-1][1].strip()
     text = _unpacked(text)
     boxes = list(_BOX.finditer(text))
@@ -238,76 +220,3 @@ def _inside(text: str, start: int) -> tuple[str, int]:
         if not depth:
             return text[start:at], at + 1
     return "", len(text)
-
-
-def code_of(reply: str, names: Iterable[str] = ()) -> str:
-    """Returns the code of a reply: its last blocks that define `names`, and what these use.
-
-    It is the last block if none defines one of them, and the whole reply if there is no block.
-    """
-    found = _BLOCK.findall(reply) or _BLOCK.findall(_QUOTED.sub("", reply))
-    blocks = [textwrap.dedent(block) for _, _, block in found]
-    if not blocks:
-        tagged = _TAGGED.findall(reply)
-        return tagged[-1][1] if tagged else _without_prose(reply)
-    pairs = [names_in(block) for block in blocks]
-    needed, known, taken = set(names), set(dir(builtins)), set[int]()
-    # A helper may stand below what uses it.
-    while wanted := [at for at in range(len(blocks)) if at not in taken and needed & pairs[at][0]]:
-        defined, used = pairs[wanted[-1]]
-        taken.add(wanted[-1])
-        known |= defined
-        needed = (needed | used) - known
-    return "\n".join(blocks[at] for at in sorted(taken or {len(blocks) - 1}))
-
-
-def _without_prose(text: str) -> str:
-    """Returns the code in a text without blocks, or the text if it is code or none is found."""
-    starts = [found.start() for found in _CODE_BEGINS.finditer(text)]
-    for start in (0, *starts[:_MAX_WRAPPERS]):
-        code = text[start:]
-        try:
-            ast.parse(code)
-        except SyntaxError as error:
-            # Prose may stand behind the code.
-            code = "".join(code.splitlines(keepends=True)[: (error.lineno or 1) - 1])
-            if names_in(code)[0]:
-                return code
-        except (ValueError, RecursionError, MemoryError):
-            return text
-        else:
-            return code
-    return text
-
-
-@functools.cache
-def is_there(module: str) -> bool:
-    """Whether a module is Python's own or of an installed package."""
-    top = module.partition(".")[0]
-    installed = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
-    return top in sys.stdlib_module_names or PathFinder.find_spec(top, installed) is not None
-
-
-def names_in(code: str) -> tuple[set[str], set[str]]:
-    """Returns the names that a text of Python defines, and those that it uses.
-
-    Of a text that is no Python, these are the functions and classes whose definitions it begins.
-    """
-    try:
-        nodes: Iterator[ast.AST] = ast.walk(ast.parse(code))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set(re.findall(r"^\s*(?:async\s+)?(?:def|class)\s+(\w+)", code, re.MULTILINE)), set()
-    defined: set[str] = set()
-    used: set[str] = set()
-    for node in nodes:
-        if isinstance(node, _DEFINITIONS):
-            defined.add(node.name)
-        elif isinstance(node, ast.arg):
-            defined.add(node.arg)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            # An example of use takes the function from a module that is not there.
-            if is_there(getattr(node, "module", None) or "sys"):
-                defined |= {(each.asname or each.name).partition(".")[0] for each in node.names}
-        elif isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
-    return defined, used

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from slipstream.client import StepResult
 from slipstream.core.errors import ConfigError
-from slipstream.environments.answers import code_of
-from slipstream.environments.functions import Functions
 from slipstream.environments.sandbox import Limits, Sandbox
 from support.rigs.waiting import LIMIT_S
+
+from deploy.environments.functions import Functions, code_of
 
 pytestmark = [
     pytest.mark.process,

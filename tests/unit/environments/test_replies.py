@@ -10,7 +10,6 @@ from hypothesis import given, strategies
 from slipstream.client import Reply, answer_of
 from slipstream.environments.answers import (
     bare,
-    code_of,
     contains,
     final_of,
     numbers,
@@ -20,6 +19,7 @@ from slipstream.environments.questions import Questions
 from support.rigs.waiting import LIMIT_S
 
 from deploy.environments.arithmetic import Addition, Arithmetic, last_number
+from deploy.environments.functions import code_of
 
 TABLE = Path(__file__).parents[2] / "data" / "replies.jsonl"
 REPLIES = [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
@@ -79,8 +79,9 @@ LONG = """
 from slipstream.client.audit_data import Row, surprises
 from slipstream.core.models.thoughts import split_thoughts
 from slipstream.environments import answers, math_program
+from deploy.environments.functions import code_of
 
-readers = [answers.plain, answers.bare, answers.numbers, answers.final_of, answers.code_of,
+readers = [answers.plain, answers.bare, answers.numbers, answers.final_of, code_of,
            split_thoughts, math_program._amount, lambda text: answers.contains(text, "7"),
            lambda text: math_program._SCALE.sub("", math_program._REJECTED.sub("", text))]
 for mark in ("`", "~", ".", "7", " ", chr(10), "\\\\boxed{", "<answer>", "<think>", "({[", "or "):

@@ -11,17 +11,19 @@ import py_compile
 import re
 import site
 import sys
+import sysconfig
 import tempfile
+import textwrap
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from slipstream.client.environment import Environment, Message, StepResult, answer_of
 from slipstream.core.errors import ConfigError
-from slipstream.environments import functions_program
-from slipstream.environments.answers import code_of, is_there, names_in
+from slipstream.environments.answers import TAGGED
 from slipstream.environments.arguments import (
     FIELD,
     check_above_0,
@@ -31,7 +33,6 @@ from slipstream.environments.arguments import (
     check_holds,
     filled,
 )
-from slipstream.environments.functions_program import heard, said
 from slipstream.environments.question_files import (
     UNREAD,
     Row,
@@ -45,7 +46,22 @@ from slipstream.environments.question_files import (
 )
 from slipstream.environments.sandbox import Limits, Sandbox, StartedProgram
 
+from deploy.environments import functions_program
+from deploy.environments.functions_program import heard, said
+
 _CHECK = re.compile(r"^def check\(", re.MULTILINE)
+# A block of code: from ``` or ~~~ to the next one that is no deeper, or to the end of the reply.
+_BLOCK = re.compile(
+    r"(?:^([ \t]*)|(?<=[^\s>] )(?=`{3,}py))(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(?:^(?:\1| {0,3})\2|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+# The first line of code in a text without blocks.
+_CODE_BEGINS = re.compile(r"^(?:@|(?:async )?def |class |from \S+ import |import )", re.MULTILINE)
+# Most lines at which code in a text without blocks is looked for.
+_MAX_STARTS = 8
+# The mark of a quotation before each of its lines.
+_QUOTED = re.compile(r"^> ?", re.MULTILINE)
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 # The program of both sandboxes, compiled once.
 _PROGRAM = "program.pyc"
@@ -411,3 +427,76 @@ def _program() -> dict[str, str | bytes]:
         compiled = os.path.join(folder, _PROGRAM)
         py_compile.compile(functions_program.__file__, compiled, doraise=True)
         return {_PROGRAM: Path(compiled).read_bytes()}
+
+
+def code_of(reply: str, names: Iterable[str] = ()) -> str:
+    """Returns the code of a reply: its last blocks that define `names`, and what these use.
+
+    It is the last block if none defines one of them, and the whole reply if there is no block.
+    """
+    found = _BLOCK.findall(reply) or _BLOCK.findall(_QUOTED.sub("", reply))
+    blocks = [textwrap.dedent(block) for _, _, block in found]
+    if not blocks:
+        tagged = TAGGED.findall(reply)
+        return tagged[-1][1] if tagged else _without_prose(reply)
+    pairs = [names_in(block) for block in blocks]
+    needed, known, taken = set(names), set(dir(builtins)), set[int]()
+    # A helper may stand below what uses it.
+    while wanted := [at for at in range(len(blocks)) if at not in taken and needed & pairs[at][0]]:
+        defined, used = pairs[wanted[-1]]
+        taken.add(wanted[-1])
+        known |= defined
+        needed = (needed | used) - known
+    return "\n".join(blocks[at] for at in sorted(taken or {len(blocks) - 1}))
+
+
+def _without_prose(text: str) -> str:
+    """Returns the code in a text without blocks, or the text if it is code or none is found."""
+    starts = [found.start() for found in _CODE_BEGINS.finditer(text)]
+    for start in (0, *starts[:_MAX_STARTS]):
+        code = text[start:]
+        try:
+            ast.parse(code)
+        except SyntaxError as error:
+            # Prose may stand behind the code.
+            code = "".join(code.splitlines(keepends=True)[: (error.lineno or 1) - 1])
+            if names_in(code)[0]:
+                return code
+        except (ValueError, RecursionError, MemoryError):
+            return text
+        else:
+            return code
+    return text
+
+
+@functools.cache
+def is_there(module: str) -> bool:
+    """Whether a module is Python's own or of an installed package."""
+    top = module.partition(".")[0]
+    installed = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    return top in sys.stdlib_module_names or PathFinder.find_spec(top, installed) is not None
+
+
+def names_in(code: str) -> tuple[set[str], set[str]]:
+    """Returns the names that a text of Python defines, and those that it uses.
+
+    Of a text that is no Python, these are the functions and classes whose definitions it begins.
+    """
+    try:
+        nodes: Iterator[ast.AST] = ast.walk(ast.parse(code))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set(re.findall(r"^\s*(?:async\s+)?(?:def|class)\s+(\w+)", code, re.MULTILINE)), set()
+    defined: set[str] = set()
+    used: set[str] = set()
+    for node in nodes:
+        if isinstance(node, _DEFINITIONS):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            # An example of use takes the function from a module that is not there.
+            if is_there(getattr(node, "module", None) or "sys"):
+                defined |= {(each.asname or each.name).partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+    return defined, used
