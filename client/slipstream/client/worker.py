@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -22,7 +21,6 @@ import signal
 import sys
 import threading
 from base64 import b64encode
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,8 +28,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc.aio
 from slipstream.client.environment_loader import (
     CallTracker,
-    is_of_environment,
-    is_ours,
     running_place,
 )
 from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
@@ -72,9 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-tools", action="store_true", help="refuse tools (--check)")
     parser.add_argument("--max-images", type=int, metavar="N", help="refuse more (--check)")
     parser.add_argument("--seconds", type=float, default=15.0, help="limit of all plays (--check)")
-    parser.add_argument(
-        "--cached", metavar="DIR", help="where to note what need not be played again"
-    )
+    parser.add_argument("--warn", action="store_true", help="what is odd, on stderr (--check)")
     parser.add_argument("--tell", action="store_true", help="refuse no reward or prompt (--check)")
     parser.add_argument("--json", action="store_true", help="a report for programs (--check)")
     parser.add_argument("--episodes", type=int, default=64, help="of a step, for it (--check)")
@@ -174,10 +168,6 @@ class _Check:
             self._fail(loading.failure.message)
         if options.no_play:
             return f"environment {options.check} is loaded: {loading.loaded.digest}"
-        known = _known(options, loading.loaded.digest) if options.cached else None
-        if known is not None and known.is_file():
-            _warn(known.read_text(encoding="utf-8").splitlines())
-            return f"environment {options.check} is ready, as before"
         from slipstream.client.audit import Audit
         from slipstream.client.audit_data import key_of
         from slipstream.client.audit_report import findings, headline, slowness, table
@@ -185,7 +175,7 @@ class _Check:
         loaded = loading.loaded
         audit = Audit(self._host, self._call, loaded=loaded, limit_s=options.seconds)
         # Without a fixed seed sets have another order in each process, as in no run.
-        if not options.cached and "PYTHONHASHSEED" in os.environ:
+        if not options.warn and "PYTHONHASHSEED" in os.environ:
             # It loads the environment too, and says the digest of its tasks.
             self._other = await asyncio.create_subprocess_exec(
                 *(*sys.orig_argv, "--no-play"),
@@ -196,7 +186,8 @@ class _Check:
         if played.first_call == "none" and not played.unbegun:
             self._fail("run() ended without a call to its endpoint")
         if played.first_call and options.max_turns == 1:
-            _warn(["with sampling.max_turns = 1 an agent's second call is refused (400)"])
+            second = "with sampling.max_turns = 1 an agent's second call is refused (400)"
+            print(f"{WARNING}{second}", file=sys.stderr)
         if self._other is not None:
             said, _ = await self._other.communicate()
             if said.decode().rpartition(": ")[2].strip() not in ("", loaded.digest):
@@ -207,18 +198,10 @@ class _Check:
         if refused and not options.json:
             self._fail(refused[0])
         told = [each.text for each in found if each.text not in refused]
-        if known is not None:
-            # Plays without time are in the log of the run; `slipstream check` has time for more.
-            late = [each.text for each in found if each.is_of_time]
-            for line in late:
-                print(line, file=sys.stderr)
-            told = [line for line in told if line not in late]
-            _warn(told)
-            # What had no time is tried again at the next start.
-            if not late:
-                with contextlib.suppress(OSError):
-                    known.parent.mkdir(parents=True, exist_ok=True)
-                    known.write_text("".join(f"{line}\n" for line in told), encoding="utf-8")
+        for each in found if options.warn else ():
+            if each.text in told:
+                # Plays without time are in the log alone; `slipstream check` has time for more.
+                print(f"{'' if each.is_of_time else WARNING}{each.text}", file=sys.stderr)
         lines = [headline(played), *table(played), *(f"! {line}" for line in told)]
         if not options.json:
             return "\n".join([f"environment {options.check} is ready: {lines[0]}", *lines[1:]])
@@ -262,25 +245,6 @@ class _Check:
         line = f"environment {self._options.check}: {cause}\n"
         os.write(2, line.encode(errors="backslashreplace"))
         os._exit(2)
-
-
-def _warn(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(f"{WARNING}{line}", file=sys.stderr)
-
-
-def _known(options: argparse.Namespace, digest: str) -> Path | None:
-    """Returns the file that exists if the same tasks, code and arguments were played before."""
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    sources = sorted(file for file in files if file and (is_of_environment(file) or is_ours(file)))
-    played = [repr(sorted(vars(options).items())), digest, *sources]
-    key = hashlib.sha256("\0".join(played).encode())
-    try:
-        for file in sources:
-            key.update(Path(file).read_bytes())
-    except OSError:
-        return None
-    return Path(options.cached, key.hexdigest())
 
 
 if __name__ == "__main__":

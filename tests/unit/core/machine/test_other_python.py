@@ -39,12 +39,6 @@ def test_a_worker_runs_with_another_interpreter_that_lacks_slipstream(furnished:
     assert ended.stdout.startswith(READY)
 
 
-def test_what_another_interpreter_has_checked_is_not_checked_again(furnished, tmp_path):
-    said = [check(furnished, "fake_workers:Good", "--cached", tmp_path) for _ in range(2)]
-    assert [ended.returncode for ended in said] == [0, 0], said[0].stderr
-    assert said[1].stdout == "environment fake_workers:Good is ready, as before\n"
-
-
 def test_a_check_goes_on_with_another_interpreter(furnished: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "slipstream.client.cli", "check", "fake_workers:Good"]
 
