@@ -4,9 +4,6 @@ A small message is decoded on the event loop, a large one in a thread. A message
 ends its call with INVALID_ARGUMENT and one line. A handler may return bytes: a message that it has
 encoded itself. A handler that fails ends its own call with INTERNAL and one line, and its traceback
 is logged.
-
-gRPC reads the request of a unary method before it calls the handler. Callers are therefore refused
-in handlers of streams, which gRPC calls as soon as a call's head is there.
 """
 
 from __future__ import annotations
@@ -16,8 +13,8 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -43,10 +40,6 @@ SMALL_BYTES = 64 << 10
 MAX_TOLD = 20
 
 logger = logging.getLogger(__name__)
-
-
-# Prepares a call, given its request or its iterator of requests, and yields what its handler gets.
-_Prepare: TypeAlias = Callable[[Any, Context], AbstractAsyncContextManager[Any]]
 
 
 class _Decoded:
@@ -106,58 +99,34 @@ class CheckingInterceptor(Interceptor):
             data: bytes = response if isinstance(response, bytes) else encode(response)
             return data
 
-        @asynccontextmanager
-        async def checked(given: Any, _: Context) -> AsyncIterator[Message | _Decoded]:  # noqa: ANN401
-            if not handler.request_streaming:
-                yield await _decoded(kind, given)
-                return
-            # gRPC's generator of requests would keep itself and an unread call in memory.
-            source: Any = aiter(given)
-            try:
-                yield _Decoded(kind, source)
-            finally:
-                # A reader that was just cancelled closes the generator instead.
-                with suppress(RuntimeError):
-                    await source.aclose()
+        streams = handler.request_streaming, handler.response_streaming
+        shape = "_".join("stream" if is_stream else "unary" for is_stream in streams)
+        inner = getattr(handler, shape)
 
-        shape = _shape_of(handler)
-        behavior = _guarded(_prepared(getattr(handler, shape), checked), method)
-        make = getattr(grpc, f"{shape}_rpc_method_handler")
-        # Requests are decoded by `checked`: gRPC answers UNKNOWN to every error of a deserializer.
-        made: Handler = make(behavior, None, serialize)
-        return made
-
-
-def _shape_of(handler: Handler) -> str:
-    """Returns the name of the field of `handler` that holds its behavior, such as unary_stream."""
-    streams = handler.request_streaming, handler.response_streaming
-    return "_".join("stream" if is_stream else "unary" for is_stream in streams)
-
-
-def _handler_at_head(handler: Handler, behavior: Callable[..., Any]) -> Handler:
-    """Returns a handler whose `behavior` is called at the head of a call, before its requests.
-
-    `behavior` gets an iterator over the requests, also for a unary method.
-    """
-    responses = "stream" if handler.response_streaming else "unary"
-    make = getattr(grpc, f"stream_{responses}_rpc_method_handler")
-    made: Handler = make(behavior, handler.request_deserializer, handler.response_serializer)
-    return made
-
-
-def _prepared(inner: Callable[..., Any], prepare: _Prepare) -> Callable[..., Any]:
-    """Returns a behavior that runs `inner` within `prepare`, and writes what it yields."""
-
-    async def call(request: object, context: Context) -> object:
-        async with prepare(request, context) as given:
+        async def call(given: Message | _Decoded, context: Context) -> object:
             if not inspect.isasyncgenfunction(inner):
                 return await inner(given, context)
             async with aclosing(inner(given, context)) as responses:
                 async for response in responses:
                     await context.write(response)
-        return None
+            return None
 
-    return call
+        async def checked(given: Any, context: Context) -> object:  # noqa: ANN401
+            if not handler.request_streaming:
+                return await call(await _decoded(kind, given), context)
+            # gRPC's generator of requests would keep itself and an unread call in memory.
+            source: Any = aiter(given)
+            try:
+                return await call(_Decoded(kind, source), context)
+            finally:
+                # A reader that was just cancelled closes the generator instead.
+                with suppress(RuntimeError):
+                    await source.aclose()
+
+        make = getattr(grpc, f"{shape}_rpc_method_handler")
+        # Requests are decoded by `checked`: gRPC answers UNKNOWN to every error of a deserializer.
+        made: Handler = make(_guarded(checked, method), None, serialize)
+        return made
 
 
 def _guarded(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
@@ -229,16 +198,15 @@ class Refusals:
         """Returns a handler that refuses the call at its head, and tells so in the log."""
 
         async def refuse(_: object, context: Context) -> None:
-            await self.refuse(context, code, text, reason)
+            host = context.peer().rpartition(":")[0]
+            self.tell(host or "a caller that has left", text)
+            await abort(context, code, text, reason)
 
-        return _handler_at_head(handler, refuse)
-
-    async def refuse(
-        self, context: Context, code: grpc.StatusCode, text: str, reason: Reason
-    ) -> NoReturn:
-        """Aborts the call, and tells so in the log."""
-        self.tell(_host(context), text)
-        await abort(context, code, text, reason)
+        # gRPC calls the handler of a stream of requests before it reads one.
+        responses = "stream" if handler.response_streaming else "unary"
+        make = getattr(grpc, f"stream_{responses}_rpc_method_handler")
+        made: Handler = make(refuse, handler.request_deserializer, handler.response_serializer)
+        return made
 
     def tell(self, host: str, text: str) -> None:
         """Logs that a call of `host` is refused, unless the minute has had enough of such lines."""
@@ -247,8 +215,3 @@ class Refusals:
         if host not in self._told and len(self._told) < MAX_TOLD:
             self._told.add(host)
             logger.warning("a call of %s is refused: %s", host, text)
-
-
-def _host(context: Context) -> str:
-    host: str = context.peer().rpartition(":")[0]
-    return host or "a caller that has left"
