@@ -280,21 +280,6 @@ FAMILIES = {
         | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
         layers=2,
     ),
-    "exaone4": Family(
-        "Exaone4",
-        _heads(5120, 27392, 40, 8, 128)
-        | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    ),
-    "k-exaone": Family(
-        "ExaoneMoe",
-        _heads(6144, 18432, 64, 8, 128)
-        | {"num_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
-        | {"num_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
-        | {"n_group": 1, "topk_group": 1, "sliding_window": WINDOW}
-        | {"layer_types": ["sliding_attention", "full_attention"]},
-        layers=2,
-    ),
-    "seed-oss": Family("SeedOss", _heads(5120, 27648, 80, 8, 128) | {"attention_bias": True}),
     "smollm3": Family("SmolLM3", _heads(2048, 11008, 16, 4) | {"no_rope_layers": [1, 1, 1, 0]}),
     "mimo": Family(
         "Qwen2",

@@ -29,11 +29,7 @@ CASES = [
     "mimo.default",
     "glm-lite.untied",
     "minimax.glm",
-    "exaone4.default",
-    "exaone4-full.llama3",
-    "seed-oss.default",
     "smollm3.llama3",
-    "k-exaone.default",
 ]
 # vLLM's kernels for a CPU take no smaller heads, and pad smaller experts.
 WIDER_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -44,7 +40,6 @@ WIDER_EXPERTS = {
     "glm-lite": {"moe_intermediate_size": 64},
     "minimax": {"intermediate_size": 64},
     "gpt-oss": {"intermediate_size": 64},
-    "k-exaone": {"moe_intermediate_size": 64},
 }
 
 # vLLM's convolution for a CPU takes the published width alone.

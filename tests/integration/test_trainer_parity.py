@@ -78,9 +78,7 @@ def test_one_rank_trains_like_plain_transformers(layout, folder, one_rank):
     model = LAYOUTS[layout].model
     # The files of gpt-oss, too, have one tensor for all experts of a layer.
     if model != "gpt-oss":
-        trained = one_by_one(
-            trained, is_minimax=model == "minimax", is_k_exaone=model == "k-exaone"
-        )
+        trained = one_by_one(trained, is_minimax=model == "minimax")
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, trained[name], rtol=1e-6, atol=1e-6)
 
@@ -100,17 +98,13 @@ def test_grpo_written_down_again_gives_the_same_bits(one_rank: dict[str, dict]) 
         assert torch.equal(own["weights"][name], tensor), name
 
 
-def one_by_one(
-    weights: dict[str, torch.Tensor], *, is_minimax: bool, is_k_exaone: bool
-) -> dict[str, torch.Tensor]:
+def one_by_one(weights: dict[str, torch.Tensor], *, is_minimax: bool) -> dict[str, torch.Tensor]:
     """transformers keeps the experts of a layer in one tensor; in files each has its own."""
     names = ("w1", "w3", "w2") if is_minimax else ("gate_proj", "up_proj", "down_proj")
     found = {}
     for name, tensor in weights.items():
         if is_minimax:
             name = name.replace(".mlp.", ".block_sparse_moe.")
-        if is_k_exaone:
-            name = name.replace("gate.e_score", "e_score")
         if name.endswith(".experts.gate_up_proj"):
             for expert, both in enumerate(tensor):
                 for part, own in zip(names, both.chunk(2), strict=False):

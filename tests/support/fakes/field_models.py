@@ -196,33 +196,10 @@ FAMILIES = {
         | {"scoring_func": "sigmoid", "use_routing_bias": True},
         {"num_experts_per_tok": 2},
     ),
-    "exaone4": Family(
-        "Exaone4",
-        WINDOWS | {"head_dim": 32},
-        {"sliding_window": 101, "layer_types": ["full_attention", "sliding_attention"]},
-    ),
-    "exaone4-full": Family(
-        "Exaone4",
-        {"head_dim": 32, "sliding_window": None, "layer_types": ["full_attention"] * 2},
-    ),
-    "seed-oss": Family("SeedOss", {"head_dim": 32}),
     "smollm3": Family(
         "SmolLM3",
         {"no_rope_layers": [1, 0], "pad_token_id": None},
         {"no_rope_layers": [0, 1]},
-    ),
-    "k-exaone": Family(
-        "ExaoneMoe",
-        WINDOWS
-        | MIXTURE
-        | {"head_dim": 32, "num_shared_experts": 2, "first_k_dense_replace": 1}
-        | {"routed_scaling_factor": 1.7},
-        {
-            "sliding_window": 101,
-            "layer_types": ["full_attention", "sliding_attention"],
-            "num_experts_per_tok": 2,
-            "routed_scaling_factor": 1.0,
-        },
     ),
     "mistral": Family(
         "Mistral",
@@ -248,7 +225,7 @@ ROPES = {
     "latent": LATENT_ROPE,
     "gpt-oss": GPT_OSS_ROPE,
 }
-_TWICE = ("llama", "qwen2", "qwen3", "qwen3-moe", "olmo2", "seed-oss")
+_TWICE = ("llama", "qwen2", "qwen3", "qwen3-moe", "olmo2")
 # Each family twice: with scaled positions and a projection of its own, and without both. One family
 # with each further kind of positions.
 CASES = [
@@ -266,9 +243,6 @@ CASES = [
     "mimo.default",
     "glm-lite.untied",
     "minimax.glm",
-    "exaone4.default",
-    "exaone4-full.llama3",
-    "k-exaone.default",
     "smollm3.default",
     "smollm3.untied",
     "qwen3-next.glm",

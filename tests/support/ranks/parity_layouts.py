@@ -166,8 +166,8 @@ LONG = """
     one-qwen3 one-qwen2 one-llama3 one-moe-softmax one-mistral
     one-ministral3 one-gemma3 one-glm one-deepseek
     one-moonlight one-qwen3-next one-qwen35
-    one-kimi one-mimo one-glm-lite one-minimax one-exaone4
-    one-seed-oss one-smollm3 one-k-exaone
+    one-kimi one-mimo one-glm-lite one-minimax 
+    one-smollm3
     one-gpt-oss one-olmo2 one-replay-glm one-replay-deepseek one-forward-top-k
     one-trees-reverse-top-k one-trees-shared one-trees-gspo one-trees-replay-moe tp2-sp-z-loss-moe
     dp2 tp2-sp-forward-top-k cp2-forward-top-k
@@ -175,8 +175,7 @@ LONG = """
     pp2-vpp2-slow-network pp2-uneven cp2-long ep2-cp2-moe pp2-vpp2-trees-shared
     ep2-trees-shared-moe cp2-trees-gspo cp2-trees-replay-moe tp2-sp-moe
     pp2-vpp2-moe-recompute-replay-moe tp2-sp-recompute-replay-moe
-    cp2-mistral tp2-sp-olmo2 tp2-gemma3 ep2-glm-lite tp2-sp-minimax tp2-sp-exaone4
-    tp2-sp-smollm3 ep2-k-exaone
+    cp2-mistral tp2-sp-olmo2 tp2-gemma3 ep2-glm-lite tp2-sp-minimax tp2-sp-smollm3
     cp2-qwen3-next tp2-sp-cp2-qwen35 one-trees-qwen35 cp2-trees-qwen35
     one-other-muon tp2-other-muon dp2-muon cp2-muon one-muon-moe tp2-sp-muon-moe
     dp2-pp2-overlap dp2-cp2-trees cp4 pp2-vpp2-ep2-moe
@@ -197,9 +196,7 @@ SLOW = """
     ep2-glm tp2-sp-deepseek tp2-sp-ep2-etp1-moonlight
     tp2-sp-qwen3-next tp2-sp-recompute-qwen35
     tp2-sp-ep2-etp1-qwen35-moe pp2-vpp2-replay-glm tp2-sp-recompute-replay-deepseek
-    tp2-sp-kimi tp2-sp-ep2-etp1-glm-lite ep2-minimax pp2-vpp2-cp2-minimax pp2-vpp2-cp2-exaone4
-    tp2-sp-seed-oss pp2-vpp2-cp2-smollm3 tp2-sp-ep2-etp1-k-exaone
-    pp2-cp2-k-exaone
+    tp2-sp-kimi tp2-sp-ep2-etp1-glm-lite ep2-minimax pp2-vpp2-cp2-minimax pp2-vpp2-cp2-smollm3
     tp2-sp-etp1-gpt-oss cp2-gpt-oss tp2-sp-gemma3
     tp2-sp-recompute-gemma3
     pp2-cp2-ministral3 pp2-vpp2-cp2-glm pp2-cp2-ep2-deepseek

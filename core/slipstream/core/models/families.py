@@ -234,31 +234,6 @@ FAMILIES = (
         experts=Experts(is_normalized=True),
     ),
     Family(
-        architecture="ExaoneMoeForCausalLM",
-        model_type="exaone_moe",
-        values=_SIGMOID,
-        read=(
-            *("routed_scaling_factor", "mlp_layer_types"),
-            # The layers that predict further tokens are neither loaded nor sampled from.
-            "num_nextn_predict_layers",
-        ),
-        # transformers has one such layer if config.json does not say how many.
-        written=("first_k_dense_replace",),
-        layer_kinds=(FULL, SLIDING),
-        problems=_dense_problems,
-        query_norm="head",
-        has_windows=True,
-        experts=Experts(is_normalized=True),
-    ),
-    Family(
-        architecture="Exaone4ForCausalLM",
-        model_type="exaone4",
-        values=DENSE,
-        layer_kinds=(FULL, SLIDING),
-        query_norm="head",
-        has_windows=True,
-    ),
-    Family(
         architecture="Gemma3ForCausalLM",
         model_type="gemma3_text",
         values={
@@ -304,11 +279,6 @@ FAMILIES = (
         },
     ),
     Family(architecture="LlamaForCausalLM", model_type="llama", values=DENSE, has_engine_bits=True),
-    Family(
-        architecture="SeedOssForCausalLM",
-        model_type="seed_oss",
-        values={**DENSE, "attention_bias": ANY_BIAS},
-    ),
     Family(
         architecture="SmolLM3ForCausalLM",
         model_type="smollm3",

@@ -22,7 +22,6 @@ HONOURED = frozenset(
         *("moe_intermediate_size", "shared_expert_intermediate_size"),
         # These are refused if they describe more than one kind of layer.
         *("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "n_shared_experts"),
-        "num_shared_experts",
         *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
         *("sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
         "query_pre_attn_scalar",

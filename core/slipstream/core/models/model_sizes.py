@@ -140,7 +140,7 @@ class ModelSizes:
             experts_per_token=number("num_experts_per_tok"),
             expert_ffn=number("moe_intermediate_size", "intermediate_size"),
             shared_expert_ffn=number("shared_expert_intermediate_size")
-            or number("n_shared_experts", "num_shared_experts") * number("moe_intermediate_size"),
+            or number("n_shared_experts") * number("moe_intermediate_size"),
             normalizes_experts=normalizes_experts(values),
             has_dense_layers=bool(values.get("mlp_only_layers"))
             or values.get("decoder_sparse_step", 1) != 1,

@@ -21,12 +21,12 @@ from support.fakes.small_configs import config_with, refusals
 
 TEXT = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mistral")
 LATER = ("Gemma3", "Glm4Moe", "DeepseekV3", "GptOss", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
-LATEST = ("Glm4MoeLite", "MiniMaxM2", "Exaone4", "ExaoneMoe", "SeedOss", "SmolLM3")
+LATEST = ("Glm4MoeLite", "MiniMaxM2", "SmolLM3")
 LLAMA, QWEN2, QWEN3, QWEN3_MOE, MISTRAL = (f"{name}ForCausalLM" for name in TEXT)
 GEMMA3, GLM, DEEPSEEK, GPT_OSS, QWEN3_NEXT, QWEN35, QWEN35_MOE = (
     f"{name}ForCausalLM" for name in LATER
 )
-GLM_LITE, MINIMAX, EXAONE, K_EXAONE, SEED_OSS, SMOLLM3 = (f"{name}ForCausalLM" for name in LATEST)
+GLM_LITE, MINIMAX, SMOLLM3 = (f"{name}ForCausalLM" for name in LATEST)
 SEEING = [
     f"{name}ForConditionalGeneration"
     for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
@@ -51,7 +51,6 @@ WRITTEN = {
     DEEPSEEK: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     GPT_OSS: {"rope_parameters": GPT_OSS_YARN},
     GLM_LITE: {"first_k_dense_replace": 1},
-    K_EXAONE: {"first_k_dense_replace": 1},
     MINIMAX: {
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
@@ -144,7 +143,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (MINIMAX, {"shared_intermediate_size": 8}, "shared_intermediate_size"),
     (MINIMAX, {"rotary_dim": None}, "must be the number of turned dimensions of its 16 in a head"),
     (MINIMAX, {"rope_parameters": {"partial_rotary_factor": 0.25}}, "got 8 and a part of 0.25"),
-    (EXAONE, {"layer_types": ["chunked_attention"]}, "got 'chunked_attention'"),
     (LLAMA, {"rotary_dim": 8}, "rotary_dim of a LlamaForCausalLM must be left out"),
     (QWEN3_NEXT, {"attn_output_gate": False}, "attn_output_gate of a Qwen3Next"),
     (QWEN35, {"attn_output_gate": False}, "attn_output_gate of a Qwen3_5ForCausalLM must be left"),
@@ -217,12 +215,6 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (MINIMAX, {"layernorm_mlp_beta": 1.0, "mlp_intermediate_size": 8192, "sliding_window": None}),
     (MINIMAX, {"shared_intermediate_size": 0, "shared_moe_mode": "sigmoid"}),
     (MINIMAX, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
-    (EXAONE, {"rope_scaling": LLAMA3, "sliding_window": 4096, "sliding_window_pattern": "LLLG"}),
-    (EXAONE, {"layer_types": ["sliding_attention", "full_attention"]}),
-    (EXAONE, {"layer_types": ["full_attention"], "sliding_window": None}),
-    (K_EXAONE, {"num_shared_experts": 1, "routed_scaling_factor": 2.5, "sliding_window": 128}),
-    (K_EXAONE, {"mlp_layer_types": ["dense", "sparse", "sparse"], "scoring_func": "sigmoid"}),
-    (SEED_OSS, {"attention_bias": True, "residual_dropout": 0.1, "attention_dropout": 0.1}),
     (SMOLLM3, {"no_rope_layers": [1, 1, 1, 0], "no_rope_layer_interval": 4}),
     (GPT_OSS, {"rope_parameters": GPT_OSS_YARN | {"truncate": False}, "swiglu_limit": 7.0}),
     (GPT_OSS, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}),

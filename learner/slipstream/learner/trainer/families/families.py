@@ -34,8 +34,6 @@ from slipstream.learner.trainer.families.mappings import (
 from torch import Tensor
 from transformers import (
     DeepseekV3ForCausalLM,
-    Exaone4ForCausalLM,
-    ExaoneMoeForCausalLM,
     Gemma3ForCausalLM,
     Glm4MoeForCausalLM,
     Glm4MoeLiteForCausalLM,
@@ -44,7 +42,6 @@ from transformers import (
     Ministral3ForCausalLM,
     MistralForCausalLM,
     Olmo2ForCausalLM,
-    SeedOssForCausalLM,
     SmolLM3ForCausalLM,
 )
 
@@ -69,17 +66,6 @@ class SmolLM3Bridge(DenseBridge):
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         have_rope = settings.no_rope_layers[: settings.num_hidden_layers]
         provider.no_rope_freq = [int(not has_rope) for has_rope in have_rope]
-
-
-@recipe_for(SeedOssForCausalLM, "seed_oss")
-class SeedOssBridge(FamilyBridge):
-    """Seed-OSS: a Llama whose queries, keys and values have biases. Source: transformers 5.19."""
-
-    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        provider.add_qkv_bias = settings.attention_bias
-
-    def _mappings(self) -> list[Megatron]:
-        return [*ends(), *norms_before(), *attention(biases=True), *gated()]
 
 
 @recipe_for("MiMoForCausalLM", "mimo")
@@ -127,28 +113,6 @@ class Olmo2Bridge(FamilyBridge):
         return [*ends(), *norms_after(), *attention(normed_heads=True), *gated()]
 
 
-def _turn_in_windows(provider: Megatron, settings: Megatron) -> None:
-    """Takes positions away from layers without windows, if the model has windows."""
-    if settings.sliding_window is not None:
-        provider.no_rope_freq = [int(kind == "full_attention") for kind in settings.layer_types]
-
-
-@recipe_for(Exaone4ForCausalLM, "exaone4")
-class Exaone4Bridge(FamilyBridge):
-    """EXAONE 4: norms as in OLMo 2, but of single heads; layers without windows have no positions.
-
-    Models without windows have positions in all layers. Source: arXiv:2507.11407, section 2.
-    """
-
-    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        provider.qk_layernorm = True
-        place_norms(provider, "after")
-        _turn_in_windows(provider, settings)
-
-    def _mappings(self) -> list[Megatron]:
-        return [*ends(), *norms_after(), *attention(normed_heads=True), *gated()]
-
-
 def _score_by_sigmoid(provider: Megatron) -> None:
     """Gives the router sigmoid scores, and biases that affect only the choice of experts."""
     provider.moe_router_score_function = "sigmoid"
@@ -163,22 +127,17 @@ def _expert_bias(theirs: str) -> list[Megatron]:
 class _SigmoidBridge(FamilyBridge):
     """Decoders with first dense layers, shared experts, and a router with sigmoid scores."""
 
-    # The field of config.json with the number of shared experts.
-    shared_count = "n_shared_experts"
-    # The folder of the router's biases in a layer of the files.
-    bias_folder = "mlp.gate"
-
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         dense = settings.first_k_dense_replace
         provider.moe_layer_freq = [0] * dense + [1] * (settings.num_hidden_layers - dense)
-        shared = getattr(settings, self.shared_count)
-        provider.moe_shared_expert_intermediate_size = settings.moe_intermediate_size * shared
+        shared = settings.moe_intermediate_size * settings.n_shared_experts
+        provider.moe_shared_expert_intermediate_size = shared
         provider.mtp_num_layers = None
         place_norms(provider, "before")
         _score_by_sigmoid(provider)
 
     def _mappings(self) -> list[Megatron]:
-        shared = [*gated(SHARED, f"{LAYER}mlp.shared_experts."), *_expert_bias(self.bias_folder)]
+        shared = [*gated(SHARED, f"{LAYER}mlp.shared_experts."), *_expert_bias("mlp.gate")]
         return [*ends(), *norms_before(), *gated(), *experts(), *shared]
 
 
@@ -208,21 +167,6 @@ class Glm4MoeBridge(_SigmoidBridge):
 
     def _mappings(self) -> list[Megatron]:
         return [*super()._mappings(), *attention(biases=True, normed_heads=True)]
-
-
-@recipe_for(ExaoneMoeForCausalLM, "exaone_moe")
-class ExaoneMoeBridge(_SigmoidBridge):
-    """K-EXAONE: experts as in GLM-4.5, layers as in EXAONE 4. Source: transformers 5.19."""
-
-    shared_count, bias_folder = "num_shared_experts", "mlp"
-
-    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        super()._adjust(provider, settings)
-        provider.qk_layernorm = True
-        _turn_in_windows(provider, settings)
-
-    def _mappings(self) -> list[Megatron]:
-        return [*super()._mappings(), *attention(normed_heads=True)]
 
 
 @recipe_for(DeepseekV3ForCausalLM, "deepseek_v3", provider=MLAModelProvider)
