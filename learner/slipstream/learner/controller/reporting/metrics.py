@@ -28,7 +28,6 @@ from slipstream.learner.controller.reporting.trackers import (
     ResultFile,
     Trackers,
     drop_torn_line,
-    drop_unfinished_step,
     open_trackers,
     read_rows,
     write_result,
@@ -66,7 +65,8 @@ class RunRecorder:
         for name in (SUMMARY, SUSPENDED):
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
-        drop_torn_line(folder / METRICS, self._warn)
+        for name in (METRICS, SAMPLES, GROUPS):
+            drop_torn_line(folder / name, self._warn)
         self._metrics = ResultFile(folder / METRICS, self._warn)
         self._suspended: dict[str, str] = {}
         self.facts = RunFacts()
@@ -81,8 +81,6 @@ class RunRecorder:
             if "step" in row:
                 self._note_row(row)
         self._started_s = time.monotonic() - wall_s
-        for name in (SAMPLES, GROUPS):
-            drop_unfinished_step(folder / name, max(len(self._written), 1), self._warn)
         self._samples = ResultFile(folder / SAMPLES, self._warn)
         self._groups = ResultFile(folder / GROUPS, self._warn)
         self.rate = GenerationRate()
@@ -165,11 +163,11 @@ class RunRecorder:
             # A crash left the row of a step whose journal record it lost.
             return row
         self._note_row(row)
-        # Before the row: after a crash between them the step is written again whole.
-        if batch.step % self._config.controller.sample_every_steps == 0:
-            self._keep_samples(batch, advantages)
         self._metrics.append(_line(_finite(row)))
         self._trackers.log(batch.version, row)
+        # Behind the row: a crash between them loses samples, and writes none twice.
+        if batch.step % self._config.controller.sample_every_steps == 0:
+            self._keep_samples(batch, advantages)
         return row
 
     def _keep_samples(self, batch: FormedBatch, advantages: Sequence[float]) -> None:

@@ -13,7 +13,6 @@ import functools
 import json
 import logging
 import math
-import mmap
 import queue
 import threading
 import time
@@ -140,31 +139,6 @@ def drop_torn_line(path: Path, tell: Tell) -> None:
             file.truncate(whole_bytes(path))
     except OSError as error:
         tell(f"{path} cannot be read: {error.strerror}")
-
-
-def drop_unfinished_step(path: Path, version: int, tell: Tell) -> None:
-    """Removes the last lines of a file if they are of the step that makes `version`.
-
-    The row of that step is missing: a crash came between. The lines are written again with it.
-    """
-    drop_torn_line(path, tell)
-    if not path.is_file() or not path.stat().st_size:
-        return
-    with open_regular(path, "r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            end, number = len(data), 0
-            while end:
-                start = data.rfind(b"\n", 0, end - 1) + 1
-                line = parse_object(data[start:end])
-                if line is None or line.get("step") != version:
-                    break
-                end, number = start, number + 1
-        file.truncate(end)
-    if number:
-        tell(
-            f"{path}: the last {number} lines are of step {version}, which has no row: they are "
-            "removed, and come again if it is trained again"
-        )
 
 
 def read_rows(path: Path, tell: Tell = lambda _: None) -> Iterator[dict[str, float]]:

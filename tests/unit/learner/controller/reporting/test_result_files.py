@@ -307,28 +307,18 @@ def test_the_rate_is_that_of_the_newest_seconds() -> None:
     assert rate.at(10.0, 4000) == pytest.approx(600.0)
 
 
-def test_the_groups_of_a_step_that_a_death_cut_off_are_told_and_written_again(tmp_path):
-    for number in range(11):
-        recorder, _ = opened(tmp_path)
-        step(recorder, number, (GROUP, GROUP, GROUP))
-        recorder.close()
-    whole = {name: (tmp_path / name).read_bytes() for name in ("groups.jsonl", *FILES)}
-    rows = whole["metrics.jsonl"].splitlines(keepends=True)
-    groups = whole["groups.jsonl"].splitlines(keepends=True)
-    assert [json.loads(line)["step"] for line in groups] == [1, 1, 1, 11, 11, 11]
-    # It died after two of the three groups: the row comes after them.
-    (tmp_path / "metrics.jsonl").write_bytes(b"".join(rows[:10]))
-    (tmp_path / "groups.jsonl").write_bytes(b"".join(groups[:5]) + groups[5][:9])
-    recorder, told = opened(tmp_path)
-    assert (tmp_path / "groups.jsonl").read_bytes() == b"".join(groups[:3])
-    again = "which has no row: they are removed, and come again if it is trained again"
-    assert f"{tmp_path / 'groups.jsonl'}: the last 2 lines are of step 11, {again}" in told
-    step(recorder, 10, (GROUP, GROUP, GROUP))
+def test_no_sample_is_written_twice_after_a_death_between_row_and_samples(tmp_path: Path) -> None:
+    recorder, _ = opened(tmp_path)
+    step(recorder, 0, (GROUP, GROUP, GROUP))
     recorder.close()
-    assert (tmp_path / "groups.jsonl").read_bytes() == whole["groups.jsonl"]
-    assert (tmp_path / "trajectories.jsonl").read_bytes() == whole["trajectories.jsonl"]
-    steps = [json.loads(x)["step"] for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [*range(1, 12)]
+    groups = tmp_path / "groups.jsonl"
+    whole = groups.read_bytes()
+    # It died in the second of three lines.
+    groups.write_bytes(whole[: len(whole) // 2])
+    recorder, _ = opened(tmp_path)
+    step(recorder, 0, (GROUP, GROUP, GROUP))
+    recorder.close()
+    assert groups.read_bytes() == whole.splitlines(keepends=True)[0]
 
 
 def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(tmp_path: Path) -> None:
