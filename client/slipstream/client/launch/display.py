@@ -26,7 +26,6 @@ FILES = (
     "mlflow.db",
     "profile/",
     f"{CHECKPOINTS}/",
-    "quarantine/",
     f"{LOGS}/",
 )
 # The beginning of the controller's event of a failure.

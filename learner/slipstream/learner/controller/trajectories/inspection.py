@@ -1,16 +1,13 @@
 """Turns deliveries of the queue into trajectories of this run, and quarantines all others.
 
-Consumes: deliveries. Produces: trajectories for the lease book; files, journal records and events
-of quarantined deliveries. No delivery ends the controller. If all deliveries of a server are
+Consumes: deliveries. Produces: trajectories for the lease book; journal records and events of
+quarantined deliveries. No delivery ends the controller. If all deliveries of a server are
 quarantined, the server is ordered to leave; the run fails if there is no other server.
 """
 
-import json
-import re
 from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -42,8 +39,6 @@ from slipstream.v1 import trajectory_pb2
 
 # Quarantined deliveries of one server in a row after which that server is sent away.
 MAX_IN_A_ROW = 16
-# Largest number of files; further deliveries are only journaled.
-MAX_FILES = 1000
 # Largest number of servers whose deliveries in a row are counted; the oldest count goes first.
 MAX_SERVERS = 1000
 UNKNOWN = ServerId("unknown")
@@ -88,39 +83,18 @@ def read_claim(delivery: Delivery, known: ServerEpochs, *, largest_bytes: int) -
 
 
 class Quarantine:
-    """The folder of quarantined deliveries, and how many in a row each server delivered."""
+    """How many deliveries were quarantined, in all and in a row of each server."""
 
-    def __init__(self, folder: Path, *, max_files: int = MAX_FILES) -> None:
-        """Stores the path; `folder` is created when the first delivery is added."""
-        self._folder, self._max_files = folder, max_files
+    def __init__(self) -> None:
         self._in_a_row: Counter[ServerKey] = Counter()
         self.total = 0
 
-    def add(self, delivery: Delivery, claim: Claim, cause: str) -> Path | None:
-        """Writes data and cause to two files; returns the path, or None beyond `max_files`.
-
-        The delivery counts even if the files cannot be written and this raises OSError.
-        """
-        self._in_a_row[claim.server] += 1
+    def add(self, server: ServerKey) -> None:
+        """Counts a quarantined delivery of a server."""
+        self._in_a_row[server] += 1
         if len(self._in_a_row) > MAX_SERVERS:
             del self._in_a_row[next(iter(self._in_a_row))]
         self.total += 1
-        if self.total > self._max_files:
-            return None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        name = re.sub(r"[^A-Za-z0-9.-]", "_", delivery.trajectory_id)[:150]
-        path = self._folder / f"{name}.pb"
-        path.write_bytes(delivery.data)
-        facts = {
-            "id": delivery.trajectory_id,
-            "cause": cause,
-            "server": claim.server.server_id,
-            "epoch": f"{claim.server.epoch:x}",
-            "tokens": claim.tokens,
-            "bytes": len(delivery.data),
-        }
-        path.with_name(f"{name}.json").write_text(json.dumps(facts, indent=2) + "\n")
-        return path
 
     def good(self, server: ServerKey) -> None:
         """Notes that a server delivered a valid trajectory: its count in a row becomes 0."""
@@ -291,7 +265,7 @@ class Inspector:
         self._vocabulary = vocabulary_size(run.config)
         # What earlier starts have journaled may be delivered again.
         self.earlier = EarlierIds(RunHistory(), books.journal)
-        self.quarantine = Quarantine(run.config.run_dir / "quarantine")
+        self.quarantine = Quarantine()
 
     def decode(self, delivery: Delivery) -> Trajectory | ProtocolError:
         """Decodes a delivery, or returns the error with the reason; may run in a thread."""
@@ -371,14 +345,10 @@ class Inspector:
             server, trajectory_id, claim.tokens, delivery.sent
         ):
             return
-        try:
-            path = self.quarantine.add(delivery, claim, cause)
-            place = f" ({path})" if path is not None else ""
-        except OSError as error:
-            place = f" (not kept, {error.filename}: {error.strerror})"
+        self.quarantine.add(server)
         end, tokens = TrajectoryEnd.QUARANTINED, claim.tokens
         self._endings.record(trajectory_id, end, cause, tokens=tokens, server=server)
-        told = f"quarantined {trajectory_id} of rollout server {server.server_id}: {cause}{place}"
+        told = f"quarantined {trajectory_id} of rollout server {server.server_id}: {cause}"
         self._run.events.add(told, Severity.ERROR)
         if self.quarantine.is_hopeless(server) and not self._progress.is_over:
             fault = (

@@ -43,20 +43,6 @@ def test_a_trajectory_is_judged_by_the_promise_of_the_run_not_by_the_bound_of_ne
         assert inspector.quarantine.total == quarantined
 
 
-def test_a_delivery_that_cannot_be_set_aside_is_refused_all_the_same(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    config.run_dir.mkdir()
-    (config.run_dir / "quarantine").touch()
-    run = Run.of(config, "r")
-    with Journal(tmp_path / "journal") as journal:
-        books = books_of(run, journal=journal)
-        books.fleet.epochs.join(KEY)
-        inspector = inspector_of(run, books)
-        assert inspector.take(Delivery(GOOD.trajectory_id, b"junk")) is None
-    assert inspector.quarantine.total == 1
-    assert next(run.events.kept()).text.endswith("quarantine: File exists)")
-
-
 def inspected(
     tmp_path: Path, adapter: str, sampled_by: str, group_id: str = ""
 ) -> tuple[bool, Run, Inspector]:
