@@ -51,7 +51,7 @@ PAGES = {
     ),
     "learning": (
         "Algorithm and models beside the policy",
-        ("algorithm", "reference", "critic", "lora"),
+        ("algorithm", "reference", "critic", "lora", "drafts"),
     ),
     "processes": (
         "Controller, learner and rollout servers",

@@ -108,7 +108,7 @@ OWNERS = {
     "torch": (
         *("slipstream.learner.trainer", "slipstream.rollout_server"),
         *("slipstream.extensions.engine_bits.row_kernels", "slipstream.extensions.proofs"),
-        "slipstream.extensions.prefix_sharing.path_sums",
+        *("slipstream.extensions.prefix_sharing.path_sums", "slipstream.extensions.drafts.layer"),
         *(f"slipstream.learner.algorithms.{name}" for name in ("inputs", "losses")),
     ),
 }

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
-import torch
 from slipstream.rollout_server.engine_interface import FinishReason, Generation
 from support.fakes.small_configs import NGRAM
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig
@@ -82,7 +81,9 @@ async def test_replies_are_distributed_as_the_model_says(rig) -> None:
             *(rig.generate(f"d{turn}-{n}", num_tokens=60, sampling=ENDLESS) for n in range(16))
         )
         for reply in replies:
-            mean, spread = expected_surprise(rig, PROMPT + reply.token_ids.tolist())
+            tokens = PROMPT + reply.token_ids.tolist()
+            rig.reference.logprobs(rig.old, tokens)
+            mean, spread = rig.reference.surprise(tokens, len(PROMPT), TEMPERATURE)
             difference += float((-reply.logprobs - mean).sum())
             variance += float(spread.sum())
     use = rig.engine.requests.use()
@@ -91,16 +92,6 @@ async def test_replies_are_distributed_as_the_model_says(rig) -> None:
     assert accepted > 60
     assert drafted - accepted > 60
     assert abs(difference) <= 4 * variance**0.5
-
-
-def expected_surprise(rig: Rig, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    rig.reference.logprobs(rig.old, tokens)
-    with torch.no_grad():
-        logits = rig.reference._model(torch.tensor([tokens])).logits[0, len(PROMPT) - 1 : -1]
-    logprobs = (logits / ENDLESS.temperature).log_softmax(-1)
-    mean = -(logprobs.exp() * logprobs).sum(-1)
-    spread = (logprobs.exp() * logprobs**2).sum(-1) - mean**2
-    return mean.numpy(), spread.numpy()
 
 
 async def test_a_reply_ends_inside_an_accepted_draft(rig) -> None:

@@ -41,6 +41,20 @@ class Reference:
         chosen = torch.tensor(token_ids[1:])[:, None]
         return logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
 
+    @torch.no_grad()
+    def surprise(
+        self, token_ids: list[int], start: int, temperature: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and variance of a token's surprise in nats, for each from `start` on.
+
+        The weights are those of the newest `logprobs`.
+        """
+        logits = self._model(torch.tensor([token_ids])).logits[0, start - 1 : -1]
+        logprobs = (logits / temperature).log_softmax(-1)
+        mean = -(logprobs.exp() * logprobs).sum(-1)
+        spread = (logprobs.exp() * logprobs**2).sum(-1) - mean**2
+        return mean.numpy(), spread.numpy()
+
 
 @dataclass
 class Rig:

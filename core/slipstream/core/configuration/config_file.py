@@ -38,6 +38,7 @@ from slipstream.core.models.model_files import missing_files, tensor_problems
 from slipstream.core.models.model_rules import (
     adapter_problems,
     agreement_problems,
+    draft_problems,
     dtype_problems,
     layout_problems,
     model_problems,
@@ -235,6 +236,7 @@ def check_sizes(config: Config) -> list[str]:
         adapter_problems(config.lora, sizes, learner.parallel.tp),
         vision_problems(config, sizes),
         agreement_problems(sizes, config.algorithm.agreement),
+        draft_problems(sizes) if config.drafts is not None else (),
     )
     for problem in problems:
         raise ConfigError(problem)

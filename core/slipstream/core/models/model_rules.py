@@ -155,6 +155,21 @@ def agreement_problems(sizes: ModelSizes, agreement: str) -> Iterator[str]:
         )
 
 
+def draft_problems(sizes: ModelSizes) -> Iterator[str]:
+    """Yields one line if a layer of full attention cannot draft beside the model's own layers."""
+    others = {
+        "latent attention": sizes.latent_size,
+        "delta nets": sizes.linear_heads or sizes.family.is_delta,
+        "sliding windows": sizes.uses_sliding_window,
+    }
+    for what, has in others.items():
+        if has:
+            yield (
+                f"drafts needs a model.path of full attention alone: the layer beside {what} was "
+                "not tested"
+            )
+
+
 def _expert_problems(
     sizes: ModelSizes, parallel: ParallelSection, transformer: dict[str, JsonValue]
 ) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The settings of what a run has besides the whole policy: adapters, reference and critic."""
+"""The settings of what a run has besides the policy: adapters, reference, critic and drafts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
-from slipstream.core.settings.section import Seconds, Section
+from slipstream.core.settings.section import Positive, Seconds, Section
 from slipstream.core.settings.sections import LearnerSection, ParallelSection, RoleParallelSection
 from slipstream.core.types import MAX_TOP_K
 
@@ -190,6 +190,21 @@ class CriticSection(Section):
     value_clip: float = Field(0.2, ge=0)
     # A table of its own, below.
     parallel: RoleParallelSection | None = None
+
+
+class DraftsSection(Section):
+    """A layer that drafts on the rollout servers, and is trained beside the policy.
+
+    The table switches it on, an empty one with the values below. Replies stay those of the policy
+    alone; a server drafts only where its own measurements say that this is faster.
+    """
+
+    # Tokens of a draft.
+    tokens: int = Field(3, ge=1, le=8)
+    # Learning rate of the layer.
+    learning_rate: float = Field(5e-4, gt=0)
+    # Most tokens of a step that train the layer, on each replica of the policy.
+    trained_tokens: Positive = 16384
 
 
 RoleSection: TypeAlias = ReferenceSection | CriticSection

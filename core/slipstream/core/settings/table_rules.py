@@ -44,6 +44,7 @@ def _agreement_problems(config: Tables) -> Iterator[str]:
         "learner.parallel.cp": (1, "attention would be split by keys"),
         "rollout_server.tensor_parallel_size": (1, split),
         "rollout_server.quantization": ("off", "it computes with other kernels than the learner's"),
+        "drafts": (None, "several tokens are computed by other kernels than one"),
         "lora.rank": (0, "merged and separate adapters round differently"),
         "sampling.max_images": (0, "the tower has kernels of its own"),
         "sampling.temperature": (1.0, "the engine divides logits in a kernel of its own"),
@@ -267,10 +268,10 @@ def replay_table_problems(config: Tables) -> Iterator[str]:
             "algorithm.router_replay needs sampling.stop = []: experts of tokens behind a stop "
             f"string were not tested, got {list(config.sampling.stop)}"
         )
-    if config.rollout_server.drafts:
+    if config.has_drafts:
         yield (
-            "algorithm.router_replay excludes rollout_server.engine.speculative_config: experts of "
-            "drafted tokens were not tested"
+            "algorithm.router_replay excludes rollout_server.engine.speculative_config and drafts: "
+            "experts of drafted tokens were not tested"
         )
     yield from replay_problems(config.learner.transformer)
 
@@ -298,6 +299,24 @@ def _lora_problems(config: Tables) -> Iterator[str]:
             yield f"lora.adapters must be empty with {name}, got {names}"
     if rank and config.checkpoint.load is not None:
         yield f"checkpoint.load holds no adapters: lora.rank must be 0 with it, got {rank}"
+
+
+def _draft_problems(config: Tables) -> Iterator[str]:
+    if config.drafts is None:
+        return
+    if config.rollout_server.drafts:
+        yield "drafts excludes rollout_server.engine.speculative_config, which drafts otherwise"
+    unfit = {
+        "learner.parallel.pp = 1, so that one rank has embeddings and output": (
+            config.learner.parallel.pp > 1
+        ),
+        "lora.rank = 0: adapters are published without other weights": config.lora.rank > 0,
+        "sampling.max_images = 0: vLLM's drafts see no images": config.sampling.max_images > 0,
+        "controller.client_loop = false: it is trained by groups": config.controller.client_loop,
+    }
+    for need, is_unfit in unfit.items():
+        if is_unfit:
+            yield f"drafts needs {need}"
 
 
 def _extension_problems(config: Tables) -> Iterator[str]:
@@ -348,5 +367,6 @@ TABLE_RULES: tuple[Callable[[Tables], Iterator[str]], ...] = (
     replay_table_problems,
     _role_problems,
     _lora_problems,
+    _draft_problems,
     _extension_problems,
 )

@@ -13,6 +13,7 @@ from slipstream.core.settings.measurement_sections import (
 )
 from slipstream.core.settings.role_sections import (
     CriticSection,
+    DraftsSection,
     LoraSection,
     ReferenceSection,
     RoleSection,
@@ -58,6 +59,7 @@ class Tables(Section):
     learner: LearnerSection = LearnerSection()
     reference: ReferenceSection | None = None
     critic: CriticSection | None = None
+    drafts: DraftsSection | None = None
     lora: LoraSection = LoraSection()
     rollout_server: RolloutServerSection = RolloutServerSection()
     queue: QueueSection = QueueSection()
@@ -115,6 +117,7 @@ class Tables(Section):
         """
         told: dict[str, JsonValue] = {"model.dtype": self.model.dtype}
         told |= {f"algorithm.{name}": getattr(self.algorithm, name) for name in _OF_ENGINES}
+        told["drafts.tokens"] = 0 if self.drafts is None else self.drafts.tokens
         for name, section in (("sampling", self.sampling), ("weights", self.weights)):
             values = section.model_dump(mode="json", exclude={"storage_url"})
             told |= {f"{name}.{key}": value for key, value in values.items()}
@@ -126,6 +129,11 @@ class Tables(Section):
         algorithm = self.algorithm
         has_readers = bool(algorithm.own_functions) and self.reference is not None
         return algorithm.kl.coefficient > 0 or has_readers
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether engines draft tokens, with the layer of the table `drafts` or else."""
+        return self.drafts is not None or self.rollout_server.drafts
 
     @property
     def roles(self) -> dict[str, RoleSection]:

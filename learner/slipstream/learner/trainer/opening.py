@@ -47,6 +47,7 @@ from slipstream.protocol.access.exposure import narrow_sockets
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from slipstream.extensions.drafts.layer import DraftLayer
     from slipstream.extensions.prefix_sharing.trainer import PrefixSharing
     from slipstream.learner.trainer.families.vision import Vision
 
@@ -81,7 +82,12 @@ def open_policy(
     model = load_trained(config, ranks, change=change, load_weights=load_weights)
     are_clients = config.controller.client_loop and bool(config.lora.adapters)
     held = NamedAdapters(config.lora.adapters, model, are_clients=are_clients)
-    return Policy(**vars(model), adapters=held)
+    drafts: DraftLayer | None = None
+    if config.drafts is not None:
+        from slipstream.extensions.drafts.layer import DraftLayer as Layer
+
+        drafts = Layer.beside(config, ranks.device)
+    return Policy(**vars(model), adapters=held, drafts=drafts)
 
 
 def load_trained(

@@ -34,6 +34,10 @@ def step_parts(config: Config, policy: Policy) -> list[StepPart]:
         from slipstream.extensions.other_models.trainer import Roles
 
         found.append(Roles(config, policy))
+    if policy.drafts is not None:
+        from slipstream.extensions.drafts.trainer import DraftTraining
+
+        found.append(DraftTraining(policy.drafts, policy, config))
     if config.algorithm.router_replay != "off":
         from slipstream.extensions.router_replay.trainer import Routing
 

@@ -196,9 +196,14 @@ class TrainingStep:
                 loss,
                 temperature=self._config.sampling.temperature,
                 entropy_gradient=algorithm.entropy_coefficient > 0,
+                observe=self._observe,
             )
 
         return gradients
+
+    def _observe(self, micro_batch: MicroBatch, hidden: Tensor) -> None:
+        for part in self._parts:
+            part.observe(micro_batch, hidden)
 
     def _metrics(self, totals: _Totals, rate: float) -> dict[str, float]:
         found = totals.statistics.metrics() | {
@@ -279,7 +284,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 class StepPart:
-    """A part of the trainer; its methods are collective, but for `around` and `close`."""
+    """A part of the trainer; all but `around`, `observe` and `close` are collective."""
 
     def models(self) -> Mapping[str, ParallelModel]:
         """Returns the models that this part has besides the policy, by name."""
@@ -299,6 +304,9 @@ class StepPart:
     def estimates(self, batch: Batch, stages: StageTimes) -> list[ModelEstimates] | None:
         """Returns estimates for each trajectory, the same on every rank; None if it has none."""
         return None
+
+    def observe(self, micro_batch: MicroBatch, hidden: Tensor) -> None:
+        """Sees the policy's last hidden states [tokens, hidden size] in a training pass."""
 
     def train(
         self,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from slipstream.core.errors import ConfigError
@@ -39,6 +39,9 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+if TYPE_CHECKING:
+    from slipstream.extensions.drafts.switch import DraftSwitch
 
 CHUNK_TOKENS = 16
 # Least seconds between two statistics of the engine's load.
@@ -170,6 +173,9 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         # the length of drafts may change.
         if self.num_spec_tokens and self.dynamic_sd_lookup is None:
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        self._switch = draft_switch(self.vllm_config, self.num_spec_tokens)
+        if self._switch is not None:
+            self.dynamic_sd_lookup = self._switch.lookup
 
     def add_request(self, request: Request) -> None:
         """Overrides vLLM's method; opens the request's chunk."""
@@ -300,6 +306,8 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
             others, full = self._decode(num_scheduled, model_runner_output, values)
             # vLLM gets only the requests that `_decode` has not handled.
             scheduler_output = dataclasses.replace(scheduler_output, num_scheduled_tokens=others)
+        if self._switch is not None:
+            self._note_step(self._switch, scheduler_output, model_runner_output)
         by_client = super().update_from_output(scheduler_output, model_runner_output)
         rows = model_runner_output.req_id_to_index
         for outputs in by_client.values():
@@ -316,6 +324,20 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
             for client, outputs in by_client.items()
             if outputs.outputs or outputs.finished_requests or outputs.scheduler_stats
         }
+
+    def _note_step(
+        self, switch: "DraftSwitch", planned: SchedulerOutput, done: ModelRunnerOutput
+    ) -> None:
+        requests = len(planned.num_scheduled_tokens)
+        if not requests or self.pause_state is not PauseState.UNPAUSED or len(self.requests) == 0:
+            switch.pause()
+            return
+        switch.end_step(
+            requests,
+            sum(map(len, done.sampled_token_ids)),
+            drafts=planned.num_spec_tokens_to_schedule > 0,
+            now_s=time.monotonic(),
+        )
 
     def _decode(
         self,
@@ -401,6 +423,16 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
 
 class AsyncChunkingScheduler(ChunkingScheduler, AsyncScheduler):  # type: ignore[misc]
     """vLLM's asynchronous scheduler with chunks; it plans a step while the previous step runs."""
+
+
+def draft_switch(settings: VllmConfig, num_tokens: int) -> "DraftSwitch | None":
+    """Returns the switch for drafts of a layer whose values publishes bring, None for others."""
+    drafts = settings.speculative_config
+    if drafts is None or drafts.draft_load_config is None:
+        return None
+    from slipstream.extensions.drafts.switch import DraftSwitch
+
+    return DraftSwitch(num_tokens, int(settings.scheduler_config.max_num_seqs))
 
 
 def scheduler_class(*, async_scheduling: bool) -> type[Scheduler]:

@@ -76,7 +76,7 @@ class VllmEngine:
                 # vLLM's own path is in the temporary folder of all programs.
                 executor.get_file_store_init_method = lambda: f"file://{folder}/store"
             before = set(psutil.Process().children(recursive=True))
-            settings = engine_config(config, seed)
+            settings = engine_config(config, seed, folder)
             # On CPU the line above chose "spawn" for the sake of thread binding, which is off.
             # Forked processes start in 3 s instead of 13 and inherit the hook of
             # `process.bind_children`.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import slipstream.core.models.kinds  # noqa: F401 - vLLM asks transformers for these kinds
@@ -26,10 +27,11 @@ _PACKAGE = "slipstream.rollout_server.vllm"
 _WORKER_EXTENSION = f"{_PACKAGE}.weight_receiver.WorkerExtension"
 
 
-def engine_config(config: Config, seed: int) -> VllmConfig:
+def engine_config(config: Config, seed: int, folder: Path | None = None) -> VllmConfig:
     """Builds vLLM's whole configuration, before a model is loaded.
 
-    Raises ConfigError if vLLM refuses the configuration.
+    With the table `drafts` the layer's folder is made in `folder`, which the engine reads. Raises
+    ConfigError if vLLM refuses the configuration.
     """
     passed: dict[str, object] = dict(config.rollout_server.engine)
     for problem in table_problems(config.rollout_server.engine):
@@ -42,6 +44,10 @@ def engine_config(config: Config, seed: int) -> VllmConfig:
         check_precision(config.rollout_server.quantization)
     graphs = graph_values(config.rollout_server, passed, on_cpu=on_cpu)
     values = own_values(config, seed) | graphs | passed
+    if config.drafts is not None and folder is not None:
+        from slipstream.extensions.drafts.server import draft_arguments
+
+        values |= draft_arguments(config, folder)
     if config.algorithm.agreement == "bits":
         if on_cpu:
             from slipstream.extensions.engine_bits.server import compute_by_rows

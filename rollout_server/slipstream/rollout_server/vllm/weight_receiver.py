@@ -51,6 +51,8 @@ TRANSPORTS: dict[str, Callable[[Seat, torch.device], BucketReceiver]] = {
 }
 
 BACKEND = "slipstream"
+# Beginning of the names of tensors of the layer that drafts.
+DRAFTS = "draft."
 
 
 class SlipstreamWeightTransfer:
@@ -60,6 +62,8 @@ class SlipstreamWeightTransfer:
     """
 
     supports_draft_weight_update = False
+    # vLLM's model runner, until it has given the layer that drafts.
+    runner: Any = None
 
     # The id of the communicator, and its receiver, which joins on a thread while the engine
     # computes.
@@ -126,6 +130,12 @@ class SlipstreamWeightTransfer:
         self._adapters = Arriving(buckets, parsed.adapter_scale, number=number)
         if self._weights and self._weights != self._buckets:
             self._buckets = self._weights
+            names = (span.tensor.name for bucket in self._weights for span in bucket.spans)
+            if any(name.startswith(DRAFTS) for name in names) and self.runner is not None:
+                from slipstream.extensions.drafts.server import WithDrafts
+
+                self.model = WithDrafts(self.model, self.runner, loader_update.load_tensors)
+                self.runner = None
             self._plan = self._replay = None
             self._plan = loader_update.recorded_plan(
                 self.model, self._buckets, self.device, self.vllm_config
@@ -340,6 +350,7 @@ class WorkerExtension:
 
         if not self._began:
             self._began = True
+            self.weight_transfer_engine.runner = self.model_runner
             # All workers of an engine on a CPU have opened the memory that they share. vLLM leaves
             # 4 MB of it for each worker, however the engine ends.
             if engine := os.environ.get("VLLM_DIST_IDENT"):

@@ -97,6 +97,7 @@ FP8 = {"rollout_server.quantization": "fp8_per_channel"}
 GAE = {"algorithm.advantage": "gae", "critic.learning_rate": 1e-3}
 SLEEP = {"controller.turns": "sleep", "learner.offload": {"gradients": True, "optimizer": True}}
 REPLAY = {"algorithm.router_replay": "rollout"}
+DRAFTS: Changes = {"drafts.tokens": 3}
 STORED = {"weights.storage_url": "w"}
 PRECISE = {
     "learner.ddp": {"use_distributed_optimizer": True},
@@ -106,6 +107,17 @@ FP8_NEEDS = "rollout_server.quantization = 'fp8_per_channel' needs "
 LEARNED_FROM = "the learner needs the log-probabilities of the distribution that was sampled from"
 # Settings, beginning of the line.
 TABLES: list[tuple[Changes, str]] = [
+    # A layer that drafts.
+    (
+        DRAFTS | {"rollout_server.engine": {"speculative_config": NGRAM}},
+        "drafts excludes rollout_server.engine.speculative_config",
+    ),
+    (DRAFTS | {"learner.world_size": 2, "learner.parallel.pp": 2}, "drafts needs learner.parallel"),
+    (DRAFTS | {"lora.rank": 8}, "drafts needs lora.rank = 0"),
+    (DRAFTS | {"sampling.max_images": 1}, "drafts needs sampling.max_images = 0"),
+    (DRAFTS | {"algorithm.router_replay": "rollout"}, "algorithm.router_replay excludes rollout_"),
+    (DRAFTS | {"algorithm.agreement": "bits"}, "algorithm.agreement = 'bits' needs drafts = None"),
+    ({"drafts.tokens": 9}, "drafts.tokens: input should be less than or equal to 8"),
     # Sizes that must fit each other.
     ({"algorithm.mini_batches": 3}, "algorithm.groups_per_step must be a multiple of mini_batches"),
     ({"sampling.max_prompt_tokens": 16}, "sampling.max_prompt_tokens must be below max_episode_t"),

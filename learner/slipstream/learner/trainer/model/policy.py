@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from slipstream.learner.trainer.model.model import Change, Part, TrainedModel, p
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from slipstream.extensions.drafts.layer import DraftLayer
+
 # Name of the vision tower in a chunk.
 TOWER = "visual"
 
@@ -41,6 +44,8 @@ class Policy(TrainedModel):
     """The trained model whose weights are published to the rollout servers."""
 
     adapters: NamedAdapters = field(kw_only=True)
+    # The layer that drafts on the servers; None without the table `drafts`.
+    drafts: DraftLayer | None = field(kw_only=True, default=None)
 
 
 def adapters(config: Config, ranks: Ranks) -> Change:

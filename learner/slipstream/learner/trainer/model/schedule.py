@@ -45,6 +45,8 @@ from torch import Tensor
 Output = TypeVar("Output")
 # (place of the micro batch, micro batch, log-probabilities, entropy) -> loss
 LossFunction = Callable[[int, MicroBatch, Tensor, Tensor], TokenLoss]
+# (micro batch, hidden states [tokens, hidden size])
+Observe = Callable[[MicroBatch, Tensor], None]
 # (place, micro batch, output of the last stage) -> (sum of the loss, tokens, result)
 Finish = Callable[[int, MicroBatch, Tensor], tuple[Tensor, Tensor, Output]]
 # Function from this replica's micro batches to one tensor [tokens] each on the last pipeline stage,
@@ -59,18 +61,21 @@ def forward_backward(
     *,
     temperature: float,
     entropy_gradient: bool = False,
+    observe: Observe | None = None,
 ) -> list[TokenLoss]:
     """Accumulates the gradients of all micro batches, divided by the trained tokens of all ranks.
 
     Collective. Returns the loss of each micro batch, detached, on the last pipeline stage, and []
     on the other stages. `temperature` applies to tokens that the policy sampled; tokens that an
     environment gave have temperature 1. Set `entropy_gradient` if the loss needs the gradient of
-    the entropies.
+    the entropies. `observe` gets the hidden states of each micro batch, without their gradients.
     """
 
     def finish(
         place: int, micro_batch: MicroBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, TokenLoss]:
+        if observe is not None:
+            observe(micro_batch, hidden[0].detach())
         logprobs, entropy = row_logprobs(
             hidden[0], model.output_weight, micro_batch.all_targets, rows[place], projection
         )

@@ -282,7 +282,9 @@ def exported(policy: Policy, dtype: torch.dtype, kind: Kind) -> Iterator[tuple[s
     """Yields name and tensor, on the device, of each weight by Bridge's export; collective."""
     if kind is Kind.ADAPTERS:
         return adapter_tensors(policy, dtype, to_host=False)
-    return hf_tensors(policy, dtype, to_host=False, merge=kind is Kind.MERGED)
+    found = hf_tensors(policy, dtype, to_host=False, merge=kind is Kind.MERGED)
+    own = {} if policy.drafts is None else policy.drafts.published()
+    return itertools.chain(found, ((name, tensor.to(dtype)) for name, tensor in own.items()))
 
 
 def plan_filling(
@@ -299,6 +301,12 @@ def plan_filling(
     problem = ""
     try:
         pieces = plans[kind](policy)
+        if policy.drafts is not None:
+            group = policy.ranks.tp_group
+            pieces += [
+                Piece(name, tensor, tuple(tensor.shape), None, group, is_expert=False)
+                for name, tensor in policy.drafts.published().items()
+            ]
     except UnknownMapping as error:
         problem = str(error)
     for found in policy.ranks.gather_bytes(problem.encode()):

@@ -1,0 +1,146 @@
+"""The layer that drafts, in the trainer: its values, its updates and what it computes.
+
+A drafted token is followed by another, for which the policy's state is not known yet: the layer's
+own output stands in its place. So each row is computed as the first, second, ... token of a draft,
+and attends to what it will find in the engine's cache then. Source: EAGLE-3 (arXiv:2503.01840).
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from slipstream.core.models.model_sizes import read_model_sizes
+from slipstream.core.settings.config import Config
+from slipstream.extensions.drafts.shape import PREFIX, DraftShape
+from torch import Tensor
+
+_BETAS, _EPS, _MAX_NORM = (0.9, 0.95), 1e-8, 1.0
+
+
+class DraftLayer(torch.nn.Module):
+    """The layer's values, with Adam's moments, in float32; the same on all ranks."""
+
+    def __init__(self, shape: DraftShape, *, seed: int, device: torch.device) -> None:
+        super().__init__()
+        self.shape = shape
+        self._shapes = dict(shape.tensors())
+        sizes = [math.prod(each) for each in self._shapes.values()]
+        ends = accumulate(sizes)
+        values = torch.empty(sum(sizes))
+        random = torch.Generator().manual_seed(seed)
+        for (name, size), end in zip(self._shapes.items(), ends, strict=True):
+            part = values[end - math.prod(size) : end].view(size)
+            if len(size) == 1:
+                part.fill_(1.0)
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                # Attention and MLP add nothing yet: outputs would grow along a draft.
+                part.zero_()
+            else:
+                part.normal_(0.0, 0.02, generator=random)
+        self._sizes = sizes
+        self.values = torch.nn.Parameter(values.to(device))
+        self.moments: Tensor
+        self.updates: Tensor
+        self.register_buffer("moments", torch.zeros(2, len(values), device=device))
+        self.register_buffer("updates", torch.zeros(1, device=device))
+
+    def named(self, values: Tensor | None = None) -> dict[str, Tensor]:
+        """Returns views of the values, or of a tensor like them, by the names of the tensors."""
+        whole = self.values.detach() if values is None else values
+        parts: tuple[Tensor, ...] = torch.split(whole, self._sizes)
+        shapes = self._shapes.items()
+        return {name: part.view(size) for (name, size), part in zip(shapes, parts, strict=True)}
+
+    @classmethod
+    def beside(cls, config: Config, device: torch.device) -> DraftLayer:
+        """Returns a new layer beside the policy of `config`, the same on all ranks."""
+        shape = DraftShape.of(read_model_sizes(config.model.path))
+        return cls(shape, seed=config.run.seed, device=device)
+
+    def published(self) -> dict[str, Tensor]:
+        """Returns views of the values by their names among the published weights."""
+        return {f"{PREFIX}{name}": value for name, value in self.named().items()}
+
+    @torch.no_grad()
+    def update(self, gradient: Tensor, learning_rate: float) -> None:
+        """Makes a step of Adam with `gradient`, whose norm is bounded first."""
+        gradient = gradient * (_MAX_NORM / gradient.norm().clamp(min=_MAX_NORM))
+        self.updates += 1
+        first, second = self.moments
+        first.lerp_(gradient, 1 - _BETAS[0])
+        second.lerp_(gradient.square(), 1 - _BETAS[1])
+        corrections = [1 - beta**self.updates for beta in _BETAS]
+        scale = (second / corrections[1]).sqrt_().add_(_EPS)
+        self.values.sub_(learning_rate * (first / corrections[0]) / scale)
+
+
+def draft_states(
+    weights: dict[str, Tensor], shape: DraftShape, embedded: Tensor, hidden: Tensor, depth: int
+) -> list[Tensor]:
+    """Returns the layer's outputs as the first, second, ... token of a draft, `depth` tensors.
+
+    `embedded` and `hidden` are [windows, rows, hidden size]: the embedding of token i + 1 and the
+    policy's state at token i. Row i of output d, counted from 0, stands for the policy's state at
+    token i + 1 in a draft that began d tokens earlier; its first d rows mean nothing.
+    """
+    layer, rows = "layers.0.", embedded.shape[1]
+    places = torch.arange(rows, device=embedded.device)
+    wide = torch.promote_types(embedded.dtype, torch.float32)
+    exponents = torch.arange(0, shape.head_dim, 2, device=embedded.device, dtype=wide)
+    angles = places[:, None] * shape.rope_theta ** (-exponents / shape.head_dim)
+    cos, sin = (each.repeat(1, 2).to(embedded.dtype) for each in (angles.cos(), angles.sin()))
+
+    def heads(states: Tensor, name: str, *, rotated: bool = True) -> Tensor:
+        found: Tensor = F.linear(states, weights[f"{layer}self_attn.{name}.weight"])
+        found = found.view(*states.shape[:2], -1, shape.head_dim).transpose(1, 2)
+        if not rotated:
+            return found
+        first, second = found.chunk(2, dim=-1)
+        return found * cos + torch.cat([-second, first], dim=-1) * sin
+
+    outputs: list[Tensor] = []
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    for number in range(depth):
+        states = F.linear(torch.cat([embedded, hidden], dim=-1), weights["fc.weight"])
+        groups = shape.heads // shape.kv_heads
+        query = heads(states, "q_proj")
+        keys.append(heads(states, "k_proj").repeat_interleave(groups, dim=1))
+        values.append(heads(states, "v_proj", rotated=False).repeat_interleave(groups, dim=1))
+        # The cache has rows of the policy's own states up to the draft's first token, and behind
+        # these one row of each token of the draft.
+        seen = places[None] <= places[:, None] - number
+        scores = (query @ keys[0].transpose(-1, -2)).masked_fill(~seen, -math.inf)
+        drafted = [
+            (query * key.roll(number - place, dims=2)).sum(-1, keepdim=True)
+            for place, key in enumerate(keys[1:], 1)
+        ]
+        scale = shape.head_dim**-0.5
+        shares = (
+            (torch.cat([scores, *drafted], dim=-1).to(wide) * scale).softmax(-1).to(query.dtype)
+        )
+        mixed = shares[..., :rows] @ values[0]
+        for place, value in enumerate(values[1:], 1):
+            share = shares[..., rows + place - 1 : rows + place]
+            mixed = mixed + share * value.roll(number - place, dims=2)
+        attended = F.linear(
+            mixed.transpose(1, 2).flatten(2), weights[f"{layer}self_attn.o_proj.weight"]
+        )
+        states = states + attended
+        normed = F.rms_norm(
+            states,
+            states.shape[-1:],
+            weights[f"{layer}post_attention_layernorm.weight"],
+            shape.norm_eps,
+        )
+        gate, up, down = (
+            weights[f"{layer}mlp.{name}_proj.weight"] for name in ("gate", "up", "down")
+        )
+        states = states + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
+        outputs.append(states)
+        # The output at a row stands in place of the policy's state at the next one.
+        hidden = states.roll(1, dims=1)
+    return outputs

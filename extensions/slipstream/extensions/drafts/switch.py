@@ -1,0 +1,84 @@
+"""Decides by measurement with how many requests at a time an engine drafts.
+
+Consumes: the number of tokens and the time of each engine step. Produces: the length of the next
+drafts, which may be 0. Waits for: nothing.
+
+Drafts pay where a step takes as long for several tokens of a request as for one: with few requests,
+and once the layer is trained. So tokens per second are measured with drafts and without, apart for
+each power of two of requests. The faster way is kept, and the other is tried again now and then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# Steps of a trial. The first ones do not count, since drafts of the step before are verified then.
+TRIAL_STEPS, SETTLING_STEPS = 48, 4
+# Steps of the faster way before the other one is tried again: the first number, which doubles with
+# each trial that changes nothing, and the last one.
+FIRST_KEPT, MOST_KEPT = 240, 3840
+
+
+@dataclass
+class _Size:
+    """What is known for numbers of requests of one power of two."""
+
+    drafts: bool = True
+    is_trial: bool = True
+    # Whether the way that was kept last is that with drafts, and for how many steps it was kept.
+    kept: bool | None = None
+    kept_steps: int = FIRST_KEPT
+    num_steps: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    # Tokens per second by way: without and with drafts. None before the first trial.
+    rates: list[float | None] = field(default_factory=lambda: [None, None])
+
+    def end_step(self, num_tokens: int, seconds: float) -> None:
+        """Adds a step; after the last one of a period chooses the way of the next period."""
+        self.num_steps += 1
+        if self.num_steps > SETTLING_STEPS:
+            self.num_tokens += num_tokens
+            self.seconds += seconds
+        limit = TRIAL_STEPS if self.is_trial else self.kept_steps
+        if self.num_steps < limit or self.seconds <= 0:
+            return
+        self.rates[self.drafts] = self.num_tokens / self.seconds
+        plain, drafted = self.rates
+        if plain is None or drafted is None or not self.is_trial:
+            self.drafts, self.is_trial = not self.drafts, True
+        else:
+            self.drafts, self.is_trial = drafted > plain, False
+            is_same = self.drafts == self.kept
+            self.kept_steps = min(2 * self.kept_steps, MOST_KEPT) if is_same else FIRST_KEPT
+            self.kept = self.drafts
+        self.num_steps = self.num_tokens = 0
+        self.seconds = 0.0
+
+
+class DraftSwitch:
+    """Keeps `lookup`, the length of drafts by number of requests, as vLLM's scheduler reads it."""
+
+    def __init__(self, num_tokens: int, most_requests: int) -> None:
+        """Takes the number of tokens of a draft, and the most requests of a step."""
+        self._num_tokens = num_tokens
+        self.lookup = [num_tokens] * (most_requests + 1)
+        self._sizes = [_Size() for _ in range(most_requests.bit_length() + 1)]
+        # Size and way of the step before, and when it ended; None after a pause.
+        self._before: tuple[int, bool, float] | None = None
+
+    def end_step(self, num_requests: int, num_tokens: int, *, drafts: bool, now_s: float) -> None:
+        """Notes a step of `num_requests`, which sampled `num_tokens`, and whether it drafted."""
+        number, before = num_requests.bit_length(), self._before
+        self._before = number, drafts, now_s
+        size = self._sizes[number]
+        if before is None or before[:2] != (number, drafts) or drafts != size.drafts:
+            return
+        size.end_step(num_tokens, now_s - before[2])
+        if size.drafts != drafts:
+            for place in range(1 << number >> 1, min(1 << number, len(self.lookup))):
+                self.lookup[place] = self._num_tokens if size.drafts else 0
+
+    def pause(self) -> None:
+        """Notes that the next step does not follow at once."""
+        self._before = None

@@ -1,0 +1,187 @@
+"""Trains the layer that drafts on rollout servers, beside the policy, by what was sampled.
+
+Consumes: the policy's last hidden states in a training step, without their gradients, and the
+sampled tokens behind them. Produces: new values of the layer, which are published with the policy's
+weights. Waits for: the other ranks, in collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from slipstream.core.settings.config import Config
+from slipstream.extensions.drafts.layer import DraftLayer, draft_states
+from slipstream.learner.trainer.batches.training_sequence import MicroBatch, TrainingSequence
+from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
+from slipstream.learner.trainer.model.logprobs import vocab_parallel_logprobs
+from slipstream.learner.trainer.model.model import unwrapped
+from slipstream.learner.trainer.model.policy import Policy
+from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.step import StepPart
+from slipstream.learner.trainer.step_cost import StageTimes
+from torch import Tensor
+
+# Rows of a window; attention does not look beyond it. Windows of one update, and passes over all.
+WINDOW_ROWS, WINDOWS, PASSES = 256, 16, 2
+# Each later token of a draft counts less: it is reached less often.
+LATER = 0.8
+
+
+class DraftTraining(StepPart):
+    """Trains the layer after each step of the policy; every method but `observe` is collective."""
+
+    def __init__(self, layer: DraftLayer, policy: Policy, config: Config) -> None:
+        assert config.drafts is not None
+        self._layer, self._policy, self._settings = layer, policy, config.drafts
+        # Drafts are sampled at the temperature of the tokens that they stand for.
+        self._projection = policy.projection(config.sampling.temperature)
+        self._seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._num_seen = 0
+
+    def stored_models(self) -> list[StoredModel]:
+        """Returns the layer, with its moments."""
+        return [StoredModel("drafts", [_StoredOnce(self._layer)], None)]
+
+    def begins(self) -> None:
+        """Forgets what was seen in earlier steps."""
+        self._seen, self._num_seen = [], 0
+
+    def observe(self, micro_batch: MicroBatch, hidden: Tensor) -> None:
+        """Keeps states [tokens, hidden size] of a micro batch, as many as the settings allow."""
+        room = self._settings.trained_tokens - self._num_seen
+        if room <= 0:
+            return
+        fields = (hidden, micro_batch.token_ids, micro_batch.position_ids, micro_batch.loss_mask)
+        self._seen.append(tuple(each[:room].clone() for each in fields))  # type: ignore[arg-type]
+        self._num_seen += min(room, len(hidden))
+
+    def train(
+        self,
+        sequences: Sequence[TrainingSequence],
+        mini_batches: Sequence[Sequence[int]],
+        stages: StageTimes,
+    ) -> dict[str, float]:
+        """Updates the layer by what was seen; returns its loss in nats a token, by depth."""
+        with stages.measure("drafts"):
+            windows = self._windows()
+            number = int(self._policy.ranks.max(torch.tensor([float(len(windows))])).item())
+            totals = torch.zeros(2, self._settings.tokens, dtype=torch.float64)
+            for number_of_pass in range(PASSES):
+                for start in range(0, number, WINDOWS):
+                    found = self._update(windows[start : start + WINDOWS])
+                    # Later the layer has seen the tokens.
+                    totals += found if number_of_pass == 0 else 0.0
+        losses, counts = totals
+        return {
+            f"draft_loss_{place}": float(loss / count)
+            for place, (loss, count) in enumerate(zip(losses, counts, strict=True), 1)
+            if count
+        }
+
+    def _windows(self) -> list[tuple[Tensor, ...]]:
+        """Returns hidden states, tokens and loss masks of runs of adjacent tokens."""
+        found: list[tuple[Tensor, ...]] = []
+        for hidden, token_ids, positions, mask in self._seen:
+            follows = (positions[1:] == positions[:-1] + 1).tolist()
+            ends = [place for place, is_next in enumerate(follows, 1) if not is_next]
+            for start, end in zip([0, *ends], [*ends, len(positions)], strict=True):
+                # A row needs the next token, and predicts the one after it.
+                for first in range(start, end - 2, WINDOW_ROWS):
+                    part = slice(first, min(first + WINDOW_ROWS + 2, end))
+                    if mask[part][1:-1].any():
+                        found.append((hidden[part], token_ids[part], mask[part]))
+        self.begins()
+        return found
+
+    def _update(self, windows: Sequence[tuple[Tensor, ...]]) -> Tensor:
+        """Makes one update by the windows of all ranks; returns sums of losses, and their numbers.
+
+        The result is float64 [2, tokens of a draft].
+        """
+        layer, policy, depth = self._layer, self._policy, self._settings.tokens
+        sums = torch.zeros(2, depth, dtype=torch.float64)
+        gradient = torch.zeros_like(layer.values)
+        if windows:
+            hidden, token_ids, mask = (
+                torch.nn.utils.rnn.pad_sequence(list(each), batch_first=True)
+                for each in zip(*windows, strict=True)
+            )
+            is_trained = mask[:, 1:-1].clone()
+            with torch.enable_grad():
+                weights = {
+                    name: value.to(policy.dtype)
+                    for name, value in layer.named(layer.values).items()
+                }
+                states = draft_states(
+                    weights, layer.shape, self._embedded(token_ids[:, 1:-1]), hidden[:, :-2], depth
+                )
+                total = gradient.new_zeros(())
+                for place, each in enumerate(states):
+                    is_trained[:, :place] = False
+                    rows = is_trained.flatten().nonzero()[:, 0]
+                    if not len(rows):
+                        continue
+                    logprobs, _ = vocab_parallel_logprobs(
+                        _SummedOver.apply(each.flatten(0, 1), policy.ranks),  # type: ignore[no-untyped-call]
+                        policy.output_weight.detach(),
+                        token_ids[:, 2:].flatten(),
+                        rows,
+                        self._projection,
+                    )
+                    loss = -logprobs.sum()
+                    total = total + LATER**place * loss
+                    sums[0, place], sums[1, place] = loss.detach().double().cpu(), len(rows)
+                (gradient,) = torch.autograd.grad(total, layer.values)
+        counted = torch.cat([gradient, gradient.new_tensor([sums[1, 0]])])
+        dist.all_reduce(counted, group=policy.ranks.replicas)
+        layer.update(counted[:-1] / counted[-1].clamp(min=1.0), self._settings.learning_rate)
+        every = sums if policy.ranks.counts else torch.zeros_like(sums)
+        return policy.ranks.sum(every)
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """Returns the embeddings of tokens, of which each tensor parallel rank has some rows."""
+        table = unwrapped(self._policy.chunks[0]).embedding.word_embeddings.weight.detach()
+        ranks = self._policy.ranks
+        own = token_ids - dist.get_rank(ranks.tp_group) * len(table)
+        is_here = (own >= 0) & (own < len(table))
+        found = F.embedding(own.where(is_here, 0), table) * is_here[..., None]
+        if ranks.tp_size > 1:
+            dist.all_reduce(found, group=ranks.tp_group)
+        return found
+
+
+class _StoredOnce:
+    """The layer as Megatron stores a chunk of a model: once, although every rank holds it."""
+
+    def __init__(self, layer: DraftLayer) -> None:
+        self._layer = layer
+        self.load_state_dict = layer.load_state_dict
+
+    def sharded_state_dict(self, prefix: str = "", **_: object) -> dict[str, object]:
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        rank = dist.get_rank()
+        return {
+            name: ShardedTensor.from_rank_offsets(f"{prefix}{name}", value, replica_id=rank)
+            for name, value in self._layer.state_dict().items()
+        }
+
+
+class _SummedOver(torch.autograd.Function):
+    """Returns its input; adds up the shares that tensor parallel ranks have of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, ranks: Ranks) -> Tensor:  # noqa: ANN401
+        ctx.ranks = ranks
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        if ctx.ranks.tp_size > 1:
+            gradient = gradient.clone()
+            dist.all_reduce(gradient, group=ctx.ranks.tp_group)
+        return gradient, None

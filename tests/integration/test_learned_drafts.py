@@ -1,0 +1,166 @@
+"""The real vLLM engine drafts with a layer whose values come with the weights."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+import pytest_asyncio
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from slipstream.core.models.model_sizes import read_model_sizes
+from slipstream.extensions.drafts import switch
+from slipstream.extensions.drafts.layer import draft_states
+from slipstream.extensions.drafts.shape import PREFIX, DraftShape
+from slipstream.rollout_server.engine_interface import Generation
+from slipstream.rollout_server.episodes.renderer import Renderer
+from support.fakes.small_configs import config_of_engine
+from support.fakes.tiny_models import make_model_folder
+from support.rigs.engine_rig import PROMPT, SAMPLING, Reference, Rig, Weights, random_weights
+from support.rigs.started_engine import started_engine
+
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
+TOKENS = 3
+
+
+@dataclass
+class DraftingRig(Rig):
+    shape: DraftShape = field(kw_only=True)
+
+
+TEMPERATURE = 0.15
+ENDLESS = dataclasses.replace(SAMPLING, ignore_eos=True, temperature=TEMPERATURE)
+GREEDY = dataclasses.replace(ENDLESS, temperature=0.0)
+PROMPTS = [[1, 4 + n, 5 + n % 7, 6, 3] for n in range(8)]
+NUM_TOKENS = 48
+
+
+def layer_of(shape: DraftShape, seed: int) -> Weights:
+    """A random layer that is often right: it begins with what follows the last token alone."""
+    random = torch.Generator().manual_seed(seed)
+    layer = {name: torch.randn(size, generator=random) * 0.03 for name, size in shape.tensors()}
+    layer["layers.0.post_attention_layernorm.weight"] = torch.ones(shape.hidden)
+    layer["fc.weight"][:, : shape.hidden] += torch.eye(shape.hidden)
+    return {f"{PREFIX}{name}": tensor for name, tensor in layer.items()}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DraftingRig]:
+    """An engine, with weights old and new, each with its layer; it always drafts."""
+    folder = tmp_path_factory.mktemp("model")
+    make_model_folder(folder, tie_word_embeddings=True)
+    policy = load_file(folder / "model.safetensors")
+    save_file(random_weights(policy, 1), folder / "model.safetensors", metadata={"format": "pt"})
+    shape = DraftShape.of(read_model_sizes(folder))
+    config = config_of_engine(folder, drafts={"tokens": TOKENS})
+    patch = pytest.MonkeyPatch()
+    # The engine's processes are forked.
+    patch.setattr(switch, "TRIAL_STEPS", 1 << 40)
+    old, new = (dull(random_weights(policy, seed)) | layer_of(shape, seed) for seed in (1, 2))
+    async with started_engine(config) as engine:
+        reference, renderer = Reference(folder), Renderer(folder)
+        yield DraftingRig(engine, reference, old, new, renderer, shape=shape)
+    patch.undo()
+
+
+def dull(weights: Weights) -> Weights:
+    """Weights whose next token depends mostly, not only, on the last one."""
+    weak = ("o_proj.weight", "down_proj.weight")
+    return {name: w * 0.2 if name.endswith(weak) else w for name, w in weights.items()}
+
+
+async def greedy_replies(rig: DraftingRig, name: str) -> list[Generation]:
+    return await asyncio.gather(
+        *(
+            rig.generate(f"{name}-{n}", prompt, num_tokens=NUM_TOKENS, sampling=GREEDY)
+            for n, prompt in enumerate(PROMPTS)
+        )
+    )
+
+
+def expected_counts(rig: DraftingRig, weights: Weights, tokens: list[int], first: int) -> list[int]:
+    """How many tokens of each draft of a reply are the model's own, by the learner's layer.
+
+    The reply begins at token `first` of `tokens`.
+    """
+    rig.reference.logprobs(weights, tokens)
+    with torch.no_grad():
+        hidden = rig.reference._model.model(torch.tensor([tokens])).last_hidden_state
+    table = weights["model.embed_tokens.weight"]
+    layer = {n.removeprefix(PREFIX): w for n, w in weights.items() if n.startswith(PREFIX)}
+    embedded = F.embedding(torch.tensor([tokens[1:-1]]), table)
+    outputs = draft_states(layer, rig.shape, embedded, hidden[:, :-2], TOKENS)
+    drafted = [(each[0] @ table.T).argmax(-1).tolist() for each in outputs]
+    counts, row = [], first - 1
+    while row + TOKENS + 2 < len(tokens):
+        right = [drafted[n][row + n] == tokens[row + n + 2] for n in range(TOKENS)]
+        counts.append(([*right, False]).index(False))
+        row += counts[-1] + 1
+    return counts
+
+
+async def test_the_engine_drafts_what_the_learners_layer_computes(rig: DraftingRig) -> None:
+    for step, weights in enumerate((rig.old, rig.new)):
+        await rig.publish(weights, step)
+        before = rig.engine.requests.use()
+        replies = await greedy_replies(rig, f"g{step}")
+        use = rig.engine.requests.use()
+        accepted = use.accepted_tokens - before.accepted_tokens
+        drafted = use.drafted_tokens - before.drafted_tokens
+        found = [
+            expected_counts(rig, weights, [*prompt, *reply.token_ids.tolist()], len(prompt))
+            for prompt, reply in zip(PROMPTS, replies, strict=True)
+        ]
+        counts = [count for each in found for count in each]
+        # Drafts at a reply's end may reach beyond it.
+        at_the_end = (TOKENS + 1) * len(PROMPTS)
+        assert 0 <= accepted - sum(counts) <= at_the_end
+        assert 0 <= drafted - TOKENS * len(counts) <= 2 * at_the_end
+        assert 0.1 * drafted < accepted < 0.9 * drafted
+        for prompt, reply in zip(PROMPTS, replies, strict=True):
+            assert rig.gap(weights, prompt, reply).max() <= 1e-3
+
+
+async def test_a_published_layer_replaces_the_one_before_and_replies_stay(rig: DraftingRig) -> None:
+    await rig.publish(rig.old, 5)
+    before = await greedy_replies(rig, "right")
+    wrong = {n: -w if n == f"{PREFIX}fc.weight" else w for n, w in rig.old.items()}
+    await rig.publish(wrong, 6)
+    start = rig.engine.requests.use()
+    after = await greedy_replies(rig, "wrong")
+    use = rig.engine.requests.use()
+    drafted = use.drafted_tokens - start.drafted_tokens
+    assert use.accepted_tokens - start.accepted_tokens < 0.1 * drafted
+    for one, other in zip(before, after, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+
+
+async def test_replies_are_distributed_as_the_model_says(rig: DraftingRig) -> None:
+    """How surprising tokens are, beside the mean and variance that the model expects of that."""
+    await rig.publish(rig.old, 7)
+    before = rig.engine.requests.use()
+    difference = variance = 0.0
+    for turn in range(4):
+        replies = await asyncio.gather(
+            *(rig.generate(f"d{turn}-{n}", num_tokens=60, sampling=ENDLESS) for n in range(16))
+        )
+        for reply in replies:
+            assert rig.gap(rig.old, PROMPT, reply, TEMPERATURE).max() <= 1e-3
+            mean, spread = rig.reference.surprise(
+                PROMPT + reply.token_ids.tolist(), len(PROMPT), TEMPERATURE
+            )
+            difference += float((-reply.logprobs - mean).sum())
+            variance += float(spread.sum())
+    use = rig.engine.requests.use()
+    accepted = use.accepted_tokens - before.accepted_tokens
+    assert accepted > 60
+    assert use.drafted_tokens - before.drafted_tokens - accepted > 60
+    assert abs(difference) <= 4 * variance**0.5
+
+
+async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig: DraftingRig) -> None:
+    before = rig.engine.requests.use()
+    await rig.check_crossings(ENDLESS, 400)
+    assert rig.engine.requests.use().accepted_tokens > before.accepted_tokens

@@ -1,0 +1,70 @@
+from collections.abc import Callable
+
+from slipstream.extensions.drafts.switch import FIRST_KEPT, TRIAL_STEPS, DraftSwitch
+
+TOKENS, MOST = 3, 64
+
+
+class Engine:
+    """Steps of an engine whose duration and tokens a function of drafting says."""
+
+    def __init__(self, switch: DraftSwitch, step: Callable[[bool], tuple[int, float]]) -> None:
+        self._switch, self.step, self._now_s = switch, step, 0.0
+
+    def run(self, num_steps: int, num_requests: int = 8) -> list[bool]:
+        """Runs some steps; returns for each whether it drafted."""
+        drafted = []
+        for _ in range(num_steps):
+            drafts = self._switch.lookup[num_requests] > 0
+            tokens, seconds = self.step(drafts)
+            self._now_s += seconds
+            self._switch.end_step(num_requests, tokens, drafts=drafts, now_s=self._now_s)
+            drafted.append(drafts)
+        return drafted
+
+
+def slow(drafts: bool) -> tuple[int, float]:
+    """Twice the time for a tenth more tokens."""
+    return (88, 0.02) if drafts else (80, 0.01)
+
+
+def fast(drafts: bool) -> tuple[int, float]:
+    return (160, 0.015) if drafts else (80, 0.01)
+
+
+def test_drafts_that_cost_more_than_they_bring_are_switched_off_and_tried_again() -> None:
+    engine = Engine(DraftSwitch(TOKENS, MOST), slow)
+    trials = engine.run(2 * TRIAL_STEPS + 2)
+    assert trials[:TRIAL_STEPS] == [True] * TRIAL_STEPS
+    assert not any(trials[TRIAL_STEPS + 2 :])
+    later = engine.run(20 * FIRST_KEPT)
+    assert 0 < sum(later) < 0.1 * len(later)
+    engine.step = fast
+    engine.run(20 * FIRST_KEPT)
+    now = engine.run(10 * FIRST_KEPT)
+    assert sum(now) > 0.9 * len(now)
+
+
+def test_drafts_that_pay_stay_on() -> None:
+    drafted = Engine(DraftSwitch(TOKENS, MOST), fast).run(10 * FIRST_KEPT)
+    assert sum(drafted) > 0.9 * len(drafted)
+
+
+def test_each_power_of_two_of_requests_is_judged_apart() -> None:
+    switch = DraftSwitch(TOKENS, MOST)
+    engine = Engine(switch, slow)
+    engine.run(3 * TRIAL_STEPS, num_requests=40)
+    assert switch.lookup[32:64] == [0] * 32
+    assert switch.lookup[1:32] == [TOKENS] * 31
+    assert switch.lookup[64] == TOKENS
+
+
+def test_time_between_steps_that_do_not_follow_each_other_does_not_count() -> None:
+    switch = DraftSwitch(TOKENS, MOST)
+    engine = Engine(switch, fast)
+    engine.run(TRIAL_STEPS // 2)
+    switch.pause()
+    # A minute without requests, in the trial with drafts.
+    engine._now_s += 60.0
+    drafted = engine.run(4 * FIRST_KEPT)
+    assert sum(drafted) > 0.8 * len(drafted)
