@@ -23,7 +23,7 @@ from slipstream.learner.trainer.families.mappings import (
     fused_experts,
     gated,
     norms_before,
-    place_norms,
+    own_layers,
     recipe_for,
     renamed,
     shared_expert,
@@ -57,7 +57,7 @@ def set_delta_nets(provider: Megatron, settings: Megatron) -> None:
     # Checkpoints would otherwise join each parameter over all layers, but some layers lack it.
     provider.hetereogenous_dist_checkpoint = True
     provider.is_delta_net = [kind == "linear_attention" for kind in settings.layer_types]
-    place_norms(provider, "before")
+    own_layers(provider)
 
 
 def set_shared_expert(provider: Megatron, settings: Megatron) -> None:
