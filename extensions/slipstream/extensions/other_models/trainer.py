@@ -77,10 +77,7 @@ class Roles(StepPart):
         return self._section.refresh_every_steps if self._section is not None else 0
 
     def estimates(self, batch: Batch, stages: StageTimes) -> list[ModelEstimates]:
-        """Returns the estimates for each trajectory; the same on every rank.
-
-        If a server answers for the reference, the batch must have passed `check_references`.
-        """
+        """Returns the estimates for each trajectory; the same on every rank."""
         with stages.measure("estimates"):
             nothing = [None] * len(batch.trajectories)
             known: Sequence[ReferenceLogprobs | None] = nothing

@@ -39,7 +39,6 @@ from slipstream.learner.trainer.batches.batch import (
     check_data,
     check_experts,
     check_pixels,
-    check_references,
     check_staleness,
     untrainable,
 )
@@ -337,9 +336,6 @@ def check_batch(batch: Batch, model: ParallelModel, config: Config) -> None:
     check_pixels(batch.trajectories, model.ranks)
     if config.algorithm.router_replay != "off":
         check_experts(batch.trajectories, model.chunks[0].config)
-    reference = config.reference
-    if reference is not None and reference.server is not None:
-        check_references(batch, top_k=reference.top_k, vocab_size=model.vocab_size)
 
 
 def loss_fault(

@@ -125,17 +125,10 @@ def check_staleness(batch: Batch, max_staleness: int) -> None:
 def check_data(batch: Batch, *, max_tokens: int, multiple: int, vocab_size: int) -> None:
     """Raises UntrainableBatch for data that cannot be trained.
 
-    Each trajectory needs a reward, and the batch needs a sampled token. A sequence padded to a
-    `multiple` of tokens must fit a micro batch of `max_tokens`, and token ids must be below
-    `vocab_size`.
+    The batch needs a sampled token. A sequence padded to a `multiple` of tokens must fit a micro
+    batch of `max_tokens`, and token ids must be below `vocab_size`. The controller has checked the
+    rest of each trajectory, such as its reward and its reference.
     """
-    for trajectory in batch.trajectories:
-        if not trajectory.has_reward:
-            raise UntrainableBatch(
-                f"batch {batch.batch_id}: {trajectory.trajectory_id} is "
-                f"{trajectory.status.name}, it has no reward",
-                [trajectory.trajectory_id],
-            )
     trajectories = batch.trajectories
     if not sum(trajectory.num_sampled_tokens for trajectory in trajectories):
         raise untrainable(batch, range(len(batch.owners)), "no trajectory has a sampled token")
@@ -192,22 +185,6 @@ def check_experts(trajectories: Sequence[Trajectory], config: Megatron) -> None:
                 f"{expected[2]}",
                 [trajectory.trajectory_id],
             )
-
-
-def check_references(batch: Batch, *, top_k: int, vocab_size: int) -> None:
-    """Raises UntrainableBatch if a trajectory lacks `top_k` log-probabilities of a served model."""
-    faulty = []
-    for index, owner in enumerate(batch.owners):
-        found = batch.trajectories[owner].reference
-        if found is None or found.top_k != top_k or (found.top_ids >= vocab_size).any():
-            faulty.append(index)
-    if faulty:
-        raise untrainable(
-            batch,
-            faulty,
-            f"a trajectory lacks log-probabilities of reference.server with top_k {top_k} and a "
-            f"vocabulary of {vocab_size}",
-        )
 
 
 def check_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> None:

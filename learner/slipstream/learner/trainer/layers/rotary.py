@@ -39,7 +39,7 @@ def rotary_settings(provider: Megatron, hf_config: Megatron) -> dict[str, object
 
 
 def set_frequencies(chunks: list[Megatron], *, hf_config: Megatron) -> list[Megatron]:
-    """Gives `chunks` the scaled rotary frequencies of `hf_config`, if it has any; returns `chunks`."""
+    """Gives `chunks` the scaled rotary frequencies of `hf_config`, if any; returns `chunks`."""
     frequencies, _ = _scaled(hf_config)
     if frequencies is None:
         return chunks

@@ -9,8 +9,6 @@ from slipstream.core.errors import RunFailed, StalenessError, UntrainableBatch
 from slipstream.core.types import (
     GroupId,
     PolicyVersion,
-    ReferenceLogprobs,
-    Status,
     Trajectory,
     VersionSpan,
 )
@@ -18,7 +16,6 @@ from slipstream.learner.trainer.batches.batch import (
     Batch,
     check_advantages,
     check_data,
-    check_references,
     check_staleness,
     untrainable,
 )
@@ -169,13 +166,6 @@ def test_tokens_outside_the_vocabulary_are_named() -> None:
     assert error.value.trajectory_ids == ids(*indices)
 
 
-def test_an_episode_without_reward_is_named() -> None:
-    failed = changed(BATCH, status={2: Status.FAILED})
-    with pytest.raises(UntrainableBatch, match="it has no reward") as error:
-        check_data(failed, max_tokens=24, multiple=1, vocab_size=32)
-    assert error.value.trajectory_ids == ids(2)
-
-
 def test_an_advantage_that_is_not_finite_is_named() -> None:
     with pytest.raises(UntrainableBatch, match="advantages are not finite") as error:
         check_advantages(BATCH, sequences_with([0.0, 0.0, float("inf"), 0.0]))
@@ -206,18 +196,3 @@ def test_an_episode_is_named_once_whichever_of_its_branches_are_faulty() -> None
     owner = next(o for o in trees.owners if trees.owners.count(o) > 1)
     places = [place for place, one in enumerate(trees.owners) if one == owner]
     assert untrainable(trees, places, "why").trajectory_ids == ids(owner)
-
-
-def test_trajectories_without_the_likely_tokens_of_their_reference_are_named() -> None:
-    def known(index: int, top_k: int, largest: int) -> ReferenceLogprobs:
-        number = BATCH.trajectories[index].num_sampled_tokens
-        ids = np.tile(np.arange(largest, largest - top_k, -1, dtype=np.uint32), (number, 1))
-        minus = np.full(number, -3.0, dtype=np.float32)
-        return ReferenceLogprobs(minus, ids, np.tile(minus[:, None], top_k))
-
-    good = {index: known(index, 2, 31) for index in range(4)}
-    check_references(changed(BATCH, reference=good), top_k=2, vocab_size=32)
-    faults = {1: None, 2: known(2, 1, 31), 3: known(3, 2, 32)}
-    with pytest.raises(UntrainableBatch, match="lacks log-probabilities of reference.server") as e:
-        check_references(changed(BATCH, reference=good | faults), top_k=2, vocab_size=32)
-    assert set(e.value.trajectory_ids) == set(ids(1, 2, 3))
