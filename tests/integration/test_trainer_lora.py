@@ -21,7 +21,7 @@ from support.ranks.rank_pool import RankPool, chosen_jobs, each_job, jobs_of_fil
 from transformers import AutoModelForCausalLM
 
 SCALE = ALPHA / RANK
-SLOW = ("experts-tp2-ep2", "next-tp2", "next-cp2")
+SLOW = ("experts-tp2-ep2",)
 # One for each stage of a pipeline, and a dense one before one with experts.
 NUM_LAYERS = 2
 # Matrices of the four targets in all layers.
@@ -243,11 +243,3 @@ def test_step_after_a_checkpoint_is_the_one_before_bit_by_bit(job: str, found: d
     assert any(not torch.equal(ours["loaded"][n], t) for n, t in ours["weights"].items())
     for name, tensor in ours["weights"].items():
         assert torch.equal(ours["retrained"][name], tensor), name
-
-
-@pytest.mark.parametrize("job", each_job(["next-tp2"], SLOW))
-def test_rows_of_delta_nets_adapters_find_their_places_in_another_layout(job, found):
-    ours, theirs = found[job]["others"], found[reference(job)]["loaded"]
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-6)

@@ -64,14 +64,8 @@ EXPERTS: dict[str, tuple[int, str, dict]] = {
     "latent-pp2": (2, "deepseek", {"parallel": {"pp": 2}}),
     # Its queries come from no latent vector.
     "lite-one": (1, "moonlight", {}),
-    # Most of its layers are delta nets.
-    "next-one": (1, "qwen3-next", {}),
-    "next-tp2": (2, "qwen3-next", {"parallel": SP}),
-    "next-cp2": (2, "qwen3-next", {"parallel": {"cp": 2}}),
     "experts-tp2-ep2": (4, "moe", {"parallel": SP | {"ep": 2, "etp": 2}}),
 }
-# Jobs that also load the checkpoint of another layout.
-OTHERS_CHECKPOINT = {"next-tp2": "next-one"}
 ALL = JOBS | MIXTURES | EXPERTS
 
 
@@ -126,11 +120,6 @@ def run_rank(folder: Path, job: str) -> None:
     weights = weights_of(policy)
     if published is not None:
         note_sent(published, policy, job, folder, first_identity)
-    if job in OTHERS_CHECKPOINT:
-        load_models(stored, folder / f"lora-{OTHERS_CHECKPOINT[job]}-checkpoint", disk)
-        others = weights_of(policy)
-    else:
-        others = {}
     load_models(stored, folder / f"lora-{job}-checkpoint", disk)
     loaded = weights_of(policy)
     step.run(batches(config)[-1])
@@ -145,7 +134,6 @@ def run_rank(folder: Path, job: str) -> None:
         "switched_off": switched_off,
         "weights": weights,
         "loaded": loaded,
-        "others": others,
         "retrained": retrained,
         "state_elements": sum(t.numel() for t in state),
         "trained_elements": sum(p.numel() for p in trained),

@@ -47,9 +47,7 @@ _READ_OF_DELTA_NETS = (
     *("linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
-_NO_ADAPTERS = (
-    "of layers without attention only the delta nets of a Qwen3NextForCausalLM have adapters"
-)
+_NO_ADAPTERS = {"lora.rank": "delta nets have none"}
 # vLLM reads whether attention is gated; transformers always gates it.
 _GATED = {"attn_output_gate": (None, True)}
 _GATED_MIXTURE = {
@@ -153,7 +151,7 @@ _QWEN35 = Family(
     query_norm="head",
     is_delta=True,
     engine=EngineFacts(module="delta_models", starts_cuda=True),
-    cannot={"lora.rank": _NO_ADAPTERS},
+    cannot=_NO_ADAPTERS,
 )
 _QWEN35_EXPERTS = Experts(is_normalized=True)
 _SEEING_QWEN35 = replace(
@@ -319,6 +317,7 @@ FAMILIES = (
         query_norm="head",
         is_delta=True,
         experts=Experts(),
+        cannot=_NO_ADAPTERS,
     ),
     replace(_QWEN35, architecture="Qwen3_5ForCausalLM", model_type="qwen3_5_text"),
     replace(

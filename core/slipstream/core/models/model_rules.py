@@ -121,11 +121,6 @@ def adapter_problems(lora: LoraSection, sizes: ModelSizes, tp: int) -> Iterator[
         yield (
             f"learner.parallel.tp must be 1 for adapters in a model with latent attention, got {tp}"
         )
-    if sizes.family.is_delta and lora.publishes_adapters:
-        yield (
-            f"{rule} for a model with delta nets, got {found}: vLLM computes its adapters on "
-            "GPUs only, where that was not tested"
-        )
 
 
 def dtype_problems(sizes: ModelSizes, dtype: str) -> Iterator[str]:

@@ -34,8 +34,6 @@ ATTENTION = {"target_modules": ("linear_qkv", "o_proj")}
 DENSE = {"architectures": ["Qwen3ForCausalLM"]}
 EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
 FUSED = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}
-DELTA = {"architectures": ["Qwen3NextForCausalLM"], "num_experts": 4}
-DENSE_DELTA = {"architectures": ["Qwen3_5ForCausalLM"]}
 LATENT = {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 4, "kv_lora_rank": 8}
 NO_FUSED = "lora.target_modules must leave linear_fc1 and linear_fc2 out for a"
 
@@ -53,9 +51,6 @@ ADAPTERS = [
     *((section, FUSED, 2, NO_FUSED) for section in ({"rank": 8}, PUBLISHED, NAMED)),
     ({}, FUSED, 2, ""),
     ({"rank": 8} | ATTENTION, FUSED, 2, ""),
-    ({"rank": 8}, DELTA, 2, ""),
-    (PUBLISHED | ATTENTION, DELTA, 2, "lora.publish must be merged for a model with delta"),
-    (NAMED | ATTENTION, DENSE_DELTA, 2, "lora.adapters must be empty for a model with delta"),
     ({"rank": 8}, LATENT, 1, ""),
     ({}, LATENT, 2, ""),
     ({"rank": 8}, LATENT, 2, "learner.parallel.tp must be 1 for adapters in a model with latent"),

@@ -3,15 +3,11 @@
 Importing this module after Bridge registers the recipes: see `compat.install`.
 """
 
-from collections.abc import Iterable
-
 from megatron.bridge.models.conversion.param_mapping import (
     GDNConv1dMapping,
     GDNLinearMapping,
     GDNLinearMappingSeparate,
-    split_gdn_linear_weights,
 )
-from megatron.core import parallel_state
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.families.mappings import (
     ATTENTION,
@@ -29,7 +25,6 @@ from slipstream.learner.trainer.families.mappings import (
     shared_expert,
 )
 from slipstream.learner.trainer.families.vision import VisionBridge
-from torch import Tensor
 from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
@@ -40,7 +35,6 @@ from transformers import (
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeVisionModel
 
-_FUSED = ("in_proj_qkvz", "in_proj_ba")
 # The folder of a delta net in the files.
 DELTA_NET = f"{LAYER}linear_attn."
 _SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
@@ -92,46 +86,6 @@ class Qwen3NextBridge(FamilyBridge):
         set_delta_nets(provider, settings)
         set_shared_expert(provider, settings)
 
-    def _merge_lora_adapter_weights(
-        self,
-        megatron_model: Megatron,
-        converted_weights_dict: dict[str, Tensor],
-        adapter_weights: Megatron,
-    ) -> dict[str, Tensor]:
-        """Returns the files' matrices with adapters merged, including parts of fused `in_proj`."""
-        (adapter,) = adapter_weights
-        rows = adapter.linear_out_weight.weight
-        parts = _parts(megatron_model[0].config, converted_weights_dict, rows)
-        if parts is None:
-            found: dict[str, Tensor] = super()._merge_lora_adapter_weights(
-                megatron_model, converted_weights_dict, adapter_weights
-            )
-            return found
-        first = adapter.linear_in_weight.weight
-        return {
-            name: self._merge_single_adapter_weight(
-                weight, adapter.alpha, adapter.dim, first, parts[name]
-            )
-            for name, weight in converted_weights_dict.items()
-        }
-
-    def _get_fused_adapter_linear_out_slices(
-        self,
-        megatron_model: Megatron,
-        base_hf_weight_names: list[str],
-        linear_out_tensor: Tensor,
-        is_expert: bool = False,
-    ) -> dict[str, Tensor] | None:
-        """Returns lora_B split into parts for the files' matrices; None if these are not fused."""
-        config = megatron_model[0].config
-        parts = _parts(config, base_hf_weight_names, linear_out_tensor)
-        if parts is not None:
-            return parts
-        found: dict[str, Tensor] | None = super()._get_fused_adapter_linear_out_slices(
-            megatron_model, base_hf_weight_names, linear_out_tensor, is_expert
-        )
-        return found
-
     def _mappings(self) -> list[Megatron]:
         inputs = GDNLinearMapping(
             f"{ATTENTION}in_proj.weight",
@@ -139,20 +93,6 @@ class Qwen3NextBridge(FamilyBridge):
             ba=f"{DELTA_NET}in_proj_ba.weight",
         )
         return [*ends(), *norms_before(), *delta_nets(), inputs, *experts(), *shared_expert()]
-
-
-def _parts(config: Megatron, names: Iterable[str], rows: Tensor) -> dict[str, Tensor] | None:
-    """Splits `rows` of a delta net's fused `in_proj` into the files' tensors among `names`.
-
-    Returns None if `names` belong to another matrix. `rows` has the rows of all tensor parallel
-    ranks, with any number of columns.
-    """
-    found = [name for kind in _FUSED for name in names if name.endswith(f".{kind}.weight")]
-    if not found:
-        return None
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    parts = split_gdn_linear_weights(config, rows, tp_size=ranks, feature_dim=rows.shape[1])
-    return dict(zip(found, parts, strict=True))
 
 
 class _Layers(FamilyBridge):

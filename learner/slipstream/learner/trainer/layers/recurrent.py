@@ -18,7 +18,6 @@ from megatron.core.ssm.gated_delta_net.common import (
     tensor_a2a_cp2hp,
     tensor_a2a_hp2cp,
 )
-from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.training_sequence import gathered_places
@@ -62,24 +61,6 @@ class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
         """Fills the parameters with NaN: every weight is loaded later."""
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
             torch.nn.init.constant_(parameter, torch.nan)
-
-    def sharded_state_dict(self, prefix: str = "", *args: object, **named: object) -> Megatron:
-        """Returns the state for checkpoints; rows of adapters are split like rows of `in_proj`.
-
-        Each tensor parallel rank has rows of all parts. A load in another layout would mix up the
-        parts if they were not split.
-        """
-        found = super().sharded_state_dict(prefix, *args, **named)
-        name = f"{prefix}in_proj.adapter.linear_out.weight"
-        if name in found:
-            sizes = [self.qk_dim] * 2 + [self.v_dim] * 2 + [self.num_value_heads] * 2
-            found[name] = _split_tensor_factory(
-                found[name],
-                [size // self.tp_size for size in sizes],
-                ["query", "key", "value", "z", "beta", "alpha"],
-                0,
-            )
-        return found
 
     def forward(
         self,

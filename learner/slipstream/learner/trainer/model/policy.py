@@ -87,9 +87,7 @@ def adapters(config: Config, ranks: Ranks) -> Change:
         matrices = list(config.lora.modules)
         if "linear_qkv" in matrices:
             # A layer has either linear_qkv or some of these matrices.
-            matrices += [*LATENT, "in_proj"]
-        if "linear_proj" in matrices:
-            matrices.append("out_proj")
+            matrices += LATENT
         lora = DecoderAdapters(
             target_modules=matrices, dim=config.lora.rank, alpha=config.lora.alpha
         )
@@ -99,11 +97,8 @@ def adapters(config: Config, ranks: Ranks) -> Change:
                 for name, module in layer.named_modules():
                     if isinstance(module, ExpertAdapter):
                         module.initialise(name, layer.layer_number, seed=config.run.seed)
-            for _, name, module in _adapted(chunk):
+            for _, _, module in _adapted(chunk):
                 module._register_load_state_dict_pre_hook(as_wrapped)
-                if name.endswith("in_proj"):
-                    # With the name in_proj Bridge would split the rows as for Mamba.
-                    module.adapter.base_linear_name = "delta_net"
             draw_adapters(chunk, ranks, seed=config.run.seed)
         return adapted
 
