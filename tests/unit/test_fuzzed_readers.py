@@ -60,7 +60,7 @@ ONCE_BROKEN = [
     ("summary of a run", b"[]"),
     ("summary of a run", b'{"steps": 3}'),
     ("page metrics.jsonl", b"\xb8\n[1]\n{\n"),
-    ("page suspended.json", b"\xb8"),
+    ("page summary.json", b"\xb8"),
     *(
         ("results metrics.jsonl", rows(changed))
         for changed in (

@@ -27,7 +27,7 @@ from slipstream.client.terminal import say
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.files import open_regular, read_regular
-from slipstream.core.run_folder import CONFIG, METRICS, SAMPLES, SUMMARY, SUSPENDED
+from slipstream.core.run_folder import CONFIG, METRICS, SAMPLES, SUMMARY
 from slipstream.core.settings.config import told_settings
 
 PAGE = "page.html"
@@ -109,11 +109,10 @@ def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
         names = [str(folder) for folder in folders]
     runs = []
     for name, folder in zip(names, folders, strict=True):
-        summary, suspended = _table(folder / SUMMARY), _table(folder / SUSPENDED)
-        ended = {"state": summary.get("state"), "cause": summary.get("cause")}
+        summary = _table(folder / SUMMARY)
+        ended = {key: summary.get(key) for key in ("state", "cause", "suspended_environments")}
         curves, replies = _curves(folder), _replies(folder)
-        run = {"name": name, **ended, "suspended": suspended}
-        runs.append(run | {"curves": curves, "replies": replies})
+        runs.append({"name": name, **ended, "curves": curves, "replies": replies})
     given = {"runs": runs, "settings": list(differences(settings)), "period_s": period_s}
     given["written"] = time.strftime("%Y-%m-%d %H:%M:%S")
     template = files("slipstream.client").joinpath(PAGE).read_text(encoding="utf-8")

@@ -20,8 +20,6 @@ ADDRESS = "controller.address"
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 # Some trajectories as text, and the numbers of all groups, both of sampled steps.
 SAMPLES, GROUPS = "trajectories.jsonl", "groups.jsonl"
-# Causes of suspended environments; a trace of the newest sampled step.
-SUSPENDED = "suspended.json"
 # The folder of weights that rollout servers fetched from storage, with a folder for each server.
 FETCHED = "fetched"
 # The folder of the logs; `log_path` says how one is named.

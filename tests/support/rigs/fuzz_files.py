@@ -260,7 +260,6 @@ def file_readers() -> list[Reader]:
             Reader(f"page {name}", (text,), file_reader(name, shown_page), (), make)
             for name, text, make in (
                 ("summary.json", json.dumps(summary).encode(), changed_table),
-                ("suspended.json", b'{"e": "x"}', changed_table),
                 ("metrics.jsonl", json.dumps(row).encode() + b"\n", mutated),
             )
         ),

@@ -46,7 +46,6 @@ def _recorded(path: Path) -> object:
     """What a controller makes of the results of the start before, up to its own summary."""
     config, events = config_of(path.parents[1]), EventLog()
     recorder = RunRecorder(path.parent, config, Trackers({}, events.add), None, events)
-    recorder.look({})
     assert recorder.has_row(1) in (True, False)
     summary = recorder.summary(
         ledger=status_pb2.Ledger(),

@@ -51,8 +51,6 @@ DRAIN_LIMIT_S = 20.0
 # whose disk hangs reports this within the time, and a dead trainer is started again.
 GOODBYE_LIMIT_S = 120.0
 GRACE_S = 2.0
-# Least seconds between two updates of the file of suspended environments.
-LOOK_S = 0.05
 # Largest length, in characters, of the error that ended a task of the controller.
 MAX_CAUSE = 500
 
@@ -215,8 +213,7 @@ class Controller:
                 ]
                 await health.tell(serving=True)
                 while not self._progress.is_over:
-                    await self._run.signal.changes(5.0, gather_s=LOOK_S)
-                    recorder.look(self._environments.suspended())
+                    await self._run.signal.changes(5.0)
                 await health.tell(serving=False)
                 if not journal.is_fenced:
                     await self._wind_down()

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import JsonValue
-from slipstream.core.run_folder import GROUPS, METRICS, SAMPLES, SUMMARY, SUSPENDED
+from slipstream.core.run_folder import GROUPS, METRICS, SAMPLES, SUMMARY
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
@@ -62,13 +62,11 @@ class RunRecorder:
         """
         self._folder, self._config, self._trackers = folder, config, trackers
         self._texts, self._warn = texts, events.warn
-        for name in (SUMMARY, SUSPENDED):
-            with contextlib.suppress(OSError):
-                (folder / name).unlink()
+        with contextlib.suppress(OSError):
+            (folder / SUMMARY).unlink()
         for name in (METRICS, SAMPLES, GROUPS):
             drop_torn_line(folder / name, self._warn)
         self._metrics = ResultFile(folder / METRICS, self._warn)
-        self._suspended: dict[str, str] = {}
         self.facts = RunFacts()
         # The row of the newest step.
         self.newest: dict[str, float] = {}
@@ -114,14 +112,6 @@ class RunRecorder:
         """Notes when the first engine began to generate, for the generation rate."""
         if report.busy_s:
             self.rate.began(time.monotonic() - report.busy_s)
-
-    def look(self, suspended: dict[str, str]) -> None:
-        """Writes the causes of all suspended environments to a file if any cause has changed."""
-        if suspended == self._suspended:
-            return
-        self._suspended = suspended
-        text = json.dumps(suspended, indent=2)
-        write_result(self._folder / SUSPENDED, f"{text}\n".encode(), self._warn)
 
     def step(
         self,

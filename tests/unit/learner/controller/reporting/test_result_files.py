@@ -95,22 +95,6 @@ def test_a_whole_file_without_room_leaves_the_old_one(tmp_path, full):
     assert told == [f"{path} cannot be written: File too large"]
 
 
-def test_suspended_environments_are_written_when_they_change(tmp_path, full):
-    events = EventLog()
-    recorder = RunRecorder(
-        tmp_path, config_of(tmp_path), Trackers({}, lambda text: None), None, events
-    )
-    path = tmp_path / "suspended.json"
-    with full(5):
-        for _ in range(3):
-            recorder.look({"e": "KeyError"})
-    assert not path.exists()
-    assert len(list(events.kept())) == 1
-    recorder.look({"e": "KeyError", "f": "x"})
-    assert json.loads(path.read_text()) == {"e": "KeyError", "f": "x"}
-    recorder.close()
-
-
 BAD_IDS = (b'{"wandb": null}', b'{"wandb": 1}', b'{"mlflow": "a\\nb"}')
 
 
