@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import psutil
 from pydantic import JsonValue
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.thoughts import begins_thoughts, marks_thoughts, split_thoughts
@@ -95,7 +99,8 @@ class Renderer:
         self._prompt_text = lru_cache(_CACHED_PROMPTS)(self.decode_all)
         self._left_out = lru_cache(_CACHED_PROMPTS)(self._find_left_out)
         try:
-            self._text((_ASKED,), NO_INPUTS)
+            with limited_memory():
+                self._text((_ASKED,), NO_INPUTS)
         except RenderingFailed as error:
             where = f"model.path: the chat template in {folder}"
             if template is not None:
@@ -332,14 +337,15 @@ class Renderer:
         if inputs.tools:
             values = values | {"tools": json.loads(inputs.tools)}
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [message.for_template() for message in messages],
-                    add_generation_prompt=not is_closed,
-                    tokenize=False,
-                    **values,
+            with limited_time():
+                return str(
+                    self._tokenizer.apply_chat_template(
+                        [message.for_template() for message in messages],
+                        add_generation_prompt=not is_closed,
+                        tokenize=False,
+                        **values,
+                    )
                 )
-            )
         except Exception as error:
             # A template is a program, which may raise anything.
             said = " ".join(str(error).split())
@@ -422,3 +428,53 @@ def _marked(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
 
 def _short(call_id: str, ids: dict[str, str]) -> str:
     return ids.setdefault(call_id, f"slp{len(ids):06}") if call_id else ""
+
+
+# Seconds of processor time that a template may take for one conversation, and bytes of memory that
+# it may take when it is tried. Any working template needs a thousandth.
+PROCESSOR_S, MEMORY_BYTES = 10.0, 1 << 30
+# Seconds after which a template that goes on is ended again.
+_AGAIN_S = 0.1
+
+
+class TemplateTooSlow(Exception):
+    """Raised in a template that takes more than its processor time."""
+
+
+@contextlib.contextmanager
+def limited_time() -> Iterator[None]:
+    """Raises TemplateTooSlow in a block that takes more than `PROCESSOR_S` of processor time.
+
+    It counts the time of all threads, and has an effect in the main thread only.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise TemplateTooSlow(f"it took more than {PROCESSOR_S:g} s of processor time")
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, PROCESSOR_S, _AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@contextlib.contextmanager
+def limited_memory() -> Iterator[None]:
+    """Lets allocations in a block fail that take `MEMORY_BYTES` more than the process has.
+
+    It holds for all threads, so use it only while the process does nothing else.
+    """
+    before, most = resource.getrlimit(resource.RLIMIT_AS)
+    limit = psutil.Process().memory_info().vms + MEMORY_BYTES
+    if before != resource.RLIM_INFINITY:
+        limit = min(limit, before)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, most))

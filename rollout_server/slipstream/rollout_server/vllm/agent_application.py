@@ -36,7 +36,7 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
     TextPart,
 )
-from slipstream.rollout_server.episodes.renderer import Renderer
+from slipstream.rollout_server.episodes.renderer import Renderer, limited_time
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
@@ -240,7 +240,8 @@ class PromptRenderer:
 
     def _text(self, messages: list[Message], params: ChatParams) -> str:
         try:
-            _, prompt = self._inner.render_messages(messages, params)
+            with limited_time():
+                _, prompt = self._inner.render_messages(messages, params)
         except VLLMValidationError:
             raise
         except Exception as error:

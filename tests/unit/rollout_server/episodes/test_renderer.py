@@ -1,3 +1,4 @@
+import resource
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from slipstream.rollout_server.chat import (
     ParsedToolCall,
     TemplateInputs,
 )
+from slipstream.rollout_server.episodes import renderer
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from support.fakes.chat_models import make_chat_tokenizer
 
@@ -69,6 +71,25 @@ def test_a_template_that_calls_itself_is_refused_in_one_line(tmp_path: Path) -> 
     )
     with pytest.raises(RenderingFailed, match="RecursionError"):
         later.prompt([user("b")])
+
+
+JOINS = "{% set n = namespace(x='a' * 1000) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}"
+
+
+@pytest.mark.parametrize("template", ["{{ ('a' * 2000000000) | length }}", JOINS + "{% endfor %}"])
+def test_a_template_that_takes_much_memory_is_refused_in_one_line(template, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(ConfigError, match="chat template in .* fails: MemoryError"):
+        with_template(tmp_path, template)
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+
+
+def test_a_template_that_does_not_end_is_refused_in_one_line(tmp_path: Path, monkeypatch) -> None:
+    # The kernel counts the processor time of the process.
+    monkeypatch.setattr(renderer, "PROCESSOR_S", 0.1)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ConfigError, match="fails: TemplateTooSlow: it took more than 0.1 s of pro"):
+        with_template(tmp_path, loop)
 
 
 def test_a_template_that_drops_replies_cannot_continue(tmp_path: Path) -> None:
