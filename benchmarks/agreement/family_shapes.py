@@ -179,6 +179,13 @@ def _tower(patch: int, hidden: int, inner: int) -> dict[str, Any]:
     }
 
 
+# With embeddings of the usual size, which the class multiplies, a random model repeats its input.
+_GEMMA = {
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.01,
+}
 _SIGMOID = ("noaux_tc", "sigmoid", 2.5)
 _NEXT = {
     "num_experts": 64,
@@ -210,6 +217,19 @@ FAMILIES = {
         "Ministral3",
         _heads(4096, 14336, 32, 8, 128)
         | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "olmo2": Family("Olmo2", _heads(4096, 11008, 32, 32, 128)),
+    "gemma3": Family(
+        "Gemma3Text",
+        _heads(3840, 15360, 16, 8, 256)
+        | _GEMMA
+        | {
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "sliding_attention": ROPE | {"rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            },
+        },
     ),
     "qwen3-moe": Family(
         "Qwen3Moe",

@@ -47,7 +47,7 @@ SAVED = {
     "ep2-moe": {"learner": EP2, "model": "moe"},
     "ep2-distopt-moe": {"learner": {**EP2, **SPLIT}, "model": "moe"},
     # A norm that is split over ranks, and latent attention with biases of experts.
-    "tp2-minimax": {"learner": TP2, "model": "minimax"},
+    "tp2-olmo2": {"learner": TP2, "model": "olmo2"},
     "tp2-deepseek": {"learner": TP2, "model": "deepseek"},
     # Experts with biases, sinks and delta nets, which are all split over ranks.
     "tp2-gpt-oss": {"learner": ETP1, "model": "gpt-oss"},
@@ -99,7 +99,7 @@ LOADED = {
     ),
     "ep2-distopt-moe-again": ("ep2-distopt-moe", SAVED["ep2-distopt-moe"]["learner"]),
     "one-from-ep2-distopt-moe": ("ep2-distopt-moe", SPLIT),
-    "pp2-from-tp2-minimax": ("tp2-minimax", PP2),
+    "pp2-from-tp2-olmo2": ("tp2-olmo2", PP2),
     "one-from-tp2-deepseek": ("tp2-deepseek", {}),
     "one-from-tp2-gpt-oss": ("tp2-gpt-oss", {}),
     "pp2-from-tp2-qwen3-next": ("tp2-qwen3-next", PP2),

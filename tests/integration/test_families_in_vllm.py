@@ -20,6 +20,8 @@ CASES = [
     "llama.llama3-other",
     "mistral.default",
     "ministral3.ministral",
+    "olmo2.default",
+    "gemma3.gemma3",
     "glm.glm",
     "deepseek.latent",
     "gpt-oss.gpt-oss",
@@ -63,7 +65,7 @@ def computed(folder: Path, case: str, **sizes: object) -> tuple[np.ndarray, np.n
 @pytest.mark.parametrize("case", CASES)
 def test_an_engine_computes_what_transformers_does(case: str, tmp_path: Path) -> None:
     sizes = WIDER_EXPERTS.get(case.split(".")[0], {})
-    if case.startswith(("mimo", "smollm3")):
+    if case.startswith(("olmo", "mimo", "smollm3")):
         sizes = sizes | WIDER_HEADS
     found, expected, apart = computed(tmp_path, case, **sizes)
     assert apart > 0.1

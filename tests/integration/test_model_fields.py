@@ -74,7 +74,17 @@ def test_the_models_of_these_tests_show_every_field(case: str, folder: Path) -> 
     family, rope = case.split(".")
     first = logprobs(folder / case, {})
     ropes: dict[str, Any] = {"rope_parameters": field_models.ROPES[rope] | {"rope_theta": 10000.0}}
-    if field_models.ROPES[rope]["rope_type"] != "default":
+    if rope == "gemma3":
+        ropes = {
+            f"{name} of {layer}": field_models.ROPES[rope]
+            | {layer: field_models.ROPES[rope][layer] | {name: 2000.0}}
+            for layer, name in (
+                ("sliding_attention", "rope_theta"),
+                ("full_attention", "rope_theta"),
+                ("full_attention", "factor"),
+            )
+        }
+    elif field_models.ROPES[rope]["rope_type"] != "default":
         ropes["unscaled"] = field_models.ROPES[rope] | {"rope_type": "default"}
     others = OTHER_ROPE.get(rope, {})
     ropes |= {name: field_models.ROPES[rope] | {name: value} for name, value in others.items()}

@@ -187,7 +187,7 @@ def test_scores_of_many_heads_are_not_held_together() -> None:
 
 @pytest.mark.process
 def test_models_open_with_heads_of_all_sizes(tmp_path: Path, rank_pool: RankPool) -> None:
-    jobs = ("qwen3 96", "qwen3 256", "gpt-oss 64", "deepseek-v3 192")
+    jobs = ("qwen3 96", "gemma3 256", "gpt-oss 64", "deepseek-v3 192")
     rank_pool.run(Path(attention_ranks.__file__), jobs, world_size=1, folder=tmp_path)
     assert [(tmp_path / f"{job}.txt").read_text() for job in jobs] == [""] * 4
 

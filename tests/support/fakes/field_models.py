@@ -101,6 +101,17 @@ DELTA_NETS = {
     "linear_num_value_heads": 2,
 }
 WINDOWS = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = WINDOWS | {"head_dim": 32, "query_pre_attn_scalar": 50}
+GEMMA_CHOICES = {
+    "sliding_window": 101,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 32,
+}
+# Positions of layers with and without windows.
+GEMMA3_ROPE = {
+    "sliding_attention": DEFAULT_ROPE,
+    "full_attention": LINEAR_ROPE | {"rope_theta": 5000.0},
+}
 
 
 @dataclass(frozen=True)
@@ -124,6 +135,8 @@ FAMILIES = {
         MIXTURE | {"head_dim": 32, "norm_topk_prob": True},
         {"norm_topk_prob": False, "num_experts_per_tok": 2},
     ),
+    "olmo2": Family("Olmo2"),
+    "gemma3": Family("Gemma3Text", GEMMA, GEMMA_CHOICES),
     "glm": Family(
         "Glm4Moe",
         SIGMOID | {"head_dim": 32, "attention_bias": True, "use_qk_norm": True},
@@ -207,11 +220,12 @@ ROPES = {
     "yarn-other": OTHER_YARN_ROPE,
     "yarn-factor": FACTOR_YARN_ROPE,
     "ministral": MINISTRAL_ROPE,
+    "gemma3": GEMMA3_ROPE,
     "glm": GLM_ROPE,
     "latent": LATENT_ROPE,
     "gpt-oss": GPT_OSS_ROPE,
 }
-_TWICE = ("llama", "qwen2", "qwen3", "qwen3-moe")
+_TWICE = ("llama", "qwen2", "qwen3", "qwen3-moe", "olmo2")
 # Each family twice: with scaled positions and a projection of its own, and without both. One family
 # with each further kind of positions.
 CASES = [
@@ -221,6 +235,7 @@ CASES = [
     "mistral.default",
     "mistral.linear",
     "ministral3.ministral",
+    "gemma3.gemma3",
     "glm.glm",
     "deepseek.latent",
     "gpt-oss.gpt-oss",
@@ -241,7 +256,8 @@ def make_field_model(folder: Path, case: str, *, seed: int = 0, **sizes: object)
     family, rope = case.split(".")
     known = FAMILIES[family]
     torch.manual_seed(seed)
-    positions = {"rope_parameters": ROPES[rope], "tie_word_embeddings": rope == "default"}
+    is_tied = rope in ("default", "gemma3")
+    positions = {"rope_parameters": ROPES[rope], "tie_word_embeddings": is_tied}
     model = random_model(known.kind, SIZES | known.values | sizes | positions)
     enlarge(model, family)
     model.save_pretrained(folder / case)

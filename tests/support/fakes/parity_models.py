@@ -73,6 +73,20 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         "moe_intermediate_size": 48,
     }
     shared_expert = {"shared_expert_intermediate_size": 32}
+    # Both kinds of layers, and no number that is a default.
+    gemma = {
+        **sizes,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "query_pre_attn_scalar": 20,
+    }
+    gemma["layer_types"] = gemma["layer_types"][:num_layers]
+    gemma3 = gemma | {
+        "rope_parameters": {
+            "sliding_attention": {"rope_theta": 700.0, "rope_type": "default"},
+            "full_attention": {"rope_theta": 5e3, "rope_type": "linear", "factor": 4.0},
+        }
+    }
     sigmoid = {
         **sizes,
         "n_routed_experts": 4,
@@ -152,6 +166,7 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         # The window is shorter than most sequences.
         "mistral": ("Mistral", {**sizes, **rope, "sliding_window": 6}),
         "ministral3": ("Ministral3", {**sizes, "rope_parameters": yarn}),
+        "gemma3": ("Gemma3Text", gemma3),
         "glm": ("Glm4Moe", sigmoid | glm_rope | {"attention_bias": True, "use_qk_norm": True}),
         "deepseek": ("DeepseekV3", latent | {"rope_parameters": latent_yarn}),
         # Queries come from no latent vector, and two ranks do not divide the vocabulary.
@@ -165,6 +180,7 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
             "GptOss",
             sizes | experts | {"rope_parameters": gpt_oss_yarn, "sliding_window": 6},
         ),
+        "olmo2": ("Olmo2", {**sizes, **rope}),
         "kimi": ("DeepseekV3", one_group | {"rope_parameters": latent_yarn}),
         "mimo": ("Qwen2", {**sizes, **rope}),
         "glm-lite": ("Glm4MoeLite", one_group | rope),

@@ -22,6 +22,7 @@ JOBS = (
     "qwen3 96",
     "qwen3 128",
     "qwen3 256",
+    "gemma3 256",
     "gpt-oss 64",
     "deepseek-v3 192",
 )

@@ -68,7 +68,7 @@ def make_models(folder: Path) -> None:
     # Four layers for virtual stages and for patterns of layers; two are enough for the rest.
     shallow = folder / "shallow"
     parity_models.make_models(shallow, num_layers=2)
-    for name in ("tied", "moe", "minimax", "gpt-oss", "deepseek"):
+    for name in ("tied", "moe", "olmo2", "gpt-oss", "deepseek"):
         shutil.rmtree(folder / name)
         (shallow / name).rename(folder / name)
     shutil.rmtree(folder / "qwen35")

@@ -59,6 +59,7 @@ SHAPES = {
     "qwen2_with_bias": Shape("Qwen2Config", extra={"head_dim": 16}),
     "qwen3_with_qk_norm": Shape("Qwen3Config"),
     "qwen3_moe": Shape("Qwen3MoeConfig", extra=EXPERTS),
+    "gemma3": Shape("Gemma3TextConfig", tied=True, extra={"sliding_window": 16}),
     "glm": Shape("Glm4MoeConfig", extra=SIGMOID),
 }
 

@@ -164,17 +164,18 @@ NAMES = """
 # One kind of model, algorithm or layout each.
 LONG = """
     one-qwen3 one-qwen2 one-llama3 one-moe-softmax one-mistral
-    one-ministral3 one-glm one-deepseek
+    one-ministral3 one-gemma3 one-glm one-deepseek
     one-moonlight one-qwen3-next one-qwen35
-    one-kimi one-mimo one-glm-lite one-minimax one-smollm3
-    one-gpt-oss one-replay-glm one-replay-deepseek one-forward-top-k
+    one-kimi one-mimo one-glm-lite one-minimax 
+    one-smollm3
+    one-gpt-oss one-olmo2 one-replay-glm one-replay-deepseek one-forward-top-k
     one-trees-reverse-top-k one-trees-shared one-trees-gspo one-trees-replay-moe tp2-sp-z-loss-moe
     dp2 tp2-sp-forward-top-k cp2-forward-top-k
     tp2-sp-recompute-trees-shared-reverse-top-k tp2-odd tp2-sp-recompute
     pp2-vpp2-slow-network pp2-uneven cp2-long ep2-cp2-moe pp2-vpp2-trees-shared
     ep2-trees-shared-moe cp2-trees-gspo cp2-trees-replay-moe tp2-sp-moe
     pp2-vpp2-moe-recompute-replay-moe tp2-sp-recompute-replay-moe
-    cp2-mistral ep2-glm-lite tp2-sp-minimax tp2-sp-smollm3
+    cp2-mistral tp2-sp-olmo2 tp2-gemma3 ep2-glm-lite tp2-sp-minimax tp2-sp-smollm3
     cp2-qwen3-next tp2-sp-cp2-qwen35 one-trees-qwen35 cp2-trees-qwen35
     one-other-muon tp2-other-muon dp2-muon cp2-muon one-muon-moe tp2-sp-muon-moe
     dp2-pp2-overlap dp2-cp2-trees cp4 pp2-vpp2-ep2-moe
@@ -196,10 +197,12 @@ SLOW = """
     tp2-sp-qwen3-next tp2-sp-recompute-qwen35
     tp2-sp-ep2-etp1-qwen35-moe pp2-vpp2-replay-glm tp2-sp-recompute-replay-deepseek
     tp2-sp-kimi tp2-sp-ep2-etp1-glm-lite ep2-minimax pp2-vpp2-cp2-minimax pp2-vpp2-cp2-smollm3
-    tp2-sp-etp1-gpt-oss cp2-gpt-oss
+    tp2-sp-etp1-gpt-oss cp2-gpt-oss tp2-sp-gemma3
+    tp2-sp-recompute-gemma3
     pp2-cp2-ministral3 pp2-vpp2-cp2-glm pp2-cp2-ep2-deepseek
     pp2-vpp2-ep2-qwen3-next tp2-pp2-vpp2-qwen35
-    pp2-vpp2-ep2-qwen35-moe pp2-vpp2-cp2-ep2-gpt-oss dp4
+    pp2-vpp2-ep2-qwen35-moe pp2-vpp2-cp2-ep2-gpt-oss
+    pp2-vpp2-cp2-gemma3 pp2-cp2-olmo2 dp4
     dp4-distopt dp2-tp2-sp-distopt dp2-tp2-qwen3 dp2-pp2-tied dp2-cp2-distopt dp2-cp2-few tp2-cp2
     tp2-sp-cp2-recompute tp2-sp-cp2-tied pp2-cp2 pp2-vpp2-cp2-qwen3 tp2-sp-pp2-vpp2 tp2-pp2-tied
     dp4-ep2-distopt-moe tp2-sp-ep2-moe tp2-sp-etp1-ep4-moe tp2-sp-cp2-etp1-ep4-moe pp2-ep2-moe

@@ -38,6 +38,7 @@ _READ = (
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"),
     "v_head_dim",
 )
+_GELU: Values = (None, "gelu_pytorch_tanh")
 # Windows are in all layers or in none.
 _VALUES = {**DENSE, "layer_types": NONE, "use_sliding_window": NONE}
 _DEEP_LAYERS = (8, 16, 24)
@@ -231,6 +232,22 @@ FAMILIES = (
         experts=Experts(is_normalized=True),
     ),
     Family(
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        values={
+            **DENSE,
+            "hidden_act": _GELU,
+            "hidden_activation": _GELU,
+            "tie_word_embeddings": (None, True),
+        },
+        layer_kinds=(FULL, SLIDING),
+        is_tied=True,
+        rope=Rope(kinds=("default", "linear"), is_by_layer=True),
+        query_norm="head",
+        has_windows=True,
+        cannot={"model.dtype": "vLLM (0.32.0) does not compute it in float16"},
+    ),
+    Family(
         architecture="GptOssForCausalLM",
         model_type="gpt_oss",
         # vLLM does not read these fields, and uses these values.
@@ -277,6 +294,7 @@ FAMILIES = (
         values=_VALUES,
         has_windows=True,
     ),
+    Family(architecture="Olmo2ForCausalLM", model_type="olmo2", values=DENSE, query_norm="whole"),
     Family(
         architecture="Qwen2ForCausalLM",
         model_type="qwen2",

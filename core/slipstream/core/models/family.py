@@ -42,6 +42,8 @@ class Rope:
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Whether only a part of each head is rotated.
     is_partial: bool = False
+    # Whether each kind of layer may have a table of its own.
+    is_by_layer: bool = False
     # Published files call the default kind by this name.
     alias: str = "default"
     # Yields the problems of one table in a config.json, given the kind.

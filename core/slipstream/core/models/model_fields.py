@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from slipstream.core.models.family import NONE, OFF, ONE, ZERO, Values
+from slipstream.core.models.family import FULL, NONE, OFF, ONE, SLIDING, ZERO, Values
 from slipstream.core.models.registry import architecture_of, family_of
 
 # Fields that all three programs use; `model_problems` checks their values.
@@ -23,6 +23,8 @@ HONOURED = frozenset(
         # These are refused if they describe more than one kind of layer.
         *("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "n_shared_experts"),
         *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+        *("sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
+        "query_pre_attn_scalar",
         # The vision tower is transformers' own class in the learner.
         *("vision_config", "quantization_config"),
     }
@@ -196,6 +198,10 @@ def rope_problems(values: Mapping[str, Any]) -> Iterator[str]:
     if new and old and new != old:
         yield "model.path: config.json has both rope_parameters and rope_scaling, which differ"
     table = rope_table(values)
+    if family_of(values).rope.is_by_layer and set(table) & {FULL, SLIDING}:
+        for kind in sorted(table):
+            yield from _table_problems(table[kind], values)
+        return
     yield from _table_problems(table, values)
     theta, other = table.get("rope_theta"), values.get("rope_theta")
     if theta is not None and other is not None and theta != other:

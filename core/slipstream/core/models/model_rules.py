@@ -19,6 +19,8 @@ _ROPE_REFUSALS = {
     "dynamic": "transformers scales by the length of each sequence, vLLM by the longest possible",
     "longrope": "transformers chooses factors for each sequence, vLLM by the longest possible",
 }
+# Models with images whose decoder is a text class of ours.
+TEXT_ONLY = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
 # Tokens of a cache that hold no part of an episode: vLLM keeps a block of 128 empty, fills the last
 # one of a request in part, and samples one token more for a probe.
 _SPARE_TOKENS = 512
@@ -29,7 +31,7 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
     family = sizes.family
     if not family.architecture:
         kind, hint = "mixture of experts" if sizes.experts else "model", ""
-        if sizes.architecture == "Mistral3ForConditionalGeneration":
+        if sizes.architecture in TEXT_ONLY:
             hint = ": docs/guides/models.md shows how to write its text model"
         yield (
             f"model.path holds a {kind} of architecture {sizes.architecture or 'without a name'}, "

@@ -20,10 +20,12 @@ from support.fakes.model_folders import write_loadable_files
 from support.fakes.small_configs import config_with, refusals
 
 TEXT = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mistral")
-LATER = ("Glm4Moe", "DeepseekV3", "GptOss", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
+LATER = ("Gemma3", "Glm4Moe", "DeepseekV3", "GptOss", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 LATEST = ("Glm4MoeLite", "MiniMaxM2", "SmolLM3")
 LLAMA, QWEN2, QWEN3, QWEN3_MOE, MISTRAL = (f"{name}ForCausalLM" for name in TEXT)
-GLM, DEEPSEEK, GPT_OSS, QWEN3_NEXT, QWEN35, QWEN35_MOE = (f"{name}ForCausalLM" for name in LATER)
+GEMMA3, GLM, DEEPSEEK, GPT_OSS, QWEN3_NEXT, QWEN35, QWEN35_MOE = (
+    f"{name}ForCausalLM" for name in LATER
+)
 GLM_LITE, MINIMAX, SMOLLM3 = (f"{name}ForCausalLM" for name in LATEST)
 SEEING = [
     f"{name}ForConditionalGeneration"
@@ -158,7 +160,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         )
     ),
     (MISTRAL, {"use_sliding_window": False}, "use_sliding_window"),
-    (QWEN3_NEXT, {"layer_types": ["chunked_attention"]}, "got 'chunked_attention'"),
+    (GEMMA3, {"hidden_activation": "silu"}, "hidden_activation"),
+    (GEMMA3, {"tie_word_embeddings": False}, "tie_word_embeddings"),
+    (GEMMA3, {"layer_types": ["chunked_attention"]}, "got 'chunked_attention'"),
+    (GEMMA3, {"rope_parameters": YARN}, "must be one of default, linear, got 'yarn'"),
+    (
+        GEMMA3,
+        {"rope_parameters": {"full_attention": {"factor": 2.0}, "sliding_attention": {}}},
+        "factor in rope_parameters",
+    ),
     (
         QWEN2,
         {"rope_scaling": without(LLAMA3, "original_max_position_embeddings")},
@@ -223,6 +233,17 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (LLAMA, {"rope_parameters": YARN | {"beta_fast": 8}, "max_position_embeddings": 1024}),
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     (MISTRAL, {"sliding_window": 4096}),
+    (GEMMA3, {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}),
+    (
+        GEMMA3,
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_type": "default"},
+            }
+        },
+    ),
+    (GEMMA3, {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 9}),
     *(
         (one, {"rope_scaling": without(LLAMA3, "rope_theta"), "rope_theta": 5e5})
         for one in (LLAMA,)

@@ -214,8 +214,12 @@ def test_embeddings_are_tied_where_transformers_ties_them(name, outer, inner):
     assert ModelSizes.of(decoder_table(values)).has_tied_output == expected
 
 
-def test_a_text_model_within_one_with_a_tower_is_written_anew_first() -> None:
-    architecture = "Mistral3ForConditionalGeneration"
+# What a published Gemma 3 of 4B says: the rest are transformers' defaults.
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
+def test_a_text_model_within_one_with_a_tower_is_written_anew_first(name: str) -> None:
+    architecture = f"{name}ForConditionalGeneration"
     decoder = {"model_type": "any", **DECODER}
     values = {"architectures": [architecture], "text_config": decoder, "vision_config": {"a": 1}}
     (problem,) = model_problems(ModelSizes.of(decoder_table(values)))

@@ -283,6 +283,9 @@ sizes.max_position_embeddings = 8
     sampling.max_episode_tokens must be at most the model's max_position_embeddings, got 16 and 8
 sizes.num_attention_heads = 6, rollout_server.tensor_parallel_size = 4
     rollout_server.tensor_parallel_size must divide the model's 6 attention heads, got 4
+sizes.architectures = ["Gemma3ForCausalLM"], model.dtype = "float16"
+    model.dtype must be "bfloat16" for a Gemma3ForCausalLM: vLLM (0.32.0) does not compute it in
+    float16, got 'float16'
 """),
 )
 def test_sizes_that_the_model_does_not_have_are_refused_before_it_is_loaded(

@@ -12,6 +12,7 @@ from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.learner.trainer.tiny_model import make_tokenizer
 from transformers import (
     AutoModelForImageTextToText,
+    Gemma3Config,
     GptOssConfig,
     GptOssForCausalLM,
     Mistral3Config,
@@ -86,33 +87,39 @@ def test_the_lines_of_the_guide_write_the_numbers_that_the_bits_stand_for(tmp_pa
     assert (target / "tokenizer.json").is_file()
 
 
-def config_beside() -> PreTrainedConfig:
+def config_beside(kind: str) -> PreTrainedConfig:
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     decoder = {**sizes, "intermediate_size": 96, "num_key_value_heads": 1, "vocab_size": 64}
     tower = {**sizes, "intermediate_size": 48, "image_size": 56, "patch_size": 14}
+    if kind == "Gemma3":
+        return Gemma3Config(text_config=decoder, vision_config=tower, mm_tokens_per_image=4)
     text = {**decoder, "model_type": "ministral3"}
     pixtral = {**tower, "model_type": "pixtral"}
     return Mistral3Config(text_config=text, vision_config=pixtral, tie_word_embeddings=False)
 
 
-def test_the_lines_of_the_guide_write_the_decoder_that_stands_beside_a_tower(tmp_path: Path):
+@pytest.mark.parametrize("kind", ["Gemma3", "Mistral3"])
+def test_the_lines_of_the_guide_write_the_decoder_that_stands_beside_a_tower(kind, tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     torch.manual_seed(0)
-    whole = AutoModelForImageTextToText.from_config(config_beside()).bfloat16()
+    whole = AutoModelForImageTextToText.from_config(config_beside(kind)).bfloat16()
     whole.save_pretrained(source)
     make_tokenizer(source)
     (text,) = re.findall(r"```python\n([^`]*?ImageTextToText.*?)```", PAGE.read_text(), re.DOTALL)
-    text = text.replace('"Ministral-3-3B-Instruct-2512-BF16"', repr(str(source)))
+    text = text.replace('"gemma-3-4b-it"', repr(str(source)))
     program = tmp_path / "program.py"
-    program.write_text(text.replace('"ministral-3-3b-text"', repr(str(target))))
+    program.write_text(text.replace('"gemma-3-4b-it-text"', repr(str(target))))
     runpy.run_path(str(program))
     found = load_file(target / "model.safetensors")
     decoder = whole.model.language_model.state_dict()
     expected = {f"model.{name}": tensor for name, tensor in decoder.items()}
-    expected["lm_head.weight"] = whole.lm_head.weight
+    if kind == "Mistral3":
+        expected["lm_head.weight"] = whole.lm_head.weight
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
     sizes = read_model_sizes(target)
     assert list(model_problems(sizes)) == []
-    assert sizes.architecture == "Ministral3ForCausalLM"
-    assert not sizes.has_tied_output
+    assert (
+        sizes.architecture == {"Gemma3": "Gemma3", "Mistral3": "Ministral3"}[kind] + "ForCausalLM"
+    )
+    assert sizes.has_tied_output == (kind == "Gemma3")

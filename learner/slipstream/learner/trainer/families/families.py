@@ -24,20 +24,24 @@ from slipstream.learner.trainer.families.mappings import (
     ends,
     experts,
     gated,
+    norms_after,
     norms_before,
-    own_layers,
+    place_norms,
     recipe_for,
     renamed,
+    scale_embeddings,
 )
 from torch import Tensor
 from transformers import (
     DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
     Glm4MoeForCausalLM,
     Glm4MoeLiteForCausalLM,
     GptOssForCausalLM,
     MiniMaxM2ForCausalLM,
     Ministral3ForCausalLM,
     MistralForCausalLM,
+    Olmo2ForCausalLM,
     SmolLM3ForCausalLM,
 )
 
@@ -76,6 +80,39 @@ class MiMoBridge(FamilyBridge):
         return [*ends(), *norms_before(), *attention(biases=True), *gated()]
 
 
+@recipe_for(Gemma3ForCausalLM, "gemma3_text")
+class Gemma3Bridge(FamilyBridge):
+    """Gemma 3, text only: most layers have a sliding window and a rotary base of their own.
+
+    Norms multiply by 1 + weight, and precede and follow attention and MLP. Embeddings are scaled by
+    the root of the hidden size, attention scores by the inverse root of `query_pre_attn_scalar`.
+    Source: arXiv:2503.19786, section 2.
+    """
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        provider.layernorm_zero_centered_gamma = True
+        provider.softmax_scale = settings.query_pre_attn_scalar**-0.5
+        provider.share_embeddings_and_output_weights = True
+        provider.qk_layernorm = True
+        place_norms(provider, "around")
+        scale_embeddings(provider, settings.hidden_size**0.5)
+
+    def _mappings(self) -> list[Megatron]:
+        norms = [*norms_before(mlp="pre_feedforward_layernorm"), *norms_after()]
+        return [*ends(), *norms, *gated(), *attention(normed_heads=True)]
+
+
+@recipe_for(Olmo2ForCausalLM, "olmo2")
+class Olmo2Bridge(FamilyBridge):
+    """OLMo 2: norms after attention and MLP, two over all heads. Source: arXiv:2501.00656, 3.1."""
+
+    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
+        place_norms(provider, "after", whole=True)
+
+    def _mappings(self) -> list[Megatron]:
+        return [*ends(), *norms_after(), *attention(normed_heads=True), *gated()]
+
+
 def _score_by_sigmoid(provider: Megatron) -> None:
     """Gives the router sigmoid scores, and biases that affect only the choice of experts."""
     provider.moe_router_score_function = "sigmoid"
@@ -96,7 +133,7 @@ class _SigmoidBridge(FamilyBridge):
         shared = settings.moe_intermediate_size * settings.n_shared_experts
         provider.moe_shared_expert_intermediate_size = shared
         provider.mtp_num_layers = None
-        own_layers(provider)
+        place_norms(provider, "before")
         _score_by_sigmoid(provider)
 
     def _mappings(self) -> list[Megatron]:
@@ -111,7 +148,7 @@ class MiniMaxM2Bridge(FamilyBridge):
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         provider.moe_ffn_hidden_size = settings.intermediate_size
         _score_by_sigmoid(provider)
-        own_layers(provider, whole_norms=True)
+        place_norms(provider, "before", whole=True)
 
     def _mappings(self) -> list[Megatron]:
         mixture = "block_sparse_moe"
@@ -193,7 +230,7 @@ class GptOssBridge(FamilyBridge):
         # The only supported value of swiglu_limit; older files do not name it.
         provider.activation_func_clamp_value = 7.0
         provider.glu_linear_offset = 1.0
-        own_layers(provider)
+        place_norms(provider, "before")
 
     def _mappings(self) -> list[Megatron]:
         router, theirs = f"{DECODER}mlp.router.", f"{LAYER}mlp."

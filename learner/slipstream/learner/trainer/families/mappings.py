@@ -55,15 +55,14 @@ def ends() -> list[Megatron]:
     )
 
 
-def norms_before() -> list[Megatron]:
-    """Returns the mappings of the norms before attention and MLP, fused by layers or not."""
-    mlp = f"{LAYER}post_attention_layernorm.weight"
+def norms_before(*, mlp: str = "post_attention_layernorm") -> list[Megatron]:
+    """Returns the mappings of norms before attention and MLP (`mlp`), fused by layers or not."""
     return renamed(
         {
             f"{DECODER}input_layernorm.weight": f"{LAYER}input_layernorm.weight",
             f"{ATTENTION}linear_qkv.layer_norm_weight": f"{LAYER}input_layernorm.weight",
-            f"{DECODER}pre_mlp_layernorm.weight": mlp,
-            f"{DECODER}mlp.linear_fc1.layer_norm_weight": mlp,
+            f"{DECODER}pre_mlp_layernorm.weight": f"{LAYER}{mlp}.weight",
+            f"{DECODER}mlp.linear_fc1.layer_norm_weight": f"{LAYER}{mlp}.weight",
         }
     )
 
@@ -132,7 +131,7 @@ def recipe_for(source: type | str, model_type: str, provider: Megatron | None = 
 class FamilyBridge(MegatronModelBridge):  # type: ignore[misc]
     """The base of recipes: a decoder with RMSNorm, gated MLPs and rotary positions, without biases.
 
-    Layers for which Megatron has no settings are set by `own_layers`.
+    Places and widths of norms, for which Megatron has no settings, are set by `place_norms`.
     """
 
     def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
@@ -166,17 +165,42 @@ class FamilyBridge(MegatronModelBridge):  # type: ignore[misc]
         raise NotImplementedError
 
 
-def own_layers(provider: Megatron, *, whole_norms: bool = False) -> None:
-    """Makes `provider` build its layers by `spec.layer_spec`.
+def place_norms(provider: Megatron, place: str, *, whole: bool = False) -> None:
+    """Sets where the layers of `provider` have norms; they are built by `spec.layer_spec`.
 
-    With `whole_norms`, one norm is over all queries of a token together and one over all keys;
-    `qk_layernorm` stays off, since with it Megatron would sum the gradients of different heads over
-    tensor parallel ranks.
+    `place` is "before" attention and MLP, "after" them, or "around" for both. With `whole`, one
+    norm is over all queries of a token together and one over all keys; `qk_layernorm` stays off,
+    since with it Megatron would sum the gradients of different heads over tensor parallel ranks.
     """
     from slipstream.learner.trainer.layers import spec
 
-    provider.has_whole_norms = whole_norms
+    provider.norm_place, provider.has_whole_norms = place, whole
     provider.transformer_layer_spec = spec.layer_spec
+
+
+def norms_after() -> list[Megatron]:
+    """Returns the mappings of the norms after attention and MLP to tensors of the files."""
+    return renamed(
+        {
+            f"{DECODER}self_attn_bda.norm.weight": f"{LAYER}post_attention_layernorm.weight",
+            f"{DECODER}mlp_bda.norm.weight": f"{LAYER}post_feedforward_layernorm.weight",
+        }
+    )
+
+
+def scale_embeddings(provider: Megatron, factor: float) -> None:
+    """Makes the model multiply its embeddings by `factor`, rounded to the embeddings' type."""
+
+    def scaled(_module: object, _arguments: object, states: Tensor) -> Tensor:
+        return states * torch.tensor(factor, dtype=states.dtype, device=states.device)
+
+    def hook(chunks: list[Megatron]) -> list[Megatron]:
+        for chunk in chunks:
+            if chunk.pre_process:
+                chunk.embedding.register_forward_hook(scaled)
+        return chunks
+
+    provider.register_pre_wrap_hook(hook)
 
 
 class _Turned:

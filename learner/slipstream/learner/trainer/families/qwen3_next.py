@@ -19,7 +19,7 @@ from slipstream.learner.trainer.families.mappings import (
     fused_experts,
     gated,
     norms_before,
-    own_layers,
+    place_norms,
     recipe_for,
     renamed,
     shared_expert,
@@ -51,7 +51,7 @@ def set_delta_nets(provider: Megatron, settings: Megatron) -> None:
     # Checkpoints would otherwise join each parameter over all layers, but some layers lack it.
     provider.hetereogenous_dist_checkpoint = True
     provider.is_delta_net = [kind == "linear_attention" for kind in settings.layer_types]
-    own_layers(provider)
+    place_norms(provider, "before")
 
 
 def set_shared_expert(provider: Megatron, settings: Megatron) -> None:

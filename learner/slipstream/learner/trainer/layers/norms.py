@@ -1,10 +1,13 @@
-"""Norms that Megatron lacks: with sequence parallelism, over all heads.
+"""Norms that Megatron lacks: with sequence parallelism, before a residual sum, over all heads.
 
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -16,11 +19,14 @@ from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers import own_device
 from torch import Tensor
 
+# Output of a part of a layer, and a bias that is not yet added to it.
+Output = tuple[Tensor, Tensor | None]
+
 
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm that works with sequence parallelism, which Megatron's own rejects.
 
-    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight, as Qwen3-Next does, in
+    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight, as Gemma does. It does so in
     float32, since bfloat16 near 1 has steps of 0.008.
     """
 
@@ -35,6 +41,32 @@ class RMSNorm(torch.nn.RMSNorm):
             return super().forward(x)
         weight = 1.0 + self.weight.float()
         return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+class NormedResidual(torch.nn.Module):
+    """Normalises the output of attention or an MLP before the residual sum.
+
+    It replaces Megatron's `get_bias_dropout_add` in the layer. So an adapter on the last matrix
+    adds to that matrix's output, before the norm.
+    """
+
+    def __init__(self, config: Megatron, norm: Callable[..., torch.nn.Module]) -> None:
+        super().__init__()
+        self.norm = norm(
+            config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+        )
+
+    def forward(self, training: bool, fused: bool) -> Callable[[Output, Tensor, float], Tensor]:
+        """Returns a function of (output, None), residual, dropout that adds the normed output."""
+        add = get_bias_dropout_add(training, fused)
+
+        def added(output: Output, residual: Tensor, dropout: float) -> Tensor:
+            states, bias = output
+            assert bias is None
+            total: Tensor = add((self.norm(states), None), residual, dropout)
+            return total
+
+        return added
 
 
 class SplitByHeads(MegatronModule):  # type: ignore[misc]
@@ -83,7 +115,7 @@ class WholeNorm(SplitByHeads):
 
 
 class WholeNormAttention(SelfAttention):  # type: ignore[misc]
-    """Attention with norms over all heads; Megatron builds these while `qk_layernorm` is on."""
+    """Attention with `place_norms`' norms; Megatron builds these while `qk_layernorm` is on."""
 
     def __init__(self, config: Megatron, *args: Megatron, **named: Megatron) -> None:
         config.qk_layernorm = True

@@ -11,6 +11,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -19,7 +20,12 @@ from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers import mlp_parts
 from slipstream.learner.trainer.layers.attention import CoreAttention
 from slipstream.learner.trainer.layers.experts import GroupedExperts
-from slipstream.learner.trainer.layers.norms import RMSNorm, WholeNorm, WholeNormAttention
+from slipstream.learner.trainer.layers.norms import (
+    NormedResidual,
+    RMSNorm,
+    WholeNorm,
+    WholeNormAttention,
+)
 from slipstream.learner.trainer.layers.recurrent import PackedDeltaNet, PlainNorm
 from slipstream.learner.trainer.ranks import compat
 
@@ -46,8 +52,7 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
         elif getattr(config, "has_adapted_experts", False):
             # TransformerEngine's experts are one module, to which Bridge gives one adapter.
             mlp_parts(layer.submodules).experts = GroupedExperts
-        if getattr(config, "has_whole_norms", False):
-            _norm_whole(layer.submodules, config)
+        _place_norms(layer.submodules, config, norm)
     if is_equal:
         from slipstream.extensions.engine_bits import trainer as engine_bits
 
@@ -104,10 +109,24 @@ def _replace_parts(parts: Megatron, config: Megatron) -> None:
         attention.k_layernorm = RMSNorm
 
 
-def _norm_whole(parts: Megatron, config: Megatron) -> None:
-    """Puts norms over all heads of queries and keys into a layer's spec: see `own_layers`."""
-    queries, keys = config.num_attention_heads, config.num_query_groups
-    parts.self_attention = replace(parts.self_attention, module=WholeNormAttention)
+def _place_norms(parts: Megatron, config: Megatron, norm: Megatron) -> None:
+    """Puts norms into a layer's spec at the places that `mappings.place_norms` set."""
     attention = parts.self_attention.submodules
-    attention.q_layernorm = functools.partial(WholeNorm, heads=queries)
-    attention.k_layernorm = functools.partial(WholeNorm, heads=keys)
+    if getattr(config, "has_whole_norms", False):
+        queries, keys = config.num_attention_heads, config.num_query_groups
+        parts.self_attention = replace(parts.self_attention, module=WholeNormAttention)
+        attention.q_layernorm = functools.partial(WholeNorm, heads=queries)
+        attention.k_layernorm = functools.partial(WholeNorm, heads=keys)
+    place = getattr(config, "norm_place", "before")
+    if place == "before":
+        return
+    parts.self_attn_bda = parts.mlp_bda = ModuleSpec(
+        module=NormedResidual, params={"config": config, "norm": norm}
+    )
+    if place == "after":
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+        if compat.has_transformer_engine():
+            # Megatron's layers have these norms inside the matrices.
+            from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+            attention.linear_qkv = mlp_parts(parts).linear_fc1 = TEColumnParallelLinear
