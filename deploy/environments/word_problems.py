@@ -27,12 +27,12 @@ PROBLEM = (
 NUM_TASKS, MAX_NUMBER = 4000, 40
 
 
-class WordProblems(Environment):
+class WordProblems(Environment[list[str | int]]):
     """Rewards a reply whose last number is the answer."""
 
     def tasks(self) -> list[list[str | int]]:
         """Returns name, thing and the three numbers of each problem; the same in every run."""
-        chosen, found = random.Random(1), []
+        chosen, found = random.Random(1), list[list[str | int]]()
         for _ in range(NUM_TASKS):
             has, buys = chosen.randint(2, MAX_NUMBER), chosen.randint(2, MAX_NUMBER)
             gives = chosen.randint(1, has + buys - 1)

@@ -5,6 +5,7 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from slipstream.core.models.model_rules import model_problems
