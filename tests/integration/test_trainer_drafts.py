@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.ranks.lora_ranks import save
-from support.ranks.parity_layouts import batches
+from support.ranks.parity_layouts import OVERLAP, batches
 from support.ranks.rank_pool import RankPool
 from support.ranks.rank_program import kept, opened, settings_of
 
@@ -19,6 +19,8 @@ LAYOUTS: dict[str, tuple[int, str, dict]] = {
     "tp2": (2, "llama", TP2),
     "tp2-sequences": (2, "llama", {"parallel": {"tp": 2}}),
     "dp2": (2, "llama", {}),
+    "dp2-sharded": (2, "llama", {"ddp": {"use_distributed_optimizer": True}}),
+    "dp2-overlapping": (2, "llama", OVERLAP),
     "cp2": (2, "llama", {"parallel": {"cp": 2}}),
     "ep2": (2, "moe", {"parallel": {"ep": 2}}),
 }
@@ -90,6 +92,13 @@ def test_layouts_train_the_layer_like_one_rank(layout: str, found: dict[str, dic
             assert mine[name] == pytest.approx(expected[name], rel=1e-4)
     moved = (one["values"][-1] - one["values"][0]).norm()
     assert (ours["values"][-1] - one["values"][-1]).norm() < 1e-2 * moved
+
+
+def test_deferred_gathers_of_parameters_change_nothing(found: dict[str, dict]) -> None:
+    """The layer is trained with embeddings and output weights of the whole new policy."""
+    one, other = found["dp2-sharded"]["values"], found["dp2-overlapping"]["values"]
+    for step, (ours, expected) in enumerate(zip(other, one, strict=True)):
+        assert (ours - expected).norm() <= 1e-5 * expected.norm(), step
 
 
 @pytest.mark.parametrize("layout", ["one", "one-shared", "cp2", "ep2"])

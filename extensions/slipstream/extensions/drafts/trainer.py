@@ -67,6 +67,8 @@ class DraftTraining(StepPart):
     ) -> dict[str, float]:
         """Updates the layer by what was seen; returns its loss in nats a token, by depth."""
         with stages.measure("drafts"):
+            # Otherwise a replica would see new embeddings and output weights only in its own share.
+            self._policy.gather_parameters()
             windows = self._windows()
             number = int(self._policy.ranks.max(torch.tensor([float(len(windows))])).item())
             totals = torch.zeros(2, self._settings.tokens, dtype=torch.float64)
