@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slipstream.extensions.drafts.switch import DraftSwitch
 from slipstream.rollout_server.vllm.chunking_scheduler import scheduler_class
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
 from support.fakes.small_configs import NGRAM, small_config
 from support.fakes.tiny_models import SMALLEST, make_model_folder
 from support.rigs.scheduler_loop import BLOCK, LIMITS, PROMPT, Engine, add, scheduler_of
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 DRAFT_TOKENS = NGRAM["num_speculative_tokens"]
@@ -118,3 +120,41 @@ def test_replies_are_whole_where_running_ones_are_computed_again(settings) -> No
         engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.drain()
     check_replies(engine)
+
+
+@dataclass
+class Noted(DraftSwitch):
+    """A switch that keeps what it is told: the requests of a step, or None for a pause."""
+
+    told: list[int | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(DRAFT_TOKENS, PLACES)
+
+    def end_step(self, num_requests: int, *_: object, **__: object) -> None:
+        self.told.append(num_requests)
+
+    def pause(self) -> None:
+        self.told.append(None)
+
+
+@pytest.mark.parametrize("overlapping", [False, True], ids=["sync", "async"])
+def test_time_without_requests_and_in_pauses_is_not_that_of_a_step(settings, overlapping) -> None:
+    engine = started(settings, 100)
+    if not overlapping:
+        scheduler = scheduler_of(scheduler_class(async_scheduling=False), settings, 100)
+        engine = Engine(scheduler, 1)
+        for number, limit in enumerate(LIMITS):
+            add(engine, f"r{number}", limit)
+    switch = engine.scheduler._switch = Noted()
+    for _ in range(12):
+        engine.step()
+    assert switch.told[-1] == len(engine.scheduler.running)
+    assert None not in switch.told
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert switch.told[-1] is None
+    engine.step()
+    assert switch.told[-1] is not None
+    engine.drain()
+    assert switch.told[-1] is None

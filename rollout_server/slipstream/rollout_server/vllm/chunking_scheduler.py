@@ -289,6 +289,8 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         resumes = pause_state is PauseState.UNPAUSED
         if resumes and self.pause_state is PauseState.UNPAUSED:
             self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        if self._switch is not None:
+            self._switch.pause()
         super().set_pause_state(pause_state)
 
     def update_from_output(
