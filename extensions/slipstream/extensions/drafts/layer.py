@@ -66,8 +66,14 @@ class DraftLayer(torch.nn.Module):
 
     @torch.no_grad()
     def update(self, gradient: Tensor, learning_rate: float) -> None:
-        """Makes a step of Adam with `gradient`, whose norm is bounded first."""
-        gradient = gradient * (_MAX_NORM / gradient.norm().clamp(min=_MAX_NORM))
+        """Makes a step of Adam with `gradient`, whose norm is bounded first.
+
+        A gradient that is not finite, as float16 may bring, changes nothing.
+        """
+        norm = gradient.norm()
+        if not torch.isfinite(norm):
+            return
+        gradient = gradient * (_MAX_NORM / norm.clamp(min=_MAX_NORM))
         self.updates += 1
         first, second = self.moments
         first.lerp_(gradient, 1 - _BETAS[0])

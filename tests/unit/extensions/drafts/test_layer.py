@@ -97,6 +97,16 @@ def test_updates_are_those_of_torchs_adam_with_a_bounded_norm() -> None:
     assert layer.updates == 3
 
 
+@pytest.mark.parametrize("faulty", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing(faulty: float) -> None:
+    layer = DraftLayer(SHAPE, seed=3, device=torch.device("cpu"))
+    layer.update(torch.ones(len(layer.values)), 0.1)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer.update(torch.ones(len(layer.values)).index_fill(0, torch.tensor([5]), faulty), 0.1)
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
 def test_a_new_layer_adds_nothing_to_its_first_product() -> None:
     layer = DraftLayer(SHAPE, seed=3, device=torch.device("cpu"))
     weights = layer.named()
