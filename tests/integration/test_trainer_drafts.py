@@ -15,6 +15,7 @@ TP2 = {"parallel": {"tp": 2}, "transformer": {"sequence_parallel": False}}
 # name -> (ranks, model, changes of the learner)
 LAYOUTS: dict[str, tuple[int, str, dict]] = {
     "one": (1, "llama", {}),
+    "one-away": (1, "llama", {"offload": {"parameters": True}}),
     "one-shared": (1, "llama", {"shared_prefix_tokens": 1}),
     "tp2": (2, "llama", TP2),
     "tp2-sequences": (2, "llama", {"parallel": {"tp": 2}}),
@@ -32,6 +33,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
+    from slipstream.learner.trainer.model.model import Part
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.publish import open_published
 
@@ -53,11 +55,13 @@ def run_rank(folder: Path, job: str) -> None:
     metrics, values, path = [], [layer.values.detach().clone()], folder / f"drafts-{job}"
     for number, batch in enumerate(batches(config)):
         if number == 2:
-            save(stored, path, disk)
+            with policy.memory.resident(Part.PARAMETERS):
+                save(stored, path, disk)
         metrics.append(step.run(batch).metrics)
         values.append(layer.values.detach().clone())
     digests = published.digests()
-    load_models(stored, path, disk)
+    with policy.memory.resident(Part.PARAMETERS):
+        load_models(stored, path, disk)
     loaded = layer.values.detach().clone()
     step.run(batches(config)[2])
     found = {
@@ -82,7 +86,7 @@ def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
     return rank_pool.found(__file__, sizes, folder)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2-sequences", "dp2"])
+@pytest.mark.parametrize("layout", ["one-away", "tp2", "tp2-sequences", "dp2"])
 def test_layouts_train_the_layer_like_one_rank(layout: str, found: dict[str, dict]) -> None:
     ours, one = found[layout], found["one"]
     assert torch.equal(ours["values"][0], one["values"][0])
