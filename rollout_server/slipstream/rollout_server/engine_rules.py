@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 
 from slipstream.core.models.model_files import loaded_tensors
+from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import RolloutServerSection
 
@@ -99,6 +100,14 @@ def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
 
 
 def wire_bytes(config: Config) -> int:
-    """Returns the size of all weights as they are sent, from the shapes in the model's files."""
+    """Returns the size of all weights as they are sent, from the shapes in the model's files.
+
+    A layer that drafts is sent with them.
+    """
     elements = sum(math.prod(shape) for _, shape in loaded_tensors(config))
+    if config.drafts is not None:
+        from slipstream.extensions.drafts.shape import DraftShape
+
+        layer = DraftShape.of(read_model_sizes(config.model.path))
+        elements += sum(math.prod(shape) for _, shape in layer.tensors())
     return (4 if config.model.dtype == "float32" else 2) * elements

@@ -5,6 +5,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from slipstream.core.settings.role_sections import DraftsSection
 from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.engine_rules import (
     PROMPT_TOKENS,
@@ -155,6 +156,23 @@ def test_bytes_on_the_wire_are_those_of_all_files_that_the_index_names(tmp_path:
     index = {"weight_map": {"a": "a.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert wire_bytes(config_of(tmp_path)) == 2 * 12
+
+
+def test_a_layer_that_drafts_is_on_the_wire(tmp_path: Path) -> None:
+    values = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 4,
+        "num_attention_heads": 2,
+        "head_dim": 2,
+        "intermediate_size": 8,
+        "vocab_size": 16,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    write_tensors(tmp_path, **{"model.norm.weight": [4]})
+    before, config = wire_bytes(config_of(tmp_path)), config_of(tmp_path)
+    drafting = config.model_copy(update={"drafts": DraftsSection()})
+    # A matrix over two states, four of attention, a norm, three of the MLP.
+    assert wire_bytes(drafting) == before + 2 * (4 * 8 + 4 * 4 * 4 + 4 + 3 * 4 * 8)
 
 
 def test_a_layer_that_predicts_further_tokens_is_not_on_the_wire(tmp_path: Path) -> None:
