@@ -44,7 +44,6 @@ def _agreement_problems(config: Tables) -> Iterator[str]:
         "learner.parallel.cp": (1, "attention would be split by keys"),
         "rollout_server.tensor_parallel_size": (1, split),
         "rollout_server.quantization": ("off", "it computes with other kernels than the learner's"),
-        "drafts": (None, "several tokens are computed by other kernels than one"),
         "lora.rank": (0, "merged and separate adapters round differently"),
         "sampling.max_images": (0, "the tower has kernels of its own"),
         "sampling.temperature": (1.0, "the engine divides logits in a kernel of its own"),
@@ -59,6 +58,11 @@ def _agreement_problems(config: Tables) -> Iterator[str]:
         value = reduce(getattr, name.split("."), config)
         if value != only:
             yield f"algorithm.agreement = 'bits' needs {name} = {only!r}: {reason}, got {value!r}"
+    if config.drafts is not None:
+        yield (
+            "algorithm.agreement = 'bits' excludes drafts: several tokens are computed by other "
+            "kernels than one"
+        )
     own = ("max_num_", "kv_cache_memory_bytes", "load_format", "enable_prefix_caching")
     for section, table, allowed in (
         ("rollout_server.engine", config.rollout_server.engine, own),

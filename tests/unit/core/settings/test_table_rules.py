@@ -116,7 +116,7 @@ TABLES: list[tuple[Changes, str]] = [
     (DRAFTS | {"lora.rank": 8}, "drafts needs lora.rank = 0"),
     (DRAFTS | {"sampling.max_images": 1}, "drafts needs sampling.max_images = 0"),
     (DRAFTS | {"algorithm.router_replay": "rollout"}, "algorithm.router_replay excludes rollout_"),
-    (DRAFTS | {"algorithm.agreement": "bits"}, "algorithm.agreement = 'bits' needs drafts = None"),
+    (DRAFTS | {"algorithm.agreement": "bits"}, "algorithm.agreement = 'bits' excludes drafts: sev"),
     ({"drafts.tokens": 9}, "drafts.tokens: input should be less than or equal to 8"),
     # Sizes that must fit each other.
     ({"algorithm.mini_batches": 3}, "algorithm.groups_per_step must be a multiple of mini_batches"),
