@@ -26,8 +26,7 @@ def test_a_resumed_run_goes_on_with_the_layer_that_it_had(tmp_path: Path, tiny_m
     assert (again["steps"], again["ledger"]["lost"]) == (5, 0)
     assert again["logprob_gap_mean"] < 1e-4
     assert all({"draft_loss_1", "draft_loss_2", "drafts_s"} <= row.keys() for row in rows)
-    last = rows[-1]
-    assert 0 < last["accepted_tokens"] < last["drafted_tokens"]
+    assert all(row["draft_refused_updates"] == 0 for row in rows)
     run = tmp_path / "smallest"
     assert "faults: 0" in succeed("verify", run, limit_s=100).stdout
     # The digests are those of all published weights, the layer's among them.

@@ -106,8 +106,5 @@ def wire_bytes(config: Config) -> int:
     """
     elements = sum(math.prod(shape) for _, shape in loaded_tensors(config))
     if config.drafts is not None:
-        from slipstream.extensions.drafts.shape import DraftShape
-
-        layer = DraftShape.of(read_model_sizes(config.model.path))
-        elements += sum(math.prod(shape) for _, shape in layer.tensors())
+        elements += read_model_sizes(config.model.path).draft_parameters
     return (4 if config.model.dtype == "float32" else 2) * elements

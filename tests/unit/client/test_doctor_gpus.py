@@ -190,10 +190,12 @@ def test_experts_are_spread_over_the_expert_parallel_ranks(tmp_path):
     }
     model = {"path": str(headers(tmp_path / "model", tensors)), "dtype": "bfloat16"}
 
+    tables = {}
+
     def needs(world_size=4, distributed=False, **parallel):
         ddp = {"use_distributed_optimizer": distributed}
         learner = {"world_size": world_size, "parallel": parallel, "ddp": ddp}
-        found = fit.needs_of(config_of(model=model, learner=learner))
+        found = fit.needs_of(config_of(model=model, learner=learner, **tables))
         assert found is not None
         return found
 
@@ -207,6 +209,15 @@ def test_experts_are_spread_over_the_expert_parallel_ranks(tmp_path):
     assert needs(ep=4, distributed=True).rank_bytes == 2e6 * (6 + 12 / 4) + 6e6 * 18
     assert needs(ep=4).saved_bytes == 26e6 * 14
     assert needs(ep=4).worker_bytes == 52e6
+
+    # A layer that drafts is whole on every rank; here it is the product of two states alone.
+    tables["drafts"] = {}
+    sizes = tmp_path / "model" / "config.json"
+    sizes.write_text(json.dumps(json.loads(sizes.read_text()) | {"hidden_size": 1000}))
+    assert needs(ep=4).rank_bytes == (2 + 6) * 18e6 + 2e6 * 16
+    assert needs(ep=4).saved_bytes == 26e6 * 14 + 2e6 * 12
+    assert needs(ep=4).worker_bytes == 56e6
+    del tables["drafts"]
 
     # Layers that predict further tokens are not loaded.
     tensors |= {"mtp.fc.weight": [9, 9], "model.layers.1.mlp.experts.0.up_proj.weight": [9, 9]}

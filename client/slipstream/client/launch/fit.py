@@ -19,6 +19,7 @@ from slipstream.core.machine.description import free_memory
 from slipstream.core.machine.gpus import find_gpu, list_gpus
 from slipstream.core.models.model_files import loaded_tensors, missing_weights
 from slipstream.core.models.model_rules import cpu_cache_bytes, cpu_engine_problems
+from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import RolloutServerSection
 
@@ -145,11 +146,16 @@ def needs_of(config: Config) -> Needs | None:
     # The distributed optimizer's own float32 weights are saved next to the model's.
     has_master = weight == 2 or learner.use_distributed_optimizer
     saved = weight + (0 if adapts else MOMENT_BYTES + MASTER_BYTES * has_master)
+    drafts = 0 if config.drafts is None else read_model_sizes(config.model.path).draft_parameters
+    # Every rank has the layer that drafts whole, in float32.
+    in_float32 = MASTER_BYTES + MOMENT_BYTES
+    rank_bytes += drafts * (in_float32 + GRADIENT_BYTES)
+    on_workers = (parameters + drafts) * weight
     return Needs(
         parameters=parameters,
         rank_bytes=rank_bytes,
-        worker_bytes=parameters * weight / config.rollout_server.tensor_parallel_size,
-        saved_bytes=parameters * saved,
+        worker_bytes=on_workers / config.rollout_server.tensor_parallel_size,
+        saved_bytes=parameters * saved + drafts * in_float32,
         exported_bytes=parameters * weight,
     )
 

@@ -65,14 +65,14 @@ class DraftLayer(torch.nn.Module):
         return {f"{PREFIX}{name}": value for name, value in self.named().items()}
 
     @torch.no_grad()
-    def update(self, gradient: Tensor, learning_rate: float) -> None:
+    def update(self, gradient: Tensor, learning_rate: float) -> bool:
         """Makes a step of Adam with `gradient`, whose norm is bounded first.
 
-        A gradient that is not finite, as float16 may bring, changes nothing.
+        Returns False for a gradient that is not finite, which changes nothing.
         """
         norm = gradient.norm()
         if not torch.isfinite(norm):
-            return
+            return False
         gradient = gradient * (_MAX_NORM / norm.clamp(min=_MAX_NORM))
         self.updates += 1
         first, second = self.moments
@@ -81,6 +81,7 @@ class DraftLayer(torch.nn.Module):
         corrections = [1 - beta**self.updates for beta in _BETAS]
         scale = (second / corrections[1]).sqrt_().add_(_EPS)
         self.values.sub_(learning_rate * (first / corrections[0]) / scale)
+        return True
 
 
 def draft_states(

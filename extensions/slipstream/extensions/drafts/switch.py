@@ -69,14 +69,15 @@ class DraftSwitch:
 
     def end_step(self, num_requests: int, num_tokens: int, *, drafts: bool, now_s: float) -> None:
         """Notes a step of `num_requests`, which sampled `num_tokens`, and whether it drafted."""
-        number, before = num_requests.bit_length(), self._before
+        # A full server is of one size with one that lacks a request.
+        number, before = (num_requests - 1).bit_length(), self._before
         self._before = number, drafts, now_s
         size = self._sizes[number]
         if before is None or before[:2] != (number, drafts) or drafts != size.drafts:
             return
         size.end_step(num_tokens, now_s - before[2])
         if size.drafts != drafts:
-            for place in range(1 << number >> 1, min(1 << number, len(self.lookup))):
+            for place in range((1 << number >> 1) + 1, min((1 << number) + 1, len(self.lookup))):
                 self.lookup[place] = self._num_tokens if size.drafts else 0
 
     def pause(self) -> None:

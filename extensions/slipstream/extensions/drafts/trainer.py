@@ -39,8 +39,11 @@ class DraftTraining(StepPart):
         self._layer, self._policy, self._settings = layer, policy, config.drafts
         # Drafts are sampled at the temperature of the tokens that they stand for.
         self._projection = policy.projection(config.sampling.temperature)
-        self._seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        # States, tokens, positions, sequences and loss masks.
+        self._seen: list[tuple[Tensor, ...]] = []
         self._num_seen = 0
+        # Updates whose gradient was not finite, since the trainer's start.
+        self._num_refused = 0
 
     def stored_models(self) -> list[StoredModel]:
         """Returns the layer, with its moments."""
@@ -55,8 +58,9 @@ class DraftTraining(StepPart):
         room = self._settings.trained_tokens - self._num_seen
         if room <= 0:
             return
-        fields = (hidden, micro_batch.token_ids, micro_batch.position_ids, micro_batch.loss_mask)
-        self._seen.append(tuple(each[:room].clone() for each in fields))  # type: ignore[arg-type]
+        own = micro_batch
+        fields = (hidden, own.token_ids, own.position_ids, own.sequence_ids, own.loss_mask)
+        self._seen.append(tuple(each[:room].clone() for each in fields))
         self._num_seen += min(room, len(hidden))
 
     def train(
@@ -82,19 +86,20 @@ class DraftTraining(StepPart):
             f"draft_loss_{place}": float(loss / count)
             for place, (loss, count) in enumerate(zip(losses, counts, strict=True), 1)
             if count
-        }
+        } | {"draft_refused_updates": float(self._num_refused)}
 
     def _windows(self) -> list[tuple[Tensor, ...]]:
         """Returns hidden states, tokens and loss masks of runs of adjacent tokens."""
         found: list[tuple[Tensor, ...]] = []
-        for hidden, token_ids, positions, mask in self._seen:
-            follows = (positions[1:] == positions[:-1] + 1).tolist()
-            ends = [place for place, is_next in enumerate(follows, 1) if not is_next]
+        for hidden, token_ids, positions, sequences, mask in self._seen:
+            is_next = (positions.diff() == 1) & (sequences.diff() == 0)
+            ends = [place for place, follows in enumerate(is_next.tolist(), 1) if not follows]
+            is_trained = mask.tolist()
             for start, end in zip([0, *ends], [*ends, len(positions)], strict=True):
                 # A row needs the next token, and predicts the one after it.
                 for first in range(start, end - 2, WINDOW_ROWS):
                     part = slice(first, min(first + WINDOW_ROWS + 2, end))
-                    if mask[part][1:-1].any():
+                    if any(is_trained[part.start + 1 : part.stop - 1]):
                         found.append((hidden[part], token_ids[part], mask[part]))
         self.begins()
         return found
@@ -138,9 +143,12 @@ class DraftTraining(StepPart):
                     total = total + LATER**place * loss
                     sums[0, place], sums[1, place] = loss.detach().double().cpu(), len(rows)
                 (gradient,) = torch.autograd.grad(total, layer.values)
+        # Over all ranks, so that the sum is the same on each, whatever the order of its parts.
         counted = torch.cat([gradient, gradient.new_tensor([sums[1, 0]])])
-        dist.all_reduce(counted, group=policy.ranks.replicas)
-        layer.update(counted[:-1] / counted[-1].clamp(min=1.0), self._settings.learning_rate)
+        dist.all_reduce(counted if policy.ranks.counts else counted.zero_())
+        mean = counted[:-1] / counted[-1].clamp(min=1.0)
+        if not layer.update(mean, self._settings.learning_rate):
+            self._num_refused += 1
         every = sums if policy.ranks.counts else torch.zeros_like(sums)
         return policy.ranks.sum(every)
 

@@ -430,7 +430,8 @@ class AsyncChunkingScheduler(ChunkingScheduler, AsyncScheduler):  # type: ignore
 def draft_switch(settings: VllmConfig, num_tokens: int) -> "DraftSwitch | None":
     """Returns the switch for drafts of a layer whose values publishes bring, None for others."""
     drafts = settings.speculative_config
-    if drafts is None or drafts.draft_load_config is None:
+    loading = None if drafts is None else drafts.draft_load_config
+    if loading is None or loading.load_format != "dummy":
         return None
     from slipstream.extensions.drafts.switch import DraftSwitch
 

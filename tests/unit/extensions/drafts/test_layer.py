@@ -102,7 +102,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(faulty: float) -> None:
     layer = DraftLayer(SHAPE, seed=3, device=torch.device("cpu"))
     layer.update(torch.ones(len(layer.values)), 0.1)
     before = {name: value.clone() for name, value in layer.state_dict().items()}
-    layer.update(torch.ones(len(layer.values)).index_fill(0, torch.tensor([5]), faulty), 0.1)
+    gradient = torch.ones(len(layer.values)).index_fill(0, torch.tensor([5]), faulty)
+    assert not layer.update(gradient, 0.1)
     for name, value in layer.state_dict().items():
         assert torch.equal(value, before[name])
 

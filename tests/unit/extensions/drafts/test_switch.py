@@ -54,9 +54,8 @@ def test_each_power_of_two_of_requests_is_judged_apart() -> None:
     switch = DraftSwitch(TOKENS, MOST)
     engine = Engine(switch, slow)
     engine.run(3 * TRIAL_STEPS, num_requests=40)
-    assert switch.lookup[32:64] == [0] * 32
-    assert switch.lookup[1:32] == [TOKENS] * 31
-    assert switch.lookup[64] == TOKENS
+    assert switch.lookup[33:65] == [0] * 32
+    assert switch.lookup[1:33] == [TOKENS] * 32
 
 
 def test_time_between_steps_that_do_not_follow_each_other_does_not_count() -> None:

@@ -168,12 +168,6 @@ class Ranks:
         """Whether sums over all ranks include this rank's statistics, so that tokens count once."""
         return self.is_last_stage and self._groups.get_tensor_model_parallel_rank() == 0
 
-    @property
-    def replicas(self) -> dist.ProcessGroup:
-        """The ranks, by data and context, that hold the same parameters."""
-        group: dist.ProcessGroup = self._groups.get_data_parallel_group(with_context_parallel=True)
-        return group
-
     def has_first_copy(self, *, of_experts: bool) -> bool:
         """Whether no lower rank holds the same parameters (of experts or not); not collective."""
         if of_experts:
