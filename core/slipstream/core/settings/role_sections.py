@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
-from slipstream.core.settings.section import Positive, Seconds, Section
+from slipstream.core.settings.section import Seconds, Section
 from slipstream.core.settings.sections import LearnerSection, ParallelSection, RoleParallelSection
 from slipstream.core.types import MAX_TOP_K
 
@@ -203,8 +203,9 @@ class DraftsSection(Section):
     tokens: int = Field(3, ge=1, le=8)
     # Learning rate of the layer.
     learning_rate: float = Field(5e-4, gt=0)
-    # Most tokens of a step that train the layer, on each replica of the policy.
-    trained_tokens: Positive = 16384
+    # Most tokens of a step, prompts among them, from which the layer learns on each replica of the
+    # policy.
+    trained_tokens: int = Field(16384, ge=256)
 
 
 RoleSection: TypeAlias = ReferenceSection | CriticSection
