@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from support.rigs.run_processes import succeed
 from support.rigs.smallest_run import run_smallest
 
@@ -29,5 +31,11 @@ def test_a_resumed_run_goes_on_with_the_layer_that_it_had(tmp_path: Path, tiny_m
     assert all(row["draft_refused_updates"] == 0 for row in rows)
     run = tmp_path / "smallest"
     assert "faults: 0" in succeed("verify", run, limit_s=100).stdout
+    # An export checks what it loads by the digest of all published weights, and has the policy.
+    exported, final = tmp_path / "model", run / "checkpoints" / "final"
+    succeed("export", run, "--out", exported, limit_s=200)
+    ours, expected = (load_file(each / "model.safetensors") for each in (exported, final))
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
     # The digests are those of all published weights, the layer's among them.
     assert succeed("replay", run, limit_s=200).stdout.count("as recorded") == 5

@@ -51,7 +51,7 @@ def run_rank(folder: Path, job: str) -> None:
     part = DraftTraining(layer, policy, config)
     step, published = TrainingStep(policy, config, [part]), open_published(policy, config)
     first = published.digests()
-    stored, disk = [*stored_policy(policy), *part.stored_models()], DiskWork(folder, policy.ranks)
+    stored, disk = stored_policy(policy), DiskWork(folder, policy.ranks)
     metrics, values, path = [], [layer.values.detach().clone()], folder / f"drafts-{job}"
     for number, batch in enumerate(batches(config)):
         if number == 2:

@@ -420,7 +420,11 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
 def _stored_models(config: Config) -> dict[str, bool]:
     reference = config.reference
     is_refreshed = reference is not None and reference.refresh_every_steps > 0
-    return {"critic": config.critic is not None, "reference.refresh_every_steps": is_refreshed}
+    return {
+        "critic": config.critic is not None,
+        "drafts": config.drafts is not None,
+        "reference.refresh_every_steps": is_refreshed,
+    }
 
 
 def _adapters(config: Config) -> dict[str, str | None]:

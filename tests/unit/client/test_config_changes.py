@@ -81,6 +81,7 @@ REFERENCE = {"algorithm__kl": {"coefficient": 0.1}, "reference__refresh_every_st
     ("key", "beside", "beside_without"),
     [
         ("critic", CRITIC, {}),
+        ("drafts", {"drafts__tokens": 2}, {}),
         ("reference.refresh_every_steps", REFERENCE, {}),
         (
             "reference.refresh_every_steps",

@@ -196,7 +196,7 @@ class DraftsSection(Section):
     """A layer that drafts on the rollout servers, and is trained beside the policy.
 
     The table switches it on, an empty one with the values below. Replies stay those of the policy
-    alone; a server drafts only where its own measurements say that this is faster.
+    alone. But for short trials a server drafts only where it has measured that this is faster.
     """
 
     # Tokens of a draft.

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from slipstream.core.settings.config import Config
 from slipstream.extensions.drafts.layer import DraftLayer, draft_states
 from slipstream.learner.trainer.batches.training_sequence import MicroBatch, TrainingSequence
-from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
 from slipstream.learner.trainer.model.logprobs import vocab_parallel_logprobs
 from slipstream.learner.trainer.model.model import Part, unwrapped
 from slipstream.learner.trainer.model.policy import Policy
@@ -44,10 +43,6 @@ class DraftTraining(StepPart):
         self._num_seen = 0
         # Updates whose gradient was not finite, since the trainer's start.
         self._num_refused = 0
-
-    def stored_models(self) -> list[StoredModel]:
-        """Returns the layer, with its moments."""
-        return [StoredModel("drafts", [_StoredOnce(self._layer)], None)]
 
     def begins(self) -> None:
         """Forgets what was seen in earlier steps."""
@@ -162,23 +157,6 @@ class DraftTraining(StepPart):
         if ranks.tp_size > 1:
             dist.all_reduce(found, group=ranks.tp_group)
         return found
-
-
-class _StoredOnce:
-    """The layer as Megatron stores a chunk of a model: once, although every rank holds it."""
-
-    def __init__(self, layer: DraftLayer) -> None:
-        self._layer = layer
-        self.load_state_dict = layer.load_state_dict
-
-    def sharded_state_dict(self, prefix: str = "", **_: object) -> dict[str, object]:
-        from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-        rank = dist.get_rank()
-        return {
-            name: ShardedTensor.from_rank_offsets(f"{prefix}{name}", value, replica_id=rank)
-            for name, value in self._layer.state_dict().items()
-        }
 
 
 class _SummedOver(torch.autograd.Function):

@@ -44,9 +44,10 @@ def engine_config(config: Config, seed: int, folder: Path | None = None) -> Vllm
         check_precision(config.rollout_server.quantization)
     graphs = graph_values(config.rollout_server, passed, on_cpu=on_cpu)
     values = own_values(config, seed) | graphs | passed
-    if config.drafts is not None and folder is not None:
+    if config.drafts is not None:
         from slipstream.extensions.drafts.server import draft_arguments
 
+        assert folder is not None, "the layer that drafts needs a folder"
         values |= draft_arguments(config, folder)
     if config.algorithm.agreement == "bits":
         if on_cpu:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
@@ -16,6 +17,7 @@ from slipstream.learner.trainer.checkpoints.restricted_pickle import read_index
 from slipstream.learner.trainer.model.policy import TOWER, Policy
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.protocol.checkpoints import MANIFEST_NAME, check_files, read_manifest
+from torch.nn import Module
 
 POLICY = "policy"
 # Folder of Megatron's files in a checkpoint.
@@ -45,12 +47,34 @@ class StoredModel:
         return {name: part for name, part in state.items() if (".adapter." in name) == is_adapter}
 
 
+class _StoredOnce:
+    """A module as Megatron stores a chunk of a model: once, although every rank holds it."""
+
+    def __init__(self, module: Module) -> None:
+        self._state = module.state_dict
+        self.load_state_dict = module.load_state_dict
+
+    def sharded_state_dict(self, prefix: str = "", **_: object) -> dict[str, Any]:
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        rank = dist.get_rank()
+        return {
+            name: ShardedTensor.from_rank_offsets(f"{prefix}{name}", value, replica_id=rank)
+            for name, value in self._state().items()
+        }
+
+
 def stored_policy(policy: Policy, *, with_optimizer: bool = True) -> list[StoredModel]:
-    """Returns the policy as stored models; with named adapters, the base model and each adapter."""
+    """Returns all that is published as stored models: the policy, and a layer that drafts.
+
+    With named adapters the policy is the base model and each adapter.
+    """
     chunks, optimizer = policy.chunks, policy.optimizer if with_optimizer else None
     adapters = policy.adapters
     if not adapters.have_names:
-        return [StoredModel(POLICY, chunks, optimizer)]
+        layer = policy.drafts
+        drafts = [] if layer is None else [StoredModel("drafts", [_StoredOnce(layer)], None)]
+        return [StoredModel(POLICY, chunks, optimizer), *drafts]
     return [
         StoredModel(POLICY, chunks, None, content="base"),
         *(stored_adapter(policy, name, name, optimizer) for name in adapters.names),
