@@ -7,10 +7,12 @@ warm; speeds are those of two turns each. Layouts run one after another.
 
     python -m benchmarks.learner.layouts --shape 0.6B --layouts one,dp4,tp2-pp2 --micro-batches 8
     python -m benchmarks.learner.layouts --shape qwen3-moe --layers 8 --layouts one,ep4,tp2-ep2
+    python -m benchmarks.learner.layouts --shape 0.6B --layouts one,dp2,pp2 --hosts
     python -m benchmarks.learner.layouts --shape tiny --layouts one,dp2,tp2   # on CPUs
 
 A layout is `one`, or parts such as tp2, pp2, cp2, ep4, dp4 joined by dashes; dp is what is left of
-the product of the others, with ep inside dp. Prints one table and writes
+the product of the others, with ep inside dp. With `--hosts` NCCL takes each rank for a host of its
+own, and sends through sockets. Prints one table and writes
 benchmarks/results/layouts-SHAPE.json.
 """
 
@@ -141,6 +143,8 @@ def run_layout(layout: str, arguments: argparse.Namespace, model: Path) -> Found
     ranks = []
     for rank, log in enumerate(logs):
         place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
+        if arguments.hosts:
+            place |= {"NCCL_HOSTID": rank, "NCCL_P2P_DISABLE": 1, "NCCL_SHM_DISABLE": 1}
         variables = os.environ | address | {name: str(value) for name, value in place.items()}
         with log.open("w") as file:
             ranks.append(
@@ -190,6 +194,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--learner", default="{}", help="more of the table, as JSON")
     parser.add_argument("--limit-s", type=float, default=300.0, help="of one layout")
+    parser.add_argument("--hosts", action="store_true", help="each rank is a host of its own")
     parser.add_argument("--out", type=Path)
     # These are for the ranks that this program starts.
     parser.add_argument("--rank-of", default="", help=argparse.SUPPRESS)

@@ -23,7 +23,7 @@ cache in FP8, `ours-bits` with `algorithm.agreement = "bits"`. `ours-off`, `ours
 learner's GPU. `ours-defaults` leaves micro batches, episodes, threads and memory to the run, and
 must be the only system. These words go together: `ours-both-kv8-off`. TRL 1.16 with datasets,
 accelerate and Liger, and prime-rl or verl as peers.py brings them, must be importable
-(`--peer-path`).
+(`--peer-path FOLDER`; `--peer-path verl=FOLDER` once for each of several).
 
 Prints one table; benchmarks/results/whole-systems-GPUS.json is written after every system.
 """
@@ -113,7 +113,7 @@ class Benchmark:
             sizes |= {"episodes": self.arguments.episodes}
             sizes |= {"micro-tokens": self.arguments.micro_tokens}
             command = self.peer_command("verl" if name == "verl" else "prime", system, sizes)
-            environ = self.peer_environ(work, 0, 1)
+            environ = self.peer_environ(name, work, 0, 1)
             # vLLM's own routes for weights would be asked in place of prime-rl's.
             del environ["VLLM_SERVER_DEV_MODE"]
             system.start(command, environ)
@@ -121,10 +121,12 @@ class Benchmark:
         port = free_port("127.0.0.1")
         system.url = f"http://127.0.0.1:{port}"
         serve = server_command(self.arguments, system, self.model, port)
-        system.start(serve, self.peer_environ(work, 1))
+        system.start(serve, self.peer_environ(name, work, 1))
         sizes = {"url": system.url, "inflight": self.arguments.episodes}
         command = self.peer_command("trl", system, {**sizes, "micro": self.arguments.peer_micro})
-        system.start([*command, *(["--cpu"] if self.on_cpu else [])], self.peer_environ(work, 0))
+        system.start(
+            [*command, *(["--cpu"] if self.on_cpu else [])], self.peer_environ(name, work, 0)
+        )
         return system
 
     def peer_command(self, module: str, system: System, more: Mapping[str, Any]) -> list[str]:
@@ -146,9 +148,11 @@ class Benchmark:
             return {"OMP_NUM_THREADS": "1"}
         return {"CUDA_VISIBLE_DEVICES": visible(gpus if self.arguments.gpus > 1 else [0])}
 
-    def peer_environ(self, work: Work, *gpus: int) -> dict[str, str]:
-        """Returns the variables of a peer's program on these GPUs."""
-        paths = [self.arguments.peer_path, str(ROOT), os.environ.get("PYTHONPATH", "")]
+    def peer_environ(self, name: str, work: Work, *gpus: int) -> dict[str, str]:
+        """Returns the variables of a program of the peer `name` on these GPUs."""
+        given = [each.rpartition("=") for each in self.arguments.peer_path]
+        folders = [folder for peer, _, folder in given if peer in ("", name)]
+        paths = [*folders, str(ROOT), os.environ.get("PYTHONPATH", "")]
         environ = {
             **work.environ(),
             **self.device_environ(*gpus),
@@ -276,7 +280,7 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=int, default=24, help="of it for each KV cache")
     parser.add_argument("--micro-tokens", type=int, default=32768, help="of our micro batches")
     parser.add_argument("--peer-micro", type=int, help="sequences; 32, on a CPU 4")
-    parser.add_argument("--peer-path", default="", help="folders that hold the peers")
+    parser.add_argument("--peer-path", action="append", default=[], help="FOLDER or PEER=FOLDER")
     parser.add_argument("--folder", type=Path, help="of models, runs and logs; a temporary one")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
