@@ -6,17 +6,21 @@ drafts, which may be 0. Waits for: nothing.
 Drafts pay where a step takes as long for several tokens of a request as for one: with few requests,
 and once the layer is trained. So tokens per second are measured with drafts and without, apart for
 each power of two of requests. The faster way is kept, and the other is tried again now and then.
+No step counts for much more than the median: a stall, or prompts, would decide a trial otherwise.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import median
 
 # Steps of a trial. The first ones do not count, since drafts of the step before are verified then.
 TRIAL_STEPS, SETTLING_STEPS = 48, 4
 # Steps of the faster way before the other one is tried again: the first number, which doubles with
 # each trial that changes nothing, and the last one.
 FIRST_KEPT, MOST_KEPT = 240, 3840
+# Most time that a step counts for, in medians of its period.
+MOST_MEDIANS = 1.5
 
 
 @dataclass
@@ -30,7 +34,7 @@ class _Size:
     kept_steps: int = FIRST_KEPT
     num_steps: int = 0
     num_tokens: int = 0
-    seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
     # Tokens per second by way: without and with drafts. None before the first trial.
     rates: list[float | None] = field(default_factory=lambda: [None, None])
 
@@ -39,11 +43,11 @@ class _Size:
         self.num_steps += 1
         if self.num_steps > SETTLING_STEPS:
             self.num_tokens += num_tokens
-            self.seconds += seconds
-        limit = TRIAL_STEPS if self.is_trial else self.kept_steps
-        if self.num_steps < limit or self.seconds <= 0:
+            self.seconds.append(seconds)
+        if self.num_steps < (TRIAL_STEPS if self.is_trial else self.kept_steps):
             return
-        self.rates[self.drafts] = self.num_tokens / self.seconds
+        most = MOST_MEDIANS * median(self.seconds)
+        self.rates[self.drafts] = self.num_tokens / sum(min(each, most) for each in self.seconds)
         plain, drafted = self.rates
         if plain is None or drafted is None or not self.is_trial:
             self.drafts, self.is_trial = not self.drafts, True
@@ -52,8 +56,7 @@ class _Size:
             is_same = self.drafts == self.kept
             self.kept_steps = min(2 * self.kept_steps, MOST_KEPT) if is_same else FIRST_KEPT
             self.kept = self.drafts
-        self.num_steps = self.num_tokens = 0
-        self.seconds = 0.0
+        self.num_steps, self.num_tokens, self.seconds = 0, 0, []
 
 
 class DraftSwitch:

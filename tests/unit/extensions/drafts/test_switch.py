@@ -1,5 +1,6 @@
 from collections.abc import Callable
 
+import pytest
 from slipstream.extensions.drafts.switch import FIRST_KEPT, TRIAL_STEPS, DraftSwitch
 
 TOKENS, MOST = 3, 64
@@ -67,3 +68,38 @@ def test_time_between_steps_that_do_not_follow_each_other_does_not_count() -> No
     engine._now_s += 60.0
     drafted = engine.run(4 * FIRST_KEPT)
     assert sum(drafted) > 0.8 * len(drafted)
+
+
+# How much longer than others some steps of a trial take: a stall, or prompts that come together.
+STALLS = {"stall": {20: 60.0}, "prompts": dict.fromkeys(range(20, 30), 5.0)}
+
+
+@pytest.mark.parametrize("stalls", STALLS.values(), ids=STALLS)
+@pytest.mark.parametrize(("faster", "stalled"), [(fast, True), (slow, False)], ids=["on", "off"])
+def test_steps_that_stall_do_not_turn_the_decision(
+    faster: Callable[[bool], tuple[int, float]], stalled: bool, stalls: dict[int, float]
+) -> None:
+    """The way that is faster has the stalls, in its only trial."""
+    num_steps = {False: 0, True: 0}
+
+    def step(drafts: bool) -> tuple[int, float]:
+        num_steps[drafts] += 1
+        tokens, seconds = faster(drafts)
+        return tokens, seconds * (stalls.get(num_steps[drafts], 1.0) if drafts is stalled else 1.0)
+
+    engine = Engine(DraftSwitch(TOKENS, MOST), step)
+    engine.run(2 * TRIAL_STEPS + 4)
+    assert engine.run(FIRST_KEPT // 2) == [stalled] * (FIRST_KEPT // 2)
+
+
+def test_a_way_that_stalls_again_and_again_loses() -> None:
+    num_steps = 0
+
+    def step(drafts: bool) -> tuple[int, float]:
+        nonlocal num_steps
+        num_steps += 1
+        return (88, 0.1 if num_steps % 3 == 0 else 0.01) if drafts else (80, 0.01)
+
+    engine = Engine(DraftSwitch(TOKENS, MOST), step)
+    engine.run(2 * TRIAL_STEPS + 4)
+    assert not any(engine.run(FIRST_KEPT // 2))
