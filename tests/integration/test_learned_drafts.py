@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 import pytest
 import pytest_asyncio
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.extensions.drafts import switch
-from slipstream.extensions.drafts.layer import draft_states
 from slipstream.extensions.drafts.shape import PREFIX, DraftShape
 from slipstream.rollout_server.engine_interface import Generation
 from slipstream.rollout_server.episodes.renderer import Renderer
 from support.fakes.small_configs import config_of_engine
 from support.fakes.tiny_models import make_model_folder
+from support.references.plain_drafts import kept_counts
 from support.rigs.engine_rig import PROMPT, SAMPLING, Reference, Rig, Weights, random_weights
 from support.rigs.started_engine import started_engine
 
@@ -80,27 +79,6 @@ async def greedy_replies(rig: DraftingRig, name: str) -> list[Generation]:
     )
 
 
-def expected_counts(rig: DraftingRig, weights: Weights, tokens: list[int], first: int) -> list[int]:
-    """How many tokens of each draft of a reply are the model's own, by the learner's layer.
-
-    The reply begins at token `first` of `tokens`.
-    """
-    rig.reference.logprobs(weights, tokens)
-    with torch.no_grad():
-        hidden = rig.reference._model.model(torch.tensor([tokens])).last_hidden_state
-    table = weights["model.embed_tokens.weight"]
-    layer = {n.removeprefix(PREFIX): w for n, w in weights.items() if n.startswith(PREFIX)}
-    embedded = F.embedding(torch.tensor([tokens[1:-1]]), table)
-    outputs = draft_states(layer, rig.shape, embedded, hidden[:, :-2], TOKENS)
-    drafted = [(each[0] @ table.T).argmax(-1).tolist() for each in outputs]
-    counts, row = [], first - 1
-    while row + TOKENS + 2 < len(tokens):
-        right = [drafted[n][row + n] == tokens[row + n + 2] for n in range(TOKENS)]
-        counts.append(([*right, False]).index(False))
-        row += counts[-1] + 1
-    return counts
-
-
 async def test_the_engine_drafts_what_the_learners_layer_computes(rig: DraftingRig) -> None:
     for step, weights in enumerate((rig.old, rig.new)):
         await rig.publish(weights, step)
@@ -109,18 +87,19 @@ async def test_the_engine_drafts_what_the_learners_layer_computes(rig: DraftingR
         use = rig.engine.requests.use()
         accepted = use.accepted_tokens - before.accepted_tokens
         drafted = use.drafted_tokens - before.drafted_tokens
-        found = [
-            expected_counts(rig, weights, [*prompt, *reply.token_ids.tolist()], len(prompt))
-            for prompt, reply in zip(PROMPTS, replies, strict=True)
-        ]
-        counts = [count for each in found for count in each]
+        layer = {n.removeprefix(PREFIX): w for n, w in weights.items() if n.startswith(PREFIX)}
+        counts: list[int] = []
+        for prompt, reply in zip(PROMPTS, replies, strict=True):
+            assert rig.gap(weights, prompt, reply).max() <= 1e-3
+            tokens, model = [*prompt, *reply.token_ids.tolist()], rig.reference.model
+            counts += kept_counts(
+                model, rig.shape, layer, tokens, first=len(prompt), num_tokens=TOKENS
+            )
         # Drafts at a reply's end may reach beyond it.
         at_the_end = (TOKENS + 1) * len(PROMPTS)
         assert 0 <= accepted - sum(counts) <= at_the_end
         assert 0 <= drafted - TOKENS * len(counts) <= 2 * at_the_end
         assert 0.1 * drafted < accepted < 0.9 * drafted
-        for prompt, reply in zip(PROMPTS, replies, strict=True):
-            assert rig.gap(weights, prompt, reply).max() <= 1e-3
 
 
 async def test_a_published_layer_replaces_the_one_before_and_replies_stay(rig: DraftingRig) -> None:

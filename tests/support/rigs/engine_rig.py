@@ -30,14 +30,14 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.no_grad()
     def logprobs(self, weights: Weights, token_ids: list[int], *, temperature: float = 1.0):
         """Log-probability of every token but the first."""
-        self._model.load_state_dict(weights, strict=False)
-        self._model.tie_weights()
-        logits = self._model(torch.tensor([token_ids])).logits[0, :-1] / temperature
+        self.model.load_state_dict(weights, strict=False)
+        self.model.tie_weights()
+        logits = self.model(torch.tensor([token_ids])).logits[0, :-1] / temperature
         chosen = torch.tensor(token_ids[1:])[:, None]
         return logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
 
@@ -49,7 +49,7 @@ class Reference:
 
         The weights are those of the newest `logprobs`.
         """
-        logits = self._model(torch.tensor([token_ids])).logits[0, start - 1 : -1]
+        logits = self.model(torch.tensor([token_ids])).logits[0, start - 1 : -1]
         logprobs = (logits / temperature).log_softmax(-1)
         mean = -(logprobs.exp() * logprobs).sum(-1)
         spread = (logprobs.exp() * logprobs**2).sum(-1) - mean**2

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from pydantic import JsonValue
@@ -26,12 +26,15 @@ from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_
 from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, sync_folder
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from slipstream.extensions.drafts.layer import DraftLayer
+
 MAX_SHARD_BYTES = 4 << 30
 # What training makes stale in a model's folder: the weights, in all forms.
 _STALE = (
     *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "*.h5"),
     *("*.msgpack", "*.ot", "*.pt", "*.pth", "*.onnx", "*.onnx_data", "onnx", "openvino"),
-    *("original", "adapter_config.json", ".git", ".cache"),
+    *("original", "adapter_config.json", "draft", ".git", ".cache"),
 )
 # How the names of copies end that layers for further tokens may have -> what they are copies of.
 _COPIES = {
@@ -178,6 +181,9 @@ def save_hf_folder(policy: Policy, source: Path, target: Path, chat: RunChat = _
                 writer.add(name, keeps(tensor))
     # Each rank waits here while the main rank copies.
     disk.on_main(lambda: writer.copy_untrained(source))
+    layer = policy.drafts
+    if layer is not None:
+        disk.on_main(lambda: writer.write_draft(layer, policy.dtype))
     dtype = str(policy.dtype).removeprefix("torch.")
     disk.on_main(lambda: writer.finish(dtype, target))
 
@@ -331,6 +337,14 @@ class HfFolderWriter:
             if not self.has_room(tensor):
                 self.flush()
             self.add(name, tensor)
+
+    def write_draft(self, layer: DraftLayer, dtype: torch.dtype) -> None:
+        """Writes the layer that drafts into the folder's own folder `draft`, as vLLM loads it."""
+        folder = self._folder / "draft"
+        tensors = {name: value.to("cpu", dtype) for name, value in layer.named().items()}
+        with self._removed_on_failure():
+            layer.shape.write_folder(folder, str(dtype).removeprefix("torch."))
+            write_safetensors(folder / "model.safetensors", tensors, self._moved)
 
     def finish(self, dtype: str, target: Path) -> None:
         """Writes last file, index and element type; then the folder replaces `target`."""

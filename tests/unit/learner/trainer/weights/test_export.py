@@ -218,6 +218,7 @@ def test_files_that_training_makes_stale_are_left_out(tmp_path: Path) -> None:
     source = tmp_path / "in"
     stale = [
         "m.Q4_K_M.gguf",
+        "draft/config.json",
         "onnx/model.onnx",
         "onnx/model.onnx_data",
         "original/consolidated.pth",
