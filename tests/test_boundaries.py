@@ -50,14 +50,7 @@ STAIRS = (
     *("events", "run"),
     *("servers", "records", "tasks", "leasing", "trajectories"),
     *("part", "publishing", "loop"),
-    *(
-        "set_aside_batch",
-        "watch",
-        "services",
-        "reporting",
-        "restoration",
-        "results",
-    ),
+    *("set_aside_batch", "watch", "services", "reporting", "restoration", "results"),
     *("parts", "application", "__main__"),
 )
 # Packages whose modules and folders form no circle either.

@@ -39,11 +39,7 @@ SAVED = {
     "distopt": {"learner": DISTOPT},
     # The scale of the loss has fallen before the save.
     "f16": {"learner": {}, "dtype": "float16"},
-    "ep2-distopt-moe-f16": {
-        "learner": {**EP2, **SPLIT},
-        "model": "moe",
-        "dtype": "float16",
-    },
+    "ep2-distopt-moe-f16": {"learner": {**EP2, **SPLIT}, "model": "moe", "dtype": "float16"},
     "ep2-moe": {"learner": EP2, "model": "moe"},
     "ep2-distopt-moe": {"learner": {**EP2, **SPLIT}, "model": "moe"},
     # A norm that is split over ranks, and latent attention with biases of experts.
@@ -93,10 +89,7 @@ LOADED = {
     "tp2-from-pp2-tied": ("pp2-tied", TP2),
     "tp2-from-distopt": ("distopt", {**TP2, **SPLIT}),
     "tp2-from-ep2-moe": ("ep2-moe", TP2),
-    "ep2-distopt-moe-f16-again": (
-        "ep2-distopt-moe-f16",
-        SAVED["ep2-distopt-moe-f16"]["learner"],
-    ),
+    "ep2-distopt-moe-f16-again": ("ep2-distopt-moe-f16", SAVED["ep2-distopt-moe-f16"]["learner"]),
     "ep2-distopt-moe-again": ("ep2-distopt-moe", SAVED["ep2-distopt-moe"]["learner"]),
     "one-from-ep2-distopt-moe": ("ep2-distopt-moe", SPLIT),
     "pp2-from-tp2-olmo2": ("tp2-olmo2", PP2),

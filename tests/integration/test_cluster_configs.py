@@ -81,12 +81,7 @@ UNCHECKED = ("learner.ddp={}", "learner.transformer={}")
 # Configurations of models that are made here, weights included.
 SMALL = ("colours", "quickstart", "smallest", "two-adapters")
 # Configurations of SmolLM2 or a model of one's own, each with the numbers of GPUs that it is for.
-MIDDLE = {
-    "cluster": (2, 8),
-    "smollm2": (1, 2),
-    "smollm2-one-gpu": (1,),
-    "smollm2-two-gpus": (2,),
-}
+MIDDLE = {"cluster": (2, 8), "smollm2": (1, 2), "smollm2-one-gpu": (1,), "smollm2-two-gpus": (2,)}
 
 
 @pytest.fixture(scope="module")

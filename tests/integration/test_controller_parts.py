@@ -41,16 +41,8 @@ class Witness(Part):
 async def test_a_part_is_told_of_servers_and_steps_and_has_tasks_of_its_own(tmp_path) -> None:
     witness = Witness()
     await play(
-        make_config(tmp_path, run__steps=2),
-        make=functools.partial(make_parts, others=[witness]),
+        make_config(tmp_path, run__steps=2), make=functools.partial(make_parts, others=[witness])
     )
     events = [told for told in witness.told if told != "fake reported"]
-    assert events == [
-        "begins",
-        "fake joined",
-        "step 1",
-        "step 2",
-        "fake drains",
-        "fake is gone",
-    ]
+    assert events == ["begins", "fake joined", "step 1", "step 2", "fake drains", "fake is gone"]
     assert "fake reported" in witness.told

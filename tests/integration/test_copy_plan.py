@@ -8,13 +8,7 @@ from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.rollout_server.vllm.loader_update import check_layers
 from slipstream.rollout_server.weights.copy_plan import NotCopied, record
 from support.fakes import receiver_worker
-from support.ranks.loader_ranks import (
-    SHAPES,
-    Outcome,
-    in_ranks,
-    outcomes,
-    with_room_for_adapters,
-)
+from support.ranks.loader_ranks import SHAPES, Outcome, in_ranks, outcomes, with_room_for_adapters
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionImplBase
 

@@ -116,9 +116,7 @@ async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event
         return float(lease.task_index == 1 and asked[1] % 2)
 
     config = make_config(
-        tmp_path,
-        {"name": "held", "num_episodes": 8, "samples_per_task": 2},
-        run__steps=1,
+        tmp_path, {"name": "held", "num_episodes": 8, "samples_per_task": 2}, run__steps=1
     )
     server = FakeServer(config.controller.address, judge=by_task)
     with caplog.at_level("INFO"):

@@ -14,9 +14,7 @@ def test_an_engine_in_fp8_takes_weights_and_stays_near_the_learner(
     tmp_path: Path, cache: str
 ) -> None:
     report = run_rig(
-        tmp_path,
-        *("--quantization", "fp8_per_channel", "--kv-cache-dtype", cache),
-        limit_s=300,
+        tmp_path, *("--quantization", "fp8_per_channel", "--kv-cache-dtype", cache), limit_s=300
     )
     judge(report, by_plan=False)
     gaps = gaps_of(tmp_path, report, device="cpu")

@@ -81,11 +81,7 @@ def other_weights(like: Weights, seed: int) -> Weights:
     }
 
 
-@pytest_asyncio.fixture(
-    scope="module",
-    loop_scope="module",
-    params=CASES,
-)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=CASES)
 async def rig(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Rig]:

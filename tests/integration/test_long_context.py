@@ -219,11 +219,7 @@ BOUNDS = (0, 48, 92, 100, 104)
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        {"window_size": (5, 0)},
-        {"window_size": (5, 0), "softmax_type": "learnable"},
-    ],
+    "kind", [{"window_size": (5, 0)}, {"window_size": (5, 0), "softmax_type": "learnable"}]
 )
 def test_blocks_of_queries_attend_like_whole_sequences(kind: dict[str, object]) -> None:
     torch.manual_seed(0)

@@ -45,8 +45,7 @@ def logits(folder: Path, adapters: Path | None = None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["llama", "deepseek", "glm", "glm-lite", "minimax", "moe", "moe-softmax", "moonlight"],
+    "name", ["llama", "deepseek", "glm", "glm-lite", "minimax", "moe", "moe-softmax", "moonlight"]
 )
 def test_peft_reads_every_adapter_of_an_exported_folder(name, folder: Path, tmp_path: Path) -> None:
     merged, adapters = load_file(folder / name / "model.safetensors"), {}

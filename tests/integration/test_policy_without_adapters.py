@@ -40,11 +40,7 @@ def config_of(job: str, folder: Path) -> Config:
 def run_rank(folder: Path, job: str) -> None:
     from slipstream.core.configuration.roles import reference_config
     from slipstream.core.settings.role_sections import ReferenceSection
-    from slipstream.extensions.other_models.trainer import (
-        PolicyWithoutAdapters,
-        Reference,
-        Roles,
-    )
+    from slipstream.extensions.other_models.trainer import PolicyWithoutAdapters, Reference, Roles
     from slipstream.learner.trainer.parts import step_parts
     from slipstream.learner.trainer.step import TrainingStep
 

@@ -279,10 +279,8 @@ def asked(server: str, query: str) -> list[dict]:
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="apt-get install prometheus")
 def test_the_real_prometheus_has_data_for_every_query_of_the_dashboard(run, tmp_path):
     async def serve() -> None:
-        async with (
-            metrics_endpoint(
-                run.config, "rollout_server", [EngineCollector(EngineCounts())], server="fake"
-            ),
+        async with metrics_endpoint(
+            run.config, "rollout_server", [EngineCollector(EngineCounts())], server="fake"
         ):
             await asyncio.Event().wait()
 

@@ -24,7 +24,7 @@ def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -> None
         run__steps=6,
         environments=[
             # Its prompts say that the model should not think.
-            {"name": "silent", "chat_template_kwargs": {"enable_thinking": False}, **LOOKING},
+            {"name": "silent", "chat_template_kwargs": {"enable_thinking": False}, **LOOKING}
         ],
         evaluations=[{"name": "held", "num_episodes": 4, **LOOKING}],
         algorithm__group_size=4,

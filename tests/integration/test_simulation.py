@@ -83,10 +83,7 @@ def test_a_schedule_that_ends_its_process_is_named_and_the_rest_played(
     found = list(run.Schedules(folder, verbose=False).play(range(12), 2))
     assert sorted(result.seed for result in found) == list(range(12))
     failed = {result.seed: result.violations for result in found if result.violations}
-    assert failed == {
-        3: ["the rig failed: ValueError: odd"],
-        4: ["its process ended with 9"],
-    }
+    assert failed == {3: ["the rig failed: ValueError: odd"], 4: ["its process ended with 9"]}
 
 
 def test_no_schedule_begins_after_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("SLIPSTREAM_SKYPILOT", "none")) / "bin" / "python"
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 needs_skypilot = pytest.mark.skipif(
-    not PYTHON.exists(),
-    reason="SLIPSTREAM_SKYPILOT must name a virtual environment with skypilot",
+    not PYTHON.exists(), reason="SLIPSTREAM_SKYPILOT must name a virtual environment with skypilot"
 )
 # `validate` looks for the catalogue of GPUs, which is downloaded: without GPUs there is no need.
 PROGRAM = """

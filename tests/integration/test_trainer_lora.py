@@ -8,14 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.ranks import lora_ranks
-from support.ranks.lora_ranks import (
-    ALPHA,
-    EXPERTS,
-    JOBS,
-    MIXTURES,
-    RANK,
-    config_of,
-)
+from support.ranks.lora_ranks import ALPHA, EXPERTS, JOBS, MIXTURES, RANK, config_of
 from support.ranks.parity_layouts import STEPS, batches, probe
 from support.ranks.rank_pool import RankPool, chosen_jobs, each_job, jobs_of_file
 from transformers import AutoModelForCausalLM

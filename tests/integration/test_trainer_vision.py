@@ -34,10 +34,7 @@ from support.ranks.vision_ranks import (
 from support.references.plain_policy import ForcedExperts, adam_step
 from support.references.plain_vision import plain_logprobs, plain_model, plain_outputs
 
-pytestmark = [
-    pytest.mark.long_but("qwen3_vl-one"),
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = [pytest.mark.long_but("qwen3_vl-one"), pytest.mark.usefixtures("one_thread")]
 # Megatron trains experts with tensor parallel ranks only if these share the tokens, too.
 LACKING = {
     *((family, "tp2") for family in FAMILIES if family.endswith("_moe")),

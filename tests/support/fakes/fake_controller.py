@@ -11,13 +11,7 @@ import grpc
 import numpy as np
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
-from slipstream.core.types import (
-    Branch,
-    GroupId,
-    PolicyVersion,
-    Trajectory,
-    VersionSpan,
-)
+from slipstream.core.types import Branch, GroupId, PolicyVersion, Trajectory, VersionSpan
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.access.security import SERVER_OPTIONS
 from slipstream.protocol.access.tokens import TOKEN_KEY

@@ -7,12 +7,7 @@ from typing import Any
 
 import torch
 
-from support.fakes.parity_models import (
-    OTHER_KINDS,
-    enlarge,
-    random_model,
-    write_as_other_kind,
-)
+from support.fakes.parity_models import OTHER_KINDS, enlarge, random_model, write_as_other_kind
 
 VOCAB = 64
 SIZES = {
@@ -179,9 +174,7 @@ FAMILIES = {
         },
     ),
     "glm-lite": Family(
-        "Glm4MoeLite",
-        LATENT,
-        SIGMOID_CHOICES | {"n_group": 2, "rms_norm_eps": 0.02},
+        "Glm4MoeLite", LATENT, SIGMOID_CHOICES | {"n_group": 2, "rms_norm_eps": 0.02}
     ),
     "kimi": Family(
         "DeepseekV3",
@@ -197,15 +190,9 @@ FAMILIES = {
         {"num_experts_per_tok": 2},
     ),
     "smollm3": Family(
-        "SmolLM3",
-        {"no_rope_layers": [1, 0], "pad_token_id": None},
-        {"no_rope_layers": [0, 1]},
+        "SmolLM3", {"no_rope_layers": [1, 0], "pad_token_id": None}, {"no_rope_layers": [0, 1]}
     ),
-    "mistral": Family(
-        "Mistral",
-        {"head_dim": 32, "sliding_window": 100},
-        {"sliding_window": 101},
-    ),
+    "mistral": Family("Mistral", {"head_dim": 32, "sliding_window": 100}, {"sliding_window": 101}),
     "ministral3": Family("Ministral3", {"head_dim": 32}),
 }
 CHOICES = {"rms_norm_eps": 1e-6}

@@ -21,14 +21,7 @@ SMALL, LARGE = 20_000, 30_000
 
 
 class Scene:
-    def __init__(
-        self,
-        folder: Path,
-        shape: str,
-        *,
-        stage: bool,
-        moving: bool = False,
-    ) -> None:
+    def __init__(self, folder: Path, shape: str, *, stage: bool, moving: bool = False) -> None:
         keep_matrices_plain()
         config, self._model, self._fresh = two_models(folder / shape, SHAPES[shape], 0, 1)
         config.parallel_config.enable_eplb = moving

@@ -83,11 +83,7 @@ class RankPool:
             pytest.fail(str(failure), pytrace=False)
 
     def found(
-        self,
-        program: ModuleType | str,
-        sizes: Mapping[str, int],
-        folder: Path,
-        kept: str = "{}.pt",
+        self, program: ModuleType | str, sizes: Mapping[str, int], folder: Path, kept: str = "{}.pt"
     ) -> dict[str, Any]:
         """Runs jobs, each with its number of ranks; returns what each of them has kept in FOLDER.
 

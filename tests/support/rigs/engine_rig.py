@@ -98,11 +98,7 @@ class Rig:
         return replies
 
     def gap(
-        self,
-        weights: Weights,
-        prompt: list[int],
-        generation: Generation,
-        temperature: float = 1.0,
+        self, weights: Weights, prompt: list[int], generation: Generation, temperature: float = 1.0
     ) -> np.ndarray:
         """Absolute differences between the engine's log-probabilities and the reference's."""
         tokens = prompt + generation.token_ids.tolist()

@@ -16,12 +16,7 @@ import grpc
 import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError
-from slipstream.core.types import (
-    Branch,
-    GroupId,
-    ServerId,
-    TrajectoryId,
-)
+from slipstream.core.types import Branch, GroupId, ServerId, TrajectoryId
 from slipstream.protocol.codec import PROTOCOL_VERSION, TRAINER_EPOCH, encode_trajectory
 from slipstream.protocol.queue.base import seal
 from slipstream.v1 import environment_pb2, fleet_pb2, fleet_pb2_grpc, trainer_pb2, trajectory_pb2

@@ -288,12 +288,7 @@ async def harmed_rounds(
         number = len(config.lora.adapters) or 1
         loopers = [Looper(own, str(config.model.path), each) for each in range(number)]
         harmed = LoopChaos(
-            config,
-            command,
-            [*settings, "--port", str(port)],
-            random.Random(seed),
-            proxy,
-            loopers,
+            config, command, [*settings, "--port", str(port)], random.Random(seed), proxy, loopers
         )
         code = await harmed.run(kills, every_s, chaos.ROLES, partitions=False)
     if not journal_logs(config.run_dir / JOURNAL):

@@ -56,10 +56,7 @@ def run_rig(folder: Path, *arguments: str, limit_s: float) -> dict[str, list[dic
 
 
 def judge(
-    report: dict[str, list[dict[str, Any]]],
-    *,
-    score_rounding: float = 0.0,
-    by_plan: bool = True,
+    report: dict[str, list[dict[str, Any]]], *, score_rounding: float = 0.0, by_plan: bool = True
 ) -> None:
     """What holds over any transport, for a model that a plan covers if `by_plan`.
 

@@ -22,12 +22,7 @@ import torch
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
-from slipstream.core.types import (
-    PolicyVersion,
-    RoutedExperts,
-    Trajectory,
-    VersionSpan,
-)
+from slipstream.core.types import PolicyVersion, RoutedExperts, Trajectory, VersionSpan
 from slipstream.protocol.codec import decode_trajectory, encode_trajectory
 from slipstream.rollout_server import process
 

@@ -18,11 +18,7 @@ from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from slipstream.core.errors import ConfigError, QueueError
-from slipstream.core.machine.files import (
-    MAX_SOCKET_PATH_BYTES,
-    OwnedFolder,
-    remove_abandoned,
-)
+from slipstream.core.machine.files import MAX_SOCKET_PATH_BYTES, OwnedFolder, remove_abandoned
 from slipstream.core.machine.process import below_this, send_signal
 from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.connection import CONTROLLER, DEFAULT_USER, USERS

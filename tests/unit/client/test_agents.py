@@ -11,13 +11,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from slipstream.client import (
-    AgentEnvironment,
-    AgentOutcome,
-    Endpoint,
-    agent_episodes,
-    episode_host,
-)
+from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint, agent_episodes, episode_host
 from slipstream.client.agent_episodes import AgentEpisode
 from slipstream.client.agent_exchange import MAX_OPEN_CALLS, CallExchange
 from slipstream.client.agent_gateway import MAX_BODY_BYTES, Gateway

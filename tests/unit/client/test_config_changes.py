@@ -63,8 +63,7 @@ def test_a_function_with_another_source_needs_a_word() -> None:
     )
     check_resumable(before, before)
     with pytest.raises(
-        ConfigError,
-        match=f'the source of {name} has changed since .*: .* run.resume = "changed"',
+        ConfigError, match=f'the source of {name} has changed since .*: .* run.resume = "changed"'
     ):
         check_resumable(before, now)
     accepted = now.run.model_copy(update={"resume": "changed"})

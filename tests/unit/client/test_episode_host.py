@@ -107,14 +107,8 @@ async def test_episodes_do_not_see_each_other() -> None:
         ("metrics", "metrics must map names to numbers, got [('size', 1)]"),
         ("no name", "metrics must have names, got {'': 1.0}"),
         ("picture", "a message of step(): a message has no field 'picture'; it has role, content"),
-        (
-            "call of a user",
-            "a message of step(): tool_call_id stands in a message of role tool",
-        ),
-        (
-            "number of a call",
-            "a message of step(): the tool_call_id of a message must be a text",
-        ),
+        ("call of a user", "a message of step(): tool_call_id stands in a message of role tool"),
+        ("number of a call", "a message of step(): the tool_call_id of a message must be a text"),
         ("tools of a last step", "step() names tools that nobody will call: done is True"),
         ("tools without a type", "tools[0] must be an object with type \"function\", got {'name'"),
     ],
@@ -323,8 +317,7 @@ async def test_an_environment_may_shorten_the_replies_of_an_episode():
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
-    [("42", "42"), ("é" * 3000, "é" * 2048), ("\ud800x", "?x"), (42, None)],
+    ("answer", "told"), [("42", "42"), ("é" * 3000, "é" * 2048), ("\ud800x", "?x"), (42, None)]
 )
 async def test_the_expected_answer_goes_with_the_observation(answer, told):
     class Asking(One):

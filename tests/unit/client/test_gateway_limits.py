@@ -8,12 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from slipstream.client.agent_exchange import MAX_OPEN_CALLS, MAX_WAITING_BYTES, CallExchange
-from slipstream.client.agent_gateway import (
-    MAX_AHEAD,
-    MAX_BODY_BYTES,
-    REQUEST_LIMIT_S,
-    Gateway,
-)
+from slipstream.client.agent_gateway import MAX_AHEAD, MAX_BODY_BYTES, REQUEST_LIMIT_S, Gateway
 from slipstream.v1 import environment_pb2 as pb
 from support.rigs.waiting import LIMIT_S, until
 

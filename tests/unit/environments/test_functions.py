@@ -404,13 +404,7 @@ def test_the_prompt_may_name_other_columns(tmp_path: Path) -> None:
         functions(tmp_path, row, question="title", instruction="{question}{starter_cod}")
 
 
-@pytest.mark.parametrize(
-    "solution",
-    [
-        "def twice(x):\n    return 2 * x",
-        "    return 2 * x\n",
-    ],
-)
+@pytest.mark.parametrize("solution", ["def twice(x):\n    return 2 * x", "    return 2 * x\n"])
 async def test_solutions_as_data_sets_write_them_pass(solution, tmp_path: Path) -> None:
     row = HUMANEVAL | {"solution": solution}
     tasks = functions(tmp_path, row, **HUMANEVAL_COLUMNS, solution="solution")

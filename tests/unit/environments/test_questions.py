@@ -516,8 +516,7 @@ async def test_a_function_that_changes_its_row_changes_it_for_one_reply(tmp_path
 
 
 @pytest.mark.parametrize(
-    "asked",
-    ['{"content": "a"} has how many keys?', '[{"role": "king", "age": 4}] How old is he?'],
+    "asked", ['{"content": "a"} has how many keys?', '[{"role": "king", "age": 4}] How old is he?']
 )
 def test_a_question_about_json_is_a_text(tmp_path: Path, asked: str) -> None:
     path = json_lines(tmp_path, [{"question": asked, "answer": "1"}])

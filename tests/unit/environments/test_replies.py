@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies
 from slipstream.client import Reply, answer_of
-from slipstream.environments.answers import (
-    bare,
-    contains,
-    final_of,
-    numbers,
-)
+from slipstream.environments.answers import bare, contains, final_of, numbers
 from slipstream.environments.math_program import compare
 from slipstream.environments.questions import Questions
 from support.rigs.waiting import LIMIT_S

@@ -6,11 +6,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import JsonValue
-from slipstream.core.configuration.config_file import (
-    check_model,
-    dump_config,
-    parse_config,
-)
+from slipstream.core.configuration.config_file import check_model, dump_config, parse_config
 from slipstream.core.configuration.roles import (
     critic_config,
     reference_config,

@@ -9,14 +9,7 @@ import pynvml
 import pytest
 from slipstream.core.errors import RunFailed
 from slipstream.core.machine import gpus
-from slipstream.core.machine.gpus import (
-    Gpu,
-    fill_gpus,
-    find_gpu,
-    gpu_names,
-    list_gpus,
-    visible_ids,
-)
+from slipstream.core.machine.gpus import Gpu, fill_gpus, find_gpu, gpu_names, list_gpus, visible_ids
 from slipstream.protocol.weights.nccl_group import (
     NCCL_ENVIRONMENT,
     agreed_settings,

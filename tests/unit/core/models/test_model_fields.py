@@ -51,12 +51,7 @@ WRITTEN = {
     DEEPSEEK: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     GPT_OSS: {"rope_parameters": GPT_OSS_YARN},
     GLM_LITE: {"first_k_dense_replace": 1},
-    MINIMAX: {
-        "scoring_func": "sigmoid",
-        "use_routing_bias": True,
-        "rotary_dim": 8,
-        "head_dim": 16,
-    },
+    MINIMAX: {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 8, "head_dim": 16},
     SEEING[2]: {"norm_topk_prob": True},
 }
 # Positions of a Qwen3.5 with heads of 256 dimensions, a quarter of which is turned.

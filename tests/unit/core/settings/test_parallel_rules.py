@@ -110,12 +110,7 @@ IMPOSSIBLE: list[tuple[int, dict[str, Any], dict[str, Any], str]] = [
     (6, {"tp": 4}, DENSE, "learner.world_size must be a multiple of tp * pp * cp = 4, got 6"),
     (12, {"tp": 2, "cp": 2, "pp": 2}, DENSE, "a multiple of tp * pp * cp = 8, got 12"),
     (4, {"ep": 8}, MIXTURE, "a multiple of ep * etp * pp = 8, got 4"),
-    (
-        8,
-        {"tp": 2, "ep": 8},
-        MIXTURE,
-        "a multiple of ep * etp * pp = 16, got 8",
-    ),
+    (8, {"tp": 2, "ep": 8}, MIXTURE, "a multiple of ep * etp * pp = 16, got 8"),
     (8, {"pp": 2, "ep": 8}, MIXTURE, "a multiple of ep * etp * pp = 16, got 8"),
     (3, {"tp": 1, "etp": 2}, MIXTURE, "a multiple of ep * etp * pp = 2, got 3"),
     (2, {"vpp": 2}, DENSE, "learner.parallel.vpp needs pp > 1, got vpp = 2 and pp = 1"),

@@ -58,8 +58,4 @@ def test_a_game_of_gymnasium_is_played_by_named_actions() -> None:
 def test_each_action_of_a_game_has_a_name() -> None:
     pytest.importorskip("gymnasium")
     with pytest.raises(EnvironmentFailed, match="FrozenLake-v1 has 4 actions, and 1 have a name"):
-        load_environment(
-            GAME,
-            json.dumps({"id": "FrozenLake-v1", "actions": ["up"]}),
-            "",
-        )
+        load_environment(GAME, json.dumps({"id": "FrozenLake-v1", "actions": ["up"]}), "")

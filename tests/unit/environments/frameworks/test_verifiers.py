@@ -7,11 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from slipstream.core.errors import ConfigError
-from slipstream.environments.frameworks.verifiers import (
-    Serving,
-    Verifiers,
-    outcome_of,
-)
+from slipstream.environments.frameworks.verifiers import Serving, Verifiers, outcome_of
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="verifiers is here")

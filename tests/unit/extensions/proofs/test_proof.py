@@ -159,18 +159,10 @@ def test_an_example_is_the_smallest_one_and_other_layouts_are_named() -> None:
         ("advantage", "without_epsilon", "a value is not finite"),
         ("advantage", "running_mean", "state: "),
         ("advantage", "one_too_few", "result: rewards 0.5: 0 advantages of 1 episodes"),
-        (
-            "reward",
-            "reward_by_place",
-            "order of episodes: episode 0, number 0 is 1, not 2 for",
-        ),
+        ("reward", "reward_by_place", "order of episodes: episode 0, number 0 is 1, not 2 for"),
         ("reward", "reward_log", "a reward is no finite number: -inf"),
         ("reward", "reward_at_random", "state: "),
-        (
-            "filter",
-            "first_decides",
-            "order of episodes: result 0 is 1, not 0 for the",
-        ),
+        ("filter", "first_decides", "order of episodes: result 0 is 1, not 0 for the"),
         ("filter", "neither", "the result is neither true nor false: None"),
     ],
 )

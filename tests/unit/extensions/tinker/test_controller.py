@@ -583,8 +583,7 @@ async def test_the_records_of_samples_that_are_leased_together_are_written_toget
     with opened(tmp_path) as loop:
         told = await sampled(loop, [str(number) for number in range(20)])
         loop.samples._scheduler = SimpleNamespace(
-            free_episodes=100,
-            send_evaluation=lambda _, groups: sent.append(len(groups)),
+            free_episodes=100, send_evaluation=lambda _, groups: sent.append(len(groups))
         )
         loop.samples._fleet = Fleet(0)
         loop.samples.lease(None)

@@ -3,13 +3,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from slipstream.learner.algorithms import functions
-from slipstream.learner.algorithms.advantages import (
-    dr_grpo,
-    grpo,
-    rloo,
-    score,
-    whitened,
-)
+from slipstream.learner.algorithms.advantages import dr_grpo, grpo, rloo, score, whitened
 from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode
 from support.fakes.packed import algorithm
 

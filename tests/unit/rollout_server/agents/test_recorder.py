@@ -8,12 +8,7 @@ from collections.abc import AsyncGenerator
 import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.agents.conversations import MessageKey
-from slipstream.rollout_server.agents.recorder import (
-    CHAT_PATH,
-    AsMessages,
-    LimitReached,
-    Recorder,
-)
+from slipstream.rollout_server.agents.recorder import CHAT_PATH, AsMessages, LimitReached, Recorder
 from slipstream.rollout_server.agents.request_rules import ServedCall
 from slipstream.rollout_server.engine_interface import (
     GenerationFailed,
@@ -32,20 +27,14 @@ class Calls:
     """Calls of one episode, by hand."""
 
     def __init__(
-        self,
-        sampling: Sampling = SAMPLING,
-        as_messages: AsMessages = lambda _, reply: [reply],
+        self, sampling: Sampling = SAMPLING, as_messages: AsMessages = lambda _, reply: [reply]
     ) -> None:
         self.engine = FakeEngine()
         self.engine.version = PolicyVersion(0, 1)
         self.engine.running.set()
         self.told: list[int] = []
         self.recorder = Recorder(
-            self.engine,
-            "e",
-            sampling,
-            as_messages=as_messages,
-            sampled=self.told.append,
+            self.engine, "e", sampling, as_messages=as_messages, sampled=self.told.append
         )
         self.number = 0
 

@@ -98,7 +98,7 @@ def test_everything_that_is_ignored_is_named() -> None:
     }
     body, told = ruled(asked)
     assert [*told] == [
-        *("temperature", "response_format", "conversation", "tool_choice", "server_tools"),
+        *("temperature", "response_format", "conversation", "tool_choice", "server_tools")
     ]
     assert not {"conversation", "response_format"} & body.keys()
 

@@ -11,11 +11,7 @@ import pytest
 from simulation.virtual_loop import VirtualLoop, virtual_time
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.types import MAX_EXCUSED_ATTEMPTS
-from slipstream.rollout_server.episodes.workers import (
-    MAX_LOST_WORKERS,
-    MAX_SUSPECTED,
-    Suspects,
-)
+from slipstream.rollout_server.episodes.workers import MAX_LOST_WORKERS, MAX_SUSPECTED, Suspects
 from slipstream.v1 import trajectory_pb2
 from support.fakes.scripted_workers import CAUSE, REPLY_S, ScriptedEnvironment
 

@@ -6,12 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from slipstream.core.errors import RunFailed, StalenessError, UntrainableBatch
-from slipstream.core.types import (
-    GroupId,
-    PolicyVersion,
-    Trajectory,
-    VersionSpan,
-)
+from slipstream.core.types import GroupId, PolicyVersion, Trajectory, VersionSpan
 from slipstream.learner.trainer.batches.batch import (
     Batch,
     check_advantages,

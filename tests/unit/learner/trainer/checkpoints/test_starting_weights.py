@@ -10,10 +10,7 @@ torch = pytest.importorskip("torch")
 
 from slipstream.core.errors import CheckpointError, ConfigError  # noqa: E402
 from slipstream.core.settings.config import Config  # noqa: E402
-from slipstream.learner.trainer.checkpoints.stored_model import (  # noqa: E402
-    check_nothing_lost,
-    check_saved,
-)
+from slipstream.learner.trainer.checkpoints.stored_model import check_nothing_lost, check_saved  # noqa: E402
 from support.fakes.small_checkpoints import save_checkpoint  # noqa: E402
 from support.ranks.thread_ranks import ThreadRanks, run_ranks  # noqa: E402
 from torch.distributed.checkpoint import FileSystemWriter, save  # noqa: E402
@@ -42,10 +39,7 @@ NO_TOWER = "checkpoint.load must hold no vision tower for a Qwen2ForCausalLM, .*
 @pytest.mark.parametrize("folder", ["", "state"])
 @pytest.mark.parametrize(
     ("name", "cause"),
-    [
-        (ADAPTER, "checkpoint.load must hold no adapters, .*/with would be"),
-        (TOWER, NO_TOWER),
-    ],
+    [(ADAPTER, "checkpoint.load must hold no adapters, .*/with would be"), (TOWER, NO_TOWER)],
 )
 def test_what_would_be_left_out_is_refused(tmp_path, folder, name, cause):
     (tmp_path / "config.json").write_text(json.dumps(TEXT))

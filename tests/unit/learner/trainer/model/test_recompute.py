@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 import torch
 from slipstream.core.settings.sections import LearnerSection, ParallelSection
-from slipstream.learner.trainer.model.recompute import (
-    Recompute,
-    in_flight,
-    recomputed_layers,
-)
+from slipstream.learner.trainer.model.recompute import Recompute, in_flight, recomputed_layers
 from torch import Tensor, nn
 
 LAYER_BYTES, REST_BYTES = 1000, 50
@@ -34,11 +30,7 @@ LAYER_BYTES, REST_BYTES = 1000, 50
 )
 def test_as_many_layers_keep_their_activations_as_fit(free, in_flight_count, expected):
     found = recomputed_layers(
-        (LAYER_BYTES, REST_BYTES),
-        layers=12,
-        tokens=100,
-        in_flight=in_flight_count,
-        free=free,
+        (LAYER_BYTES, REST_BYTES), layers=12, tokens=100, in_flight=in_flight_count, free=free
     )
     assert found == expected
 
