@@ -8,7 +8,6 @@ and attends to what it will find in the engine's cache then. Source: EAGLE-3 (ar
 from __future__ import annotations
 
 import math
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -27,20 +26,17 @@ class DraftLayer(torch.nn.Module):
         super().__init__()
         self.shape = shape
         self._shapes = dict(shape.tensors())
-        sizes = [math.prod(each) for each in self._shapes.values()]
-        ends = accumulate(sizes)
-        values = torch.empty(sum(sizes))
+        self._sizes = [math.prod(each) for each in self._shapes.values()]
+        values = torch.empty(sum(self._sizes))
         random = torch.Generator().manual_seed(seed)
-        for (name, size), end in zip(self._shapes.items(), ends, strict=True):
-            part = values[end - math.prod(size) : end].view(size)
-            if len(size) == 1:
+        for name, part in self.named(values).items():
+            if part.dim() == 1:
                 part.fill_(1.0)
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 # Attention and MLP add nothing yet: outputs would grow along a draft.
                 part.zero_()
             else:
                 part.normal_(0.0, 0.02, generator=random)
-        self._sizes = sizes
         self.values = torch.nn.Parameter(values.to(device))
         self.moments: Tensor
         self.updates: Tensor
@@ -93,7 +89,8 @@ def draft_states(
     policy's state at token i. Row i of output d, counted from 0, stands for the policy's state at
     token i + 1 in a draft that began d tokens earlier; its first d rows mean nothing.
     """
-    layer, rows = "layers.0.", embedded.shape[1]
+    rows, scale = embedded.shape[1], shape.head_dim**-0.5
+    own = {name.removeprefix("layers.0."): weight for name, weight in weights.items()}
     places = torch.arange(rows, device=embedded.device)
     wide = torch.promote_types(embedded.dtype, torch.float32)
     exponents = torch.arange(0, shape.head_dim, 2, device=embedded.device, dtype=wide)
@@ -101,7 +98,7 @@ def draft_states(
     cos, sin = (each.repeat(1, 2).to(embedded.dtype) for each in (angles.cos(), angles.sin()))
 
     def heads(states: Tensor, name: str, *, rotated: bool = True) -> Tensor:
-        found: Tensor = F.linear(states, weights[f"{layer}self_attn.{name}.weight"])
+        found: Tensor = F.linear(states, own[f"self_attn.{name}.weight"])
         found = found.view(*states.shape[:2], -1, shape.head_dim).transpose(1, 2)
         if not rotated:
             return found
@@ -112,7 +109,7 @@ def draft_states(
     keys: list[Tensor] = []
     values: list[Tensor] = []
     for number in range(depth):
-        states = F.linear(torch.cat([embedded, hidden], dim=-1), weights["fc.weight"])
+        states = F.linear(torch.cat([embedded, hidden], dim=-1), own["fc.weight"])
         groups = shape.heads // shape.kv_heads
         query = heads(states, "q_proj")
         keys.append(heads(states, "k_proj").repeat_interleave(groups, dim=1))
@@ -125,27 +122,17 @@ def draft_states(
             (query * key.roll(number - place, dims=2)).sum(-1, keepdim=True)
             for place, key in enumerate(keys[1:], 1)
         ]
-        scale = shape.head_dim**-0.5
-        shares = (
-            (torch.cat([scores, *drafted], dim=-1).to(wide) * scale).softmax(-1).to(query.dtype)
-        )
+        shares = torch.cat([scores, *drafted], dim=-1).to(wide).mul(scale)
+        shares = shares.softmax(-1).to(query.dtype)
         mixed = shares[..., :rows] @ values[0]
         for place, value in enumerate(values[1:], 1):
             share = shares[..., rows + place - 1 : rows + place]
             mixed = mixed + share * value.roll(number - place, dims=2)
-        attended = F.linear(
-            mixed.transpose(1, 2).flatten(2), weights[f"{layer}self_attn.o_proj.weight"]
-        )
-        states = states + attended
-        normed = F.rms_norm(
-            states,
-            states.shape[-1:],
-            weights[f"{layer}post_attention_layernorm.weight"],
-            shape.norm_eps,
-        )
-        gate, up, down = (
-            weights[f"{layer}mlp.{name}_proj.weight"] for name in ("gate", "up", "down")
-        )
+        attended = mixed.transpose(1, 2).flatten(2)
+        states = states + F.linear(attended, own["self_attn.o_proj.weight"])
+        norm = own["post_attention_layernorm.weight"]
+        normed = F.rms_norm(states, states.shape[-1:], norm, shape.norm_eps)
+        gate, up, down = (own[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         states = states + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
         outputs.append(states)
         # The output at a row stands in place of the policy's state at the next one.

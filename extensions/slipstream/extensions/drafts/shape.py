@@ -47,12 +47,8 @@ class DraftShape:
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yields name and shape of each tensor, by vLLM's names."""
-        hidden, queries, keys = (
-            self.hidden,
-            self.heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-        )
-        layer = "layers.0."
+        hidden, layer = self.hidden, "layers.0."
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         yield "fc.weight", (hidden, 2 * hidden)
         yield f"{layer}self_attn.q_proj.weight", (queries, hidden)
         yield f"{layer}self_attn.k_proj.weight", (keys, hidden)

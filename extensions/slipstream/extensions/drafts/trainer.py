@@ -8,18 +8,20 @@ weights. Waits for: the other ranks, in collectives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from slipstream.core.settings.config import Config
 from slipstream.extensions.drafts.layer import DraftLayer, draft_states
 from slipstream.learner.trainer.batches.training_sequence import MicroBatch, TrainingSequence
 from slipstream.learner.trainer.model.logprobs import vocab_parallel_logprobs
 from slipstream.learner.trainer.model.model import Part, unwrapped
 from slipstream.learner.trainer.model.policy import Policy
-from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.step import StepPart
 from slipstream.learner.trainer.step_cost import StageTimes
 from torch import Tensor
@@ -105,6 +107,7 @@ class DraftTraining(StepPart):
         The result is float64 [2, tokens of a draft].
         """
         layer, policy, depth = self._layer, self._policy, self._settings.tokens
+        tp_group = policy.ranks.tp_group
         sums = torch.zeros(2, depth, dtype=torch.float64)
         gradient = torch.zeros_like(layer.values)
         if windows:
@@ -128,7 +131,7 @@ class DraftTraining(StepPart):
                     if not len(rows):
                         continue
                     logprobs, _ = vocab_parallel_logprobs(
-                        _SummedOver.apply(each.flatten(0, 1), policy.ranks),  # type: ignore[no-untyped-call]
+                        copy_to_tensor_model_parallel_region(each.flatten(0, 1), tp_group),
                         policy.output_weight.detach(),
                         token_ids[:, 2:].flatten(),
                         rows,
@@ -138,38 +141,23 @@ class DraftTraining(StepPart):
                     total = total + LATER**place * loss
                     sums[0, place], sums[1, place] = loss.detach().double().cpu(), len(rows)
                 (gradient,) = torch.autograd.grad(total, layer.values)
+        if not policy.ranks.counts:
+            gradient.zero_()
+            sums.zero_()
         # Over all ranks, so that the sum is the same on each, whatever the order of its parts.
         counted = torch.cat([gradient, gradient.new_tensor([sums[1, 0]])])
-        dist.all_reduce(counted if policy.ranks.counts else counted.zero_())
+        dist.all_reduce(counted)
         mean = counted[:-1] / counted[-1].clamp(min=1.0)
         if not layer.update(mean, self._settings.learning_rate):
             self._num_refused += 1
-        every = sums if policy.ranks.counts else torch.zeros_like(sums)
-        return policy.ranks.sum(every)
+        return policy.ranks.sum(sums)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         """Returns the embeddings of tokens, of which each tensor parallel rank has some rows."""
         table = unwrapped(self._policy.chunks[0]).embedding.word_embeddings.weight.detach()
-        ranks = self._policy.ranks
-        own = token_ids - dist.get_rank(ranks.tp_group) * len(table)
+        tp_group = self._policy.ranks.tp_group
+        own = token_ids - dist.get_rank(tp_group) * len(table)
         is_here = (own >= 0) & (own < len(table))
         found = F.embedding(own.where(is_here, 0), table) * is_here[..., None]
-        if ranks.tp_size > 1:
-            dist.all_reduce(found, group=ranks.tp_group)
-        return found
-
-
-class _SummedOver(torch.autograd.Function):
-    """Returns its input; adds up the shares that tensor parallel ranks have of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, ranks: Ranks) -> Tensor:  # noqa: ANN401
-        ctx.ranks = ranks
-        return states.view_as(states)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        if ctx.ranks.tp_size > 1:
-            gradient = gradient.clone()
-            dist.all_reduce(gradient, group=ctx.ranks.tp_group)
-        return gradient, None
+        whole: Tensor = reduce_from_tensor_model_parallel_region(found, tp_group)
+        return whole
