@@ -63,7 +63,6 @@ async def test_an_agent_has_many_replies_where_the_settings_say_nothing(server) 
     (trajectory,) = await server.run("ToolAgent", max_turns=0)
     assert (trajectory.status, trajectory.num_turns) == (Status.COMPLETED, 5)
     (trajectory,) = await server.run("ToolAgent", max_turns=1)
-    assert trajectory.failure is not None
     assert "sampling.max_turns = 1" in trajectory.failure.message
 
 
@@ -85,10 +84,8 @@ async def test_rewards_of_no_reply_too_many_tokens_or_a_large_sum_fail_their_epi
     said = "reply_rewards names no reply of the episode: 'chatcmpl-nobody'"
     assert stranger.failure == Failure(FailureKind.ENVIRONMENT, said)
     (overpaid,) = await server.run("OverpaidAgent", max_attempts=1)
-    assert overpaid.failure is not None
     assert "rewards of an episode add up to 1.00002e+06, which must" in overpaid.failure.message
     (miscounting,) = await server.run("MiscountingAgent", max_attempts=1)
-    assert miscounting.failure is not None
     size = miscounting.num_sampled_tokens
     assert miscounting.failure.message.endswith(
         f"': token_rewards needs a number for each token of its reply: {size}, got 50"
@@ -108,14 +105,12 @@ async def test_an_agent_that_blocks_its_thread_is_served(server) -> None:
 
 async def test_an_agent_without_a_reply_of_the_model_has_failed(server) -> None:
     (trajectory,) = await server.run("SilentAgent")
-    assert trajectory.failure is not None
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT
     assert "without any reply of the model" in trajectory.failure.message
 
 
 async def test_an_agent_that_hangs_fails_after_its_limit(server) -> None:
     (failed,) = await server.run("HangingAgent", timeout_s=5.0)
-    assert failed.failure is not None
     assert failed.failure.kind is FailureKind.TIMEOUT
     assert "within 5 s, the environment's timeout_s" in failed.failure.message
     assert "example_agents.py" in failed.failure.message

@@ -70,7 +70,6 @@ def _full(kind: Descriptor, path: FieldPath, limit: int, *, is_empty: bool = Fal
     message, bound = new(kind), bound_of(field)
     inner = field.message_type
     if inner is not None and inner.GetOptions().map_entry:
-        assert bound is not None
         texts = inner.fields_by_name["value"].type in TEXTS
         size = min(bound.max_bytes, max(1, limit // bound.max_items - 16))
         for number in range(min(bound.max_items, limit // (size + 20))):

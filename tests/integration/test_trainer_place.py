@@ -80,7 +80,6 @@ async def first_trainer(config: Config) -> AsyncIterator[asyncio.subprocess.Proc
         stdout=asyncio.subprocess.PIPE,
     )
     try:
-        assert process.stdout is not None
         assert await process.stdout.readline() == b"registered\n"
         yield process
     finally:
@@ -105,8 +104,6 @@ async def test_a_trainer_that_does_not_move_loses_its_place_and_is_fenced_off(tm
         client = ControllerClient(config)
         await asyncio.to_thread(client.register, HELLO)
         first.send_signal(signal.SIGCONT)
-        assert first.stdin is not None
-        assert first.stdout is not None
         first.stdin.write(b"\n")
         assert b"another trainer has taken over" in await first.stdout.readline()
         client.close()

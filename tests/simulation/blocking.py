@@ -131,7 +131,6 @@ class _Started:
 
     def start(self) -> None:
         process = PROCESS.get()
-        assert process is not None
         self._task = process.start(run_blocking(self._target, *self._args))
 
     def is_alive(self) -> bool:

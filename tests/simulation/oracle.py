@@ -85,7 +85,6 @@ class _Judge:
         history, leased, over = RunHistory(), set[GroupId](), set[GroupId]()
         for number, fields_ in enumerate(read_records(self._folder / "journal"), 1):
             record = parsed(fields_)
-            assert record is not None
             history.add(record)
             match record:
                 case kinds.Lease():

@@ -156,7 +156,6 @@ class Store:
     def _check_unread(self, path: str) -> None:
         """A version stays while a server fetches it, unless the trainer was told to leave."""
         process, controller = PROCESS.get(), self._world.controller
-        assert process is not None
         if self._world.trainers[process.name].is_leaving or not hasattr(controller, "_parts"):
             return
         for part in controller._parts.all:

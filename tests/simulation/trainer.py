@@ -121,7 +121,6 @@ class SimulatedTrainer:
             elif isinstance(order, weights_pb2.PublishOrder):
                 self._publish(order)
             elif isinstance(order, pb.StoreOrder):
-                assert self._writer is not None
                 assert version_from_pb(order.version) == self.version
                 self._writer.store(order, PROBE)
             elif isinstance(order, pb.StopOrder):

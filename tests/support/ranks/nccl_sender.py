@@ -85,8 +85,6 @@ class NcclSender:
         self._process.wait()
 
     def _ask(self, **command: object) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())

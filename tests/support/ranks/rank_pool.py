@@ -127,7 +127,6 @@ class RankPool:
         if self._process is None:
             self._process = _start()
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         assert answer, "the process that forks the ranks has died"
@@ -345,8 +344,6 @@ def _run_rank(request: dict) -> None:
     _refuse_what_nccl_refuses()
     path = Path(request["program"])
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)

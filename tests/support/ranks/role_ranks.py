@@ -148,7 +148,6 @@ def roles(folder: Path, job: str) -> None:
     policy = opened(config)
     own = Roles(config, policy)
     reference, critic = own.reference, own.critic
-    assert reference is not None
     assert critic is not None
 
     first = batches(config)[0]
@@ -217,7 +216,6 @@ def refresh(folder: Path, model: str, other: str) -> None:
     with torch.no_grad():
         for place, weight in enumerate(ours.values()):
             weight.add_(0.5 + 0.01 * place)
-    assert own.reference is not None
     own.reference.refresh(policy)
     (reference,) = own.stored_models()
     theirs = dict(unwrapped(reference.chunks[0]).named_parameters())
@@ -248,7 +246,6 @@ def load(folder: Path, saved: str, layout: str) -> None:
     """Goes on in another layout from what `save` saved."""
     run = _Run(config_of_run(layout, folder, saved))
     manifest = run.checkpointer.load_newest()
-    assert manifest is not None
     found = run.last_step() | {"models": manifest.models}
     torch.save(found, folder / f"load:{saved}:{layout}-{run.policy.ranks.rank}.pt")
     run.policy.ranks.close()
@@ -259,8 +256,6 @@ def start(folder: Path, saved: str, layout: str) -> None:
     path = folder / "runs" / saved / "checkpoints" / "step-000002"
     run = _Run(config_of_run(layout, folder, "new", load=str(path)))
     reference, critic = run.roles.reference, run.roles.critic
-    assert reference is not None
-    assert critic is not None
     first = batches(run.config)[0]
     found = {
         "reference": _joined(_sampled(reference.logprobs(first))),
@@ -292,7 +287,6 @@ class _Run:
         """What the third step does, and what the critic says after it."""
         last = batches(self.config)[2]
         metrics = self.step.run(last).metrics
-        assert self.roles.critic is not None
         return {
             "metrics": {name: metrics[name] for name in STEP_METRICS},
             "values": _joined(self.roles.critic.values(last)),

@@ -177,7 +177,6 @@ class PlainPolicy:
         if self.reference is not None:
             known = self.reference._predictions(one)
             one.reference = known.gather(1, one.targets[:, None])[:, 0]
-            assert self.config.reference is not None
             one.likely, one.likely_ids = known.topk(self.config.reference.top_k or 1)
 
     def _gradients(self, members: Sequence[Conversation]) -> tuple[float, float]:

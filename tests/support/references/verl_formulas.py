@@ -55,8 +55,6 @@ def rollout_correction() -> ModuleType:
 @cache
 def _enter() -> None:
     spec = importlib.util.find_spec("verl")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
     root = Path(spec.submodule_search_locations[0])
     for name in SHELLS:
         shell = ModuleType(name)

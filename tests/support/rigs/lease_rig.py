@@ -77,7 +77,6 @@ def ledger_of(
             return ledger._settled
 
         def append(self, record: Record) -> None:
-            assert records is not None
             records.append(json.loads(json.dumps(fields_of(record))))
 
     there: list[Any] = [SimpleNamespace(num_sampled_tokens=tokens) for tokens in held]

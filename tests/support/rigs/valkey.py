@@ -71,7 +71,6 @@ class EmbeddedServer(AsyncClosing):
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
         return self._process.pid
 
     async def start(self) -> None:
@@ -113,7 +112,6 @@ class EmbeddedServer(AsyncClosing):
             ) from None
 
     async def wait(self) -> int:
-        assert self._process is not None
         return await self._process.wait()
 
     async def aclose(self) -> None:

@@ -111,13 +111,11 @@ def test_a_build_of_torch_that_does_not_fit_the_machine_is_told(monkeypatch) -> 
     assert told("2.13.0+cpu", ()) is None
     assert told("2.13.0+cu130", GPUS) is None
     beside = told("2.13.0+cpu", GPUS[:2])
-    assert beside is not None
     assert beside.verdict is Verdict.ADVICE
     here = "is a build for CPUs, and this machine has 2 x NVIDIA H200 with 140 GiB"
     assert beside.seen == f"torch 2.13.0+cpu {here}"
     assert "docs/guides/gpus.md" in beside.remedy
     gone = told("2.13.0+cu130", ())
-    assert gone is not None
     assert gone.verdict is Verdict.PROBLEM
     assert gone.seen.endswith("is a build for GPUs, and the driver shows none")
 

@@ -111,7 +111,6 @@ async def test_a_worker_does_not_outlive_the_process_that_started_it(tmp_path: P
             env={**os.environ, "SLIPSTREAM_TOKEN": "t" * 32},
             stdout=asyncio.subprocess.PIPE,
         )
-        assert process.stdout is not None
         worker_pid = int(await process.stdout.readline())
         await server.attached()
         handle = os.pidfd_open(worker_pid)

@@ -250,7 +250,6 @@ async def test_a_starter_that_was_killed_is_followed_by_another(backend: str) ->
     box = Sandbox(LIMITS, backend=backend)
     assert (await box.run("print(1)")).stdout == b"1\n"
     starter = sandbox._STARTER._process
-    assert starter is not None
     starter.kill()
     starter.wait()
     assert (await box.run("print(2)")).stdout == b"2\n"
@@ -288,7 +287,6 @@ async def test_a_starter_that_stands_still_is_followed_by_another(backend: str) 
     box = Sandbox(LIMITS, backend=backend)
     await box.run("print(1)")
     starter = sandbox._STARTER._process
-    assert starter is not None
     sandbox._STARTER._asks.settimeout(0.1)
     starter.send_signal(signal.SIGSTOP)
     assert (await box.run("print(2)")).stdout == b"2\n"
@@ -299,7 +297,6 @@ async def test_a_start_without_descriptors_fails_and_ends_no_other_program(backe
     box = Sandbox(LIMITS, backend=backend)
     async with box.start("print(input())") as started:
         starter = sandbox._STARTER._process
-        assert starter is not None
         before = resource.prlimit(starter.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(starter.pid, resource.RLIMIT_NOFILE, (5, before[1]))
         with pytest.raises(OSError, match="Too many open files"):

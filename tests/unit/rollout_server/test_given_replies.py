@@ -73,7 +73,6 @@ class HalfGiven(Environment[int]):
 async def test_an_episode_of_given_and_sampled_replies_fails(server) -> None:
     server.fleet.serve(HalfGiven())
     (trajectory,) = await server.played(max_attempts=1)
-    assert trajectory.failure is not None
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT
     assert trajectory.failure.message == "an environment gives all replies of an episode, or none"
 
@@ -86,7 +85,6 @@ async def test_a_reply_that_is_no_text_is_refused(server, reply: object, shown: 
 
     server.fleet.serve(Wrong())
     (trajectory,) = await server.played(max_attempts=1)
-    assert trajectory.failure is not None
     assert trajectory.failure.message.endswith(
         f"the reply of reset() must be None or a text that is not empty, got {shown}"
     )

@@ -64,7 +64,6 @@ def test_a_penalty_brings_the_default_reference_the_start_folder_in_the_policys_
     learner: Table = {"world_size": 2, "parallel": {"tp": 2}}
     config = config_with(KL, learner=learner)
     settings = reference_config(config)
-    assert settings is not None
     assert settings.model == config.model
     assert settings.learner == config.learner
 
@@ -74,7 +73,6 @@ def test_a_reference_has_its_own_folder_and_layout() -> None:
     reference: Table = {"path": "old", "parallel": {"pp": 2}}
     config = config_with(KL, learner=learner, reference=reference)
     settings = reference_config(config)
-    assert settings is not None
     assert settings.model.path == Path("old")
     assert (settings.learner.parallel.pp, settings.learner.parallel.tp) == (2, 1)
     assert settings.learner.transformer == {"a": 1}
@@ -85,7 +83,6 @@ def test_a_critic_has_a_rate_of_its_own_and_else_the_learners_settings() -> None
     learner: Table = {"world_size": 2, "weight_decay": 0.5, "optimizer": {"a": 1}, "ddp": {"b": 1}}
     config = config_with(GAE, learner=learner, critic={"learning_rate": 0.25})
     settings = critic_config(config)
-    assert settings is not None
     assert settings.algorithm.learning_rate == 0.25
     assert settings.learner == config.learner
     assert critic_config(config_with({})) is None
@@ -101,7 +98,6 @@ def test_layers_of_the_policys_stages_are_not_assigned_to_other_stages_of_a_role
     ):
         role = {} if own is None else {"parallel": own}
         settings = reference_config(config_with(KL, learner=learner, reference=role))
-        assert settings is not None
         assert list(settings.learner.transformer) == kept
 
 

@@ -141,7 +141,6 @@ def test_the_next_start_removes_what_a_killed_process_left_and_nothing_in_use(mo
     temporary.chmod(mode)
     command = [sys.executable, "-c", OWNER, str(temporary)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
-        assert owner.stdout is not None
         assert owner.stdout.readline() == b"made\n"
         own = OwnedFolder("sockets")
         remove_abandoned()

@@ -164,7 +164,6 @@ def started(program: str, folder: Path, *, until: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == f"{until}\n"
     return process
 

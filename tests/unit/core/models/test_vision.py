@@ -92,7 +92,6 @@ def test_bytes_that_are_no_image_are_refused(folder: Path) -> None:
 
 def test_a_token_of_the_template_becomes_those_of_its_image(folder: Path) -> None:
     tokens = image_tokens(folder)
-    assert tokens is not None
     found, placed = tokens.expanded([1, IMAGE, 7, IMAGE, 2], [RED, png(112, 56)])
     assert found == [1, *[IMAGE] * 4, 7, *[IMAGE] * 8, 2]
     assert [place.offset for place in placed] == [1, 6]

@@ -48,7 +48,6 @@ def test_each_trained_token_is_predicted_once_as_in_its_sequence() -> None:
 
 def test_each_token_sees_the_tokens_before_it_in_its_sequence() -> None:
     found = packed()
-    assert found.paths is not None
     bounds, keys = found.cu_seqlens.tolist(), found.paths.cu_seqlens.tolist()
     for number in range(len(bounds) - 1):
         places = found.paths.key_places[keys[number] : keys[number + 1]]
@@ -61,7 +60,6 @@ def test_each_token_sees_the_tokens_before_it_in_its_sequence() -> None:
 
 def test_the_copies_of_each_token_are_known() -> None:
     paths = packed().paths
-    assert paths is not None
     bounds = paths.copy_bounds.tolist()
     for token in range(len(bounds) - 1):
         copies = paths.copies[bounds[token] : bounds[token + 1]]
@@ -70,7 +68,6 @@ def test_the_copies_of_each_token_are_known() -> None:
 
 def test_filler_sees_itself_and_belongs_to_no_sequence() -> None:
     found = packed(multiple=16)
-    assert found.paths is not None
     assert len(found.token_ids) == 16
     assert found.sequence_ids[-3:].tolist() == [3, 3, 3]
     assert not found.loss_mask[-3:].any()

@@ -86,7 +86,6 @@ class Trainer:
                 )
                 assert writer.is_idle
                 writer.store(order, PROBE)
-                assert writer._thread is not None
                 writer._thread.join()
                 ranks.gather_bytes(b"")
             if close:
@@ -276,12 +275,10 @@ def test_no_rank_waits_for_one_that_still_writes_a_version_that_was_given_up(tmp
         writer.store(trainer_pb2.StoreOrder(folder="run/1"), PROBE)
         if ranks.is_main:
             trainer.note(stream)
-            assert writer._thread is not None
             writer._thread.join(LIMIT_S)
         ranks.gather_bytes(b"")
         writer.store(trainer_pb2.StoreOrder(folder="run/2"), PROBE)
         assert not written.is_set()
-        assert writer._thread is not None
         writer._thread.join()
 
     try:
@@ -362,7 +359,6 @@ def test_a_trainer_that_leaves_a_run_that_goes_on_leaves_its_version(tmp_path: P
     def on_rank(ranks: ThreadRanks) -> None:
         _, writer = trainer.opened(ranks)
         writer.store(trainer_pb2.StoreOrder(folder="run/1"), PROBE)
-        assert writer._thread is not None
         writer._thread.join()
         ranks.gather_bytes(b"")
         writer.close(keep=True)

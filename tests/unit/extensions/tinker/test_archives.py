@@ -103,7 +103,6 @@ async def test_files_of_a_checkpoint_have_secret_addresses(config: Config) -> No
     assert list(urls) == ["sub/weights"]
     path = urls["sub/weights"].removeprefix(f"{ADDRESS}/")
     file = served.file(path)
-    assert file is not None
     assert file.read_bytes() == b"w"
     assert (await asked(served, files_of("x")))["urls"] == urls
     secret = path.split("/")[1]

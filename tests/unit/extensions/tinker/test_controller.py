@@ -152,7 +152,6 @@ class Loop:
 
     def made(self, batch: FormedBatch, **metrics: float) -> str:
         """Journals and reports the step of a batch; returns its id."""
-        assert batch.given is not None
         report = trainer_pb2.StepReport(step=batch.step, batch_id=batch.batch_id, metrics=metrics)
         report.version.step = batch.version
         self.former.training = batch
@@ -281,7 +280,6 @@ async def test_a_long_loop_keeps_neither_sequences_nor_results_in_memory(tmp_pat
             loop.computes(name, logprobs=[data])
         await loop.write_results()
         batch = loop.formed()
-        assert batch.given is not None
         assert [one.sequences[0].token_ids for one in batch.given.passes] == [data]
         loop.made(batch)
         await loop.write_results()
@@ -314,7 +312,6 @@ async def test_models_are_taken_over_whatever_the_order_in_which_operations_came
     with opened(tmp_path, lora=TWO) as loop:
         await loop.give(of("step3", 3))
         given = loop.formed().given
-        assert given is not None
         assert (given.id, given.message.adapter.name) == ("step3", "b")
 
 

@@ -37,7 +37,6 @@ async def publish(scene: Scene, servers: list[ServerSession]) -> None:
     for server in servers:
         scene.say(question, READY, server)
     order = await preparing
-    assert order is not None
     if not order.begun:
         assert publisher.start(scene.start_of(order))
     finishing = scene.finish(order.publish_id)

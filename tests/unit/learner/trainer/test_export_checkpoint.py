@@ -60,8 +60,6 @@ def test_layouts_of_reference_and_critic_do_not_keep_one_rank_from_exporting() -
         critic={"learning_rate": 1e-3, "parallel": {"tp": 2}},
     )
     alone = on_one_rank(before, Path("step-000001"))
-    assert alone.reference is not None
-    assert alone.critic is not None
     assert alone.reference.parallel is alone.critic.parallel is None
 
 

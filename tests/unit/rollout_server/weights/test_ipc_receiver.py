@@ -101,7 +101,6 @@ def test_buffers_are_not_left_behind_when_nobody_comes() -> None:
     with pytest.raises(WeightSyncError, match=r"receivers 1 of nobody did not join within"):
         sender.connect(where, 0)
     assert sender.communicator_id is None
-    assert sender._shared is not None
     assert not any(Path("/dev/shm", name).exists() for name in sender._shared.handles)
 
 

@@ -55,7 +55,6 @@ async def order_without(scene: Scene, late: ServerSession) -> str:
     question = (await next_order(late)).prepare.publish_id
     scene.say((await next_order(scene.session)).prepare.publish_id, READY, scene.session)
     order = await preparing
-    assert order is not None
     assert [receiver.server_id for receiver in order.receivers] == ["a"]
     return question
 
@@ -79,7 +78,6 @@ async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_i
         await changed
         assert late in scene.publisher.due()
         order = await scene.publisher.prepare(scene.trainer)
-        assert order is not None
         assert [receiver.server_id for receiver in order.receivers] == ["b"]
         scene.publisher.trainer_lost()
 
@@ -128,7 +126,6 @@ async def sent_to_both(scene, other):
     for session in (scene.session, other):
         scene.say((await next_order(session)).prepare.publish_id, READY, session)
     order = await preparing
-    assert order is not None
     scene.trainer.communicator_id = order.communicator.communicator_id
     assert scene.publisher.start(scene.start_of(order))
     return order.publish_id, await scene.served(order)
@@ -157,7 +154,6 @@ async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_h
         for session in (scene.session, late):
             scene.say((await next_order(session)).prepare.publish_id, READY, session)
         order = await preparing
-        assert order is not None
         assert not order.new_communicator
         assert order.begun
         scene.publisher.trainer_lost()
@@ -335,7 +331,6 @@ def run() -> Run:
 async def test_a_server_is_told_to_load_when_it_has_fetched(run: Run) -> None:
     async with far_away(run) as scene:
         order = scene.ask()
-        assert order is not None
         assert order.folder.startswith(run.progress.run_id + "/")
         scene.written(order)
         question = await scene.asked(scene.far)
@@ -359,13 +354,11 @@ async def test_the_trainer_writes_nothing_without_a_server_that_reads_there(run:
 async def test_one_version_is_written_at_a_time_and_once(run: Run) -> None:
     async with far_away(run) as scene:
         order = scene.ask()
-        assert order is not None
         assert scene.ask(can_store=False) is None
         scene.written(order)
         assert scene.ask() is None
         scene.scene.make_version(1)
         again = scene.ask()
-        assert again is not None
         assert again.folder != order.folder
 
 
@@ -433,7 +426,6 @@ async def test_a_report_of_another_order_changes_nothing(run: Run) -> None:
         assert order is not None
         # Another trainer has come, and is told to write anew.
         again = scene.ask()
-        assert again is not None
         assert scene.written(order) == []
         assert scene.written(again) == [f"{again.folder}/manifest"]
 

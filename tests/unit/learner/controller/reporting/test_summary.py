@@ -147,7 +147,6 @@ async def test_the_tokenizer_is_read_for_several_turns_only(model: Path) -> None
     assert await open_token_texts(with_turns(model, 1), events) is None
     for max_turns in (0, 2):
         texts = await open_token_texts(with_turns(model, max_turns), events)
-    assert texts is not None
     assert texts(np.asarray([2, 1], np.uint32)) == "a </s>"
     assert not list(events.kept())
 

@@ -260,7 +260,6 @@ async def test_steps_that_a_client_orders_are_set_aside_again_and_again(tmp_path
             former = BatchFormer(books_of(run_of(), journal=journal), tasks)
             for attempt in range(3):
                 batch = await former.form(order)
-                assert batch is not None
                 fault = trainer_pb2.DataFault(step=0, batch_id=batch.batch_id)
                 found = former.set_aside(fault, "the loss is nan", most_in_a_row=1)
                 assert found is not None
@@ -288,7 +287,6 @@ def test_groups_that_are_put_back_keep_the_invariant(per_step: int, max_stalenes
         for group in book.training_groups():
             group.finished = dict(make_group(0).finished)
         taken = book.take_batch()
-        assert taken is not None
         # Others are leased while the trainer has the batch.
         lease_all(book, served_step=0)
         book.put_back(0, taken[:num_back], {})

@@ -159,11 +159,8 @@ def test_estimates_of_other_models_are_cut_into_branches() -> None:
     settings = config(advantage="gae", advantage_args={"lam": 1, "normalize": False})
     first, second = training_sequences(one, settings, [ModelEstimates(said(values), values)])
     for known in (first.values, first.reference_logprobs):
-        assert known is not None
         assert known.tolist() == [0, 1, 2, 3, 0]
-    assert second.values is not None
     assert second.values.tolist() == [0, 4, 5, 0]
-    assert second.returns is not None
     assert second.returns[1:3].tolist() == [1.0, 1.0]
 
 

@@ -143,8 +143,6 @@ def test_likely_tokens_of_a_reference_stand_where_the_sampled_token_is_predicted
     sequences = TrainingSequence.of_trajectories(batch.trajectories, known, step=0)
     order = range(len(sequences))
     found = build_micro_batch(sequences, list(order), multiple=100, sequence_multiple=4)
-    assert found.top_ids is not None
-    assert found.top_logprobs is not None
     assert found.top_ids.shape == found.top_logprobs.shape == (len(found.token_ids), 2)
     mask = found.loss_mask
     expected = np.concatenate([one.top_ids for one in known])

@@ -55,7 +55,6 @@ def test_images_of_a_micro_batch_lie_where_their_tokens_are(processor: ImageProc
         [plain, trajectory, trajectory], [estimates] * 3, step=0, processor=processor
     )
     batch = build_micro_batch(sequences, [1, 0, 2], multiple=8)
-    assert batch.images is not None
     rows = np.full(40, -1)
     rows[3:7], rows[27:31] = np.arange(4), np.arange(4, 8)
     assert batch.images.rows.tolist() == rows.tolist()
