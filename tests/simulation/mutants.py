@@ -42,35 +42,37 @@ class Change:
     new: str
 
 
-MUTANTS: dict[str, tuple[Change, ...]] = {
-    "acknowledge a batch before the journal has it": (
-        Change(
-            f"{BATCHES}._write",
-            "ahead, self._ahead = self._ahead, None",
-            "ahead, self._ahead = self._ahead, None\n"
-            "    await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)",
-        ),
+NO_COMPARISON = (
+    Change(f"{ORDERS}._commit", "list(order.bucket_digests) != publish.digests", "False"),
+    Change(
+        f"{CONTROLLER}.publishing.publish:Receiver.problem",
+        "list(self.loaded.result().bucket_digests) == list(digests)",
+        "True",
     ),
-    "acknowledge ends before the journal has them": (
-        Change(
-            f"{CONTROLLER}.records.ledger:Endings.flush",
-            "await self._journal.durable()",
-            "self._journal.durable()",
-        ),
+)
+MUTANTS: dict[str, Change | tuple[Change, ...]] = {
+    "acknowledge a batch before the journal has it": Change(
+        f"{BATCHES}._write",
+        "ahead, self._ahead = self._ahead, None",
+        "ahead, self._ahead = self._ahead, None\n"
+        "    await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)",
     ),
-    "a later log does not make the earlier ones durable": (
-        Change(
-            f"{CONTROLLER}.records.journal:Journal.__init__", "os.fsync(earlier.fileno())", "pass"
-        ),
+    "acknowledge ends before the journal has them": Change(
+        f"{CONTROLLER}.records.ledger:Endings.flush",
+        "await self._journal.durable()",
+        "self._journal.durable()",
     ),
-    "the name of a batch's file is not durable": (
-        Change(f"{CONTROLLER}.records.journal:_write_durably", "sync_folder(path.parent)", "pass"),
+    "a later log does not make the earlier ones durable": Change(
+        f"{CONTROLLER}.records.journal:Journal.__init__", "os.fsync(earlier.fileno())", "pass"
     ),
-    "a batch's file is not durable": (
-        Change(f"{CONTROLLER}.records.journal:_write_durably", "os.fsync(file.fileno())", "pass"),
+    "the name of a batch's file is not durable": Change(
+        f"{CONTROLLER}.records.journal:_write_durably", "sync_folder(path.parent)", "pass"
     ),
-    "no epoch fence for trainers": (
-        Change(f"{SERVICE}:TrainerPlace.check", "epoch_of(context) != str(self.epoch)", "False"),
+    "a batch's file is not durable": Change(
+        f"{CONTROLLER}.records.journal:_write_durably", "os.fsync(file.fileno())", "pass"
+    ),
+    "no epoch fence for trainers": Change(
+        f"{SERVICE}:TrainerPlace.check", "epoch_of(context) != str(self.epoch)", "False"
     ),
     "no epoch fence for servers": (
         Change(
@@ -84,8 +86,8 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
             "False",
         ),
     ),
-    "no timelines: other weights keep the name of a version": (
-        Change(f"{BATCHES}.identify", "return version_of(", "return version or version_of("),
+    "no timelines: other weights keep the name of a version": Change(
+        f"{BATCHES}.identify", "return version_of(", "return version or version_of("
     ),
     "serve after a failed load": (
         Change(
@@ -94,21 +96,9 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
             "from slipstream.rollout_server.engine_interface import LoadedWeights\n"
             "        loaded = LoadedWeights(())",
         ),
-        Change(f"{ORDERS}._commit", "list(order.bucket_digests) != publish.digests", "False"),
-        Change(
-            f"{CONTROLLER}.publishing.publish:Receiver.problem",
-            "list(self.loaded.result().bucket_digests) == list(digests)",
-            "True",
-        ),
+        *NO_COMPARISON,
     ),
-    "digests of loaded buckets are not compared": (
-        Change(f"{ORDERS}._commit", "list(order.bucket_digests) != publish.digests", "False"),
-        Change(
-            f"{CONTROLLER}.publishing.publish:Receiver.problem",
-            "list(self.loaded.result().bucket_digests) == list(digests)",
-            "True",
-        ),
-    ),
+    "digests of loaded buckets are not compared": NO_COMPARISON,
     "no check at batching": (
         Change(
             f"{CONTROLLER}.leasing.leases:LeaseBook.take_batch",
@@ -121,133 +111,107 @@ MUTANTS: dict[str, tuple[Change, ...]] = {
             "if len(chosen) < self.groups_per_step:",
         ),
     ),
-    "no check at leasing": (
-        Change(
-            f"{CONTROLLER}.leasing.leases:LeaseBook.may_lease",
-            "return staleness.may_lease(",
-            "return True or staleness.may_lease(",
-        ),
+    "no check at leasing": Change(
+        f"{CONTROLLER}.leasing.leases:LeaseBook.may_lease",
+        "return staleness.may_lease(",
+        "return True or staleness.may_lease(",
     ),
-    "a lease leaves before its record is durable": (
-        Change(f"{CONTROLLER}.leasing.scheduler:Scheduler.lease_all", ", after=durable)", ")"),
+    "a lease leaves before its record is durable": Change(
+        f"{CONTROLLER}.leasing.scheduler:Scheduler.lease_all", ", after=durable)", ")"
     ),
-    "a lease of an evaluation leaves before its record is durable": (
-        Change(
-            f"{CONTROLLER}.leasing.scheduler:Scheduler.send_evaluation", ", after=durable)", ")"
-        ),
+    "a lease of an evaluation leaves before its record is durable": Change(
+        f"{CONTROLLER}.leasing.scheduler:Scheduler.send_evaluation", ", after=durable)", ")"
     ),
-    "an episode has the reward of its last turn": (
-        Change(
-            "slipstream.rollout_server.episodes.environment_talk:EnvironmentTalk._turn",
-            "recording.reward += whole_reward(verdict)",
-            "recording.reward = whole_reward(verdict)",
-        ),
+    "an episode has the reward of its last turn": Change(
+        "slipstream.rollout_server.episodes.environment_talk:EnvironmentTalk._turn",
+        "recording.reward += whole_reward(verdict)",
+        "recording.reward = whole_reward(verdict)",
     ),
-    "a client that comes again is refused": (
-        Change(
-            f"{CONTROLLER}.services.environment_service:EnvironmentServicer._client_left",
-            "entry.state = pb.ENVIRONMENT_STATE_SUSPENDED",
-            "pass",
-        ),
+    "a client that comes again is refused": Change(
+        f"{CONTROLLER}.services.environment_service:EnvironmentServicer._client_left",
+        "entry.state = pb.ENVIRONMENT_STATE_SUSPENDED",
+        "pass",
     ),
-    "a step is answered before its record is durable": (
-        Change(f"{SERVICE}:TrainerServicer.ReportStep", "await self._former.durable()", "pass"),
+    "a step is answered before its record is durable": Change(
+        f"{SERVICE}:TrainerServicer.ReportStep", "await self._former.durable()", "pass"
     ),
-    "a trainer that starts again gets a new batch": (
-        Change(
-            f"{BATCHES}.recorded",
-            "if self.training is None or self.training.step != step:",
-            "if (found := await self.form()) is not None:\n        return found\n"
-            "    if self.training is None or self.training.step != step:",
-        ),
+    "a trainer that starts again gets a new batch": Change(
+        f"{BATCHES}.recorded",
+        "if self.training is None or self.training.step != step:",
+        "if (found := await self.form()) is not None:\n        return found\n"
+        "    if self.training is None or self.training.step != step:",
     ),
-    "trained trajectories are forgotten at a restart": (
-        Change(
-            f"{CONTROLLER}.trajectories.inspection:EarlierIds.holds",
-            "return trajectory_id in self._newest[1]",
-            "return False",
-        ),
+    "trained trajectories are forgotten at a restart": Change(
+        f"{CONTROLLER}.trajectories.inspection:EarlierIds.holds",
+        "return trajectory_id in self._newest[1]",
+        "return False",
     ),
     # Rare: seed 746 is the first.
-    "a group withdrawn at a restart loses what a batch put back": (
-        Change(
-            f"{CONTROLLER}.trajectories.intake:Intake.withdraw",
-            "self._cancel_members(group, cause)",
-            "pass",
-        ),
+    "a group withdrawn at a restart loses what a batch put back": Change(
+        f"{CONTROLLER}.trajectories.intake:Intake.withdraw",
+        "self._cancel_members(group, cause)",
+        "pass",
     ),
-    "the ledger forgets earlier starts": (
-        Change(
-            f"{CONTROLLER}.records.ledger:TokenLedger.restore", "self._ends += history.ends", "pass"
-        ),
+    "the ledger forgets earlier starts": Change(
+        f"{CONTROLLER}.records.ledger:TokenLedger.restore", "self._ends += history.ends", "pass"
     ),
-    "a lost server keeps its leases": (
-        Change(f"{CONTROLLER}.leasing.leases:LeaseBook.orphan", "group.holder = None", "pass"),
+    "a lost server keeps its leases": Change(
+        f"{CONTROLLER}.leasing.leases:LeaseBook.orphan", "group.holder = None", "pass"
     ),
-    "a restart forgets open groups": (
-        Change(
-            f"{CONTROLLER}.leasing.leases:LeaseBook.restore",
-            "self._keep(reopened(open_group, self.group_size, self._attempts_per_lease))",
-            "pass",
-        ),
+    "a restart forgets open groups": Change(
+        f"{CONTROLLER}.leasing.leases:LeaseBook.restore",
+        "self._keep(reopened(open_group, self.group_size, self._attempts_per_lease))",
+        "pass",
     ),
     "episodes run while new weights are judged are delivered as good": (
         Change(f"{ORDERS}._reject", "settle(passed=False)", "settle(passed=True)"),
         Change(f"{ORDERS}._reject", "await self._dispatcher.cancel_all()", "pass"),
     ),
-    "a trainer does not call a lost controller again": (
-        Change(f"{CLIENT}._retried", "_code(error) is grpc.StatusCode.UNAVAILABLE", "False"),
+    "a trainer does not call a lost controller again": Change(
+        f"{CLIENT}._retried", "_code(error) is grpc.StatusCode.UNAVAILABLE", "False"
     ),
-    "a trainer does not wait for its place": (
-        Change(f"{CLIENT}._enter", "has_reason(error, Reason.PLACE_TAKEN)", "False"),
+    "a trainer does not wait for its place": Change(
+        f"{CLIENT}._enter", "has_reason(error, Reason.PLACE_TAKEN)", "False"
     ),
-    "a trainer does not register again": (
-        Change(f"{CLIENT}._keep_place", "self._enter_again()", "pass"),
+    "a trainer does not register again": Change(
+        f"{CLIENT}._keep_place", "self._enter_again()", "pass"
     ),
-    "a call that began before a new registration is not repeated": (
-        Change(f"{CLIENT}._retried", "if has_entered:", "if False:"),
+    "a call that began before a new registration is not repeated": Change(
+        f"{CLIENT}._retried", "if has_entered:", "if False:"
     ),
-    "a trainer registers again with its first version": (
-        Change(f"{CLIENT}.report_step", "if self._hello is not None:", "if False:"),
+    "a trainer registers again with its first version": Change(
+        f"{CLIENT}.report_step", "if self._hello is not None:", "if False:"
     ),
-    "a trainer registers again with its first weights": (
-        Change(f"{CLIENT}.report_step", "self._hello.weight_digest = report.weight_digest", "pass"),
+    "a trainer registers again with its first weights": Change(
+        f"{CLIENT}.report_step", "self._hello.weight_digest = report.weight_digest", "pass"
     ),
-    "a registration again does not change the epoch of calls": (
-        Change(f"{CLIENT}._enter", "self._epoch = (", "self._epoch = self._epoch or ("),
+    "a registration again does not change the epoch of calls": Change(
+        f"{CLIENT}._enter", "self._epoch = (", "self._epoch = self._epoch or ("
     ),
-    "a version is announced before its manifest lies in storage": (
-        Change(
-            f"{WRITER}._write",
-            "self._storage.write(key, memoryview(data), until)",
-            "threading.Thread(self._storage.write, (key, memoryview(data), until)).start()",
-        ),
+    "a version is announced before its manifest lies in storage": Change(
+        f"{WRITER}._write",
+        "self._storage.write(key, memoryview(data), until)",
+        "threading.Thread(self._storage.write, (key, memoryview(data), until)).start()",
     ),
-    "a manifest names objects that storage did not take": (
-        Change(
-            "slipstream.extensions.stored_weights.trainer:RankObjects._put",
-            "self._storage.write(key, data, until)",
-            "with __import__('contextlib').suppress(Exception):\n"
-            "        self._storage.write(key, data, until)",
-        ),
+    "a manifest names objects that storage did not take": Change(
+        "slipstream.extensions.stored_weights.trainer:RankObjects._put",
+        "self._storage.write(key, data, until)",
+        "with __import__('contextlib').suppress(Exception):\n"
+        "        self._storage.write(key, data, until)",
     ),
-    "a version is removed while a server fetches it": (
-        Change(
-            "slipstream.extensions.stored_weights.controller:StoredPublisher.stored",
-            "{each.stored.key for each in self._fetches.values()}",
-            "set()",
-        ),
+    "a version is removed while a server fetches it": Change(
+        "slipstream.extensions.stored_weights.controller:StoredPublisher.stored",
+        "{each.stored.key for each in self._fetches.values()}",
+        "set()",
     ),
     "digests of fetched weights are not compared": (
         Change(f"{FETCHED}._read", "object_digest(data) != digest", "False"),
         Change(f"{FETCHED}._apply", "digest != link.bucket_digests[place]", "False"),
     ),
-    "what is delivered under another run is dropped": (
-        Change(
-            f"{CONTROLLER}.trajectories.inspection:Inspector.take",
-            'self.refuse(delivery, f"it is of run {trajectory.run_id}")',
-            "self._endings.acknowledge(delivery.trajectory_id)",
-        ),
+    "what is delivered under another run is dropped": Change(
+        f"{CONTROLLER}.trajectories.inspection:Inspector.take",
+        'self.refuse(delivery, f"it is of run {trajectory.run_id}")',
+        "self._endings.acknowledge(delivery.trajectory_id)",
     ),
 }
 # Each must be caught in continuous integration, which plays this seed before all others: it was the
@@ -270,7 +234,8 @@ NAMED = {
 def mutated(name: str) -> Iterator[None]:
     """Lets the product have this mutant."""
     with contextlib.ExitStack() as stack:
-        for change in MUTANTS[name]:
+        changes = MUTANTS[name]
+        for change in (changes,) if isinstance(changes, Change) else changes:
             stack.enter_context(_changed(change))
         yield
 
@@ -290,7 +255,6 @@ def _changed(change: Change) -> Iterator[None]:
         file.write(source)
         file.flush()
         code = SourceFileLoader(module_name, file.name).get_code(module_name)
-    assert code is not None
     [function] = [each for each in code.co_consts if isinstance(each, CodeType)]
     after: Any = FunctionType(function, module.__dict__, attribute, before.__defaults__)
     after.__kwdefaults__, after.mutated_source = before.__kwdefaults__, source
