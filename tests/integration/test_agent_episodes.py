@@ -77,9 +77,7 @@ async def test_rewards_of_replies_stand_at_their_tokens_whatever_api_gave_them(s
     assert np.flatnonzero(trajectory.token_rewards).tolist() == ends
 
 
-async def test_rewards_of_no_reply_too_many_tokens_or_a_large_sum_fail_their_episode(
-    server,
-) -> None:
+async def test_rewards_of_no_reply_too_many_tokens_or_a_large_sum_fail_their_episode(server):
     (stranger,) = await server.run("StrangerAgent", max_attempts=1)
     said = "reply_rewards names no reply of the episode: 'chatcmpl-nobody'"
     assert stranger.failure == Failure(FailureKind.ENVIRONMENT, said)

@@ -184,7 +184,6 @@ async def test_a_run_without_an_environment_says_at_its_start_how_it_gets_one(tm
     config = make_config(tmp_path, run__steps=1).model_copy(update={"environments": ()})
 
     async def submit(controller, tasks):
-        del controller, tasks
         async with Client(config.controller.address) as client:
             await client.submit("m:E", name="e")
 

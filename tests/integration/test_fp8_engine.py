@@ -10,9 +10,7 @@ pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize("cache", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
-def test_an_engine_in_fp8_takes_weights_and_stays_near_the_learner(
-    tmp_path: Path, cache: str
-) -> None:
+def test_an_engine_in_fp8_takes_weights_and_stays_near_the_learner(tmp_path, cache) -> None:
     report = run_rig(
         tmp_path, *("--quantization", "fp8_per_channel", "--kv-cache-dtype", cache), limit_s=300
     )

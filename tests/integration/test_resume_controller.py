@@ -46,7 +46,6 @@ class Crashes:
         self.found = []
 
     async def watch(self, controller, tasks) -> None:
-        del controller, tasks
         while self.trainer.version.step < STEPS - 1:
             await asyncio.sleep(self.random.uniform(0.0, 2 * self.trainer.step_s))
             # On a busy machine the run may be over by now: that would be no crash.
@@ -149,7 +148,6 @@ async def test_a_step_that_comes_out_different_begins_a_new_timeline(tmp_path):
     left = []
 
     async def crash_behind_a_checkpoint(controller, tasks):
-        del tasks
         await trainer.until_held()
         copy_run(config, folder)
         left.append(trainer.newest_checkpoint)
@@ -176,7 +174,6 @@ async def test_a_run_that_was_stopped_goes_on_with_more_steps_and_what_was_submi
     trainer.hold_at(2)
 
     async def submit_and_stop(controller, tasks):
-        del tasks
         await trainer.until_held()
         async with Client(config.controller.address) as client:
             await client.submit("m:F", name="submitted")
@@ -224,7 +221,6 @@ async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_pat
             return bool(batched and held)
 
         async def crash_and_stop(controller, tasks):
-            del tasks
             await until(lambda: trainer.version.step >= 6 and is_left())
             controller.stop("its disk is as a crash left it")
 
@@ -272,7 +268,6 @@ async def test_a_run_whose_redis_lost_data_ends_with_one_line_and_generates_agai
         fleet.put_limit_s = 10.0
 
         async def lose_data(controller, tasks):
-            del controller, tasks
             await until(lambda: trainer.version.step >= 6)
             async with redis.asyncio.Redis.from_url(url) as client:
                 # A server that drops transactions as it loads keeps the count of bytes.

@@ -195,9 +195,7 @@ def test_a_refreshed_reference_is_the_policy(layout: str, one_rank: dict[str, li
     assert (divergence[1] > 1e-4) == (layout == "one-tied")
 
 
-def test_every_weight_of_a_refreshed_reference_is_the_policys(
-    rank_pool: RankPool, folder: Path
-) -> None:
+def test_every_weight_of_a_refreshed_reference_is_the_policys(rank_pool, folder) -> None:
     job = "refresh:gpt-oss:gpt-oss"
     found = rank_pool.found(role_ranks, {job: 1}, folder)[job]
     assert found["stale"] == []

@@ -1,7 +1,5 @@
 """A whole run learns from rewards of turns, and is replayed."""
 
-from pathlib import Path
-
 import pytest
 from support.rigs.run_processes import (
     ROOT,
@@ -16,9 +14,7 @@ from support.rigs.run_processes import (
 pytestmark = [*SLOW_RUN, pytest.mark.timeout(900)]
 
 
-def test_a_turn_that_decides_is_learned_by_its_own_reward(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_that_decides_is_learned_by_its_own_reward(tmp_path, tiny_model, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     write_config(
         tmp_path,

@@ -51,9 +51,7 @@ def arguments(folder: Path, model: Path, *settings: str) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("plain_engine")
-async def test_three_runs_that_start_together_all_end_right(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+async def test_three_runs_that_start_together_all_end_right(tmp_path, tiny_model) -> None:
     """They have one name, as quickstarts in three folders do, and no address is set."""
     folders = [tmp_path / name for name in ("one", "two", "three")]
 

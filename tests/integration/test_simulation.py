@@ -76,9 +76,7 @@ class FailingWorld:
         return Result(self.seed, [], "", Counter(), 0.0, Counter(steps=1))
 
 
-def test_a_schedule_that_ends_its_process_is_named_and_the_rest_played(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_schedule_that_ends_its_process_is_named_and_the_rest_played(folder, monkeypatch) -> None:
     monkeypatch.setattr(run, "World", FailingWorld)
     found = list(run.Schedules(folder, verbose=False).play(range(12), 2))
     assert sorted(result.seed for result in found) == list(range(12))

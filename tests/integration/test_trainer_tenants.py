@@ -264,9 +264,7 @@ def test_servers_get_what_a_client_has_published_with_its_factor(found: dict[str
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2"])
-def test_files_have_a_clients_newest_values_at_its_rank_on_its_matrices(
-    layout: str, folder: Path, found: dict[str, dict]
-) -> None:
+def test_files_have_a_clients_newest_values_at_its_rank_on_its_matrices(layout, folder, found):
     for name, tenant in TENANTS.items():
         seen = found[f"{layout} {ALL}"]["seen"][name]
         path = folder / f"tenants-{layout}-{ALL}-adapters" / name

@@ -38,9 +38,7 @@ def config_of(tmp_path: Path, turns: str, **changes: object) -> Config:
 
 
 @pytest.mark.parametrize("turns", ["pause", "sleep"])
-async def test_no_engine_samples_while_a_step_is_trained_beside_it(
-    tmp_path: Path, turns: str
-) -> None:
+async def test_no_engine_samples_while_a_step_is_trained_beside_it(tmp_path, turns) -> None:
     config = config_of(tmp_path, turns)
     servers = [FakeServer(config.controller.address, f"s{i}", delay_s=0.02) for i in range(2)]
     trainer = TrainerBeside(config, *servers)
@@ -56,9 +54,7 @@ async def test_no_engine_samples_while_a_step_is_trained_beside_it(
 
 
 @pytest.mark.parametrize("turns", ["pause", "sleep"])
-async def test_a_trainer_that_dies_in_a_step_is_followed_by_one_that_goes_on(
-    tmp_path: Path, turns: str
-) -> None:
+async def test_a_trainer_that_dies_in_a_step_is_followed_by_one_that_goes_on(tmp_path, turns):
     config = config_of(tmp_path, turns)
     server = FakeServer(config.controller.address, "s", delay_s=0.01)
     first, second = TrainerBeside(config, server), TrainerBeside(config, server)

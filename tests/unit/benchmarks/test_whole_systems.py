@@ -260,9 +260,7 @@ def test_verl_gets_the_work_and_its_bound(tmp_path: Path) -> None:
     assert found[f"{actor}.ppo_max_token_len_per_gpu"] == 1024 + 128
 
 
-def test_replies_of_verl_are_counted_across_its_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replies_of_verl_are_counted_across_its_processes(tmp_path, monkeypatch) -> None:
     (tmp_path / "counter").write_text("9")
     monkeypatch.setenv(verl_work.COUNTER, str(tmp_path / "counter"))
     assert [verl_work.next_place(), verl_work.next_place()] == [9, 10]
@@ -288,9 +286,7 @@ def test_each_change_to_a_peers_packages_needs_its_text_once(tmp_path: Path) -> 
                 peers.apply([change], folder)
 
 
-def test_what_stands_for_an_absent_package_takes_every_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_stands_for_an_absent_package_takes_every_call(tmp_path, monkeypatch) -> None:
     (tmp_path / "absent_kernels.py").write_text(peers.ABSENT)
     monkeypatch.syspath_prepend(tmp_path)
     stand_in = importlib.import_module("absent_kernels")

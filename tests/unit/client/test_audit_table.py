@@ -119,9 +119,7 @@ def test_many_rows_are_compared_on_both_sides() -> None:
         ([9.0], 9.0, 4, "9 s for a reply, of at most 10 s for a call"),
     ],
 )
-def test_a_slow_judge_is_told(
-    calls_s: list[float], timed_s: float, num_episodes: int, says: str
-) -> None:
+def test_a_slow_judge_is_told(calls_s, timed_s, num_episodes, says) -> None:
     # What was played to choose a form is not timed.
     played = Played(20, calls_s=[*calls_s, 0.1], timed=[(timed_s, len(calls_s)), (0.0, 0)])
     played.plays[Kind.RIGHT] = dict.fromkeys(range(len(calls_s)), Play(num_turns=1, is_done=True))

@@ -60,9 +60,7 @@ def block(code: str) -> str:
     return f"Here it is:\n```python\n{code}\n```\nDone."
 
 
-async def test_the_reward_is_the_share_of_tests_that_pass_or_for_all_or_none(
-    tmp_path: Path,
-) -> None:
+async def test_the_reward_is_the_share_of_tests_that_pass_or_for_all_or_none(tmp_path) -> None:
     mbpp = functions(tmp_path, MBPP, **MBPP_COLUMNS)
     assert mbpp.reset(mbpp.tasks()[0])[0].content == "Write a function to add two numbers."
     right = await judged(mbpp, block("def add(a, b):\n    return a + b"))

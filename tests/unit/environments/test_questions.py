@@ -577,9 +577,7 @@ async def test_a_function_that_gives_no_verdict_is_refused_by_the_check(tmp_path
         ({"7": 1.0, "8": 0.5}, None, ""),
     ],
 )
-async def test_the_check_before_a_run_is_told_a_right_reply(
-    tmp_path: Path, answer: object, after: str | None, reply: str
-) -> None:
+async def test_the_check_before_a_run_is_told_a_right_reply(tmp_path, answer, after, reply) -> None:
     path = json_lines(tmp_path, [{"question": "3 + 4?", "answer": answer}])
     judged = "exact" if isinstance(answer, str) else by_cases
     questions = Questions(path, judge=judged, answer_after=after)
@@ -587,9 +585,7 @@ async def test_the_check_before_a_run_is_told_a_right_reply(
     assert questions.right_reply == reply
 
 
-def test_a_judge_whose_package_is_missing_says_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_whose_package_is_missing_says_how_to_install_it(tmp_path, monkeypatch) -> None:
     path = json_lines(tmp_path, [{"question": "3 + 4?", "answer": "7"}])
     found = importlib.util.find_spec
     monkeypatch.setattr(

@@ -260,9 +260,7 @@ async def test_other_tokenizers_are_refused_in_one_line(endpoint, checked, tmp_p
         ({}, {"base_url": "http://127.0.0.1:9/v1"}, "^reference.server: .* failed: APIConnectionE"),
     ],
 )
-async def test_a_server_that_cannot_serve_is_refused(
-    endpoint, checked, served, asked, said
-) -> None:
+async def test_a_server_that_cannot_serve_is_refused(endpoint, checked, served, asked, said):
     for name, value in served.items():
         setattr(endpoint, name, value)
     with pytest.raises(ConfigError, match=said):

@@ -456,7 +456,6 @@ async def test_a_failure_while_a_lease_ends_is_to_be_tried_again_elsewhere(serve
     connection = await server.join()
 
     async def fail(request_id: str) -> None:
-        del request_id
         server.engine.fail_with = "no memory"
         server.engine.let_go(2)
 

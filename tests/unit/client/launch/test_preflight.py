@@ -57,9 +57,7 @@ def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
             pass
 
 
-def test_a_port_that_was_drawn_is_given_to_nobody_before_and_after_it_is_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_port_that_was_drawn_is_given_to_nobody_before_and_after_it_is_used(monkeypatch) -> None:
     drawn, refused = free_port("127.0.0.1"), r"no free port on 127\.0\.0\.1 among 1 that were tried"
     monkeypatch.setattr(addresses, "UNASSIGNED_PORTS", range(drawn, drawn + 1))
     for _ in range(2):

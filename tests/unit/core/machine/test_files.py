@@ -112,9 +112,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_sockets_have_short_paths_whatever_the_temporary_folder_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sockets_have_short_paths_whatever_the_temporary_folder_is(tmp_path, monkeypatch) -> None:
     long = tmp_path / ("x" * 67)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))

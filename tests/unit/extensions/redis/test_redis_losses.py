@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -211,11 +211,7 @@ async def test_what_older_files_lack_is_missing_in_the_next_delivery(server, tmp
 
 
 @pytest.mark.parametrize("lose", [trim_stream, delete_bytes])
-async def test_the_next_receiver_delivers_what_is_left(
-    server: EmbeddedServer,
-    administrator: redis.asyncio.Redis,
-    lose: Callable[[redis.asyncio.Redis], Awaitable[None]],
-) -> None:
+async def test_the_next_receiver_delivers_what_is_left(server, administrator, lose) -> None:
     async with RedisReceiver(server.url(), "run") as first:
         assert first.is_new
         async with RedisSender(server.url("rollout"), "run", 10_000) as sender:

@@ -117,9 +117,7 @@ async def test_files_that_are_exported_outlive_their_checkpoint(config: Config) 
     assert await asked(served, files_of("old")) is not None
 
 
-async def test_an_export_that_fails_later_is_told_and_then_tried_again(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_export_that_fails_later_is_told_and_then_tried_again(config, monkeypatch) -> None:
     started: list[int] = []
     fails = asyncio.Event()
 

@@ -438,9 +438,7 @@ def late(_: str) -> tuple[str, ...]:
     return sys.executable, "-c", "import time; time.sleep(600)"
 
 
-async def test_unloading_ends_a_worker_that_did_not_attach_yet_and_who_waits_for_it(
-    tmp_path: Path,
-) -> None:
+async def test_unloading_ends_a_worker_that_did_not_attach_yet_and_who_waits_for_it(tmp_path):
     async with hosting(tmp_path, program=late) as hosted:
         hosted.load("Good")
         waiting = [asyncio.create_task(hosted.open("Good", name)) for name in "ab"]

@@ -189,9 +189,7 @@ def test_a_parameter_lies_where_it_is_in_the_buffer() -> None:
                 assert torch.equal(whole[key][offset + begin : offset + end], states[name][key])
 
 
-def test_a_folder_without_its_common_state_is_refused_before_its_index_is_read(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_without_its_common_state_is_refused_before_its_index_is_read(tmp_path) -> None:
     canary = tmp_path / "canary"
     save_config(CheckpointingConfig("torch_dist", 1), str(tmp_path))
     (tmp_path / ".metadata").write_bytes(f"cos\nsystem\n(Vtouch {canary}\ntR.".encode())

@@ -34,9 +34,7 @@ def seen(groups, bounds, split):
 
 @pytest.mark.parametrize("window", [None, 0, 5, 30])
 @pytest.mark.parametrize("size", [1, 2])
-def test_each_query_sees_the_tokens_of_its_sequence_up_to_itself_within_the_window(
-    size: int, window: int | None
-) -> None:
+def test_each_query_sees_the_tokens_of_its_sequence_up_to_itself_within_the_window(size, window):
     wanted = {
         place: set(range(max(start, place - (end if window is None else window)), place + 1))
         for start, end in itertools.pairwise(BOUNDS)

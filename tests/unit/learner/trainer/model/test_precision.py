@@ -32,8 +32,6 @@ def test_8_bit_products_ask_for_multiples_of_tokens() -> None:
         ({"num_moe_experts": None, "agreement": "bits"}, 1),
     ],
 )
-def test_faster_norms_ask_for_blocks_of_tokens_where_none_is_routed(
-    settings: dict[str, object], aligned: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faster_norms_ask_for_blocks_of_tokens_where_none_is_routed(settings, aligned, monkeypatch):
     monkeypatch.setattr(compat, "has_transformer_engine", lambda: True)
     assert token_alignment(SimpleNamespace(fp8=None, **settings)) == aligned

@@ -36,9 +36,7 @@ def test_replicas_overlap_what_they_exchange_unless_it_is_offloaded(
 
 
 @pytest.mark.parametrize(("setting", "fused"), [({}, True), (True, True), (False, False)])
-def test_layers_that_can_add_gradients_in_their_products_do_unless_told_otherwise(
-    setting: object, fused: bool
-) -> None:
+def test_layers_that_can_add_gradients_in_their_products_do_unless_told_otherwise(setting, fused):
     layers = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
     layers[0].fuse_wgrad_accumulation = False
     passed = {} if setting == {} else {"gradient_accumulation_fusion": setting}
