@@ -73,3 +73,8 @@ def test_a_resumed_run_goes_on_with_the_layer_that_it_had(tmp_path: Path, tiny_m
     check_stock_vllm(exported)
     # The digests are those of all published weights, the layer's among them.
     assert succeed("replay", run, limit_s=200).stdout.count("as recorded") == 5
+    # A further run begins with the layer, which such a rate leaves as it is.
+    kept = ("drafts.learning_rate=1e-30", "run.name=further", "run.steps=1")
+    run_smallest(tmp_path, exported, *SETTINGS[:2], *kept)
+    further = load_file(tmp_path / "further" / "checkpoints" / "final" / "draft/model.safetensors")
+    assert all(torch.equal(further[name], last[name]) for name in last)

@@ -167,6 +167,10 @@ def check_files(scene: Scene) -> list[Finding]:
     """Checks the model's files, or their sizes alone for a dry run."""
     config = scene.config
     (check_sizes if scene.dry_run else check_model)(config)
+    if config.drafts is not None:
+        from slipstream.extensions.drafts.shape import begun
+
+        begun(config)
     parallel = config.learner.parallel
     sizes = f"tp {parallel.tp}, pp {parallel.pp}, cp {parallel.cp}, ep {parallel.ep}"
     fits = f"{config.model.path} fits world size {config.learner.world_size}, {sizes}"

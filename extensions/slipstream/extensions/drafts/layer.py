@@ -11,9 +11,9 @@ import math
 
 import torch
 import torch.nn.functional as F
-from slipstream.core.models.model_sizes import read_model_sizes
+from safetensors.torch import load_file
 from slipstream.core.settings.config import Config
-from slipstream.extensions.drafts.shape import PREFIX, DraftShape
+from slipstream.extensions.drafts.shape import PREFIX, DraftShape, begun
 from torch import Tensor
 
 _BETAS, _EPS, _MAX_NORM = (0.9, 0.95), 1e-8, 1.0
@@ -51,10 +51,19 @@ class DraftLayer(torch.nn.Module):
         return {name: part.view(size) for (name, size), part in zip(shapes, parts, strict=True)}
 
     @classmethod
-    def beside(cls, config: Config, device: torch.device) -> DraftLayer:
-        """Returns a new layer beside the policy of `config`, the same on all ranks."""
-        shape = DraftShape.of(read_model_sizes(config.model.path))
-        return cls(shape, seed=config.run.seed, device=device)
+    def beside(cls, config: Config, device: torch.device, *, load_weights: bool) -> DraftLayer:
+        """Returns a layer beside the policy of `config`, the same on all ranks.
+
+        It begins as in the model's folder, if that has one and is to be loaded. Raises ConfigError
+        for the layer of another model.
+        """
+        shape, folder = begun(config)
+        layer = cls(shape, seed=config.run.seed, device=device)
+        own = layer.named()
+        for path in folder.glob("*.safetensors") if load_weights and folder else ():
+            for name, value in load_file(path).items():
+                own[name].copy_(value)
+        return layer
 
     def published(self) -> dict[str, Tensor]:
         """Returns views of the values by their names among the published weights."""

@@ -11,11 +11,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from slipstream.core.models.model_sizes import ModelSizes
+from slipstream.core.errors import ConfigError
+from slipstream.core.models.model_files import held_tensors, missing_weights
+from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
+from slipstream.core.settings.config import Config
 
 # Beginning of the names of its tensors among the published weights.
 PREFIX = "draft."
+# Its folder in an exported folder of the policy.
+FOLDER = "draft"
 
 
 @dataclass(frozen=True)
@@ -59,12 +65,9 @@ class DraftShape:
         yield f"{layer}mlp.up_proj.weight", (self.ffn, hidden)
         yield f"{layer}mlp.down_proj.weight", (hidden, self.ffn)
 
-    def write_folder(self, folder: Path, dtype: str) -> None:
-        """Writes the config.json of the layer, which vLLM wants, into a new `folder`."""
-        folder.mkdir()
-        values = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+    def values(self) -> dict[str, Any]:
+        """Returns what the layer's config.json says of its sizes."""
+        return {
             "hidden_size": self.hidden,
             "intermediate_size": self.ffn,
             "num_attention_heads": self.heads,
@@ -72,9 +75,46 @@ class DraftShape:
             "head_dim": self.head_dim,
             "num_hidden_layers": 1,
             "vocab_size": self.vocab,
-            "hidden_act": "silu",
             "rms_norm_eps": self.norm_eps,
             "rope_theta": self.rope_theta,
-            "dtype": dtype,
         }
-        (folder / "config.json").write_text(json.dumps(values, indent=2))
+
+    def write_folder(self, folder: Path, dtype: str) -> None:
+        """Writes the config.json of the layer, which vLLM wants, into a new `folder`."""
+        folder.mkdir()
+        kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+        text = json.dumps(kind | self.values() | {"dtype": dtype}, indent=2)
+        (folder / "config.json").write_text(text)
+
+    def problems(self, folder: Path) -> Iterator[str]:
+        """Yields one line for each fault of a `folder` in which the layer begins."""
+        setting = f"model.path's folder {FOLDER}"
+        damages = missing_weights(folder, setting)
+        yield from damages
+        if damages:
+            return
+        told, values = read_model_table(folder), self.values()
+        held = {name: told[name] for name in values if name in told}
+        wanted = {name: values[name] for name in held} | dict(self.tensors())
+        held |= {name: shape for name, (_, shape) in held_tensors(folder).items()}
+        for name in held | wanted:
+            if held.get(name) != wanted.get(name):
+                yield (
+                    f"{setting} must hold the layer of drafts beside this model, whose {name} is "
+                    f"{wanted.get(name)}: {folder} has {held.get(name)}"
+                )
+
+
+def begun(config: Config) -> tuple[DraftShape, Path | None]:
+    """Returns the layer's shape in a run, and the folder in which it begins, if there is one.
+
+    An exported folder has one if its run had a layer that drafts; else the layer begins with random
+    values. Raises ConfigError for the layer of another model.
+    """
+    shape = DraftShape.of(read_model_sizes(config.model.path))
+    folder = config.model.path / FOLDER
+    if not any(folder.glob("*.safetensors")):
+        return shape, None
+    for problem in shape.problems(folder):
+        raise ConfigError(problem)
+    return shape, folder

@@ -86,7 +86,7 @@ def open_policy(
     if config.drafts is not None:
         from slipstream.extensions.drafts.layer import DraftLayer as Layer
 
-        drafts = Layer.beside(config, ranks.device)
+        drafts = Layer.beside(config, ranks.device, load_weights=load_weights)
     return Policy(**vars(model), adapters=held, drafts=drafts)
 
 
