@@ -156,18 +156,15 @@ def test_the_engine_is_started_with_our_scheduler(model: Path) -> None:
     assert "Chunking" in settings.get_scheduler_cls().__name__
 
 
+KEY = "rollout_server.engine"
+NO_CHUNKS = {"max_num_batched_tokens": 32, "enable_chunked_prefill": False}
+
+
 @pytest.mark.parametrize(
     ("engine", "line"),
     [
-        (
-            {"max_num_batched_token": 4},
-            "unknown key rollout_server.engine.max_num_batched_token; "
-            "did you mean 'max_num_batched_tokens'?",
-        ),
-        (
-            {"max_num_batched_tokens": 32, "enable_chunked_prefill": False},
-            "vLLM refuses its settings: ",
-        ),
+        ({"block_sise": 4}, f"unknown key {KEY}.block_sise; did you mean 'block_size'?"),
+        (NO_CHUNKS, "vLLM refuses its settings: "),
     ],
 )
 def test_settings_that_cannot_be_are_refused_in_one_line(model, engine, line):
@@ -186,9 +183,6 @@ def test_few_arguments_have_a_type_that_only_vllm_knows() -> None:
 
 def test_every_name_that_is_refused_is_one_of_vllm() -> None:
     assert set(OWNED) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-
-
-KEY = "rollout_server.engine"
 
 
 @pytest.mark.parametrize(

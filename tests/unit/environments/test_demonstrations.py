@@ -15,9 +15,16 @@ def file_of(folder: Path, *rows: object) -> str:
     return str(path)
 
 
-def talk(*roles_and_texts: str) -> dict[str, object]:
+def message(role: str, content: object, **fields: object) -> dict[str, object]:
+    return {"role": role, "content": content, **fields}
+
+
+def talk(*roles_and_texts: object) -> dict[str, object]:
     pairs = zip(roles_and_texts[::2], roles_and_texts[1::2], strict=True)
-    return {"messages": [{"role": role, "content": text} for role, text in pairs]}
+    return {"messages": [message(role, text) for role, text in pairs]}
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": null}'}}
 
 
 def test_every_reply_of_a_conversation_is_given_in_turn(tmp_path: Path) -> None:
@@ -68,34 +75,18 @@ def test_a_seed_shuffles_the_rows_before_the_limit(tmp_path: Path) -> None:
         ({"messages": "q"}, "row 2: column 'messages' must hold a list of messages"),
         ({"messages": ["q"]}, "row 2: column 'messages': a message has role and content, got 'q'"),
         (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "content": "",
-                        "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
-                    }
-                ]
-            },
+            {"messages": [message("assistant", "", tool_calls=[CALL])]},
             "row 2: column 'messages' holds tool_calls: write them into content",
         ),
         (
-            {
-                "messages": [
-                    {"role": "user", "content": "q"},
-                    {"role": "assistant", "content": None, "tool_calls": []},
-                ]
-            },
+            {"messages": [message("user", "q"), message("assistant", None, tool_calls=[])]},
             "row 2: column 'messages': content must be a text or a list of parts, got None",
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]},
+            talk("user", [{"type": "text", "text": "q"}]),
             "row 2 has no message with role = 'assistant'",
         ),
-        (
-            {"messages": [{"role": None, "content": "q"}]},
-            "row 2: column 'messages': the role of a message must be a text, got None",
-        ),
+        (talk(None, "q"), "row 2: column 'messages': the role of a message must be a text, got No"),
     ],
 )
 def test_a_row_that_gives_no_reply_is_named(tmp_path: Path, row: object, said: str) -> None:
@@ -133,13 +124,6 @@ def test_arguments_that_do_not_fit_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ConfigError, match="has no rows"):
         Demonstrations(str(tmp_path / "empty.jsonl"))
-
-
-def message(role: str, content: object, **fields: object) -> dict[str, object]:
-    return {"role": role, "content": content, **fields}
-
-
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": null}'}}
 
 
 @pytest.mark.parametrize("name", ["weight", "train", "training", "trainable"])
