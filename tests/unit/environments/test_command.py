@@ -190,53 +190,46 @@ def test_tasks_come_from_a_file_too(tmp_path: Path) -> None:
     assert Command(["true", "{n}"], str(path), **SCORED).tasks() == [{"n": 0}, {"n": 1}, {"n": 2}]
 
 
+UNSCORED = {"score_command": None}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "given", "cause"),
+    ("given", "cause"),
     [
-        (("true", ["a"]), {}, "a command is a list: the program, then each of its arguments"),
-        ((["true", 3], ["a"]), {}, "a command is a list of texts, got \\['true', 3]"),
-        (([], ["a"]), {}, "a command is a list of texts, got \\[]"),
-        ((["true"], ["a"]), {}, "nothing of a task reaches the program: name one of its fields"),
-        ((["no-such-program", "{task}"], ["a"]), {}, "there is no program 'no-such-program' in"),
-        ((["/no/such", "{task}"], ["a"]), {}, "there is no program '/no/such'$"),
-        ((["true", "{task}"], []), {}, "there must be at least one task"),
-        ((["true", "{task}"], [3]), {}, "task 1 must be a text or an object, got 3"),
-        ((["true", "{task}"], "no.jsonl"), {}, "no.jsonl does not exist"),
-        ((["true", "{task}"], ["a"]), {"limit_s": 0.0}, "limit_s must be above 0"),
-        ((["true", "{task}"], ["a"]), {"files": {"../x": ""}}, "files are inside the folder"),
-        ((["true", "{task}"], ["a"]), {"max_output_mib": 0.0}, "max_output_mib must be above 0"),
+        ({"command": "true"}, "a command is a list: the program, then each of its arguments"),
+        ({"command": ["true", 3]}, "a command is a list of texts, got \\['true', 3]"),
+        ({"command": []}, "a command is a list of texts, got \\[]"),
+        ({"command": ["true"]}, "nothing of a task reaches the program: name one of its fields"),
+        ({"command": ["no-such-program", "{task}"]}, "there is no program 'no-such-program' in"),
+        ({"command": ["/no/such", "{task}"]}, "there is no program '/no/such'$"),
+        ({"tasks": []}, "there must be at least one task"),
+        ({"tasks": [3]}, "task 1 must be a text or an object, got 3"),
+        ({"tasks": "no.jsonl"}, "no.jsonl does not exist"),
+        ({"limit_s": 0.0}, "limit_s must be above 0"),
+        ({"files": {"../x": ""}}, "files are inside the folder"),
+        ({"max_output_mib": 0.0}, "max_output_mib must be above 0"),
+        ({"score_command": ["test", "{taks}"]}, "score_command names {taks}; did you mean 'task'?"),
         (
-            (["true", "{task}"], ["a"]),
-            {"score_command": ["test", "{taks}"]},
-            "score_command names {taks}; did you mean 'task'?",
-        ),
-        (
-            (["true", "{task}", "{hint}"], [{"task": "a", "hint": "b"}, "c"]),
-            {},
+            {"command": ["true", "{task}", "{hint}"], "tasks": [{"task": "a", "hint": "b"}, "c"]},
             "variables names {hint}, which row 2 does not have",
         ),
         (
-            (["true", "{task}"], ["a"]),
-            {"score_command": None, "score_file": "/etc/hostname"},
+            UNSCORED | {"score_file": "/etc/hostname"},
             "files are inside the folder of the episode, got '/etc/hostname'",
         ),
-        (
-            (["true", "{task}"], ["a"]),
-            {"score_file": "a", "score_command": ["true"]},
-            "give score_command or score_file, one of them: it has the reward",
-        ),
+        ({"score_file": "a"}, "give score_command or score_file, one of them: it has the reward"),
         # Exit status 0 is no score.
-        ((["true", "{task}"], ["a"]), {"score_command": None}, "give score_command or score_file"),
+        (UNSCORED, "give score_command or score_file"),
         (
-            (["true", "{task}"], ["a"]),
-            {"score_command": None, "score_file": "a", "files": {"a": "1"}},
+            UNSCORED | {"score_file": "a", "files": {"a": "1"}},
             "score_file a is among files: it would be its own score",
         ),
     ],
 )
-def test_what_cannot_work_is_refused(arguments: tuple, given: dict, cause: str) -> None:
+def test_what_cannot_work_is_refused(given: dict, cause: str) -> None:
+    usual = {"command": ["true", "{task}"], "tasks": ["a"], **SCORED}
     with pytest.raises(ConfigError, match=cause.replace("(", r"\(")):
-        Command(*arguments, **{**SCORED, **given})
+        Command(**usual | given)
 
 
 @pytest.mark.process

@@ -345,39 +345,34 @@ def verdict(**fields) -> env_pb.WorkerMessage:
 
 
 @pytest.mark.parametrize(
-    ("to", "answer", "said"),
+    ("answer", "said"),
     [
-        ("step", verdict(reward=float("nan"), done=True), "the reward must be a finite number"),
+        (verdict(reward=float("nan"), done=True), "the reward must be a finite number"),
         (
-            "step",
             verdict(reward=1e308, messages=asked("c")),
             "the rewards of an episode add up to 1e+308, which must be between -1e+06 and 1e+06",
         ),
         (
-            "step",
             verdict(reward=-1e6, token_rewards=[0, 0, 0, -1], done=True),
             "the rewards of an episode add up to -1e+06, which must be between",
         ),
         (
-            "step",
             verdict(token_rewards=[1.0] * 3, done=True),
             "token_rewards needs a number for each token of its reply: 4, got 3",
         ),
         (
-            "step",
             verdict(token_rewards=[0, float("nan"), 0, 0], done=True),
             "the reward of token 2 must be a finite number, got nan",
         ),
         (
-            "reset",
             env_pb.WorkerMessage(observation=env_pb.Observation()),
             "Cannot apply chat template to an empty conversation",
         ),
-        ("reset", failure("out of tasks", 42), "out of tasks"),
+        (failure("out of tasks", 42), "out of tasks"),
     ],
 )
-async def test_what_no_environment_may_answer_fails_its_episode_alone(server, to, answer, said):
-    answers(server, answer, to=to, of="g1.")
+async def test_what_no_environment_may_answer_fails_its_episode_alone(server, answer, said):
+    answers(server, answer, to="step" if answer.HasField("verdict") else "reset", of="g1.")
     connection = await server.leased(members=[0], max_attempts=1)
     (failed,) = await server.fleet.wait_trajectories(1)
     connection.lease("g2", members=[0])
