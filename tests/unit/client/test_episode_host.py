@@ -10,6 +10,7 @@ from slipstream.v1 import trajectory_pb2
 from support.fakes.fake_workers import Calculator, Good, Misbehaving, Plain
 from support.rigs.waiting import LIMIT_S
 
+QUESTIONS = "slipstream.environments.questions:Questions"
 FAKE = "support.fakes.fake_workers"
 ENVIRONMENT = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
 INFRASTRUCTURE = trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE
@@ -259,6 +260,7 @@ async def test_a_loaded_environment_answers() -> None:
         (f"{FAKE}:Good", "[3]", "the arguments must be a JSON object, got [3]"),
         (f"{FAKE}:Good", "{", "the arguments are not JSON: "),
         (f"{FAKE}:Empty", "", "ValueError: Empty.tasks() gives no task"),
+        (QUESTIONS, '{"path": "none.jsonl", "judge": "exact"}', "none.jsonl does not exist; the w"),
     ],
 )
 async def test_what_cannot_be_loaded_is_a_failure_with_the_cause(reference, args, cause):

@@ -526,8 +526,3 @@ def test_bucket_that_nobody_takes_is_named_with_its_limit() -> None:
         sender.finish()
     assert "weights.bucket_deadline_s = " in str(raised.value)
     assert "/third_party/" not in str(raised.value)
-
-
-def test_host_that_is_not_this_machine_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"learner\.master must be an address of this machine"):
-        announce(GlooSender(WeightsSection(), host="192.0.2.1"))
