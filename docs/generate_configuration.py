@@ -98,8 +98,8 @@ are the values of a setting and, behind a semicolon, its default.
 - A table `[extensions.NAME]` is of [another package](guides/watching.md#trackers).
 - `--dry-run` checks the file, the model folder, the installed packages and the controller's port,
   prints all settings and starts nothing. It tries settings that are passed on to Megatron and vLLM
-  on their own types. Environments are not loaded. The exit code is 2 for settings that cannot
-  work, and 1 where nothing could start on this machine.
+  on their own types. Environments are looked for and not loaded. The exit code is 2 for settings
+  that cannot work, and 1 where nothing could start on this machine.
 - Numbers are finite, counts at most 2,147,483,647, times 1 ms to 30 years. Texts are one line.
 - A run writes its resolved settings to `config.toml` in its folder, readable by its owner only. The
   first line has the digest of the others: remove it when you change the file.

@@ -220,7 +220,7 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     export = commands.add_parser("export", help="a checkpoint as a Hugging Face folder")
     _add_folder(export)
     export.add_argument("--step", type=int, help="the version; default: the newest checkpoint")
-    export.add_argument("--out", type=Path, help="default: RUN/checkpoints/hf-STEP")
+    export.add_argument("--out", type=_path, help="default: RUN/checkpoints/hf-STEP")
     _set_program(export, f"{_LAUNCHER}:run_export")
 
     doctor = commands.add_parser("doctor", help="what stands in the way of a run on this machine")
@@ -238,18 +238,20 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     check = commands.add_parser(
         "check", help="what environments would teach; proves own functions of the algorithm too"
     )
-    check.add_argument("path", type=Path, metavar="CONFIG.toml|MODULE:CLASS", help="what to check")
+    check.add_argument("path", type=_path, metavar="CONFIG.toml|MODULE:CLASS", help="what to check")
     _add_overrides(check)
     check.add_argument("--args", metavar="JSON", help="keyword arguments of the class")
     check.add_argument("--python", metavar="PATH", help="another interpreter for the class")
     check.add_argument("--timeout-s", type=seconds, help="limit of one call to it; default: 60")
-    check.add_argument("--model", type=Path, metavar="FOLDER", help="whose template writes prompts")
+    check.add_argument(
+        "--model", type=_path, metavar="FOLDER", help="whose template writes prompts"
+    )
     _set_program(check, f"{_LAUNCHER}:run_check")
 
     page = commands.add_parser("page", help="curves and replies of runs in one file of HTML")
     _add_folder(page, name="folders", nargs="+")
     page.add_argument(
-        "--out", type=Path, metavar="FILE", help="default: page.html in RUN, of several runs here"
+        "--out", type=_path, metavar="FILE", help="default: page.html in RUN, of several runs here"
     )
     _set_program(page, "slipstream.client.page:write_pages")
 
@@ -265,7 +267,9 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
     submit.add_argument("--timeout-s", type=seconds, default=60.0, help="limit of a reset or step")
     submit.add_argument("--num-workers", type=int, default=1, help="processes beside each server")
     submit.add_argument("--adapter", default="", help="one of lora.adapters, if there are any")
-    submit.add_argument("--python", type=Path, help="interpreter of the workers; default: servers'")
+    submit.add_argument(
+        "--python", type=_path, help="interpreter of the workers; default: servers'"
+    )
     _add_connection(submit)
     _set_program(submit, "slipstream.client.requests:submit", whole=True)
 
@@ -289,7 +293,7 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _add_settings(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
     number = "?" if is_optional else None
-    parser.add_argument("path", type=Path, nargs=number, metavar="CONFIG.toml", help="settings")
+    parser.add_argument("path", type=_path, nargs=number, metavar="CONFIG.toml", help="settings")
     _add_overrides(parser)
 
 
@@ -315,9 +319,16 @@ def _add_folder(
 
 
 def _folder(run: str) -> Path:
-    named = Path("runs", run)
-    # Unlike Path's, these methods raise nothing where a folder may not be read.
-    return named if os.path.isdir(named) and not os.path.exists(run) else Path(run)
+    from slipstream.client.run_folder import named_folder
+
+    return named_folder(run)
+
+
+def _path(text: str) -> Path:
+    if text[:1] in ("~", "$"):
+        # Else a folder named "~" would be made here.
+        raise argparse.ArgumentTypeError(f"a path has no ~ or $ in front, got {text}")
+    return Path(text)
 
 
 def _add_node(parser: argparse.ArgumentParser) -> None:
@@ -345,7 +356,7 @@ def _add_connection(parser: argparse.ArgumentParser) -> None:
         "--controller", metavar="HOST:PORT", help="in place of RUN: the address of its controller"
     )
     for option, what in CONNECTION_FILES.items():
-        parser.add_argument(option, type=Path, metavar="FILE", help=f"{what}; default: RUN's")
+        parser.add_argument(option, type=_path, metavar="FILE", help=f"{what}; default: RUN's")
 
 
 def _set_program(parser: argparse.ArgumentParser, reference: str, *, whole: bool = False) -> None:

@@ -110,6 +110,7 @@ class Client:
         )
         self._credentials = Credentials.load(self._security)
         self._no_answer = f"no controller answers at {address}"
+        self._to_do = "; start a run, or give the address of its controller, HOST:PORT"
         for name, given in (("tls_ca", tls_ca), ("token_file", token_file)):
             if given is None and not is_loopback(address):
                 option = name.replace("_", "-")
@@ -146,8 +147,8 @@ class Client:
             tls_key=security.tls_key,
             run_id=found.run_id,
         )
-        if found.ended:
-            client._no_answer = f"{found.ended}: {client._no_answer}"
+        if found.told:
+            client._no_answer, client._to_do = f"{found.told}: {client._no_answer}", ""
         return client
 
     async def submit(
@@ -348,8 +349,7 @@ class Client:
                 return ConfigError(f"{address} does not speak TLS as expected: {details}")
             if "Socket closed" in details and self._credentials.ca is None:
                 return ConfigError(f"{address} hung up: does it want TLS (tls_ca)?")
-            what_to_do = "start a run, or give the address of its controller, HOST:PORT"
-            return NoController(f"{self._no_answer}; {what_to_do}")
+            return NoController(f"{self._no_answer}{self._to_do}")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ConfigError(f"what answers at {address} is no controller of this version")
         if code in REFUSED:

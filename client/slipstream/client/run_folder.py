@@ -15,7 +15,8 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from functools import reduce
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,6 +39,7 @@ from slipstream.core.run_folder import (
     FINAL_MODEL,
     JOURNAL,
     JOURNAL_LOG,
+    METRICS,
     SUMMARY,
     check_journal_not_lost,
     journal_logs,
@@ -77,6 +79,8 @@ GROWING = {
     "algorithm.max_staleness": "recorded batches may have lags up to the old bound",
 }
 LOCK = "command.lock"
+# The end of metrics.jsonl in which the newest step is looked for.
+TAIL_BYTES = 1 << 20
 
 
 def check_run_folder(config: Config) -> bool:
@@ -292,8 +296,15 @@ class FoundRun:
     security: SecuritySection = SecuritySection()
     # None if it is not known yet.
     run_id: str | None = None
-    # What its summary says of its end; the run may go on since.
-    ended: str = ""
+    # What its files tell; the run may go on since.
+    told: str = field(default="", compare=False)
+
+
+def named_folder(run: str, runs: Path = Path("runs")) -> Path:
+    """Returns the folder of the run `run`: a run's folder, or else a name below `runs`."""
+    # Unlike Path's, these methods raise nothing where a folder may not be read.
+    is_name = not os.path.isfile(Path(run, CONFIG)) and os.path.isdir(runs / run)
+    return runs / run if is_name else Path(run)
 
 
 def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
@@ -317,8 +328,7 @@ def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
             raise ConfigError(f"{seen}: name a run, or give --controller HOST:PORT")
         (folder,) = going.values()
     else:
-        is_path = "/" in run or _is_file(Path(run) / CONFIG)
-        folder = Path(run) if is_path else runs / run
+        folder = named_folder(run, runs)
     path = settings_of(folder)
     try:
         settings: dict[str, Any] = parse_toml(read_regular(path).decode())
@@ -334,9 +344,25 @@ def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
     stated = settings.get("security", {})
     known = {name: stated[name] for name in SecuritySection.model_fields if name in stated}
     security = SecuritySection.model_validate(known)
-    summary = read_summary(folder)
-    ended = f"{folder} is {summary['state']} with {summary['steps']} steps" if summary else ""
-    return FoundRun(address, security, journaled_run_id(folder), ended)
+    return FoundRun(address, security, journaled_run_id(folder), _told_by_files(folder))
+
+
+def _told_by_files(folder: Path) -> str:
+    """Returns what the files of a run tell when its controller does not answer."""
+    if summary := read_summary(folder):
+        return f"{folder} is {summary['state']} with {summary['steps']} steps"
+    try:
+        _check_not_held(folder / LOCK, folder)
+    except ConfigError:
+        return f"{folder} goes on, and its controller may be starting"
+    step, at = 0, ""
+    with contextlib.suppress(OSError), open_regular(folder / METRICS) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        for row in map(parsed, lines_of(file)):
+            found = row.get("step") if isinstance(row, dict) else None
+            step = int(found) if isinstance(found, int | float) else step
+        at = f" at {datetime.fromtimestamp(os.fstat(file.fileno()).st_mtime):%Y-%m-%d %H:%M:%S}"
+    return f"{folder} was cut off after step {step}{at}, and the same command resumes it"
 
 
 def begin_run(config: Config, address: str) -> str:

@@ -33,7 +33,7 @@ _QUIET = {
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
+_LOG_LEVEL, _LOCAL_RANK = "VLLM_LOGGING_LEVEL", "VLLM_DP_RANK_LOCAL"
 
 # The number of outputs that vLLM handles before any other task has its turn. At a pause each
 # request has an output, and the answer to the pause is queued behind these outputs: 128 of them
@@ -77,15 +77,14 @@ def variable_problems() -> Iterator[str]:
     package = importlib.util.find_spec("vllm")
     assert package is not None
     readers = runpy.run_path(str(Path(str(package.origin)).with_name("envs.py")))
-    for name in readers["environment_variables"].keys() & os.environ.keys():
-        # One reader looks for its own module.
-        with contextlib.suppress(KeyError):
-            try:
-                value = readers["environment_variables"][name]()
-                if name == _LOG_LEVEL:
-                    logging.Handler(value)
-            except ValueError as error:
-                yield f"the environment variable {name}, which vLLM reads, is wrong: {error}"
+    # The reader that is left out looks for its own module.
+    for name in readers["environment_variables"].keys() & os.environ.keys() - {_LOCAL_RANK}:
+        try:
+            value = readers["environment_variables"][name]()
+            if name == _LOG_LEVEL:
+                logging.Handler(value)
+        except (KeyError, ValueError) as error:
+            yield f"the environment variable {name}, which vLLM reads, is wrong: {error}"
 
 
 def engine_environment(config: Config, *, on_cpu: bool) -> dict[str, str]:

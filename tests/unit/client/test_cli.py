@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import slipstream
 from slipstream.client.cli import EXAMPLES, _parser, main, named, parse
+from slipstream.client.run_folder import find_run
 from slipstream.core.errors import ConfigError
 
 
@@ -46,18 +47,35 @@ def test_every_command_has_an_example() -> None:
 
 def test_a_run_is_named_by_its_folder_or_below_runs(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("runs/letters", "runs/both", "both", "copy"):
+    for folder in ("runs/letters", "runs/both", "runs/code", "runs/a/name", "both", "copy", "code"):
         Path(folder).mkdir(parents=True)
+    Path("both/config.toml").touch()
     for said, meant in (
         ("letters", "runs/letters"),
         ("runs/letters", "runs/letters"),
         ("both", "both"),
         ("copy", "copy"),
         ("nothing", "nothing"),
+        ("code", "runs/code"),
+        ("a/name", "runs/a/name"),
     ):
+        with pytest.raises(ConfigError, match=f"^{meant}[:/ ]"):
+            find_run(said)
         for command in ("replay", "verify", "export"):
             assert parse([command, said]).folder == Path(meant)
         assert parse(["page", said, "copy"]).folders == [Path(meant), Path("copy")]
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["export r --out=~/x", "page r --out=$X", "status --token-file=~/x", "check a:B --model=~/x"],
+)
+def test_a_path_that_the_shell_has_not_expanded_is_refused(words: str, capsys) -> None:
+    option, _, path = words.split()[-1].partition("=")
+    with pytest.raises(SystemExit, match="2"):
+        parse(words.split())
+    said = f"argument {option}: a path has no ~ or $ in front, got {path}; see "
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["status", "verify", "page", "replay", "export", "set-aside"])

@@ -2,6 +2,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 
 import grpc
@@ -12,6 +13,7 @@ from slipstream.client.cli import parse
 from slipstream.client.environment import TaskSource
 from slipstream.client.episode_host import digest_of
 from slipstream.client.requests import status_lines
+from slipstream.client.run_folder import hold_folder
 from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.core.machine.address import free_port
 from slipstream.protocol.access.security import Credentials, bind, create_server
@@ -238,10 +240,30 @@ async def test_a_run_that_has_ended_is_named_where_no_controller_answers(tmp_pat
     (tmp_path / "config.toml").write_text("")
     (tmp_path / "controller.address").write_text("127.0.0.1:9\n")
     (tmp_path / "summary.json").write_text('{"state": "finished", "steps": 7}')
-    said = f"^{tmp_path} is finished with 7 steps: no controller answers at 127.0.0.1:9; "
+    said = f"^{tmp_path} is finished with 7 steps: no controller answers at 127.0.0.1:9$"
     async with Client.of_run(str(tmp_path)) as client:
         with pytest.raises(ConfigError, match=said):
             await client.stop("x")
+
+
+async def test_a_run_that_was_cut_off_is_told_where_no_controller_answers(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "controller.address").write_text("127.0.0.1:9\n")
+
+    async def said() -> str:
+        async with Client.of_run(str(tmp_path)) as client:
+            with pytest.raises(ConfigError) as error:
+                await client.status()
+        return str(error.value)
+
+    cut, answers = f"{tmp_path} was cut off after step", "no controller answers at 127.0.0.1:9"
+    assert await said() == f"{cut} 0, and the same command resumes it: {answers}"
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 6.0}\n{"step": 7.0}\n{"evaluation_step": 7.0}\n{"step": 8')
+    at = f"{datetime.fromtimestamp(metrics.stat().st_mtime):%Y-%m-%d %H:%M:%S}"
+    assert await said() == f"{cut} 7 at {at}, and the same command resumes it: {answers}"
+    with hold_folder(tmp_path, refusal=""):
+        assert await said() == f"{tmp_path} goes on, and its controller may be starting: {answers}"
 
 
 async def test_another_service_at_the_address_is_named() -> None:

@@ -111,9 +111,9 @@ def test_the_settings_of_a_run_can_be_those_of_another_one(config: Config) -> No
 @pytest.mark.parametrize(
     ("run", "line"),
     [
-        ("missing", "runs/missing: no such folder"),
+        ("missing", "missing: no such folder"),
         ("runs/missing", "runs/missing: no such folder"),
-        ("runs", "runs/runs: no such folder"),
+        ("runs", "runs is no run's folder: it has no config.toml; runs there are runs/test"),
         ("test", "runs/test/controller.address: No such file or directory; give --controller"),
     ],
 )

@@ -1,3 +1,4 @@
+import importlib.util
 import os
 import subprocess
 import sys
@@ -132,7 +133,7 @@ def test_an_address_of_kubernetes_is_no_port_of_vllm(monkeypatch, port, kept) ->
         ("VLLM_CPU_KVCACHE_SPACE", "lots", "1", "invalid literal for int() with base 10: 'lots'"),
         ("VLLM_LOGGING_LEVEL", "LOUD", "debug", "Unknown level: 'LOUD'"),
         ("VLLM_WORKER_MULTIPROC_METHOD", "thread", "fork", "Invalid value 'thread' for "),
-        # Its reader looks for another one in vLLM's own module.
+        # Its reader looks for another one in vLLM's own module, and is left out.
         ("VLLM_DP_RANK_LOCAL", None, "0", ""),
     ],
 )
@@ -144,6 +145,18 @@ def test_a_variable_that_vllm_cannot_read_is_named(monkeypatch, name, wrong, rig
         (problem,) = variable_problems()
         assert problem.startswith(f"the environment variable {name}, which vLLM reads, is wrong: ")
         assert cause in problem
+
+
+def test_a_variable_whose_reader_looks_something_up_is_named(tmp_path, monkeypatch) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").touch()
+    text = "environment_variables = {'VLLM_KIND': lambda: {'a': 1}['b']}"
+    (tmp_path / "vllm/envs.py").write_text(text)
+    found = importlib.util.spec_from_file_location("vllm", tmp_path / "vllm/__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setenv("VLLM_KIND", "b")
+    said = "the environment variable VLLM_KIND, which vLLM reads, is wrong: 'b'"
+    assert [*variable_problems()] == [said]
 
 
 def test_vllm_logs_at_the_users_level(monkeypatch: pytest.MonkeyPatch) -> None:

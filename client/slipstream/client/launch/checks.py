@@ -416,6 +416,9 @@ CHECKS = (
     Check("algorithm", Stage.SETTINGS, ANY - SERVER, preflight.check_functions),
     Check("for Megatron", Stage.SETTINGS, LEARNER, preflight.check_megatron),
     Check("imports", Stage.PLACE, SERVER, machine.check_companions, of_machine=True),
+    Check(
+        "environment", Stage.PLACE, CONTROLLER | SERVER, preflight.check_modules, of_machine=True
+    ),
     Check("network", Stage.PLACE, LEARNER | SERVER, check_interfaces),
     Check("shared memory", Stage.PLACE, WHOLE_RUN, machine.check_shared_memory, of_machine=True),
     Check("open files", Stage.PLACE, WHOLE_RUN, machine.check_open_files, of_machine=True),

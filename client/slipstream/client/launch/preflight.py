@@ -21,9 +21,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 
-from slipstream.client.launch.findings import Scene
+from slipstream.client.launch.findings import Finding, Scene, problem
 from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
@@ -175,6 +176,17 @@ def _pass_on(lines: Sequence[str], source: str) -> None:
     for line in lines:
         if line.startswith(WARNING):
             complain(f"warning: {source}{line.removeprefix(WARNING)}", sys.stderr)
+
+
+def check_modules(scene: Scene) -> Iterator[Finding]:
+    """Looks for the modules of environments in a dry run, which does not load them."""
+    for section in (*scene.config.environments, *scene.config.evaluations):
+        name, place = section.reference.partition(":")[0].partition(".")[0], os.getcwd()
+        is_there = importlib.util.find_spec(name) or PathFinder.find_spec(name, [place])
+        if scene.dry_run and section.python is None and not is_there:
+            yield problem(
+                f"{section.name}: there is no module {name}", f"put it into {place} or PYTHONPATH"
+            )
 
 
 async def check_environments(scene: Scene) -> None:

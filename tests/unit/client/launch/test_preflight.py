@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -26,7 +27,12 @@ from slipstream.client.launch.checks import (
 )
 from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, WHOLE_RUN, Scene
 from slipstream.client.launch.launcher import run_all, run_learner, run_tinker
-from slipstream.client.launch.preflight import check_environments, check_vllm, hold_address
+from slipstream.client.launch.preflight import (
+    check_environments,
+    check_modules,
+    check_vllm,
+    hold_address,
+)
 from slipstream.client.run_folder import write_config
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError, RunFailed
@@ -315,6 +321,19 @@ async def test_a_dry_run_of_a_finished_run_prints_its_settings_and_then_that_it_
         with pytest.raises(ConfigError, match="is finished with 10 steps; raise run.steps"):
             await run
         assert tomllib.loads(capsys.readouterr().out)["run"]["steps"] == 10
+
+
+async def test_a_dry_run_names_the_modules_of_environments_that_are_not_there(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("raise OSError('it is not loaded')")
+    places = {"a": "mine:A", "b": "nowhere.b:B", "c": "slipstream.environments.echo:Echo"}
+    table = [{"name": name, "reference": reference} for name, reference in places.items()]
+    scene = Scene(small_config(environments=table), WHOLE_RUN, dry_run=True)
+    (found,) = check_modules(scene)
+    assert found.seen == "b: there is no module nowhere"
+    assert not [*check_modules(replace(scene, dry_run=False))], "a start loads them"
 
 
 @pytest.fixture
