@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from dataclasses import replace
 
 import grpc.aio
@@ -451,3 +452,19 @@ async def test_health_and_reflection_tell_what_the_controller_serves(tmp_path):
     assert seen["health"] == health_pb2.HealthCheckResponse.SERVING
     names = ("Environment", "Fleet", "Status", "Trainer", "Trajectory")
     assert {f"slipstream.v1.{name}Service" for name in names} <= seen["services"]
+
+
+async def test_a_clock_that_jumps_changes_no_measured_time(tmp_path, monkeypatch):
+    config, clock = make_config(tmp_path, run__steps=4), time.time
+    server, trainer = (kind(config.controller.address) for kind in (FakeServer, FakeTrainer))
+    trainer.hold_at(2)
+
+    async def jump(*_):
+        await trainer.until_held()
+        monkeypatch.setattr("time.time", lambda: clock() + 1e6)
+        trainer.gate.set()
+
+    await play(config, server, trainer=trainer, during=jump)
+    rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").open()]
+    for name in ("queue_s_mean", "episode_rest_s_mean"):
+        assert max(row[name] for row in rows) < 1e5

@@ -168,7 +168,7 @@ class Results(Part):
                 "reserved_bytes": float(self._scheduler.reserved_bytes),
                 **self._times.step(
                     batch.groups,
-                    now if given_s is None else given_s,
+                    time.monotonic() if given_s is None else given_s,
                     waited_s=self._former.waits.total_s(time.monotonic()),
                     lease_waits_s=self._scheduler.waited_s(),
                 ),

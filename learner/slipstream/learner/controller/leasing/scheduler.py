@@ -119,7 +119,7 @@ class Scheduler:
 
     def _record(self, grant: Grant) -> None:
         group, session = grant.group, grant.session
-        group.leased_s = time.time()
+        group.leased_s = time.monotonic()
         self._journal.append(
             kinds.Lease(
                 group=group.group_id,

@@ -208,7 +208,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if not isinstance(order, FormedBatch):
             yield order
             return
-        self._given_s = time.time()
+        self._given_s = time.monotonic()
         for part in self._parts:
             await part.before_batch()
         yield pb.Directive(batch=header(order))

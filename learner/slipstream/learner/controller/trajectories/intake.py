@@ -214,7 +214,7 @@ class Intake(ServerListener):
         match fate:
             case Fate.HELD | Fate.COMPLETED_GROUP:
                 assert group is not None
-                group.back_s[trajectory.member] = time.time()
+                group.back_s[trajectory.member] = time.monotonic()
                 if fate is Fate.COMPLETED_GROUP:
                     self._complete(group)
             case Fate.RETRIED:
