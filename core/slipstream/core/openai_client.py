@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,9 @@ def openai_client(
     """Returns a client of the OpenAI API at `base_url`, for calls with JSON answers.
 
     A call fails if its whole answer takes longer than `timeout_s` or has more than `most_bytes`.
-    The client retries a call up to `max_retries` times after an exceeded limit, a broken connection
-    or status 408, 409, 429 or 5xx. It follows no redirect, so texts go only to `base_url`. Raises
-    ConfigError if the package openai is not installed.
+    The client retries a call up to `max_retries` times after an exceeded limit, a broken
+    connection, an answer that is no JSON, or status 408, 409, 429 or 5xx. It follows no redirect,
+    so texts go only to `base_url`. Raises ConfigError if the package openai is not installed.
     """
     try:
         import openai
@@ -58,6 +59,12 @@ def openai_client(
                                 raise http.ReadError(what, request=request)
                     finally:
                         await response.aclose()
+                    if response.is_success:
+                        json.loads(body)
+            except (ValueError, RecursionError) as error:
+                # A proxy may answer in the place of a server that is away.
+                what = f"its answer is no JSON: {type(error).__name__}: {error}"
+                raise http.ReadError(what, request=request) from None
             except TimeoutError:
                 what = f"no whole answer within {timeout_s:g} s"
                 raise http.ReadTimeout(what, request=request) from None

@@ -99,7 +99,8 @@ class Judge(_ScoringServer):
 
     One instance serves all episodes of a worker: make it in `__init__`. At most `max_open` calls
     are open at one time. The openai package repeats a call up to `max_retries` times after 408,
-    409, 429, 5xx, a broken connection or `timeout_s`, with growing pauses or by `retry-after`.
+    409, 429, 5xx, a broken connection, an answer that is no JSON or `timeout_s`, with growing
+    pauses or by `retry-after`.
     """
 
     def __init__(

@@ -173,10 +173,10 @@ async def test_a_judge_without_a_score_is_a_failure_with_its_cause(said, options
 
 async def test_what_may_pass_is_asked_again_and_as_late_as_the_judge_says(endpoint):
     later = failure(503, retry_after="0.1"), failure(429, retry_after="1")
-    answers = [None, failure(500), *later, "6"]
+    answers = [None, failure(500), plain(b"<html>"), *later, "6"]
     assert await score(endpoint, answers) == 6
-    assert len(endpoint.asked) == 5
-    assert endpoint.at_s[4] - endpoint.at_s[3] >= 1
+    assert len(endpoint.asked) == 6
+    assert endpoint.at_s[5] - endpoint.at_s[4] >= 1
 
 
 async def test_a_judge_that_is_silent_is_given_up(endpoint: Endpoint) -> None:
@@ -223,10 +223,10 @@ def dripping(request: BaseHTTPRequestHandler) -> None:
         (dripping, "failed: APITimeoutError: .* no whole answer within 1 s"),
         (endless, "failed: APIConnectionError: .* more than 4194304 bytes"),
         (plain(gzip.compress(b" " * 100), content_encoding="gzip"), "encoded as gzip"),
-        (plain(b"<html>", content_type="text/html"), "failed: JSONDecodeError"),
-        (plain(b'{"choices":' + b"[" * 200_000), "failed: (RecursionError|JSONDecodeError)"),
-        (plain(b"\xff"), "failed: UnicodeDecodeError"),
-        (plain(b""), "failed: JSONDecodeError"),
+        (plain(b"<html>", content_type="text/html"), "is no JSON: JSONDecodeError"),
+        (plain(b'{"choices":' + b"[" * 200_000), "no JSON: (RecursionError|JSONDecodeError)"),
+        (plain(b"\xff"), "is no JSON: UnicodeDecodeError"),
+        (plain(b""), "is no JSON: JSONDecodeError"),
         (plain(b"null"), "must answer as OpenAI's chat completions do, got 'None'"),
         (plain(b"[]"), "must answer as OpenAI's chat completions do"),
         (plain(b'{"choices": 5}'), "must answer as OpenAI's chat completions do"),

@@ -180,10 +180,12 @@ def _pass_on(lines: Sequence[str], source: str) -> None:
 
 def check_modules(scene: Scene) -> Iterator[Finding]:
     """Looks for the modules of environments in a dry run, which does not load them."""
+    if not scene.dry_run:
+        return
     for section in (*scene.config.environments, *scene.config.evaluations):
         name, place = section.reference.partition(":")[0].partition(".")[0], os.getcwd()
         is_there = importlib.util.find_spec(name) or PathFinder.find_spec(name, [place])
-        if scene.dry_run and section.python is None and not is_there:
+        if section.python is None and not is_there:
             yield problem(
                 f"{section.name}: there is no module {name}", f"put it into {place} or PYTHONPATH"
             )
