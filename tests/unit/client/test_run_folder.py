@@ -13,6 +13,7 @@ from slipstream.client.run_folder import (
     hold_folder,
     hold_run_folder,
     make_run_folder,
+    move_finals,
     write_config,
 )
 from slipstream.core.errors import ConfigError
@@ -150,6 +151,21 @@ def test_a_run_goes_on_until_it_is_finished_and_its_model_is_exported(
     else:
         with pytest.raises(ConfigError, match="is finished with 10 steps; raise run.steps"):
             check_run_folder(config)
+
+
+def test_the_model_of_an_earlier_end_is_not_taken_for_that_of_this_end(tmp_path):
+    final, earlier = (tmp_path / "checkpoints" / name for name in ("final", "final-earlier"))
+    assert not [*move_finals(tmp_path)]
+    for content in ("first", "second"):
+        final.mkdir(parents=True)
+        (final / "model").write_text(content)
+        assert [*move_finals(tmp_path)] == [earlier]
+        assert (final.exists(), (earlier / "model").read_text()) == (False, content)
+    final.mkdir()
+    earlier.rename(tmp_path / "away")
+    earlier.touch()
+    with pytest.raises(ConfigError, match="final-earlier: Not a directory"):
+        [*move_finals(tmp_path)]
 
 
 def test_a_folder_that_cannot_be_made_is_told_with_the_cause(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ from slipstream.client.run_folder import (
     identity_overrides,
     make_folder,
     make_run_folder,
+    move_finals,
     settings_of,
     version_to_export,
     write_config,
@@ -177,6 +178,8 @@ async def _carry_out(
         credentials = Credentials.load(config.security)
         if share.has_controller:
             run_id = begin_run(config, address)
+            for path in move_finals(config.run_dir):
+                say(f"the model of the run's earlier end lies in {path}")
         else:
             run_id = await running_id(scene)
         processes = RunProcesses(

@@ -4,22 +4,13 @@ import asyncio
 import contextlib
 import json
 import math
-import shutil
 import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import JsonValue
-from slipstream.core.run_folder import (
-    CHECKPOINTS,
-    FINAL_ADAPTERS,
-    FINAL_MODEL,
-    GROUPS,
-    METRICS,
-    SAMPLES,
-    SUMMARY,
-)
+from slipstream.core.run_folder import GROUPS, METRICS, SAMPLES, SUMMARY
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
@@ -73,12 +64,6 @@ class RunRecorder:
         self._texts, self._warn = texts, events.warn
         with contextlib.suppress(OSError):
             (folder / SUMMARY).unlink()
-        for final in (folder / CHECKPOINTS / FINAL_MODEL, folder / CHECKPOINTS / FINAL_ADAPTERS):
-            # Whoever copies it now would take it for the model of this run's end.
-            earlier = final.with_name(f"{final.name}-earlier")
-            if final.is_dir():
-                shutil.rmtree(earlier, ignore_errors=True)
-                events.add(f"the model of the earlier end lies in {final.rename(earlier)}")
         for name in (METRICS, SAMPLES, GROUPS):
             drop_torn_line(folder / name, self._warn)
         self._metrics = ResultFile(folder / METRICS, self._warn)

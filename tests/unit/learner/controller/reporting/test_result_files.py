@@ -125,22 +125,6 @@ def step(
     )
 
 
-def test_the_model_of_an_earlier_end_is_not_taken_for_that_of_this_end(tmp_path):
-    final, earlier = (tmp_path / "checkpoints" / name for name in ("final", "final-earlier"))
-    for content in ("first", "second"):
-        final.mkdir(parents=True)
-        (final / "model").write_text(content)
-        events = EventLog()
-        RunRecorder(
-            tmp_path, config_of(tmp_path), Trackers({}, lambda text: None), None, events
-        ).close()
-        assert not final.exists()
-        assert (earlier / "model").read_text() == content
-        assert f"the model of the earlier end lies in {earlier}" in [
-            event.text for event in events.kept()
-        ]
-
-
 def test_a_report_with_the_name_of_a_metric_of_the_run_is_told_once(tmp_path):
     events = EventLog()
     trackers = Trackers({}, lambda text: None)
