@@ -36,8 +36,7 @@ async def test_what_decides_nothing_may_be_lost_between_two_starts(tmp_path, cap
     trainer.hold_at(STEPS - 1)
 
     async def stop(controller: Controller, tasks: list) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await trainer.until_held()
+        await asyncio.wait_for(trainer.until_held(), LIMIT_S)
         controller.stop("a test")
         trainer.gate.set()
 
@@ -68,8 +67,7 @@ async def again_from_the_start(config: Config, spoil) -> tuple[str, int]:
     second.hold_at(0)
 
     async def die(controller: Controller, tasks: list) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await first.until_held()
+        await asyncio.wait_for(first.until_held(), LIMIT_S)
         first.place.cancel()
         tasks.append(asyncio.ensure_future(second.run()))
         await until(lambda: second.holds)
@@ -133,8 +131,7 @@ async def test_a_trainer_that_needs_a_batch_that_is_gone_is_told_which_file(tmp_
         assert line.endswith("a trainer of version 0 cannot go on")
         assert "\n" not in line
         controller.stop("a test")
-        async with asyncio.timeout(LIMIT_S):
-            assert await running == 0
+        assert await asyncio.wait_for(running, LIMIT_S) == 0
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -199,8 +196,7 @@ async def test_a_full_disk_costs_lines_of_results_alone(tmp_path, caplog, disk):
     trainer.hold_at(2)
 
     async def fill_in_the_middle(controller: Controller, tasks: list) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await trainer.until_held()
+        await asyncio.wait_for(trainer.until_held(), LIMIT_S)
         fill(disk)
         trainer.gate.set()
 
@@ -231,8 +227,7 @@ async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(
     running = asyncio.ensure_future(controller.run())
     others = [asyncio.ensure_future(server.run()), asyncio.ensure_future(trainer.run())]
     try:
-        async with asyncio.timeout(LIMIT_S):
-            await trainer.until_held()
+        await asyncio.wait_for(trainer.until_held(), LIMIT_S)
         filling = fill(disk)
         trainer.gate.set()
         with caplog.at_level(logging.WARNING):

@@ -156,8 +156,7 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer, trajectory_pb2_grpc.Traject
         self.client = lambda call: host.answer(call.command)
 
     async def joined(self, limit_s: float = LIMIT_S) -> Connection:
-        async with asyncio.timeout(limit_s):
-            return await self.connections.get()
+        return await asyncio.wait_for(self.connections.get(), limit_s)
 
     async def wait_trajectories(self, number: int, limit_s: float = LIMIT_S) -> list[Trajectory]:
         async with self._arrived, asyncio.timeout(limit_s):

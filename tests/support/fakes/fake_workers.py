@@ -88,8 +88,7 @@ class WorkerServer(environment_pb2_grpc.WorkerServiceServicer):
         await self._server.stop(None)
 
     async def attached(self) -> WorkerStream:
-        async with asyncio.timeout(LIMIT_S):
-            return await self._attached.get()
+        return await asyncio.wait_for(self._attached.get(), LIMIT_S)
 
     async def Attach(self, requests: AsyncIterator, context: grpc.aio.ServicerContext) -> None:  # noqa: N802
         stream = WorkerStream(requests, context)

@@ -38,5 +38,4 @@ async def serving(tmp_path: Path) -> AsyncIterator[str]:
         yield address
     finally:
         controller.stop("the test is over")
-        async with asyncio.timeout(LIMIT_S):
-            await running
+        await asyncio.wait_for(running, LIMIT_S)

@@ -80,8 +80,7 @@ async def attacked(tmp_path, caplog, attack: Attack, **changes) -> dict:
         await until(lambda: trainer.version.step >= 2, 60)
         try:
             async with open_named(config.controller.address) as channel:
-                async with asyncio.timeout(LIMIT_S):
-                    await attack(channel, server)
+                await asyncio.wait_for(attack(channel, server), LIMIT_S)
                 status = status_pb2_grpc.StatusServiceStub(channel)
                 await status.GetStatus(status_pb2.GetStatusRequest(), timeout=LIMIT_S)
         finally:

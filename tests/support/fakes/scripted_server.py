@@ -28,8 +28,7 @@ class Episode:
     failures: list[str] = field(default_factory=list)
 
     async def command(self, **command: object) -> pb.WorkerMessage:
-        async with asyncio.timeout(LIMIT_S):
-            return await self.host.answer(pb.WorkerCommand(**command))
+        return await asyncio.wait_for(self.host.answer(pb.WorkerCommand(**command)), LIMIT_S)
 
     async def reset(self, seed: int = 0) -> pb.Observation:
         command = pb.ResetCommand(episode_key=self.key, task_index=self.task_index, seed=seed)

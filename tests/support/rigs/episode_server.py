@@ -114,5 +114,4 @@ async def serving(
         await connection.serve_version(1)
         yield EpisodeServer(fleet, engine, connection)
         stop.set()
-        async with asyncio.timeout(LIMIT_S):
-            await task
+        await asyncio.wait_for(task, LIMIT_S)

@@ -539,8 +539,7 @@ async def test_a_worker_follows_an_agent_and_does_not_answer_the_last_parts() ->
         result.append(await sent.get())
 
     result: list[pb.WorkerMessage] = []
-    async with asyncio.timeout(LIMIT_S):
-        await answer_commands(EpisodeHost(Asks()), commands(), sent.put)
+    await asyncio.wait_for(answer_commands(EpisodeHost(Asks()), commands(), sent.put), LIMIT_S)
     assert (result[0].call_id, result[0].agent_result.reward) == (2, 34.0)
     assert sent.empty()
 

@@ -41,8 +41,7 @@ class Call:
         self.context, self._requests = context, requests
 
     async def read(self) -> environment_pb2.WorkerMessage:
-        async with asyncio.timeout(LIMIT_S):
-            return await anext(self._requests)
+        return await asyncio.wait_for(anext(self._requests), LIMIT_S)
 
     async def ask(self, **command: object) -> environment_pb2.WorkerMessage:
         await self.context.write(environment_pb2.WorkerCommand(call_id=1, **command))
@@ -353,8 +352,7 @@ async def test_serve_answers_the_controller_until_it_ends_the_stream(client, con
         seen.append(await call.ask(step=step))
 
     controller.streams = [stream]
-    async with asyncio.timeout(LIMIT_S):
-        await client.serve(Good(), episodes=5, weight=2.0, timeout_s=9.0)
+    await asyncio.wait_for(client.serve(Good(), episodes=5, weight=2.0, timeout_s=9.0), LIMIT_S)
     hello, loaded, observation, verdict = seen
     assert hello.hello == environment_pb2.WorkerHello(
         spec=environment_pb2.EnvironmentSpec(
@@ -393,8 +391,7 @@ async def test_serve_comes_back_to_a_controller_that_was_lost(client, controller
         await call.context.abort(grpc.StatusCode.UNAVAILABLE, "going down")
 
     controller.streams = [idle, breaking, refusing, breaking, ending]
-    async with asyncio.timeout(LIMIT_S):
-        await client.serve(Good())
+    await asyncio.wait_for(client.serve(Good()), LIMIT_S)
     assert [answer.HasField("observation") for answer in answers] == [True, True, True]
 
 
@@ -411,8 +408,7 @@ async def test_serve_ends_when_the_run_was_over_before_it_came_back(client, cont
 
     # A refusal that comes before the hello is written hides why: the client asks a second time.
     controller.streams = [breaking, refusing, refusing]
-    async with asyncio.timeout(LIMIT_S):
-        await client.serve(Good())
+    await asyncio.wait_for(client.serve(Good()), LIMIT_S)
 
 
 async def test_serve_gives_up_a_controller_that_stays_lost(controller: Controller) -> None:

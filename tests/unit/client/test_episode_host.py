@@ -297,8 +297,7 @@ async def test_commands_are_answered_side_by_side_and_given_up_at_the_end() -> N
         answers.append(message.call_id)
         answered.set()
 
-    async with asyncio.timeout(LIMIT_S):
-        await answer_commands(EpisodeHost(Waiting()), commands(), send)
+    await asyncio.wait_for(answer_commands(EpisodeHost(Waiting()), commands(), send), LIMIT_S)
     assert answers == [1]
     assert closed.is_set()
 

@@ -108,8 +108,7 @@ async def test_a_command_that_is_killed_leaves_its_folder_free(tmp_path: Path) -
     )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(LIMIT_S):
-            assert await process.stdout.readline() == b"held\n"
+        assert await asyncio.wait_for(process.stdout.readline(), LIMIT_S) == b"held\n"
         with pytest.raises(ConfigError, match="taken"), hold_folder(tmp_path, refusal="taken"):
             pass
     finally:

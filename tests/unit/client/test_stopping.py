@@ -25,8 +25,7 @@ async def test_a_signal_stops_in_order(number: signal.Signals) -> None:
     stop = asyncio.ensure_future(stop_signal())
     await asyncio.sleep(0)
     os.kill(os.getpid(), number)
-    async with asyncio.timeout(LIMIT_S):
-        assert await stop == number
+    assert await asyncio.wait_for(stop, LIMIT_S) == number
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -34,8 +33,7 @@ async def test_a_scheduler_or_terminal_may_send_its_signal_twice(number: signal.
     stop = asyncio.ensure_future(stop_signal(same_order_s=30.0))
     await asyncio.sleep(0)
     os.kill(os.getpid(), number)
-    async with asyncio.timeout(LIMIT_S):
-        await stop
+    await asyncio.wait_for(stop, LIMIT_S)
     # Its usual effect would end the process at once.
     assert signal.getsignal(number) is not signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN

@@ -47,8 +47,7 @@ async def test_a_worker_runs_episodes_from_a_search_path_and_ends_with_its_strea
         assert (await worker.step("a", "x")).verdict.reward == 0.25
         assert (await worker.call(ping=pb.PingCommand())).HasField("pong")
         worker.closed.set()
-        async with asyncio.timeout(LIMIT_S):
-            assert await process.wait() == 0
+        assert await asyncio.wait_for(process.wait(), LIMIT_S) == 0
 
 
 async def test_what_an_environment_raises_or_prints_does_not_end_its_worker(tmp_path: Path) -> None:
@@ -64,8 +63,7 @@ async def test_what_an_environment_raises_or_prints_does_not_end_its_worker(tmp_
             assert failure.kind == trajectory_pb2.FAILURE_KIND_ENVIRONMENT
         assert (await worker.step("a", "print")).verdict.reward == 1.0
         worker.closed.set()
-        async with asyncio.timeout(LIMIT_S):
-            out, errors = await process.communicate()
+        out, errors = await asyncio.wait_for(process.communicate(), LIMIT_S)
         assert (process.returncode, out) == (0, b"")
         assert b"printed by the environment" in errors
 
@@ -117,8 +115,7 @@ async def test_a_worker_does_not_outlive_the_process_that_started_it(tmp_path: P
         process.send_signal(signal.SIGKILL)
         ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(handle, ended.set)
-        async with asyncio.timeout(LIMIT_S):
-            await ended.wait()
+        await asyncio.wait_for(ended.wait(), LIMIT_S)
         asyncio.get_running_loop().remove_reader(handle)
         os.close(handle)
         await process.communicate()

@@ -41,8 +41,7 @@ def python(code: str, *arguments: str) -> list[str]:
 async def played(command: Command, handler=None) -> pb.WorkerMessage:
     host = EpisodeHost(command)
     try:
-        async with asyncio.timeout(LIMIT_S):
-            return await Episode(host, handler or answers(str.upper)).run()
+        return await asyncio.wait_for(Episode(host, handler or answers(str.upper)).run(), LIMIT_S)
     finally:
         await host.close_all()
 

@@ -100,8 +100,7 @@ async def get(receiver: TrajectoryReceiver, count: int) -> list[int]:
     """Takes `count` trajectories and checks that names and data belong together."""
     numbers = []
     for _ in range(count):
-        async with asyncio.timeout(LIMIT_S):
-            delivery = await receiver.get()
+        delivery = await asyncio.wait_for(receiver.get(), LIMIT_S)
         number = int.from_bytes(delivery.data[:4])
         assert delivery.trajectory_id == name(number)
         numbers.append(number)
@@ -147,8 +146,7 @@ async def test_put_waits_while_the_queue_is_full_and_goes_on_after_an_acknowledg
         done, _ = await asyncio.wait([waiting], timeout=0.1)
         assert not done
         await receiver.acknowledge([name(1)])
-        async with asyncio.timeout(LIMIT_S):
-            await waiting
+        await asyncio.wait_for(waiting, LIMIT_S)
         assert await get(receiver, 1) == [3]
 
 
@@ -212,8 +210,7 @@ async def test_an_acknowledged_id_that_is_put_again_does_not_stay_in_the_queue(m
 async def test_a_cancelled_get_loses_nothing(make_place: MakePlace) -> None:
     async with both_ends(make_place(1_000)) as (receiver, sender):
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await receiver.get()
+            await asyncio.wait_for(receiver.get(), 0.05)
         await put(sender, 1)
         assert await get(receiver, 1) == [1]
 
@@ -226,8 +223,7 @@ async def test_a_cancelled_put_gives_its_place_in_the_line_to_the_next(make_plac
         first.cancel()
         await asyncio.wait([first])
         await receiver.acknowledge([name(0)])
-        async with asyncio.timeout(LIMIT_S):
-            await second
+        await asyncio.wait_for(second, LIMIT_S)
         assert await get(receiver, 1) == [2]
 
 
@@ -274,8 +270,7 @@ async def test_a_refused_sender_ends_with_the_reason(tmp_path: Path, puts_first:
         ):
             if puts_first:
                 await sender.put(TrajectoryId("a"), b"x", timeout_s=LIMIT_S)
-            async with asyncio.timeout(LIMIT_S):
-                await asyncio.Event().wait()
+            await asyncio.wait_for(asyncio.Event().wait(), LIMIT_S)
     (error,) = caught.value.exceptions
     assert isinstance(error, QueueError)
     assert str(error) == (
@@ -319,8 +314,7 @@ async def test_an_id_acknowledged_while_its_stream_was_broken_is_acknowledged_on
         await receiver.acknowledge([TrajectoryId("a")])
         second = stub.Deliver()
         await second.write(pb.DeliverRequest(trajectory=b"x", trajectory_id="a"))
-        async with asyncio.timeout(LIMIT_S):
-            assert list((await second.read()).acknowledged_ids) == ["a"]
+        assert list((await asyncio.wait_for(second.read(), LIMIT_S)).acknowledged_ids) == ["a"]
         second.cancel()
 
 

@@ -91,8 +91,7 @@ def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartSer
                 yield Server(fleet, engine, stop, task, gateway)
                 if not task.done():
                     stop.set()
-                    async with asyncio.timeout(LIMIT_S):
-                        await task
+                    await asyncio.wait_for(task, LIMIT_S)
             finally:
                 task.cancel()
                 await asyncio.wait([task])

@@ -440,8 +440,7 @@ async def test_a_lease_that_is_taken_back_does_not_wait_for_a_lost_client(start_
         connection = await server.leased(members=[0], max_attempts=3)
         await server.fleet.wait_trajectories(1)
         connection.send(cancel=fleet_pb2.CancelLease(group_id="g1", reason="test"))
-        async with asyncio.timeout(LIMIT_S):
-            report = await connection.wait_for("lease")
+        report = await asyncio.wait_for(connection.wait_for("lease"), LIMIT_S)
     assert list(report.unfinished) == [0]
     assert len(server.fleet.trajectories) == 1
 
@@ -651,8 +650,7 @@ async def test_the_controller_can_drain_a_server_at_once(patient) -> None:
     connection.send(drain=fleet_pb2.Drain(reason="leave", finish=True))
     await connection.wait_for("draining")
     connection.send(drain=fleet_pb2.Drain(reason="the run is over"))
-    async with asyncio.timeout(LIMIT_S):
-        await patient.task
+    await asyncio.wait_for(patient.task, LIMIT_S)
     await connection.wait_for("drained")
     assert {t.status for t in patient.fleet.trajectories} == {Status.CANCELLED}
 
@@ -684,8 +682,7 @@ async def test_a_server_leaves_though_the_controller_takes_nothing_any_more(
             connection.hang_up()
             await server.fleet.joined()
         server.stop.set()
-        async with asyncio.timeout(LIMIT_S):
-            await server.task
+        await asyncio.wait_for(server.task, LIMIT_S)
     assert 0 < len({t.trajectory_id for t in server.fleet.trajectories}) < 4 * 32
 
 

@@ -140,8 +140,7 @@ async def test_a_process_that_was_stopped_ends_when_it_is_asked_to(tmp_path: Pat
     child = await start_script(tmp_path, "stopped", text)
     await until(lambda: "waits" in child.log_path.read_text())
     child.signal(signal.SIGSTOP)
-    async with asyncio.timeout(LIMIT_S):
-        await child.stop(600.0)
+    await asyncio.wait_for(child.stop(600.0), LIMIT_S)
     assert child.process.returncode == 7
 
 

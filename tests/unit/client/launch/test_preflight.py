@@ -444,8 +444,7 @@ class Frozen(Echo):
 
 @pytest.mark.process
 async def test_a_check_does_not_wait_for_what_an_environment_leaves_behind(tmp_path, playing):
-    async with asyncio.timeout(LIMIT_S):
-        await check_environments(Scene(playing(HANGING, "Leaving")))
+    await asyncio.wait_for(check_environments(Scene(playing(HANGING, "Leaving"))), LIMIT_S)
     helper = int((tmp_path / "helper").read_text())
     # The helper's parent is gone; the process that adopts it must notice its end.
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -597,8 +596,7 @@ async def test_an_environment_that_holds_its_process_is_given_up(playing, monkey
     monkeypatch.setattr(preflight, "WORKER_GRACE_S", -75.0)
     config = playing(HANGING, "Frozen")
     with pytest.raises(ConfigError, match="e: its check did not end within 5 s, 20 s for each"):
-        async with asyncio.timeout(LIMIT_S):
-            await check_environments(Scene(config))
+        await asyncio.wait_for(check_environments(Scene(config)), LIMIT_S)
 
 
 @pytest.mark.process

@@ -64,8 +64,7 @@ async def test_a_server_for_which_the_machine_has_no_process_ends_the_run_with_t
         async with RunProcesses(config, OPEN, Placement()) as processes:
             monkeypatch.setattr(sys, "executable", "/missing/python")
             processes.keep_rollout_server(0)
-            async with asyncio.timeout(LIMIT_S):
-                request = await controller.stopped.get()
+            request = await asyncio.wait_for(controller.stopped.get(), LIMIT_S)
     cause = "rollout server server-0 cannot be started: No such file or directory"
     assert (request.reason, request.failed) == (cause, True)
 

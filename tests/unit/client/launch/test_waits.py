@@ -61,8 +61,7 @@ async def test_silence_is_broken_again_and_again_less_often(tmp_path: Path) -> N
     await server.start()
     calls = RunCalls(address, OPEN)
     telling = asyncio.create_task(tell_waits(display, calls, first_s=0.01, longest_s=0.02))
-    async with asyncio.timeout(LIMIT_S):
-        await controller.asked.wait()
+    await asyncio.wait_for(controller.asked.wait(), LIMIT_S)
     telling.cancel()
     await asyncio.gather(telling, return_exceptions=True)
     await server.stop(None)

@@ -155,8 +155,7 @@ async def test_runs_on_one_server_do_not_see_each_other(server: EmbeddedServer) 
     ):
         await sender.put(name(1), b"x", timeout_s=LIMIT_S)
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await receiver.get()
+            await asyncio.wait_for(receiver.get(), 0.1)
 
 
 async def test_a_redis_that_stays_away_is_reported_with_its_name_and_without_its_password(server):

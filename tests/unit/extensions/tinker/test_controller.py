@@ -109,8 +109,7 @@ class Loop:
         written = asyncio.create_task(self.operations._write_results())
         last = self.entries["last"] = Entry(Operation(id="last"))
         self.operations._ends.put_nowait(last)
-        async with asyncio.timeout(LIMIT_S):
-            await last.ended.wait()
+        await asyncio.wait_for(last.ended.wait(), LIMIT_S)
         written.cancel()
         del self.entries["last"]
 

@@ -57,8 +57,7 @@ class Scene:
             assert isinstance(order, fleet_pb2.ControllerMessage)
             orders.append(order.rest)
             self.turns.rested(session, fleet_pb2.Rested(number=order.rest.number))
-        async with asyncio.timeout(LIMIT_S):
-            await beginning
+        await asyncio.wait_for(beginning, LIMIT_S)
         return orders
 
 
@@ -113,8 +112,7 @@ async def test_the_loss_of_a_server_ends_the_wait_for_it() -> None:
     await asyncio.sleep(0)
     for session in scene.sessions:
         scene.fleet.remove(session, "its stream ended")
-    async with asyncio.timeout(LIMIT_S):
-        await beginning
+    await asyncio.wait_for(beginning, LIMIT_S)
     scene.turns.trainer_asks(())
 
 

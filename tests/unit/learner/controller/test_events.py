@@ -92,8 +92,7 @@ async def test_a_notice_wakes_those_that_wait_and_no_later_ones() -> None:
     waiting = [asyncio.create_task(signal.wait(60.0)) for _ in range(2)]
     await asyncio.sleep(0)
     signal.notify()
-    async with asyncio.timeout(LIMIT_S):
-        await asyncio.gather(*waiting)
+    await asyncio.wait_for(asyncio.gather(*waiting), LIMIT_S)
     late = asyncio.create_task(signal.wait(60.0))
     for _ in range(10):
         await asyncio.sleep(0)

@@ -225,8 +225,7 @@ async def test_a_client_that_does_not_read_holds_up_no_other() -> None:
     answers = clients.relay.call_environments(aiter(calls))
     calls.say(call("frozen", 1))
     answer_comes = asyncio.ensure_future(anext(answers))
-    async with asyncio.timeout(LIMIT_S):
-        await frozen
+    await asyncio.wait_for(frozen, LIMIT_S)
     # The relay reads no more: three messages wait, the rest finds no room.
     for number in range(2, 7):
         calls.say(call("frozen", number))
@@ -239,8 +238,7 @@ async def test_a_client_that_does_not_read_holds_up_no_other() -> None:
         "the client that serves frozen does not read"
     }
     clients.said["alive"].say(pb.WorkerMessage(call_id=command.call_id, pong=pb.Pong()))
-    async with asyncio.timeout(LIMIT_S):
-        answer = await anext(answers)
+    answer = await asyncio.wait_for(anext(answers), LIMIT_S)
     assert answer.message.call_id == 7
     assert answer.message.WhichOneof("message") == "pong"
 
@@ -323,8 +321,7 @@ async def test_an_agent_whose_last_part_finds_no_room_is_told_as_lost() -> None:
     follow = pb.WorkerCommand(call_id=1, follow_agent=pb.FollowAgentCommand(episode_key="e"))
     calls.say(fleet_pb2.EnvironmentCall(environment="frozen", command=follow))
     answer_comes = asyncio.ensure_future(anext(answers))
-    async with asyncio.timeout(LIMIT_S):
-        await clients.first
+    await asyncio.wait_for(clients.first, LIMIT_S)
     for number in range(2, 5):
         calls.say(call("frozen", number))
     last = pb.WorkerCommand(call_id=5, reply_part=pb.ReplyPart(episode_key="e", is_last=True))

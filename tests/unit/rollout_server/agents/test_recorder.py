@@ -112,8 +112,7 @@ async def test_a_call_waits_for_room_that_another_may_leave() -> None:
     await asyncio.sleep(0.01)
     assert not waiting.done()
     await calls.sample(first)
-    async with asyncio.timeout(LIMIT_S):
-        await waiting
+    await asyncio.wait_for(waiting, LIMIT_S)
     assert third.max_tokens == 10
 
 
@@ -154,8 +153,7 @@ async def test_a_sample_that_nobody_reads_is_ended_and_recorded() -> None:
     await calls.engine.wait_tokens(2)
     await reading.aclose()
     calls.recorder.close(opened)
-    async with asyncio.timeout(LIMIT_S):
-        await calls.recorder.settled()
+    await asyncio.wait_for(calls.recorder.settled(), LIMIT_S)
     (branch,) = calls.recorder.conversations.branches
     assert branch.run_lengths == [1, 2]
     assert calls.told == [2]
@@ -238,7 +236,6 @@ async def test_an_unforeseen_error_of_the_engine_ends_its_call(monkeypatch):
     first = calls.open()
     await calls.begin(first, "u1")
     with pytest.raises(ZeroDivisionError, match="one"):
-        async with asyncio.timeout(LIMIT_S):
-            await calls.sample(first)
+        await asyncio.wait_for(calls.sample(first), LIMIT_S)
     calls.recorder.close(first)
     await calls.recorder.settled()

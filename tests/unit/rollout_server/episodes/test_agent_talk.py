@@ -83,8 +83,7 @@ class Talk:
             self.session.calls.put_nowait(message)
 
     async def run(self) -> environment_pb2.AgentResult:
-        async with asyncio.timeout(LIMIT_S):
-            return await self._talk.run()
+        return await asyncio.wait_for(self._talk.run(), LIMIT_S)
 
     async def with_open(self, *calls: object) -> asyncio.Task[environment_pb2.AgentResult]:
         """The talk as it runs with calls that get no answer."""

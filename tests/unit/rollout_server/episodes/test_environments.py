@@ -68,8 +68,7 @@ class Hosted:
         return await self.report()
 
     async def report(self) -> fleet_pb2.EnvironmentReport:
-        async with asyncio.timeout(LIMIT_S):
-            return await self._reports.get()
+        return await asyncio.wait_for(self._reports.get(), LIMIT_S)
 
     async def open(self, name: str, key: str = "episode", task: int = 0, timeout_s=LIMIT_S):
         return await self.environments.open(name, key, task, timeout_s)
@@ -293,8 +292,7 @@ async def test_episodes_that_wait_for_a_worker_of_their_own_are_told_of_an_unloa
     # Each begins to wait.
     await asyncio.sleep(0)
     hosted.unload("Exiting")
-    async with asyncio.timeout(LIMIT_S):
-        told = await asyncio.gather(*waiting, return_exceptions=True)
+    told = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), LIMIT_S)
     assert [str(each) for each in told] == ["the environment was unloaded"] * 3
     first.close()
 
@@ -444,8 +442,7 @@ async def test_unloading_ends_a_worker_that_did_not_attach_yet_and_who_waits_for
         waiting = [asyncio.create_task(hosted.open("Good", name)) for name in "ab"]
         await until(lambda: child_processes("--connect"), LIMIT_S)
         hosted.unload("Good")
-        async with asyncio.timeout(LIMIT_S):
-            told = await asyncio.gather(*waiting, return_exceptions=True)
+        told = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), LIMIT_S)
     assert [str(each) for each in told] == ["the environment was unloaded"] * 2
     assert not child_processes("--connect")
 
@@ -583,6 +580,5 @@ async def test_a_command_to_a_worker_that_is_gone_fails_no_call(tmp_path: Path) 
 
     attached = asyncio.ensure_future(gateway.Attach(requests(), Gone()))
     stream.table.notify(env_pb.WorkerCommand())
-    async with asyncio.timeout(LIMIT_S):
-        await attached
+    await asyncio.wait_for(attached, LIMIT_S)
     assert stream.over.is_set()

@@ -23,8 +23,7 @@ async def test_a_reader_of_an_outbox_is_woken() -> None:
     await asyncio.sleep(0)
     assert box.put("message")
     assert not box.put("one too many")
-    async with asyncio.timeout(LIMIT_S):
-        assert await reader == "message"
+    assert await asyncio.wait_for(reader, LIMIT_S) == "message"
     assert box.pop() is None
 
 
@@ -56,8 +55,7 @@ async def test_who_stops_reading_does_not_cancel_what_a_message_comes_after() ->
     readers[0].cancel()
     await asyncio.sleep(0)
     durable.set_result(None)
-    async with asyncio.timeout(LIMIT_S):
-        assert await readers[1] == "message"
+    assert await asyncio.wait_for(readers[1], LIMIT_S) == "message"
 
 
 async def test_what_overtakes_passes_what_is_held_and_nothing_else() -> None:
