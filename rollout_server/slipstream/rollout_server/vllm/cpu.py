@@ -8,9 +8,9 @@ outputs are vLLM's own.
 
 vLLM gives each drafted token the temperature, top-p and top-k of its request. On CPUs it writes
 floating-point values into a copy of its output and drops the copy, so that drafts are verified with
-whatever the memory held. `repair_expansion` corrects this. `repair_layers` corrects its rotary
-embedding of latent attention, whose kernel for CPUs takes one head for all, and its routers, which
-take sigmoid scores only with groups of experts.
+whatever the memory held. Its top-k alone fails in a step without any draft. `repair_drafts`
+corrects both. `repair_layers` corrects its rotary embedding of latent attention, whose kernel for
+CPUs takes one head for all, and its routers, which take sigmoid scores only with groups of experts.
 """
 
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from vllm.distributed.aux_output_connector.worker import PendingAuxOutput, get_a
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.utils import cpu_triton_utils
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 
@@ -67,9 +68,15 @@ class RoutingWorker(CPUWorker):  # type: ignore[misc]
         return output
 
 
-def repair_expansion() -> None:
-    """Replaces vLLM's expansion of sampling values by `expand`, in this process and later forks."""
+_apply_top_k = topk_topp_sampler.apply_top_k_only
+
+
+def repair_drafts() -> None:
+    """Corrects how vLLM verifies drafts on CPUs, in this process and its later forks."""
     cpu_triton_utils._expand_kernel_impl = expand
+    topk_topp_sampler.apply_top_k_only = lambda logits, k: (
+        _apply_top_k(logits, k) if len(k) else logits
+    )
 
 
 def expand(

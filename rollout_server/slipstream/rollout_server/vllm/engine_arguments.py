@@ -73,7 +73,7 @@ def engine_config(config: Config, seed: int, folder: Path | None = None) -> Vllm
 
         cpu.repair_layers()
         if settings.speculative_config is not None:
-            cpu.repair_expansion()
+            cpu.repair_drafts()
     scheduling = settings.scheduler_config
     scheduling.scheduler_cls = scheduler_class(async_scheduling=bool(scheduling.async_scheduling))
     return settings
