@@ -87,6 +87,8 @@ def missing_weights(folder: Path, setting: str) -> list[str]:
             f"rollout servers would read in its place: remove consolidated*.safetensors and "
             f"params.json from {folder}"
         ]
+    if "adapter_model.safetensors" in names:
+        return [f"{setting} must not hold an adapter, as none is applied: merge it in {folder}"]
     return [f"{setting} must hold whole files: {each}" for each in _damages(folder, names)]
 
 

@@ -338,3 +338,12 @@ def test_a_folder_with_mistrals_own_form_too_is_refused(folder: Path) -> None:
     assert "remove consolidated*.safetensors and params.json from" in problem
     # Rollout servers read no other folder.
     assert missing_weights(folder, "critic.path") == []
+
+
+def test_a_folder_with_an_adapter_that_nobody_applies_is_refused(folder: Path) -> None:
+    write_safetensors(folder / "adapter_model.safetensors")
+    for setting in ("model.path", "reference.path"):
+        (problem,) = missing_weights(folder, setting)
+        assert problem == (
+            f"{setting} must not hold an adapter, as none is applied: merge it in {folder}"
+        )
