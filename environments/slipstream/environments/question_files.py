@@ -406,7 +406,7 @@ def text_of(cell: Cell, where: str) -> str:
         got = f"holds {lost[0]!r}: in JSON a backslash of LaTeX is written twice"
         raise ConfigError(f"{where} {got}")
     if isinstance(cell, float | Decimal) and cell == int(cell):
-        cell = int(cell)
+        cell = int(Decimal(str(cell)))
     return str(cell)
 
 

@@ -125,11 +125,11 @@ async def test_a_decimal_is_the_number_that_it_writes() -> None:
 
 @pytest.mark.parametrize("write", [json_lines, parquet])
 async def test_a_number_is_a_number_whatever_a_file_makes_of_it(tmp_path: Path, write):
-    rows = [{"question": f"q{n}", "answer": n} for n in (72.0, 0.1, 1e21)]
-    environment = Questions(write(tmp_path, rows), judge="exact")
-    assert [task.answer for task in environment.tasks()][:2] == ["72", "0.1"]
+    rows = [{"question": f"q{n}", "answer": n} for n in (72.0, 0.1, 1e23)]
+    environment, large = Questions(write(tmp_path, rows), judge="exact"), "1" + "0" * 23
+    assert [task.answer for task in environment.tasks()] == ["72", "0.1", large]
     for task, replies in zip(
-        environment.tasks(), (("72", "72.0", "$72"), ("0.1", ".1")), strict=False
+        environment.tasks(), (("72", "72.0", "$72"), ("0.1", ".1"), (large, "1e23")), strict=True
     ):
         environment.reset(task)
         assert [(await environment.step(reply)).reward for reply in replies] == [1.0] * len(replies)
