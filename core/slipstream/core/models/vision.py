@@ -93,6 +93,9 @@ def decoded(data: bytes) -> Any:  # noqa: ANN401 - Pillow's
         if image.has_transparency_data:
             seen = image.convert("RGBA")
             found = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
+        if image.mode.startswith("I"):
+            # Pillow would cut shades of 16 bits off at 255.
+            found = image.point(lambda shade: shade * (1 / 257))
         found = found.convert("RGB")
         return found if turn is None else found.transpose(Image.Transpose[turn])
 

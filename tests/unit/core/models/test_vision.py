@@ -63,6 +63,12 @@ def test_a_transparent_image_stands_on_white() -> None:
         assert (found.getpixel((0, 0)), found.getpixel((1, 1))) == ((255,) * 3, (0,) * 3)
 
 
+def test_shades_of_16_bits_stay_shades() -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.array([[0, 257, 40000, 65535]], dtype=np.uint16)).save(file, "PNG")
+    assert np.asarray(decoded(file.getvalue()))[0, :, 1].tolist() == [0, 1, 155, 255]
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_photograph_stands_upright_as_viewers_show_it(orientation: int, folder: Path) -> None:
     exif = Image.Exif()
