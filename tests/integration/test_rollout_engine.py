@@ -305,6 +305,8 @@ async def test_a_request_that_cannot_be_served_fails_alone(rig) -> None:
     with pytest.raises(GenerationFailed):
         await rig.generate("long", [4] * 400)
     # Its client is at fault.
+    with pytest.raises(RequestRefused):
+        await rig.generate("none", num_tokens=0)
     for options in (TextOptions(num_logprobs=10**9), TextOptions(stop=("\ud800",))):
         with pytest.raises(RequestRefused):
             async for _ in rig.engine.requests.stream("odd", [4], SAMPLING, 1, options=options):

@@ -297,13 +297,13 @@ def sample(body: Body, config: Config, vocabulary: int) -> pb.Operation:
             raise Refused(f"a seed is a number from 0 to {_LARGEST_SEED}, got {seed}")
         sampling.seed = seed
     most = min(config.sampling.max_reply_tokens, config.sampling.max_episode_tokens - len(prompt))
-    wanted = asked.get("max_tokens")
-    if most < 1 or (wanted or 0) > most:
+    wanted = most if asked.get("max_tokens") is None else asked["max_tokens"]
+    if not 1 <= wanted <= most:
         raise Refused(
             f"a prompt of {len(prompt)} tokens leaves room for {max(0, most)} of a reply, got "
             f"max_tokens = {wanted}: set sampling.max_reply_tokens and sampling.max_episode_tokens"
         )
-    sampling.max_reply_tokens = most if wanted is None else wanted
+    sampling.max_reply_tokens = wanted
     sampling.temperature = asked.get("temperature", 1.0)
     sampling.top_p, sampling.top_k = asked.get("top_p", 1.0), max(0, asked.get("top_k", -1))
     sampling.prompt_logprobs = bool(body.get("prompt_logprobs"))
@@ -315,6 +315,8 @@ def sample(body: Body, config: Config, vocabulary: int) -> pb.Operation:
             sampling.stop.append(each)
         else:
             sampling.stop_token_ids.append(each)
+    if "" in sampling.stop or not sampling.top_p:
+        raise Refused("a text in stop has a character at least, and top_p is above 0")
     return pb.Operation(
         id=f"{session}:{body['seq_id']}:sample",
         sample=pb.Sample(

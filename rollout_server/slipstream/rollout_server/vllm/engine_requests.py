@@ -90,7 +90,8 @@ class EngineRequests:
         experts_from: int = 0,
         images: Sequence[PlacedImage] = (),
     ) -> Generation:
-        asked = parameters(sampling, max_tokens, experts_from=experts_from)
+        with as_ours():
+            asked = parameters(sampling, max_tokens, experts_from=experts_from)
         async with self._admitted(request_id) as is_wanted:
             if not is_wanted:
                 return Generation.unbegun()
