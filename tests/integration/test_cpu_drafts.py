@@ -1,7 +1,7 @@
 """What vLLM does with drafts on CPUs, and what is mended."""
 
 import torch
-from slipstream.rollout_server.vllm.cpu import repair_drafts
+from slipstream.rollout_server.vllm.cpu import repair
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -16,13 +16,13 @@ def expanded(values: list[float], ends: list[int]) -> list[float]:
 
 
 def test_each_drafted_token_gets_the_temperature_of_its_request() -> None:
-    repair_drafts()
+    repair()
     # The second request has no draft; the third one is greedy.
     assert expanded([0.5, 0.7, 0.0, 2.0], [2, 2, 3, 6]) == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]
 
 
 def test_top_k_alone_takes_a_step_without_drafts() -> None:
-    repair_drafts()
+    repair()
     for number in (0, 2):
         logits = torch.arange(number * 3.0).view(number, 3)
         kept = apply_top_k_top_p(logits, torch.full((number,), 2, dtype=torch.int32), None)

@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader import reload
 
 @pytest.fixture(autouse=True)
 def repaired() -> None:
-    cpu.repair_layers()
+    cpu.repair()
 
 
 @pytest.mark.parametrize("heads", [1, 4])

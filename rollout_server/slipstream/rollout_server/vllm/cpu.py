@@ -8,9 +8,9 @@ outputs are vLLM's own.
 
 vLLM gives each drafted token the temperature, top-p and top-k of its request. On CPUs it writes
 floating-point values into a copy of its output and drops the copy, so that drafts are verified with
-whatever the memory held. Its top-k alone fails in a step without any draft. `repair_drafts`
-corrects both. `repair_layers` corrects its rotary embedding of latent attention, whose kernel for
-CPUs takes one head for all, and its routers, which take sigmoid scores only with groups of experts.
+whatever the memory held. Its top-k alone fails in a step without any draft. `repair` corrects both,
+its rotary embedding of latent attention, whose kernel for CPUs takes one head for all, and its
+routers, which take sigmoid scores only with groups of experts.
 """
 
 from types import SimpleNamespace
@@ -68,15 +68,15 @@ class RoutingWorker(CPUWorker):  # type: ignore[misc]
         return output
 
 
+_make_router, _rotate = CPURouter.__init__, RotaryEmbedding.forward_cpu
 _apply_top_k = topk_topp_sampler.apply_top_k_only
 
 
-def repair_drafts() -> None:
-    """Corrects how vLLM verifies drafts on CPUs, in this process and its later forks."""
+def repair() -> None:
+    """Corrects vLLM on CPUs, in this process and its later forks."""
     cpu_triton_utils._expand_kernel_impl = expand
-    topk_topp_sampler.apply_top_k_only = lambda logits, k: (
-        _apply_top_k(logits, k) if len(k) else logits
-    )
+    topk_topp_sampler.apply_top_k_only = _kept
+    CPURouter.__init__, RotaryEmbedding.forward_cpu = _made, _rotated
 
 
 def expand(
@@ -97,12 +97,9 @@ def expand(
     output.copy_(replaced.repeat_interleave(lengths.long()))
 
 
-_make_router, _rotate = CPURouter.__init__, RotaryEmbedding.forward_cpu
-
-
-def repair_layers() -> None:
-    """Corrects vLLM's rotary embedding and router for CPUs, in this process and its later forks."""
-    CPURouter.__init__, RotaryEmbedding.forward_cpu = _made, _rotated
+def _kept(logits: Tensor, k: Tensor) -> Tensor:
+    kept: Tensor = _apply_top_k(logits, k) if len(k) else logits
+    return kept
 
 
 def _made(self: CPURouter, *args: object, **named: object) -> None:

@@ -71,9 +71,7 @@ def engine_config(config: Config, seed: int, folder: Path | None = None) -> Vllm
     if on_cpu:
         from slipstream.rollout_server.vllm import cpu
 
-        cpu.repair_layers()
-        if settings.speculative_config is not None:
-            cpu.repair_drafts()
+        cpu.repair()
     scheduling = settings.scheduler_config
     scheduling.scheduler_cls = scheduler_class(async_scheduling=bool(scheduling.async_scheduling))
     return settings
