@@ -33,8 +33,6 @@ from support.fakes.page_reader import BLOCK
 from support.rigs import run_processes
 from support.rigs.completed import completed
 
-pytestmark = [pytest.mark.timeout(1500), pytest.mark.usefixtures("nothing_survives")]
-
 FOLDER = Path(os.environ.get("SLIPSTREAM_FRAMEWORKS", "frameworks-of-others")).absolute()
 LIMIT_S = 300.0
 RUN_LIMIT_S = 1200.0
@@ -46,11 +44,12 @@ def python_of(framework: str) -> Path:
     return FOLDER / framework / "bin" / "python"
 
 
-def needs(framework: str) -> pytest.MarkDecorator:
-    """Skips without the virtual environment of a framework."""
-    how = f"the top of {Path(__file__).name} says how to make it"
-    reason = f"{python_of(framework)} is not there; {how}"
-    return pytest.mark.skipif(not python_of(framework).exists(), reason=reason)
+WHY = f"no virtual environment of verifiers: the top of {Path(__file__).name} says how to make it"
+pytestmark = [
+    pytest.mark.timeout(1500),
+    pytest.mark.usefixtures("nothing_survives"),
+    pytest.mark.skipif(not python_of("verifiers").exists(), reason=WHY),
+]
 
 
 def play(
@@ -75,7 +74,6 @@ def verifiers_episodes(args: dict, *episodes: dict) -> list[dict]:
     return play(python_of("verifiers"), VERIFIERS, args, *episodes)
 
 
-@needs("verifiers")
 def test_rewards_of_verifiers_are_those_of_its_taskset() -> None:
     said = {"taskset": {"id": "echo-v1", "phrases": ["one", "two"]}}
     right, wrong = verifiers_episodes(
@@ -86,14 +84,12 @@ def test_rewards_of_verifiers_are_those_of_its_taskset() -> None:
     assert [message["role"] for message in right["requests"][0]["messages"]] == ["system", "user"]
 
 
-@needs("verifiers")
 def test_verifiers_selects_tasks_as_its_own_commands_do() -> None:
     args = {"taskset": "echo-v1", "select": {"include": {"idx": ["2:"]}}}
     (episode,) = verifiers_episodes(args, {"replies": ["verifiers"]})
     assert (episode["failure"], episode["reward"]) == ("", 1.0)
 
 
-@needs("verifiers")
 def test_a_scripted_user_of_verifiers_leads_several_turns() -> None:
     args = {"taskset": "echo-user-sim-v1"}
     (episode,) = verifiers_episodes(args, {"replies": ["hello world", "no"]})
@@ -104,7 +100,6 @@ def test_a_scripted_user_of_verifiers_leads_several_turns() -> None:
     assert episode["metrics"]["turns"] == 2.0
 
 
-@needs("verifiers")
 def test_each_agent_of_verifiers_is_a_branch_and_an_untrained_one_has_no_share() -> None:
     (episode,) = verifiers_episodes({"taskset": "duet-v1"}, {"task": 1, "replies": ["ping"]})
     assert (episode["failure"], episode["reward"]) == ("", 1.0)
@@ -113,7 +108,6 @@ def test_each_agent_of_verifiers_is_a_branch_and_an_untrained_one_has_no_share()
     assert episode["metrics"]["a_duet"] == 1.0
 
 
-@needs("verifiers")
 def test_tools_of_verifiers_are_called_and_keep_their_state() -> None:
     bump = {"name": "counter_bump", "arguments": {}}
     two, one = verifiers_episodes(
@@ -127,7 +121,6 @@ def test_tools_of_verifiers_are_called_and_keep_their_state() -> None:
     assert "unknown tool 'no_tool'" in str(one["requests"][1]["messages"])
 
 
-@needs("verifiers")
 @pytest.mark.parametrize(
     ("args", "cause"),
     [
@@ -159,7 +152,6 @@ def shown(folder: Path, framework: str) -> dict:
     return (table.get("environments") or table["evaluations"])[0]["args"]
 
 
-@needs("verifiers")
 def test_the_taskset_of_the_guide_trains(tmp_path: Path) -> None:
     args = shown(tmp_path, "verifiers")
     (episode,) = play(
@@ -196,7 +188,6 @@ def until_it_listens(port: int, process: subprocess.Popen) -> None:
     raise AssertionError("the server of OpenEnv does not listen")
 
 
-@needs("verifiers")
 def test_verifiers_plays_environments_of_openenv(tmp_path: Path) -> None:
     with echoing(tmp_path) as address:
         taskset = {"id": "openenv", "base_url": address, "resets": [{"seed": 0}, {"seed": 1}]}
@@ -209,7 +200,6 @@ def test_verifiers_plays_environments_of_openenv(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@needs("verifiers")
 async def test_environments_of_verifiers_train_twenty_steps(tmp_path: Path) -> None:
     names = ["echo-v1", "echo-user-sim-v1", "duet-v1", "counter-tool-v1"]
     own = {"reference": VERIFIERS, "python": str(python_of("verifiers")), "timeout_s": 120.0}

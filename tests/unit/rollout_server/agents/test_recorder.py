@@ -76,31 +76,25 @@ async def test_a_call_is_recorded_and_continued() -> None:
     assert calls.told == [len(reply)]
 
 
-async def test_a_reply_that_was_not_answered_with_200_is_not_known() -> None:
+HALF = b'{"choices": [{"mess'
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "is_closed"),
+    [(500, b'{"error": {}}', True), (200, HALF, True), (200, HALF, False)],
+    ids=["error", "hangs up", "half"],
+)
+async def test_no_error_and_no_half_of_an_answer_is_known(status, body, is_closed) -> None:
     calls = Calls()
     first = calls.open()
     await calls.begin(first, "u1")
     await calls.sample(first)
-    first.status = 500
-    first.body += b'{"error": {}}'
-    calls.recorder.close(first)
-    second = calls.open()
-    assert await calls.begin(second, "u1", "r1", "u2") == [9, 9, 9]
-    assert calls.recorder._unread == []
-
-
-@pytest.mark.parametrize("hangs_up", [False, True])
-async def test_an_answer_that_has_come_by_half_is_not_read(hangs_up: bool) -> None:
-    calls = Calls()
-    first = calls.open()
-    await calls.begin(first, "u1")
-    await calls.sample(first)
-    first.status = 200
-    first.body += b'{"choices": [{"mess'
-    if hangs_up:
+    first.status = status
+    first.body += body
+    if is_closed:
         calls.recorder.close(first)
     assert await calls.begin(calls.open(), "u1", "r1", "u2") == [9, 9, 9]
-    assert (calls.recorder._unread == [first]) == (not hangs_up)
+    assert calls.recorder._unread == ([] if is_closed else [first])
 
 
 async def test_a_call_waits_for_room_that_another_may_leave() -> None:

@@ -22,51 +22,44 @@ def inspector_of(run: Run, books: Books) -> Inspector:
     return Inspector(run, books, run_again=lambda *_: None)
 
 
-@pytest.mark.parametrize(("oldest", "quarantined"), [(2, 0), (1, 1)])
-def test_a_trajectory_is_judged_by_the_promise_of_the_run_not_by_the_bound_of_new_leases(
-    tmp_path: Path, oldest: int, quarantined: int
-) -> None:
-    config = make_config(tmp_path, algorithm__max_staleness=4)
-    run = Run.of(config, "r")
+def inspected(
+    folder: Path, *, serves: str = "", oldest: int = 2, staleness: int = 2, **changes: str
+) -> tuple[bool, Run, Inspector]:
+    """Whether a trajectory of a group of step 2 is taken while environment e has adapter `serves`.
+
+    `changes` are fields of the trajectory.
+    """
+    run = Run.of(make_config(folder, algorithm__max_staleness=staleness), "r")
     run.progress.reached(PolicyVersion(0, 2))
-    with Journal(tmp_path / "journal") as journal:
+    with Journal(folder / "journal") as journal:
         books = books_of(run, journal=journal)
-        # The trajectory may be trained by step 6.
-        group = books.leases.lease("e", 3, 4, KEY, 2)
+        books.environments.entries.clear()
+        books.environments.add(EnvironmentSpec(name="e", adapter=serves))
+        group_id = books.leases.lease("e", 3, 4, KEY, 2).group_id
+        # The bound of leases that are new from now on.
         books.leases.max_staleness = 0
         books.fleet.epochs.join(KEY)
         spans = (VersionSpan(2, PolicyVersion(0, oldest)),)
-        trajectory = dataclasses.replace(GOOD, group_id=group.group_id, version_spans=spans)
-        inspector = inspector_of(run, books)
-        taken = inspector.take(Delivery(trajectory.trajectory_id, encode_trajectory(trajectory)))
-        assert (taken is None) == bool(quarantined)
-        assert inspector.quarantine.total == quarantined
-
-
-def inspected(
-    tmp_path: Path, adapter: str, sampled_by: str, group_id: str = ""
-) -> tuple[bool, Run, Inspector]:
-    """Whether a trajectory is taken while environment e has `adapter`; of a new group, or not."""
-    run = Run.of(make_config(tmp_path), "r")
-    run.progress.reached(PolicyVersion(0, 2))
-    with Journal(tmp_path / "journal") as journal:
-        books = books_of(run, journal=journal)
-        books.environments.entries.clear()
-        books.environments.add(EnvironmentSpec(name="e", adapter=adapter))
-        group_id = group_id or books.leases.lease("e", 3, 4, KEY, 2).group_id
-        books.fleet.epochs.join(KEY)
-        spans = (VersionSpan(2, PolicyVersion(0, 2)),)
-        trajectory = dataclasses.replace(
-            GOOD, group_id=group_id, version_spans=spans, adapter=sampled_by
-        )
+        changed = {"group_id": group_id, "version_spans": spans} | changes
+        trajectory = dataclasses.replace(GOOD, **changed)
         inspector = inspector_of(run, books)
         delivery = Delivery(trajectory.trajectory_id, encode_trajectory(trajectory))
         return inspector.take(delivery) is not None, run, inspector
 
 
+# The trajectory may be trained by step 6.
+@pytest.mark.parametrize(("oldest", "quarantined"), [(2, 0), (1, 1)])
+def test_a_trajectory_is_judged_by_the_promise_of_the_run_not_by_the_bound_of_new_leases(
+    tmp_path: Path, oldest: int, quarantined: int
+) -> None:
+    is_taken, _, inspector = inspected(tmp_path, oldest=oldest, staleness=4)
+    assert is_taken == (not quarantined)
+    assert inspector.quarantine.total == quarantined
+
+
 @pytest.mark.parametrize(("adapter", "cause"), [("math", ""), ("", "adapter '' sampled it")])
 def test_what_another_adapter_sampled_is_quarantined(tmp_path, adapter, cause):
-    is_taken, run, inspector = inspected(tmp_path, "math", adapter)
+    is_taken, run, inspector = inspected(tmp_path, serves="math", adapter=adapter)
     assert is_taken != bool(cause)
     assert inspector.quarantine.total == bool(cause)
     assert cause in " ".join(event.text for event in run.events.kept())
@@ -74,6 +67,6 @@ def test_what_another_adapter_sampled_is_quarantined(tmp_path, adapter, cause):
 
 def test_a_late_trajectory_of_a_withdrawn_group_is_not_held_against_its_server(tmp_path):
     # The client that served it came back with another adapter; its groups were withdrawn.
-    is_taken, _, inspector = inspected(tmp_path, "code", "math", group_id="g000001")
+    is_taken, _, inspector = inspected(tmp_path, serves="code", adapter="math", group_id="g000001")
     assert is_taken
     assert inspector.quarantine.total == 0
