@@ -76,12 +76,13 @@ async def test_a_call_is_recorded_and_continued() -> None:
     assert calls.told == [len(reply)]
 
 
-HALF = b'{"choices": [{"mess'
+WHOLE = b'{"choices": [{"message": {"role": "assistant", "content": "r1"}}]}'
+HALF = WHOLE[:19]
 
 
 @pytest.mark.parametrize(
     ("status", "body", "is_closed"),
-    [(500, b'{"error": {}}', True), (200, HALF, True), (200, HALF, False)],
+    [(500, WHOLE, True), (200, HALF, True), (200, HALF, False)],
     ids=["error", "hangs up", "half"],
 )
 async def test_no_error_and_no_half_of_an_answer_is_known(status, body, is_closed) -> None:
@@ -91,6 +92,7 @@ async def test_no_error_and_no_half_of_an_answer_is_known(status, body, is_close
     await calls.sample(first)
     first.status = status
     first.body += body
+    first.is_whole = body == WHOLE
     if is_closed:
         calls.recorder.close(first)
     assert await calls.begin(calls.open(), "u1", "r1", "u2") == [9, 9, 9]
