@@ -4,8 +4,6 @@ Pods are made of namespaces (`kubernetes_pods`): two of the learner, two rollout
 One server is deleted, one killed, a node of the learner is drained; the run goes on to its end.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Helm renders the chart, and Kubernetes' schemas and our command line read the result."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """/metrics of a whole run says what the run's status and its newest row say."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib.metadata

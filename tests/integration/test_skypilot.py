@@ -1,7 +1,5 @@
 """SkyPilot reads the job group of deploy/skypilot, by its own parser."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

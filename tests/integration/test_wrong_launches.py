@@ -4,8 +4,6 @@ The controller that others ask is a server with its token, certificate and answe
 trained: the model cannot even be loaded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -4,8 +4,6 @@
 pass as they are; with each mutant at least one test of its row must fail. Exit code 1 otherwise.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The disk under a controller's journal: full for a while, slow, and cut at what was synced."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -4,8 +4,6 @@ Prints each seed that breaks a rule, with the command that plays it again, and t
 JSON at the end; the exit code is 1 if any did.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """A client that serves an environment of its own: the product's code in a simulated process."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -3,8 +3,6 @@
 Its code blocks, as that of the product does: `run` is to be called in a thread of `blocking`.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import random

@@ -1,7 +1,5 @@
 """One simulated run: its processes, the faults of a seed, and the start of what has ended."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

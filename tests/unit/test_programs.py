@@ -1,7 +1,5 @@
 """Every program of the project can be imported: its annotations and names are looked up then."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 What a job saw lies in FOLDER/JOB.pt afterwards; the test computes the same with plain PyTorch.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The Helm chart of deploy/kubernetes, rendered by Helm itself, with the secrets of its script."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

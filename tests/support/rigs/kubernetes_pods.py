@@ -4,8 +4,6 @@ There is no API server here. What JobSet, the Deployment's controller and the ku
 manifests is done in small: names, labels, environment, volumes, users, probes, ends and new starts.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import os

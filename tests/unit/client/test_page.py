@@ -1,7 +1,5 @@
 """The page of runs has their curves, what differs in their settings, and replies as mere text."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

@@ -1,7 +1,5 @@
 """The job group of deploy/skypilot, as a shell and our command line read it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The files of deploy/slurm beside stand-ins for Slurm and for our command."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

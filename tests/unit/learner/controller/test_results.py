@@ -1,7 +1,5 @@
 """Where the time of a step went."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

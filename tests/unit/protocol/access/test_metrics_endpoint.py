@@ -1,7 +1,5 @@
 """The endpoint answers Prometheus, and nobody else who comes to its port."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

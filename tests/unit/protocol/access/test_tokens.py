@@ -1,7 +1,5 @@
 """Tokens of roles open what the role needs."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from collections.abc import Iterator
