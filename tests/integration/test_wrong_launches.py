@@ -325,7 +325,7 @@ def test_a_full_disk_is_named(site: Site) -> None:
     with small_disk(site.folder / "disk", "size=1m") as disk:
         result = run_command(*FIRST, f'run.dir="{disk}"', cwd=site.folder)
         assert not [*disk.iterdir()]
-    check_refused(result, "disk: 0.00 GiB are free for", "make room, or set run.dir")
+    check_refused(result, "disk: 0.00 GiB are free for", "0.06 GiB must be free: make room, or")
 
 
 def test_shared_memory_that_is_too_small_for_gpus_is_named(site, monkeypatch):

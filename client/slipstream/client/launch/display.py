@@ -122,6 +122,7 @@ class Display:
         folder = self._config.run_dir
         summary = read_summary(folder)
         if summary is None:
+            self._write(f"\n  {folder} has no summary{self.resuming('mend the cause, then ')}\n")
             return False
         if summary["steps"]:
             rows = table_rows(summary)

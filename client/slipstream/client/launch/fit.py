@@ -243,6 +243,7 @@ def check_disk(scene: Scene) -> Finding:
     if usual:
         seen += f"; checkpoints take {usual / GIB:.2f} GiB"
     if free < least:
+        seen += f"; at least {least / GIB:.2f} GiB must be free"
         return problem(seen, "make room, or set run.dir to a folder on another disk")
     if free < max(usual, MIN_DISK_GIB * GIB):
         return advice(seen, "checkpoints and the journal grow: set run.dir elsewhere")

@@ -78,6 +78,14 @@ def test_a_run_that_ends_early_says_how_it_goes_on(state, tmp_path, monkeypatch)
     assert text == f"\n  {state} at version 0 of 10; {how}\n"
 
 
+def test_a_run_whose_summary_could_not_be_written_says_how_it_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/missing/slipstream", "run", "a.toml"])
+    config, out = config_of(tmp_path), io.StringIO()
+    assert not Display(config, out).summary()
+    how = "mend the cause, then resume it with: /missing/slipstream run a.toml"
+    assert out.getvalue() == f"\n  {config.run_dir} has no summary; {how}\n"
+
+
 def test_a_run_that_may_not_go_on_does_not_say_so(tmp_path: Path) -> None:
     _, text = shown(config_of(tmp_path, resume="never"), state="stopped")
     assert text.endswith("\n  stopped at version 3 of 10\n")
