@@ -1,6 +1,5 @@
 """Checks the form of network addresses, opens listening sockets and keeps free ports."""
 
-import contextlib
 import ipaddress
 import os
 import random
@@ -66,7 +65,7 @@ def free_port(host: str) -> int:
     attempts = min(FREE_PORT_ATTEMPTS, len(UNASSIGNED_PORTS))
     for port in random.SystemRandom().sample(UNASSIGNED_PORTS, attempts):
         probe = socket.socket(family_of(host))
-        with contextlib.suppress(OSError):
+        try:
             # Without SO_REUSEADDR, a port that another process keeps is refused.
             probe.bind((host, port))
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -74,8 +73,10 @@ def free_port(host: str) -> int:
             while len(_kept) > KEPT_PORTS:
                 os.close(_kept.popleft())
             return port
-        probe.close()
-    raise ConfigError(f"no free port on {host} among {attempts} that were tried")
+        except OSError as error:
+            cause = error.strerror
+            probe.close()
+    raise ConfigError(f"no free port on {host} among {attempts} that were tried: {cause}")
 
 
 def family_of(host: str) -> socket.AddressFamily:

@@ -74,6 +74,8 @@ def test_a_port_that_was_drawn_is_given_to_nobody_before_and_after_it_is_used(mo
             other.bind(("127.0.0.1", drawn))
         with socket.create_server(("127.0.0.1", drawn)):
             pass
+    with pytest.raises(ConfigError, match=r"that were tried: Cannot assign requested address$"):
+        free_port("192.0.2.1")
 
 
 def test_a_process_keeps_a_bounded_number_of_ports(monkeypatch: pytest.MonkeyPatch) -> None:
