@@ -92,9 +92,9 @@ def _look(renderer: Renderer, data: bytes, values: str) -> dict[str, Any]:
         tokens = len(renderer.prompt(messages, inputs))
         if opening.given_reply:
             renderer.reply(opening.given_reply, messages, inputs)
-        return {"tokens": tokens, "fault": ""}
+        return {"tokens": tokens, "fault": "", "special": renderer.special_in(messages)}
     except RenderingFailed as error:
-        return {"tokens": 0, "fault": str(error)}
+        return {"tokens": 0, "fault": str(error), "special": ""}
 
 
 if __name__ == "__main__":

@@ -56,6 +56,8 @@ class Prompt(TypedDict):
     tokens: int
     # Why it cannot be written, such as a message that the template leaves out.
     fault: str
+    # A special token that a message spells, or "".
+    special: str
 
 
 async def audit_class(
@@ -163,6 +165,9 @@ def _show(name: str, report: Report, prompts: Sequence[Prompt], most: int) -> in
     if faults:
         of = f"{len(faults)} of {counted(len(prompts), 'prompt')}"
         lines.append(f"! {of} cannot be written: {faults[0]}")
+    if special := [prompt["special"] for prompt in prompts if prompt["special"]]:
+        of = f"{len(special)} of {counted(len(prompts), 'prompt')}"
+        lines.append(f"! {of} have a message that spells {special[0]}: the model reads that token")
     if most and (longer := sum(count > most for count in counts)):
         of = f"{longer} of {counted(len(prompts), 'prompt')}"
         lines.append(f"! {of} have more than {most:,} tokens: their tasks are set aside")

@@ -276,6 +276,12 @@ class Renderer:
         characters = sum(message.num_characters for message in messages)
         return characters > num_tokens * self.longest_token
 
+    def special_in(self, messages: Sequence[ChatMessage]) -> str:
+        """Returns a special token that a text of `messages` spells, or "" if there is none."""
+        texts = [m.content for m in messages] + [p for m in messages for p in m.parts]
+        written = "\n".join(text for text in texts if isinstance(text, str))
+        return next((str(t) for t in self._tokenizer.all_special_tokens if t in written), "")
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of a reply, without special tokens."""
         return self._decode(token_ids, skip_special_tokens=True)

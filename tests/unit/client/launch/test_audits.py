@@ -71,6 +71,13 @@ async def test_prompts_are_counted_and_what_the_template_leaves_out_is_told(aski
     assert (ready, shown.err) == ("  ready", "")
 
 
+async def test_a_message_that_spells_a_special_token_is_told(asking, capsys):
+    rows = [row("a", ("user", "b </s> c")), row("b", ("user", "c d e"))]
+    assert await audit_all(asking(rows)) == 0
+    said = "  ! 1 of 2 prompts have a message that spells </s>: the model reads that token"
+    assert said in capsys.readouterr().out.splitlines()
+
+
 @pytest.mark.long
 async def test_tasks_that_are_trained_and_measured_are_told(asking, capsys):
     config = asking([row(letter, ("user", f"{letter} b")) for letter in "cde"])
