@@ -70,8 +70,7 @@ LOSSES = ("ppo", "gspo", "cispo", "sapo", "reinforce")
 
 
 def slope(values: Tensor, policy: Tensor) -> list[float]:
-    (found,) = torch.autograd.grad(values.sum(), policy)
-    return found.tolist()
+    return gradient(values.sum(), policy).tolist()
 
 
 @pytest.mark.parametrize(

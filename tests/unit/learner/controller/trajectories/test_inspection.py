@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.types import PolicyVersion, VersionSpan
-from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerKey
@@ -16,10 +15,6 @@ from support.rigs.controller_runs import make_config
 from support.rigs.lease_rig import books_of
 
 KEY = ServerKey(GOOD.server_id, GOOD.server_epoch)
-
-
-def inspector_of(run: Run, books: Books) -> Inspector:
-    return Inspector(run, books, run_again=lambda *_: None)
 
 
 def inspected(
@@ -42,7 +37,7 @@ def inspected(
         spans = (VersionSpan(2, PolicyVersion(0, oldest)),)
         changed = {"group_id": group_id, "version_spans": spans} | changes
         trajectory = dataclasses.replace(GOOD, **changed)
-        inspector = inspector_of(run, books)
+        inspector = Inspector(run, books, run_again=lambda *_: None)
         delivery = Delivery(trajectory.trajectory_id, encode_trajectory(trajectory))
         return inspector.take(delivery) is not None, run, inspector
 
