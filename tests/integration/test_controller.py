@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from slipstream.client import Client
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
+from slipstream.core.machine.address import free_port
 from slipstream.core.types import Failure, FailureKind
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.leasing.scheduler import Scheduler
@@ -452,6 +453,20 @@ async def test_health_and_reflection_tell_what_the_controller_serves(tmp_path):
     assert seen["health"] == health_pb2.HealthCheckResponse.SERVING
     names = ("Environment", "Fleet", "Status", "Trainer", "Trajectory")
     assert {f"slipstream.v1.{name}Service" for name in names} <= seen["services"]
+
+
+async def test_a_stop_before_a_trainer_is_there_says_that_nothing_is_exported(tmp_path):
+    async def stop(controller, tasks):
+        async with Client(config.controller.address) as client:
+            async for event in client.watch():
+                if event.text.endswith(" listens"):
+                    await client.stop("enough")
+                    return
+
+    config, away = make_config(tmp_path), FakeTrainer(f"127.0.0.1:{free_port('127.0.0.1')}")
+    summary = await play(config, trainer=away, during=stop, wait_for_trainer=False)
+    assert summary["state"] == "stopped"
+    assert "no trainer is there at the end: nothing is saved or exported" in summary["told"]
 
 
 async def test_a_clock_that_jumps_changes_no_measured_time(tmp_path, monkeypatch):

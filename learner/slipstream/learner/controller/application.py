@@ -252,6 +252,8 @@ class Controller:
         clock, fleet = self._run.clock, self._fleet
         if self._progress.has_trainer and not self._progress.has_failed:
             await await_goodbye(self._run, self._parts.trainer, silence_s=self._silence_s)
+        elif not self._progress.has_failed:
+            self._run.events.warn("no trainer is there at the end: nothing is saved or exported")
         self._progress.waits_for("" if self._progress.has_failed else "rollout servers to drain")
         sessions = waiting = list(fleet.sessions.values())
         for session in sessions:
