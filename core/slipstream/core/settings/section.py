@@ -63,7 +63,7 @@ class Section(BaseModel):
                 # A URL may hold a password.
                 shown = "" if name.endswith("_url") else f", got {value!r}"
                 raise ValueError(f"input should be one line of text, not empty{shown}")
-            if Path in kinds and value[0] in "~$":
+            if (Path in kinds or name == "storage_url") and value[0] in "~$":
                 # Else a folder named "~" would be made here.
                 raise ValueError(f"input should be a path without ~ or $ in front, got {value!r}")
             path = os.fsencode(value)

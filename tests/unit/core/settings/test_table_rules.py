@@ -25,6 +25,7 @@ VALUES: list[tuple[str, object, str]] = [
     ("run.dir", "x" * 300, TOO_LONG),
     ("run.dir", "~/runs", "input should be a path without ~ or $ in front, got '~/runs'"),
     ("model.path", "$HOME/m", "input should be a path without ~ or $ in front, got '$HOME/m'"),
+    ("weights.storage_url", "$H/w", "input should be a path without ~ or $ in front, got '$H/w'"),
     ("model.dtype", "int8", "input should be 'float32', 'bfloat16' or 'float16', got 'int8'"),
     ("model.path", "", f"{TEXT}''"),
     ("checkpoint.load", "a\nb", f"{TEXT}'a\\nb'"),
