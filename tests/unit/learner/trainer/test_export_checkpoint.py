@@ -1,6 +1,5 @@
 """The settings with which one rank exports what many trained."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from slipstream.learner.trainer import export_checkpoint
 from slipstream.learner.trainer.export_checkpoint import on_one_rank
 from support.fakes.small_configs import small_config
 from support.rigs.run_processes import empty_model, write_config
-from support.rigs.waiting import LIMIT_S
+from support.rigs.waiting import LIMIT_S, wait_until
 
 STAGES = {
     "num_layers_in_first_pipeline_stage": 1,
@@ -83,11 +82,10 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_told_as_that(tmp_path, m
     )
 
 
-def test_one_process_at_a_time_writes_a_folder_and_the_other_says_so(tmp_path: Path) -> None:
-    written, began = tmp_path / "hf-000001", threading.Event()
+def test_one_process_at_a_time_writes_a_folder_and_the_other_says_so(tmp_path, capsys) -> None:
+    written = tmp_path / "hf-000001"
 
     def another() -> str:
-        began.set()
         with (
             pytest.raises(CheckpointError, match="was written by another export") as told,
             export_checkpoint._alone_at(written),
@@ -98,7 +96,8 @@ def test_one_process_at_a_time_writes_a_folder_and_the_other_says_so(tmp_path: P
     with ThreadPoolExecutor() as threads:
         with export_checkpoint._alone_at(written):
             waiting = threads.submit(another)
-            assert began.wait(LIMIT_S)
+            said = f"another export writes {written}: waiting for its end"
+            wait_until(lambda: said in capsys.readouterr().err)
             assert not waiting.done()
             written.mkdir()
         assert str(written) in waiting.result(LIMIT_S)
