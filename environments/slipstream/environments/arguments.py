@@ -65,7 +65,7 @@ def filled(text: str, fields: Mapping[str, object]) -> str:
         if isinstance(field, float) and field.is_integer():
             # Files write whole numbers so in a column of floats.
             field = int(field)
-        return field if isinstance(field, str) else json.dumps(field)
+        return field if isinstance(field, str) else json.dumps(field, ensure_ascii=False)
 
     return FIELD.sub(value, text)
 
