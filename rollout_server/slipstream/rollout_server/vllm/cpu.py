@@ -69,13 +69,13 @@ class RoutingWorker(CPUWorker):  # type: ignore[misc]
 
 
 _make_router, _rotate = CPURouter.__init__, RotaryEmbedding.forward_cpu
-_apply_top_k = topk_topp_sampler.apply_top_k_only
+_top_k = topk_topp_sampler.apply_top_k_only
 
 
 def repair() -> None:
     """Corrects vLLM on CPUs, in this process and its later forks."""
     cpu_triton_utils._expand_kernel_impl = expand
-    topk_topp_sampler.apply_top_k_only = _kept
+    topk_topp_sampler.apply_top_k_only = lambda x, k: _top_k(x, k) if len(k) else x
     CPURouter.__init__, RotaryEmbedding.forward_cpu = _made, _rotated
 
 
@@ -95,11 +95,6 @@ def expand(
     lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     replaced = values.where(values != replace_from, replace_to).to(output.dtype)
     output.copy_(replaced.repeat_interleave(lengths.long()))
-
-
-def _kept(logits: Tensor, k: Tensor) -> Tensor:
-    kept: Tensor = _apply_top_k(logits, k) if len(k) else logits
-    return kept
 
 
 def _made(self: CPURouter, *args: object, **named: object) -> None:
