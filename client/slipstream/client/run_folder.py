@@ -48,6 +48,7 @@ from slipstream.core.run_folder import (
 )
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import SecuritySection
+from slipstream.protocol.access.security import is_loopback
 from slipstream.protocol.checkpoints import (
     MANIFEST_NAME,
     check_newest,
@@ -345,13 +346,16 @@ def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
     stated = settings.get("security", {})
     known = {name: stated[name] for name in SecuritySection.model_fields if name in stated}
     security = SecuritySection.model_validate(known)
-    return FoundRun(address, security, journaled_run_id(folder), _told_by_files(folder))
+    return FoundRun(address, security, journaled_run_id(folder), _told_by_files(folder, address))
 
 
-def _told_by_files(folder: Path) -> str:
+def _told_by_files(folder: Path, address: str) -> str:
     """Returns what the files of a run tell when its controller does not answer."""
     if summary := read_summary(folder):
         return f"{folder} is {summary['state']} with {summary['steps']} steps"
+    if not is_loopback(address):
+        # Locks of another machine may not show here.
+        return ""
     try:
         _check_not_held(folder / LOCK, folder)
     except ConfigError:

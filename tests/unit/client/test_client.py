@@ -13,7 +13,7 @@ from slipstream.client.cli import parse
 from slipstream.client.environment import TaskSource
 from slipstream.client.episode_host import digest_of
 from slipstream.client.requests import status_lines
-from slipstream.client.run_folder import hold_folder
+from slipstream.client.run_folder import find_run, hold_folder
 from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.core.machine.address import free_port
 from slipstream.protocol.access.security import Credentials, bind, create_server
@@ -261,6 +261,9 @@ async def test_a_run_that_was_cut_off_is_told_where_no_controller_answers(tmp_pa
     metrics.write_text('{"step": 6.0}\n{"step": 7.0}\n{"evaluation_step": 7.0}\n{"step": 8')
     at = f"{datetime.fromtimestamp(metrics.stat().st_mtime):%Y-%m-%d %H:%M:%S}"
     assert await said() == f"{cut} 7 at {at}, and the same command resumes it: {answers}"
+    (tmp_path / "controller.address").write_text("192.0.2.1:9\n")
+    assert find_run(str(tmp_path)).told == "", "it may go on there"
+    (tmp_path / "controller.address").write_text("127.0.0.1:9\n")
     with hold_folder(tmp_path, refusal=""):
         assert await said() == f"{tmp_path} goes on, and its controller may be starting: {answers}"
 
