@@ -178,6 +178,9 @@ class ControllerClient:
         )
 
         def read(_: pb.NextRequest, *, timeout: float) -> list[pb.Directive]:
+            # gRPC keeps a call that nobody reads to its end for as long as the channel is open.
+            with contextlib.suppress(grpc.RpcError):
+                list(self._next_call or ())
             stream = self._stub.Next(request, timeout=timeout, metadata=self._metadata)
             # Kept until the next call, because gRPC cancels an unfinished call without a reference.
             self._next_call = stream
@@ -317,16 +320,13 @@ class ControllerClient:
         return RunFailed(f"the controller at {self._address} failed {name}: {_describe(error)}")
 
 
-def _code(error: grpc.RpcError) -> grpc.StatusCode:
+def _code(error: Stub) -> grpc.StatusCode:
     # The error of a call is also a grpc.Call, which the stubs do not declare.
-    call: Any = error
-    code: grpc.StatusCode = call.code()
-    return code
+    return grpc.StatusCode(error.code())
 
 
-def _describe(error: grpc.RpcError) -> str:
-    call: Any = error
-    return f"{_code(error).name}: {call.details()}"
+def _describe(error: Stub) -> str:
+    return f"{_code(error).name}: {error.details()}"
 
 
 Order: TypeAlias = (
@@ -351,10 +351,7 @@ def pack_directives(directives: Iterable[pb.Directive]) -> bytes:
 def unpack_directives(data: bytes) -> list[pb.Directive]:
     """Returns the messages that `pack_directives` has packed into `data`."""
     buffer = io.BytesIO(data)
-    directives = []
-    while (message := parse_length_prefixed(pb.Directive, buffer)) is not None:
-        directives.append(message)
-    return directives
+    return list(iter(lambda: parse_length_prefixed(pb.Directive, buffer), None))
 
 
 def read_order(directives: Sequence[pb.Directive]) -> Order:

@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,19 @@ def test_next_hands_out_all_messages_of_an_order(tmp_path: Path) -> None:
         (request,) = controller.requests
         assert (request.version.step, request.communicator_id) == (3, "c-1")
         assert list(request.bucket_digests) == [b"one", b"two"]
+
+
+def test_calls_of_next_do_not_pile_up(tmp_path: Path) -> None:
+    def kept() -> int:
+        gc.collect()
+        return sum(type(one).__name__ == "_CallState" for one in gc.get_objects())
+
+    orders = [[pb.Directive(wait=pb.WaitOrder())]] * 20
+    with connected(tmp_path, orders) as (_, client):
+        before = kept()
+        for _ in orders:
+            ask(client)
+        assert kept() <= before + 1
 
 
 def test_stop_ends_a_call_of_next_that_waits(tmp_path: Path) -> None:
