@@ -98,6 +98,7 @@ def test_the_commands_of_the_tasks_are_ours() -> None:
     for task in list(yaml.safe_load_all((ROOT / "deploy/skypilot/run.yaml").read_text()))[1:]:
         text = task["run"].partition("exec ")[2].replace("\\\n", " ")
         text = text.replace("$SKYPILOT_NODE_RANK", "0").replace("$HOME", "/home/me")
+        text = text.replace(" ~/", " /home/me/")
         program, *words = shlex.split(text)
         assert program == "slipstream"
         arguments = parse(words)
