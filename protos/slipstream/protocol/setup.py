@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.core.machine.description import installed
+from slipstream.core.models.model_files import tokenizer_digest
 from slipstream.core.settings.config import Config, flat_settings
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.v1 import status_pb2
@@ -109,8 +110,8 @@ def differences(answer: Answer, config: Config, *, of_ranks: bool) -> Iterator[s
             yield f"{own} is {here} here, the controller needs {there} ({key}): {alike}"
     if ours.model_digest != theirs.model_digest:
         yield (
-            f"model.path: {config.model.path} is not the controller's model: config.json, or names "
-            "and sizes of its *.safetensors, differ"
+            f"model.path: {config.model.path} is not the controller's model: config.json, the "
+            "tokenizer, its chat template, or names and sizes of its *.safetensors, differ"
         )
 
 
@@ -130,12 +131,13 @@ def versions() -> dict[str, str]:
 
 
 def model_digest(folder: Path) -> bytes:
-    """Returns a digest of config.json, and of the names and sizes of the safetensors files.
+    """Returns a digest of config.json, tokenizer, and names and sizes of the safetensors files.
 
     Returns b"" if one of these files cannot be read.
     """
     try:
         digest = hashlib.sha256((folder / "config.json").read_bytes())
+        digest.update(tokenizer_digest(folder).encode())
         for path in sorted(folder.glob("*.safetensors")):
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
     except OSError:

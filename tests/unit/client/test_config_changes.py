@@ -1,11 +1,15 @@
 """What may change between the start of a run and its resume."""
 
+from pathlib import Path
+
 import pytest
+import tomli_w
 from slipstream.client.run_folder import FIXED, GROWING, check_resumable
+from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import EnvironmentSection
-from support.fakes.small_configs import small_config
+from support.fakes.small_configs import SMALLEST, small_config
 
 
 def config(**changes: object) -> Config:
@@ -70,6 +74,29 @@ def test_a_function_with_another_source_needs_a_word() -> None:
     check_resumable(before, now.model_copy(update={"run": accepted}))
     # Another function is a change of a setting like any other.
     check_resumable(config(), now)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json"),
+        *("special_tokens_map.json", "merges.txt", "additional_chat_templates/tools.jinja"),
+    ],
+)
+def test_a_tokenizer_that_has_changed_in_its_folder_needs_a_word(name: str, tmp_path: Path) -> None:
+    settings, model = tmp_path / "config.toml", tmp_path / "model"
+    (model / name).parent.mkdir(parents=True)
+    settings.write_text(tomli_w.dumps(SMALLEST | {"model": {"path": str(model)}}))
+    (model / name).write_text("one")
+    before = load_config(settings)
+    check_resumable(before, load_config(settings))
+    (model / "config.json").write_text("{}")
+    (model / name).write_text("two")
+    with pytest.raises(ConfigError, match=r"the source of model\.path's tokenizer has changed"):
+        check_resumable(before, load_config(settings))
+    check_resumable(before, load_config(settings, ['run.resume="changed"']))
+    # A run of an earlier version has noted none.
+    check_resumable(before.model_copy(update={"sources": {}}), load_config(settings))
 
 
 CRITIC = {"algorithm__advantage": "gae", "critic__learning_rate": 1e-4}

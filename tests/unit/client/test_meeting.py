@@ -16,6 +16,7 @@ from slipstream.protocol.setup import describe_setup
 from slipstream.v1 import status_pb2_grpc
 from support.fakes.setup_answers import SetupAnswers
 from support.fakes.small_configs import small_config
+from support.fakes.tiny_models import make_model_folder
 from support.rigs.loopbacks import own_loopback
 from support.rigs.waiting import LIMIT_S
 
@@ -62,6 +63,16 @@ async def test_servers_need_less_alike_than_ranks(parts: frozenset[Part], tmp_pa
             told = r"^learner\.grad_clip is 0\.5 here and 1\.0 at the controller"
             with pytest.raises(ConfigError, match=told):
                 await compare(other, parts)
+
+
+async def test_a_server_with_another_chat_template_is_refused(tmp_path: Path) -> None:
+    hosts = [make_model_folder(tmp_path / name) for name in ("first", "second")]
+    config, other = (config_of(tmp_path, model={"path": str(host)}) for host in hosts)
+    async with answering(config):
+        assert str(await compare(other, SERVER)).startswith(f"{ADDRESS} answers: same versions")
+        (hosts[1] / "chat_template.jinja").write_text("{{ messages }}")
+        with pytest.raises(ConfigError, match="is not the controller's model: .* chat template"):
+            await compare(other, SERVER)
 
 
 async def test_a_rollout_server_that_comes_first_waits_for_the_controller(tmp_path: Path) -> None:

@@ -34,7 +34,11 @@ from slipstream.core.errors import (
 from slipstream.core.machine.files import read_regular
 from slipstream.core.models.family import refusals
 from slipstream.core.models.model_fields import field_problems, unknown_fields
-from slipstream.core.models.model_files import missing_files, tensor_problems
+from slipstream.core.models.model_files import (
+    missing_files,
+    tensor_problems,
+    tokenizer_digest,
+)
 from slipstream.core.models.model_rules import (
     adapter_problems,
     agreement_problems,
@@ -97,8 +101,8 @@ def load_config(
 
     An override is a dotted key and a TOML value: "algorithm.max_staleness=0". Settings that file
     and overrides leave out are chosen automatically where possible; `completed` explains `hub` and
-    `apart`. If the file has no digests of the user's own functions, they are computed from the
-    sources on this host.
+    `apart`. If the file has no digests of the user's own functions and of the tokenizer, they are
+    computed from the files on this host.
 
     Raises ConfigError with one line that names the value and the rule. For an unknown key, the line
     also names the most similar known keys.
@@ -137,8 +141,11 @@ def load_config(
         if path is None or any(f"{place}.".startswith(f"{key}.") for key in keys):
             source = "command line"
         raise ConfigError(f"{source}: {line}") from None
-    if "sources" not in table and config.algorithm.own_functions:
-        config = config.model_copy(update={"sources": source_digests(config.algorithm)})
+    if "sources" not in table:
+        sources = source_digests(config.algorithm)
+        if tokenizer := tokenizer_digest(config.model.path):
+            sources["model.path's tokenizer"] = tokenizer
+        config = config.model_copy(update={"sources": sources})
     return config
 
 

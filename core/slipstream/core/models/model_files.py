@@ -4,6 +4,7 @@ Programs ignore superfluous tensors silently, and name few of those that are mis
 compared with the numbers of their config.json, and each block with its neighbours.
 """
 
+import hashlib
 import json
 import re
 from collections import defaultdict
@@ -19,6 +20,9 @@ from slipstream.core.settings.config import Config
 
 # Files that hold a tokenizer's vocabulary, by transformers' names; one of them is enough.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+# Beginnings of the names of all files from which a tokenizer and its chat template are made.
+_TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "spiece")
+_TEMPLATES = ("chat_template", "additional_chat_templates/")
 INDEX = "model.safetensors.index.json"
 # A safetensors file begins with 8 bytes, the length of its header, at most MAX_HEADER_BYTES.
 LENGTH_BYTES = 8
@@ -68,6 +72,19 @@ def missing_tokenizer(folder: Path, template: Path | None) -> list[str]:
             "in rollout_server.chat_template"
         ]
     return []
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Returns a digest of the files of tokenizer and chat template; "" if none can be read."""
+    names = (*_TOKENIZER, *_TEMPLATES)
+    paths = sorted(path for name in names for path in folder.glob(f"{name}*") if path.is_file())
+    digest = hashlib.sha256()
+    try:
+        for path in paths:
+            digest.update(f"{path.name}\n".encode() + path.read_bytes())
+    except OSError:
+        return ""
+    return digest.hexdigest() if paths else ""
 
 
 def missing_weights(folder: Path, setting: str) -> list[str]:

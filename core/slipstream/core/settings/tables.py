@@ -72,7 +72,8 @@ class Tables(Section):
     extensions: dict[str, dict[str, JsonValue]] = {}
     # Names of the settings that the run chose by itself (`configuration.automatic`).
     automatic: tuple[str, ...] = ()
-    # Digests of the sources of one's own functions (`configuration.function_sources`).
+    # Digests of the sources of one's own functions (`configuration.function_sources`), and of the
+    # tokenizer.
     sources: dict[str, str] = {}
 
     @property

@@ -132,9 +132,8 @@ def load_functions(config: Config, kinds: Sequence[FunctionKind] = KINDS) -> Non
     """
     for kind in kinds:
         function_of(config.algorithm, kind)
-    now = source_digests(config.algorithm)
-    for name, digest in config.sources.items():
-        if now.get(name) != digest:
+    for name, digest in source_digests(config.algorithm).items():
+        if config.sources.get(name, digest) != digest:
             raise ConfigError(f"the source of {name} is not that with which the run was started")
 
 
