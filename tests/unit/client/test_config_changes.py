@@ -7,6 +7,7 @@ import tomli_w
 from slipstream.client.run_folder import FIXED, GROWING, check_resumable
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
+from slipstream.core.models.model_files import tokenizer_digest
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import EnvironmentSection
 from support.fakes.small_configs import SMALLEST, small_config
@@ -97,6 +98,37 @@ def test_a_tokenizer_that_has_changed_in_its_folder_needs_a_word(name: str, tmp_
     check_resumable(before, load_config(settings, ['run.resume="changed"']))
     # A run of an earlier version has noted none.
     check_resumable(before.model_copy(update={"sources": {}}), load_config(settings))
+
+
+def test_a_chat_template_of_the_settings_that_has_changed_needs_a_word(tmp_path: Path) -> None:
+    template, other = tmp_path / "a.jinja", tmp_path / "b.jinja"
+    template.write_text("one")
+    other.write_text("other")
+
+    def loaded(path: Path) -> Config:
+        settings = tmp_path / "config.toml"
+        server = {"rollout_server": {"chat_template": str(path)}}
+        settings.write_text(tomli_w.dumps(SMALLEST | server))
+        return load_config(settings)
+
+    before = loaded(template)
+    template.write_text("two")
+    with pytest.raises(ConfigError, match=r"the chat template .*a\.jinja has changed"):
+        check_resumable(before, loaded(template))
+    # Another file is a change of a setting like any other.
+    check_resumable(before, loaded(other))
+
+
+def test_a_folder_that_may_not_be_searched_is_no_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    def refuse(_: Path) -> bool:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert tokenizer_digest(tmp_path) == ""
 
 
 CRITIC = {"algorithm__advantage": "gae", "critic__learning_rate": 1e-4}

@@ -35,6 +35,7 @@ from slipstream.core.machine.files import read_regular
 from slipstream.core.models.family import refusals
 from slipstream.core.models.model_fields import field_problems, unknown_fields
 from slipstream.core.models.model_files import (
+    files_digest,
     missing_files,
     tensor_problems,
     tokenizer_digest,
@@ -101,8 +102,8 @@ def load_config(
 
     An override is a dotted key and a TOML value: "algorithm.max_staleness=0". Settings that file
     and overrides leave out are chosen automatically where possible; `completed` explains `hub` and
-    `apart`. If the file has no digests of the user's own functions and of the tokenizer, they are
-    computed from the files on this host.
+    `apart`. If the file has no digests of the user's own functions, of the tokenizer and of a chat
+    template, they are computed from the files on this host.
 
     Raises ConfigError with one line that names the value and the rule. For an unknown key, the line
     also names the most similar known keys.
@@ -142,9 +143,12 @@ def load_config(
             source = "command line"
         raise ConfigError(f"{source}: {line}") from None
     if "sources" not in table:
-        sources = source_digests(config.algorithm)
-        if tokenizer := tokenizer_digest(config.model.path):
-            sources["model.path's tokenizer"] = tokenizer
+        template = config.rollout_server.chat_template
+        own = {"model.path's tokenizer": tokenizer_digest(config.model.path)}
+        if template is not None:
+            own[f"the chat template {template}"] = files_digest([template])
+        known = {name: digest for name, digest in own.items() if digest}
+        sources = source_digests(config.algorithm) | known
         config = config.model_copy(update={"sources": sources})
     return config
 

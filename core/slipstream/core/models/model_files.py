@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -75,16 +75,21 @@ def missing_tokenizer(folder: Path, template: Path | None) -> list[str]:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Returns a digest of the files of tokenizer and chat template; "" if none can be read."""
+    """Returns a digest of the files of tokenizer and chat template; "" if one cannot be read."""
     names = (*_TOKENIZER, *_TEMPLATES)
-    paths = sorted(path for name in names for path in folder.glob(f"{name}*") if path.is_file())
-    digest = hashlib.sha256()
+    return files_digest(path for name in names for path in folder.glob(f"{name}*"))
+
+
+def files_digest(paths: Iterable[Path]) -> str:
+    """Returns a digest of names and bytes of the files among `paths`; "" if one cannot be read."""
+    digest, is_empty = hashlib.sha256(), True
     try:
-        for path in paths:
+        for path in sorted(filter(Path.is_file, paths)):
             digest.update(f"{path.name}\n".encode() + path.read_bytes())
+            is_empty = False
     except OSError:
         return ""
-    return digest.hexdigest() if paths else ""
+    return "" if is_empty else digest.hexdigest()
 
 
 def missing_weights(folder: Path, setting: str) -> list[str]:

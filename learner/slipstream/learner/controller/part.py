@@ -72,7 +72,7 @@ class Part(ServerListener):
     def stepped(
         self, trained: Trained, report: trainer_pb2.StepReport, given_s: float | None
     ) -> None:
-        """Handles a step whose batch the trainer got at `given_s`, in Unix seconds.
+        """Handles a step whose batch the trainer got at `given_s`, by the monotonic clock.
 
         It is None if an earlier controller gave the batch.
         """

@@ -58,8 +58,8 @@ class StepTimes:
     ) -> dict[str, float]:
         """Returns the times of the step that has just ended, by name.
 
-        `given_s` is the Unix time at which the trainer got the groups, `waited_s` that in which it
-        waited for groups, and `lease_waits_s` that in which a lease waited, by cause: both in
+        `given_s` is when the trainer got the groups, by the monotonic clock; `waited_s` is how long
+        it waited for groups, and `lease_waits_s` how long a lease waited, by cause: both in
         seconds, in total since the controller started. With them are the means of the groups' time
         in the queue and of their episodes' rest: the time from lease to arrival outside engine and
         environment, or 0 if an earlier controller leased it.

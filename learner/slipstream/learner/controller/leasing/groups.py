@@ -58,8 +58,8 @@ class Group:
     shunned: ServerKey | None = None
     # By member: number of its lost servers, leases taken back and quarantined trajectories.
     setbacks: Counter[int] = field(default_factory=Counter)
-    # Unix times of the present lease, and by member of its trajectory's arrival; 0 and empty for a
-    # group of an earlier controller.
+    # Monotonic times of the present lease, and by member of its trajectory's arrival; 0 and empty
+    # for a group of an earlier controller.
     leased_s: float = 0.0
     back_s: dict[int, float] = field(default_factory=dict)
     # None if the environment gives the prompt.
