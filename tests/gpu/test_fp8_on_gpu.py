@@ -39,6 +39,6 @@ def test_an_engine_in_fp8_takes_weights_through_vllms_loader(
     if "OUT" in os.environ:
         with (Path(os.environ["OUT"]) / "fp8_gaps.jsonl").open("a") as file:
             file.write(line + "\n")
-    # Kernels for few tokens round otherwise than those for many.
-    judge(report, score_rounding=0.05, by_plan=False)
+    # Kernels for few tokens round otherwise than those for many, and an 8-bit cache each key again.
+    judge(report, score_rounding=0.05 if cache == "auto" else 0.2, by_plan=False)
     assert 1e-3 < gaps.own < 0.5 * gaps.other
