@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts
@@ -86,6 +86,8 @@ class Placement:
     learner: tuple[str, ...] = ()
     # One GPU for each worker of each rollout server that starts here.
     servers: tuple[tuple[str, ...], ...] = ()
+    # Those that may be used and are not, by a command that starts ranks and servers.
+    idle: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def learner_environment(self) -> dict[str, str]:
@@ -172,7 +174,9 @@ def place(
     if len(for_learner) < ranks or len(for_servers) < servers * per_server:
         raise ConfigError(_too_few(ids, ranks, servers, per_server))
     cuts = range(0, servers * per_server, per_server)
-    return Placement(for_learner, tuple(for_servers[at : at + per_server] for at in cuts))
+    used = {*for_learner, *for_servers} if ranks and servers else set(ids)
+    idle = tuple(gpu for gpu in ids if gpu not in used)
+    return Placement(for_learner, tuple(for_servers[at : at + per_server] for at in cuts), idle)
 
 
 def place_here(config: Config, *, ranks: int = 0, servers: int = 0) -> Placement:
@@ -232,7 +236,7 @@ def check_transport(config: Config, placement: Placement) -> str:
 
 
 def describe_sharing(config: Config, placement: Placement) -> list[str]:
-    """Returns a line for each shared GPU, and one for the servers with fewer episodes."""
+    """Returns lines on shared GPUs, servers with fewer episodes, and GPUs that do nothing."""
     server = config.rollout_server
     share, episodes = server.gpu_memory_utilization, server.shared_max_episodes
     lines = [
@@ -245,6 +249,11 @@ def describe_sharing(config: Config, placement: Placement) -> list[str]:
         numbers = f" {', '.join(map(str, sharing))}"
         who = f"rollout server{numbers}" if sharing else "no rollout server here"
         lines.append(f"rollout_server.shared_max_episodes = {episodes} applies to {who}")
+    if placement.idle:
+        used = (
+            f"rollout_server.count is {server.count}, learner.world_size {len(placement.learner)}"
+        )
+        lines.append(f"nothing uses GPU {', '.join(placement.idle)}: {used}")
     return lines
 
 

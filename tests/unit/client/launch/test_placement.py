@@ -75,6 +75,16 @@ def test_a_server_beside_the_learner_has_its_own_number_of_episodes() -> None:
     assert got.max_episodes(plain, 1) == Placement().max_episodes(plain, 0) == 64
 
 
+def test_gpus_that_do_nothing_are_told_where_a_whole_run_starts() -> None:
+    config = config_of({"world_size": 2}, {"count": 1})
+    got = placed("0 1 2 3 7", {"world_size": 2}, {"count": 1})
+    assert describe_sharing(config, got) == [
+        "nothing uses GPU 3, 7: rollout_server.count is 1, learner.world_size 2"
+    ]
+    for part in (placed("0 1 2 3", ranks=1, servers=0), placed("0 1 2 3", ranks=0, servers=1)):
+        assert describe_sharing(config_of(), part) == []
+
+
 def test_without_a_gpu_nothing_is_set() -> None:
     got = placed("", {"world_size": 4}, {"count": 3})
     assert got.learner_environment == {}
