@@ -423,7 +423,7 @@ def check_resumable(before: Config, now: Config) -> None:
         changed = before.sources.get(name, digest) != digest
         if changed and now.run.resume != "changed":
             raise ConfigError(
-                f"the source of {name} has changed since the run was started: to go on with it set "
+                f"{name}: changed since the run was started; to go on with it set "
                 'run.resume = "changed", or choose another run.name for a new run'
             )
     for key, reason in GROWING.items():

@@ -34,6 +34,8 @@ _OUTPUT, _EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
 TOWER_FOLDERS = ("visual.", "model.visual.", "vision_tower.", "model.vision_tower.")
 _BLOCK = re.compile(r"(.*?\b(?:layers|blocks|deepstack_merger_list))\.(\d+)\.(.+)")
 _READ_BYTES = 1 << 24
+# Pieces of a file of weights that tell it from another one: training changes all of a file.
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 # Shape of a tensor, and tensors of files: name -> file and shape.
 Shape: TypeAlias = tuple[int, ...]
 Held: TypeAlias = Mapping[str, tuple[Path, Shape]]
@@ -90,6 +92,23 @@ def files_digest(paths: Iterable[Path]) -> str:
     except OSError:
         return ""
     return "" if is_empty else digest.hexdigest()
+
+
+def weights_digest(folder: Path) -> str:
+    """Returns a digest of names, sizes and samples of files of weights; "" if there are none."""
+    digest = hashlib.sha256()
+    paths = sorted([*folder.glob("*.safetensors"), *folder.rglob("*.distcp")])
+    try:
+        for path in paths:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with open_regular(path) as file:
+                for sample in range(_SAMPLES):
+                    file.seek(size * sample // _SAMPLES)
+                    digest.update(file.read(_SAMPLE_BYTES))
+    except OSError:
+        return ""
+    return digest.hexdigest() if paths else ""
 
 
 def missing_weights(folder: Path, setting: str) -> list[str]:

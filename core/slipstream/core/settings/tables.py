@@ -72,8 +72,8 @@ class Tables(Section):
     extensions: dict[str, dict[str, JsonValue]] = {}
     # Names of the settings that the run chose by itself (`configuration.automatic`).
     automatic: tuple[str, ...] = ()
-    # Digests of the sources of one's own functions (`configuration.function_sources`), and of the
-    # tokenizer.
+    # Digests of the sources of one's own functions (`configuration.function_sources`), of the
+    # tokenizer, and of weights that no checkpoint holds.
     sources: dict[str, str] = {}
 
     @property
