@@ -166,7 +166,7 @@ def test_a_chat_template_of_the_settings_that_has_changed_needs_a_word(tmp_path:
 
     before = loaded(template)
     template.write_text("two")
-    with pytest.raises(ConfigError, match=r"the chat template .*a\.jinja has changed"):
+    with pytest.raises(ConfigError, match=r"the chat template .*a\.jinja: changed"):
         check_resumable(before, loaded(template))
     # Another file is a change of a setting like any other.
     check_resumable(before, loaded(other))
