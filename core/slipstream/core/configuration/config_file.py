@@ -22,12 +22,7 @@ import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
 from slipstream.core.configuration.automatic import Hub, completed
 from slipstream.core.configuration.function_sources import source_digests
-from slipstream.core.configuration.roles import (
-    folders_read_again,
-    missing_weights,
-    role_folders,
-    role_problems,
-)
+from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
 from slipstream.core.configuration.toml_text import MAX_KEY_PARTS, Table, check_values, parse_toml
 from slipstream.core.errors import (
     USAGE_ERROR,
@@ -153,8 +148,10 @@ def load_config(
         own = {"model.path's tokenizer": tokenizer_digest(config.model.path)}
         if template is not None:
             own[f"the chat template {template}"] = files_digest([template])
-        for setting, folder in folders_read_again(config).items():
-            own[f"{setting}'s weights"] = weights_digest(folder)
+        folders = {"model.path": config.model.path, "checkpoint.load": config.checkpoint.load}
+        folders |= {f"{name}.path": folder for name, folder in role_folders(config)}
+        for setting, folder in folders.items():
+            own[f"{setting}'s weights"] = weights_digest(folder) if folder is not None else ""
         known = {name: digest for name, digest in own.items() if digest}
         sources = source_digests(config.algorithm) | known
         config = config.model_copy(update={"sources": sources})

@@ -61,19 +61,6 @@ def role_settings(config: Config) -> dict[str, Config]:
     return {name: settings for name, settings in found.items() if settings is not None}
 
 
-def folders_read_again(config: Config) -> dict[str, Path]:
-    """Returns the folders with weights that no checkpoint holds, by the setting that names each."""
-    # A checkpoint with adapters has nothing of the matrices below them.
-    found = {"model.path": config.model.path} if config.lora.rank else {}
-    settings, section = reference_config(config), config.reference or ReferenceSection()
-    if settings is not None and not section.refresh_every_steps:
-        if settings.checkpoint.load is not None:
-            found["checkpoint.load"] = settings.checkpoint.load
-        else:
-            found["reference.path" if section.path else "model.path"] = settings.model.path
-    return found
-
-
 @contextlib.contextmanager
 def named(config: Config, name: str) -> Iterator[None]:
     """Re-raises the block's ConfigError with the setting names of role `name`."""

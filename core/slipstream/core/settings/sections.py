@@ -215,8 +215,8 @@ class RunSection(Section):
     # Seed of the trainer, of the order of tasks and of their seeds. The engine draws its own.
     seed: int = Field(0, ge=0)
     # If the folder holds this run already, `auto` continues it and `never` refuses. `must` refuses
-    # if there is none. `changed` is `must` for a run whose tokenizer, own functions, reference or
-    # weights below adapters have changed; with other functions it can no longer be replayed.
+    # if there is none. `changed` is `must` for a run whose tokenizer, first weights or functions of
+    # your own have changed; with other functions it can no longer be replayed.
     resume: Literal["auto", "never", "must", "changed"] = "auto"
     # Whether an environment that `slipstream check` refuses ends the run before it starts, or is
     # told.

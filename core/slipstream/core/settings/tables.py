@@ -73,7 +73,7 @@ class Tables(Section):
     # Names of the settings that the run chose by itself (`configuration.automatic`).
     automatic: tuple[str, ...] = ()
     # Digests of the sources of one's own functions (`configuration.function_sources`), of the
-    # tokenizer, and of weights that no checkpoint holds.
+    # tokenizer, and of the weights with which the models began.
     sources: dict[str, str] = {}
 
     @property
