@@ -97,13 +97,14 @@ test-all: $(STAMP)
 FAST_PARTS := trainer weights controller client servers rest
 # Benchmarks whose tests import torch, some of them while they run.
 FAST_torch := $(patsubst %,tests/unit/benchmarks/test_%.py,families learner)
+FAST_vision := $(addprefix tests/unit/core/models/test_,vision.py vision_rules.py)
 FAST_weights := $(addprefix tests/unit/learner/trainer/,weights ranks checkpoints)
-FAST_trainer := tests/unit/learner/trainer tests/unit/extensions $(FAST_weights:%=--ignore=%) tests/unit/core/models/vision $(FAST_torch)
+FAST_trainer := tests/unit/learner/trainer tests/unit/extensions $(FAST_weights:%=--ignore=%) $(FAST_vision) $(FAST_torch)
 FAST_servers := tests/unit/rollout_server
 FAST_client := tests/unit/client tests/unit/environments
 FAST_controller := tests/unit/learner --ignore=tests/unit/learner/trainer
 FAST_rest := tests/unit tests/test_*.py $(FAST_torch:%=--ignore=%) \
-	$(addprefix --ignore=tests/unit/,client extensions learner rollout_server core/models/vision)
+	$(addprefix --ignore=tests/unit/,client extensions learner rollout_server) $(FAST_vision:%=--ignore=%)
 
 test-fast: $(STAMP)
 	@$(MAKE) --no-print-directory --keep-going --output-sync --jobs=$(FAST_WORKERS) $(FAST_PARTS:%=test-fast-%)
