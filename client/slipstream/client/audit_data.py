@@ -1,7 +1,5 @@
 """Looks at what the tasks of an environment ask, and at what they call the right answer."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Says what an audit has found: a refusal, surprises, and a table for one screen."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Waits for: answers of the controller, each with a deadline. `serve` and `watch` 
 run lasts; a lost controller has `reconnect_timeout_s` to come back.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -15,7 +13,7 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -118,7 +116,7 @@ class Client:
                     f"the controller {address} is not loopback: give {name} (--{option})"
                 )
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> Self:
         check_certificates(self._security)
         self._channel = open_channel(self._address, self._credentials)
         self._metadata = call_metadata(self._credentials, self._run_id)
@@ -130,7 +128,7 @@ class Client:
         await self._channel.close(None)
 
     @classmethod
-    def of_run(cls, run: str | FoundRun | None = None) -> Client:
+    def of_run(cls, run: str | FoundRun | None = None) -> Self:
         """Returns the client of the run whose folder, or name below `runs`, is `run`.
 
         None means the only run that goes on there. The credentials are those of the run's settings.

@@ -3,16 +3,14 @@
 An agent is an environment that calls the model itself.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
 import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 from slipstream.core.models.thoughts import split_thoughts
 
@@ -103,7 +101,7 @@ class Reply(str):
         reasoning: str = "",
         tool_calls: Sequence[ToolCall] = (),
         token_ids: Sequence[int] = (),
-    ) -> Reply:
+    ) -> Self:
         """Makes a reply of `text`, whose thoughts are told apart here if `content` is None."""
         reply = super().__new__(cls, text)
         if content is None:
@@ -311,14 +309,15 @@ class Endpoint:
         """The address with `/v1`, as OpenAI's clients want it."""
         return f"{self.anthropic_url}/v1"
 
-    def branch(self, name: str) -> Endpoint:
+    def branch(self, name: str) -> Self:
         """Returns an endpoint for conversations of the branch `name`; see `AgentOutcome.shares`.
 
         Raises ValueError unless `name` has 1 to 64 letters, digits and characters of "._:+-".
         """
         if BRANCH_NAME.fullmatch(name) is None:
             raise ValueError(f"a branch has 1 to 64 letters, digits and ._:+-, got {name!r}")
-        return Endpoint(f"{self.anthropic_url.partition('/b/')[0]}/b/{name}", self.api_key)
+        root = self.anthropic_url.partition("/b/")[0]
+        return replace(self, anthropic_url=f"{root}/b/{name}")
 
     def variables(self) -> dict[str, str]:
         """Returns the environment variables by which most programs find the endpoint."""

@@ -4,8 +4,6 @@ The page loads nothing from elsewhere, so it can be sent to somebody. A run writ
 while it goes on. Text of models and environments is only in the page's JSON, and is shown as text.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

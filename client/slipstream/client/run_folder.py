@@ -5,8 +5,6 @@ groups keep their tasks, seeds and deadlines. So a resumed run must keep some se
 (`FIXED`), and may only increase others (`GROWING`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

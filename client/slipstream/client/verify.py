@@ -4,8 +4,6 @@ The oracle shares no code with the controller that wrote the files, so one error
 both. It loads no model: only a replay shows that a recorded digest is that of the weights.
 """
 
-from __future__ import annotations
-
 import fcntl
 import math
 import zlib

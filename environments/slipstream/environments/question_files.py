@@ -4,8 +4,6 @@ The front matter of a data set's README may name the files of a split; otherwise
 usual names are read. All files are Parquet or JSON lines.
 """
 
-from __future__ import annotations
-
 import ast
 import glob
 import itertools

@@ -4,11 +4,10 @@ A worker writes the record whenever a call begins or ends. The rollout server, w
 file, reads it after the worker was lost, to learn which calls the worker was answering.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass
+from typing import Self
 
 # Room for several thousand calls.
 _MAX_BYTES = 1 << 20
@@ -30,7 +29,7 @@ class CallRecord:
         os.pwrite(descriptor, f"{text}\n".encode(), 0)
 
     @classmethod
-    def read(cls, descriptor: int) -> CallRecord:
+    def read(cls, descriptor: int) -> Self:
         """Returns the record in the file `descriptor`.
 
         The result is empty before the first write, and if the file has other contents: code of the

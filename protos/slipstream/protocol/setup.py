@@ -3,8 +3,6 @@
 The controller sends its setup; rollout servers and the learner's further nodes compare their own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

@@ -1,9 +1,7 @@
 """Chat messages, as chat templates take them and as episodes keep them."""
 
-from __future__ import annotations
-
 import json
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from slipstream.v1 import environment_pb2
 
@@ -34,7 +32,7 @@ class ChatMessage(NamedTuple):
     name: str = ""
 
     @classmethod
-    def from_pb(cls, message: environment_pb2.ChatMessage) -> ChatMessage:
+    def from_pb(cls, message: environment_pb2.ChatMessage) -> Self:
         """Returns the chat message that an environment sent as `message`."""
         parts = (part.image if part.HasField("image") else part.text for part in message.parts)
         return cls(

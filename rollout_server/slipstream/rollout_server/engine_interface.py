@@ -1,12 +1,10 @@
 """The interface between the rollout server and its inference engine."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +72,7 @@ class Sampling:
     seed: int | None = None
 
     @classmethod
-    def from_pb(cls, message: fleet_pb2.SamplingSettings) -> Sampling:
+    def from_pb(cls, message: fleet_pb2.SamplingSettings) -> Self:
         """Returns the settings in `message`, whose fields have the same names."""
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
@@ -130,7 +128,7 @@ class Generation:
         return {"behavior_logprobs": self.logprobs}
 
     @classmethod
-    def unbegun(cls) -> Generation:
+    def unbegun(cls) -> Self:
         """Returns the empty reply to a request that was cancelled before it reached the engine."""
         nothing = np.empty(0, dtype=np.float32)
         return cls(nothing.astype(np.uint32), nothing, (), FinishReason.CANCELLED)

@@ -4,8 +4,6 @@ Each environment is played in a worker process; a program with the model's chat 
 the prompts of the tasks that were played.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -11,8 +11,6 @@ Waits for: a controller and a queue that others start. Unblocked by: their answe
 time limit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -4,8 +4,6 @@ Waits for: the ends of the processes, or a signal of the user. Unblocked by: suc
 `stop` ends a process, by force after its grace time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

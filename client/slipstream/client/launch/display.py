@@ -1,7 +1,5 @@
 """Shows a run on the screen: a line for each step and each event, a table at the end."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -1,7 +1,5 @@
 """Defines what a check gets, the scene of a command, and what it gives: findings."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal

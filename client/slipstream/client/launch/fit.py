@@ -1,7 +1,5 @@
 """Checks that a configuration fits the engines, GPUs and memory of this machine."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

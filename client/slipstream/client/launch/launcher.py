@@ -5,8 +5,6 @@ groups, and whatever this machine lacks. A command returns its exit code, after 
 started, or raises ConfigError or RunFailed with the cause.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """Checks the machine: processors, memory, limits, packages, and GPUs with their driver."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -5,8 +5,6 @@ rollout-server` start one instance each, where a scheduler places it. GPUs are a
 learner, then to each rollout server. If there is only one GPU, all processes share it.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Sequence

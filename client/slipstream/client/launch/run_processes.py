@@ -5,12 +5,11 @@ processes. Waits for: the final end of the controller. Unblocked by: the end of 
 process that the run needs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal
 from collections.abc import Awaitable, Mapping, Sequence
+from typing import Self
 
 import grpc.aio
 from slipstream.client.launch.children import (
@@ -201,7 +200,7 @@ class RunProcesses:
         # Whether this command ended the controller because it did not answer.
         self._ended_controller = False
 
-    async def __aenter__(self) -> RunProcesses:
+    async def __aenter__(self) -> Self:
         # Before the first process starts: a signal could end this one and leave the others.
         self._stopping = asyncio.create_task(stop_signal())
         await asyncio.sleep(0)

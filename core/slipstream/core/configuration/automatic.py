@@ -4,8 +4,6 @@ The machine has no part in the choice, so that all hosts of a run choose the sam
 always wins. The run's folder keeps the chosen values, and a resumed run takes them from there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

@@ -1,7 +1,5 @@
 """Descriptions of this machine, of its free memory and of its packages."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import os

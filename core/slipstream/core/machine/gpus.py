@@ -4,8 +4,6 @@ A process that initializes CUDA holds memory on a GPU from then on, and can no l
 here starts torch or CUDA.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -13,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pynvml
 from slipstream.core.errors import RunFailed
@@ -44,7 +42,7 @@ class Nvml:
     def __init__(self) -> None:
         self._is_open = False
 
-    def __enter__(self) -> Nvml:
+    def __enter__(self) -> Self:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
             self._is_open = True

@@ -1,12 +1,10 @@
 """Sizes from a model's config.json, on which the parallel layout depends."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.family import Family
@@ -104,7 +102,7 @@ class ModelSizes:
         return FAMILIES.get(self.architecture, Family())
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> ModelSizes:
+    def of(cls, values: Mapping[str, Any]) -> Self:
         """Returns the sizes in the table of a config.json, as transformers 4 or 5 writes it."""
 
         def number(*names: str) -> int:

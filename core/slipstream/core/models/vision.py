@@ -4,8 +4,6 @@ Servers and trainer turn images into patches in the same way: both use transform
 on every host, since torchvision resizes differently.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import binascii
@@ -17,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -169,7 +167,7 @@ class PlacedImage(NamedTuple):
     offset: int
     data: bytes
 
-    def moved(self, distance: int) -> PlacedImage:
+    def moved(self, distance: int) -> Self:
         """Returns the image with its offset increased by `distance` tokens."""
         return self._replace(offset=self.offset + distance)
 

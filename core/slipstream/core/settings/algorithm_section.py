@@ -4,11 +4,9 @@ A function's name with a colon is `module:function`, a function of the user's ow
 package `algorithms` holds the built-in functions, whose keywords are these arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Annotated, Literal, TypeAlias, cast
+from typing import Annotated, Literal, Self, TypeAlias, cast
 
 from pydantic import (
     AfterValidator,
@@ -90,7 +88,7 @@ class BandArguments(Section):
     to: Literal["proximal", "present"] = "proximal"
 
     @model_validator(mode="after")
-    def _ordered(self) -> BandArguments:
+    def _ordered(self) -> Self:
         for name in ("token_band", "sequence_band"):
             band: Band | None = getattr(self, name)
             if band is not None and not band[0] < band[1]:
@@ -298,7 +296,7 @@ class AlgorithmSection(Section):
         return checked_arguments(kind, info.data[kind], given) if kind in info.data else given
 
     @model_validator(mode="after")
-    def _has_meaning(self) -> AlgorithmSection:
+    def _has_meaning(self) -> Self:
         for refusal in self.refusals():
             raise ValueError(refusal)
         return self

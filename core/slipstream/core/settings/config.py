@@ -1,10 +1,9 @@
 """The settings of a whole run, checked by all rules that need no file."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Self
 
 from pydantic import JsonValue, model_validator
 from slipstream.core.machine.address import address_parts, is_loopback
@@ -41,7 +40,7 @@ class Config(Tables):
         return f"security.submitted_modules has no {module}, only {listed}{cause}"
 
     @model_validator(mode="after")
-    def _keeps_the_rules(self) -> Config:
+    def _keeps_the_rules(self) -> Self:
         for problem in itertools.chain.from_iterable(rule(self) for rule in TABLE_RULES):
             raise ValueError(problem)
         return self

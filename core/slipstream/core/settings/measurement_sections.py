@@ -1,12 +1,10 @@
 """The sections on environments, evaluation, tracking, profiling and debugging."""
 
-from __future__ import annotations
-
 import importlib.util
 import shlex
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field, JsonValue, model_validator
 from slipstream.core.errors import ConfigError
@@ -79,7 +77,7 @@ class EvaluationSection(PlayedSection):
     max_reply_tokens: Positive | None = None
 
     @model_validator(mode="after")
-    def _samples(self) -> EvaluationSection:
+    def _samples(self) -> Self:
         samples = self.samples_per_task
         if self.num_episodes % samples:
             raise ValueError(
@@ -111,7 +109,7 @@ class TrackingSection(Section):
     prometheus: Address | None = None
 
     @model_validator(mode="after")
-    def _has_ports(self) -> TrackingSection:
+    def _has_ports(self) -> Self:
         if self.prometheus is not None:
             port = address_parts(self.prometheus)[1]
             largest = 65535 - max(map(max, METRICS_PORTS.values()))

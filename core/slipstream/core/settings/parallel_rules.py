@@ -9,12 +9,10 @@ module does not import Megatron, so that the rules hold on every machine; a test
 fields of the tested version.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 from pydantic import JsonValue
@@ -45,7 +43,7 @@ class RankLayout:
     etp: int
 
     @classmethod
-    def of(cls, parallel: ParallelSection, world_size: int) -> RankLayout:
+    def of(cls, parallel: ParallelSection, world_size: int) -> Self:
         """Returns all ranks' layout; raises ValueError if sizes do not divide `world_size`."""
         etp = parallel.etp or parallel.tp
         dense, expert = parallel.tp * parallel.pp * parallel.cp, parallel.ep * etp * parallel.pp

@@ -1,10 +1,8 @@
 """The settings of what a run has besides the policy: adapters, reference, critic and drafts."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 from slipstream.core.settings.section import Seconds, Section
@@ -87,7 +85,7 @@ class LoraSection(Section):
         return self.rank > 0 and bool(set(self.modules) & set(MLP))
 
     @model_validator(mode="after")
-    def _whole(self) -> LoraSection:
+    def _whole(self) -> Self:
         if not self.target_modules:
             raise ValueError("lora.target_modules must name a matrix, got none")
         if self.publishes_adapters and not 1 <= self.rank <= MAX_SERVED_RANK:
@@ -161,7 +159,7 @@ class ReferenceSection(Section):
     server: ReferenceServerSection | None = None
 
     @model_validator(mode="after")
-    def _is_one_model(self) -> ReferenceSection:
+    def _is_one_model(self) -> Self:
         fields = type(self).model_fields
         free = ("server", "top_k")
         others = [k for k, value in self if k not in free and value != fields[k].default]

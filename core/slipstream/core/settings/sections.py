@@ -1,10 +1,8 @@
 """The sections of a run's settings, one frozen model each. A setting's name ends in its unit."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
@@ -154,7 +152,7 @@ class QueueSection(Section):
         return self.controller if end == "controller" else self.rollout_server
 
     @model_validator(mode="after")
-    def _url(self) -> QueueSection:
+    def _url(self) -> Self:
         if self.redis_url is None and self.kind == "redis":
             raise ValueError(
                 "kind = 'redis' needs redis_url, the address of a Redis or Valkey server from 7.0 "
@@ -172,7 +170,7 @@ class QueueSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _users(self) -> QueueSection:
+    def _users(self) -> Self:
         tables = [end for end in ("controller", "rollout_server") if self.user_of(end) is not None]
         if not tables:
             return self
@@ -492,7 +490,7 @@ class SecuritySection(Section):
     submitted_modules: tuple[str, ...] | None = None
 
     @model_validator(mode="after")
-    def _pairs(self) -> SecuritySection:
+    def _pairs(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key go together, only one is set")
         if self.tls_client_ca is not None and self.tls_certificate is None:

@@ -11,8 +11,6 @@ keeper writes "ended STATUS", a wait status, to the last of the pipes. The start
 socket is closed, and Linux then tells the keepers to end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc

@@ -5,9 +5,8 @@ own output stands in its place. So each row is computed as the first, second, ..
 and attends to what it will find in the engine's cache then. Source: EAGLE-3 (arXiv:2503.01840).
 """
 
-from __future__ import annotations
-
 import math
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +50,7 @@ class DraftLayer(torch.nn.Module):
         return {name: part.view(size) for (name, size), part in zip(shapes, parts, strict=True)}
 
     @classmethod
-    def beside(cls, config: Config, device: torch.device, *, load_weights: bool) -> DraftLayer:
+    def beside(cls, config: Config, device: torch.device, *, load_weights: bool) -> Self:
         """Returns a layer beside the policy of `config`, the same on all ranks.
 
         It begins as in the model's folder, if that has one and is to be loaded. Raises ConfigError

@@ -1,7 +1,5 @@
 """The engine's part of drafts: vLLM's arguments for the layer, and its weights in an update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any

@@ -5,13 +5,11 @@ state before that token it computes the next hidden state. Embeddings and output
 policy's. vLLM's `EagleLlamaForCausalLM` computes the same from the same tensors.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_files import held_tensors, missing_weights
@@ -38,7 +36,7 @@ class DraftShape:
     norm_eps: float
 
     @classmethod
-    def of(cls, sizes: ModelSizes) -> DraftShape:
+    def of(cls, sizes: ModelSizes) -> Self:
         """Returns the shape beside a policy of `sizes`, whose attention is plain."""
         return cls(
             hidden=sizes.hidden,

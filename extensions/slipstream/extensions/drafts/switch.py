@@ -9,8 +9,6 @@ each power of two of requests. The faster way is kept, and the other is tried ag
 No step counts for much more than the median: a stall, or prompts, would decide a trial otherwise.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from statistics import median
 

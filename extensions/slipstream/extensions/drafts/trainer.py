@@ -5,8 +5,6 @@ sampled tokens behind them. Produces: new values of the layer, which are publish
 weights. Waits for: the other ranks, in collectives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

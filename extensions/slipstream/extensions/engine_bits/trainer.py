@@ -6,8 +6,6 @@ backward pass gives the gradients of torch's own operations. The classes inherit
 import this module only after `compat.install`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

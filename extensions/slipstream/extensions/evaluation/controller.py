@@ -5,8 +5,6 @@ server that serves the wanted version. Unblocked by: the run's signal. That serv
 until the round is over.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -4,8 +4,6 @@ The reference is either a frozen model, or the policy without its adapters, whic
 additional memory.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Consumes: the status, the newest row, the totals of publishes. Produces: metrics
 have counted. docs/metrics.md says what the numbers mean.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import time

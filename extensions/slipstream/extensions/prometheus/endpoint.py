@@ -4,8 +4,6 @@ Consumes: HTTP requests. Produces: the current metrics of its collectors, in Pro
 Waits for: one request of a connection. Unblocked by: the request, or `LIMIT_S`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

@@ -3,8 +3,6 @@
 The latter prove advantage functions, reward functions and filters.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -10,8 +10,6 @@ and a custom backward pass must be right. A loss fails if it changes with the lo
 tokens whose advantages have one sign, but none of these tokens has a gradient.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

@@ -4,8 +4,6 @@ The client library must not retry: a repeated XADD would make a second entry. Th
 instead, and the receiver recognises repeated entries.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

@@ -8,8 +8,6 @@ The server is Redis or Valkey from 7 on. It must fsync every write and never evi
 checks this, and warns if the server does not show its settings.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -17,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import redis.asyncio
 from redis.exceptions import WatchError
@@ -79,7 +77,7 @@ class RedisSender:
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = True
 
-    async def __aenter__(self) -> RedisSender:
+    async def __aenter__(self) -> Self:
         try:
             await self._connection.persistently(self._look)
         except BaseException:

@@ -6,8 +6,6 @@ Waits for: the server. Unblocked by: its answer, or `timeout_s` after the last r
 name: it must have the policy's tokenizer and room for an episode, and give log-probabilities.
 """
 
-from __future__ import annotations
-
 import asyncio
 import reprlib
 import sys

@@ -4,8 +4,6 @@ Consumes: the run's folder, in which only an export writes. Produces: answers, e
 Waits for: an export, at most `HOLD_S`. Unblocked by: its end; the SDK then asks again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import secrets

@@ -11,8 +11,6 @@ Each stream of operations has a model: the run's only one, which the newest stre
 with `lora.adapters`, one of these adapters. Streams have turns one after another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

@@ -5,8 +5,6 @@ the controller, answers. Waits for: the end of an operation, at most `HOLD_S`. U
 controller, or the end of its stream of results; the SDK then asks again.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -4,8 +4,6 @@ No I/O. With `lora.adapters` each of these is the place of one model; without, t
 which the newest stream takes over.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

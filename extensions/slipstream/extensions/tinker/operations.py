@@ -4,8 +4,6 @@ Identities come from the client's own numbers, so that a request that is sent tw
 operation, and the HTTP process needs no memory.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -4,8 +4,6 @@ Consumes: samples, replies. Produces: leases of prompts, results. It waits for n
 the operations calls it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace

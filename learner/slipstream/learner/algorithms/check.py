@@ -5,8 +5,6 @@ arguments, and calls losses and weights with three tokens. Without torch it chec
 functions and filters.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 

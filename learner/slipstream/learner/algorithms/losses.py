@@ -17,11 +17,9 @@ place of the proximal policy. All three functions can mask tokens:
 Log ratios, and their sums over sequences, are clamped to -20 .. 20 before exp.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
 import torch
 from slipstream.core.settings.algorithm_section import AlgorithmSection, Anchor, Band, KlEstimator
@@ -302,7 +300,7 @@ class Column:
     reduce: Reduce
 
     @classmethod
-    def of_report(cls, name: str) -> Column:
+    def of_report(cls, name: str) -> Self:
         """Returns the column of a report, whose name says how it is reduced."""
         return cls(name, Reduce.LARGEST if name.endswith("_max") else Reduce.MEAN)
 

@@ -1,7 +1,5 @@
 """What a part of the controller may do at the events of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Coroutine, Mapping
 from typing import Any, TypeAlias
 

@@ -6,8 +6,6 @@ until the next step, new weights. Waits for: the other ranks, in collectives.
 With `lora.adapters` each pass and step is of one adapter, and changes nothing of the others.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,12 +1,11 @@
 """Opens gRPC servers and channels: loopback is open, other addresses need TLS and a token."""
 
-from __future__ import annotations
-
 import hmac
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import grpc
@@ -96,7 +95,7 @@ class Credentials:
         return self.certificate is not None
 
     @classmethod
-    def load(cls, section: SecuritySection) -> Credentials:
+    def load(cls, section: SecuritySection) -> Self:
         """Reads the files; raises ConfigError for a missing file or an invalid token."""
 
         def read(name: str) -> bytes | None:

@@ -9,8 +9,6 @@ tokens in further lines. A line `-TOKEN` in the controller's file takes back a r
 line above it made. Files are read when a process starts.
 """
 
-from __future__ import annotations
-
 import hmac
 import ssl
 import stat

@@ -7,14 +7,12 @@ returns the trajectories. While too many bytes wait for `get`, the receiver does
 streams.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterable, Iterable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import grpc
 import grpc.aio
@@ -87,7 +85,7 @@ class GrpcSender:
         self._running: asyncio.Task[None] | None = None
         self._closed = False
 
-    async def __aenter__(self) -> GrpcSender:
+    async def __aenter__(self) -> Self:
         group = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._running = group.create_task(self._run())
         return self

@@ -8,8 +8,6 @@ buffers, and n + 1 when it has read bucket n. A buffer is filled again when all 
 it. When a connection ends, the communicator ends, so that no process waits for a dead process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import secrets

@@ -3,15 +3,13 @@
 A buffer is an array of bytes that `torch.as_tensor(buffer, device=...)` takes without a copy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from slipstream.core.errors import ConfigError, WeightSyncError
@@ -42,7 +40,7 @@ class HostBuffers:
         self.arrays: Sequence[Any] = tuple(np.frombuffer(each, dtype=np.uint8) for each in maps)
 
     @classmethod
-    def make(cls, count: int, num_bytes: int) -> HostBuffers:
+    def make(cls, count: int, num_bytes: int) -> Self:
         """Creates buffers filled with zeros. Raises ConfigError if there is not enough memory."""
         handles: list[str] = []
         maps: list[mmap.mmap] = []
@@ -67,7 +65,7 @@ class HostBuffers:
         return cls(handles, maps)
 
     @classmethod
-    def open(cls, handles: Sequence[str], num_bytes: int) -> HostBuffers:
+    def open(cls, handles: Sequence[str], num_bytes: int) -> Self:
         """Opens buffers of another process. Raises WeightSyncError if that fails."""
         maps = []
         for name in handles:
@@ -136,7 +134,7 @@ class GpuBuffers:
         self._is_owner = is_owner
 
     @classmethod
-    def make(cls, count: int, num_bytes: int, gpu: int) -> GpuBuffers:
+    def make(cls, count: int, num_bytes: int, gpu: int) -> Self:
         """Creates uninitialized buffers on device `gpu`. Raises ConfigError for lack of memory."""
         from cupy.cuda import runtime
 
@@ -158,7 +156,7 @@ class GpuBuffers:
         return cls(handles, pointers, num_bytes, is_owner=True)
 
     @classmethod
-    def open(cls, handles: Sequence[str], num_bytes: int, gpu: int) -> GpuBuffers:
+    def open(cls, handles: Sequence[str], num_bytes: int, gpu: int) -> Self:
         """Opens another process's buffers, on `gpu` or a GPU with peer access to `gpu`.
 
         Raises WeightSyncError if the driver rejects that.

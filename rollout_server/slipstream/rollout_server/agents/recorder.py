@@ -8,8 +8,6 @@ Replies are read from the HTTP answers that the client got, in the form in which
 them back: a chat message, content blocks of Anthropic's messages, or output items of responses.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -5,8 +5,6 @@ Waits for: the agent, and the answers to its calls. Unblocked by: the agent's re
 environment's limit, or the task's cancellation.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

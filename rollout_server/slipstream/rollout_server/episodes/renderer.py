@@ -4,8 +4,6 @@ A conversation is tokenised once: sampled tokens stay as they were sampled, and 
 appended to them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource

@@ -4,15 +4,13 @@ Consumes: prompts as token ids. Produces: sampled tokens with log-probabilities 
 for: the engine process. Unblocked by: its answers, a cancelled request, or its death.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import psutil
 from slipstream.core.errors import WeightSyncError
@@ -65,7 +63,7 @@ class VllmEngine:
         )
 
     @classmethod
-    async def start(cls, config: Config, *, seed: int) -> VllmEngine:
+    async def start(cls, config: Config, *, seed: int) -> Self:
         """Starts the engine processes and pauses the engine; blocks the event loop meanwhile.
 
         `seed` is vLLM's seed for sampling. Raises ConfigError if vLLM refuses its settings.

@@ -5,8 +5,6 @@ Produces: vLLM's outputs. Waits for: the end of a pause, the next output. Unbloc
 cancelled request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

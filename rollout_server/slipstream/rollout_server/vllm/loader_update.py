@@ -6,8 +6,6 @@ Waits for: each bucket. Unblocked by: the bucket, or its deadline.
 Some layers of vLLM transform their weights after loading, so that copies alone do not suffice.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import time

@@ -7,13 +7,11 @@ bit, the parameters that the loader filled with the result of these copies; `Rep
 copies.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -47,7 +45,7 @@ class View:
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> View:
+    def of(cls, tensor: torch.Tensor) -> Self:
         """Returns the view that describes which part of its storage `tensor` covers."""
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 

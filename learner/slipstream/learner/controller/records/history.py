@@ -5,8 +5,6 @@ leased group is open, or in exactly one batch, or closed for good. The module us
 I/O.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from array import array

@@ -10,8 +10,6 @@ readers ignore its lines after the first line of the newer log. So the journal s
 shared file system whose locks other machines do not see.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -28,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
 import msgspec
 from google.protobuf.message import DecodeError
@@ -125,7 +123,7 @@ class Journal:
         self._failure: RunFailed | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

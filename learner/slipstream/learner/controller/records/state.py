@@ -5,8 +5,6 @@ is here cannot differ between a controller that ran on and one that was started 
 uses no clock and no I/O.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ end of a step. These two aims conflict, because attention costs the square of a 
 micro batch of one long sequence costs more than many short sequences with as many tokens.
 """
 
-from __future__ import annotations
-
 import bisect
 import heapq
 import math

@@ -6,8 +6,6 @@ kept for later saves. torch's own pinned memory takes six times as long and a th
 docs/adr/0012.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 from collections.abc import Sequence

@@ -12,8 +12,6 @@ shared prefixes. The classes inherit from Megatron's, so import this module only
 `compat.install`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

@@ -3,11 +3,9 @@
 The classes inherit from Megatron's, so import this module only after `compat.install`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -123,7 +121,7 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
             outputs = outputs + self.adapter(inputs, expert)
         return outputs
 
-    def like(self, shape: tuple[int, int], **named: Megatron) -> GroupedLinear:
+    def like(self, shape: tuple[int, int], **named: Megatron) -> Self:
         """Returns matrices of another shape for the same experts, without biases."""
         own = {"config": self.config, "groups": self.groups}
         return GroupedLinear(self.num_experts, shape, **own, **named)

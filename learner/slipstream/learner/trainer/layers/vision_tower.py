@@ -1,9 +1,7 @@
 """transformers' vision towers, and the tables that models with towers need."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from slipstream.learner.trainer import Megatron
@@ -18,7 +16,7 @@ class Tower(torch.nn.Module):
         super().__init__()
         self.inner = inner
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Tower:  # noqa: ANN401
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:  # noqa: ANN401
         """Moves and casts the parameters; moves the tables of angles without a cast."""
         tables = [
             (module, name, table)

@@ -9,8 +9,6 @@ end so that it splits evenly.
 one kernel each. They are the reference, and serve CPUs and several targets per row.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import types
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ one after the other, or the segments of bundles, in which a shared prefix of seq
 once. The target of a position is the token that the position predicts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -7,8 +7,6 @@ which sets these globals, and restores them afterwards. Random generators are sh
 parameters are drawn.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -17,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -43,7 +42,7 @@ class Launch:
     local_rank: int
 
     @classmethod
-    def from_environment(cls) -> Launch:
+    def from_environment(cls) -> Self:
         """Reads RANK, WORLD_SIZE and LOCAL_RANK; raises ConfigError if one is missing."""
         try:
             return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
@@ -102,7 +101,7 @@ class Ranks:
             dist.new_group(backend="gloo", timeout=timeout) if has_cuda else dist.group.WORLD
         )
 
-    def placed(self, parallel: ParallelSection) -> Ranks:
+    def placed(self, parallel: ParallelSection) -> Self:
         """Returns the same ranks in another layout, whose groups are created if necessary."""
         self._grids.create(parallel)
         other = copy.copy(self)
