@@ -14,7 +14,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.template_values import NEED_PARSER
 from slipstream.rollout_server.engine_interface import RequestRefused
 from slipstream.rollout_server.vllm.agent_services import AgentServices
-from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config, agent_rig, script
+from support.fakes.agent_rig import CALL, SAMPLING, AgentRig, agent_config, agent_rig, script
 from support.rigs.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -66,6 +66,25 @@ async def chat(rig: AgentRig, messages: list, *, stream: bool = False, branch: s
         call.pop("index", None)
         call["function"].pop("parsed_arguments", None)
     return message
+
+
+async def test_a_chunk_has_a_part_of_the_text_or_of_one_call(tmp_path: Path) -> None:
+    # Each call is one token, so that a chunk of several tokens has all of the reply.
+    rig = await agent_rig(tmp_path, script, words=[CALL % 1, CALL % 2])
+    messages = [{"role": "user", "content": "call 1 2"}]
+    stream = await rig.openai().chat.completions.create(
+        model="m", messages=messages, tools=TOOLS, stream=True
+    )
+    choices = [chunk.choices[0] async for chunk in stream]
+    parts = [choice.delta for choice in choices]
+    assert all(bool(part.content) + len(part.tool_calls or ()) <= 1 for part in parts)
+    assert "".join(part.content or "" for part in parts) == "I call."
+    said = ["", ""]
+    for call in [call for part in parts for call in part.tool_calls or ()]:
+        said[call.index] += (call.function.name or "") + (call.function.arguments or "")
+    assert said == ['add{"a": 1}', 'add{"a": 2}']
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
+    assert choices[-1].finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize("streams", [(0, 0, 0), (1, 1, 1), (0, 1, 0), (1, 0, 1)])
@@ -529,6 +548,37 @@ async def test_a_request_that_cannot_be_served_is_400(rig, path, asked, said) ->
         assert answer.status_code == 400
         assert said in answer.json()["error"]["message"]
         assert rig.runs() == []
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "required", {"type": "auto"}])
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_an_empty_list_is_no_tools_and_no_text(rig, path, choice) -> None:
+    history = [QUESTION, {"role": "assistant", "content": []}, QUESTION]
+    asked = {"max_tokens": 9, "messages": history, "tools": [], "tool_choice": choice}
+    if path == "responses":
+        asked = {"input": "hi", "tools": [], "tool_choice": choice}
+    answer = await rig.http().post(f"/v1/{path}", json={"model": "m", **asked})
+    assert answer.status_code == 200, answer.text
+    (sample,) = rig.engine.samples
+    if path != "responses":
+        assert "<|im_start|>assistant\n<|im_end|>" in rig.engine.tokenizer.decode(sample.prompt)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_null_is_a_fields_default(rig, path) -> None:
+    asked = dict.fromkeys(rig.api._fields[f"/v1/{path}"]) | {"model": "m", "max_tokens": 9}
+    asked |= {"input": "hi"} if path == "responses" else {"messages": [QUESTION]}
+    answer = await rig.http().post(f"/v1/{path}", json=asked)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_counts_its_tokens_in_numbers_alone(rig, stream) -> None:
+    asked = {"model": "m", "input": "hi", "stream": stream}
+    answer = await rig.http().post("/v1/responses", json=asked)
+    body = answer.json() if not stream else json.loads(answer.text.split("data: ")[-1])["response"]
+    for name in ("input_tokens_details", "output_tokens_details"):
+        assert {type(value) for value in body["usage"][name].values()} == {int}
 
 
 async def test_the_server_fetches_nothing_that_a_request_names(rig) -> None:

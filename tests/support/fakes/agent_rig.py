@@ -1,7 +1,7 @@
 """The HTTP API of agents over a scripted engine, and clients of the SDKs for it; no network."""
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -202,9 +202,15 @@ class _Stream(httpx2.AsyncByteStream):
 
 
 async def agent_rig(
-    folder: Path, script: Callable[[str], str], *, max_tokens: int = 3000, **rollout_server: object
+    folder: Path,
+    script: Callable[[str], str],
+    *,
+    max_tokens: int = 3000,
+    words: Sequence[str] = (),
+    **rollout_server: object,
 ):
-    model = make_chat_model(folder, with_weights=False, max_length=max(max_tokens, 4096))
+    length = max(max_tokens, 4096)
+    model = make_chat_model(folder, with_weights=False, max_length=length, words=words)
     config = agent_config(model, max_tokens=max_tokens, **rollout_server)
     engine = scripted_engine(config, script)
     return AgentRig(engine, await engine.agents.api())

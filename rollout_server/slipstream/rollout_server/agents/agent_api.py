@@ -112,13 +112,15 @@ class Answering:
         asked = _asked(http.body)
         fields, has_drafts = self._fields[path], self._has_drafts
         served, told = rule(asked, recorder.sampling, fields=fields, has_drafts=has_drafts)
-        has_tools = bool(served.get("tools"))
-        uses_tools = has_tools and served.get("tool_choice") not in ("none", {"type": "none"})
+        if not served.get("tools"):
+            # vLLM refuses an empty list, and demands its parser of tool calls for a choice.
+            served = {name: served[name] for name in served if name not in ("tools", "tool_choice")}
+        uses_tools = "tools" in served and served.get("tool_choice") not in (
+            "none",
+            {"type": "none"},
+        )
         if uses_tools and not self._has_tools:
             raise Refusal(NEED_PARSER)
-        if path == MESSAGES_PATH and not has_tools:
-            # vLLM would demand its parser of tool calls for "auto".
-            served.pop("tool_choice", None)
         served = self._filled(recorder, served)
         previous = recorder.expand(served) if path == RESPONSES_PATH else None
         body = _encoded(served)

@@ -197,7 +197,9 @@ def rule(
         raise Refusal("background must be false: an agent gets its reply in the answer")
     _check_history(body)
     told: dict[str, str] = {}
-    kept = {name: value for name, value in body.items() if name not in ("n", "best_of")}
+    # Whatever is null is left to its default, which vLLM refuses for some names.
+    unsaid = [name for name, value in body.items() if value is None or name in ("n", "best_of")]
+    kept = {name: value for name, value in body.items() if name not in unsaid}
     for name in _LENGTHS:
         if isinstance(body.get(name), int):
             kept[name] = min(body[name], sampling.max_reply_tokens)
@@ -231,6 +233,10 @@ def _parts(kept: dict[str, Any]) -> dict[str, str]:
     own = [tool for tool in tools if tool.get("type") in _OWN_TOOLS]
     own += _objects([tool.get("function") for tool in own])
     messages = _objects(kept.get("messages"))
+    for message in messages:
+        if message.get("content") == []:
+            # pydantic hands vLLM an iterator in the place of an empty list.
+            message["content"] = ""
     parts = {"tools": own, "messages": messages, "tool_result": _results(messages)}
     for name, read in _READ.items():
         for part in parts.get(name, _objects([kept.get(name)])):

@@ -437,14 +437,43 @@ def _open_application(
     client: Any = RecordingClient(parts, settings.tool_parser)
     asyncio.run(init_app_state(client, app.state, arguments, ("generate",)))
     app.state.online_renderer.renderer = renderer
-    _say_empty_texts(app.state.openai_serving_responses)
+    _answer_as_openai(app.state.openai_serving_responses)
+    stream = app.state.openai_serving_chat.chat_completion_stream_generator
+
+    async def streamed(*arguments: Any, **named: Any) -> AsyncGenerator[str, None]:  # noqa: ANN401
+        async for event in stream(*arguments, **named):
+            for part in _single_parts(event):
+                yield part
+
+    app.state.openai_serving_chat.chat_completion_stream_generator = streamed
     return app
 
 
-def _say_empty_texts(serving: OpenAIServingResponses) -> None:
-    """Makes vLLM answer an empty text as OpenAI does: as a message with one empty part.
+def _single_parts(event: str) -> Iterator[str]:
+    """Yields a chunk of vLLM's stream as OpenAI's: each has a part of the text or of one call.
 
-    vLLM answers a message without parts, which it cannot read itself, or no message at all.
+    A chunk of several tokens may have both, or parts of several calls, of which clients read one.
+    """
+    if '"tool_calls":[{' not in event:
+        yield event
+        return
+    chunk = json.loads(event.removeprefix("data: "))
+    (choice,) = chunk["choices"]
+    calls = choice["delta"].pop("tool_calls")
+    deltas = [choice["delta"]] if any(choice["delta"].values()) else []
+    deltas += [{"tool_calls": [call]} for call in calls]
+    for number, delta in enumerate(deltas, start=1):
+        part = {**choice, "delta": delta}
+        part |= {"logprobs": None, "token_ids": None} if number > 1 else {}
+        part |= {"finish_reason": None} if number < len(deltas) else {}
+        yield f"data: {json.dumps({**chunk, 'choices': [part]})}\n\n"
+
+
+def _answer_as_openai(serving: OpenAIServingResponses) -> None:
+    """Makes vLLM answer an empty text as a message with one empty part, and count in numbers alone.
+
+    vLLM answers a message without parts, which it cannot read itself, or no message at all. Clients
+    that check what they read refuse the lists in its counts of tokens.
     """
     stream, answer = serving._process_simple_streaming_events, serving.responses_full_generator
 
@@ -466,9 +495,15 @@ def _say_empty_texts(serving: OpenAIServingResponses) -> None:
 
     async def answered(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - vLLM's own
         response = await answer(*arguments, **named)
-        if isinstance(response, ResponsesResponse) and not _has_text_or_call(response.output):
+        if not isinstance(response, ResponsesResponse):
+            return response
+        if not _has_text_or_call(response.output):
             others = [item for item in response.output if item.type != "message"]
             response.output = [*others, *_empty_message(len(others))[0]]
+        assert response.usage is not None, "whatever is answered was counted"
+        for details in (response.usage.input_tokens_details, response.usage.output_tokens_details):
+            for name in [name for name in vars(details) if name.endswith("_per_turn")]:
+                delattr(details, name)
         return response
 
     serving._process_simple_streaming_events = streamed
