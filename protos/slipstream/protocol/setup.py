@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.core.machine.description import installed
-from slipstream.core.models.model_files import tokenizer_digest
+from slipstream.core.models.model_files import tokenizer_digest, weights_digest
 from slipstream.core.settings.config import Config, flat_settings
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.v1 import status_pb2
@@ -109,7 +109,7 @@ def differences(answer: Answer, config: Config, *, of_ranks: bool) -> Iterator[s
     if ours.model_digest != theirs.model_digest:
         yield (
             f"model.path: {config.model.path} is not the controller's model: config.json, the "
-            "tokenizer, its chat template, or names and sizes of its *.safetensors, differ"
+            "tokenizer, its chat template or weights differ"
         )
 
 
@@ -129,15 +129,10 @@ def versions() -> dict[str, str]:
 
 
 def model_digest(folder: Path) -> bytes:
-    """Returns a digest of config.json, tokenizer, and names and sizes of the safetensors files.
-
-    Returns b"" if one of these files cannot be read.
-    """
+    """Returns a digest of config.json, tokenizer and weights; b"" if config.json is unreadable."""
     try:
         digest = hashlib.sha256((folder / "config.json").read_bytes())
-        digest.update(tokenizer_digest(folder).encode())
-        for path in sorted(folder.glob("*.safetensors")):
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        digest.update(f"{tokenizer_digest(folder)} {weights_digest(folder)}".encode())
     except OSError:
         return b""
     return digest.digest()

@@ -75,6 +75,22 @@ async def test_a_server_with_another_chat_template_is_refused(tmp_path: Path) ->
             await compare(other, SERVER)
 
 
+@pytest.mark.parametrize("parts", [SERVER, LEARNER], ids=str)
+async def test_a_host_with_other_weights_of_equal_size_is_refused(
+    parts: frozenset[Part], tmp_path: Path
+) -> None:
+    hosts = [make_model_folder(tmp_path / name) for name in ("first", "second")]
+    config, other = (config_of(tmp_path, model={"path": str(host)}) for host in hosts)
+    weights = hosts[1] / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
+    async with answering(config):
+        with pytest.raises(
+            ConfigError, match="is not the controller's model: .* or weights differ"
+        ):
+            await compare(other, parts)
+
+
 async def test_a_rollout_server_that_comes_first_waits_for_the_controller(tmp_path: Path) -> None:
     config, came = config_of(tmp_path), asyncio.Event()
 
