@@ -96,9 +96,9 @@ def files_digest(paths: Iterable[Path]) -> str:
 
 def weights_digest(folder: Path) -> str:
     """Returns a digest of names, sizes and samples of files of weights; "" if there are none."""
-    digest = hashlib.sha256()
-    paths = sorted([*folder.glob("*.safetensors"), *folder.rglob("*.distcp")])
+    digest, names = hashlib.sha256(), ("*.safetensors", "*.distcp", "*/*.distcp")
     try:
+        paths = sorted(path for name in names for path in folder.glob(name))
         for path in paths:
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())
