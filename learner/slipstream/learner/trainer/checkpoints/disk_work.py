@@ -217,28 +217,26 @@ class SyncedFile(CountedFile):
     def write(self, data: Any) -> int:  # noqa: ANN401 - whatever has a buffer
         """Writes all of `data`, and returns its number of bytes."""
         view = memoryview(data).cast("B")
-        done = 0
-        while done < len(view):
-            part = view[done : done + self._sync_bytes - self._waiting]
-            digested = None
-            if len(part) < _THREAD_BYTES:
-                self._digest.update(part)
-            else:
-                digested = self._digesting.submit(self._digest.update, part)
-            written = 0
-            try:
-                while written < len(part):
-                    written += super().write(part[written:])
+        digested, done = None, 0
+        if len(view) < _THREAD_BYTES:
+            self._digest.update(view)
+        else:
+            digested = self._digesting.submit(self._digest.update, view)
+        try:
+            while done < len(view):
+                written = super().write(view[done : done + self._sync_bytes - self._waiting])
+                done += written
                 self._waiting += written
                 if self._waiting == self._sync_bytes:
                     self._sync(self.fileno())
                     self._waiting = 0
-            except OSError as error:
-                self.problem = self.problem or error
-                raise
+        except OSError as error:
+            self.problem = self.problem or error
+            raise
+        finally:
+            # Whoever gave the bytes may change them now.
             if digested is not None:
                 digested.result()
-            done += len(part)
         return done
 
     def close(self) -> None:
