@@ -347,6 +347,9 @@ class Audit:
                 break
             own = self._host.environment_of(key)
             step = reply_to(task, kind, own.right_reply, self.played.form, place)
+            if kind is Kind.AGAIN:
+                # Other episodes begin and go on before this one does, as in a run.
+                await asyncio.sleep(0)
             if given:
                 step = {"reply": given}
             play.said = play.said or str((step or {}).get("reply", ""))

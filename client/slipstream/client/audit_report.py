@@ -197,7 +197,10 @@ _RULES: dict[Kind, tuple[Callable[[float], bool], str]] = {
     Kind.HEDGED: (lambda share: share >= 1, "earned as much as the right one alone"),
     Kind.LONGER: (lambda share: share > 1 + 1e-6, "earned more than without them"),
     Kind.WORDS: (lambda share: share >= 0.5, "earned half of what the right answer does, or more"),
-    Kind.AGAIN: (lambda share: abs(share - 1) > 1e-6, "earned another reward"),
+    Kind.AGAIN: (
+        lambda share: abs(share - 1) > 1e-6,
+        "earned another reward while other episodes were open, which share what __init__ made,",
+    ),
 }
 
 

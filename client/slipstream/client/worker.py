@@ -79,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     report = os.dup(1)
     sys.stdout.flush()
     os.dup2(2, 1)
+    sys.stdout = sys.stderr = lossy_output()
     if arguments.check is None:
         return _serve(arguments.connect, arguments.record)
     said = asyncio.run(_Check(arguments).run())
@@ -104,7 +105,6 @@ def lossy_output() -> io.TextIOWrapper:
 
 
 def _serve(address: str, record: int | None) -> int:
-    sys.stdout = sys.stderr = lossy_output()
     token = os.environ.pop(TOKEN_VARIABLE, None)
     if address.startswith("unix:"):
         die_with_parent()

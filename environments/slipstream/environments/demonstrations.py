@@ -75,7 +75,7 @@ class Demonstrations(Environment[Conversation]):
                 f"prompt and reply name columns together, got {prompt!r} and {reply!r}"
             )
         check_at_least("limit", limit, 1)
-        first = [Message("system", system)] if system else []
+        first = [] if system is None else [Message("system", system)]
         self._conversations = []
         for where, row in named_rows(Path(path)):
             told = _told(row, prompt or messages, reply, where)

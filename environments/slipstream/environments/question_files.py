@@ -468,5 +468,5 @@ def unpacked(text: str, where: str) -> list[Cell]:
 
 def check_system(system: str | None, messages: Sequence[Message], where: str) -> None:
     """Raises ConfigError if messages that begin with a system message get a second one."""
-    if system and messages[0].role in ("system", "developer"):
+    if system is not None and messages[0].role in ("system", "developer"):
         raise ConfigError(f"{where} begins with a {messages[0].role} message: leave out system")

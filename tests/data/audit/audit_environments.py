@@ -50,6 +50,21 @@ class BadClock(Sums):
         return [Message("system", f"It is {time.time_ns()}."), Message("user", str(task))]
 
 
+class BadShared(Sums):
+    """Keeps what belongs to an episode in what all of them share."""
+
+    def __init__(self):
+        self._state = {}
+
+    def reset(self, task):
+        opening = super().reset(task)
+        self._state["answer"] = self.expected_answer
+        return opening
+
+    def step(self, reply):
+        return StepResult(float(reply.content.strip() == self._state["answer"]))
+
+
 class BadHistory(Sums):
     def __init__(self):
         self._asked = []

@@ -146,7 +146,7 @@ class Plain(Environment[int]):
         return itertools.count(10)
 
     def reset(self, task: int) -> list[Message]:
-        print("printed by the environment")
+        print("half a character: \ud83d")
         return [Message("system", "be brief"), Message("user", str(task))]
 
     def step(self, reply: str) -> StepResult:

@@ -250,5 +250,6 @@ def test_columns_that_would_change_a_reply_are_read_or_refused(tmp_path, extra, 
 
 def test_two_system_messages_are_refused(tmp_path: Path) -> None:
     row = talk("system", "In French.", "user", "q", "assistant", "r")
-    with pytest.raises(ConfigError, match="row 1 begins with a system message: leave out system"):
-        Demonstrations(file_of(tmp_path, row), system="Be kind.")
+    for system in ("Be kind.", ""):
+        with pytest.raises(ConfigError, match="begins with a system message: leave out system"):
+            Demonstrations(file_of(tmp_path, row), system=system)

@@ -97,8 +97,8 @@ def test_messages_keep_all_that_they_hold_also_as_text(tmp_path: Path, write, fo
 @pytest.mark.parametrize(
     ("prompt", "settings", "said"),
     [
-        ([{"role": "system", "content": "s"}, *TALK], {"system": "Be kind."},
-         "begins with a system message: leave out system"),
+        *(([{"role": "system", "content": "s"}, *TALK], {"system": system},
+           "begins with a system message: leave out system") for system in ("Be kind.", "")),
         (TALK, {"instruction": "{question}!"}, "holds messages, into which no instruction is put"),
         ([*TALK, {"role": "assistant", "content": "26.6"}], {}, "ends with a reply: the model is"),
         ([{"role": "user", "content": "q", "weight": 0}], {}, "the field 'weight' says what is"),
