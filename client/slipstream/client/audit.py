@@ -179,8 +179,7 @@ class Audit:
         known = [task for task in played.tasks if task.right]
         for place, task in enumerate(known):
             task.is_first = place % 2 == 0
-            others = (*known[place + 1 :], *known[:place])
-            task.other = next(filter(task.is_unlike, others), None)
+            task.other = next(filter(task.is_unlike, (*known[place + 1 :], *known[:place])), None)
         if len(played.tasks) > 1:
             await self._choose_form()
         for kinds in (_FIRST, tuple(Kind)):
@@ -307,8 +306,7 @@ class Audit:
     async def _all(self, kinds: Sequence[Kind]) -> None:
         """Plays those of `kinds` that were not played yet, kind by kind."""
         for kind in kinds:
-            done = self.played.plays[kind]
-            due = [task for task in self.played.tasks if task.index not in done]
+            due = [task for task in self.played.tasks if task.index not in self.played.plays[kind]]
             due = due[:MAX_AGAIN] if kind in _OF_JUDGES else due
             began_s, before = time.monotonic(), len(self.played.calls_s)
             await self._each(self._in_time(task, kind) for task in due)

@@ -163,8 +163,7 @@ def slowness(played: Played, *, num_episodes: int, limit_s: float) -> list[Findi
 def _silent(played: Played) -> set[int]:
     """Returns the tasks in which an empty reply alone earned something."""
     paid = [(index, kind) for index, kind, play in played.every() if play.earned > 0]
-    others = {index for index, kind in paid if kind is not Kind.EMPTY}
-    return {index for index, _ in paid} - others
+    return {index for index, _ in paid} - {index for index, kind in paid if kind is not Kind.EMPTY}
 
 
 def _free(played: Played) -> list[Finding]:
@@ -235,9 +234,8 @@ def table(played: Played) -> list[str]:
             name = kind.value
             if kind is Kind.RIGHT and played.form not in (OWN, PLAIN):
                 name += f", as {quoted(played.form.replace('{}', '...'))}"
-            earned, spread = sorted(rewards.values()), "-"
-            if earned:
-                spread = f"{earned[0]:g}"
+            earned = sorted(rewards.values())
+            spread = f"{earned[0]:g}" if earned else "-"
             if earned and earned[-1] > earned[0]:
                 spread += f" to {earned[-1]:g}, mean {fmean(earned):.3g}"
             is_ruled = kind in _RULES or kind in (Kind.RIGHT, Kind.EMPTY)
@@ -247,8 +245,7 @@ def table(played: Played) -> list[str]:
                 ends = f"no, {counted(wrong, 'task')}" if wrong else "yes"
             going = sum(not (play.is_done or play.failure) for play in plays)
             ends = f"{going} had not ended" if going else ends
-            ends = f"{failed} failed" if failed else ends
-            rows.append((name, f"{len(plays)}", spread, ends))
+            rows.append((name, f"{len(plays)}", spread, f"{failed} failed" if failed else ends))
     lines = aligned(rows) if len(rows) > 1 else []
     known = any(task.right for task in played.tasks) or played.plays[Kind.OWN]
     if played.tasks and not known and not played.first_call:

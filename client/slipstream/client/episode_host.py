@@ -245,8 +245,7 @@ class EpisodeHost:
         environment.truncated = command.truncated
 
         async def step() -> pb.Verdict:
-            result = await _result(environment.step(reply_of(command)))
-            return verdict(result, gives=episode.gives)
+            return verdict(await _result(environment.step(reply_of(command))), gives=episode.gives)
 
         return await _run(episode, step)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
-import functools
 import inspect
 import io
 import math
@@ -156,7 +155,7 @@ class Run:
                     self._offset += len(line)
                     yield row
             if not is_last:
-                self._until_end(LOOK_S)
+                self._look()
         self.wait()
 
     def wait(self) -> dict[str, Any]:
@@ -165,7 +164,8 @@ class Run:
         Raises ConfigError if this machine cannot carry out the run, EnvironmentFailed for an
         environment without tasks, and RunFailed with the cause and its log if the run failed.
         """
-        self._until_end(None)
+        while not self._end.done():
+            self._look()
         self._end.result()
         return read_summary(self.folder) or {}
 
@@ -195,12 +195,9 @@ class Run:
         self._finalizer = weakref.finalize(self, self._start.ask_end)
         self._finalizer.atexit = False
 
-    def _until_end(self, limit_s: float | None) -> None:
+    def _look(self) -> None:
         try:
-            if limit_s is None:
-                _awaited(self._end)
-            else:
-                concurrent.futures.wait([self._end], limit_s)
+            concurrent.futures.wait([self._end], LOOK_S)
         except KeyboardInterrupt:
             self.stop()
             raise
@@ -365,12 +362,29 @@ def _plain(value: object, place: str) -> JsonValue:
 _ends: dict[concurrent.futures.Future[None], _Start] = {}
 
 
-@functools.cache
+# The loop of the one thread, from the first start on, and the lock of whoever makes it.
+_loops: list[asyncio.AbstractEventLoop] = []
+_making = threading.Lock()
+
+
 def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="slipstream", daemon=True).start()
-    atexit.register(end_all)
-    return loop
+    with _making:
+        if not _loops:
+            _loops.append(asyncio.new_event_loop())
+            threading.Thread(target=_loops[0].run_forever, name="slipstream", daemon=True).start()
+            atexit.register(end_all)
+        return _loops[0]
+
+
+def _leave_to_parent() -> None:
+    """Forgets the runs and the thread of the process that has forked this one."""
+    for start in _ends.values():
+        start.asked.extend((signal.SIGTERM, signal.SIGINT))
+    _ends.clear()
+    _loops.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _awaited(future: concurrent.futures.Future[Result]) -> concurrent.futures.Future[Result]:

@@ -26,10 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc.aio
-from slipstream.client.environment_loader import (
-    CallTracker,
-    running_place,
-)
+from slipstream.client.environment_loader import CallTracker, running_place
 from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
 from slipstream.client.terminal import counted
 from slipstream.core.errors import WARNING, ConfigError

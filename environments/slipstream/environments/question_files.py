@@ -68,13 +68,11 @@ def files_of(paths: Iterable[object]) -> list[Path]:
                 f"path must be a file, a pattern, a list of these or of rows, got {path!r:.80}"
             )
         if path.startswith(DATA_PREFIX):
-            what = f"a data set of the hub stands alone in path, got {path!r} in a list"
-            raise ConfigError(what)
+            raise ConfigError(f"a data set of the hub stands alone in path, got {path!r} in a list")
         is_pattern = glob.has_magic(path) and not Path(path).exists()
         matching = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
         if not matching:
-            here = f"the working directory is {Path.cwd()}"
-            raise ConfigError(f"no file matches {path}; {here}")
+            raise ConfigError(f"no file matches {path}; the working directory is {Path.cwd()}")
         found += matching
     if not found:
         raise ConfigError("path is an empty list; it must have files or rows")

@@ -118,8 +118,7 @@ class Questions(Asked):
         rows: Iterable[tuple[str, Row]]
         given: tuple[object, ...] = (path,) if isinstance(path, str) else tuple(path)
         if isinstance(path, str) and path.startswith(DATA_PREFIX):
-            name = path.removeprefix(DATA_PREFIX)
-            rows = hub_rows(name, hub_config, hub_split, hub_revision)
+            rows = hub_rows(path.removeprefix(DATA_PREFIX), hub_config, hub_split, hub_revision)
         elif (hub_config, hub_split, hub_revision) != (None, "train", None):
             raise ConfigError(
                 f"hub_config, hub_split and hub_revision are for hf: names, got {path!r}"
