@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from slipstream.core.models.family import FEATURES, SLIDING, Family
-from slipstream.core.models.registry import FAMILIES
+from slipstream.core.models.families import FAMILIES, FEATURES, SLIDING, Family
 
 PAGE = Path(__file__).parent / "guides" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from make_tiny_vision_model import FAMILIES, make_model
-from slipstream.core.models import registry
+from slipstream.core.models import families
 from slipstream.core.models.model_fields import has_tied_output
 from slipstream.core.models.model_files import read_header, tensor_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
@@ -38,7 +38,7 @@ def test_the_files_of_every_family_pass_and_a_part_that_is_missing_is_named(fold
         blocks = [name for name in held if ".layers.1." in name and "vision_tower" not in name]
         write_safetensors(file, beside={k: v for k, v in held.items() if k not in blocks})
         assert any("has no layer 1" in each for each in tensor_problems(copied, "model.path"))
-    assert seen == set(registry.FAMILIES)
+    assert seen == set(families.FAMILIES)
 
 
 def test_a_config_that_does_not_say_whether_embeddings_are_tied_means_the_default() -> None:
@@ -47,7 +47,7 @@ def test_a_config_that_does_not_say_whether_embeddings_are_tied_means_the_defaul
 
     # transformers has no class of that name.
     own = {"MiMoForCausalLM": MiMoConfig}
-    for name in registry.FAMILIES:
+    for name in families.FAMILIES:
         kind = own.get(name) or getattr(transformers, name).config_class
         default = kind().tie_word_embeddings
         assert has_tied_output({"architectures": [name]}) == default, name

@@ -32,7 +32,7 @@ from slipstream.core.errors import (
     near_names,
 )
 from slipstream.core.machine.files import read_regular
-from slipstream.core.models.family import refusals
+from slipstream.core.models.families import refusals
 from slipstream.core.models.model_fields import field_problems, unknown_fields
 from slipstream.core.models.model_files import (
     files_digest,

@@ -8,8 +8,17 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from slipstream.core.models.family import FULL, NONE, OFF, ONE, SLIDING, ZERO, Values
-from slipstream.core.models.registry import architecture_of, family_of
+from slipstream.core.models.families import (
+    FULL,
+    NONE,
+    OFF,
+    ONE,
+    SLIDING,
+    ZERO,
+    Values,
+    architecture_of,
+    family_of,
+)
 
 # Fields that all three programs use; `model_problems` checks their values.
 HONOURED = frozenset(

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from slipstream.core.machine.files import open_regular
+from slipstream.core.models.families import family_of
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
-from slipstream.core.models.registry import family_of
 from slipstream.core.settings.config import Config
 
 # Files that hold a tokenizer's vocabulary, by transformers' names; one of them is enough.

@@ -6,9 +6,8 @@ Functions named `problems` yield one line for each broken rule, with the value a
 from collections.abc import Iterator
 
 from pydantic import JsonValue
-from slipstream.core.models.family import refusals
+from slipstream.core.models.families import FAMILIES, refusals
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
-from slipstream.core.models.registry import FAMILIES
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import MLP, LoraSection
 from slipstream.core.settings.sections import LearnerSection, ParallelSection

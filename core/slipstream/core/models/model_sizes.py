@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.family import Family
+from slipstream.core.models.families import FAMILIES, Family, architecture_of, family_of
 from slipstream.core.models.model_fields import has_tied_output, rope_table
-from slipstream.core.models.registry import FAMILIES, architecture_of, family_of
 from slipstream.core.types import routing_bytes_per_token
 
 # Fields with the heads of delta nets.

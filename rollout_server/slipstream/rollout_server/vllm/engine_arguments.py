@@ -7,9 +7,9 @@ from typing import Any
 
 import slipstream.core.models.kinds  # noqa: F401 - vLLM asks transformers for these kinds
 from slipstream.core.errors import ConfigError
+from slipstream.core.models.families import FAMILIES, family_of
 from slipstream.core.models.model_rules import cpu_cache_bytes, cpu_engine_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
-from slipstream.core.models.registry import FAMILIES, family_of
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import SamplingSection
 from slipstream.rollout_server.engine_rules import graph_values, vllm_share, wire_bytes

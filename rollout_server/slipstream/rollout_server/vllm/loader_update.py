@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.models.registry import FAMILIES
+from slipstream.core.models.families import FAMILIES
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.rollout_server.weights.bucket_receiver import Update
 from slipstream.rollout_server.weights.copy_plan import (

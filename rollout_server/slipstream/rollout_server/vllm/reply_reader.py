@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.core.models.registry import family_of
+from slipstream.core.models.families import family_of
 from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.chat import ParsedReply, ParsedToolCall, TemplateInputs
 from slipstream.rollout_server.engine_interface import GenerationFailed

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.core.models.registry import FAMILIES
+from slipstream.core.models.families import FAMILIES
 from slipstream.core.models.vision import load_processor
 from transformers import PretrainedConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from slipstream.core.configuration.config_file import check_model, model_warnings
 from slipstream.core.errors import ConfigError
+from slipstream.core.models.families import FAMILIES
 from slipstream.core.models.model_fields import (
     HARMLESS,
     HONOURED,
@@ -15,7 +16,6 @@ from slipstream.core.models.model_fields import (
     unknown_fields,
 )
 from slipstream.core.models.model_sizes import read_model_table
-from slipstream.core.models.registry import FAMILIES
 from support.fakes.model_folders import write_loadable_files
 from support.fakes.small_configs import config_with, refusals
 
