@@ -5,8 +5,6 @@ Waits for: a request, its body, the parts of its reply. Unblocked by: their arri
 hangs up, or the end of the episode.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac
@@ -69,7 +67,7 @@ class BoundedConnection(HttpToolsProtocol):
         *,
         limit_s: float,
         most: int,
-        resting: dict[BoundedConnection, None],
+        resting: "dict[BoundedConnection, None]",
         **options: Any,  # noqa: ANN401 - uvicorn's
     ) -> None:
         """Takes the seconds in which a request must be complete, and the idle connections.

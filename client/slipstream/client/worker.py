@@ -9,8 +9,6 @@ Consumes: commands of the server. Produces: one answer for each. The worker ends
 closes the stream or dies.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -89,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class _Lossy(io.FileIO):
-    def write(self, data: Buffer) -> int:
+    def write(self, data: "Buffer") -> int:
         with contextlib.suppress(OSError):
             return super().write(data)
         return memoryview(data).nbytes

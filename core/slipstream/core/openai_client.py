@@ -1,7 +1,5 @@
 """Clients of OpenAI's API, for servers that may be slow, broken or hostile."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib
@@ -22,7 +20,7 @@ MAX_SHOWN = 200
 
 def openai_client(
     base_url: str, *, api_key: str = "none", timeout_s: float, max_retries: int, most_bytes: int
-) -> AsyncOpenAI:
+) -> "AsyncOpenAI":
     """Returns a client of the OpenAI API at `base_url`, for calls with JSON answers.
 
     A call fails if its whole answer takes longer than `timeout_s` or has more than `most_bytes`.

@@ -1,7 +1,5 @@
 """Questions from files, memory or the Hugging Face hub, judged by an answer or by a function."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
@@ -265,7 +263,7 @@ class MathJudge:
         self._idle: list[asyncio.subprocess.Process] = []
         self._running = asyncio.Semaphore(max(2, min(8, os.cpu_count() or 1)))
 
-    async def compare(self, answer: str, reply: str, question: str = "") -> MathVerdict:
+    async def compare(self, answer: str, reply: str, question: str = "") -> "MathVerdict":
         """Compares `reply` with `answer`. Raises ValueError when `answer` is no mathematics.
 
         Only the question says whether (2, 5) is a point or an interval.

@@ -5,8 +5,6 @@ ConfigError (wrong settings, or the controller refuses the server), and 4 if vLL
 start.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging
@@ -169,7 +167,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
 
 
 def _metrics(
-    config: Config, engine: VllmEngine, server_id: ServerId
+    config: Config, engine: "VllmEngine", server_id: ServerId
 ) -> AbstractAsyncContextManager[None]:
     if config.tracking.prometheus is None:
         return nullcontext()

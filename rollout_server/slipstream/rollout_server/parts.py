@@ -1,7 +1,5 @@
 """Opens the parts of a server that the settings ask for; the modules of others stay unimported."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -48,7 +46,7 @@ async def open_sender(
     )
 
 
-def open_reference(stack: AsyncExitStack, config: Config) -> ReferenceServer | None:
+def open_reference(stack: AsyncExitStack, config: Config) -> "ReferenceServer | None":
     """Returns the connection to the reference model's server, which `stack` closes.
 
     Returns None if the settings name no such server. Raises ConfigError if the file of its API
@@ -69,7 +67,7 @@ def open_reference(stack: AsyncExitStack, config: Config) -> ReferenceServer | N
     return opened
 
 
-def open_fetches(config: Config, server: ServerId) -> OpenFetches | None:
+def open_fetches(config: Config, server: ServerId) -> "OpenFetches | None":
     """Returns what opens the orders to fetch of each session; None if the trainer sends weights.
 
     Raises ConfigError if the storage cannot be opened.

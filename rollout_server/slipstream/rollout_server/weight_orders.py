@@ -5,8 +5,6 @@ for each order except abort, verdict and wake. Waits for: the next order, the en
 the controller, the engine's deadlines, the limit of a verdict.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -67,7 +65,7 @@ class WeightOrders:
         self._rests = False
 
     @property
-    def phase(self) -> Phase | None:
+    def phase(self) -> "Phase | None":
         return None if self._publish is None else self._publish.phase
 
     def put(self, order: fleet_pb2.ControllerMessage) -> None:

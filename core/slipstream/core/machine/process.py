@@ -9,8 +9,6 @@ identified by its pid and start time, and is signalled through a handle (pidfd) 
 before the start time is compared.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -225,7 +223,7 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def send_signal(process: Process, number: signal.Signals) -> None:
+def send_signal(process: "Process", number: signal.Signals) -> None:
     """Sends a signal to a child of the event loop, unless it has ended.
 
     The method of the same name also asks for the exit code, which the loop that waits then loses.

@@ -1,7 +1,5 @@
 """Limits and paths of a program in a sandbox."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -49,7 +47,7 @@ class Plan:
     port: int = 0
 
     @staticmethod
-    def of(text: str) -> Plan:
+    def of(text: str) -> "Plan":
         """Returns the plan in the JSON that `Plan.text` returned."""
         table = json.loads(text)
         return Plan(**table | {"limits": Limits(**table["limits"])})

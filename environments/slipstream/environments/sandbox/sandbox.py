@@ -4,8 +4,6 @@ A run waits for the end of the program, an exceeded limit, or a cancellation. No
 process or a file behind.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib
@@ -121,7 +119,7 @@ class Sandbox:
     @asynccontextmanager
     async def start(
         self, program: str | Sequence[str], *, files: Mapping[str, str | bytes] | None = None
-    ) -> AsyncIterator[StartedProgram]:
+    ) -> "AsyncIterator[StartedProgram]":
         """Starts a program and yields it; after the block, ends it and removes its folder.
 
         The arguments are as in `run`.
@@ -154,7 +152,7 @@ class Sandbox:
         finally:
             await asyncio.shield(asyncio.to_thread(owned.close))
 
-    async def _start(self, command: Sequence[str], folder: str) -> StartedProgram:
+    async def _start(self, command: Sequence[str], folder: str) -> "StartedProgram":
         plan = Plan(self.backend, folder, self._readable, self.limits, cause_fd=0)
         pipes = [os.pipe() for _ in range(4)]
         theirs = [described(command, plan, _variables(folder))]

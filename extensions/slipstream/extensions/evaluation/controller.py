@@ -5,6 +5,7 @@ server that serves the wanted version. Unblocked by: the run's signal. That serv
 until the round is over.
 """
 
+import logging
 import math
 import statistics
 import time
@@ -13,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.types import FULL_REWARD, GroupId, PolicyVersion, Status
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.part import Part, Tasks
@@ -201,7 +201,7 @@ class Evaluator(Part):
             self._wanted_step = None
             self._publisher.pinned.discard(session.key)
             cause = f"no evaluation: {broken[0].spec.name}: {broken[0].cause}"
-            self._run.events.add(cause, Severity.ERROR)
+            self._run.events.add(cause, logging.ERROR)
             self._run.signal.notify()
             return
         # The server keeps its version from here on, even while its environments are loading.

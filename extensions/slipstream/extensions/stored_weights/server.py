@@ -6,8 +6,6 @@ Waits for: the storage, on a thread. Unblocked by: its answer, `weights.storage_
 order, `close`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import mmap
@@ -62,7 +60,7 @@ class StoredWeights:
         """Invalidates the file: the next fetch begins with a whole version."""
         self._held = b""
 
-    def fetch(self, stored: weights_pb2.StoredWeights, abandoned: threading.Event) -> Fetched:
+    def fetch(self, stored: weights_pb2.StoredWeights, abandoned: threading.Event) -> "Fetched":
         """Updates the file to the version of the manifest `stored`; returns the weights to load.
 
         Reads only the links that continue from the file's version, if there are such. Setting

@@ -8,14 +8,11 @@ A manifest is written after all objects that it names. Only then does the contro
 and digest, and servers learn them from the controller: no server ever sees half of a version.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,15 +28,12 @@ from slipstream.extensions.stored_weights.storage import (
     travels_whole,
 )
 from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.learner.trainer.ranks.parallel import Ranks
+from slipstream.learner.trainer.weights.publish import Published
 from slipstream.protocol.bounds import one_line
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.v1 import trainer_pb2, weights_pb2
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from slipstream.learner.trainer.ranks.parallel import Ranks
-    from slipstream.learner.trainer.weights.publish import Published
-
 
 logger = logging.getLogger(__name__)
 

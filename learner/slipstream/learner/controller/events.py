@@ -6,7 +6,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from enum import Enum
 
 from slipstream.protocol.bounds import one_line
 from slipstream.v1 import status_pb2
@@ -21,14 +20,6 @@ MAX_BYTES = 16 << 20
 GATHER_S = 0.005
 
 log = logging.getLogger(__name__)
-
-
-class Severity(Enum):
-    """The importance of an event."""
-
-    INFO = 1
-    WARNING = 2
-    ERROR = 3
 
 
 class Signal:
@@ -101,27 +92,27 @@ class EventLog:
     def add(
         self,
         text: str,
-        severity: Severity = Severity.INFO,
+        level: int = logging.INFO,
         *,
         step: int = 0,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Adds an event of one line and wakes the followers; `step` 0 means no step.
 
-        Servers and environments may have written parts of `text`, so control characters are
-        escaped, and the text is cut after 16,384 characters.
+        `level` is INFO, WARNING or ERROR of `logging`. Servers and environments may have written
+        parts of `text`, so control characters are escaped, and the text is cut after 16,384
+        characters.
         """
         text = one_line(text, MAX_CHARACTERS)
-        level = {Severity.INFO: logging.INFO, Severity.WARNING: logging.WARNING}
-        log.log(level.get(severity, logging.ERROR), text)
-        name = status_pb2.Severity.Name(severity.value)
+        log.log(level, text)
+        severity = f"SEVERITY_{logging.getLevelName(level)}"
         if metrics:
             self._metrics.append((self._count + 1, metrics))
-        self._append(status_pb2.Event(severity=name, text=text, step=step))
+        self._append(status_pb2.Event(severity=severity, text=text, step=step))
 
     def warn(self, text: str) -> None:
         """Adds a warning, like `add`."""
-        self.add(text, Severity.WARNING)
+        self.add(text, logging.WARNING)
 
     def close(self, final_state: int, text: str) -> None:
         """Adds the last event, which names the run's final state and ends `follow`."""

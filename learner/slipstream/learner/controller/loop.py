@@ -27,8 +27,6 @@ Consumes: complete groups, servers that need weights, the run's progress. Produc
 orders. Waits for: a batch, a server, or the end. Unblocked by: the run's signal, or the limit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -67,7 +65,7 @@ class TrainerOrders:
         self,
         run: Run,
         book: LeaseBook,
-        former: BatchFormer,
+        former: "BatchFormer",
         publisher: Publisher,
         *,
         parts: Sequence[Part],

@@ -1,13 +1,13 @@
 """Writes the results of each step, of each evaluation and of the whole run."""
 
 import asyncio
+import logging
 import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from slipstream.core.run_folder import LEASE_WAITS, SERVER_SHARES
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.loop import BatchFormer
@@ -192,7 +192,7 @@ class Results(Part):
 
     def _tell_gaps(self) -> None:
         for line in self._books.ledger.news():
-            self._run.events.add(f"the ledger is open, {line}", Severity.ERROR)
+            self._run.events.add(f"the ledger is open, {line}", logging.ERROR)
 
     def evaluated(self, result: kinds.Evaluation) -> None:
         """Writes the result of an evaluation round."""

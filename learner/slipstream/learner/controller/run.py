@@ -6,6 +6,7 @@ The clock leaves out stalls of the event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Awaitable, Collection, Iterable
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.events import EventLog, Severity, Signal
+from slipstream.learner.controller.events import EventLog, Signal
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import status_pb2
 
@@ -183,7 +184,7 @@ class RunProgress:
         if not self.has_failed:
             self.cause = f"{cause}; {self._suspect}" if self._suspect else cause
             self.state = status_pb2.RUN_STATE_FAILED
-            self._events.add(f"the run failed: {self.cause}", Severity.ERROR)
+            self._events.add(f"the run failed: {self.cause}", logging.ERROR)
             self._signal.notify()
 
     def end(self) -> None:

@@ -1,7 +1,5 @@
 """Runs one trainer rank: torchrun starts `python -m slipstream.learner.trainer --config FILE`."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools
@@ -69,7 +67,7 @@ def main() -> int:
     return _run_rank(config, launch)
 
 
-def _run_rank(config: Config, launch: Launch) -> int:
+def _run_rank(config: Config, launch: "Launch") -> int:
     from slipstream.learner.trainer.controller_client import ControllerClient
     from slipstream.v1 import trainer_pb2
 

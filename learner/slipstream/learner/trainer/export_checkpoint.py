@@ -5,8 +5,6 @@ slipstream.learner.trainer.export_checkpoint --config RUN/config.toml --step N -
 compares the digest of the loaded weights with the one that the run recorded.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl
@@ -93,7 +91,7 @@ def export(config: Config, path: Path, out: Path) -> None:
     policy.ranks.close()
 
 
-def write_folders(policy: Policy, config: Config, out: Path, chat: RunChat) -> None:
+def write_folders(policy: "Policy", config: Config, out: Path, chat: "RunChat") -> None:
     """Writes what `export` says, on one rank; the folder that hinders another export comes last."""
     from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
 

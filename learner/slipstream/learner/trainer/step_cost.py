@@ -1,21 +1,17 @@
 """What a training step costs: seconds of its stages, model FLOPs, and memory."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import psutil
 import torch
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
-
-if TYPE_CHECKING:
-    from slipstream.core.settings.config import Config
-    from slipstream.learner.trainer.batches.batch import Batch
-    from slipstream.learner.trainer.model.policy import Policy
+from slipstream.core.settings.config import Config
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.model.policy import Policy
 
 # Dense bfloat16 TFLOP/s of one device by its name in torch, from NVIDIA's data sheets.
 PEAK_TFLOPS = {
@@ -42,7 +38,7 @@ class Arithmetic:
     attention_width: int
 
     @classmethod
-    def of(cls, table: Mapping[str, Any]) -> Arithmetic:
+    def of(cls, table: Mapping[str, Any]) -> Self:
         """Returns a decoder's sizes by its config.json; all layers count like full attention."""
         sizes = ModelSizes.of(table)
         hidden, heads, layers = sizes.hidden, sizes.heads, sizes.layers

@@ -9,8 +9,6 @@ Pointers and streams are CUDA's handles, as integers. One thread uses a group; a
 `abort`. NCCL is called through cupy, without torch; its calls release the GIL.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
@@ -131,7 +129,7 @@ class NcclGroup:
         world_size: int,
         deadline_s: float,
         abandoned: threading.Event | None = None,
-    ) -> NcclGroup:
+    ) -> "NcclGroup":
         """Joins a communicator; returns the group once all members have joined.
 
         `device` is the CUDA device's index in this process. Raises WeightSyncError after the

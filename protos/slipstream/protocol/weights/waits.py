@@ -24,7 +24,7 @@ def started(call: Callable[[], Answer], *, name: str) -> Future[Answer]:
     def run() -> None:
         try:
             answer.set_result(call())
-        except Exception as error:  # noqa: BLE001 - raised by `result`
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
             answer.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

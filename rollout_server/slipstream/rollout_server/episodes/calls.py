@@ -6,8 +6,6 @@ Consumes: commands, answers from the stream. Produces: the answer to each comman
 answer. Unblocked by: the answer, the limit of the call, or the end of the stream.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math
@@ -38,7 +36,7 @@ class StreamSession:
 
     def __init__(
         self,
-        table: CallTable,
+        table: "CallTable",
         episode_key: str,
         timeout_s: float,
         *,

@@ -5,8 +5,6 @@ Waits for: the environment and the model in turn. Unblocked by: their answers, o
 cancellation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Sequence
@@ -118,7 +116,7 @@ class EnvironmentTalk:
         self._recording.add_context(context, new)
 
     async def _turn(
-        self, history: History, given: str, most: int
+        self, history: "History", given: str, most: int
     ) -> tuple[environment_pb2.Verdict, ChatMessage, bool]:
         """Records a reply of at most `most` tokens, `given` or sampled, and its verdict.
 

@@ -4,8 +4,6 @@ Consumes: an environment's spec. Produces: sessions of its episodes. Waits for: 
 connect, to load, to exit. Unblocked by: the worker, or the limit of the wait.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re
@@ -44,7 +42,7 @@ class EnvironmentWorker:
         self,
         gateway: WorkerGateway,
         spec: environment_pb2.EnvironmentSpec,
-        suspects: Suspects,
+        suspects: "Suspects",
         *,
         try_reset: bool = False,
     ) -> None:

@@ -11,8 +11,6 @@ bucket. Waits for: the device, and on a thread or in the second call for each bu
 the bytes, or the bucket's deadline.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -503,7 +501,7 @@ class Update:
         first, last = self._marks
         return time.perf_counter() - 1e-3 * float(first.elapsed_time(last))
 
-    def following(self) -> Update | None:
+    def following(self) -> "Update | None":
         """Returns an update like this one, which is ready; None after a staged one."""
         if self.staging is not None:
             return None

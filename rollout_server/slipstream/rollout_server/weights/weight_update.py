@@ -5,8 +5,6 @@ Unblocked by: the answers, or the sum of the update's own deadlines, after which
 hung.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -167,7 +165,7 @@ class WeightUpdate:
             self._has_room = min(rooms) >= self._num_bytes
         return self._has_room
 
-    async def _begin(self, announced: _Announced) -> None:
+    async def _begin(self, announced: "_Announced") -> None:
         try:
             async with _within(announced.limit_s):
                 await self._call("begin")
@@ -177,7 +175,7 @@ class WeightUpdate:
                 await self._finish(announced)
             raise
 
-    async def _finish(self, announced: _Announced) -> list[Any]:
+    async def _finish(self, announced: "_Announced") -> list[Any]:
         """Ends the update; returns the workers' results."""
         async with _within(announced.limit_s):
             return await self._call("receive")

@@ -1,7 +1,5 @@
 """The totals of all publishes, and the check of a probe."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,7 +32,7 @@ def logit_gap(expected: LogprobArray, got: LogprobArray) -> float:
 
 
 def check_probe(
-    probe: weights_pb2.Probe, report: fleet_pb2.PublishReport, totals: PublishTotals
+    probe: weights_pb2.Probe, report: fleet_pb2.PublishReport, totals: "PublishTotals"
 ) -> str:
     """Returns why the probe fails, or "" if it passes; adds its logit gap to `totals`.
 

@@ -5,8 +5,6 @@ receiver's counts of the same trajectories are compared: a difference is a traje
 or counted twice. `Endings` acknowledges a trajectory once the journal has its end on disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections import Counter
@@ -52,7 +50,7 @@ class TokenLedger:
         epochs: ServerEpochs,
         held: Callable[[], list[Trajectory]],
         journal: Journal,
-        queue: AccountedReceiver,
+        queue: "AccountedReceiver",
     ) -> None:
         """Takes the servers' counts, `epochs`.
 

@@ -5,8 +5,6 @@ newest 1,000 departed ones have a count each. The counts of all earlier epochs a
 of these epochs takes eight bytes. The module uses no clock and no I/O.
 """
 
-from __future__ import annotations
-
 import bisect
 from array import array
 from collections.abc import Iterator, Sequence
@@ -148,7 +146,7 @@ class ServerEpochs:
         for count in self._departed.values():
             count.dead = count.is_earlier = True
 
-    def take_over(self, earlier: ServerEpochs) -> None:
+    def take_over(self, earlier: "ServerEpochs") -> None:
         """Takes over the counts of the previous start, whose servers are dead, before any joins."""
         earlier.all_died()
         self._departed, self._names = earlier._departed, earlier._names

@@ -5,6 +5,7 @@ quarantined deliveries. No delivery ends the controller. If all deliveries of a 
 quarantined, the server is ordered to leave; the run fails if there is no other server.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from slipstream.core.types import (
     TrajectoryId,
     TrajectoryName,
 )
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.records.history import RunHistory
@@ -349,7 +349,7 @@ class Inspector:
         end, tokens = TrajectoryEnd.QUARANTINED, claim.tokens
         self._endings.record(trajectory_id, end, cause, tokens=tokens, server=server)
         told = f"quarantined {trajectory_id} of rollout server {server.server_id}: {cause}"
-        self._run.events.add(told, Severity.ERROR)
+        self._run.events.add(told, logging.ERROR)
         if self.quarantine.is_hopeless(server) and not self._progress.is_over:
             fault = (
                 f"rollout server {server.server_id} produces nothing but trajectories that cannot "
@@ -359,7 +359,7 @@ class Inspector:
             if all(each is session or each.is_leaving for each in every):
                 self._progress.fail(fault)
             elif session is not None and not session.is_leaving:
-                self._run.events.add(f"{fault}; it is sent away", Severity.ERROR)
+                self._run.events.add(f"{fault}; it is sent away", logging.ERROR)
                 self._fleet.order_drain(session, fault, finish=False)
         if claim.name is not None:
             self._again(claim.name, cause, claim.will_retry)

@@ -23,7 +23,6 @@ from slipstream.core.types import (
     TrajectoryName,
 )
 from slipstream.learner.algorithms.functions import is_trained
-from slipstream.learner.controller.events import Severity
 from slipstream.learner.controller.leasing.groups import Fate, Group
 from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.records import kinds
@@ -203,7 +202,7 @@ class Intake(ServerListener):
 
         Once all training environments are suspended, the watch fails the run.
         """
-        self._run.events.add(f"environment {environment} is suspended: {cause}", Severity.ERROR)
+        self._run.events.add(f"environment {environment} is suspended: {cause}", logging.ERROR)
         groups = [g for g in self._book.groups.values() if g.environment == environment]
         self.withdraw(groups, f"environment {environment} is suspended")
 

@@ -15,7 +15,6 @@ import secrets
 import shutil
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,6 +25,7 @@ import torch
 from slipstream.core.errors import CheckpointError
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.protocol.checkpoints import DIGEST_BYTES
+from slipstream.protocol.weights.waits import started
 from torch import Tensor
 
 Result = TypeVar("Result")
@@ -65,21 +65,16 @@ class DiskWork:
 
     def start(self, act: Callable[[], Result]) -> Future[Result]:
         """Runs `act` in a thread of this rank, and returns a future for its result."""
-        future: Future[Result] = Future()
 
-        def work() -> None:
+        def work() -> Result:
             if self.ranks.device.type == "cuda":
                 # The current CUDA device is a setting of each thread.
                 torch.cuda.set_device(self.ranks.device)
-            try:
-                future.set_result(act())
-            except BaseException as error:  # noqa: BLE001 - raised by `wait`
-                future.set_exception(error)
+            return act()
 
         self._moved_s = time.monotonic()
         # The thread is a daemon: a disk that hangs must not block the end of the process.
-        threading.Thread(target=work, name="checkpoint", daemon=True).start()
-        return future
+        return started(work, name="checkpoint")
 
     def together(self, act: Callable[[], Result]) -> Result:
         """Runs `act` in a thread of each rank; returns this rank's result or fails like `wait`."""

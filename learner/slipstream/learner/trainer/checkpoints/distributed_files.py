@@ -8,8 +8,6 @@ The distributed optimizer and the plain one write other names and structures: `C
 refuses a change between them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -74,7 +72,7 @@ _UPDATES = "updates"
 
 def begin_save(
     models: Sequence[StoredModel], folder: Path, *, host: HostCopies, disk: DiskWork
-) -> ThreadedSave:
+) -> "ThreadedSave":
     """Plans a save into `folder`, which must exist and be empty; collective.
 
     The tensors may change as soon as this returns. Those on a device are copied to `host`: call

@@ -12,8 +12,6 @@ servers get its values of its newest publish, not its newest ones. All have the 
 largest rank; what is beyond an adapter's rank is 0, gets gradients of 0, and so stays 0.
 """
 
-from __future__ import annotations
-
 import copy
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -43,9 +41,9 @@ TOWER = "visual"
 class Policy(TrainedModel):
     """The trained model whose weights are published to the rollout servers."""
 
-    adapters: NamedAdapters = field(kw_only=True)
+    adapters: "NamedAdapters" = field(kw_only=True)
     # The layer that drafts on the servers; None without the table `drafts`.
-    drafts: DraftLayer | None = field(kw_only=True, default=None)
+    drafts: "DraftLayer | None" = field(kw_only=True, default=None)
 
 
 def adapters(config: Config, ranks: Ranks) -> Change:

@@ -5,8 +5,6 @@ With CUDA nothing is replaced. The replacements hold for the whole process, so u
 process that only trains.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util
@@ -43,7 +41,7 @@ class _Done:
 
     wait_stream = wait_event = wait = record = synchronize = _return
 
-    def record_event(self, *_: object) -> _Done:
+    def record_event(self, *_: object) -> "_Done":
         return _Done()
 
     def query(self) -> bool:

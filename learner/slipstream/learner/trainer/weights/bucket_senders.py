@@ -5,8 +5,6 @@ receivers' ranks follow. Every wait has a deadline. After an error the communica
 the next publish creates a new one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import threading
@@ -138,7 +136,7 @@ class NcclSender(BucketSender):
         self,
         weights: WeightsSection,
         device: int,
-        stream: CudaStream,
+        stream: "CudaStream",
     ) -> None:
         super().__init__(weights)
         self._device, self._stream = device, stream

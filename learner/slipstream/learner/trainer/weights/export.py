@@ -1,7 +1,5 @@
 """The policy's weights under the names of its Hugging Face checkpoint, as tensors or a folder."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -57,7 +55,7 @@ class RunChat(NamedTuple):
     values: Mapping[str, JsonValue] = MappingProxyType({})
 
     @classmethod
-    def of(cls, config: Config) -> RunChat:
+    def of(cls, config: Config) -> "RunChat":
         """Returns the settings of a run; raises ConfigError if the template cannot be read."""
         server = config.rollout_server
         text = read_template(server.chat_template) if server.chat_template else ""
@@ -338,7 +336,7 @@ class HfFolderWriter:
                 self.flush()
             self.add(name, tensor)
 
-    def write_draft(self, layer: DraftLayer, dtype: torch.dtype) -> None:
+    def write_draft(self, layer: "DraftLayer", dtype: torch.dtype) -> None:
         """Writes the layer that drafts into the folder's own folder `draft`, as vLLM loads it."""
         folder = self._folder / "draft"
         tensors = {name: value.to("cpu", dtype) for name, value in layer.named().items()}

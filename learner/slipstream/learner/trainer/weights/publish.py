@@ -8,8 +8,6 @@ What is published is one stream of weights, or one of the base matrices and one 
 Matrices with adapters never change: a server needs them once, and later only the adapters.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -56,7 +54,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        published: Published,
+        published: "Published",
         senders: BucketSenders,
         *,
         ranks: Ranks,

@@ -4,8 +4,6 @@ Consumes: parameters. Produces: buckets on their senders, and the digest of ever
 all work is enqueued on a separate stream: bucket k + 1 is filled while bucket k is sent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools
@@ -125,7 +123,7 @@ class WeightStream:
         self._ahead = len(self._lanes)
 
     @torch.no_grad()
-    def run(self, send: Send | None = None) -> WeightDigests:
+    def run(self, send: Send | None = None) -> "WeightDigests":
         """Fills every bucket once, calls `send` with it on the senders, and returns all digests.
 
         Without `send`, the pass only computes the digests.
