@@ -22,7 +22,7 @@ def receive(path: str, rank: int) -> None:
     for line in sys.stdin:
         word, number = line.split()[0], int(line.split()[1])
         try:
-            link.wait_filled(number, 10.0)
+            link.wait(number, 10.0)
         except WeightSyncError as error:
             print(error, flush=True)
             continue

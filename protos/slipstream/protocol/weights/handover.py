@@ -177,11 +177,11 @@ class HandoverSender:
             peer.wait(count, max(until_s - time.monotonic(), 0.0))
 
 
-class HandoverReceiver:
+class HandoverReceiver(_Peer):
     """A receiver's side of the shared buffers; one thread uses it, any thread may call `close`.
 
-    Call `opened` once. Then, for each bucket, call `wait_filled`, read the bucket, and call `read`
-    to tell the sender that the bucket was read.
+    Call `opened` once. Then, for each bucket, call `wait`, read the bucket, and call `read` to tell
+    the sender that the bucket was read. After `close` the sender fails at its next wait.
     """
 
     def __init__(self, path: str, communicator_id: str, rank: int, deadline_s: float) -> None:
@@ -202,26 +202,15 @@ class HandoverReceiver:
                 f"could not join communicator {communicator_id} within {deadline_s:g} s: {error}; "
                 f"weights.transport ipc works within one host, whose processes share {FOLDER}"
             ) from error
-        self._peer = _Peer(connection, f"the sender of {communicator_id}")
+        super().__init__(connection, f"the sender of {communicator_id}")
 
     def opened(self) -> None:
         """Tells the sender that this receiver has opened the buffers."""
-        self._peer.tell(_OPENED)
-
-    def wait_filled(self, number: int, deadline_s: float) -> None:
-        """Waits until bucket `number` may be read.
-
-        Raises WeightSyncError after `deadline_s`, or if the sender is gone.
-        """
-        self._peer.wait(number, deadline_s)
+        self.tell(_OPENED)
 
     def read(self, number: int) -> None:
         """Tells the sender that this receiver has finished reading bucket `number`."""
-        self._peer.tell(number + _FIRST)
-
-    def close(self) -> None:
-        """Closes the connection; the sender fails at its next wait for this receiver."""
-        self._peer.close()
+        self.tell(number + _FIRST)
 
 
 def host_id() -> str:

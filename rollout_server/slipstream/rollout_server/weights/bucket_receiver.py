@@ -305,7 +305,7 @@ class IpcReceiver(BucketReceiver):
         self.prepare(incoming)
         digests = self._open_digests(incoming)
         for place, bucket in enumerate(incoming.buckets):
-            self._link.wait_filled(self._number, incoming.bucket_deadline_s)
+            self._link.wait(self._number, incoming.bucket_deadline_s)
             if incoming.own_buffers:
                 with self._copying:
                     data = self._place(place, bucket)

@@ -134,10 +134,10 @@ def test_a_dead_sender_is_noticed_at_once_and_leaves_nothing_behind() -> None:
     link = HandoverReceiver(str(path), "members-1", 1, LONG_S)
     opened = open_buffers(link.offer.handles, link.offer.num_bytes, None)
     link.opened()
-    link.wait_filled(0, LONG_S)
+    link.wait(0, LONG_S)
     process.kill()
     with pytest.raises(WeightSyncError, match="the sender of members-1 is gone"):
-        link.wait_filled(1, LONG_S)
+        link.wait(1, LONG_S)
     assert int(opened.arrays[0].sum()) == NUM_BYTES
     assert not any(Path("/dev/shm", name).exists() for name in (path.name, *link.offer.handles))
     link.close()
