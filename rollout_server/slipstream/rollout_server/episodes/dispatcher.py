@@ -34,7 +34,7 @@ from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import TrajectorySender, seal
 from slipstream.rollout_server.engine_interface import EngineDied, GenerationFailed
 from slipstream.rollout_server.episodes.calls import MAX_MESSAGE_CHARACTERS
-from slipstream.rollout_server.episodes.environment_talk import EnvironmentTalk
+from slipstream.rollout_server.episodes.kinds import talk
 from slipstream.rollout_server.episodes.play import (
     Cancelled,
     EpisodeServices,
@@ -292,12 +292,7 @@ async def _played(play: Play, services: EpisodeServices) -> Status:
         opening = await play.ask(session.reset(lease.task_index, lease.seed))
         recording.max_reply_tokens = opening.max_reply_tokens
         recording.expected_answer = opening.expected_answer
-        if opening.is_agent:
-            from slipstream.rollout_server.episodes.agent_talk import serve_agent
-
-            status = await serve_agent(play, session, opening)
-        else:
-            status = await EnvironmentTalk(play, session).run(opening)
+        status = await talk(play, session, opening)
         if services.reference is not None and task.is_trained(status):
             recording.close()
             before_s = recording.environment_s
