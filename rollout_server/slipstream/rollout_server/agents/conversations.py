@@ -240,7 +240,8 @@ class MessageKey(NamedTuple):
 
     Text in one part equals plain text, no text equals empty text, and the arguments of a tool call
     are compared as JSON. A part of a reply that is only white space is ignored: streams have such a
-    part before a tool call, and clients drop it. `reasoning` is None if the message has none.
+    part before a tool call, and clients drop it. So is the name that a client gives the author of a
+    reply. `reasoning` is None if the message has none.
     """
 
     role: str
@@ -255,8 +256,9 @@ def message_key(message: Mapping[str, Any]) -> MessageKey:
     """Returns the key by which `message`, in OpenAI's chat completions format, is compared."""
     role, content = str(message.get("role", "")), message.get("content")
     parts = tuple(map(_part, [content] if isinstance(content, str) else content or ()))
+    author = str(message.get("name") or "")
     if role == ASSISTANT:
-        parts = tuple(part for part in parts if part.strip())
+        parts, author = tuple(part for part in parts if part.strip()), ""
     calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
@@ -267,7 +269,7 @@ def message_key(message: Mapping[str, Any]) -> MessageKey:
         text=parts[0] if len(parts) == 1 else parts or "",
         tool_calls=tuple(calls),
         tool_call_id=str(message.get("tool_call_id") or ""),
-        name=str(message.get("name") or ""),
+        name=author,
         reasoning=message.get("reasoning") or message.get("reasoning_content") or None,
     )
 

@@ -39,6 +39,7 @@ RESULT = {"role": "tool", "content": "a", "tool_call_id": "2"}
         (call('{"b": 1, "a": 2}'), call('{"a":2,"b":1}')),
         (call('{"a": 2}'), call({"a": 2})),
         (call(""), call("{}")),
+        (said("a", name="agent"), said("a")),
     ],
 )
 def test_equal_messages_have_one_key(one, other) -> None:
@@ -51,6 +52,7 @@ def test_equal_messages_have_one_key(one, other) -> None:
         (user("a"), {"role": "system", "content": "a"}),
         (user("a"), user("a ")),
         (user("\n"), user("")),
+        (user("a") | {"name": "b"}, user("a")),
         (call("{}", content="\n\na"), call("{}", content="a")),
         (RESULT | {"tool_call_id": "1"}, RESULT),
         (call('{"a": 1}'), call('{"a": 2}')),
