@@ -189,6 +189,29 @@ def test_an_interrupted_cell_stops_its_run_in_order(quick) -> None:
 
 
 @pytest.mark.long
+def test_an_environment_that_blocks_its_thread_holds_up_no_end_of_its_run(
+    quick, monkeypatch
+) -> None:
+    def judge(reply: str) -> float:
+        blocked.set()
+        released.wait()
+        return 0.0
+
+    monkeypatch.setattr(started_run, "CLOSE_LIMIT_S", 0.1)
+    blocked, released = threading.Event(), threading.Event()
+    table = {"reference": Questions(ROWS, answer="sum", judge=judge), "timeout_s": 5.0}
+    run = slipstream.run(environments=table, **quick)
+    stopping = threading.Thread(target=run.stop)
+    try:
+        assert blocked.wait(LIMIT_S)
+        stopping.start()
+        stopping.join(LIMIT_S)
+        assert not (stopping.is_alive() or commands())
+    finally:
+        released.set()
+
+
+@pytest.mark.long
 def test_a_handle_that_nobody_has_any_more_ends_its_run(quick) -> None:
     run = slipstream.run(environments=Repeat, **quick)
     next(iter(run))

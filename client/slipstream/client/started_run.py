@@ -4,9 +4,9 @@
 
 This program is `slipstream run` for the process PARENT, and stops the run when PARENT ends.
 
-Consumes: metrics.jsonl of the run. Produces: its rows. All runs of a process share one thread,
-which starts the commands and answers the commands of their rollout servers. It lives as long as the
-process does, as `die_with_parent` needs.
+Consumes: metrics.jsonl of the run. Produces: its rows. All runs of a process share two threads: one
+answers the commands of their rollout servers, and environments may block it. The other starts the
+runs' commands and waits for them; it lives as long as the process does, as `die_with_parent` needs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ OPTIONS = (
 )
 # Seconds in which runs end in order when their process exits; then Linux ends them.
 EXIT_LIMIT_S = 120.0
+# Seconds in which its environments are closed when a run has ended.
+CLOSE_LIMIT_S = 30.0
 TAIL_CHARACTERS = 8192
+# Names of the two threads.
+COMMANDS, ENVIRONMENTS = "slipstream-commands", "slipstream"
 
 Result = TypeVar("Result")
 
@@ -140,7 +144,7 @@ class Run:
             async with plan.client() as client:
                 return await client.status()
 
-        return _awaited(_submit(ask(self._plan))).result()
+        return _awaited(_submit(ask(self._plan), ENVIRONMENTS)).result()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         path, is_last = self.folder / METRICS, False
@@ -274,7 +278,7 @@ class _Start:
         """Sends a signal to the command unless it has ended or got the same one before."""
         if number not in self.asked:
             self.asked.append(number)
-            _loop().call_soon_threadsafe(send_signal, self.process, number)
+            _loop(COMMANDS).call_soon_threadsafe(send_signal, self.process, number)
 
 
 async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
@@ -296,7 +300,8 @@ async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
 
     async def conduct() -> None:
         with folder:
-            serving = asyncio.ensure_future(_serve(plan, before))
+            over: concurrent.futures.Future[None] = concurrent.futures.Future()
+            serving = asyncio.wrap_future(_submit(_serve(plan, before, over), ENVIRONMENTS))
             ended = asyncio.ensure_future(process.wait())
             await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
             failure = None if ended.done() else serving.exception()
@@ -304,8 +309,10 @@ async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
                 # The run cannot go on without the environments of this process.
                 send_signal(process, signal.SIGTERM)
             await ended
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
+            over.set_result(None)
+            # An environment may block its thread for ever.
+            closing = asyncio.wait_for(serving, CLOSE_LIMIT_S)
+            await asyncio.gather(closing, return_exceptions=True)
             # A number above 128 is that of a signal, after which the run was stopped in order.
             code = process.returncode or 0
             if failure is not None:
@@ -323,9 +330,20 @@ async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
     return start, end
 
 
-async def _serve(plan: _Plan, before: tuple[int, str]) -> None:
-    if not plan.served:
-        return
+async def _serve(
+    plan: _Plan, before: tuple[int, str], over: concurrent.futures.Future[None]
+) -> None:
+    """Serves the environments of this process until `over` is done; raises what ends it before."""
+    if plan.served:
+        serving, end = asyncio.ensure_future(_serve_all(plan, before)), asyncio.wrap_future(over)
+        await asyncio.wait((serving, end), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def _serve_all(plan: _Plan, before: tuple[int, str]) -> None:
     while plan.address[0] == before[0] or not plan.address[1].endswith("\n"):
         await asyncio.sleep(LOOK_S)
     async with plan.client() as client:
@@ -362,18 +380,19 @@ def _plain(value: object, place: str) -> JsonValue:
 _ends: dict[concurrent.futures.Future[None], _Start] = {}
 
 
-# The loop of the one thread, from the first start on, and the lock of whoever makes it.
-_loops: list[asyncio.AbstractEventLoop] = []
+# The loops of the threads, from the first start on, and the lock of whoever makes them.
+_loops: dict[str, asyncio.AbstractEventLoop] = {}
 _making = threading.Lock()
 
 
-def _loop() -> asyncio.AbstractEventLoop:
+def _loop(thread: str) -> asyncio.AbstractEventLoop:
     with _making:
         if not _loops:
-            _loops.append(asyncio.new_event_loop())
-            threading.Thread(target=_loops[0].run_forever, name="slipstream", daemon=True).start()
             atexit.register(end_all)
-        return _loops[0]
+        if thread not in _loops:
+            _loops[thread] = asyncio.new_event_loop()
+            threading.Thread(target=_loops[thread].run_forever, name=thread, daemon=True).start()
+        return _loops[thread]
 
 
 def _leave_to_parent() -> None:
@@ -398,8 +417,10 @@ def _awaited(future: concurrent.futures.Future[Result]) -> concurrent.futures.Fu
     return future
 
 
-def _submit(call: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-    return asyncio.run_coroutine_threadsafe(call, _loop())
+def _submit(
+    call: Coroutine[Any, Any, Result], thread: str = COMMANDS
+) -> concurrent.futures.Future[Result]:
+    return asyncio.run_coroutine_threadsafe(call, _loop(thread))
 
 
 def end_all() -> None:

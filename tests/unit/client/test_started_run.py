@@ -1,4 +1,4 @@
-"""The one thread of a process from which runs are started."""
+"""The threads of a process that starts runs."""
 
 import asyncio
 import subprocess
@@ -23,9 +23,9 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_two_threads_that_start_their_first_runs_share_one_loop(monkeypatch) -> None:
-    monkeypatch.setattr(started_run, "_loops", [])
+    monkeypatch.setattr(started_run, "_loops", {})
     found: list[asyncio.AbstractEventLoop] = []
-    second = threading.Thread(target=lambda: found.append(started_run._loop()))
+    second = threading.Thread(target=lambda: found.append(started_run._loop("one")))
     make = asyncio.new_event_loop
 
     def slow() -> asyncio.AbstractEventLoop:
@@ -36,7 +36,7 @@ def test_two_threads_that_start_their_first_runs_share_one_loop(monkeypatch) -> 
         return make()
 
     monkeypatch.setattr(asyncio, "new_event_loop", slow)
-    found.append(started_run._loop())
+    found.append(started_run._loop("one"))
     second.join()
     assert len({*found}) == 1
     found[0].call_soon_threadsafe(found[0].stop)
