@@ -389,51 +389,36 @@ def _events(body: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _chat_message(body: bytes) -> dict[str, Any] | None:
-    content, reasoning, is_whole = "", "", False
-    calls: dict[int, dict[str, str]] = {}
-    for event in _events(body):
-        for choice in event.get("choices") or ():
-            delta = choice.get("delta") or {}
-            content += delta.get("content") or ""
-            reasoning += delta.get("reasoning") or ""
-            for part in delta.get("tool_calls") or ():
-                call = calls.setdefault(part["index"], {"id": "", "name": "", "arguments": ""})
-                function = part.get("function") or {}
-                call["id"] = call["id"] or part.get("id") or ""
-                call["name"] += function.get("name") or ""
-                call["arguments"] += function.get("arguments") or ""
-            is_whole = is_whole or choice.get("finish_reason") is not None
-    if not is_whole:
-        return None
-    tool_calls = [
-        {"id": call.pop("id"), "type": "function", "function": call}
-        for _, call in sorted(calls.items())
-    ]
-    return {
-        "role": "assistant",
-        "content": content,
-        "reasoning": reasoning or None,
-        "tool_calls": tool_calls,
-    }
+    said, is_whole = {"content": "", "reasoning": ""}, False
+    calls: dict[int, dict[str, Any]] = {}
+    for choice in [choice for event in _events(body) for choice in event.get("choices") or ()]:
+        delta = choice.get("delta") or {}
+        for name in said:
+            said[name] += delta.get(name) or ""
+        for part in delta.get("tool_calls") or ():
+            new = {"id": part.get("id"), "function": {"name": "", "arguments": ""}}
+            function = calls.setdefault(part["index"], new)["function"]
+            for name in function:
+                function[name] += (part.get("function") or {}).get(name) or ""
+        is_whole = is_whole or choice.get("finish_reason") is not None
+    tool_calls = [call for _, call in sorted(calls.items())]
+    return {"role": "assistant", **said, "tool_calls": tool_calls} if is_whole else None
 
 
 def _content_blocks(body: bytes) -> list[dict[str, Any]] | None:
     blocks: dict[int, dict[str, Any]] = {}
-    inputs: dict[int, str] = {}
     event: dict[str, Any] = {}
     for event in _events(body):
-        index = event.get("index")
-        if event.get("type") == "content_block_start" and isinstance(index, int):
-            blocks[index] = dict(event["content_block"])
-        elif event.get("type") == "content_block_delta" and isinstance(index, int):
-            delta, block = event["delta"], blocks[index]
-            for name in ("text", "thinking"):
-                if name in delta:
-                    block[name] = (block.get(name) or "") + delta[name]
-            inputs[index] = inputs.get(index, "") + (delta.get("partial_json") or "")
+        if event.get("type") == "content_block_start":
+            blocks[event["index"]] = {**event["content_block"], "partial_json": ""}
+        elif event.get("type") == "content_block_delta":
+            block = blocks[event["index"]]
+            for name in ("text", "thinking", "partial_json"):
+                if name in event["delta"]:
+                    block[name] = (block.get(name) or "") + event["delta"][name]
     if event.get("type") != "message_stop":
         return None
-    for index, text in inputs.items():
-        if text:
-            blocks[index]["input"] = json.loads(text)
+    for block in blocks.values():
+        if text := block.pop("partial_json"):
+            block["input"] = json.loads(text)
     return [block for _, block in sorted(blocks.items())]

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,6 @@ from vllm.entrypoints.openai.chat_completion.api_router import attach_router as 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.models.api_router import attach_router as attach_models
 from vllm.entrypoints.openai.responses.api_router import attach_router as attach_responses
-from vllm.entrypoints.openai.responses.context import ConversationContext
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.openai.responses.streaming_events import (
@@ -477,21 +476,16 @@ def _answer_as_openai(serving: OpenAIServingResponses) -> None:
     """
     stream, answer = serving._process_simple_streaming_events, serving.responses_full_generator
 
-    async def streamed(
-        request: ResponsesRequest,
-        sampling: SamplingParams,
-        results: AsyncIterator[Any],
-        context: ConversationContext,
-        *others: Any,  # noqa: ANN401 - vLLM's own
-    ) -> AsyncGenerator[Any, None]:
-        async for event in stream(request, sampling, results, context, *others):
+    async def streamed(*arguments: Any) -> AsyncGenerator[Any, None]:  # noqa: ANN401 - vLLM's own
+        async for event in stream(*arguments):
             yield event
+        context, numbered = arguments[3], arguments[-1]
         items = context.streamed_output_items
         if not _has_text_or_call(items):
             message, events = _empty_message(len(items))
             context.streamed_output_items = [*items, *message]
             for event in events:
-                yield others[-1](event)
+                yield numbered(event)
 
     async def answered(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - vLLM's own
         response = await answer(*arguments, **named)
