@@ -23,13 +23,7 @@ from prometheus_client import ProcessCollector
 from prometheus_client.core import CollectorRegistry, InfoMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from slipstream.client.agent_gateway import (
-    BoundedConnection,
-    Receive,
-    Scope,
-    Send,
-    bounded_server,
-)
+from slipstream.client.agent_gateway import BoundedConnection, Receive, Scope, Send, bounded_server
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts, listen
 from slipstream.core.machine.description import installed

@@ -84,10 +84,7 @@ class Trainer:
         self._cost = StepCost(config, policy)
         stored = [model for part in self._parts for model in part.stored_models()]
         self._checkpointer = Checkpointer(
-            config,
-            self._ranks,
-            [*stored_policy(policy), *stored],
-            adapters=policy.adapters.sizes,
+            config, self._ranks, [*stored_policy(policy), *stored], adapters=policy.adapters.sizes
         )
         self._passes = Passes(policy, config, self._checkpointer.load)
         with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):

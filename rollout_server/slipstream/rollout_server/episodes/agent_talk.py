@@ -17,12 +17,7 @@ from slipstream.core.template_values import read_values
 from slipstream.core.types import IGNORED, Status
 from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.agents.recorder import Recorder
-from slipstream.rollout_server.episodes.calls import (
-    StreamSession,
-    check_sum,
-    misused,
-    whole_reward,
-)
+from slipstream.rollout_server.episodes.calls import StreamSession, check_sum, misused, whole_reward
 from slipstream.rollout_server.episodes.play import Play
 from slipstream.v1 import environment_pb2, trajectory_pb2
 

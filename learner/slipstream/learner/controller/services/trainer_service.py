@@ -173,9 +173,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._progress.moved()
         await self._former.adopt(version, digest)
         return pb.TrainerWelcome(
-            run_id=self._progress.run_id,
-            version=version_to_pb(given),
-            trainer_epoch=epoch,
+            run_id=self._progress.run_id, version=version_to_pb(given), trainer_epoch=epoch
         )
 
     async def KeepPlace(  # noqa: N802

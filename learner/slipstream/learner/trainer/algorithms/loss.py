@@ -133,9 +133,7 @@ def mean_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> dict
 
 
 def weighted(
-    sequences: Sequence[TrainingSequence],
-    mini_batches: Sequence[Sequence[int]],
-    config: Config,
+    sequences: Sequence[TrainingSequence], mini_batches: Sequence[Sequence[int]], config: Config
 ) -> list[TrainingSequence]:
     """Returns the sequences with the loss weights that follow from their mini-batches."""
     changed = list(sequences)

@@ -132,12 +132,7 @@ class NcclSender(BucketSender):
 
     transport = "nccl"
 
-    def __init__(
-        self,
-        weights: WeightsSection,
-        device: int,
-        stream: "CudaStream",
-    ) -> None:
+    def __init__(self, weights: WeightsSection, device: int, stream: "CudaStream") -> None:
         super().__init__(weights)
         self._device, self._stream = device, stream
         # NCCL listens for the members of each id that was made, on a thread and a socket that end

@@ -32,11 +32,7 @@ from slipstream.protocol.weights.buckets import (
     TensorSpec,
     plan_buckets,
 )
-from slipstream.protocol.weights.digests import (
-    bucket_digest,
-    open_digests,
-    weight_digest,
-)
+from slipstream.protocol.weights.digests import bucket_digest, open_digests, weight_digest
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -191,11 +187,7 @@ class WeightDigests:
 
 
 def open_stream(
-    policy: Policy,
-    config: Config,
-    kind: Kind = Kind.MERGED,
-    *,
-    beside: WeightStream | None = None,
+    policy: Policy, config: Config, kind: Kind = Kind.MERGED, *, beside: WeightStream | None = None
 ) -> WeightStream:
     """Returns a stream of the weights of `kind`; collective.
 
