@@ -9,21 +9,8 @@ from slipstream.client.answers import TRAINED, holds_null, trains
 from slipstream.client.environment import Environment, Message, ResetResult, StepResult
 from slipstream.core.errors import ConfigError
 from slipstream.core.template_values import tools_json
+from slipstream.environments import question_files
 from slipstream.environments.arguments import check_at_least
-from slipstream.environments.question_files import (
-    UNREAD,
-    Cell,
-    Row,
-    cell_in,
-    check_read,
-    check_results,
-    check_system,
-    message_in,
-    messages_in,
-    named_rows,
-    text_in,
-    unpacked,
-)
 
 REPLY_ROLE = "assistant"
 
@@ -77,14 +64,14 @@ class Demonstrations(Environment[Conversation]):
         check_at_least("limit", limit, 1)
         first = [] if system is None else [Message("system", system)]
         self._conversations = []
-        for where, row in named_rows(Path(path)):
+        for where, row in question_files.named_rows(Path(path)):
             told = _told(row, prompt or messages, reply, where)
-            check_system(system, [message for message, _ in told], where)
+            question_files.check_system(system, [message for message, _ in told], where)
             turns, following = _turns([*((message, False) for message in first), *told], where)
             given, tools = row.get("tools"), row.get("tools") or []
             try:
                 if isinstance(given, str) and given:
-                    tools = unpacked(given, f"{where}: column 'tools'")
+                    tools = question_files.unpacked(given, f"{where}: column 'tools'")
                 elif holds_null(tools):
                     raise ValueError("tools hold null, as parquet fills them: write JSON text")
                 if tools:
@@ -117,31 +104,38 @@ class Demonstrations(Environment[Conversation]):
         return StepResult(done=False, messages=turn.messages, reply=turn.reply)
 
 
-def _told(row: Row, column: str, reply: str | None, where: str) -> list[tuple[Message, bool]]:
+def _told(
+    row: question_files.Row, column: str, reply: str | None, where: str
+) -> list[tuple[Message, bool]]:
     """Returns the messages of a row, each with whether it is a reply to train."""
-    found, named = cell_in(row, column, where), f"{where}: column {column!r}"
-    check_read(row, {*UNREAD, *TRAINED, "loss_mask", "labels"} - {column, reply}, where)
+    found, named = question_files.cell_in(row, column, where), f"{where}: column {column!r}"
+    question_files.check_read(
+        row, {*question_files.UNREAD, *TRAINED, "loss_mask", "labels"} - {column, reply}, where
+    )
     if reply is not None:
-        right = Message(REPLY_ROLE, text_in(row, reply, where))
-        return [*((message, False) for message in messages_in(found, named)), (right, True)]
+        right = Message(REPLY_ROLE, question_files.text_in(row, reply, where))
+        return [
+            *((message, False) for message in question_files.messages_in(found, named)),
+            (right, True),
+        ]
     if isinstance(found, str) and found.lstrip().startswith("["):
-        found = unpacked(found, named)
+        found = question_files.unpacked(found, named)
     if not isinstance(found, list):
         raise ConfigError(f"{named} must hold a list of messages")
     told = [_message(one, named) for one in found]
-    check_results([message for message, _ in told], named)
+    question_files.check_results([message for message, _ in told], named)
     return told
 
 
-def _message(given: Cell, where: str) -> tuple[Message, bool]:
+def _message(given: question_files.Cell, where: str) -> tuple[Message, bool]:
     if not isinstance(given, Mapping):
-        return message_in(given, where), False
+        return question_files.message_in(given, where), False
     try:
         is_trained = trains(given)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
     said = {name: value for name, value in given.items() if name not in TRAINED}
-    message = message_in(said, where)
+    message = question_files.message_in(said, where)
     if message.role != REPLY_ROLE:
         if any(map(given.get, TRAINED)):
             raise ConfigError(f"{where}: only replies are trained, got a message of {message.role}")

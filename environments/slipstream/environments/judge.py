@@ -16,16 +16,8 @@ from typing import Any, Literal, TypedDict, Unpack
 from slipstream.client.environment import Message, StepResult, answer_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.openai_client import faults_as, in_one_line, key_in, openai_client
+from slipstream.environments import arguments
 from slipstream.environments.answers import numbers
-from slipstream.environments.arguments import (
-    FIELD,
-    check_above_0,
-    check_at_least,
-    check_choice,
-    check_filled,
-    check_holds,
-    filled,
-)
 from slipstream.environments.question_files import Asked, Columns, named_rows
 
 # The forms of a judge's reply, in words.
@@ -68,9 +60,9 @@ class _ScoringServer:
         timeout_s: float = 60.0,
         max_retries: int = 5,
     ) -> None:
-        check_at_least("max_open", max_open, 1)
-        check_at_least("max_retries", max_retries, 0)
-        check_above_0("timeout_s", timeout_s)
+        arguments.check_at_least("max_open", max_open, 1)
+        arguments.check_at_least("max_retries", max_retries, 0)
+        arguments.check_above_0("timeout_s", timeout_s)
         self._name = name
         self._open = asyncio.Semaphore(max_open)
         self._client = openai_client(
@@ -123,10 +115,10 @@ class Judge(_ScoringServer):
         the object from the reply's first { to its last }. Raises ConfigError for arguments that
         cannot work.
         """
-        check_choice("answer", answer, ANSWERS)
+        arguments.check_choice("answer", answer, ANSWERS)
         if not (math.isfinite(lowest) and math.isfinite(highest) and lowest < highest):
             raise ConfigError(f"lowest must be below highest, got {lowest} and {highest}")
-        if FIELD.search(prompt) is None:
+        if arguments.FIELD.search(prompt) is None:
             raise ConfigError(f"prompt must name a field, such as {{reply}}, got {prompt!r}")
         name = f"the judge {model} at {base_url}"
         super().__init__(name, base_url, api_key=api_key, **limits)
@@ -141,7 +133,7 @@ class Judge(_ScoringServer):
         """
         body = {
             "model": self._model,
-            "messages": [{"role": "user", "content": filled(self._prompt, fields)}],
+            "messages": [{"role": "user", "content": arguments.filled(self._prompt, fields)}],
             "max_tokens": self._max_tokens,
             "temperature": 0.0,
         }
@@ -205,10 +197,12 @@ class Judged(Asked):
         NAME. `options` are further arguments of `Judge`. Raises ConfigError, which names the
         argument that cannot work.
         """
-        check_holds("rubric", rubric, "{reply}")
+        arguments.check_holds("rubric", rubric, "{reply}")
         columns = Columns(question, instruction=instruction, duplicates="keep")
         super().__init__(named_rows(Path(path)), columns)
-        check_filled("rubric", [rubric], [{"reply": "", **each.row} for each in self._questions])
+        arguments.check_filled(
+            "rubric", [rubric], [{"reply": "", **each.row} for each in self._questions]
+        )
         self._judge = Judge(
             base_url, model, prompt=rubric, api_key=key_in(api_key_file, "api_key_file"), **options
         )
@@ -289,7 +283,7 @@ class RewardModel(_ScoringServer):
         It is the raw output, or a probability if `as_probability`. Raises ConfigError for arguments
         that cannot work.
         """
-        check_at_least("label", label, 0)
+        arguments.check_at_least("label", label, 0)
         name = f"the reward model {model} at {base_url}"
         super().__init__(name, base_url, api_key=api_key, **limits)
         # vLLM serves this path next to /v1, not below it.

@@ -15,15 +15,7 @@ from typing import TypedDict
 
 from pydantic import JsonValue
 from slipstream.client.audit_data import shared_questions
-from slipstream.client.launch.preflight import (
-    ENGINE_CHECK,
-    SETTINGS_LIMIT_S,
-    audit_command,
-    check_python,
-    run_check,
-    run_program,
-    told_when_slow,
-)
+from slipstream.client.launch import preflight
 from slipstream.client.terminal import complain, counted, plain, say
 from slipstream.core.errors import USAGE_ERROR, WARNING, ConfigError
 from slipstream.core.machine.other_python import worker_program
@@ -62,7 +54,7 @@ async def audit_class(
     reference: str, options: Sequence[str], *, python: str, timeout_s: float, model: Path | None
 ) -> int:
     """Audits one class with further `options` of the worker; returns the exit code."""
-    check_python(reference, Path(python) if python else None)
+    preflight.check_python(reference, Path(python) if python else None)
     if model is not None:
         read_model_table(model)
     command = [*worker_program(python), "--check", reference, "--search-path", os.getcwd()]
@@ -80,8 +72,8 @@ async def audit_all(config: Config) -> int:
     most = sampling.max_prompt_tokens or sampling.max_episode_tokens - 1
     code, seen = 0, []
     for section in (*config.environments, *config.evaluations):
-        check_python(section.name, section.python)
-        command = audit_command(section, config)
+        preflight.check_python(section.name, section.python)
+        command = preflight.audit_command(section, config)
         report = await _played(section.name, command, timeout_s=section.timeout_s)
         if report is None:
             code = USAGE_ERROR
@@ -107,9 +99,9 @@ async def audit_all(config: Config) -> int:
 
 async def _played(name: str, command: Sequence[str], *, timeout_s: float) -> Report | None:
     """Returns the worker's report, or None after showing why there is none."""
-    with told_when_slow(f"{name} is audited, each call within {timeout_s:g} s"):
+    with preflight.told_when_slow(f"{name} is audited, each call within {timeout_s:g} s"):
         command = [*command, "--json", "--seconds", str(PLAYED_S)]
-        ended = await run_check(command, timeout_s=timeout_s, played_s=PLAYED_S)
+        ended = await preflight.run_check(command, timeout_s=timeout_s, played_s=PLAYED_S)
     is_late = ended.code is None
     for line in ended.lines[: len(ended.lines) - is_late]:
         print(plain(line.removeprefix(WARNING)), file=sys.stderr)
@@ -140,13 +132,13 @@ async def _written(
         "values": dict(values),
         "environments": [{"openings": report["openings"], "values": own} for report, own in asked],
     }
-    ended = await run_program(
-        [sys.executable, "-m", ENGINE_CHECK, "prompts"],
-        limit_s=SETTINGS_LIMIT_S,
+    ended = await preflight.run_program(
+        [sys.executable, "-m", preflight.ENGINE_CHECK, "prompts"],
+        limit_s=preflight.SETTINGS_LIMIT_S,
         given=json.dumps(question).encode(),
     )
     if ended.code != 0:
-        cause = (ended.lines or (f"no answer within {SETTINGS_LIMIT_S:g} s",))[-1]
+        cause = (ended.lines or (f"no answer within {preflight.SETTINGS_LIMIT_S:g} s",))[-1]
         raise ConfigError(f"prompts cannot be written: {cause}")
     answers: list[list[Prompt]] = json.loads(ended.output)
     return answers

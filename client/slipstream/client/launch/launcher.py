@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from slipstream.client import run_folder
 from slipstream.client.launch.audits import audit_all, audit_class
 from slipstream.client.launch.checks import DOCTOR_LIMIT_S, Stage, find_all, require, running_id
 from slipstream.client.launch.children import (
@@ -44,20 +45,6 @@ from slipstream.client.launch.placement import (
 from slipstream.client.launch.preflight import hold_address, proof_faults
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
 from slipstream.client.page import PAGE, page_kept, reply_lines
-from slipstream.client.run_folder import (
-    begin_run,
-    check_unwritten,
-    hold_folder,
-    hold_run_folder,
-    identified,
-    identity_overrides,
-    make_folder,
-    make_run_folder,
-    move_finals,
-    settings_of,
-    version_to_export,
-    write_config,
-)
 from slipstream.client.terminal import complain, counted, say
 from slipstream.core.configuration.config_file import (
     check_sizes,
@@ -126,7 +113,7 @@ async def run_quickstart(overrides: Sequence[str]) -> int:
     own, model = load_config(path).model.path, load_config(path, overrides).model.path
     # Another folder is the user's: nothing is written there.
     if model == own and not any(model.glob("*.safetensors")):
-        log = make_folder(model.parent) / f"{model.name}.log"
+        log = run_folder.make_folder(model.parent) / f"{model.name}.log"
         await _run_program("tiny model", TINY_MODEL, [str(model)], log)
         log.unlink()
     code = await run_all(path, overrides, dry_run=False)
@@ -172,16 +159,16 @@ async def _carry_out(
             address = stack.enter_context(hold_address(address))
         config, placement, _ = fit_here(config, share)
         await require(replace(scene, stated=config), Stage.START)
-        stack.enter_context(hold_run_folder(config, node_rank=share.node_rank))
+        stack.enter_context(run_folder.hold_run_folder(config, node_rank=share.node_rank))
         credentials = Credentials.load(config.security)
         if share.has_controller:
-            run_id = begin_run(config, address)
-            for path in move_finals(config.run_dir):
+            run_id = run_folder.begin_run(config, address)
+            for path in run_folder.move_finals(config.run_dir):
                 say(f"the model of the run's earlier end lies in {path}")
         else:
             run_id = await running_id(scene)
         processes = RunProcesses(
-            identified(config, address, run_id),
+            run_folder.identified(config, address, run_id),
             credentials,
             placement,
             node_rank=share.node_rank,
@@ -220,13 +207,17 @@ async def run_rollout_server(
         return 0
     config, placement, _ = fit_here(config, scene.share)
     await require(replace(scene, stated=config), Stage.START)
-    make_run_folder(config)
+    run_folder.make_run_folder(config)
     folder = config.run_dir / "servers" / name
     refusal = f"rollout server {name} runs already in {folder}; choose another --server-id"
     address, log = config.controller.address, folder / "server.log"
-    with hold_folder(folder, refusal=refusal):
-        config, stated = identified(config, address, await running_id(scene)), config
-        arguments = ["--config", str(write_config(stated, folder)), *identity_overrides(config)]
+    with run_folder.hold_folder(folder, refusal=refusal):
+        config, stated = run_folder.identified(config, address, await running_id(scene)), config
+        arguments = [
+            "--config",
+            str(run_folder.write_config(stated, folder)),
+            *run_folder.identity_overrides(config),
+        ]
         arguments += ["--controller", address]
         arguments += ["--server-id", name]
         environ = placement.server_environment(0)
@@ -324,7 +315,7 @@ async def run_doctor(arguments: argparse.Namespace) -> int:
 
 async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None) -> int:
     """Runs `slipstream replay`, up to `step` if it is set; returns 0 for equal digests."""
-    path = settings_of(folder)
+    path = run_folder.settings_of(folder)
     overrides = [_HERE, *overrides]
     config = load_config(path, overrides)
     await require(Scene(config, frozenset({"replay"})), Stage.SETTINGS)
@@ -359,10 +350,10 @@ async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None
 
 async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
     """Runs `slipstream set-aside`: a resumed run leaves out a batch, or `groups` of it."""
-    settings_of(folder)
+    run_folder.settings_of(folder)
     refusal = f"{folder} is written by a run that goes on; end it first"
     log = log_path(folder, "set-aside")
-    with hold_folder(folder, refusal=refusal):
+    with run_folder.hold_folder(folder, refusal=refusal):
         log.unlink(missing_ok=True)
         arguments = [str(folder), str(step), *groups]
         code = await _run_program("set-aside", SET_ASIDE, arguments, log, fine=(0, USAGE_ERROR))
@@ -375,13 +366,13 @@ async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
 
 async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     """Runs `slipstream export`: one trainer rank writes a checkpoint as a Hugging Face folder."""
-    path = settings_of(folder)
+    path = run_folder.settings_of(folder)
     config = load_config(path)
     await require(Scene(config, frozenset({"replay"})), Stage.SETTINGS)
-    chosen = version_to_export(folder, step)
+    chosen = run_folder.version_to_export(folder, step)
     target = out or folder / CHECKPOINTS / f"hf-{chosen:06d}"
     written = target.with_name(f"{target.name}-adapters") if config.lora.adapters else target
-    check_unwritten(written)
+    run_folder.check_unwritten(written)
     (environ,) = rank_environments(config, range(1))
     environ["WORLD_SIZE"] = environ["LOCAL_WORLD_SIZE"] = "1"
     arguments = ["--config", str(path), "--step", str(chosen), "--out", str(target)]

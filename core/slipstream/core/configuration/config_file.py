@@ -32,6 +32,7 @@ from slipstream.core.errors import (
     near_names,
 )
 from slipstream.core.machine.files import read_regular
+from slipstream.core.models import model_rules
 from slipstream.core.models.families import refusals
 from slipstream.core.models.model_fields import field_problems, unknown_fields
 from slipstream.core.models.model_files import (
@@ -40,15 +41,6 @@ from slipstream.core.models.model_files import (
     tensor_problems,
     tokenizer_digest,
     weights_digest,
-)
-from slipstream.core.models.model_rules import (
-    adapter_problems,
-    agreement_problems,
-    draft_problems,
-    dtype_problems,
-    layout_problems,
-    model_problems,
-    vision_problems,
 )
 from slipstream.core.models.model_sizes import read_model_sizes, read_model_table
 from slipstream.core.settings.config import NOTES, Config
@@ -220,10 +212,10 @@ def check_sizes(config: Config) -> list[str]:
     """
     sizes, learner = read_model_sizes(config.model.path), config.learner
     problems = itertools.chain(
-        model_problems(sizes),
+        model_rules.model_problems(sizes),
         field_problems(read_model_table(config.model.path)),
-        layout_problems(sizes, learner.parallel, learner.transformer),
-        dtype_problems(sizes, config.model.dtype),
+        model_rules.layout_problems(sizes, learner.parallel, learner.transformer),
+        model_rules.dtype_problems(sizes, config.model.dtype),
     )
     for problem in problems:
         raise ConfigError(problem)
@@ -249,10 +241,10 @@ def check_sizes(config: Config) -> list[str]:
     problems = itertools.chain(
         role_problems(config, sizes),
         refusals(sizes.family, sizes.architecture, {"lora.rank": config.lora.rank}),
-        adapter_problems(config.lora, sizes, learner.parallel.tp),
-        vision_problems(config, sizes),
-        agreement_problems(sizes, config.algorithm.agreement),
-        draft_problems(sizes) if config.drafts is not None else (),
+        model_rules.adapter_problems(config.lora, sizes, learner.parallel.tp),
+        model_rules.vision_problems(config, sizes),
+        model_rules.agreement_problems(sizes, config.algorithm.agreement),
+        model_rules.draft_problems(sizes) if config.drafts is not None else (),
     )
     for problem in problems:
         raise ConfigError(problem)

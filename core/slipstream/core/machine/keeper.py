@@ -22,16 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from slipstream.core.machine.process import (
-    Descendant,
-    become_reaper,
-    descendants,
-    die_with_parent,
-    kernel_oom_kills,
-    kill,
-    resident_bytes,
-    shared_out_bytes,
-)
+from slipstream.core.machine import process
 
 # Seconds after SIGTERM in which PROGRAM may end before the keeper kills it.
 GRACE_S = 2.0
@@ -58,18 +49,18 @@ class ProgramLimits:
     processes: int = 0
     processes_setting: str = ""
 
-    def exceeded(self, found: Sequence[Descendant]) -> str:
+    def exceeded(self, found: Sequence[process.Descendant]) -> str:
         """Returns a description of the limit that the processes `found` exceed, or "" if none."""
         if self.processes and len(found) > self.processes:
             return (
                 f"it had {len(found)} processes, more than {self.processes_setting} = "
                 f"{self.processes}"
             )
-        if not self.memory_bytes or sum(map(resident_bytes, found)) <= self.memory_bytes:
+        if not self.memory_bytes or sum(map(process.resident_bytes, found)) <= self.memory_bytes:
             return ""
         # Pages that several processes share were counted for each of them; this exact count takes
         # longer.
-        used = sum(map(shared_out_bytes, found))
+        used = sum(map(process.shared_out_bytes, found))
         if used <= self.memory_bytes:
             return ""
         return (
@@ -85,7 +76,7 @@ class Keeper:
         self._limits = limits
         self._parent = os.getppid()
         self._status: int | None = None
-        self._oom_kills = kernel_oom_kills()
+        self._oom_kills = process.kernel_oom_kills()
         self._oom_at_s = -OOM_RECENT_S
         # Why a limit or the kernel ended the program; "" if neither did.
         self.cause = ""
@@ -98,14 +89,14 @@ class Keeper:
         not reacted for `KILL_LIMIT_S` seconds.
         """
         signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
-        become_reaper()
-        die_with_parent(signal.SIGTERM)
+        process.become_reaper()
+        process.die_with_parent(signal.SIGTERM)
         self._program = os.fork()
         if not self._program:
             try:
                 # A program that signals its own group does not reach the keeper.
                 os.setsid()
-                die_with_parent()
+                process.die_with_parent()
                 with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                     file.write(EXPENDABLE)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
@@ -117,13 +108,13 @@ class Keeper:
         told_to_end = False
         while self._status is None and not self.cause and not told_to_end:
             received = signal.sigtimedwait(_WATCHED, CHECK_PERIOD_S)
-            kills = kernel_oom_kills()
+            kills = process.kernel_oom_kills()
             if kills != self._oom_kills:
                 self._oom_kills, self._oom_at_s = kills, time.monotonic()
             self._reap()
             told_to_end = received is not None and received.si_signo == signal.SIGTERM
             if self._status is None:
-                self.cause = self._limits.exceeded(descendants(os.getpid()))
+                self.cause = self._limits.exceeded(process.descendants(os.getpid()))
         if told_to_end and os.getppid() == self._parent:
             if self._status is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -152,13 +143,13 @@ class Keeper:
                 self._status = status
 
     def _kill_all(self) -> None:
-        killed: set[Descendant] = set()
+        killed: set[process.Descendant] = set()
         until_s = time.monotonic() + KILL_LIMIT_S
         while self._reap():
-            found = descendants(os.getpid())
+            found = process.descendants(os.getpid())
             new = set(found) - killed
             for each in found:
-                kill(each)
+                process.kill(each)
             if new:
                 # A killed process may have started others meanwhile: look again at once.
                 killed |= new

@@ -27,13 +27,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from slipstream.core.errors import RunFailed
-from slipstream.extensions.proofs.proof import (
-    Disproved,
-    check_state,
-    difference,
-    faults,
-    implementation,
-)
+from slipstream.extensions.proofs import proof
 from slipstream.learner.algorithms.functions import Function
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
 from slipstream.learner.algorithms.losses import token_terms, token_weights
@@ -180,7 +174,7 @@ class TokenProof:
         """Returns one line for each required property that the function lacks."""
         properties: dict[str, Callable[[], object]] = {
             "result": self._check_result,
-            "state": lambda: check_state(self._scenes(), self._trained),
+            "state": lambda: proof.check_state(self._scenes(), self._trained),
             "masked tokens": self._check_masked,
             "layout": self._check_layouts,
             "empty mask": self._check_empty,
@@ -188,7 +182,7 @@ class TokenProof:
         }
         if self.function.kind == "loss":
             properties |= {"gradient": self._check_gradient, "entropy": self._check_entropy}
-        return faults(self.function, properties)
+        return proof.faults(self.function, properties)
 
     def _small(self) -> list[Scene]:
         return [Scene(sequences, self.has_reference) for sequences in SEQUENCES]
@@ -246,12 +240,12 @@ class TokenProof:
                 changed[name] = torch.where(mask, field, other.to(field.dtype))
             before = self._computed(scene, scene.inputs())
             after = self._computed(scene, scene.inputs(changed))
-            if found := difference(before, after, mask, exactly=True):
-                raise Disproved(f"{found}, with other values at masked tokens: {scene}")
+            if found := proof.difference(before, after, mask, exactly=True):
+                raise proof.Disproved(f"{found}, with other values at masked tokens: {scene}")
             gradient = after["gradient of token"]
             for place in torch.nonzero((gradient != 0) & ~mask)[:1, 0].tolist():
                 its = f"the gradient {gradient[place]:.6g}"
-                raise Disproved(f"masked token {place} has {its}: {scene}")
+                raise proof.Disproved(f"masked token {place} has {its}: {scene}")
 
     def _check_layouts(self) -> None:
         found: dict[str, str] = {}
@@ -259,7 +253,7 @@ class TokenProof:
             whole = self._computed(scene, scene.inputs())
             for title, layout in scene.layouts().items():
                 try:
-                    fault = difference(whole, self._in_layout(scene, layout), scene.mask)
+                    fault = proof.difference(whole, self._in_layout(scene, layout), scene.mask)
                 except RunFailed as error:
                     fault = str(error)
                 if fault:
@@ -267,7 +261,7 @@ class TokenProof:
         if found:
             fault, *_ = found.values()
             also = f"; also with {', '.join([*found][1:])}" if len(found) > 1 else ""
-            raise Disproved(f"{fault}{also}")
+            raise proof.Disproved(f"{fault}{also}")
 
     def _in_layout(self, scene: Scene, layout: Layout) -> dict[str, Tensor]:
         """Returns the results for all tokens, by name, in the scene's order of tokens.
@@ -286,7 +280,7 @@ class TokenProof:
             assert isinstance(tokens.sequences, _CountedSums)
             asked.add(tokens.sequences.num_asked)
         if len(asked) > 1:
-            raise Disproved("one rank asks for sums over sequences, another does not")
+            raise proof.Disproved("one rank asks for sums over sequences, another does not")
         return found
 
     def _check_empty(self) -> None:
@@ -294,7 +288,7 @@ class TokenProof:
             scene = Scene(sequences, self.has_reference, dtype=torch.float32)
             gradient = self._computed(scene, scene.inputs())["gradient of token"]
             if not gradient.isfinite().all():
-                raise Disproved(
+                raise proof.Disproved(
                     f"the gradient is not finite: {len(scene.mask)} tokens, none trained"
                 )
 
@@ -339,7 +333,7 @@ class TokenProof:
                 first, second, advantage, other = cases[place]
                 length = len(shown[int(scene.ids[place])])
                 inside = f", in a sequence of {length}" if length > 1 else ""
-                raise Disproved(
+                raise proof.Disproved(
                     f"{name.removesuffix(' of token')} is {values[place]:g} at log ratio "
                     f"{first:.7g} to the proximal and {second:.7g} to the behavior policy, "
                     f"advantage {advantage:g}, entropy {other:g}{inside}"
@@ -369,7 +363,7 @@ class TokenProof:
                     if abs(slope - found[-1]) <= allowed:
                         break
                 else:
-                    raise Disproved(
+                    raise proof.Disproved(
                         f"that of token {place} is {slope:.6g}, but {found[0]:.6g} by finite "
                         f"differences: {scene}"
                     )
@@ -381,7 +375,7 @@ class TokenProof:
                     moves.setdefault(sign, f"{free:.4g} for each unit of token {place}: {scene}")
         for sign, example in moves.items():
             if not has_gradient[sign]:
-                raise Disproved(
+                raise proof.Disproved(
                     f"no token with a {'positive' if sign > 0 else 'negative'} advantage has one, "
                     f"but the loss moves by {example}"
                 )
@@ -407,11 +401,11 @@ class TokenProof:
             larger = scene.inputs({"entropy": scene.fields["entropy"] + 0.1})
             before, after = self._computed(scene, scene.inputs()), self._computed(scene, larger)
             gradient, loss = "gradient of token", "loss of token"
-            if difference({gradient: before[gradient]}, after, scene.mask):
+            if proof.difference({gradient: before[gradient]}, after, scene.mask):
                 return
-            example = example or difference({loss: before[loss]}, after, scene.mask)
+            example = example or proof.difference({loss: before[loss]}, after, scene.mask)
         if example:
-            raise Disproved(
+            raise proof.Disproved(
                 f"{example}, for an entropy larger by 0.1, but no gradient changes: entropies have "
                 "none, set algorithm.entropy_coefficient"
             )
@@ -419,7 +413,7 @@ class TokenProof:
 
 def _constants(function: Function) -> list[float]:
     """Returns the numbers in a function's arguments and module, where its results may jump."""
-    call = implementation(function)
+    call = proof.implementation(function)
     assert isinstance(function.call, functools.partial)
     tree = ast.parse(inspect.getsource(sys.modules[call.__module__]))
     literals = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
@@ -432,7 +426,7 @@ def _check_untouched(tokens: LossInputs, untouched: LossInputs) -> None:
     # A change through `data` or numpy does not raise the version of a tensor.
     for name, value in vars(untouched).items():
         if isinstance(value, Tensor) and not torch.equal(getattr(tokens, name), value):
-            raise Disproved(f"it changed its input {name} in place")
+            raise proof.Disproved(f"it changed its input {name} in place")
 
 
 class _HeldConstant(TorchFunctionMode):

@@ -22,14 +22,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from slipstream.core.errors import ProtocolError, WeightSyncError
 from slipstream.core.settings.sections import WeightsSection
-from slipstream.extensions.stored_weights.storage import (
-    Storage,
-    Until,
-    content_name,
-    object_digest,
-    on_the_wire,
-    put_payload,
-)
+from slipstream.extensions.stored_weights import storage
 from slipstream.protocol.bounds import check_bounds
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
@@ -49,7 +42,7 @@ class StoredWeights:
     def __init__(self, weights: WeightsSection, folder: Path) -> None:
         """Keeps the file in `folder`. Raises ConfigError when fsspec cannot open the storage."""
         assert weights.storage_url is not None
-        self._storage = Storage(weights.storage_url)
+        self._storage = storage.Storage(weights.storage_url)
         self._limit_s = weights.storage_deadline_s
         self._path = folder / "weights"
         self._lock = threading.Lock()
@@ -67,7 +60,7 @@ class StoredWeights:
         `abandoned` ends the fetch. Raises WeightSyncError if an object in storage is missing, late
         or not as the manifest says, or the disk is full.
         """
-        until = Until.after(self._limit_s, abandoned)
+        until = storage.Until.after(self._limit_s, abandoned)
         started_s = time.monotonic()
         # An abandoned fetch ends soon.
         with self._lock:
@@ -80,7 +73,7 @@ class StoredWeights:
             buckets, links = layout_from_pb(manifest.layout), list(manifest.links)
             # Those after the version in the file, or all without it.
             for place in range(len(links) - 1, -1, -1):
-                if self._held and content_name(links[place].bucket_digests) == self._held:
+                if self._held and storage.content_name(links[place].bucket_digests) == self._held:
                     links = links[place + 1 :]
                     break
             num_bytes, anew = stored.num_bytes, bool(links) and not links[0].HasField("delta")
@@ -95,14 +88,14 @@ class StoredWeights:
         seconds = time.monotonic() - started_s
         return Fetched(manifest.layout, self._path, len(links), num_bytes, seconds)
 
-    def _read(self, key: str, num_bytes: int, digest: bytes, until: Until) -> bytes:
+    def _read(self, key: str, num_bytes: int, digest: bytes, until: storage.Until) -> bytes:
         data = self._storage.read(key, until, most=num_bytes + 1)
         if len(data) != num_bytes:
             found = f"only {len(data)}" if len(data) < num_bytes else "more"
             raise WeightSyncError(
                 f"storage {self._storage.url} has {found} bytes of {key}, {num_bytes} were written"
             )
-        if object_digest(data) != digest:
+        if storage.object_digest(data) != digest:
             raise WeightSyncError(
                 f"storage {self._storage.url} has other bytes in {key} than were written"
             )
@@ -128,7 +121,7 @@ class StoredWeights:
         link: weights_pb2.StoredLink,
         buckets: Sequence[Bucket],
         parts: Sequence[npt.NDArray[np.uint8]],
-        until: Until,
+        until: storage.Until,
     ) -> int:
         """Applies a manifest's link (a version or a delta) to the file; returns the bytes fetched.
 
@@ -138,7 +131,7 @@ class StoredWeights:
         changed, wires = [0] * len(buckets), tuple(buckets)
         if link.HasField("delta"):
             changed = list(link.delta.changed)
-            wires = on_the_wire(buckets, changed)
+            wires = storage.on_the_wire(buckets, changed)
         missing = set(range(len(buckets)))
         num_bytes = 0
         for stored in link.objects:
@@ -151,7 +144,7 @@ class StoredWeights:
                     own[:] = np.frombuffer(part, dtype=np.uint8)
                 else:
                     try:
-                        put_payload(own.view(np.uint16), part, bucket, changed[place])
+                        storage.put_payload(own.view(np.uint16), part, bucket, changed[place])
                     except ProtocolError as error:
                         raise WeightSyncError(f"bucket {place}: {error}") from error
                 digest = bucket_digest(bucket_tensor_digests(bucket, own.data))
@@ -160,7 +153,7 @@ class StoredWeights:
             num_bytes += stored.num_bytes
         if missing:
             raise WeightSyncError(f"version {link.version.step} lacks {len(missing)} buckets")
-        self._held = content_name(link.bucket_digests)
+        self._held = storage.content_name(link.bucket_digests)
         return num_bytes
 
 

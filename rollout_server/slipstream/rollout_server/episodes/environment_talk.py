@@ -15,13 +15,7 @@ from slipstream.core.settings.sections import MAX_TURNS
 from slipstream.core.types import Status
 from slipstream.rollout_server.chat import REPLY, ChatMessage, TemplateInputs, chat_messages
 from slipstream.rollout_server.engine_interface import FinishReason
-from slipstream.rollout_server.episodes.calls import (
-    StreamSession,
-    check_sum,
-    check_tools,
-    misused,
-    whole_reward,
-)
+from slipstream.rollout_server.episodes import calls
 from slipstream.rollout_server.episodes.play import Play, PromptTooLong, Reader
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from slipstream.v1 import environment_pb2
@@ -30,7 +24,7 @@ from slipstream.v1 import environment_pb2
 class EnvironmentTalk:
     """Alternates between one environment and the model; `run` may be called once."""
 
-    def __init__(self, play: Play, session: StreamSession) -> None:
+    def __init__(self, play: Play, session: calls.StreamSession) -> None:
         self._play, self._session = play, session
         self._recording, self._sampling = play.recording, play.lease.sampling
         self._renderer, self._agents = play.model.renderer, play.model.agents
@@ -79,7 +73,7 @@ class EnvironmentTalk:
                 return Status.TRUNCATED
             given = verdict.given_reply
             if bool(given) != recording.is_given:
-                raise misused("an environment gives all replies of an episode, or none")
+                raise calls.misused("an environment gives all replies of an episode, or none")
             history.add(answer, messages)
             before = history.inputs.tools
             tools = {"": before, "[]": ""}.get(verdict.tools_json, verdict.tools_json)
@@ -101,7 +95,7 @@ class EnvironmentTalk:
 
         Raises EnvironmentFailed for tools that this run cannot offer.
         """
-        check_tools(inputs.tools, takes_tools=self._agents.takes_tools)
+        calls.check_tools(inputs.tools, takes_tools=self._agents.takes_tools)
         self._reader = await self._play.ask(self._agents.reader(inputs))
         if self._reader is not None and inputs.tools:
             self._reader.check(inputs)
@@ -143,12 +137,12 @@ class EnvironmentTalk:
             # What ends the reply depends on what follows it.
             said = history.reply(given, chat_messages(verdict))[:most]
             self._play.give(said, FinishReason.LENGTH if truncated else FinishReason.STOP)
-        recording.reward += whole_reward(verdict)
-        check_sum(recording.reward)
+        recording.reward += calls.whole_reward(verdict)
+        calls.check_sum(recording.reward)
         try:
             recording.earn(-1, verdict.reward, verdict.token_rewards)
         except ValueError as error:
-            raise misused(str(error)) from None
+            raise calls.misused(str(error)) from None
         recording.metrics.update(verdict.metrics)
         return verdict, parsed.message if parsed else ChatMessage("assistant", reply), truncated
 
@@ -182,7 +176,7 @@ class History:
         self._call_ids |= {call.id for each in (reply, *messages) for call in each.tool_calls}
         for message in messages:
             if message.tool_call_id and message.tool_call_id not in self._call_ids:
-                raise misused(
+                raise calls.misused(
                     f"tool_call_id must be the id of a call of the model, got "
                     f"{message.tool_call_id[:60]!r}"
                 )

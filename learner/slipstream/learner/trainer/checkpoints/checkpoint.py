@@ -29,21 +29,7 @@ from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, check_sha
 from slipstream.learner.trainer.checkpoints.host_copies import PART_ELEMENTS, HostCopies
 from slipstream.learner.trainer.checkpoints.stored_model import STATE_FOLDER, StoredModel
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.protocol.checkpoints import (
-    PARTIAL_SUFFIX,
-    FileEntry,
-    Layout,
-    Manifest,
-    check_files,
-    checkpoint_path,
-    complete_steps,
-    describe_file,
-    passed_over,
-    publish_and_retain,
-    read_manifest,
-    remove_partial,
-    write_manifest,
-)
+from slipstream.protocol import checkpoints
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.checkpoints.distributed_files import ThreadedSave
@@ -88,7 +74,7 @@ class Checkpointer:
         """Whether a run that ends with version `step` must save one more checkpoint."""
         return self._settings.every_steps > 0 and step > 0 and step != self._last_step
 
-    def load_newest(self) -> Manifest | None:
+    def load_newest(self) -> checkpoints.Manifest | None:
         """Loads the run's newest complete checkpoint; returns None if there is none.
 
         Removes folders of interrupted saves. Raises CheckpointError when the checkpoint is damaged
@@ -96,11 +82,11 @@ class Checkpointer:
         """
 
         def newest_step() -> bytes:
-            for name in remove_partial(self._folder):
+            for name in checkpoints.remove_partial(self._folder):
                 logger.warning("removed %s: its save was interrupted", self._folder / name)
-            for path in passed_over(self._folder):
+            for path in checkpoints.passed_over(self._folder):
                 logger.warning("%s is passed over: it is no whole checkpoint", path)
-            steps = complete_steps(self._folder)
+            steps = checkpoints.complete_steps(self._folder)
             return str(steps[-1]).encode() if steps else b""
 
         # An interrupted save may fill the disk, and the check writes a file: clean up first.
@@ -110,7 +96,7 @@ class Checkpointer:
         step = self._ranks.broadcast_bytes(chosen)
         return self.load(int(step)) if step else None
 
-    def load(self, step: int, chosen: Sequence[StoredModel] = ()) -> Manifest:
+    def load(self, step: int, chosen: Sequence[StoredModel] = ()) -> checkpoints.Manifest:
         """Checks every file of version `step`'s checkpoint, loads it, and returns its manifest.
 
         With `chosen` models only these are loaded, each from that of its name in the checkpoint.
@@ -119,17 +105,17 @@ class Checkpointer:
         """
         from slipstream.learner.trainer.checkpoints.distributed_files import load_models
 
-        path = checkpoint_path(self._folder, step)
+        path = checkpoints.checkpoint_path(self._folder, step)
 
-        def check() -> Manifest:
-            manifest = read_manifest(path)
+        def check() -> checkpoints.Manifest:
+            manifest = checkpoints.read_manifest(path)
             names = tuple(model.name for model in self._models)
             if manifest.models != names:
                 raise CheckpointError(
                     f"{path} holds {', '.join(manifest.models)}, the run has {', '.join(names)}"
                 )
             own = manifest.files[self._ranks.rank :: self._ranks.world_size]
-            check_files(path, own, self._disk.moved)
+            checkpoints.check_files(path, own, self._disk.moved)
             return manifest
 
         manifest = self._disk.together(check)
@@ -178,13 +164,13 @@ class Checkpointer:
         """
         from slipstream.learner.trainer.checkpoints.distributed_files import begin_save
 
-        path = checkpoint_path(self._folder, version.step)
+        path = checkpoints.checkpoint_path(self._folder, version.step)
         if version.step == self._last_step and self._write is None:
-            return self._disk.on_main(lambda: Saved(read_manifest(path), path, 0.0))
+            return self._disk.on_main(lambda: Saved(checkpoints.read_manifest(path), path, 0.0))
         published = self.finish()
         if version.step == self._last_step:
             return published
-        partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        partial = path.with_name(path.name + checkpoints.PARTIAL_SUFFIX)
 
         def make_folder() -> None:
             if partial.exists():
@@ -218,16 +204,18 @@ class Checkpointer:
             return None
         partial, settings = write.partial, self._settings
 
-        def describe_index() -> list[FileEntry]:
+        def describe_index() -> list[checkpoints.FileEntry]:
             # Rank 0's files other than its own part.
             found = (partial / STATE_FOLDER).iterdir()
             names = [f"{STATE_FOLDER}/{path.name}" for path in found if path.suffix != ".distcp"]
-            return [describe_file(partial, name, self._disk.moved) for name in names]
+            return [checkpoints.describe_file(partial, name, self._disk.moved) for name in names]
 
         def publish() -> Saved:
-            files = [FileEntry(**entry) for part in entries for entry in json.loads(part)]
+            files = [
+                checkpoints.FileEntry(**entry) for part in entries for entry in json.loads(part)
+            ]
             config_digest = hashlib.blake2b(dump_config(self._config).encode(), digest_size=16)
-            manifest = Manifest(
+            manifest = checkpoints.Manifest(
                 incarnation=write.version.incarnation,
                 step=write.version.step,
                 weight_digest=write.weight_digest,
@@ -240,8 +228,8 @@ class Checkpointer:
                 saved_unix_s=time.time(),
                 files=tuple(sorted(files, key=lambda file: file.path)),
             )
-            write_manifest(partial, manifest)
-            path = publish_and_retain(
+            checkpoints.write_manifest(partial, manifest)
+            path = checkpoints.publish_and_retain(
                 partial, keep_last=settings.keep_last, keep_every=settings.keep_every
             )
             wall_s = time.monotonic() - write.started_s
@@ -259,10 +247,10 @@ class Checkpointer:
         found = {model.name: model.optimizer for model in self._models if model.optimizer}
         return {name: optimizer.config.optimizer for name, optimizer in found.items()}
 
-    def _layout(self) -> Layout:
+    def _layout(self) -> checkpoints.Layout:
         learner = self._config.learner
         sizes = learner.parallel
-        return Layout(
+        return checkpoints.Layout(
             world_size=learner.world_size,
             tp=sizes.tp,
             pp=sizes.pp,
@@ -278,7 +266,7 @@ class Checkpointer:
 class Saved:
     """A published checkpoint."""
 
-    manifest: Manifest
+    manifest: checkpoints.Manifest
     path: Path
     # Seconds from the copy of the tensors to the publication.
     wall_s: float
@@ -291,6 +279,6 @@ class _Write:
     partial: Path
     pending: ThreadedSave
     # The files that this rank's thread has written.
-    entries: Future[list[FileEntry]]
+    entries: Future[list[checkpoints.FileEntry]]
     adapters: dict[str, tuple[int, float]]
     started_s: float = field(default_factory=time.monotonic)
