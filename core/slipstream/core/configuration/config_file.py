@@ -32,16 +32,9 @@ from slipstream.core.errors import (
     near_names,
 )
 from slipstream.core.machine.files import read_regular
-from slipstream.core.models import model_rules
+from slipstream.core.models import model_files, model_rules
 from slipstream.core.models.families import refusals
 from slipstream.core.models.model_fields import field_problems, unknown_fields
-from slipstream.core.models.model_files import (
-    files_digest,
-    missing_files,
-    tensor_problems,
-    tokenizer_digest,
-    weights_digest,
-)
 from slipstream.core.models.model_sizes import read_model_sizes, read_model_table
 from slipstream.core.settings.config import NOTES, Config
 from slipstream.core.settings.sections import RUN_NAME
@@ -137,13 +130,15 @@ def load_config(
         raise ConfigError(f"{source}: {line}") from None
     if "sources" not in table:
         template = config.rollout_server.chat_template
-        own = {"model.path's tokenizer": tokenizer_digest(config.model.path)}
+        own = {"model.path's tokenizer": model_files.tokenizer_digest(config.model.path)}
         if template is not None:
-            own[f"the chat template {template}"] = files_digest([template])
+            own[f"the chat template {template}"] = model_files.files_digest([template])
         folders = {"model.path": config.model.path, "checkpoint.load": config.checkpoint.load}
         folders |= {f"{name}.path": folder for name, folder in role_folders(config)}
         for setting, folder in folders.items():
-            own[f"{setting}'s weights"] = weights_digest(folder) if folder is not None else ""
+            own[f"{setting}'s weights"] = (
+                model_files.weights_digest(folder) if folder is not None else ""
+            )
         known = {name: digest for name, digest in own.items() if digest}
         sources = source_digests(config.algorithm) | known
         config = config.model_copy(update={"sources": sources})
@@ -193,7 +188,7 @@ def check_model(config: Config) -> None:
     if missing:
         raise ConfigError(missing[0])
     for name, path in (("model", config.model.path), *role_folders(config)):
-        problems = tensor_problems(
+        problems = model_files.tensor_problems(
             path,
             f"{name}.path",
             # A critic replaces the output projection by its own head.
@@ -260,7 +255,7 @@ def check_sizes(config: Config) -> list[str]:
             raise ConfigError(
                 f"{problem}; algorithm.router_replay adds {per_token} bytes for each token"
             )
-    missing = missing_files(config.model.path, config.rollout_server.chat_template)
+    missing = model_files.missing_files(config.model.path, config.rollout_server.chat_template)
     missing = [*missing, *missing_weights(config)]
     files = config.checkpoint.load
     if files and not any((files / part / "metadata.json").is_file() for part in ("", "state")):

@@ -8,17 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from slipstream.core.models.families import (
-    FULL,
-    NONE,
-    OFF,
-    ONE,
-    SLIDING,
-    ZERO,
-    Values,
-    architecture_of,
-    family_of,
-)
+from slipstream.core.models import families
 
 # Fields that all three programs use; `model_problems` checks their values.
 HONOURED = frozenset(
@@ -107,12 +97,12 @@ _IS_ZERO = (
     *("num_mtp_modules", "use_mtp", "mtp_transformer_layers", "shared_intermediate_size"),
 )
 # Field -> values with which all three programs compute the same, for every architecture.
-ONE_VALUE: Mapping[str, Values] = MappingProxyType(
+ONE_VALUE: Mapping[str, families.Values] = MappingProxyType(
     {
-        **dict.fromkeys(_LEFT_OUT, NONE),
-        **dict.fromkeys(_FALSE, OFF),
-        **dict.fromkeys(_IS_ONE, ONE),
-        **dict.fromkeys(_IS_ZERO, ZERO),
+        **dict.fromkeys(_LEFT_OUT, families.NONE),
+        **dict.fromkeys(_FALSE, families.OFF),
+        **dict.fromkeys(_IS_ONE, families.ONE),
+        **dict.fromkeys(_IS_ZERO, families.ZERO),
         "hidden_act": ("silu",),
         "hidden_activation": (None, "silu"),
         "is_causal": (None, True),
@@ -140,7 +130,7 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
 
 def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
     """Yields a line for each field with which learner or servers would compute otherwise."""
-    architecture, family = architecture_of(values), family_of(values)
+    architecture, family = families.architecture_of(values), families.family_of(values)
     allowed = {**ONE_VALUE, **family.values}
     for name in family.read:
         del allowed[name]
@@ -187,10 +177,10 @@ def unknown_fields(values: Mapping[str, Any]) -> list[str]:
 
 def has_tied_output(values: Mapping[str, Any]) -> bool:
     """Whether the output projection shares the embedding's weights, according to config.json."""
-    return bool(values.get("tie_word_embeddings", family_of(values).is_tied))
+    return bool(values.get("tie_word_embeddings", families.family_of(values).is_tied))
 
 
-def _written(allowed: Values) -> str:
+def _written(allowed: families.Values) -> str:
     names = [str(value).lower() if isinstance(value, bool) else repr(value) for value in allowed]
     return " or ".join("left out" if name == "None" else name for name in names)
 
@@ -207,7 +197,8 @@ def rope_problems(values: Mapping[str, Any]) -> Iterator[str]:
     if new and old and new != old:
         yield "model.path: config.json has both rope_parameters and rope_scaling, which differ"
     table = rope_table(values)
-    if family_of(values).rope.is_by_layer and set(table) & {FULL, SLIDING}:
+    kinds = {families.FULL, families.SLIDING}
+    if families.family_of(values).rope.is_by_layer and set(table) & kinds:
         for kind in sorted(table):
             yield from _table_problems(table[kind], values)
         return
@@ -221,7 +212,7 @@ def rope_problems(values: Mapping[str, Any]) -> Iterator[str]:
 
 def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
     """Yields one line for each fault of one table of a rotary embedding."""
-    rope, architecture = family_of(values).rope, architecture_of(values)
+    rope, architecture = families.family_of(values).rope, families.architecture_of(values)
     kind = table.get("rope_type", table.get("type", "default"))
     kind = "default" if kind == rope.alias else kind
     needed, optional = _NEEDED.get(kind, ()), rope.options.get(kind, _OPTIONAL.get(kind, ()))

@@ -10,16 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.core import errors
 from slipstream.core.configuration.config_file import check_model, load_config
-from slipstream.core.errors import (
-    DONE,
-    FAILED,
-    FINAL_ERROR,
-    NOT_STARTED,
-    USAGE_ERROR,
-    ConfigError,
-    SlipstreamError,
-)
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
 from slipstream.core.machine.process import leave, without_collections
 from slipstream.core.run_folder import LOCKS
@@ -61,9 +53,9 @@ def main() -> int:
         from slipstream.learner.trainer.ranks.parallel import Launch
 
         launch = Launch.from_environment()
-    except ConfigError as error:
+    except errors.ConfigError as error:
         print(error, file=sys.stderr)
-        return USAGE_ERROR
+        return errors.USAGE_ERROR
     return _run_rank(config, launch)
 
 
@@ -110,23 +102,23 @@ def _run_rank(config: Config, launch: "Launch") -> int:
             trainer_pb2.TrainerFailure(
                 message=f"{type(error).__name__}: {error}",
                 rank=launch.rank,
-                final=code == FINAL_ERROR,
+                final=code == errors.FINAL_ERROR,
             )
         )
         logging.shutdown()
         # A collective that the other ranks never finish would block an orderly exit.
         os._exit(code)
     client.close()
-    return DONE
+    return errors.DONE
 
 
 def exit_code(error: Exception, *, has_loaded: bool) -> int:
     """Returns the exit code for `error`: faults of settings, files and code outlast restarts."""
-    if isinstance(error, SlipstreamError):
-        return FINAL_ERROR
+    if isinstance(error, errors.SlipstreamError):
+        return errors.FINAL_ERROR
     if has_loaded or isinstance(error, (ConnectionError, TimeoutError)):
-        return FAILED
-    return FINAL_ERROR if isinstance(error, _LASTING) else NOT_STARTED
+        return errors.FAILED
+    return errors.FINAL_ERROR if isinstance(error, _LASTING) else errors.NOT_STARTED
 
 
 def preload() -> None:

@@ -33,17 +33,10 @@ from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.core.run_folder import CHECKPOINTS, FINAL_ADAPTERS, FINAL_MODEL
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
+from slipstream.learner.trainer import controller_client
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer, Saved
 from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
-from slipstream.learner.trainer.controller_client import (
-    TERMINATED,
-    ControllerClient,
-    Order,
-    pack_directives,
-    read_order,
-    unpack_directives,
-)
 from slipstream.learner.trainer.model.model import Part
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.parts import open_writer, step_parts
@@ -70,7 +63,9 @@ MAX_NAMED_GROUPS = 4096
 class Trainer:
     """One rank of the trainer; every method is collective, but only rank 0 uses `client`."""
 
-    def __init__(self, config: Config, policy: Policy, client: ControllerClient) -> None:
+    def __init__(
+        self, config: Config, policy: Policy, client: controller_client.ControllerClient
+    ) -> None:
         self._config, self._policy = config, policy
         self._ranks = policy.ranks
         self._client = client
@@ -115,7 +110,7 @@ class Trainer:
             # The second SIGTERM kills; only rank 0 stops, and broadcasts the stop order.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if self._ranks.is_main:
-                self._client.stop(TERMINATED)
+                self._client.stop(controller_client.TERMINATED)
 
         signal.signal(signal.SIGTERM, terminate)
         self._register()
@@ -190,7 +185,7 @@ class Trainer:
         message = trajectory_pb2.PolicyVersion.FromString(self._ranks.broadcast_bytes(data))
         self._version = version_from_pb(message)
 
-    def _next_order(self) -> Order:
+    def _next_order(self) -> controller_client.Order:
         directives: list[trainer_pb2.Directive] = []
         # With offloaded parameters a publish begins only when the trainer can send: no server must
         # wait for a bucket while parameters come back from host memory.
@@ -206,9 +201,9 @@ class Trainer:
                 can_store=self._writer is not None and self._writer.is_idle,
             )
         if self._ranks.world_size > 1:
-            data = pack_directives(directives) if self._ranks.is_main else None
-            directives = unpack_directives(self._ranks.broadcast_bytes(data))
-        return read_order(directives)
+            data = controller_client.pack_directives(directives) if self._ranks.is_main else None
+            directives = controller_client.unpack_directives(self._ranks.broadcast_bytes(data))
+        return controller_client.read_order(directives)
 
     def _train(self, batch: Batch) -> None:
         if batch.step != self._version.step:
@@ -325,7 +320,7 @@ class Trainer:
             export_path = str(target)
         self._publisher.abort()
         if self._writer is not None:
-            self._writer.close(keep=order.reason == TERMINATED)
+            self._writer.close(keep=order.reason == controller_client.TERMINATED)
         if self._ranks.is_main:
             self._client.finish(
                 trainer_pb2.TrainerGoodbye(
