@@ -344,6 +344,7 @@ async def test_an_empty_reply_is_a_message_with_an_empty_text(rig, stream, tools
             kinds = [event.type async for event in events]
             first = await events.get_final_response()
         assert kinds.count("response.output_item.done") == 1
+        assert kinds.count("response.output_text.delta") == 1
     else:
         first = await client.responses.create(**asked, input=items)
     (message,) = first.output

@@ -507,7 +507,10 @@ def _answer_as_openai(serving: OpenAIServingResponses) -> None:
 def _empty_message(index: int) -> tuple[list[Any], list[Any]]:
     """Returns the output item, as a list, of an empty text at `index`, and its events."""
     writer = SimpleStreamingEventProcessor(SimpleStreamingState(output_index=index))
-    events = [*writer.open(_StateType.CONTENT), *writer.close_current()]
+    events = writer.open(_StateType.CONTENT)
+    # Clients end a text that has begun with a part of it.
+    events += writer._STATE_HANDLERS[_StateType.CONTENT].delta_fn(writer.state, "", [])
+    events += writer.close_current()
     *_, part_done, item_done = events
     item_done.item.content = [part_done.part]
     return [item_done.item], events
