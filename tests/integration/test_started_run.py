@@ -92,10 +92,15 @@ async def test_rows_come_while_a_run_asks_questions_of_this_process(
 
 
 @pytest.mark.long
-def test_a_stopped_run_is_resumed_and_yields_what_comes_then(quick) -> None:
+def test_a_stopped_run_is_resumed_and_yields_what_comes_then(quick, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    quick["run"]["dir"] = "runs"
     run = slipstream.run(environments=[Repeat], show=False, **quick)
     rows = iter(run)
+    # Paths are those of the cell that started the run.
+    monkeypatch.chdir("/")
     first = next(rows)
+    monkeypatch.chdir(tmp_path)
     assert run.status().state == "running"
     with pytest.raises(ConfigError, match="is a run that goes on; stop it before it is resumed"):
         run.resume()
@@ -106,6 +111,7 @@ def test_a_stopped_run_is_resumed_and_yields_what_comes_then(quick) -> None:
     assert last["step"] >= first["step"]
     assert run.wait()["state"] == "stopped"
     assert not commands()
+    monkeypatch.chdir("/")
     run.resume()
     with run:
         assert next(iter(run))["step"] > first["step"]

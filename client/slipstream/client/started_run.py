@@ -99,7 +99,7 @@ def run(*, environments: object = None, show: bool = True, **settings: object) -
     # Names, weights and limits of objects, too.
     parse_config(whole, source=SOURCE, complete=False)
     config = parse_config(given, source=SOURCE, complete=False)
-    return Run(_Plan(given, config, tuple(served), show))
+    return Run(_Plan(given, config, tuple(served), show, Path.cwd()))
 
 
 class Run:
@@ -130,7 +130,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return self._plan.config.run_dir
+        return self._plan.folder
 
     @property
     def page(self) -> Path:
@@ -251,11 +251,17 @@ class _Plan:
     config: Config
     served: tuple[_Served, ...]
     show: bool
+    # The working directory of the call: paths stay below it, wherever the process goes.
+    cwd: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.cwd / self.config.run_dir
 
     @property
     def address(self) -> tuple[int, str]:
         """When the address of the controller was written, and the address; (0, "") without it."""
-        path = self.config.run_dir / ADDRESS
+        path = self.folder / ADDRESS
         try:
             return path.stat().st_mtime_ns, path.read_text()
         except FileNotFoundError:
@@ -264,7 +270,7 @@ class _Plan:
     def client(self) -> Client:
         address = self.address[1].strip()
         if not address:
-            raise NoController(f"{self.config.run_dir} has no controller yet")
+            raise NoController(f"{self.folder} has no controller yet")
         return Client.of_run(FoundRun(address, self.config.security))
 
 
@@ -293,6 +299,7 @@ async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=None if plan.show else asyncio.subprocess.DEVNULL,
             stderr=file,
+            cwd=plan.cwd,
             # An interrupted cell interrupts its process group.
             start_new_session=True,
         )
