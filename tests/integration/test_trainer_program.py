@@ -280,18 +280,25 @@ def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(tmp_path, model, r
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     host = own_loopback()
     place = {"MASTER_ADDR": host, "MASTER_PORT": str(free_port(host))}
-    replay = rank_pool.start(
-        *("slipstream.learner.trainer.replay", "--config", str(tmp_path / "resolved.toml")),
-        environ={**os.environ, **environment, **place, "OMP_NUM_THREADS": "1"},
-        log=tmp_path / "replay.log",
-    )
-    status, said = replay.wait(TIMEOUT_S), (tmp_path / "replay.log").read_text()
-    assert status == 0, said[-3000:]
-    told = [line.split() for line in said.splitlines() if line.startswith("version ")]
+
+    def replayed(*overrides: str) -> tuple[int, list[list[str]]]:
+        replay = rank_pool.start(
+            *("slipstream.learner.trainer.replay", "--config", str(tmp_path / "resolved.toml")),
+            *overrides,
+            environ={**os.environ, **environment, **place, "OMP_NUM_THREADS": "1"},
+            log=tmp_path / "replay.log",
+        )
+        status, said = replay.wait(TIMEOUT_S), (tmp_path / "replay.log").read_text()
+        return status, [line.split() for line in said.splitlines() if line.startswith("version ")]
+
     expected = [
         ["version", str(s.step + 1), s.weight_digest.hex(), "as", "recorded"] for s in steps
     ]
-    assert told == expected
+    assert replayed() == (0, expected)
+    # A run whose settings changed at a resume says what may differ.
+    status, told = replayed("algorithm.learning_rate=0.5")
+    assert (status, len(told)) == (1, len(expected) + 1)
+    assert "settings:" in told[-1]
 
 
 def leased(batch: Batch) -> Batch:
