@@ -141,8 +141,7 @@ def _odd(rows: Sequence[Row]) -> Iterator[str]:
 def _kind(answer: str) -> str:
     fits = (kind for kind, form in _KINDS.items() if re.fullmatch(form, answer.strip(), re.DOTALL))
     kind = next(fits, "a text")
-    is_told = kind == "a formula" and _WORD.search(_NAMES.sub("", answer))
-    return "a text" if is_told else kind
+    return "a text" if kind == "a formula" and _WORD.search(_NAMES.sub("", answer)) else kind
 
 
 def _fits(row: Row) -> bool:
@@ -155,8 +154,7 @@ def _fits(row: Row) -> bool:
             and letters <= options.keys()
             or any(re.match(rf"{re.escape(text)}(?!\w)", key_of(each)) for each in options.values())
         )
-    is_number = _kind(row.answer) in ("a number", "a formula")
-    return is_number or _ASKS_NUMBER.search(row.prompt) is None
+    return _kind(row.answer) in ("a number", "a formula") or _ASKS_NUMBER.search(row.prompt) is None
 
 
 def _options(prompt: str) -> dict[str, str]:

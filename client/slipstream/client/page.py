@@ -201,8 +201,7 @@ def _replies(folder: Path) -> list[JsonValue]:
         file.seek(start)
         # The first line may be cut.
         lines = file.read(TAIL_BYTES).splitlines()[1 if start else 0 :]
-    rows = [_cut(row) for row in map(parsed, lines[-MOST_REPLIES:]) if isinstance(row, dict)]
-    return rows[::-1]
+    return [_cut(row) for row in map(parsed, lines[-MOST_REPLIES:]) if isinstance(row, dict)][::-1]
 
 
 def _cut(value: JsonValue, depth: int = 8) -> JsonValue:

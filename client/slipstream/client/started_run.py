@@ -318,8 +318,7 @@ async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
             await ended
             over.set_result(None)
             # An environment may block its thread for ever.
-            closing = asyncio.wait_for(serving, CLOSE_LIMIT_S)
-            await asyncio.gather(closing, return_exceptions=True)
+            await asyncio.gather(asyncio.wait_for(serving, CLOSE_LIMIT_S), return_exceptions=True)
             # A number above 128 is that of a signal, after which the run was stopped in order.
             code = process.returncode or 0
             if failure is not None:

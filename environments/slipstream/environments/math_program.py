@@ -375,8 +375,7 @@ def _interval(text: str) -> str:
     parts = [part.strip("$ ") for part in _MEMBER.sub("", bare(text)).split(" or ")]
     read = [*map(_one_interval, parts)]
     # A reply that names two intervals means one of them.
-    is_union = len(parts) == 1 or not {*parts} & {*read}
-    return r" \cup ".join(read) if is_union else text
+    return r" \cup ".join(read) if len(parts) == 1 or not {*parts} & {*read} else text
 
 
 def _one_interval(text: str) -> str:

@@ -270,8 +270,7 @@ class RestartPolicy:
         is_final |= self._failed_starts == MAX_FAILED_STARTS
         if is_final or self.restarts > self._max_restarts:
             return None
-        apart_s = min(self._first_pause_s * 2.0 ** (self.restarts - 1), MAX_PAUSE_S)
-        return max(0.0, apart_s - age_s)
+        return max(0.0, min(self._first_pause_s * 2.0 ** (self.restarts - 1), MAX_PAUSE_S) - age_s)
 
 
 async def stop_signal(*, same_order_s: float = SAME_ORDER_S) -> signal.Signals:

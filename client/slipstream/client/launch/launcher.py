@@ -484,5 +484,4 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
     # Servers that other commands start may have GPUs.
     lacking = processor_problems(config) if share.servers else ()
     comments = "".join(f"# {note}".rstrip() + "\n" for note in notes)
-    text = f"{dump_config(without_password(config))}\n{comments}"
-    return text, (*missing, *misfit, *lacking)
+    return f"{dump_config(without_password(config))}\n{comments}", (*missing, *misfit, *lacking)

@@ -348,5 +348,4 @@ async def run_program(
         stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - TAIL_BYTES))
         text = stderr.read().decode(errors="replace")
         stdout.seek(0)
-        output = stdout.read().decode(errors="replace")
-        return Ended(code, tuple(text.strip().splitlines()), output)
+        return Ended(code, tuple(text.strip().splitlines()), stdout.read().decode(errors="replace"))
