@@ -128,7 +128,7 @@ WRONG = {
     ),
     "model is another one on one node": Wrong(
         SERVER,
-        ("model.path:", "is not the controller's model", "*.safetensors"),
+        ("model.path:", "is not the controller's model", "weights differ"),
         lambda setup: setattr(setup, "model_digest", b"another"),
     ),
     "other release": Wrong(

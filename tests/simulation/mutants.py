@@ -124,8 +124,8 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
     ),
     "an episode has the reward of its last turn": Change(
         "slipstream.rollout_server.episodes.environment_talk:EnvironmentTalk._turn",
-        "recording.reward += whole_reward(verdict)",
-        "recording.reward = whole_reward(verdict)",
+        "recording.reward += calls.whole_reward(verdict)",
+        "recording.reward = calls.whole_reward(verdict)",
     ),
     "a client that comes again is refused": Change(
         f"{CONTROLLER}.services.environment_service:EnvironmentServicer._client_left",
@@ -205,7 +205,7 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
         "set()",
     ),
     "digests of fetched weights are not compared": (
-        Change(f"{FETCHED}._read", "object_digest(data) != digest", "False"),
+        Change(f"{FETCHED}._read", "storage.object_digest(data) != digest", "False"),
         Change(f"{FETCHED}._apply", "digest != link.bucket_digests[place]", "False"),
     ),
     "what is delivered under another run is dropped": Change(
