@@ -16,6 +16,7 @@ import psutil
 import pytest
 import slipstream
 from slipstream.client import started_run
+from slipstream.client.client import NoController
 from slipstream.core.errors import ConfigError, EnvironmentFailed, RunFailed
 from slipstream.environments.questions import Questions
 from support.fakes.example_environments import Repeat
@@ -203,16 +204,23 @@ def test_an_environment_that_blocks_its_thread_holds_up_no_end_of_its_run(
         released.wait()
         return 0.0
 
-    monkeypatch.setattr(started_run, "CLOSE_LIMIT_S", 0.1)
+    monkeypatch.setattr(started_run, "BLOCKED_S", 0.1)
     blocked, released = threading.Event(), threading.Event()
     table = {"reference": Questions(ROWS, answer="sum", judge=judge), "timeout_s": 5.0}
     run = slipstream.run(environments=table, **quick)
     stopping = threading.Thread(target=run.stop)
     try:
         assert blocked.wait(LIMIT_S)
-        stopping.start()
-        stopping.join(LIMIT_S)
+        with pytest.raises(NoController, match="blocks the thread"):
+            run.status()
+        with pytest.warns(match="an environment was not closed within 0.1 s"):
+            stopping.start()
+            stopping.join(LIMIT_S)
         assert not (stopping.is_alive() or commands())
+        # The environments of a later run have another thread.
+        quick["run"]["name"] = "later"
+        with slipstream.run(environments=Repeat, **quick) as later:
+            assert next(iter(later))["step"] == 1
     finally:
         released.set()
 

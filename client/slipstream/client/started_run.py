@@ -22,6 +22,8 @@ import signal
 import sys
 import tempfile
 import threading
+import time
+import warnings
 import weakref
 from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -54,8 +56,9 @@ OPTIONS = (
 )
 # Seconds in which runs end in order when their process exits; then Linux ends them.
 EXIT_LIMIT_S = 120.0
-# Seconds in which its environments are closed when a run has ended.
-CLOSE_LIMIT_S = 30.0
+# Seconds in which the thread of environments must answer for a status, and close them at the end of
+# their run.
+BLOCKED_S = 30.0
 TAIL_CHARACTERS = 8192
 # Names of the two threads.
 COMMANDS, ENVIRONMENTS = "slipstream-commands", "slipstream"
@@ -138,13 +141,22 @@ class Run:
         return self.folder / PAGE
 
     def status(self) -> RunStatus:
-        """Returns the state of the run at this moment; raises ConfigError unless it goes on."""
+        """Returns the state of the run at this moment; raises ConfigError unless it goes on.
+
+        Raises NoController if an environment of this process blocks its thread.
+        """
 
         async def ask(plan: _Plan) -> RunStatus:
             async with plan.client() as client:
                 return await client.status()
 
-        return _awaited(_submit(ask(self._plan), ENVIRONMENTS)).result()
+        # The calls of a process have one loop, as gRPC likes it.
+        asked = _awaited(_submit(ask(self._plan), ENVIRONMENTS), BLOCKED_S)
+        if asked.cancel():
+            raise NoController(
+                "an environment of this process blocks the thread that would ask the controller"
+            )
+        return asked.result()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         path, is_last = self.folder / METRICS, False
@@ -271,7 +283,9 @@ class _Plan:
         address = self.address[1].strip()
         if not address:
             raise NoController(f"{self.folder} has no controller yet")
-        return Client.of_run(FoundRun(address, self.config.security))
+        security = self.config.security
+        paths = {name: self.cwd / value for name, value in security if isinstance(value, Path)}
+        return Client.of_run(FoundRun(address, security.model_copy(update=paths)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,7 +322,9 @@ async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
     async def conduct() -> None:
         with folder:
             over: concurrent.futures.Future[None] = concurrent.futures.Future()
-            serving = asyncio.wrap_future(_submit(_serve(plan, before, over), ENVIRONMENTS))
+            loop = _loop(ENVIRONMENTS)
+            served = asyncio.run_coroutine_threadsafe(_serve(plan, before, over), loop)
+            serving = asyncio.wrap_future(served)
             ended = asyncio.ensure_future(process.wait())
             await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
             failure = None if ended.done() else serving.exception()
@@ -317,8 +333,17 @@ async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
                 send_signal(process, signal.SIGTERM)
             await ended
             over.set_result(None)
-            # An environment may block its thread for ever.
-            await asyncio.gather(asyncio.wait_for(serving, CLOSE_LIMIT_S), return_exceptions=True)
+            closing = asyncio.wait_for(serving, BLOCKED_S)
+            (problem,) = await asyncio.gather(closing, return_exceptions=True)
+            if isinstance(problem, TimeoutError):
+                # It may block its thread for ever: environments of later runs get another one.
+                if _loops.get(ENVIRONMENTS) is loop:
+                    del _loops[ENVIRONMENTS]
+                warnings.warn(
+                    f"an environment was not closed within {BLOCKED_S:g} s of its run's end: a "
+                    "call that blocks its thread holds up all environments of this process",
+                    stacklevel=1,
+                )
             # A number above 128 is that of a signal, after which the run was stopped in order.
             code = process.returncode or 0
             if failure is not None:
@@ -384,8 +409,6 @@ def _plain(value: object, place: str) -> JsonValue:
 
 # What each start that has not ended will end with.
 _ends: dict[concurrent.futures.Future[None], _Start] = {}
-
-
 # The loops of the threads, from the first start on, and the lock of whoever makes them.
 _loops: dict[str, asyncio.AbstractEventLoop] = {}
 _making = threading.Lock()
@@ -402,23 +425,30 @@ def _loop(thread: str) -> asyncio.AbstractEventLoop:
 
 
 def _leave_to_parent() -> None:
-    """Forgets the runs and the thread of the process that has forked this one."""
+    """Forgets the runs and the threads of the process that has forked this one."""
     for start in _ends.values():
         start.asked.extend((signal.SIGTERM, signal.SIGINT))
     _ends.clear()
     _loops.clear()
+    _making.release()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+# No fork finds the lock in the hands of a thread that the child does not have.
+os.register_at_fork(
+    before=_making.acquire, after_in_parent=_making.release, after_in_child=_leave_to_parent
+)
 
 
-def _awaited(future: concurrent.futures.Future[Result]) -> concurrent.futures.Future[Result]:
-    """Waits until `future` is done, and returns it.
+def _awaited(
+    future: concurrent.futures.Future[Result], limit_s: float = math.inf
+) -> concurrent.futures.Future[Result]:
+    """Waits until `future` is done, at most `limit_s`, and returns it.
 
     Looks up now and then: Linux may give a signal to another thread, which wakes no thread that
     waits for a lock, so a KeyboardInterrupt would come at the end of the run.
     """
-    while not future.done():
+    end = time.monotonic() + limit_s
+    while not future.done() and time.monotonic() < end:
         concurrent.futures.wait([future], LOOK_S)
     return future
 

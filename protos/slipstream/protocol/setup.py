@@ -141,7 +141,8 @@ def model_digest(folder: Path) -> bytes:
 def compared(config: Config) -> dict[str, str]:
     """Returns the settings as JSON texts by dotted name, without settings of single hosts.
 
-    Long values and the arguments of environments are replaced by their digests.
+    Long values, the arguments of environments, and folders of weights, which may have other names
+    elsewhere, are replaced by their digests.
     """
     found = {}
     for name, value in flat_settings(config.model_dump(mode="json", exclude_none=True)):
@@ -152,6 +153,8 @@ def compared(config: Config) -> dict[str, str]:
             is_hidden = len(text) > LONGEST_VALUE or ".args." in name
             digest = hashlib.sha256(text.encode()).hexdigest()[:16]
             found[name] = f"sha256 {digest}" if is_hidden else text
+    for name, folder in config.weight_folders.items():
+        found[name] = f"a folder of weights with digest {weights_digest(folder)[:16] or 'none'}"
     return found
 
 

@@ -91,6 +91,33 @@ async def test_a_host_with_other_weights_of_equal_size_is_refused(
             await compare(other, parts)
 
 
+@pytest.mark.parametrize(
+    ("setting", "algorithm"),
+    [
+        ("reference.path", {"kl": {"coefficient": 0.1}}),
+        ("critic.path", {"advantage": "gae"}),
+        ("checkpoint.load", {}),
+    ],
+)
+async def test_ranks_with_other_weights_of_another_model_are_refused(
+    setting: str, algorithm: dict[str, object], tmp_path: Path
+) -> None:
+    hosts = [make_model_folder(tmp_path / name) for name in ("first", "second")]
+    section, name = setting.split(".")
+    more = {"critic": {"learning_rate": 1e-4}, "checkpoint": {"every_steps": 0}}.get(section, {})
+    config, other = (
+        config_of(tmp_path, algorithm=algorithm, **{section: {name: str(host), **more}})
+        for host in hosts
+    )
+    async with answering(config):
+        assert str(await compare(other, LEARNER)).startswith(f"{ADDRESS} answers: same versions")
+        weights = hosts[1] / "model.safetensors"
+        weights.write_bytes(bytes(weights.stat().st_size))
+        with pytest.raises(ConfigError, match=f"{setting} is a folder of weights .* here and"):
+            await compare(other, LEARNER)
+        assert str(await compare(other, SERVER)).startswith(f"{ADDRESS} answers: same versions")
+
+
 async def test_a_rollout_server_that_comes_first_waits_for_the_controller(tmp_path: Path) -> None:
     config, came = config_of(tmp_path), asyncio.Event()
 

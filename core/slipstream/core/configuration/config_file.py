@@ -133,12 +133,8 @@ def load_config(
         own = {"model.path's tokenizer": model_files.tokenizer_digest(config.model.path)}
         if template is not None:
             own[f"the chat template {template}"] = model_files.files_digest([template])
-        folders = {"model.path": config.model.path, "checkpoint.load": config.checkpoint.load}
-        folders |= {f"{name}.path": folder for name, folder in role_folders(config)}
-        for setting, folder in folders.items():
-            own[f"{setting}'s weights"] = (
-                model_files.weights_digest(folder) if folder is not None else ""
-            )
+        for setting, folder in {"model.path": config.model.path, **config.weight_folders}.items():
+            own[f"{setting}'s weights"] = model_files.weights_digest(folder)
         known = {name: digest for name, digest in own.items() if digest}
         sources = source_digests(config.algorithm) | known
         config = config.model_copy(update={"sources": sources})

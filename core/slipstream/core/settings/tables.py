@@ -140,3 +140,10 @@ class Tables(Section):
     def roles(self) -> dict[str, RoleSection]:
         tables = {"reference": self.reference, "critic": self.critic}
         return {name: table for name, table in tables.items() if table is not None}
+
+    @property
+    def weight_folders(self) -> dict[str, Path]:
+        """The folders of weights besides `model.path`, by the settings that name them."""
+        found = {f"{name}.path": role.path for name, role in self.roles.items()}
+        found["checkpoint.load"] = self.checkpoint.load
+        return {name: folder for name, folder in found.items() if folder is not None}
