@@ -24,6 +24,8 @@ COLLECT_EVERY = 70_000
 STARTS_A_PROCESS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"})
 # The environment's variables when all tests have been collected.
 _variables: dict[str, str] = {}
+# Files with a test whose warnings are errors.
+_strict: set[Path] = set()
 # The test that runs now and may start no process; `make test-fast` runs only such tests.
 _quick: list[str] = []
 
@@ -150,8 +152,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def process_as_before() -> Iterator[None]:
-    """vLLM leaves variables that torch reads in other tests; asyncio's loops take handlers away."""
+def process_as_before(request: pytest.FixtureRequest) -> Iterator[None]:
+    """vLLM leaves variables that torch reads in other tests; asyncio's loops take handlers away.
+
+    A file whose warnings are errors and that leaves something open is red itself, and always.
+    """
     restore_variables()
     folder = os.getcwd()
     handlers = [signal.getsignal(number) for number in SIGNALS]
@@ -164,6 +169,9 @@ def process_as_before() -> Iterator[None]:
     for number, handler in zip(SIGNALS, handlers, strict=True):
         signal.signal(number, handler)
     assert os.getcwd() == folder
+    if request.path in _strict:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture
@@ -173,7 +181,8 @@ def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _strict.update(item.path for item in session.items if warnings_are_errors(item))
     _variables.update(variables_of_this_process())
 
 

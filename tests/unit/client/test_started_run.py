@@ -39,7 +39,10 @@ def test_two_threads_that_start_their_first_runs_share_one_loop(monkeypatch) -> 
     found.append(started_run._loop("one"))
     second.join()
     assert len({*found}) == 1
+    (running,) = (each for each in threading.enumerate() if each.name == "one")
     found[0].call_soon_threadsafe(found[0].stop)
+    running.join()
+    found[0].close()
 
 
 @pytest.mark.process
