@@ -334,8 +334,8 @@ async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
             await ended
             over.set_result(None)
             closing = asyncio.wait_for(serving, BLOCKED_S)
-            (problem,) = await asyncio.gather(closing, return_exceptions=True)
-            if isinstance(problem, TimeoutError):
+            await asyncio.gather(closing, return_exceptions=True)
+            if served.cancelled():
                 # It may block its thread for ever: environments of later runs get another one.
                 if _loops.get(ENVIRONMENTS) is loop:
                     del _loops[ENVIRONMENTS]

@@ -193,21 +193,17 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
     known = [gpu.memory_bytes for gpu in own if gpu is not None]
     if not known:
         return
-    utilization = config.rollout_server.gpu_memory_utilization
-    # Engines that sleep leave their memory to the step.
-    sleeps = config.controller.turns == "sleep"
-    engines = 0 if sleeps else max(placement.shared.values(), default=0)
-    room = min(known) * (1 - engines * utilization)
+    room = min(known) * (1 - placement.engines_share)
     seen = f"{needs.rank_bytes / GIB:.1f} of {room / GIB:.1f} GiB for a trainer rank"
     if needs.rank_bytes > room:
-        remedy = f"{MORE_RANKS}{MORE_OF_SHARED if engines else ''}"
+        remedy = f"{MORE_RANKS}{MORE_OF_SHARED if placement.engines_share else ''}"
         yield problem(seen, remedy, area="GPU memory")
     elif needs.rank_bytes > (1 - ACTIVATION_SHARE) * room:
         seen += ": too little is left for activations"
         yield advice(seen, "lower learner.micro_batch_tokens", area="GPU memory")
     else:
         yield ok(seen, area="GPU memory")
-    engine, area = min(known) * utilization, "engine memory"
+    engine, area = min(known) * placement.least_memory(config), "engine memory"
     seen = f"{needs.worker_bytes / GIB:.1f} of {engine / GIB:.1f} GiB for an engine's weights"
     remedy = (
         "raise rollout_server.tensor_parallel_size or gpu_memory_utilization: the KV cache has "

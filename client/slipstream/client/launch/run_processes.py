@@ -250,7 +250,9 @@ class RunProcesses:
         """Starts rollout server `number`, and restarts it when it dies."""
         name, address = f"{SERVER.name}-{number}", self._config.controller.address
         episodes = self._placement.max_episodes(self._config, number)
-        arguments = [f"rollout_server.max_episodes={episodes}", "--controller", address]
+        memory = self._placement.memory[number : number + 1]
+        arguments = [f"rollout_server.gpu_memory_utilization={share}" for share in memory]
+        arguments += [f"rollout_server.max_episodes={episodes}", "--controller", address]
         arguments += ["--server-id", name]
         environ = self._placement.server_environment(number)
         keeping = self._keep(SERVER, name, arguments, environ)

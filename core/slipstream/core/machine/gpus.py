@@ -17,6 +17,8 @@ import pynvml
 from slipstream.core.errors import RunFailed
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+# The share of its GPU that engines take beside a trainer rank, where a command starts both.
+ENGINES_SHARE = "SLIPSTREAM_ENGINES_SHARE"
 # With these variables kernels of a GPU keep all bits of float32 products. Without them NVIDIA's
 # libraries, where TransformerEngine calls them, and Triton keep 10, and a probe of float32 fails.
 ALL_BITS = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}

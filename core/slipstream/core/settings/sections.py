@@ -409,8 +409,8 @@ class RolloutServerSection(Section):
     tensor_parallel_size: Positive = 1
     # GPUs of the servers on a machine, by default those after the learner's or the only one.
     devices: tuple[int | str, ...] | None = None
-    # The engine's share of a GPU's memory. On a learner's GPU the default is 0.4 divided by the
-    # servers there.
+    # The engine's share of a GPU's memory. On a learner's GPU the default is 0.4, or 0.3 where
+    # other servers have their own, divided by the servers there.
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     # CPU threads of the engine. 0 means all.
     threads: int = Field(1, ge=0)

@@ -164,29 +164,43 @@ def test_no_gpu_has_two_users_unless_there_is_only_one(gpus, ranks, count, per_s
         assert set(used) <= set(visible)
 
 
-def test_engine_leaves_the_learner_room_on_a_shared_gpu() -> None:
-    one, two = Placement(("0",), (("0",),)), Placement(("0",), (("0",), ("0",)))
-    assert share_memory(config_of(), one).rollout_server.gpu_memory_utilization == 0.4
-    assert share_memory(config_of(), two).rollout_server.gpu_memory_utilization == 0.2
-    own = Placement(("0",), (("1",),))
-    assert share_memory(config_of(), own).rollout_server.gpu_memory_utilization == 0.9
-    said = config_of(server={"gpu_memory_utilization": 0.7})
-    assert share_memory(said, one).rollout_server.gpu_memory_utilization == 0.7
-    (line,) = describe_sharing(share_memory(config_of(), two), two)
-    assert line.endswith(
-        "2 rollout servers share GPU 0; rollout_server.gpu_memory_utilization is 0.2"
+@pytest.mark.parametrize(
+    ("servers", "said", "memory", "beside"),
+    [
+        ("0", {}, (0.4,), 0.4),
+        ("0 0", {}, (0.2, 0.2), 0.4),
+        ("0", {"gpu_memory_utilization": 0.7}, (0.7,), 0.7),
+        ("1", {}, (0.9,), 0.0),
+        ("1 0", {}, (0.9, 0.3), 0.3),
+        ("1 0 0", {}, (0.9, 0.15, 0.15), 0.3),
+        ("1 0", {"gpu_memory_utilization": 0.5}, (0.5, 0.5), 0.5),
+        ("1 1", {"gpu_memory_utilization": 0.5}, (0.5, 0.5), 0.0),
+    ],
+)
+def test_engines_leave_the_learner_room_on_a_shared_gpu(servers, said, memory, beside) -> None:
+    where = Placement(("0",), tuple((gpu,) for gpu in servers.split()))
+    config, got = share_memory(config_of(server=said), where)
+    assert (got.memory, got.engines_share) == (memory, pytest.approx(beside))
+    # Settings that are printed have the share of engines that are all there.
+    assert config.rollout_server.gpu_memory_utilization == memory[0]
+    assert float(got.learner_environment.get("SLIPSTREAM_ENGINES_SHARE", 0)) == got.engines_share
+    turned = small_config(
+        rollout_server=said,
+        controller={"turns": "sleep"},
+        learner={"offload": {"gradients": True, "optimizer": True}},
     )
+    assert share_memory(turned, where)[1].engines_share == 0
+    for line in describe_sharing(config, got):
+        assert line.endswith(f"share GPU 0; rollout_server.gpu_memory_utilization is {memory[-1]}")
 
 
 def test_shares_of_servers_without_the_learner_are_at_most_all_of_a_gpu() -> None:
     both = placed("0 1", server={"count": 2, "devices": [1, 1]})
     with pytest.raises(ConfigError, match=r"GPU 1 is for 2 rollout servers: 2 \* .* 1, got 0\.9"):
         share_memory(config_of(), both)
-    said = config_of(server={"gpu_memory_utilization": 0.5})
-    assert share_memory(said, both) is said
     # Engines make room for the learner where it is; here it is not.
     mixed = Placement(("0",), (("0",), ("1",), ("1",), ("1",)))
-    with pytest.raises(ConfigError, match=r"GPU 1 is for 3 rollout servers.*got 0\.4"):
+    with pytest.raises(ConfigError, match=r"GPU 1 is for 3 rollout servers.*got 0\.9"):
         share_memory(config_of(), mixed)
 
 

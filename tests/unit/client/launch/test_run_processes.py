@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import tomllib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,6 +67,28 @@ async def test_a_server_for_which_the_machine_has_no_process_ends_the_run_with_t
             request = await asyncio.wait_for(controller.stopped.get(), LIMIT_S)
     cause = "rollout server server-0 cannot be started: No such file or directory"
     assert (request.reason, request.failed) == (cause, True)
+
+
+async def test_each_server_is_told_its_own_memory_and_episodes(tmp_path, monkeypatch):
+    given: dict[str, list[str]] = {}
+
+    async def start(name: str, _: str, arguments: Sequence[str], **options: object) -> Child:
+        given[name] = [word.partition("rollout_server.")[2] for word in arguments]
+        raise OSError(0, "enough")
+
+    monkeypatch.setattr(run_processes, "start_child", start)
+    places = Placement(("0",), (("1",), ("0",)), memory=(0.9, 0.3))
+    config = small_config(
+        run={"dir": str(tmp_path)}, rollout_server={"max_episodes": 9, "shared_max_episodes": 5}
+    )
+    async with RunProcesses(config, OPEN, places) as processes:
+        monkeypatch.setattr(processes, "_stop_run", lambda *_, **__: asyncio.sleep(0))
+        for number in range(2):
+            processes.keep_rollout_server(number)
+        await asyncio.gather(*processes._servers.values())
+    for name, memory, episodes in (("server-0", 0.9, 9), ("server-1", 0.3, 5)):
+        assert f"gpu_memory_utilization={memory}" in given[name]
+        assert f"max_episodes={episodes}" in given[name]
 
 
 async def test_what_a_killed_server_has_left_is_removed_at_the_end(tmp_path, monkeypatch):

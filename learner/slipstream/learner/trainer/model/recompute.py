@@ -10,10 +10,12 @@ because a recomputed layer may communicate.
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from slipstream.core.machine.gpus import ENGINES_SHARE
 from slipstream.core.settings.sections import LearnerSection, ParallelSection
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.ranks.parallel import Ranks
@@ -40,8 +42,10 @@ class GpuMemory:
         torch.cuda.reset_peak_memory_stats()
 
     def limit(self) -> int:
-        """Returns the bytes of GPU memory that tensors may use."""
-        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+        """Returns the bytes of GPU memory that tensors may use; engines may not have theirs yet."""
+        free, total = torch.cuda.mem_get_info()
+        own = 1 - float(os.environ.get(ENGINES_SHARE, "0"))
+        return min(free + torch.cuda.memory_reserved(), int(own * total))
 
 
 def recomputed_layers(

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 from slipstream.core.settings.sections import LearnerSection, ParallelSection
-from slipstream.learner.trainer.model.recompute import Recompute, in_flight, recomputed_layers
+from slipstream.learner.trainer.model.recompute import (
+    GpuMemory,
+    Recompute,
+    in_flight,
+    recomputed_layers,
+)
 from torch import Tensor, nn
 
 LAYER_BYTES, REST_BYTES = 1000, 50
@@ -58,6 +63,17 @@ class Layer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         self._memory.take(self.kept_bytes * len(hidden))
         return hidden
+
+
+def test_memory_of_engines_that_have_not_loaded_is_not_planned_with(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (700, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 200)
+    assert GpuMemory().limit() == 900
+    monkeypatch.setenv("SLIPSTREAM_ENGINES_SHARE", "0.4")
+    assert GpuMemory().limit() == 600
+    # They have theirs.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (300, 1000))
+    assert GpuMemory().limit() == 500
 
 
 class FakeMemory:
