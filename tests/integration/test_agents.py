@@ -15,19 +15,15 @@ from slipstream.core.template_values import NEED_PARSER
 from slipstream.rollout_server.engine_interface import RequestRefused
 from slipstream.rollout_server.vllm.agent_services import AgentServices
 from support.fakes.agent_rig import CALL, SAMPLING, AgentRig, agent_config, agent_rig, script
+from support.fakes.example_agents import TOOLS
 from support.rigs.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-        },
-    }
-]
+# The same tool for each API.
+FUNCTION = TOOLS[0]["function"]
+ITEM_TOOLS = [{"type": "function", **FUNCTION}]
+SCHEMA_TOOLS = [{"name": "add", "input_schema": FUNCTION["parameters"]}]
 QUESTION = {"role": "user", "content": "hi"}
 
 
@@ -57,8 +53,6 @@ async def chat(rig: AgentRig, messages: list, *, stream: bool = False, branch: s
         answer = await client.chat.completions.create(**asked)
         return answer.choices[0].message.model_dump(exclude_none=True)
     async with client.chat.completions.stream(**asked) as events:
-        async for _ in events:
-            pass
         final = await events.get_final_completion()
     message = final.choices[0].message.model_dump(exclude_none=True)
     message.pop("parsed", None)
@@ -66,6 +60,24 @@ async def chat(rig: AgentRig, messages: list, *, stream: bool = False, branch: s
         call.pop("index", None)
         call["function"].pop("parsed_arguments", None)
     return message
+
+
+async def respond(rig: AgentRig, *, stream: bool = False, **asked: Any):
+    """One call of the API of responses."""
+    responses = rig.openai().responses
+    if not stream:
+        return await responses.create(model="m", **asked)
+    async with responses.stream(model="m", **asked) as events:
+        return await events.get_final_response()
+
+
+async def send(rig: AgentRig, messages: list, *, stream: bool = False, **asked: Any):
+    """One call of Anthropic's API."""
+    asked = {"model": "claude", "max_tokens": 20_000, "messages": messages, **asked}
+    if not stream:
+        return await rig.anthropic().messages.create(**asked)
+    async with rig.anthropic().messages.stream(**asked) as events:
+        return await events.get_final_message()
 
 
 async def test_a_chunk_has_a_part_of_the_text_or_of_one_call(tmp_path: Path) -> None:
@@ -110,16 +122,9 @@ async def test_tools_in_several_turns_are_one_branch(rig, streams) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_anthropics_messages_with_tools_are_one_branch(rig, stream, word) -> None:
     """Claude Code drops blocks that are white space alone, when it sends a message back."""
-    tools = [{"name": "add", "input_schema": TOOLS[0]["function"]["parameters"]}]
-    client = rig.anthropic()
     messages = [{"role": "user", "content": f"{word} 4"}]
     for turn in range(3):
-        asked = {"model": "claude", "max_tokens": 20_000, "messages": messages, "tools": tools}
-        if stream:
-            async with client.messages.stream(**asked) as events:
-                final = await events.get_final_message()
-        else:
-            final = await client.messages.create(**asked)
+        final = await send(rig, messages, stream=stream, tools=SCHEMA_TOOLS)
         blocks = [block.model_dump(exclude_none=True) for block in final.content]
         for block in blocks:
             block.pop("parsed_output", None)
@@ -139,14 +144,13 @@ async def test_anthropics_messages_with_tools_are_one_branch(rig, stream, word) 
 @pytest.mark.parametrize("max_tokens", range(30, 60, 10))
 async def test_a_call_of_a_tool_that_is_cut_off_does_not_stop_its_agent(rig, max_tokens) -> None:
     """Its arguments are no JSON then."""
-    tools = [{"name": "add", "input_schema": TOOLS[0]["function"]["parameters"]}]
     messages = [{"role": "user", "content": "call 12345678"}]
-    asked = {"model": "claude", "messages": messages, "tools": tools}
+    asked = {"model": "claude", "messages": messages, "tools": SCHEMA_TOOLS}
     async with rig.http() as client:
         short = {**asked, "max_tokens": max_tokens, "stream": True}
         cut = await client.post("/v1/messages", json=short)
     assert '"stop_reason":"max_tokens"' in cut.text
-    whole = await rig.anthropic().messages.create(**asked, max_tokens=20_000)
+    whole = await send(rig, messages, tools=SCHEMA_TOOLS)
     assert whole.content[-1].input == {"a": 12345678}
     assert rig.runs() == [1, 1]
 
@@ -157,42 +161,28 @@ async def test_a_reply_to_a_request_without_tools_keeps_its_whole_text(tmp_path,
     call = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>"
     text = f"I call. <tool_call>\n{call}\n</tool_call>"
     rig = await agent_rig(tmp_path, lambda _: text, tool_parser=tool_parser)
-    function = TOOLS[0]["function"]
-    schema = {"name": "add", "input_schema": function["parameters"]}
     none: list[dict] = [
         {"tools": TOOLS, "tool_choice": "none"},
-        {"tools": [schema], "tool_choice": {"type": "none"}},
-        {"tools": [{"type": "function", **function}], "tool_choice": "none"},
+        {"tools": SCHEMA_TOOLS, "tool_choice": {"type": "none"}},
+        {"tools": ITEM_TOOLS, "tool_choice": "none"},
     ]
     auto = {"tool_choice": {"type": "auto"}}
     for chosen, messages, items in (none, ({}, {}, {}), ({}, auto, {})):
-        assert (await chat(rig, [QUESTION], **chosen))["content"] == text
-        assert (await chat(rig, [QUESTION], stream=True, **chosen))["content"] == text
-        asked = {"model": "any", "max_tokens": 300, "messages": [QUESTION], **messages}
-        (block,) = (await rig.anthropic().messages.create(**asked)).content
-        assert block.text == text
-        async with rig.anthropic().messages.stream(**asked) as events:
-            (block,) = (await events.get_final_message()).content
-        assert block.text == text
-        asked = {"model": "any", "input": [QUESTION], **items}
-        assert (await rig.openai().responses.create(**asked)).output_text == text
-        async with rig.openai().responses.stream(**asked) as events:
-            assert (await events.get_final_response()).output_text == text
+        for stream in (False, True):
+            assert (await chat(rig, [QUESTION], stream=stream, **chosen))["content"] == text
+            (block,) = (await send(rig, [QUESTION], stream=stream, **messages)).content
+            assert block.text == text
+            answer = await respond(rig, stream=stream, input=[QUESTION], **items)
+            assert answer.output_text == text
     rig.check()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_responses_with_tools_are_one_branch(rig, stream) -> None:
-    tools = [{"type": "function", **TOOLS[0]["function"]}]
-    client = rig.openai()
     items: list = [{"role": "user", "content": "call 4"}]
     for turn in range(3):
-        asked = {"model": "gpt-5", "instructions": "Be short.", "input": items, "tools": tools}
-        if stream:
-            async with client.responses.stream(**asked) as events:
-                final = await events.get_final_response()
-        else:
-            final = await client.responses.create(**asked)
+        asked = {"instructions": "Be short.", "input": items, "tools": ITEM_TOOLS}
+        final = await respond(rig, stream=stream, **asked)
         (call,) = [item for item in final.output if item.type == "function_call"]
         assert json.loads(call.arguments) == {"a": 4 + turn}
         items += [item.model_dump(exclude_none=True) for item in final.output]
@@ -288,19 +278,11 @@ async def test_a_reply_at_a_length_ends_so_and_can_be_continued(rig) -> None:
 
 @pytest.mark.parametrize("streams", [(0, 0, 0), (1, 1, 1), (0, 1, 0)])
 async def test_a_previous_response_is_continued_by_its_id(rig, streams) -> None:
-    client, previous = rig.openai(), None
-    asked = {"model": "m", "tools": [{"type": "function", **TOOLS[0]["function"]}]}
+    previous: dict[str, str] = {}
     new: Any = "call 4"
     for stream in streams:
-        options = {"input": new, **({"previous_response_id": previous} if previous else {})}
-        if stream:
-            async with client.responses.stream(**asked, **options) as events:
-                async for _ in events:
-                    pass
-                answer = await events.get_final_response()
-        else:
-            answer = await client.responses.create(**asked, **options)
-        previous = answer.id
+        answer = await respond(rig, stream=bool(stream), tools=ITEM_TOOLS, input=new, **previous)
+        previous = {"previous_response_id": answer.id}
         calls = [item for item in answer.output if item.type == "function_call"]
         new = [
             {"type": "function_call_output", "call_id": call.call_id, "output": f"call {n}"}
@@ -313,7 +295,7 @@ async def test_a_previous_response_is_continued_by_its_id(rig, streams) -> None:
 async def test_items_of_earlier_responses_may_be_named_by_their_ids(rig, stream) -> None:
     """The AI SDK of Vercel does so, unless it is told to store nothing."""
     client = rig.openai()
-    asked = {"model": "m", "tools": [{"type": "function", **TOOLS[0]["function"]}]}
+    asked = {"model": "m", "tools": ITEM_TOOLS}
     items: list = [{"role": "user", "content": "call 4"}]
     for turn in range(3):
         if stream:
@@ -334,25 +316,25 @@ async def test_items_of_earlier_responses_may_be_named_by_their_ids(rig, stream)
     assert raised.value.param == "input"
 
 
-@pytest.mark.parametrize("tools", [[], [{"type": "function", **TOOLS[0]["function"]}]])
+@pytest.mark.parametrize("tools", [[], ITEM_TOOLS])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_empty_reply_is_a_message_with_an_empty_text(rig, stream, tools) -> None:
-    client, asked = rig.openai(), {"model": "m", "tools": tools}
     items: list = [{"role": "user", "content": "nothing"}]
+    asked = {"tools": tools, "input": items}
     if stream:
-        async with client.responses.stream(**asked, input=items) as events:
+        async with rig.openai().responses.stream(model="m", **asked) as events:
             kinds = [event.type async for event in events]
             first = await events.get_final_response()
         assert kinds.count("response.output_item.done") == 1
         assert kinds.count("response.output_text.delta") == 1
     else:
-        first = await client.responses.create(**asked, input=items)
+        first = await respond(rig, **asked)
     (message,) = first.output
     assert [part.text for part in message.content] == [first.output_text] == [""]
     more = {"role": "user", "content": "more"}
     said = message.model_dump(exclude={"content": {0: {"parsed"}}}, exclude_none=True)
-    await client.responses.create(**asked, input=[*items, said, more])
-    await client.responses.create(**asked, input=[more], previous_response_id=first.id)
+    await respond(rig, tools=tools, input=[*items, said, more])
+    await respond(rig, tools=tools, input=[more], previous_response_id=first.id)
     # The second one begins behind the first reply, too.
     assert rig.runs() == [2, 1]
 
@@ -365,7 +347,7 @@ async def test_parts_of_messages_that_vllm_would_drop_or_fail_at_are_refused(rig
         answer = await rig.http().post("/v1/responses", json=asked)
         assert answer.status_code == 400
         assert "must have one part of text, got [" in answer.json()["error"]["message"]
-    await rig.openai().responses.create(model="m", input=[{**said, "content": [text]}, QUESTION])
+    await respond(rig, input=[{**said, "content": [text]}, QUESTION])
     assert "yes" in rig.engine.tokenizer.decode(rig.engine.samples[-1].prompt)
 
 
@@ -373,27 +355,19 @@ async def test_parts_of_messages_that_vllm_would_drop_or_fail_at_are_refused(rig
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_response_that_was_cut_off_is_a_previous_response_too(rig, stream, limit) -> None:
     """Behind 46 tokens the arguments of a call are no JSON."""
-    client = rig.openai()
-    tools = [{"type": "function", **TOOLS[0]["function"]}]
-    asked = {"model": "m", "tools": tools, "max_output_tokens": limit}
-    if stream:
-        async with client.responses.stream(**asked, input="call 12345678") as events:
-            first = await events.get_final_response()
-    else:
-        first = await client.responses.create(**asked, input="call 12345678")
+    asked = {"tools": ITEM_TOOLS, "max_output_tokens": limit}
+    first = await respond(rig, stream=stream, **asked, input="call 12345678")
     assert first.status == "incomplete"
-    await client.responses.create(**asked, input="more", previous_response_id=first.id)
+    await respond(rig, **asked, input="more", previous_response_id=first.id)
     assert len(rig.engine.samples) == 2
     assert "call 12345678" in rig.engine.tokenizer.decode(rig.engine.samples[1].prompt)
 
 
 async def test_a_previous_response_is_the_one_of_that_id_among_equal_ones(rig) -> None:
-    client = rig.openai()
-    asked = {"model": "m", "input": [QUESTION]}
-    first, second = [await client.responses.create(**asked) for _ in range(2)]
+    first, second = [await respond(rig, input=[QUESTION]) for _ in range(2)]
     assert first.output_text == second.output_text
     for answer in (second, first, second):
-        await client.responses.create(model="m", input="more", previous_response_id=answer.id)
+        await respond(rig, input="more", previous_response_id=answer.id)
     # The last one begins behind the second, which has gone on already.
     assert rig.runs() == [2, 2, 1]
     continued, again = rig.engine.samples[-3], rig.engine.samples[-1]
@@ -406,28 +380,24 @@ async def test_a_previous_response_is_the_one_of_that_id_among_equal_ones(rig) -
 
 
 async def test_instructions_are_not_carried_over_from_a_previous_response(rig) -> None:
-    client = rig.openai()
-    first = await client.responses.create(model="m", input="hi", instructions="Be short.")
-    for instructions in ("Be short.", "Be long."):
-        await client.responses.create(
-            model="m", input="more", instructions=instructions, previous_response_id=first.id
-        )
+    first = await respond(rig, input="hi", instructions="Be short.")
+    for words in ("Be short.", "Be long."):
+        await respond(rig, input="more", instructions=words, previous_response_id=first.id)
     assert rig.runs() == [2, 1]
 
 
 @pytest.mark.parametrize("kind", ["never", "not stored", "of another episode"])
 async def test_a_previous_response_that_is_not_known_is_openais_error(rig, kind) -> None:
-    client, previous = rig.openai(), "resp_0"
+    previous = "resp_0"
     if kind != "never":
-        stored = kind == "of another episode"
-        answer = await client.responses.create(model="m", input="hi", store=stored)
+        answer = await respond(rig, input="hi", store=kind == "of another episode")
         previous = answer.id
     if kind == "of another episode":
         await rig.closed()
         rig.check()
         rig.begin()
     with pytest.raises(openai.BadRequestError) as raised:
-        await client.responses.create(model="m", input="more", previous_response_id=previous)
+        await respond(rig, input="more", previous_response_id=previous)
     assert raised.value.body == {
         "type": "invalid_request_error",
         "message": f"Previous response with id '{previous}' not found.",
@@ -446,9 +416,9 @@ async def test_a_prompt_beyond_the_limit_is_the_error_that_clients_know(rig, kin
         if kind == "chat":
             await chat(rig, messages, stream=True)
         elif kind == "anthropic":
-            await rig.anthropic().messages.create(model="c", max_tokens=9, messages=messages)
+            await send(rig, messages, max_tokens=9)
         else:
-            await rig.openai().responses.create(model="m", input=long)
+            await respond(rig, input=long)
     if kind != "anthropic":
         assert caught.value.code == "context_length_exceeded"
     assert "prompt is too long" in str(caught.value)
@@ -632,10 +602,9 @@ async def test_a_body_that_is_no_object_is_refused(rig, path, body) -> None:
 async def test_models_and_the_count_of_tokens_are_answered_and_not_recorded(rig) -> None:
     models = await rig.openai().models.list()
     assert [model.id for model in models.data] == ["policy"]
-    tools = [{"name": "add", "input_schema": TOOLS[0]["function"]["parameters"]}]
-    for asked in ({"messages": [QUESTION]}, {"messages": [QUESTION], "tools": tools}):
+    for asked in ({"messages": [QUESTION]}, {"messages": [QUESTION], "tools": SCHEMA_TOOLS}):
         counted = await rig.anthropic().messages.count_tokens(model="claude", **asked)
-        await rig.anthropic().messages.create(model="claude", max_tokens=9, **asked)
+        await send(rig, **asked, max_tokens=9)
         assert counted.input_tokens == len(rig.engine.samples[-1].prompt)
     assert rig.runs() == [1, 1]
 
@@ -685,11 +654,10 @@ async def test_values_of_the_environment_come_before_the_runs_and_behind_the_req
     rig.begin(template_values={"enable_thinking": False})
     await chat(rig, [QUESTION])
     await chat(rig, [QUESTION], extra_body={"chat_template_kwargs": {"enable_thinking": True}})
-    client = rig.anthropic()
-    await client.messages.create(model="claude", max_tokens=400, messages=[QUESTION])
+    await send(rig, [QUESTION])
     texts = [rig.engine.tokenizer.decode(sample.prompt) for sample in rig.engine.samples]
     assert ["<think>" in text for text in texts] == [True, False, True]
-    counted = await client.messages.count_tokens(model="claude", messages=[QUESTION])
+    counted = await rig.anthropic().messages.count_tokens(model="claude", messages=[QUESTION])
     assert counted.input_tokens == len(rig.engine.samples[-1].prompt)
     rig.begin()
     await chat(rig, [QUESTION])
