@@ -1,18 +1,19 @@
 """Whole runs on GPUs in which servers are sent the adapters alone."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from slipstream.learner.trainer.tiny_model import SPECIAL_TOKENS, WORDS
 from support.fakes.tiny_models import make_model_folder
-from support.rigs.adapter_runs import LORA, check
+from support.rigs.gpu_records import note
 from support.rigs.run_processes import (
     check_ledger,
     copy_environments,
     rows_of,
-    run_command,
+    run_with_logs,
+    summary_of,
     write_config,
 )
 
@@ -24,8 +25,43 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available() and not REHEARSAL, reason="no GPU"),
 ]
 STEPS = 12
+RANK = 8
+LAYERS = 2
+# What `make_model_folder` makes: 2 heads and one pair of keys and values of 32.
+HIDDEN, MLP, HEADS, KEYS = 64, 192, 64, 32
+# Outputs and inputs of the seven matrices of a layer.
+MATRICES = [
+    (HEADS, HIDDEN),
+    (KEYS, HIDDEN),
+    (KEYS, HIDDEN),
+    (HIDDEN, HEADS),
+    (MLP, HIDDEN),
+    (MLP, HIDDEN),
+    (HIDDEN, MLP),
+]
+ADAPTERS = LAYERS * sum(RANK * (outputs + inputs) for outputs, inputs in MATRICES)
+VOCABULARY = len(SPECIAL_TOKENS) + len(WORDS)
+ALL = (
+    2 * VOCABULARY * HIDDEN
+    + LAYERS * (sum(outputs * inputs for outputs, inputs in MATRICES) + 2 * HIDDEN)
+    + HIDDEN
+)
+LORA = {"rank": RANK, "alpha": 32.0, "publish": "adapters"}
 SHOWN = ("publishes", "publishes_verified", "published_bytes", "probe_gap_max", "reward_first")
 TIMES = ("pause_s", "publish_s", "publish_prepare_s", "publish_receive_s", "publish_load_s")
+
+
+def check(run: Path, *, item_bytes: int, whole: int, gap: float) -> None:
+    """`whole` publishes had matrices and adapters, the others adapters."""
+    summary, rows = summary_of(run), [row for row in rows_of(run) if "weights_bytes" in row]
+    alone, both = ADAPTERS * item_bytes, (ALL + ADAPTERS) * item_bytes
+    assert {row["weights_bytes"] for row in rows} <= {alone, both}
+    expected = whole * both + (summary["publishes"] - whole) * alone
+    assert summary["published_bytes"] == expected, (summary["publishes"], whole)
+    assert summary["publishes"] > 2
+    assert summary["publishes_verified"] >= whole
+    assert summary["probe_gap_max"] <= gap
+    assert summary["logprob_gap_mean"] <= gap
 
 
 @pytest.mark.parametrize(
@@ -48,19 +84,15 @@ def test_a_run_sends_adapters_alone(graphs: bool, publish: str, tmp_path: Path) 
         weights__verify_every=1,
         weights__join_deadline_s=60.0,
     )
-    result = run_command("run", "config.toml", cwd=tmp_path, limit_s=360)
-    logs = sorted((tmp_path / "run" / "logs").glob("*.log"))
-    if result.returncode != 0:
-        for log in logs:
-            print(f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}")
-    assert result.returncode == 0, result.stdout + result.stderr
-    for log in logs:
+    run_with_logs(tmp_path, limit_s=360)
+    for log in sorted((tmp_path / "run" / "logs").glob("*.log")):
         for line in log.read_text(errors="replace").splitlines():
             if "exported by Megatron-Bridge" in line or "vLLM's loader" in line:
                 print(log.name, line)
     rows = [row for row in rows_of(tmp_path / "run") if "weights_bytes" in row]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = summary_of(tmp_path / "run")
     note(
+        "adapters",
         graphs=graphs,
         publish=publish,
         **{name: summary[name] for name in (*SHOWN, "reward_last")},
@@ -72,11 +104,3 @@ def test_a_run_sends_adapters_alone(graphs: bool, publish: str, tmp_path: Path) 
         check(tmp_path / "run", item_bytes=2, whole=1, gap=0.05)
     assert summary["reward_last"] > summary["reward_first"]
     check_ledger(summary)
-
-
-def note(**facts: object) -> None:
-    line = json.dumps(facts)
-    print(line, flush=True)
-    if "OUT" in os.environ:
-        with (Path(os.environ["OUT"]) / "adapters.jsonl").open("a") as file:
-            print(line, file=file, flush=True)

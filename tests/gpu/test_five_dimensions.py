@@ -1,21 +1,20 @@
 """Layouts of two and four GPUs: losses like one GPU's, and rollouts that follow their weights."""
 
-import json
 import os
-import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from support.fakes.tiny_models import make_model_folder
+from support.fakes.tiny_models import make_mixture_like, make_model_folder
 from support.ranks.rank_pool import RankPool
 from support.rigs import parity_run
+from support.rigs.gpu_records import note
 from support.rigs.run_processes import (
     check_ledger,
     copy_environments,
     rows_of,
-    run_command,
+    run_with_logs,
     summary_of,
     write_config,
 )
@@ -41,7 +40,6 @@ class Layout:
     # The layout of `parity_layouts` whose losses are compared.
     parity: str = ""
     is_mixture: bool = False
-    more: dict = field(default_factory=dict)
 
 
 ALL = (0, 1, 2, 3)
@@ -69,28 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mixture(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with four experts."""
-    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    folder = tmp_path_factory.mktemp("models") / "four-experts"
-    shutil.copytree(model, folder)
-    kept = AutoConfig.from_pretrained(model).to_dict()
-    for name in ("model_type", "architectures", "transformers_version"):
-        kept.pop(name)
-    torch.manual_seed(0)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**kept | experts, norm_topk_prob=True)).save_pretrained(
-        folder
-    )
-    return folder
-
-
-def note(name: str, record: dict) -> None:
-    line = json.dumps({"layout": name, **record})
-    print(line, flush=True)
-    if "OUT" in os.environ:
-        with (Path(os.environ["OUT"]) / "five-dimensions.jsonl").open("a") as file:
-            print(line, file=file, flush=True)
+    return make_mixture_like(model, tmp_path_factory.mktemp("models") / "four-experts")
 
 
 def test_losses_of_four_ranks_are_those_of_one(
@@ -100,7 +77,7 @@ def test_losses_of_four_ranks_are_those_of_one(
     folder = tmp_path_factory.mktemp("parity")
     found = parity_run.compare(rank_pool, folder, 4, DTYPE, names)
     for name, difference in found.items():
-        note(name, {"difference": difference})
+        note("five-dimensions", layout=name, difference=difference)
     assert sorted(found) == sorted(names)
     tolerance = parity_run.TOLERANCES[DTYPE]
     assert {n: d for n, d in found.items() if d > tolerance} == {}
@@ -109,9 +86,9 @@ def test_losses_of_four_ranks_are_those_of_one(
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rollouts_follow_the_weights(name: str, tmp_path: Path, model: Path, mixture: Path) -> None:
     layout = LAYOUTS[name]
-    changes = dict(layout.more)
+    changes = {}
     if not REHEARSAL:
-        changes |= {
+        changes = {
             "learner__devices": list(layout.learner),
             "rollout_server__devices": [layout.server],
             # Several of these runs may share the GPUs.
@@ -135,15 +112,12 @@ def test_rollouts_follow_the_weights(name: str, tmp_path: Path, model: Path, mix
         weights__join_deadline_s=60.0,
         **changes,
     )
-    result = run_command("run", "config.toml", cwd=tmp_path, limit_s=300)
-    if result.returncode != 0:
-        for log in sorted((tmp_path / "run" / "logs").glob("*.log")):
-            print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}")
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_with_logs(tmp_path, limit_s=300)
     summary = summary_of(tmp_path / "run")
     gaps = [row["logprob_gap_mean"] for row in rows_of(tmp_path / "run")]
     kept = ("steps", "publishes", "publishes_verified", "probe_gap_max")
-    note(name, {key: summary[key] for key in kept} | {"gaps": gaps})
+    told = {key: summary[key] for key in kept}
+    note("five-dimensions", layout=name, gaps=gaps, **told)
     assert summary["steps"] == STEPS
     # The first weights, and those of every step.
     assert summary["publishes_verified"] == summary["publishes"] == STEPS + 1

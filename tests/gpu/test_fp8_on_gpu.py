@@ -3,14 +3,13 @@
 Prints the time of each stage of each publish.
 """
 
-import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from support.references.learner_scores import gaps_of
+from support.rigs.gpu_records import note
 from support.rigs.receiver_story import judge, run_rig
 
 LIMIT_S = 300
@@ -34,11 +33,7 @@ def test_an_engine_in_fp8_takes_weights_through_vllms_loader(
         limit_s=LIMIT_S,
     )
     gaps = gaps_of(tmp_path, report, device="cuda")
-    line = json.dumps({"shape": shape, "method": method, "cache": cache, **asdict(gaps)})
-    print(line)
-    if "OUT" in os.environ:
-        with (Path(os.environ["OUT"]) / "fp8_gaps.jsonl").open("a") as file:
-            file.write(line + "\n")
+    note("fp8_gaps", shape=shape, method=method, cache=cache, **asdict(gaps))
     # Kernels for few tokens round otherwise than those for many, and an 8-bit cache each key again.
     judge(report, score_rounding=0.05 if cache == "auto" else 0.2, by_plan=False)
     assert 1e-3 < gaps.own < 0.5 * gaps.other

@@ -1,12 +1,10 @@
 """Weights by CUDA IPC: a sender and receivers in processes of their own, on one GPU or on two."""
 
 import json
-import os
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,20 +13,13 @@ from slipstream.protocol.weights.digests import HostDigests, bucket_digest
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, IpcReceiver, Seat
 from slipstream.v1 import weights_pb2
 from support.ranks import ipc_learner
+from support.rigs.gpu_records import note
 
 pytestmark = pytest.mark.timeout(300)
 # Buckets of at most 64 MiB.
 FACTOR = 1024
 BUCKETS = ipc_learner.enlarged(FACTOR)
 DEADLINE_S = 20.0
-
-
-def report(**facts: object) -> None:
-    line = json.dumps(facts)
-    print(line, flush=True)
-    if "OUT" in os.environ:
-        with Path(os.environ["OUT"], "ipc.jsonl").open("a") as file:
-            file.write(line + "\n")
 
 
 class Learner:
@@ -89,7 +80,7 @@ def test_what_is_read_is_what_was_sent(gpu: int) -> None:
     torch.cuda.set_device(device)
     started_s = time.perf_counter()
     (transport,) = join(learner, "gpu", 1, device)
-    report(test="join", gpu=gpu, seconds=round(time.perf_counter() - started_s, 3))
+    note("ipc", test="join", gpu=gpu, seconds=round(time.perf_counter() - started_s, 3))
     copies = [torch.empty(b.num_bytes, dtype=torch.uint8, device=device) for b in BUCKETS]
     for seed in range(1, 6):
         own = seed == 1
@@ -103,7 +94,8 @@ def test_what_is_read_is_what_was_sent(gpu: int) -> None:
         for place, data in enumerate(buckets, start=1):
             copies[place].copy_(data)
         got = transport.digests()
-        report(
+        note(
+            "ipc",
             test="pass",
             gpu=gpu,
             seed=seed,
@@ -132,7 +124,7 @@ def test_a_learner_that_is_killed_leaves_receivers_alive() -> None:
         list(buckets)
     with pytest.raises(WeightSyncError, match="is gone"):
         list(second.receive(incoming))
-    report(test="killed", seconds=round(time.perf_counter() - started_s, 3))
+    note("ipc", test="killed", seconds=round(time.perf_counter() - started_s, 3))
     first.close()
     second.close()
     # The GPU goes on, and a new communicator works.

@@ -2,12 +2,11 @@
 
 import asyncio
 import dataclasses
-import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
+from support.rigs.gpu_records import note
 from support.rigs.kill_scenario import Moment, check, config_of, kill_one_of_two
 
 from benchmarks.common.rig import Placement
@@ -38,8 +37,5 @@ def test_a_server_killed_while_it_receives_stops_nobody_and_comes_back(tmp_path:
     placement = Placement((0,), ((1,), (2,)))
     moments: list[Moment] = [0.02, "hung"]
     outcome = asyncio.run(kill_one_of_two(config, placement, moments, environ=SLOW))
-    record = dataclasses.asdict(outcome)
-    print(json.dumps(record), flush=True)
-    if "OUT" in os.environ:
-        (Path(os.environ["OUT"]) / "kill.json").write_text(json.dumps(record, indent=2))
+    note("kill", **dataclasses.asdict(outcome))
     check(outcome, gap_mean=0.1)

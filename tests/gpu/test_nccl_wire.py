@@ -14,20 +14,13 @@ import pytest
 import torch
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import bucket_tensor_digests
+from support.rigs.gpu_records import note
 
 from benchmarks.common.measure import visible
 
 pytestmark = pytest.mark.timeout(300)
 MEMBER = Path(__file__).parents[1] / "support" / "ranks" / "nccl_member.py"
 MIB = 1 << 20
-
-
-def report(**facts: object) -> None:
-    line = json.dumps(facts)
-    print(line, flush=True)
-    if "OUT" in os.environ:
-        with Path(os.environ["OUT"], "nccl_wire.jsonl").open("a") as file:
-            file.write(line + "\n")
 
 
 def layout(rng: random.Random, num_tensors: int, largest: int) -> list[TensorSpec]:
@@ -72,7 +65,7 @@ def test_digests_run_at_the_rate_of_the_memory(tensors_per_bucket: int) -> None:
         end.record(stream)
         stream.synchronize()
         best = max(best, sum(b.num_bytes for b in buckets) / begin.elapsed_time(end) / 1e6)
-    report(test="digest", tensors=tensors_per_bucket, gb_per_s=round(best, 1))
+    note("nccl_wire", test="digest", tensors=tensors_per_bucket, gb_per_s=round(best, 1))
     assert best > 1000
 
 
@@ -110,7 +103,7 @@ def test_broadcasts_reach_every_gpu(world_size: int, tmp_path: Path) -> None:
         found = [lines_of(process) for process in processes]
     assert [process.returncode for process in processes] == [0] * world_size
     for line in found[0]:
-        report(test="broadcast", world_size=world_size, **line)
+        note("nccl_wire", test="broadcast", world_size=world_size, **line)
     digests = [[line["digests"] for line in lines if "digests" in line] for lines in found]
     assert digests[0]
     assert all(other == digests[0] for other in digests)
@@ -129,7 +122,7 @@ def test_kill_of_a_receiver_in_mid_broadcast_costs_one_deadline(tmp_path: Path) 
     assert [process.returncode for process in processes[:-1]] == [0] * (world_size - 1)
     for rank, lines in enumerate(found):
         for line in lines:
-            report(test="kill", world_size=world_size, rank=rank, **line)
+            note("nccl_wire", test="kill", world_size=world_size, rank=rank, **line)
         (line,) = lines
         assert "was not done within 1 s" in line["error"]
 
@@ -145,5 +138,5 @@ def test_member_that_dies_before_the_first_broadcast_leaves_nothing_on_the_other
         found = [lines_of(process) for process in processes]
     assert [process.returncode for process in processes] == [0] * world_size
     for rank, (line,) in enumerate(found[:-1]):
-        report(test="left", world_size=world_size, rank=rank, **line)
+        note("nccl_wire", test="left", world_size=world_size, rank=rank, **line)
         assert line["error"]

@@ -90,12 +90,12 @@ class NotedRequests:
             yield part
 
 
-async def parts_of(engine, name: str, sampling=ENDLESS, num_tokens: int = 70, **options):
-    """All parts of one reply to PROMPT, and the generation."""
+async def parts_of(engine, name: str, sampling=ENDLESS, **options):
+    """All parts of one reply of 70 tokens to PROMPT, and the generation."""
     parts = [
         part
         async for part in engine.requests.stream(
-            name, PROMPT, sampling, num_tokens, options=TextOptions(**options)
+            name, PROMPT, sampling, 70, options=TextOptions(**options)
         )
     ]
     end: Generation = parts[-1].generation

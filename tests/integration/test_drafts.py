@@ -1,6 +1,5 @@
 """The real vLLM engine with drafts, beside one without and beside transformers."""
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 
@@ -9,14 +8,17 @@ import pytest
 import pytest_asyncio
 from slipstream.rollout_server.engine_interface import FinishReason, Generation
 from support.fakes.small_configs import NGRAM
-from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig
+from support.rigs.engine_rig import (
+    ENDLESS,
+    GREEDY,
+    PROMPT,
+    PROMPTS,
+    TEMPERATURE,
+    Rig,
+    engine_rig,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
-
-TEMPERATURE = 0.15
-ENDLESS = dataclasses.replace(SAMPLING, ignore_eos=True, temperature=TEMPERATURE)
-GREEDY = dataclasses.replace(ENDLESS, temperature=0.0)
-PROMPTS = [[1, 4 + n, 5 + n % 7, 6, 3] for n in range(8)]
 
 
 # Fewer blocks than 16 long replies need: some are preempted and computed again.
@@ -35,63 +37,33 @@ async def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Generation]:
     """The greedy replies of an engine without drafts."""
     async with engine_rig(tmp_path_factory.mktemp("plain")) as found:
         await found.publish(found.old, 0)
-        return await greedy_replies(found)
-
-
-async def greedy_replies(rig: Rig) -> list[Generation]:
-    return await asyncio.gather(
-        *(
-            rig.generate(f"g{n}", prompt, num_tokens=80, sampling=GREEDY)
-            for n, prompt in enumerate(PROMPTS)
-        )
-    )
+        return await found.replies("g", PROMPTS, 80, GREEDY)
 
 
 async def test_greedy_replies_and_their_logprobs_are_those_of_an_engine_without(rig, plain) -> None:
     await rig.publish(rig.old, 0)
     before = rig.engine.requests.use()
-    for reply, expected in zip(await greedy_replies(rig), plain, strict=True):
+    replies = await rig.replies("g", PROMPTS, 80, GREEDY)
+    for reply, expected in zip(replies, plain, strict=True):
         assert reply.token_ids.tolist() == expected.token_ids.tolist()
         assert np.abs(reply.logprobs - expected.logprobs).max() <= 1e-5
-    use = rig.engine.requests.use()
-    accepted = use.accepted_tokens - before.accepted_tokens
-    assert 0 < accepted <= use.drafted_tokens - before.drafted_tokens
+    drafted, accepted = rig.drafted_since(before)
+    assert 0 < accepted <= drafted
 
 
 async def test_sampled_logprobs_are_those_of_the_model(rig) -> None:
     await rig.publish(rig.old, 0)
     before = rig.engine.requests.use()
     for turn in range(2):
-        replies = await asyncio.gather(
-            *(rig.generate(f"s{turn}-{n}", num_tokens=100, sampling=ENDLESS) for n in range(16))
-        )
-        for reply in replies:
+        for reply in await rig.replies(f"s{turn}", [PROMPT] * 16, 100, ENDLESS):
             assert rig.gap(rig.old, PROMPT, reply, TEMPERATURE).max() <= 1e-3
             assert len(reply.token_ids) == 100
     assert rig.engine.requests.use().accepted_tokens > before.accepted_tokens + 100
 
 
 async def test_replies_are_distributed_as_the_model_says(rig) -> None:
-    """How surprising tokens are, beside the mean and variance that the model expects of that."""
     await rig.publish(rig.old, 0)
-    before = rig.engine.requests.use()
-    difference = variance = 0.0
-    for turn in range(4):
-        replies = await asyncio.gather(
-            *(rig.generate(f"d{turn}-{n}", num_tokens=60, sampling=ENDLESS) for n in range(16))
-        )
-        for reply in replies:
-            tokens = PROMPT + reply.token_ids.tolist()
-            rig.reference.logprobs(rig.old, tokens)
-            mean, spread = rig.reference.surprise(tokens, len(PROMPT), TEMPERATURE)
-            difference += float((-reply.logprobs - mean).sum())
-            variance += float(spread.sum())
-    use = rig.engine.requests.use()
-    accepted = use.accepted_tokens - before.accepted_tokens
-    drafted = use.drafted_tokens - before.drafted_tokens
-    assert accepted > 60
-    assert drafted - accepted > 60
-    assert abs(difference) <= 4 * variance**0.5
+    await rig.check_drafted_distribution()
 
 
 async def test_a_reply_ends_inside_an_accepted_draft(rig) -> None:

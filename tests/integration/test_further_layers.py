@@ -13,7 +13,6 @@ import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
 from slipstream.learner.trainer.tiny_model import make_tokenizer
-from slipstream.rollout_server.engine_interface import Generation
 from slipstream.rollout_server.episodes.renderer import Renderer
 from support.fakes.field_models import make_field_model
 from support.fakes.small_configs import config_of_engine
@@ -104,42 +103,34 @@ def next_token(weights: Weights, token: int) -> int:
     return int((output @ (normed * weights["model.norm.weight"])).argmax())
 
 
-def ask(rig: Rig, name: str, num_tokens: int) -> list[asyncio.Task[Generation]]:
-    return [
-        asyncio.create_task(rig.generate(f"{name}-{n}", prompt, num_tokens, GREEDY))
-        for n, prompt in enumerate(PROMPTS)
-    ]
-
-
 async def test_a_publish_reaches_the_embeddings_with_which_the_layers_draft(rig: Rig) -> None:
     for step, weights in enumerate((rig.old, rig.new)):
         await rig.publish(weights, step)
         before = rig.engine.requests.use()
-        for reply, prompt in zip(await gathered(ask(rig, f"p{step}", 40)), PROMPTS, strict=True):
+        replies = await rig.replies(f"p{step}", PROMPTS, 40, GREEDY)
+        for reply, prompt in zip(replies, PROMPTS, strict=True):
             expected = [next_token(weights, prompt[-1])]
             while len(expected) < 40:
                 expected.append(next_token(weights, expected[-1]))
             assert reply.token_ids.tolist() == expected
-        use = rig.engine.requests.use()
-        drafted = use.drafted_tokens - before.drafted_tokens
-        assert 0 < drafted == use.accepted_tokens - before.accepted_tokens
+        drafted, accepted = rig.drafted_since(before)
+        assert 0 < drafted == accepted
 
 
 async def test_tokens_after_a_publish_in_flight_are_those_of_the_new_weights(rig: Rig) -> None:
     await rig.publish(rig.old, 3)
     start = rig.engine.requests.use().generated_tokens
-    replies = ask(rig, "flight", 200)
+    replies = [
+        asyncio.create_task(rig.generate(f"flight-{n}", prompt, 200, GREEDY))
+        for n, prompt in enumerate(PROMPTS)
+    ]
     await until_generated(rig.engine, start + 400, replies)
     await rig.publish(rig.new, 4)
     crossed = 0
-    for reply, prompt in zip(await gathered(replies), PROMPTS, strict=True):
+    for reply, prompt in zip(await asyncio.gather(*replies), PROMPTS, strict=True):
         versions = [span.version.step for span in reply.version_spans for _ in range(span.length)]
         tokens = [prompt[-1], *reply.token_ids.tolist()]
         for version, (last, sampled) in zip(versions, pairwise(tokens), strict=True):
             assert sampled == next_token(rig.old if version == 3 else rig.new, last)
         crossed += set(versions) == {3, 4}
     assert crossed
-
-
-async def gathered(replies: list[asyncio.Task[Generation]]) -> list[Generation]:
-    return await asyncio.gather(*replies)

@@ -1,7 +1,5 @@
 """The real vLLM engine drafts with a layer whose values come with the weights."""
 
-import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -12,12 +10,19 @@ from safetensors.torch import load_file, save_file
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.extensions.drafts import switch
 from slipstream.extensions.drafts.shape import PREFIX, DraftShape
-from slipstream.rollout_server.engine_interface import Generation
 from slipstream.rollout_server.episodes.renderer import Renderer
 from support.fakes.small_configs import config_of_engine
 from support.fakes.tiny_models import make_model_folder
 from support.references.plain_drafts import kept_counts
-from support.rigs.engine_rig import PROMPT, SAMPLING, Reference, Rig, Weights, random_weights
+from support.rigs.engine_rig import (
+    ENDLESS,
+    GREEDY,
+    PROMPTS,
+    Reference,
+    Rig,
+    Weights,
+    random_weights,
+)
 from support.rigs.started_engine import started_engine
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
@@ -27,13 +32,6 @@ TOKENS = 3
 @dataclass
 class DraftingRig(Rig):
     shape: DraftShape = field(kw_only=True)
-
-
-TEMPERATURE = 0.15
-ENDLESS = dataclasses.replace(SAMPLING, ignore_eos=True, temperature=TEMPERATURE)
-GREEDY = dataclasses.replace(ENDLESS, temperature=0.0)
-PROMPTS = [[1, 4 + n, 5 + n % 7, 6, 3] for n in range(8)]
-NUM_TOKENS = 48
 
 
 def layer_of(shape: DraftShape, seed: int) -> Weights:
@@ -70,23 +68,12 @@ def dull(weights: Weights) -> Weights:
     return {name: w * 0.2 if name.endswith(weak) else w for name, w in weights.items()}
 
 
-async def greedy_replies(rig: DraftingRig, name: str) -> list[Generation]:
-    return await asyncio.gather(
-        *(
-            rig.generate(f"{name}-{n}", prompt, num_tokens=NUM_TOKENS, sampling=GREEDY)
-            for n, prompt in enumerate(PROMPTS)
-        )
-    )
-
-
 async def test_the_engine_drafts_what_the_learners_layer_computes(rig: DraftingRig) -> None:
     for step, weights in enumerate((rig.old, rig.new)):
         await rig.publish(weights, step)
         before = rig.engine.requests.use()
-        replies = await greedy_replies(rig, f"g{step}")
-        use = rig.engine.requests.use()
-        accepted = use.accepted_tokens - before.accepted_tokens
-        drafted = use.drafted_tokens - before.drafted_tokens
+        replies = await rig.replies(f"g{step}", PROMPTS, 48, GREEDY)
+        drafted, accepted = rig.drafted_since(before)
         layer = {n.removeprefix(PREFIX): w for n, w in weights.items() if n.startswith(PREFIX)}
         counts: list[int] = []
         for prompt, reply in zip(PROMPTS, replies, strict=True):
@@ -104,39 +91,20 @@ async def test_the_engine_drafts_what_the_learners_layer_computes(rig: DraftingR
 
 async def test_a_published_layer_replaces_the_one_before_and_replies_stay(rig: DraftingRig) -> None:
     await rig.publish(rig.old, 5)
-    before = await greedy_replies(rig, "right")
+    before = await rig.replies("right", PROMPTS, 48, GREEDY)
     wrong = {n: -w if n == f"{PREFIX}fc.weight" else w for n, w in rig.old.items()}
     await rig.publish(wrong, 6)
     start = rig.engine.requests.use()
-    after = await greedy_replies(rig, "wrong")
-    use = rig.engine.requests.use()
-    drafted = use.drafted_tokens - start.drafted_tokens
-    assert use.accepted_tokens - start.accepted_tokens < 0.1 * drafted
+    after = await rig.replies("wrong", PROMPTS, 48, GREEDY)
+    drafted, accepted = rig.drafted_since(start)
+    assert accepted < 0.1 * drafted
     for one, other in zip(before, after, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
 
 
 async def test_replies_are_distributed_as_the_model_says(rig: DraftingRig) -> None:
-    """How surprising tokens are, beside the mean and variance that the model expects of that."""
     await rig.publish(rig.old, 7)
-    before = rig.engine.requests.use()
-    difference = variance = 0.0
-    for turn in range(4):
-        replies = await asyncio.gather(
-            *(rig.generate(f"d{turn}-{n}", num_tokens=60, sampling=ENDLESS) for n in range(16))
-        )
-        for reply in replies:
-            assert rig.gap(rig.old, PROMPT, reply, TEMPERATURE).max() <= 1e-3
-            mean, spread = rig.reference.surprise(
-                PROMPT + reply.token_ids.tolist(), len(PROMPT), TEMPERATURE
-            )
-            difference += float((-reply.logprobs - mean).sum())
-            variance += float(spread.sum())
-    use = rig.engine.requests.use()
-    accepted = use.accepted_tokens - before.accepted_tokens
-    assert accepted > 60
-    assert use.drafted_tokens - before.drafted_tokens - accepted > 60
-    assert abs(difference) <= 4 * variance**0.5
+    await rig.check_drafted_distribution()
 
 
 async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig: DraftingRig) -> None:

@@ -1,12 +1,10 @@
 """Several trainer ranks in a real run: the weights that arrive are those of the whole."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from support.fakes.tiny_models import make_model_folder
+from support.fakes.tiny_models import make_mixture_like, make_model_folder
 from support.rigs import run_processes
 
 pytestmark = [*run_processes.SLOW_RUN, pytest.mark.timeout(300)]
@@ -28,25 +26,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(folder, num_attention_heads=4, num_key_value_heads=2)
 
 
-def make_mixture(model: Path, folder: Path) -> Path:
-    """The same with four experts, whose size the engine's kernel takes."""
-    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    shutil.copytree(model, folder)
-    kept = AutoConfig.from_pretrained(model).to_dict()
-    for name in ("model_type", "architectures", "transformers_version"):
-        kept.pop(name)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    torch.manual_seed(0)
-    mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**kept | experts, norm_topk_prob=True))
-    mixture.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_train_and_publish_what_the_servers_prove(layout, tmp_path, model):
     if layout.startswith("expert parallel"):
-        model = make_mixture(model, tmp_path / "mixture")
+        model = make_mixture_like(model, tmp_path / "mixture")
     run_processes.write_config(
         run_processes.copy_environments(tmp_path),
         model,

@@ -20,10 +20,9 @@ def keep_matrices_plain(patch: pytest.MonkeyPatch | None = None) -> None:
     patch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
 
 
-def multiply_float8_fast(patch: pytest.MonkeyPatch | None = None) -> None:
-    """In this process and those that are forked from it; for ever without `patch`."""
-    patch = patch or pytest.MonkeyPatch()
-    patch.setattr(torch, "_scaled_mm", _scaled_product)
+def multiply_float8_fast() -> None:
+    """For ever, in this process and those that are forked from it."""
+    torch._scaled_mm = _scaled_product
 
 
 def _scaled_product(

@@ -36,9 +36,7 @@ def written_checkpoint(folder: Path, step: int, *, weight_digest: str = "d") -> 
     return partial
 
 
-def save_checkpoint(
-    folder: Path, step: int, *, keep_last: int = 100, weight_digest: str = "d"
-) -> Path:
+def save_checkpoint(folder: Path, step: int, *, weight_digest: str = "d") -> Path:
     """The folder of version `step`, published as the trainer does it."""
     partial = written_checkpoint(folder, step, weight_digest=weight_digest)
-    return publish_and_retain(partial, keep_last=keep_last, keep_every=0)
+    return publish_and_retain(partial, keep_last=100, keep_every=0)

@@ -75,12 +75,12 @@ def replied(asked: Sequence[Conversation], replies: Iterable[np.ndarray]) -> lis
     return [(np.concatenate([tokens, reply]), images) for (tokens, images), reply in pairs]
 
 
-def experts_of(lengths: Iterable[int], *, num_layers: int = 2) -> list[np.ndarray]:
+def experts_of(lengths: Iterable[int]) -> list[np.ndarray]:
     """Experts of each conversation's tokens, 2 of 4; some of them are not known (255)."""
     random = np.random.default_rng(7)
     found = []
     for length in lengths:
-        ids = random.random((length, num_layers, 4)).argsort(axis=-1)[..., :2].astype(np.uint8)
+        ids = random.random((length, 2, 4)).argsort(axis=-1)[..., :2].astype(np.uint8)
         ids[[2, length - 1]] = 255
         found.append(ids)
     return found

@@ -21,14 +21,11 @@ class ReplayedGaps:
     A gap is |policy_logprob - behavior_logprob|; replayed experts are those of the rollout.
     """
 
-    def __init__(
-        self, policy: Policy, batch: Batch, config: Config, *, temperature: float = 1.0
-    ) -> None:
+    def __init__(self, policy: Policy, batch: Batch, config: Config) -> None:
         from slipstream.learner.trainer.algorithms.loss import training_sequences
         from slipstream.learner.trainer.model.schedule import rank_micro_batches
 
         self._policy = policy
-        self._temperature = temperature
         sequences = training_sequences(batch, config)
         self._share = rank_micro_batches(
             policy, sequences, range(len(sequences)), max_tokens=config.learner.micro_batch_tokens
@@ -47,7 +44,7 @@ class ReplayedGaps:
         share = self._share
         if not replayed:
             share = [dataclasses.replace(one, expert_ids=None) for one in share]
-        found = forward_logprobs(self._policy, share, temperature=self._temperature)
+        found = forward_logprobs(self._policy, share, temperature=1.0)
         gaps = [
             (logprobs.float().cpu() - one.behavior_logprobs).abs()[one.loss_mask]
             for logprobs, one in zip(found, share, strict=True)

@@ -1,7 +1,8 @@
 """A rollout engine with two sets of weights for it, who sends them, and transformers beside it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from slipstream.core.types import PolicyVersion
-from slipstream.rollout_server.engine_interface import Generation, LoadedWeights, Sampling
+from slipstream.rollout_server.engine_interface import (
+    EngineUse,
+    Generation,
+    LoadedWeights,
+    Sampling,
+)
 from slipstream.rollout_server.episodes.renderer import Renderer
 
 from support.fakes.gloo_sender import GlooSender, layout_of
@@ -22,6 +28,11 @@ from support.rigs.started_engine import publish, started_engine, until_generated
 Weights = dict[str, torch.Tensor]
 SAMPLING = Sampling(1.0, 1.0, 0, 200, 1, 250)
 PROMPT = [1, 4, 5, 6, 3]
+# For engines that draft: replies are as long as they may be, and drafts often right.
+TEMPERATURE = 0.15
+ENDLESS = dataclasses.replace(SAMPLING, ignore_eos=True, temperature=TEMPERATURE)
+GREEDY = dataclasses.replace(ENDLESS, temperature=0.0)
+PROMPTS = [[1, 4 + n, 5 + n % 7, 6, 3] for n in range(8)]
 
 
 class Reference:
@@ -85,6 +96,23 @@ class Rig:
     ) -> Generation:
         return await self.engine.requests.generate(name, prompt, sampling, num_tokens)
 
+    async def replies(
+        self, name: str, prompts: Sequence[list[int]], num_tokens: int, sampling: Sampling
+    ) -> list[Generation]:
+        """One reply to each prompt, all at once."""
+        return await asyncio.gather(
+            *(
+                self.generate(f"{name}-{n}", prompt, num_tokens, sampling)
+                for n, prompt in enumerate(prompts)
+            )
+        )
+
+    def drafted_since(self, before: EngineUse) -> tuple[int, int]:
+        """How many tokens were drafted, and how many of these accepted."""
+        use = self.engine.requests.use()
+        drafted = use.drafted_tokens - before.drafted_tokens
+        return drafted, use.accepted_tokens - before.accepted_tokens
+
     async def begun(
         self, name: str, count: int, num_tokens: int, sampling: Sampling
     ) -> list[asyncio.Task[Generation]]:
@@ -128,6 +156,25 @@ class Rig:
                 assert new[cut:].max() <= 1e-3
                 assert old[cut:].mean() > 0.1
         assert crossed >= 3
+
+    async def check_drafted_distribution(self) -> None:
+        """How surprising tokens are, beside the mean and variance that the model expects of that.
+
+        For an engine that drafts and serves the old weights.
+        """
+        before = self.engine.requests.use()
+        difference = variance = 0.0
+        for turn in range(4):
+            for reply in await self.replies(f"d{turn}", [PROMPT] * 16, 60, ENDLESS):
+                assert self.gap(self.old, PROMPT, reply, TEMPERATURE).max() <= 1e-3
+                tokens = PROMPT + reply.token_ids.tolist()
+                mean, spread = self.reference.surprise(tokens, len(PROMPT), TEMPERATURE)
+                difference += float((-reply.logprobs - mean).sum())
+                variance += float(spread.sum())
+        drafted, accepted = self.drafted_since(before)
+        assert accepted > 60
+        assert drafted - accepted > 60
+        assert abs(difference) <= 4 * variance**0.5
 
 
 def random_weights(like: Weights, seed: int) -> Weights:

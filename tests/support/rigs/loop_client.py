@@ -98,12 +98,12 @@ class LoopClient:
         }
         return await self._began(await self.result(await self.post("create_model", asked)))
 
-    async def begin_from(self, path: str, *, optimizer: bool = True) -> dict[str, Any]:
+    async def begin_from(self, path: str) -> dict[str, Any]:
         asked = {
             "session_id": self.session,
             "model_seq_id": next(self.models),
             "path": path,
-            "optimizer": optimizer,
+            "optimizer": True,
         }
         return await self._began(await self.result(await self.post("load_weights", asked)))
 

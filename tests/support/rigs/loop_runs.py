@@ -25,7 +25,7 @@ def loop_config(tmp_path, **settings: object) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def fronted(config: Config, *, in_flight: bool = False) -> AsyncIterator[LoopClient]:
+async def fronted(config: Config, *, in_flight: bool) -> AsyncIterator[LoopClient]:
     """A client of an HTTP process that ends with it."""
     port = free_port("127.0.0.1")
     front = asyncio.ensure_future(serve(config, port, in_flight=in_flight))

@@ -212,11 +212,10 @@ class Host:
 
 
 class Network:
-    def __init__(self, folder: Path, *, user: int, interface: str = "eth0") -> None:
+    def __init__(self, folder: Path, *, user: int) -> None:
         """Containers run as `user`, without a single capability."""
         self._folder = folder
         self._user = user
-        self._interface = interface
         self._stack = ExitStack()
         self._switch = 0
         self.hosts: dict[str, Host] = {}
@@ -243,12 +242,12 @@ class Network:
         host = Host(name, address, self._folder / name, user=self._user)
         host.pid = self._keep_namespace()
         port = f"port{len(self.hosts)}"
-        pair = f"ip link add {port} type veth peer name {self._interface} netns {host.pid}"
+        pair = f"ip link add {port} type veth peer name eth0 netns {host.pid}"
         in_namespace(self._switch, pair)
         in_namespace(self._switch, f"ip link set {port} master switch up")
         in_namespace(host.pid, "ip link set lo up")
-        in_namespace(host.pid, f"ip address add {address}/24 dev {self._interface}")
-        in_namespace(host.pid, f"ip link set {self._interface} up")
+        in_namespace(host.pid, f"ip address add {address}/24 dev eth0")
+        in_namespace(host.pid, "ip link set eth0 up")
         self.hosts[name] = host
         return host
 

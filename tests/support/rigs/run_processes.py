@@ -143,6 +143,15 @@ def succeed(
     return result
 
 
+def run_with_logs(folder: Path, *, limit_s: float) -> None:
+    """Runs config.toml in `folder`; a failure shows the ends of all logs."""
+    result = run_command("run", "config.toml", cwd=folder, limit_s=limit_s)
+    if result.returncode != 0:
+        for log in sorted((folder / "run" / "logs").glob("*.log")):
+            print(f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def trained_trajectories(run: Path) -> list[trajectory_pb2.Trajectory]:
     """All trajectories of the batches in a run's journal."""
     return [

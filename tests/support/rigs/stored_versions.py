@@ -60,22 +60,19 @@ def digests_of(content: Content, buckets: Sequence[Bucket] = BUCKETS) -> list[by
 class StoredVersions:
     """Writes versions by two senders; `manifest` names each as the controller would."""
 
-    def __init__(
-        self, url: str, specs: Sequence[TensorSpec] = TENSORS, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+    def __init__(self, url: str) -> None:
         self.storage = Storage(url)
-        self.buckets = buckets = plan_buckets(specs, bucket_bytes)
-        self.layout = layout_to_pb(specs, bucket_bytes)
+        self.layout = layout_to_pb(TENSORS, BUCKET_BYTES)
         self.writers = [
-            RankObjects(buckets, sender, self.storage, object_bytes=150_000, pin=False)
+            RankObjects(list(BUCKETS), sender, self.storage, object_bytes=150_000, pin=False)
             for sender in (0, 1)
         ]
         self.chain: list[weights_pb2.StoredLink] = []
 
     def write(self, step: int, content: Content, *, whole: bool) -> weights_pb2.StoredWeights:
-        links, digests = [], digests_of(content, self.buckets)
+        links, digests = [], digests_of(content)
         for writer in self.writers:
-            for place, (bucket, data) in enumerate(zip(self.buckets, content, strict=True)):
+            for place, (bucket, data) in enumerate(zip(BUCKETS, content, strict=True)):
                 writer.take(place, bucket, torch.from_numpy(data))
             links.append(writer.write(f"run/v{step}", digests, whole=whole, until=soon()))
         link = weights_pb2.StoredLink(

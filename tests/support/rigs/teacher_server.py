@@ -19,7 +19,7 @@ _POLL_S = 0.2
 
 
 @contextlib.contextmanager
-def teacher_server(model: Path, log: Path, *, more: Sequence[str] = ()) -> Iterator[str]:
+def teacher_server(model: Path, log: Path, *, more: Sequence[str]) -> Iterator[str]:
     """Serves `model` under the name `teacher`; yields its base_url, and ends its processes.
 
     RuntimeError with the end of `log` when it does not start.
