@@ -9,7 +9,7 @@ from slipstream.core.types import Branch, Failure, FailureKind, PolicyVersion, S
 from slipstream.v1 import fleet_pb2
 from support.fakes.agent_rig import agent_config, script, scripted_engine
 from support.fakes.chat_models import make_chat_model
-from support.rigs.episode_server import SAMPLING, EpisodeServer, serving
+from support.rigs.episode_server import SAMPLING, EpisodeServer, recorded, serving
 from support.rigs.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
@@ -46,15 +46,7 @@ async def test_an_agent_with_tools_and_a_reviewer_becomes_one_trajectory(server)
         Branch(2, 0.5, "reviewer"),
         Branch(2, 0.5, "reviewer"),
     )
-    samples = {(tuple(sample.prompt), tuple(sample.tokens)) for sample in server.engine.samples}
-    recorded = set()
-    for sequence in trajectory.sequences():
-        tokens, end = trajectory.token_ids[sequence.tokens].tolist(), 0
-        lengths = trajectory.run_lengths[sequence.runs]
-        for context, sampled in zip(lengths[::2], lengths[1::2], strict=True):
-            start, end = end + context, end + context + sampled
-            recorded.add((tuple(tokens[:start]), tuple(tokens[start:end])))
-    assert recorded == samples
+    assert sorted(recorded(trajectory)) == sorted(server.samples())
     assert trajectory.prompt_text.startswith("<|im_start|>system")
     assert trajectory.version_spans[0].version == server.engine.version
 

@@ -33,7 +33,6 @@ async def test_trees_are_trained_once_told_as_trees_and_kept_in_the_ledger(tmp_p
     trainer = FakeTrainer(config.controller.address, step_s=0.02)
     summary = await play(config, server, trainer=trainer)
     assert (summary["code"], summary["steps"]) == (0, 12)
-    assert summary["ledger"]["difference"] == 0
     assert summary["ledger"]["trained"] == summary["ledger"]["generated"] == 12 * 16 * TOKENS
     assert 0 < max(trainer.lags) <= 2
     trained = [trajectory for batch in trainer.batches for trajectory in batch]

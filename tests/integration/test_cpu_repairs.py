@@ -1,4 +1,4 @@
-"""vLLM's layers for CPUs, corrected where they compute something else or nothing."""
+"""What vLLM does on CPUs, corrected where it computes something else or nothing."""
 
 import functools
 
@@ -10,6 +10,9 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.model_loader import reload
+from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +62,23 @@ def test_a_loader_without_a_name_is_no_obstacle_to_new_weights() -> None:
     layer.weight.weight_loader = functools.partial(lambda parameter, loaded: None)
     reload.record_metadata_for_reloading(layer)
     initialized(layer)
+
+
+def expanded(values: list[float], ends: list[int]) -> list[float]:
+    current_platform.register_triton_kernel_overrides()
+    found = rejection_sampler.expand_batch_to_tokens(
+        torch.tensor(values), torch.tensor(ends), ends[-1], replace_from=0, replace_to=1
+    )
+    return found.tolist()
+
+
+def test_each_drafted_token_gets_the_temperature_of_its_request() -> None:
+    # The second request has no draft; the third one is greedy.
+    assert expanded([0.5, 0.7, 0.0, 2.0], [2, 2, 3, 6]) == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]
+
+
+def test_top_k_alone_takes_a_step_without_drafts() -> None:
+    for number in (0, 2):
+        logits = torch.arange(number * 3.0).view(number, 3)
+        kept = apply_top_k_top_p(logits, torch.full((number,), 2, dtype=torch.int32), None)
+        assert kept.isfinite().tolist() == [[False, True, True]] * number

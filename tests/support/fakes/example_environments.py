@@ -128,3 +128,17 @@ def sabotage(kind: str) -> float:
 class Unmade(Repeat):
     def __init__(self) -> None:
         raise RuntimeError("there is no dataset")
+
+
+class ThreeTurns(Repeat):
+    """Three turns, of which the second alone earns what the reply is worth."""
+
+    async def reset(self, task):
+        self._turn = 0
+        return await super().reset(task)
+
+    async def step(self, reply):
+        self._turn += 1
+        earned = (await super().step(reply)).reward if self._turn == 2 else 0.0
+        again = [{"role": "user", "content": self.letter}] if self._turn < 3 else []
+        return StepResult(earned, done=not again, messages=again)

@@ -21,7 +21,7 @@ def keep_matrices_plain(patch: pytest.MonkeyPatch | None = None) -> None:
 
 
 def multiply_float8_fast() -> None:
-    """For ever, in this process and those that are forked from it."""
+    """Has this process, and those that are forked from it, multiply so for ever."""
     torch._scaled_mm = _scaled_product
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+from slipstream.client.verify import Bounds, examine
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
@@ -48,12 +49,14 @@ async def play(
     during=None,
     wait_for_trainer: bool = True,
     is_planted: bool = False,
+    is_damaged: bool = False,
     **limits: float,
 ) -> dict:
     """Runs a whole run with fakes; returns its summary, with the texts of its events.
 
     Without a server or a trainer there is a plain one. `limits` are the controller's. The ledger
-    must close at every hand-over, unless a fault `is_planted` there.
+    must close at every hand-over, unless a fault `is_planted` there, and the run's files must pass
+    what `slipstream verify` does, whose tests are in test_verify.py, unless a file `is_damaged`.
     """
     controller = Controller(config, OPEN, **limits)
     servers = servers or (FakeServer(config.controller.address),)
@@ -74,6 +77,9 @@ async def play(
             await asyncio.gather(*tasks, training, running, return_exceptions=True)
     summary = json.loads((config.run_dir / "summary.json").read_text())
     assert is_planted or summary["ledger"]["gaps"] == []
+    if not is_planted and not is_damaged:
+        bounds = Bounds(*(getattr(config.algorithm, name) for name in Bounds._fields))
+        assert examine(config.run_dir, bounds).faults == []
     told = [event.text for event in controller._run.events.kept()]
     return summary | {"code": code, "told": told}
 

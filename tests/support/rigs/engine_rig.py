@@ -28,7 +28,7 @@ from support.rigs.started_engine import publish, started_engine, until_generated
 Weights = dict[str, torch.Tensor]
 SAMPLING = Sampling(1.0, 1.0, 0, 200, 1, 250)
 PROMPT = [1, 4, 5, 6, 3]
-# For engines that draft: replies are as long as they may be, and drafts often right.
+# An engine that drafts is often right at this temperature; replies are as long as they may be.
 TEMPERATURE = 0.15
 ENDLESS = dataclasses.replace(SAMPLING, ignore_eos=True, temperature=TEMPERATURE)
 GREEDY = dataclasses.replace(ENDLESS, temperature=0.0)

@@ -88,12 +88,28 @@ class EpisodeServer:
         number = lease.get("members", 1) * lease.get("max_attempts", 1)
         return await self.ended(self.lease(environment, **lease), number)
 
+    def samples(self) -> list[tuple[list[int], list[int]]]:
+        """The prompt and the reply of each request that the engine has served."""
+        return [(sample.prompt, sample.tokens) for sample in self.engine.samples]
+
     async def check_ledger(self) -> None:
         """The tokens that the engine counted are those of the trajectories."""
         beat = await self.connection.wait_quiet()
         recorded = sum(one.num_sampled_tokens for one in self.fleet.trajectories)
         assert beat.generated_tokens == beat.ended_tokens == recorded
         assert beat.in_flight_tokens == 0
+
+
+def recorded(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
+    """The prompt and the reply of each turn."""
+    found = []
+    for sequence in trajectory.sequences():
+        tokens, end = trajectory.token_ids[sequence.tokens].tolist(), 0
+        lengths = trajectory.run_lengths[sequence.runs]
+        for context, sampled in zip(lengths[::2], lengths[1::2], strict=True):
+            start, end = end + context, end + context + sampled
+            found.append((tokens[:start], tokens[start:end]))
+    return found
 
 
 @contextlib.asynccontextmanager

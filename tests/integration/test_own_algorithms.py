@@ -1,6 +1,7 @@
-"""`slipstream check` and the start of a run prove functions of one's own."""
+"""Functions of one's own are proved before a run; the algorithms of deploy/algorithms learn."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,14 @@ from slipstream.client.launch.preflight import check_proofs
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from support.fakes import wrong_algorithms
-from support.rigs.run_processes import run_command, write_config
+from support.rigs.run_processes import (
+    ROOT,
+    check_ledger,
+    run_command,
+    succeed,
+    summary_of,
+    write_config,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 
@@ -20,7 +28,28 @@ OWN = {
     "filter": "deploy.algorithms.difficulty:filter",
 }
 WRONG = f"{wrong_algorithms.__name__}:divides_by_length"
-ROOT = Path(__file__).parents[2]
+# The settings of docs/guides/own-algorithms.md.
+SETTINGS: dict[str, dict[str, object]] = {
+    "gmpo": {
+        "algorithm__loss": "gmpo:loss",
+        "algorithm__aggregation": "sequence_mean",
+        "algorithm__mini_batches": 4,
+    },
+    "dppo": {
+        "algorithm__weight": "dppo:weight",
+        "algorithm__loss": "reinforce",
+        "algorithm__mini_batches": 4,
+    },
+    "maxrl": {"algorithm__advantage": "maxrl:advantage"},
+    "gigpo": {"algorithm__advantage": "gigpo:advantage"},
+    "alp": {"algorithm__reward": "alp:reward", "sampling__max_reply_tokens": 8},
+    # Later the task is solved so often that the filter leaves out too many groups.
+    "difficulty": {
+        "run__steps": 100,
+        "algorithm__filter": "difficulty:filter",
+        "algorithm__filter_args": {"low": 0.02, "high": 0.98},
+    },
+}
 
 
 @pytest.fixture
@@ -50,3 +79,25 @@ def test_check_tells_whether_functions_are_proved(config: Path) -> None:
     right = f"algorithm.loss={json.dumps(OWN['loss'])}"
     shown = run_command("check", config, right, cwd=config.parent, limit_s=300)
     assert shown.stdout.splitlines()[-1] == "the algorithm's functions are proved"
+
+
+def copy_algorithms(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in SETTINGS:
+        shutil.copy(ROOT / "deploy" / "algorithms" / f"{name}.py", folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_papers_algorithm_learns_and_its_run_can_be_replayed(
+    name: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    copy_algorithms(tmp_path)
+    write_config(tmp_path, tiny_model, **SETTINGS[name])
+    succeed("run", "config.toml", cwd=tmp_path, limit_s=600)
+    summary = summary_of(tmp_path / "run")
+    check_ledger(summary)
+    assert summary["reward_last"] >= summary["reward_first"] + 0.4
+    replay = succeed("replay", tmp_path / "run", cwd=tmp_path, limit_s=400)
+    assert len(replay.stdout.splitlines()) == summary["steps"]
