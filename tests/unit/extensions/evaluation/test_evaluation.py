@@ -206,11 +206,6 @@ def test_pass_at_k_is_the_share_of_all_draws_in_which_one_passes(num_samples: in
             assert pass_at_k(num_samples, num_passed, k) == pytest.approx(share, abs=1e-12)
 
 
-def test_pass_at_2_of_4_replies_with_1_that_passes_is_one_half():
-    # 1 - C(3, 2) / C(4, 2) = 1 - 3 / 6; the biased 1 - (3 / 4)^2 would be 0.4375.
-    assert pass_at_k(4, 1, 2) == 0.5
-
-
 def test_rewards_lengths_and_cut_off_replies_are_told():
     episodes = [episode(0, 0.0, 2, 4), episode(1, 1.0, 6, truncated=True), episode(2, 4.0, 8)]
     found = evaluation_statistics(episodes, num_failed=2, samples=1)

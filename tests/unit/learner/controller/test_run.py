@@ -97,9 +97,3 @@ def test_only_time_in_which_it_runs_is_counted(changes, last):
         watch.note(now, running=runs)
         running = runs
     assert watch.total_s(now + last) == expected + (last if running else 0)
-
-
-def test_a_stopwatch_that_stands_still_is_not_started_by_progress() -> None:
-    watch = Stopwatch()
-    watch.reset(5.0)
-    assert watch.total_s(9.0) == 0.0

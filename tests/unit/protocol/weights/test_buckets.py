@@ -27,10 +27,11 @@ layouts = st.lists(
 
 
 @given(layouts, st.integers(1, 2_000))
-def test_every_tensor_lies_once_in_order_aligned_and_apart(tensors, bucket_bytes):
+def test_every_tensor_lies_once_in_order_aligned_in_a_bucket_of_its_sender(tensors, bucket_bytes):
     buckets = plan_buckets(tensors, bucket_bytes)
     assert [span.tensor for bucket in buckets for span in bucket.spans] == tensors
     for bucket in buckets:
+        assert {span.tensor.sender for span in bucket.spans} == {bucket.root}
         end = 0
         for span in bucket.spans:
             assert span.offset_bytes % ALIGNMENT_BYTES == 0
@@ -48,12 +49,6 @@ def test_a_bucket_is_closed_only_when_the_next_tensor_does_not_fit_or_is_another
     for bucket, following in zip(buckets, buckets[1:], strict=False):
         is_full = bucket.num_bytes + following.spans[0].tensor.num_bytes > bucket_bytes
         assert is_full or bucket.root != following.root
-
-
-@given(layouts, st.integers(1, 2_000))
-def test_a_bucket_has_one_sender(tensors: list[TensorSpec], bucket_bytes: int) -> None:
-    for bucket in plan_buckets(tensors, bucket_bytes):
-        assert {span.tensor.sender for span in bucket.spans} == {bucket.root}
 
 
 @given(layouts, st.integers(1, 2_000))

@@ -42,17 +42,6 @@ def gradient(found: TokenLoss, policy: Tensor) -> list[float]:
     return values.tolist()
 
 
-def test_first_mini_batch_weighs_the_policy_gradient_by_the_truncated_importance_weight() -> None:
-    # exp(log 1.5) = 1.5 is kept; exp(log 4) = 4 is cut to 2; the third token is context.
-    behavior = [-1.0 - math.log(1.5), -1.0 - math.log(4), 0.0]
-    policy = torch.full((3,), -1.0, requires_grad=True)
-    batch = micro_batch(behavior, [2.0, -1.0, 9.0], [True, True, False], lags=[0, 1, 0])
-    found = loss_of(policy, batch)
-    assert found.loss.item() == pytest.approx(-(1.5 * 2.0 + 2.0 * -1.0))
-    assert gradient(found, policy) == pytest.approx([-3.0, 2.0, 0.0])
-    assert found.num_tokens.item() == 2
-
-
 @pytest.mark.parametrize("weight", ["token", "sequence", "none"])
 @pytest.mark.parametrize("loss", ["reinforce", "ppo"])
 def test_tokens_that_no_policy_sampled_have_a_ratio_of_one(weight: str, loss: str) -> None:

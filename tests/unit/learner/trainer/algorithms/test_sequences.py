@@ -83,17 +83,6 @@ def test_reports_of_episodes_are_collected() -> None:
     assert reports == {"own_reward": [0, 1, 2, 5, 5, 8]}
 
 
-def test_only_sampled_tokens_are_trained() -> None:
-    """What the chat template appends behind a reply is context: no loss, whatever its logprob."""
-    one = batch([0, 1, 2, 5, 5, 8])
-    for trajectory, sequence in zip(
-        one.trajectories, training_sequences(one, config()), strict=True
-    ):
-        sampled = trajectory.sampled_mask()
-        assert sequence.loss_mask.tolist() == [*sampled[1:], False]
-        assert not sequence.behavior_logprobs[~sequence.loss_mask].any()
-
-
 def tree(sampled: tuple[int, ...], shares: tuple[float, ...], reward: float) -> Trajectory:
     """A branch for each number of sampled tokens, behind two tokens of context."""
     made = make_batch(0, num_groups=1, group_size=1, vocab_size=9, max_tokens=20).trajectories[0]
