@@ -1,6 +1,8 @@
 """Runs that a program of Python starts with its own environments, as a notebook does."""
 
+import asyncio
 import gc
+import itertools
 import os
 import re
 import signal
@@ -15,9 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 import slipstream
-from slipstream.client import started_run
+from slipstream.client import ResetResult, started_run
 from slipstream.client.client import NoController
 from slipstream.core.errors import ConfigError, EnvironmentFailed, RunFailed
+from slipstream.core.template_values import NEED_PARSER
 from slipstream.environments.questions import Questions
 from support.fakes.example_environments import Repeat
 from support.fakes.page_reader import BLOCK
@@ -125,6 +128,7 @@ def test_the_end_of_a_failed_run_says_what_its_log_says(quick) -> None:
         raise ValueError("no judge today")
 
     quick["controller"] = {"max_failed_groups": 1}
+    quick["run"]["audit"] = "tell"
     run = slipstream.run(environments=Questions(ROWS, answer="sum", judge=wrong), **quick)
     cause = r"no environment is left: questions: .*ValueError: no judge today \(test_started_run.py"
     for _ in range(2):
@@ -155,6 +159,12 @@ def test_what_cannot_work_is_refused_before_anything_starts(quick) -> None:
         {"reference": Repeat, "weight": -1}
     )
 
+    for number in ("4", 0, -1, 1.5, True, float("nan"), None, 2**31):
+        assert refusal({"reference": Repeat, "episodes": number}) == (
+            "slipstream.run: environments: episodes of repeat must be a whole number from 1 to "
+            f"2147483647, got {number!r}"
+        )
+
     class Needs(Repeat):
         def __init__(self, letters: str) -> None:
             self.letters = letters
@@ -174,19 +184,77 @@ def test_what_cannot_work_is_refused_before_anything_starts(quick) -> None:
     assert not commands()
 
 
+def test_what_a_check_refuses_is_refused_before_anything_starts(quick, capfd) -> None:
+    def refusal(environment: object) -> str:
+        with pytest.raises(ConfigError) as caught:
+            slipstream.run(environments=environment, **quick)
+        return str(caught.value)
+
+    def wrong(reply: str) -> float:
+        raise ValueError("no judge today")
+
+    class Drawn(Repeat):
+        def reset(self, task: str) -> list[dict[str, str]]:
+            return [{"role": "user", "content": str(next(numbers))}]
+
+    class Tools(Repeat):
+        def reset(self, task: str) -> ResetResult:
+            tool = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+            asked = [{"role": "user", "content": task}]
+            return ResetResult(asked, tools=[{"type": "function", "function": tool}])
+
+    numbers = itertools.count()
+    judged = Questions(ROWS, answer="sum", judge=wrong)
+    assert refusal(judged).startswith("environment questions: ValueError: no judge today (test_")
+    twice = r"environment drawn: .*begin otherwise when they are reset twice with one seed"
+    assert re.match(twice, refusal(Drawn))
+    assert refusal(Tools) == f"environment tools: {NEED_PARSER}"
+    assert not commands()
+    capfd.readouterr()
+
+
+@pytest.mark.parametrize("kind", ["awaits", "blocks"])
+def test_an_environment_whose_first_call_does_not_end_is_named(quick, monkeypatch, kind) -> None:
+    class Awaits(Repeat):
+        async def reset(self, task: str) -> list[dict[str, str]]:
+            return await asyncio.Future()
+
+    class Blocks(Repeat):
+        def reset(self, task: str) -> list[dict[str, str]]:
+            released.wait()
+            return []
+
+    released = threading.Event()
+    monkeypatch.setattr(started_run, "SLOW_S", 0.01)
+    table = {"reference": {"awaits": Awaits, "blocks": Blocks}[kind], "timeout_s": 0.1}
+    says = f"environment {kind}: its check did not end within 0.4 s"
+    try:
+        with pytest.raises(ConfigError, match=says) as caught:
+            slipstream.run(environments=table, **quick)
+        if kind == "blocks":
+            assert "test_started_run.py" in str(caught.value)
+            assert str(caught.value).endswith("in reset)")
+    finally:
+        released.set()
+    assert not commands()
+
+
 @pytest.mark.long
 def test_an_interrupted_cell_stops_its_run_in_order(quick) -> None:
     def judge(reply: str) -> float:
-        if not interrupted:
+        # The first episode of the run itself.
+        if started and not interrupted:
             # Linux may give a signal of the process to any thread: here to one that does not wait.
             interrupted.append(signal.pthread_kill(threading.get_ident(), signal.SIGINT))
         return 0.0
 
+    started: list[slipstream.Run] = []
     interrupted: list[None] = []
     # A program in the background of a shell ignores the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run = slipstream.run(environments=Questions(ROWS, answer="sum", judge=judge), **quick)
+        started.append(run)
         with pytest.raises(KeyboardInterrupt):
             run.wait()
     finally:
@@ -200,14 +268,17 @@ def test_an_environment_that_blocks_its_thread_holds_up_no_end_of_its_run(
     quick, monkeypatch
 ) -> None:
     def judge(reply: str) -> float:
-        blocked.set()
-        released.wait()
+        if started:
+            blocked.set()
+            released.wait()
         return 0.0
 
     monkeypatch.setattr(started_run, "BLOCKED_S", 0.1)
+    started: list[slipstream.Run] = []
     blocked, released = threading.Event(), threading.Event()
     table = {"reference": Questions(ROWS, answer="sum", judge=judge), "timeout_s": 5.0}
     run = slipstream.run(environments=table, **quick)
+    started.append(run)
     stopping = threading.Thread(target=run.stop)
     try:
         assert blocked.wait(LIMIT_S)

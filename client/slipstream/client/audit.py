@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.client.audit_data import Row
 from slipstream.client.episode_host import MAX_LISTED, spaced
-from slipstream.core.errors import EnvironmentFailed
+from slipstream.client.terminal import counted
+from slipstream.core.errors import ConfigError, EnvironmentFailed
+from slipstream.core.template_values import NEED_PARSER
 
 if TYPE_CHECKING:
     from slipstream.client.episode_host import EpisodeHost
@@ -165,8 +167,19 @@ class Audit:
         self._places = asyncio.Semaphore(AT_ONCE)
         self.played = Played(loaded.num_tasks)
 
-    async def run(self, look: Callable[[int, pb.Observation], None]) -> Played:
-        """Plays what there is time for; calls `look` with each opening that it sees."""
+    async def run(self, *, has_tools: bool = True, max_images: int | None = None) -> Played:
+        """Plays what there is time for; raises ConfigError for an opening beyond these limits."""
+
+        def look(index: int, opening: pb.Observation) -> None:
+            if opening.tools_json and not has_tools:
+                raise ConfigError(NEED_PARSER)
+            parts = [part for message in opening.messages for part in message.parts]
+            images = {part.image for part in parts if part.image}
+            if max_images is not None and len(images) > max_images:
+                which, shown = f"task {index}" if index else "first task", len(images)
+                what = f"its {which} shows {counted(shown, 'image')}, more than sampling.max_images"
+                raise ConfigError(f"{what} = {max_images}")
+
         played, number = self.played, self.played.num_tasks
         indices = spaced(number or FIRST_TASKS, MAX_TASKS)
         await self._open(indices[0], look, played.tasks)

@@ -56,6 +56,8 @@ def _openings(played: Played) -> list[Finding]:
 
 def _failures(played: Played) -> list[Finding]:
     found = []
+    if played.first_call == "none" and not played.unbegun:
+        found.append(Finding("run() ended without a call to its endpoint", is_refused=True))
     if played.unbegun:
         index, cause = min(played.unbegun.items())
         # A task alone, or all of them, need no number.

@@ -33,12 +33,17 @@ from typing import Any, TypeVar, cast
 
 import tomli_w
 from pydantic import JsonValue
+from slipstream.client.audit import Audit
+from slipstream.client.audit_report import Finding, findings
 from slipstream.client.client import LOOK_S, Client, NoController
 from slipstream.client.environment import AnyEnvironment, Environment
+from slipstream.client.environment_loader import running_place
 from slipstream.client.episode_host import EpisodeHost
+from slipstream.client.launch.preflight import CHECKED_CALLS, RUN_AUDIT_S, SLOW_S
 from slipstream.client.page import PAGE
 from slipstream.client.run_folder import FoundRun, parsed, read_summary
 from slipstream.client.status import RunStatus
+from slipstream.client.terminal import complain
 from slipstream.core.configuration.automatic import add_names
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.configuration.toml_text import check_values
@@ -46,6 +51,8 @@ from slipstream.core.errors import FAILED, USAGE_ERROR, ConfigError, RunFailed
 from slipstream.core.machine.process import die_with_parent, send_signal
 from slipstream.core.run_folder import ADDRESS, METRICS
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import EnvironmentSection
+from slipstream.v1 import environment_pb2 as pb
 
 SOURCE = "slipstream.run"
 COMMAND = (sys.executable, "-m", "slipstream.client.started_run")
@@ -67,7 +74,7 @@ Result = TypeVar("Result")
 
 
 def run(*, environments: object = None, show: bool = True, **settings: object) -> Run:
-    """Starts a run on this machine and returns its handle; waits for nothing but the start.
+    """Starts a run on this machine, plays its own objects before, and returns its handle.
 
     `settings` are the tables of a configuration file: `model={"path": "models/tiny"}`.
     `environments` is one environment or a list, or None if a client brings some: an instance of a
@@ -77,7 +84,7 @@ def run(*, environments: object = None, show: bool = True, **settings: object) -
     `show` prints what the command `slipstream run` would print.
 
     The run ends in order when the handle is garbage or the process ends: keep the handle. Raises
-    ConfigError for wrong settings.
+    ConfigError for wrong settings, and for an object that `slipstream check` refuses.
     """
     tables: list[object] = []
     served: list[_Served] = []
@@ -100,9 +107,12 @@ def run(*, environments: object = None, show: bool = True, **settings: object) -
     if isinstance(stated := given.setdefault("run", {}), dict):
         stated.setdefault("name", whole["run"]["name"])
     # Names, weights and limits of objects, too.
-    parse_config(whole, source=SOURCE, complete=False)
+    sections = parse_config(whole, source=SOURCE, complete=False).environments[-len(served) :]
     config = parse_config(given, source=SOURCE, complete=False)
-    return Run(_Plan(given, config, tuple(served), show, Path.cwd()))
+    plan = _Plan(given, config, tuple(map(_Served.checked, served, sections)), show, Path.cwd())
+    for one in plan.served:
+        _audit(one, plan)
+    return Run(plan)
 
 
 class Run:
@@ -226,6 +236,17 @@ class _Served:
     # Arguments of `Client.serve`.
     options: Mapping[str, Any]
 
+    def checked(self, section: EnvironmentSection) -> _Served:
+        """Returns it with the options as its section of the settings has checked them."""
+        number = self.options.get("episodes", 64)
+        if type(number) is not int or not 0 < number < 2**31:
+            raise ConfigError(
+                f"{SOURCE}: environments: episodes of {self.name} must be a whole number from 1 to "
+                f"{2**31 - 1}, got {number!r}"
+            )
+        values = section.model_dump(include={*OPTIONS} - {"args", "reference"}, exclude_none=True)
+        return _Served(self.environment, self.name, values | {"episodes": number})
+
     @staticmethod
     def of(table: dict[str, Any]) -> _Served:
         """Returns the environment of a table whose `reference` is an object."""
@@ -251,8 +272,6 @@ class _Served:
                 f"{SOURCE}: environments must be classes or instances of "
                 f"slipstream.client.Environment, got {found!r}{hint * callable(found)}"
             )
-        # Whoever gives no tasks is refused before anything starts.
-        EpisodeHost(found)
         return _Served(found, table.pop("name", type(found).__name__.lower()), table)
 
 
@@ -381,10 +400,48 @@ async def _serve_all(plan: _Plan, before: tuple[int, str]) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 for one in plan.served:
-                    serve = partial(client.serve, one.environment, name=one.name)
-                    group.create_task(serve(connect_timeout_s=math.inf, **one.options))
+                    serve = partial(client.serve, one.environment, connect_timeout_s=math.inf)
+                    group.create_task(serve(**one.options))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+
+def _audit(one: _Served, plan: _Plan) -> None:
+    """Plays an environment for a second, as a command does; raises ConfigError to refuse it."""
+
+    async def audited() -> list[Finding]:
+        # Whoever gives no tasks is refused here.
+        host, config = EpisodeHost(one.environment), plan.config
+        loaded = pb.Loaded(num_tasks=host.num_tasks, digest=host.digest())
+        try:
+            ask = lambda **command: host.answer(pb.WorkerCommand(**command))  # noqa: E731
+            audit = Audit(host, ask, loaded=loaded, limit_s=RUN_AUDIT_S)
+            has_tools = config.rollout_server.tool_parser is not None
+            most = config.sampling.max_images
+            return findings(await audit.run(has_tools=has_tools, max_images=most))
+        finally:
+            await host.close_all()
+
+    auditing, limit_s = _submit(audited(), ENVIRONMENTS), one.options["timeout_s"]
+    said = f"environment {one.name}"
+    if not _awaited(auditing, SLOW_S).done() and plan.show:
+        print(f"{said} is checked, each call within {limit_s:g} s", flush=True)
+    if _awaited(auditing, CHECKED_CALLS * limit_s).cancel():
+        (*_, thread) = (each for each in threading.enumerate() if each.name == ENVIRONMENTS)
+        place = running_place(cast(int, thread.ident))
+        # Its thread may be blocked for ever: later environments get another one.
+        _loops.pop(ENVIRONMENTS, None)
+        limit_s *= CHECKED_CALLS
+        raise ConfigError(f"{said}: its check did not end within {limit_s:g} s ({place})")
+    try:
+        found = auditing.result()
+    except ConfigError as error:
+        raise ConfigError(f"{said}: {error}") from None
+    for each in found:
+        if each.is_refused and plan.config.run.audit == "refuse":
+            raise ConfigError(f"{said}: {each.text}")
+        if plan.show and not each.is_of_time:
+            complain(f"warning: {said}: {each.text}", sys.stderr)
 
 
 def _table(settings: Mapping[str, object]) -> dict[str, Any]:

@@ -26,11 +26,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc.aio
 from slipstream.client.environment_loader import CallTracker, running_place
 from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
-from slipstream.client.terminal import counted
 from slipstream.core.errors import WARNING, ConfigError
 from slipstream.core.machine.files import remove_abandoned
 from slipstream.core.machine.process import die_with_parent, send_signal
-from slipstream.core.template_values import NEED_PARSER
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc
@@ -177,9 +175,11 @@ class _Check:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
             )
-        played = await audit.run(self._look_at)
-        if played.first_call == "none" and not played.unbegun:
-            self._fail("run() ended without a call to its endpoint")
+        try:
+            most = options.max_images
+            played = await audit.run(has_tools=not options.no_tools, max_images=most)
+        except ConfigError as error:
+            self._fail(str(error))
         if played.first_call and options.max_turns == 1:
             second = "with sampling.max_turns = 1 an agent's second call is refused (400)"
             print(f"{WARNING}{second}", file=sys.stderr)
@@ -212,15 +212,6 @@ class _Check:
         answer = await self._host.answer(pb.WorkerCommand(**command))
         timer.cancel()
         return answer
-
-    def _look_at(self, index: int, opening: pb.Observation) -> None:
-        if opening.tools_json and self._options.no_tools:
-            self._fail(NEED_PARSER)
-        parts = [part for message in opening.messages for part in message.parts]
-        images, most = {part.image for part in parts if part.image}, self._options.max_images
-        if most is not None and len(images) > most:
-            shown, which = counted(len(images), "image"), f"task {index}" if index else "first task"
-            self._fail(f"its {which} shows {shown}, more than sampling.max_images = {most}")
 
     def _abandon(self, command: dict[str, dict[str, str]]) -> NoReturn:
         place = running_place(self._main_thread)

@@ -61,7 +61,7 @@ async def audited(case: dict, folder: Path, *, limit_s: float = 600.0) -> list[F
         return await host.answer(pb.WorkerCommand(**command))
 
     audit = Audit(host, ask, loaded=loading.loaded, limit_s=limit_s)
-    played = await audit.run(lambda *_: None)
+    played = await audit.run()
     assert [*table(played)]
     return findings(played)
 
