@@ -602,11 +602,32 @@ async def test_a_body_that_is_no_object_is_refused(rig, path, body) -> None:
 async def test_models_and_the_count_of_tokens_are_answered_and_not_recorded(rig) -> None:
     models = await rig.openai().models.list()
     assert [model.id for model in models.data] == ["policy"]
+    for client in (rig.openai(), rig.anthropic()):
+        for name in ("policy", "model-4:free"):
+            assert (await client.models.retrieve(name)).id == name
     for asked in ({"messages": [QUESTION]}, {"messages": [QUESTION], "tools": SCHEMA_TOOLS}):
         counted = await rig.anthropic().messages.count_tokens(model="claude", **asked)
         await send(rig, **asked, max_tokens=9)
         assert counted.input_tokens == len(rig.engine.samples[-1].prompt)
     assert rig.runs() == [1, 1]
+
+
+async def test_what_is_no_path_is_refused_by_the_paths_that_there_are(rig) -> None:
+    async with rig.http() as client:
+        for method, path in (
+            *(("HEAD", "/"), ("GET", "/v1"), ("GET", "/v1/chat/completions")),
+            *(("POST", "/v1/models"), ("POST", "/v1/models/policy"), ("POST", "/v1/embeddings")),
+            *(("GET", "/v1/messages/count_tokens"), ("GET", "/v1/files/v1/models/policy")),
+        ):
+            answer = await client.request(method, path)
+            said = answer.json()["error"]["message"]
+            assert answer.status_code == 404
+            assert said.startswith(f"{method} {path.rstrip('/')} is no path of agents; there are ")
+            assert "POST /v1/chat/completions, " in said
+            assert said.endswith(", GET /v1/models")
+        for method, path in (("GET", "/v1/models/"), ("POST", "/v1/messages/count_tokens/")):
+            asked = {"messages": [QUESTION]} if method == "POST" else None
+            assert (await client.request(method, path, json=asked)).status_code == 200
 
 
 async def test_no_call_is_served_after_the_end_of_the_episode(rig) -> None:

@@ -35,6 +35,8 @@ Application: TypeAlias = Callable[..., Awaitable[None]]
 
 COUNT_PATH = "/v1/messages/count_tokens"
 MODELS_PATH = "/v1/models"
+METHODS = dict.fromkeys((CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH), "POST")
+METHODS[MODELS_PATH] = "GET"
 _NOT_FOUND, _BROKEN, _BUSY = 404, 500, 503
 # Bytes of a request for each token that its prompt may have, and for all the rest. Parsing a larger
 # request would delay other episodes, and its prompt is too long anyway.
@@ -76,7 +78,8 @@ class Answering:
 
         The parts lack the names of the episode and of the call.
         """
-        path = http.path.partition("?")[0]
+        path = http.path.partition("?")[0].rstrip("/")
+        listed, _, name = path.partition(f"{MODELS_PATH}/")
         most_tokens = recorder.sampling.max_episode_tokens
         most = _OTHER_BYTES + _BYTES_PER_TOKEN * most_tokens
         try:
@@ -87,9 +90,19 @@ class Answering:
                     f"sampling.max_episode_tokens = {most_tokens} it may have {most}",
                     code="context_length_exceeded",
                 )
-            if path in (CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH) and http.method == "POST":
+            if http.method == "GET" and name and not listed:
+                # Each name is one of the policy.
+                found = _exchange(self._with_tools, copy_context(), "GET", MODELS_PATH, b"")
+                policy, *_ = json.loads(b"".join([part.body async for part in found]))["data"]
+                yield _whole(policy | {"id": name}, 200)
+                return
+            if METHODS.get(path) != http.method:
+                known = ", ".join(f"{method} {path}" for path, method in METHODS.items())
+                what = f"{http.method} {path} is no path of agents; there are {known}"
+                raise Refusal(what, code="not_found", status=_NOT_FOUND)
+            if path in (CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH):
                 parts = self._reply(recorder, http, path)
-            elif path in (COUNT_PATH, MODELS_PATH):
+            else:
                 body = b""
                 if http.body:
                     asked = _asked(http.body)
@@ -97,10 +110,6 @@ class Answering:
                         raise Refusal(NEED_PARSER)
                     body = _encoded(self._filled(recorder, asked))
                 parts = _exchange(self._with_tools, copy_context(), http.method, path, body)
-            else:
-                known = (CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH, MODELS_PATH)
-                what = f"{http.method} {path} is no path of agents; there are {', '.join(known)}"
-                raise Refusal(what, code="not_found", status=_NOT_FOUND)
             async for part in parts:
                 yield part
         except Refusal as refusal:
@@ -271,6 +280,10 @@ def _error(path: str, refusal: Refusal) -> ReplyPart:
         body: dict[str, object] = {"type": "error", "error": error}
     else:
         body = {"error": error | {"param": refusal.param, "code": refusal.code}}
-    part = ReplyPart(body=json.dumps(body).encode(), is_last=True, status=refusal.status)
+    return _whole(body, refusal.status)
+
+
+def _whole(body: Mapping[str, object], status: int) -> ReplyPart:
+    part = ReplyPart(body=json.dumps(body).encode(), is_last=True, status=status)
     part.headers.add(name="content-type", value="application/json")
     return part
