@@ -21,7 +21,7 @@ import threading
 from base64 import b64encode
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import grpc.aio
 from slipstream.client.environment_loader import CallTracker, running_place
@@ -72,16 +72,20 @@ def main(argv: list[str] | None = None) -> int:
     report = os.dup(1)
     sys.stdout.flush()
     os.dup2(2, 1)
-    sys.stdout = sys.stderr = lossy_output()
+    # Python's own name stays where the environment takes another stream.
+    sys.stdout = sys.stderr = sys.__stderr__ = lossy_output()
     if arguments.check is None:
         return _serve(arguments.connect, arguments.record)
     said = asyncio.run(_Check(arguments).run())
     with open(report, "w", encoding="utf-8", errors="backslashreplace") as file:
         print(said, file=file)
     # Threads of the environment must not keep the process alive.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    cast(io.TextIOWrapper, sys.__stderr__).flush()
     os._exit(0)
+
+
+class _Output(io.TextIOWrapper):
+    close = io.TextIOWrapper.flush
 
 
 class _Lossy(io.FileIO):
@@ -92,9 +96,9 @@ class _Lossy(io.FileIO):
 
 
 def lossy_output() -> io.TextIOWrapper:
-    """Returns a stream to file 2 that loses what a full disk does not take: nobody fails."""
+    """Returns a stream to file 2 that nobody closes, and that loses what a full disk refuses."""
     file = io.BufferedWriter(_Lossy(2, "wb", closefd=False))
-    return io.TextIOWrapper(file, errors="backslashreplace", line_buffering=True)
+    return _Output(file, errors="backslashreplace", line_buffering=True)
 
 
 def _serve(address: str, record: int | None) -> int:
@@ -224,8 +228,7 @@ class _Check:
 
     def _fail(self, cause: str) -> NoReturn:
         # This is the last line of stderr, after all that the environment has printed.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        cast(io.TextIOWrapper, sys.__stderr__).flush()
         if self._other is not None:
             send_signal(self._other, signal.SIGKILL)
         line = f"environment {self._options.check}: {cause}\n"

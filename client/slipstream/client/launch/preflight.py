@@ -29,7 +29,7 @@ from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
-from slipstream.core.errors import FAILED, USAGE_ERROR, WARNING, ConfigError, RunFailed
+from slipstream.core.errors import USAGE_ERROR, WARNING, ConfigError, RunFailed
 from slipstream.core.machine.address import address_parts, family_of, free_port
 from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import open_variables, send_signal
@@ -246,7 +246,7 @@ async def run_check(command: Sequence[str], *, timeout_s: float, played_s: float
     if ended.code is None:
         late = f"its check did not end within {limit_s:g} s, {timeout_s:g} s for each call"
         return replace(ended, lines=(*ended.lines, late))
-    if not (ended.output or (ended.lines and ended.code in (FAILED, USAGE_ERROR))):
+    if not (ended.output or (ended.lines and ended.code == USAGE_ERROR)):
         # A library or the environment itself has ended the process.
         says = f"environment {command[command.index('--check') + 1]}: "
         says += f"its check exited with code {ended.code}, without a report"

@@ -144,6 +144,32 @@ async def test_an_environment_that_ends_its_process_is_one_line(
     )
 
 
+@pytest.mark.parametrize("line", ["sys.stdout.close()", "sys.stdout = sys.stderr = None"])
+async def test_what_an_environment_does_to_its_output_does_not_end_its_check(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "import sys\nfrom slipstream.environments.echo import Echo\nprint('loaded', end='')\n"
+    (tmp_path / "closing.py").write_text(f"{code}{line}\nprint('more')\n")
+    monkeypatch.chdir(tmp_path)
+    assert await audit_class("closing:Echo", [], python="", timeout_s=60.0, model=None) == 0
+    shown = capsys.readouterr()
+    assert lines_of(shown.out)[-1] == "  ready"
+    assert shown.err.splitlines() == ["loadedmore" if "close" in line else "loaded"]
+
+
+async def test_the_end_of_a_check_by_an_error_of_python_names_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "import os\nfrom slipstream.environments.echo import Echo\nos.closerange(3, 256)\n"
+    (tmp_path / "closing.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    assert await audit_class("closing:Echo", [], python="", timeout_s=60.0, model=None) == 2
+    *_, error, last = capsys.readouterr().err.splitlines()
+    assert error == "OSError: [Errno 9] Bad file descriptor"
+    said = "environment closing:Echo: its check exited with code 1, without a report"
+    assert last.startswith(said)
+
+
 async def test_an_environment_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert await audit_class("no_such:X", [], python="", timeout_s=60.0, model=None) == 2
