@@ -30,7 +30,7 @@ from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import USAGE_ERROR, WARNING, ConfigError, RunFailed
-from slipstream.core.machine.address import address_parts, family_of, free_port
+from slipstream.core.machine.address import address_parts, family_of, free_port, is_loopback
 from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import open_variables, send_signal
 from slipstream.core.run_folder import log_path
@@ -69,19 +69,26 @@ def hold_address(address: str, *, what: str = "controller.address") -> Iterator[
     host, port = address_parts(address)
     while True:
         chosen = port or free_port(host)
-        with socket.socket(family_of(host)) as held, socket.socket(socket.AF_UNIX) as name:
+        family = family_of(host)
+        probe = socket.socket(family, socket.SOCK_DGRAM)
+        with socket.socket(family) as held, socket.socket(socket.AF_UNIX) as name, probe:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 held.bind((host, chosen))
+                if is_loopback(host):
+                    # One listens there even while the interface is down.
+                    probe.connect((host, chosen))
                 name.bind(f"\0slipstream {held.getsockname()[:2]}")
             except OSError as error:
                 is_taken = error.errno == errno.EADDRINUSE
                 if is_taken and not port:
                     continue
-                taken = "; another run may have it: choose another port, or 0 for a free one"
+                hint = "; another run may have it: choose another port, or 0 for a free one"
+                if not is_taken:
+                    is_down = error.errno == errno.ENETUNREACH
+                    hint = "; its interface is down: ip link set lo up" * is_down
                 raise ConfigError(
-                    f"{what}: cannot listen on {address}: {error.strerror}"
-                    f"{taken if is_taken else ''}"
+                    f"{what}: cannot listen on {address}: {error.strerror}{hint}"
                 ) from error
             yield f"{address.rpartition(':')[0]}:{chosen}"
             return

@@ -7,6 +7,7 @@ import os
 import socket
 import ssl
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -106,6 +107,22 @@ async def test_an_address_that_a_command_holds_is_for_its_own_controller_alone()
             await server.stop(None)
     with hold_address(stated):
         pass
+
+
+@pytest.mark.process
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a network namespace")
+def test_an_address_whose_interface_is_down_is_refused() -> None:
+    code = (
+        "from slipstream.client.launch.preflight import hold_address\n"
+        "with hold_address('127.0.0.1:0'):\n"
+        "    pass\n"
+    )
+    command = ["unshare", "--net", sys.executable, "-c", code]
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert asked.stderr.splitlines()[-1].partition("ConfigError: ")[-1] == (
+        "controller.address: cannot listen on 127.0.0.1:0: Network is unreachable; its interface "
+        "is down: ip link set lo up"
+    )
 
 
 def test_two_commands_that_draw_the_same_free_port_do_not_share_it(monkeypatch) -> None:
