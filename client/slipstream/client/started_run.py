@@ -422,16 +422,15 @@ def _audit(one: _Served, plan: _Plan) -> None:
         finally:
             await host.close_all()
 
-    auditing, limit_s = _submit(audited(), ENVIRONMENTS), one.options["timeout_s"]
-    said = f"environment {one.name}"
+    auditing, said = _submit(audited(), ENVIRONMENTS), f"environment {one.name}"
+    limit_s = CHECKED_CALLS * one.options["timeout_s"]
     if not _awaited(auditing, SLOW_S).done() and plan.show:
-        print(f"{said} is checked, each call within {limit_s:g} s", flush=True)
-    if _awaited(auditing, CHECKED_CALLS * limit_s).cancel():
+        print(f"{said} is checked, within {limit_s:g} s", flush=True)
+    if _awaited(auditing, limit_s).cancel():
         (*_, thread) = (each for each in threading.enumerate() if each.name == ENVIRONMENTS)
         place = running_place(cast(int, thread.ident))
         # Its thread may be blocked for ever: later environments get another one.
         _loops.pop(ENVIRONMENTS, None)
-        limit_s *= CHECKED_CALLS
         raise ConfigError(f"{said}: its check did not end within {limit_s:g} s ({place})")
     try:
         found = auditing.result()

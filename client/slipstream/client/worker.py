@@ -21,7 +21,7 @@ import threading
 from base64 import b64encode
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc.aio
 from slipstream.client.environment_loader import CallTracker, running_place
@@ -72,15 +72,14 @@ def main(argv: list[str] | None = None) -> int:
     report = os.dup(1)
     sys.stdout.flush()
     os.dup2(2, 1)
-    # Python's own name stays where the environment takes another stream.
-    sys.stdout = sys.stderr = sys.__stderr__ = lossy_output()
+    output = sys.stdout = sys.stderr = lossy_output()
     if arguments.check is None:
         return _serve(arguments.connect, arguments.record)
-    said = asyncio.run(_Check(arguments).run())
+    said = asyncio.run(_Check(arguments, output).run())
     with open(report, "w", encoding="utf-8", errors="backslashreplace") as file:
         print(said, file=file)
     # Threads of the environment must not keep the process alive.
-    cast(io.TextIOWrapper, sys.__stderr__).flush()
+    output.flush()
     os._exit(0)
 
 
@@ -151,8 +150,8 @@ async def _attach(address: str, token: str | None, record: int | None) -> str:
 class _Check:
     """Audits an environment; ends the process when it cannot be used."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
+    def __init__(self, options: argparse.Namespace, output: io.TextIOWrapper) -> None:
+        self._options, self._output = options, output
         self._host = EpisodeHost()
         self._main_thread = threading.get_ident()
         self._other: asyncio.subprocess.Process | None = None
@@ -228,7 +227,7 @@ class _Check:
 
     def _fail(self, cause: str) -> NoReturn:
         # This is the last line of stderr, after all that the environment has printed.
-        cast(io.TextIOWrapper, sys.__stderr__).flush()
+        self._output.flush()
         if self._other is not None:
             send_signal(self._other, signal.SIGKILL)
         line = f"environment {self._options.check}: {cause}\n"
