@@ -113,12 +113,6 @@ async def both_ends(place: Place) -> AsyncIterator[tuple[TrajectoryReceiver, Tra
         yield receiver, sender
 
 
-async def test_trajectories_of_a_sender_arrive_in_order(make_place: MakePlace) -> None:
-    async with both_ends(make_place(100_000)) as (receiver, sender):
-        await put(sender, *range(100))
-        assert await get(receiver, 100) == list(range(100))
-
-
 async def test_trajectories_of_all_senders_arrive(make_place: MakePlace) -> None:
     place = make_place(100_000)
     async with AsyncExitStack() as stack:

@@ -382,12 +382,6 @@ async def test_what_no_environment_may_answer_fails_its_episode_alone(server, an
     assert other.status is Status.COMPLETED
 
 
-async def test_a_lost_client_fails_the_calls_it_had(server) -> None:
-    server.fleet.client = None
-    (trajectory,) = await server.played(max_attempts=1)
-    assert trajectory.failure.kind is FailureKind.INFRASTRUCTURE
-
-
 async def test_a_cancelled_lease_delivers_what_was_sampled(server) -> None:
     server.engine.limit = 2
     connection = await server.leased()

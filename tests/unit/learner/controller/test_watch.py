@@ -157,13 +157,6 @@ def test_a_lease_is_overdue_once_when_its_server_served_for_so_long_without_an_e
     assert late(watch, [slow], a=125.0) == []
 
 
-def test_time_in_which_the_server_does_not_serve_is_nobodys_delay() -> None:
-    watch, slow = LeaseWatch(10.0), group("slow")
-    # However long the wall clock runs, the server's own clock stands still.
-    for _ in range(5):
-        assert late(watch, [slow], a=100.0) == []
-
-
 def test_an_attempt_that_ended_is_progress_whatever_came_of_it() -> None:
     watch, slow = LeaseWatch(10.0), group("slow")
     assert late(watch, [slow], a=0.0) == []

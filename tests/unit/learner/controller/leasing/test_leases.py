@@ -409,21 +409,6 @@ def test_an_orphan_keeps_the_bytes_that_its_next_server_will_need(book, group):
     assert (book.episodes_by_holder()[B], book.promised_episodes) == (2, 2)
 
 
-def test_a_closed_lease_waits_for_what_is_still_on_its_way(book, group):
-    book.closed(group.group_id, A, [1])
-    assert book.orphans() == []
-    book.add(reply(group, 0))
-    assert book.orphans() == [group]
-
-
-def test_a_closed_lease_of_a_complete_group_is_over(book, group):
-    book.closed(group.group_id, A, [])
-    for member in range(2):
-        book.add(reply(group, member))
-    assert book.orphans() == []
-    assert group.holder == A
-
-
 def test_a_quarantined_attempt_that_its_server_repeats_is_waited_for(book, group):
     name = TrajectoryName(group.group_id, 1, 0, 1)
     assert book.quarantined(name, will_retry=True) is group
@@ -438,4 +423,4 @@ def test_a_closed_lease_whose_members_all_arrive_is_never_short():
     for member in range(2):
         book.add(reply(group, member))
     assert book.short_leases(A, 2, 2) == []
-    assert group.is_complete
+    assert (group.is_complete, group.holder, book.orphans()) == (True, A, [])

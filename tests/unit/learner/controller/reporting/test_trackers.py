@@ -89,22 +89,16 @@ def test_a_tracker_that_fails_is_told_once_and_the_others_go_on():
     ]
 
 
-def test_a_tracker_whose_package_exits_is_told():
-    complaints: list[str] = []
-    trackers = Trackers({"exits": lambda: sys.exit("no key")}, complaints.append)
-    trackers.close()
-    assert complaints == ["tracker exits gets no more numbers: SystemExit: no key"]
-
-
-def test_a_tracker_that_cannot_be_opened_is_told():
+@pytest.mark.parametrize("error", [PermissionError, SystemExit])
+def test_a_tracker_that_cannot_be_opened_or_whose_package_exits_is_told(error):
     def refuse():
-        raise PermissionError("no key")
+        raise error("no key")
 
     complaints: list[str] = []
     trackers = Trackers({"locked": refuse}, complaints.append)
     trackers.close()
     trackers.log(0, {"x": 1.0})
-    assert complaints == ["tracker locked gets no more numbers: PermissionError: no key"]
+    assert complaints == [f"tracker locked gets no more numbers: {error.__name__}: no key"]
 
 
 def test_the_end_of_a_run_waits_for_a_slow_tracker_only_so_long():

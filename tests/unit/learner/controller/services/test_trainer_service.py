@@ -200,15 +200,6 @@ async def test_a_failure_of_an_earlier_trainer_changes_nothing() -> None:
     assert run.progress.cause == "trainer rank 3: out of memory"
 
 
-async def test_a_trainer_that_leaves_at_the_end_fails_nothing() -> None:
-    run = run_of()
-    servicer = servicer_of(run)
-    run.progress.stop("enough")
-    await servicer.Finish(trainer_pb2.TrainerGoodbye(export_path="final"), Call(1))
-    assert not run.progress.has_failed
-    assert servicer.finished.is_set()
-
-
 @pytest.mark.parametrize(("num_steps", "what"), [(0, "untrained"), (1, "trained")])
 async def test_a_model_that_no_step_has_changed_is_called_untrained(num_steps, what):
     run = run_of()
@@ -218,6 +209,7 @@ async def test_a_model_that_no_step_has_changed_is_called_untrained(num_steps, w
     run.progress.stop("enough")
     await servicer.Finish(trainer_pb2.TrainerGoodbye(export_path="final"), Call(1))
     assert [event.text for event in run.events.kept()][-1] == f"the {what} model lies in final"
+    assert servicer.finished.is_set() and not run.progress.has_failed
 
 
 @pytest.mark.parametrize("has_failed", [False, True])

@@ -202,21 +202,6 @@ def test_micro_batch_trains_each_sampled_token_where_it_is_predicted(seed, multi
     assert found.lags[mask].tolist() == versions
 
 
-def test_token_sampled_without_any_context_is_left_out() -> None:
-    batch = make_batch(0, num_groups=1, group_size=1, vocab_size=9, max_tokens=4)
-    trajectory = batch.trajectories[0]
-    number = len(trajectory.token_ids)
-    alone = dataclasses.replace(
-        trajectory,
-        run_lengths=(0, number),
-        behavior_logprobs=-np.arange(number, dtype=np.float32),
-        version_spans=(trajectory.version_spans[0]._replace(length=number),),
-    )
-    (found,) = TrainingSequence.of_trajectories([alone], [estimates(number, 1.0)], step=0)
-    assert found.loss_mask.sum() == number - 1
-    assert found.behavior_logprobs.tolist() == [*range(-1, -number, -1), 0]
-
-
 def test_branches_of_a_batch_are_those_of_each_branch_alone() -> None:
     made = make_batch(3, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
     batch = with_branches(made, vocab_size=99, max_tokens=20)
@@ -236,17 +221,18 @@ def test_branches_of_a_batch_are_those_of_each_branch_alone() -> None:
     assert TrainingSequence.of_trajectories([], [], step=3) == []
 
 
-def test_a_branch_that_begins_with_a_sampled_token_leaves_that_one_out() -> None:
+def test_token_sampled_without_any_context_is_left_out_of_each_branch() -> None:
     made = make_batch(0, num_groups=1, group_size=1, vocab_size=9, max_tokens=4).trajectories[0]
     tree = dataclasses.replace(
         made,
         token_ids=np.arange(7, dtype=np.uint32),
-        run_lengths=(1, 2, 0, 4),
-        behavior_logprobs=-np.arange(6, dtype=np.float32),
-        version_spans=(made.version_spans[0]._replace(length=6),),
+        run_lengths=(0, 3, 0, 4),
+        behavior_logprobs=-np.arange(7, dtype=np.float32),
+        version_spans=(made.version_spans[0]._replace(length=7),),
         branches=(Branch(2), Branch(2)),
     )
-    first, second = TrainingSequence.of_trajectories([tree], [estimates(6, 1.0)], step=0)
-    assert first.behavior_logprobs.tolist() == [0, -1, 0]
-    assert second.behavior_logprobs.tolist() == [-3, -4, -5, 0]
+    first, second = TrainingSequence.of_trajectories([tree], [estimates(7, 1.0)], step=0)
+    assert first.behavior_logprobs.tolist() == [-1, -2, 0]
+    assert first.loss_mask.tolist() == [True, True, False]
+    assert second.behavior_logprobs.tolist() == [-4, -5, -6, 0]
     assert second.loss_mask.tolist() == [True, True, True, False]
