@@ -35,20 +35,23 @@ def numbers(rows: list[dict[str, Any]]) -> list[int]:
     return [row["step"] for row in rows]
 
 
-def test_steps_that_settle_or_hold_replies_of_both_lengths_do_not_count(monkeypatch):
-    system, _ = system_of(monkeypatch, ahead=4, fixed_steps=30, steps=50)
-    found = windows(system)
-    # Replies are drawn up to five steps ahead; a window has five steps, and two settle.
-    assert numbers(found["fixed"]) == list(range(11, 26))
-    assert numbers(found["lognormal"]) == list(range(36, 51))
-
-
-def test_a_window_has_whole_waves_of_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    system, _ = system_of(monkeypatch, ahead=4, fixed_steps=30, steps=50)
-    system = dataclasses.replace(system, wave=2)
-    assert (system.window("fixed"), system.window("lognormal")) == (6, 5)
-    assert numbers(windows(system)["fixed"]) == list(range(13, 25))
-    assert numbers(windows(system)["lognormal"]) == list(range(36, 51))
+@pytest.mark.parametrize(
+    ("ahead", "wave", "steps", "fixed", "lognormal"),
+    [
+        # Replies are drawn up to five steps ahead; a window has five steps, and two settle.
+        (4, 1, (30, 50), range(11, 26), range(36, 51)),
+        # A window of fixed lengths has whole waves of replies: six steps.
+        (4, 2, (30, 50), range(13, 25), range(36, 51)),
+        # A synchronous system settles in one step.
+        (0, 1, (5, 8), range(2, 6), range(7, 9)),
+    ],
+)
+def test_steps_that_settle_or_hold_replies_of_both_lengths_do_not_count(
+    ahead, wave, steps, fixed, lognormal, monkeypatch
+):
+    system, _ = system_of(monkeypatch, ahead, *steps)
+    found = windows(dataclasses.replace(system, wave=wave))
+    assert (numbers(found["fixed"]), numbers(found["lognormal"])) == ([*fixed], [*lognormal])
 
 
 @pytest.mark.parametrize(("ahead", "wave", "fewest"), [(4, 2, 24), (4, 1, 20), (0, 1, 2)])
@@ -58,13 +61,6 @@ def test_fewer_steps_of_fixed_lengths_have_no_window(ahead, wave, fewest, monkey
         system = dataclasses.replace(system, wave=wave)
         assert fewest_fixed_steps(system) == fewest
         assert ("fixed" in windows(system)) == (fixed_steps == fewest)
-
-
-def test_a_synchronous_system_settles_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    system, _ = system_of(monkeypatch, ahead=0, fixed_steps=5, steps=8)
-    found = windows(system)
-    assert numbers(found["fixed"]) == [2, 3, 4, 5]
-    assert numbers(found["lognormal"]) == [7, 8]
 
 
 def test_a_system_that_was_cut_short_has_whole_windows_only(monkeypatch):

@@ -362,15 +362,6 @@ async def test_a_sandbox_imports_what_tests_and_code_import(tmp_path: Path) -> N
     assert (await judged(tasks, block(f"{slow}def f(): return slow"))).reward == 1
 
 
-async def test_an_example_of_use_that_imports_the_function_does_not_define_it(tmp_path: Path):
-    tasks = functions(tmp_path, {"question": "?", "tests": ["assert add(1, 2) == 3"]})
-    right = "def add(a, b):\n    return a + b"
-    use = block("from your_module import add\nprint(add(1, 2))")
-    reply = f"{block(right)}\nUse it:\n{use}"
-    assert (await judged(tasks, reply)).reward == 1
-    assert (await judged(tasks, block("from operator import add"))).reward == 1
-
-
 async def test_code_that_ends_passes_no_test_that_catches_everything(tmp_path: Path) -> None:
     test = "try:\n    assert add(1, 2) == 3\nexcept:\n    pass"
     tasks = functions(tmp_path, {"question": "?", "tests": [test]})
@@ -382,8 +373,12 @@ async def test_code_that_ends_passes_no_test_that_catches_everything(tmp_path: P
 async def test_the_code_that_defines_the_function_is_judged_without_thoughts(tmp_path: Path):
     tasks = functions(tmp_path, {"question": "?", "tests": ["assert add(1, 2) == 3"]})
     right = "def add(a, b):\n    return a + b"
+    use = "from your_module import add\nprint(add(1, 2))"
     for reply, reward in (
         (f"{block(right)}\nCall it:\n{block('print(add(1, 2))')}", 1),
+        # An example of use that imports the function does not define it, unless it stands alone.
+        (f"{block(right)}\nUse it:\n{block(use)}", 1),
+        (block("from operator import add"), 1),
         (f"<think>{block(right)}", 0),
         (f"<think>{block('def add(a, b): return 0')}</think>{block(right)}", 1),
     ):

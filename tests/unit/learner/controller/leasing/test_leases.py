@@ -87,8 +87,12 @@ def test_a_failed_member_runs_again_until_its_last_attempt(book, group):
     first = reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True)
     last = reply(group, 0, attempt=1, status=Status.FAILED, failure=failure)
     assert book.add(first) is Fate.RETRIED
+    assert book.episodes_by_holder()[A] == 2
     assert book.add(last) is Fate.FAILED
     assert group.next_attempt == 2
+    assert book.episodes_by_holder()[A] == 1
+    book.remove(group.group_id)
+    assert book.episodes_by_holder()[A] == 1
 
 
 @pytest.mark.parametrize(("size", "fewest"), [(16, 8), (5, 3), (3, 2), (2, 2), (1, 1)])
@@ -309,18 +313,6 @@ def test_members_that_a_closed_lease_left_without_a_word_run_again_once_all_sent
     assert book.short_leases(B, 5, 5) == [group]
 
 
-def test_a_second_lease_may_be_closed_before_any_of_its_attempts_has_begun():
-    book = make_book(group_size=2)
-    group = lease(book)
-    book.closed(group.group_id, A, [0, 1], next_attempt=1)
-    other = ServerKey(ServerId("other"), 99)
-    book.reassign(group, other)
-    assert group.first_attempt == 1
-    book.closed(group.group_id, other, [0, 1], next_attempt=1)
-    assert book.orphans() == [group]
-    assert group.next_attempt == 1
-
-
 def test_a_member_of_a_withdrawn_lease_keeps_its_slot_until_its_last_attempt_has_ended(book, group):
     book.remove(group.group_id)
     failure = Failure(FailureKind.TIMEOUT, "slow")
@@ -345,19 +337,6 @@ def test_a_late_reply_of_a_lost_server_leaves_the_next_one_its_slot_until_it_is_
     assert (book.episodes_by_holder()[NEXT], book.promised_episodes) == (0, 0)
 
 
-def test_a_server_that_lags_too_far_is_leased_nothing(book):
-    book.step = 3
-    assert not book.may_lease(1)
-    assert book.may_lease(2)
-
-
-def test_the_last_step_bounds_what_is_leased():
-    book = make_book(num_steps=1)
-    lease(book)
-    lease(book)
-    assert not book.may_lease(0)
-
-
 def test_a_member_that_is_given_up_keeps_its_slot_until_its_server_has_ended_it():
     book = make_book(group_size=3)
     group = lease(book)
@@ -369,6 +348,13 @@ def test_a_member_that_is_given_up_keeps_its_slot_until_its_server_has_ended_it(
     book.closed(group.group_id, A, [2], next_attempt=1)
     assert book.episodes_by_holder()[A] == 0
     assert book.orphans() == []
+
+
+def test_the_last_step_bounds_what_is_leased():
+    book = make_book(num_steps=1)
+    lease(book)
+    lease(book)
+    assert not book.may_lease(0)
 
 
 def test_a_lease_that_is_taken_back_keeps_slots_and_bytes_until_its_server_has_closed_it(
@@ -390,16 +376,6 @@ def test_a_lost_server_closes_what_it_was_ending(book):
     book.remove(lease(book, server=B).group_id)
     book.orphan(A)
     assert (book.episodes_by_holder()[A], book.episodes_by_holder()[B]) == (0, 2)
-
-
-def test_a_member_that_failed_for_good_has_no_slot_and_a_retried_one_has(book, group):
-    failure = Failure(FailureKind.ENVIRONMENT, "x")
-    book.add(reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True))
-    assert book.episodes_by_holder()[A] == 2
-    book.add(reply(group, 0, attempt=1, status=Status.FAILED, failure=failure))
-    assert book.episodes_by_holder()[A] == 1
-    book.remove(group.group_id)
-    assert book.episodes_by_holder()[A] == 1
 
 
 def test_an_orphan_keeps_the_bytes_that_its_next_server_will_need(book, group):

@@ -267,18 +267,12 @@ def test_the_time_of_a_run_is_that_of_its_steps() -> None:
     assert found["servers"] == pytest.approx({"sampling": 0.5, "paused": 0.1, "idle": 0.4})
 
 
-def test_the_time_before_the_first_generation_does_not_count() -> None:
+def test_time_before_the_first_generation_and_tokens_of_earlier_starts_do_not_count() -> None:
     rate = GenerationRate()
     assert rate.at(50.0, 0) == 0.0
-    rate.began(100.0)
-    rate.began(101.0)
-    assert rate.at(102.0, 500) == pytest.approx(250.0)
-
-
-def test_the_tokens_of_earlier_starts_do_not_count() -> None:
-    rate = GenerationRate()
     rate.earlier = 10_000
     rate.began(100.0)
+    rate.began(101.0)
     assert rate.at(102.0, 10_500) == pytest.approx(250.0)
 
 
