@@ -9,7 +9,7 @@ from slipstream.learner.trainer.tiny_model import SPECIAL_TOKENS, WORDS
 from support.fakes.tiny_models import make_model_folder
 from support.rigs.gpu_records import note
 from support.rigs.run_processes import (
-    check_ledger,
+    checked,
     copy_environments,
     rows_of,
     run_with_logs,
@@ -90,7 +90,7 @@ def test_a_run_sends_adapters_alone(graphs: bool, publish: str, tmp_path: Path) 
             if "exported by Megatron-Bridge" in line or "vLLM's loader" in line:
                 print(log.name, line)
     rows = [row for row in rows_of(tmp_path / "run") if "weights_bytes" in row]
-    summary = summary_of(tmp_path / "run")
+    summary = checked(tmp_path / "run")
     note(
         "adapters",
         graphs=graphs,
@@ -103,4 +103,3 @@ def test_a_run_sends_adapters_alone(graphs: bool, publish: str, tmp_path: Path) 
     if publish == "adapters":
         check(tmp_path / "run", item_bytes=2, whole=1, gap=0.05)
     assert summary["reward_last"] > summary["reward_first"]
-    check_ledger(summary)

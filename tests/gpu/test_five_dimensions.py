@@ -11,11 +11,10 @@ from support.ranks.rank_pool import RankPool
 from support.rigs import parity_run
 from support.rigs.gpu_records import note
 from support.rigs.run_processes import (
-    check_ledger,
+    checked,
     copy_environments,
     rows_of,
     run_with_logs,
-    summary_of,
     write_config,
 )
 
@@ -113,7 +112,7 @@ def test_rollouts_follow_the_weights(name: str, tmp_path: Path, model: Path, mix
         **changes,
     )
     run_with_logs(tmp_path, limit_s=300)
-    summary = summary_of(tmp_path / "run")
+    summary = checked(tmp_path / "run")
     gaps = [row["logprob_gap_mean"] for row in rows_of(tmp_path / "run")]
     kept = ("steps", "publishes", "publishes_verified", "probe_gap_max")
     told = {key: summary[key] for key in kept}
@@ -125,4 +124,3 @@ def test_rollouts_follow_the_weights(name: str, tmp_path: Path, model: Path, mix
     assert summary["probe_gap_max"] <= limit
     # All tokens have lag 0: each was sampled by the weights that the learner then had.
     assert max(gaps) <= limit
-    check_ledger(summary)

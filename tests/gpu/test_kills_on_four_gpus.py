@@ -73,10 +73,9 @@ async def lose_one_of_each(tmp_path: Path) -> None:
                         break
             times["server joined"] = time.monotonic() - began
         assert await run.wait(STARTS_IN_S) == 0, run.out + run.err
-    summary = run_processes.summary_of(tmp_path / "run")
+    summary = run_processes.checked(tmp_path / "run")
     print(json.dumps(times | {key: summary[key] for key in ("steps", "ledger", "max_lag_seen")}))
     assert summary["steps"] == STEPS
     # A server that joins gets the newest weights again, which is a publish of its own.
     assert summary["publishes_verified"] >= summary["publishes"]
     assert summary["max_lag_seen"] <= 2
-    run_processes.check_ledger(summary)

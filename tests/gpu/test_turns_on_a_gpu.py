@@ -8,11 +8,10 @@ import torch
 from slipstream.learner.trainer.step_cost import PEAK_TFLOPS
 from support.fakes.tiny_models import make_model_folder
 from support.rigs.run_processes import (
-    check_ledger,
+    checked,
     copy_environments,
     rows_of,
     run_command,
-    summary_of,
     write_config,
 )
 
@@ -42,7 +41,7 @@ def trained(tmp_path: Path, **settings: object) -> Path:
     run = folder / "run"
     rows = rows_of(run)
     assert len(rows) == STEPS
-    check_ledger(summary_of(run))
+    checked(run)
     gaps = [row["logprob_gap_mean"] for row in rows]
     print({"gaps": gaps, "step_s": [row.get("step_s") for row in rows]}, flush=True)
     assert max(gaps) < 5e-3

@@ -1,4 +1,7 @@
-"""What an engine is told around an update, and when it lets requests in; vLLM only notes it."""
+"""What an engine is told around an update, when it lets requests in, and when it counts as dead.
+
+vLLM only notes it.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,8 +13,8 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
-from slipstream.rollout_server.engine_interface import FinishReason, Sampling
-from slipstream.rollout_server.vllm import engine_pause
+from slipstream.rollout_server.engine_interface import EngineDied, FinishReason, Sampling
+from slipstream.rollout_server.vllm import engine, engine_pause
 from slipstream.rollout_server.vllm.engine import VllmEngine
 from slipstream.rollout_server.vllm.engine_requests import TokenCounter
 from slipstream.v1 import weights_pb2
@@ -47,6 +50,7 @@ class NotedCalls:
 
     async def update_weight_version(self, stamp: str) -> None:
         self.noted.append(f"version {stamp}")
+        await self._behind_update()
 
     async def resume_generation(self) -> None:
         self.noted.append("resume")
@@ -273,3 +277,33 @@ async def test_an_engine_without_new_weights_takes_all_its_memory_at_once(rig: R
     await rig.engine.pauses.rest(give_back=True)
     await rig.engine.pauses.resume(PolicyVersion(0, 1))
     assert rig.llm.noted == ["sleep 1 keep", "version 0:1", "wake the rest"]
+
+
+async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead(rig, monkeypatch) -> None:
+    monkeypatch.setattr(engine_pause, "ANSWER_LIMIT_S", 0.01)
+    rig.llm.answers_behind_update = True
+    rig.llm.arrived.clear()
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
+            await rig.engine.pauses.pause()
+        with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
+            await rig.engine.pauses.resume(PolicyVersion(0, 1))
+
+
+async def test_an_engine_that_generates_no_more_is_taken_for_dead(rig: Rig, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "SILENCE_LIMIT_S", 0.05)
+    async with asyncio.timeout(LIMIT_S):
+        await rig.engine.pauses.pause()
+        await rig.ask("r")
+        # Before an order to resume, the engine need not take a step.
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await rig.engine.watch()
+        await rig.engine.pauses.resume(PolicyVersion(0, 1))
+        with pytest.raises(EngineDied, match=r"made no step for 0\.05 s, with 1 open requests"):
+            await rig.engine.watch()
+        rig.requests[0].cancel()
+        await asyncio.wait(rig.requests)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await rig.engine.watch()

@@ -223,9 +223,8 @@ async def test_environments_of_verifiers_train_twenty_steps(tmp_path: Path) -> N
     )
     async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
-    summary = run_processes.summary_of(tmp_path / "run")
+    summary = run_processes.checked(tmp_path / "run")
     assert summary["steps"] == 20
     assert summary["ledger"]["failed"] == 0
-    run_processes.check_ledger(summary)
     trained = run_processes.trained_trajectories(tmp_path / "run")
     assert {trajectory.environment for trajectory in trained} == set(names)

@@ -12,10 +12,10 @@ from slipstream.core.errors import ConfigError
 from support.fakes import wrong_algorithms
 from support.rigs.run_processes import (
     ROOT,
-    check_ledger,
+    check_replay,
+    checked,
     run_command,
     succeed,
-    summary_of,
     write_config,
 )
 
@@ -96,8 +96,6 @@ def test_a_papers_algorithm_learns_and_its_run_can_be_replayed(
     copy_algorithms(tmp_path)
     write_config(tmp_path, tiny_model, **SETTINGS[name])
     succeed("run", "config.toml", cwd=tmp_path, limit_s=600)
-    summary = summary_of(tmp_path / "run")
-    check_ledger(summary)
+    summary = checked(tmp_path / "run")
     assert summary["reward_last"] >= summary["reward_first"] + 0.4
-    replay = succeed("replay", tmp_path / "run", cwd=tmp_path, limit_s=400)
-    assert len(replay.stdout.splitlines()) == summary["steps"]
+    check_replay(tmp_path / "run", cwd=tmp_path)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.rigs.run_processes import ROOT, check_ledger, summary_of
+from support.rigs.run_processes import ROOT, checked
 from support.rigs.smallest_run import SHORT, SMALLEST, own_settings
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
@@ -80,8 +80,7 @@ def train(folder: Path, model: Path, removed: list[str], settings: list[str]) ->
     own = (*own_settings(folder, model), *SHORT, f"run.steps={STEPS}", *settings)
     command = ("-m", "slipstream.client.cli", "run", SMALLEST, *own)
     run(*command, hook=hook, cwd=folder, limit_s=500)
-    summary = summary_of(folder / "smallest")
-    check_ledger(summary)
+    summary = checked(folder / "smallest")
     assert (summary["state"], summary["steps"]) == ("finished", STEPS)
 
 

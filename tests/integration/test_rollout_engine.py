@@ -3,7 +3,10 @@
 import asyncio
 import dataclasses
 import mmap
+import shutil
+import tempfile
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -374,3 +377,20 @@ async def test_an_engine_whose_processes_stand_still_is_noticed(rig, monkeypatch
         for each in rig.engine._processes:
             each.resume()
     assert len((await replies[0]).token_ids) == 200
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_killed", [False, True], ids=["closed", "killed"])
+async def test_whoever_ends_an_engine_removes_its_files(is_killed, tmp_path, monkeypatch):
+    # A short path: those of sockets have a limit.
+    temporary = Path(tempfile.mkdtemp(prefix="t"))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    async with engine_rig(tmp_path) as rig:
+        (folder,) = temporary.glob("slipstream-sockets-*")
+        assert any(path.is_socket() for path in folder.iterdir())
+        assert (folder / "store").exists()
+        for process in rig.engine._processes if is_killed else ():
+            process.kill()
+    left = [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+    shutil.rmtree(temporary)
+    assert left == []

@@ -7,21 +7,17 @@ from pathlib import Path
 import pytest
 from support.fakes import letter_agents
 from support.rigs.run_processes import (
-    check_ledger,
+    LONG_RUN,
+    checked,
     command,
     connection,
-    summary_of,
     trained_trajectories,
     until_step,
     write_config,
 )
 from support.rigs.smallest_run import SMALLEST
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.timeout(700),
-    pytest.mark.usefixtures("nothing_survives"),
-]
+pytestmark = [*LONG_RUN, pytest.mark.timeout(700)]
 
 RUN_LIMIT_S = 500.0
 SIZES = {
@@ -84,10 +80,9 @@ async def test_agents_of_every_kind_train_the_model_with_every_default(
             served = letter_agents.Smallest(length=2)
             await client.serve(served, name="served", weight=4.0, timeout_s=60.0)
         assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
-    summary = summary_of(tmp_path / "run")
+    summary = checked(tmp_path / "run")
     assert summary["steps"] == 16
     assert summary["ledger"]["failed"] == 0
-    check_ledger(summary)
     found = trained_trajectories(tmp_path / "run")
     assert {t.environment for t in found} == {"smallest", "plainly", "program", "served"}
     # The second call of an episode continues the tokens of the first one.

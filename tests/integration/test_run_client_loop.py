@@ -2,7 +2,7 @@
 
 import pytest
 from support.rigs.loop_client import logprobs_of, metrics_of, replies
-from support.rigs.run_processes import check_ledger, summary_of
+from support.rigs.run_processes import checked
 from support.rigs.tinker_runs import PROMPT, newest_reply, taught, tinker
 
 TAUGHT = [9, 12, 10, 14, 11, 13]
@@ -42,6 +42,5 @@ async def test_a_client_teaches_the_model_a_reply_and_samples_it(tmp_path, tiny_
             again.append(logprobs_of(await client.result(passed)))
             await client.begin_from(saved["path"])
         assert again[0] == again[1]
-    summary = summary_of(tmp_path / "own")
-    check_ledger(summary)
+    summary = checked(tmp_path / "own")
     assert (summary["state"], summary["steps"]) == ("stopped", 36)

@@ -8,10 +8,10 @@ from support.rigs.run_processes import (
     CONTROLLER,
     SLOW_RUN,
     TRAINER,
-    check_ledger,
+    check_replay,
+    checked,
     kill,
     succeed,
-    summary_of,
 )
 from support.rigs.tinker_runs import newest_reply, taught, tinker
 from support.rigs.waiting import until
@@ -64,11 +64,9 @@ async def test_two_models_that_are_killed_twice_are_those_of_runs_alone(tmp_path
             await asyncio.gather(*(one.sample() for one in both))
         for one in both:
             await one.finish()
-    summary = summary_of(tmp_path / "both" / "own")
-    check_ledger(summary)
+    summary = checked(tmp_path / "both" / "own")
     assert summary["steps"] == 2 * (1 + PHASES * (STEPS + 1))
-    replay = succeed("replay", tmp_path / "both" / "own", cwd=tmp_path, limit_s=200)
-    assert replay.stdout.count("as recorded") == summary["steps"]
+    check_replay(tmp_path / "both" / "own", cwd=tmp_path)
     export = succeed("export", tmp_path / "both" / "own", cwd=tmp_path, limit_s=200)
     assert "left out: unused: this checkpoint has no rank" in export.stdout + export.stderr
     places = 'lora.adapters=["a"]'

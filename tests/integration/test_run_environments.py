@@ -65,10 +65,9 @@ async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_le
     )
     async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         assert await run.wait(SABOTAGE_LIMIT_S) == 0, run.out + run.err
-    summary = run_processes.summary_of(tmp_path / "run")
+    summary = run_processes.checked(tmp_path / "run")
     assert summary["steps"] == SABOTAGE_STEPS
     assert summary["max_lag_seen"] <= 2
-    run_processes.check_ledger(summary)
     records = list(read_records(tmp_path / "run" / "journal"))
     set_aside = {r["task"]: r["cause"] for r in records if r["kind"] == "set_aside"}
     assert set(set_aside) == bad
@@ -169,8 +168,7 @@ async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(tmp
             async with asyncio.timeout(LIMIT_S):
                 await serving
         assert await run.wait(LIMIT_S) == 0, run.out + run.err
-    summary = run_processes.summary_of(tmp_path / "run")
-    run_processes.check_ledger(summary)
+    summary = run_processes.checked(tmp_path / "run")
     assert summary["max_lag_seen"] <= 2
     trained = {t.environment for t in run_processes.trained_trajectories(tmp_path / "run")}
     assert trained == {"configured", "submitted", "served"}

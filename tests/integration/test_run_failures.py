@@ -77,10 +77,9 @@ async def test_a_killed_rollout_server_is_started_again_and_the_run_finishes(tmp
                         break
             assert (await client.status()).ledger.lost > 0
         assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
-    summary = run_processes.summary_of(tmp_path / "run")
+    summary = run_processes.checked(tmp_path / "run")
     assert summary["steps"] == 12
     assert summary["max_lag_seen"] <= 2
-    run_processes.check_ledger(summary)
     assert run.err == ""
     assert re.search(r"! server-0 was killed by SIGKILL.*; start 2$", run.out, re.MULTILINE)
     assert "no rollout server is left here: server-0 loads its engine again" in run.out
@@ -122,13 +121,12 @@ async def test_a_signal_ends_the_run_in_order(number, tmp_path, tiny_model):
         await run_processes.until_gone(everything)
     assert run.err == ""
     assert f"{number.name}: the run is stopped in order" in run.out
-    summary = run_processes.summary_of(tmp_path / "run")
+    summary = run_processes.checked(tmp_path / "run")
     ending = f"stopped at version {summary['steps']} of 10000; {RESUME}\n"
     assert run.out.endswith(ending)
     assert summary["state"] == "stopped"
     assert number.name in summary["cause"]
     assert summary["steps"] >= 2
-    run_processes.check_ledger(summary)
     assert (tmp_path / "run" / "checkpoints" / "final" / "model.safetensors").is_file()
 
 

@@ -59,9 +59,8 @@ def test_a_game_of_gymnasium_trains(name: str, tmp_path: Path, model: Path) -> N
     )
     (tmp_path / "deploy").symlink_to(run_processes.ROOT / "deploy")
     run_processes.succeed("run", config, cwd=tmp_path, limit_s=1200.0)
-    summary = run_processes.summary_of(tmp_path / "run")
+    summary = run_processes.checked(tmp_path / "run")
     assert summary["steps"] == STEPS
     assert summary["ledger"]["failed"] == 0
-    run_processes.check_ledger(summary)
     rows = run_processes.rows_of(tmp_path / "run")
     assert len([row for row in rows if f"{name}/reward" in row]) == STEPS

@@ -6,25 +6,21 @@ from pathlib import Path
 import pytest
 from support.rigs.run_processes import (
     CONTROLLER,
+    LONG_RUN,
     ROLLOUT_SERVER,
     TRAINER,
     Command,
-    check_ledger,
+    check_replay,
+    checked,
     command,
     copy_environments,
     is_alive,
     kill,
     rows_of,
-    succeed,
-    summary_of,
     write_config,
 )
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.timeout(900),
-    pytest.mark.usefixtures("nothing_survives"),
-]
+pytestmark = [*LONG_RUN, pytest.mark.timeout(900)]
 
 LIMIT_S = 600.0
 STEPS, MEMBERS, GROUPS = 4, 4, 4
@@ -70,7 +66,6 @@ async def test_a_killed_controller_is_started_again_beside_engines_and_trainer(
     (told,) = (line for line in run.out.splitlines() if "! " in line)
     assert "! controller was killed by SIGKILL" in told
     assert told.endswith("; start 2")
-    summary = summary_of(tmp_path / "run")
+    summary = checked(tmp_path / "run")
     assert (summary["state"], summary["steps"], summary["ledger"]["lost"]) == ("finished", STEPS, 0)
-    check_ledger(summary)
-    succeed("replay", tmp_path / "run")
+    check_replay(tmp_path / "run")

@@ -9,7 +9,7 @@ from make_tiny_vision_model import FAMILIES
 from slipstream.core.machine.address import free_port
 from slipstream.core.models.vision import image_tokens
 from support.fakes.tiny_models import make_seeing_model
-from support.rigs.run_processes import SLOW_RUN, check_ledger, rows_of, succeed, summary_of
+from support.rigs.run_processes import SLOW_RUN, check_replay, checked, rows_of, succeed
 
 pytestmark = [*SLOW_RUN, pytest.mark.timeout(1500)]
 COLOURS = Path(__file__).parents[2] / "deploy/configs/colours.toml"
@@ -29,8 +29,7 @@ def test_the_colour_of_a_square_is_learned(family: str, tmp_path: Path) -> None:
     table["controller"] = {"address": f"127.0.0.1:{free_port('127.0.0.1')}"}
     (tmp_path / "config.toml").write_text(tomli_w.dumps(table))
     succeed("run", tmp_path / "config.toml", limit_s=900)
-    summary = summary_of(tmp_path / "run")
-    check_ledger(summary)
+    summary = checked(tmp_path / "run")
     # One colour alone, whatever the image shows, has a reward of 0.25.
     assert summary["reward_first"] <= 0.35
     assert summary["reward_last"] >= 0.8
@@ -44,6 +43,6 @@ def test_the_colour_of_a_square_is_learned(family: str, tmp_path: Path) -> None:
     else:
         assert summary["logprob_gap_mean"] <= (0.02 if is_rounded else 1e-4)
     assert summary["probe_gap_max"] <= (0.1 if is_rounded else 1e-3)
-    succeed("replay", tmp_path / "run", limit_s=500)
+    check_replay(tmp_path / "run", limit_s=500)
     (exported,) = (path.parent for path in (tmp_path / "run").rglob("model.safetensors"))
     assert image_tokens(exported) is not None

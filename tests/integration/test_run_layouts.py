@@ -43,16 +43,14 @@ def test_two_ranks_train_and_publish_what_the_servers_prove(layout, tmp_path, mo
     )
     result = run_processes.succeed("run", "config.toml", cwd=tmp_path, limit_s=200)
     assert result.stderr == ""
-    summary = run_processes.summary_of(tmp_path / "run")
+    summary = run_processes.checked(tmp_path / "run")
     assert summary["steps"] == 3
     assert summary["publishes_verified"] == summary["publishes"] >= 3
     assert summary["probe_gap_max"] <= 1e-4
     assert summary["logprob_gap_mean"] <= 1e-4
-    run_processes.check_ledger(summary)
     if layout.endswith("router replay"):
         lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
         steps = [json.loads(line) for line in lines]
         assert [step["routing_unrecorded"] for step in steps] == [0.0] * 3
         assert all(0 <= step["routing_difference"] < 0.2 for step in steps)
-    replay = run_processes.succeed("replay", tmp_path / "run", limit_s=100)
-    assert replay.stdout.count("as recorded") == 3
+    run_processes.check_replay(tmp_path / "run")

@@ -15,9 +15,7 @@ def run_quickstart(folder: Path, model: Path, **changes: object) -> dict:
     run_processes.write_config(folder, model, **changes)
     result = run_processes.succeed("run", "config.toml", cwd=folder, limit_s=600)
     assert result.stderr == ""
-    summary = run_processes.summary_of(folder / "run")
-    run_processes.check_ledger(summary)
-    return summary
+    return run_processes.checked(folder / "run")
 
 
 def test_the_quickstart_makes_its_model_and_learns(tmp_path: Path) -> None:
@@ -25,8 +23,7 @@ def test_the_quickstart_makes_its_model_and_learns(tmp_path: Path) -> None:
     result = run_processes.run_command("quickstart", address, cwd=tmp_path, limit_s=600)
     assert (result.returncode, result.stderr) == (0, "")
     assert {path.name for path in (tmp_path / "models").iterdir()} == {"tiny"}
-    summary = run_processes.summary_of(tmp_path / "runs" / "quickstart")
-    run_processes.check_ledger(summary)
+    summary = run_processes.checked(tmp_path / "runs" / "quickstart")
     assert summary["reward_last"] >= 0.8
     assert summary["reward_last"] >= summary["reward_first"] + 0.4
     assert abs(summary["reward_heldout"] - summary["reward_last"]) <= 0.1
@@ -34,12 +31,6 @@ def test_the_quickstart_makes_its_model_and_learns(tmp_path: Path) -> None:
     assert summary["trajectories_with_several_versions"] > 0
     assert summary["logprob_gap_mean"] <= 1e-4
     assert summary["probe_gap_max"] <= 1e-3
-
-
-def check_replay(run: Path) -> None:
-    """The journal alone trains all models to the last bit again."""
-    replay = run_processes.succeed("replay", run, limit_s=400)
-    assert len(replay.stdout.splitlines()) == len(steps_of(run))
 
 
 def steps_of(run: Path) -> list[dict]:
@@ -61,7 +52,7 @@ def test_ppo_with_a_critic_learns(tmp_path: Path, tiny_model: Path) -> None:
     documented = {name for name in names if name.startswith(("value_", "critic_"))}
     # A run in float16 alone has that one.
     assert documented - set(rows[0]) == {"critic_gradient_overflows"}
-    check_replay(tmp_path / "run")
+    run_processes.check_replay(tmp_path / "run")
 
 
 def test_grpo_with_a_penalty_on_the_divergence_learns_and_stays_near_the_reference(
@@ -79,4 +70,4 @@ def test_grpo_with_a_penalty_on_the_divergence_learns_and_stays_near_the_referen
     for step in range(1, 150, 20):
         assert divergence[step] == pytest.approx(0.0, abs=1e-6)
         assert divergence[step + 9] > 1e-5
-    check_replay(tmp_path / "run")
+    run_processes.check_replay(tmp_path / "run")

@@ -8,7 +8,7 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 from slipstream.core.machine.address import free_port
-from support.rigs.run_processes import SLOW_RUN, check_ledger, rows_of, succeed, summary_of
+from support.rigs.run_processes import SLOW_RUN, check_replay, checked, rows_of, succeed, summary_of
 
 pytestmark = [*SLOW_RUN, pytest.mark.timeout(600)]
 CONFIG = Path(__file__).parents[2] / "deploy/configs/two-adapters.toml"
@@ -32,8 +32,7 @@ def test_two_adapters_learn_opposite_tasks_and_go_on_and_are_replayed(tmp_path, 
         first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
         assert last > first + 0.2, (name, first, last)
     assert {f"adapter/{name}/loss" for name in ("echo", "others")} <= rows[-1].keys()
-    summary = summary_of(folder)
-    check_ledger(summary)
+    summary = checked(folder)
     # Learner and engine round differently in bfloat16.
     assert summary["probe_gap_max"] <= 0.05
     assert summary["logprob_gap_mean"] <= 0.02
@@ -56,5 +55,4 @@ def test_two_adapters_learn_opposite_tasks_and_go_on_and_are_replayed(tmp_path, 
     path.write_text(tomli_w.dumps(table))
     succeed("run", path, limit_s=200)
     assert summary_of(folder)["steps"] == 43
-    replay = succeed("replay", folder, limit_s=200)
-    assert replay.stdout.count("as recorded") == 43
+    check_replay(folder)

@@ -7,29 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from slipstream.learner.controller.records.journal import read_records
-from support.rigs.run_processes import succeed
+from support.rigs.run_processes import LONG_RUN, check_replay
 from support.rigs.smallest_run import plain_engine, run_smallest
 
 __all__ = ["plain_engine"]
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.timeout(600),
-    pytest.mark.usefixtures("nothing_survives"),
-]
+pytestmark = [*LONG_RUN, pytest.mark.timeout(600)]
 plain = pytest.mark.usefixtures("plain_engine")
 STEPS = 3
 EVERY_BIT = ("run.steps=4", "model.dtype=bfloat16", "weights.verify_every=1")
 # The probe's tolerance of bfloat16 would let eight times more pass.
 TOLERANCE = 0.02
 FLOAT16 = (f"run.steps={STEPS}", "model.dtype=float16", "weights.verify_every=1")
-
-
-def check_replay(run: Path) -> None:
-    recorded = [r["digest"] for r in read_records(run / "journal") if r["kind"] == "step"]
-    assert len(recorded) == STEPS
-    replay = succeed("replay", run, limit_s=200)
-    assert replay.stdout.count("as recorded") == STEPS
 
 
 @plain

@@ -39,7 +39,7 @@ def test_a_student_comes_near_to_a_teacher_behind_a_server_and_is_trained_again_
         run_processes.write_config(tmp_path, tiny_model, **settings_with(url))
         run_processes.succeed("run", "config.toml", cwd=tmp_path, limit_s=500)
     run = tmp_path / "run"
-    run_processes.check_ledger(run_processes.summary_of(run))
+    run_processes.checked(run)
     losses = [row["loss"] for row in run_processes.rows_of(run) if "step" in row]
     assert statistics.mean(losses[-5:]) < 0.5 * statistics.mean(losses[:5])
     divergence = [row["kl_reference"] for row in run_processes.rows_of(run) if "step" in row]
@@ -48,5 +48,4 @@ def test_a_student_comes_near_to_a_teacher_behind_a_server_and_is_trained_again_
     recorded = trainer_pb2.RecordedBatch.FromString(batches[0].read_bytes())
     assert {one.reference.top_k for one in recorded.trajectories} == {TOP_K}
     # The server is gone: the journal has what it said.
-    replay = run_processes.succeed("replay", run, limit_s=400)
-    assert len(replay.stdout.splitlines()) == STEPS
+    run_processes.check_replay(run)

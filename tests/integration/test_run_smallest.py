@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 from slipstream.client.launch.placement import uses_gpus
-from support.rigs.run_processes import check_ledger, succeed, summary_of
+from support.rigs.run_processes import checked, succeed
 from support.rigs.smallest_run import own_settings, run_smallest
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
@@ -22,8 +22,7 @@ def test_a_run_chooses_all_but_model_environment_and_steps(tmp_path, tiny_model,
     start = (f"--model={tiny_model}", f"--environment={ARITHMETIC}", "--steps=3")
     run = succeed("run", *start, *own[1:], limit_s=500)
     folder = tmp_path / f"{tiny_model.name}-arithmetic"
-    summary = summary_of(folder)
-    check_ledger(summary)
+    summary = checked(folder)
     assert (summary["state"], summary["steps"]) == ("finished", 3)
     assert f"chosen for {tiny_model}: algorithm.group_size 8, " in run.stdout
     table = tomllib.loads((folder / "config.toml").read_text())

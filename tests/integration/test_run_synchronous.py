@@ -8,7 +8,7 @@ from slipstream.v1 import trainer_pb2
 from support.rigs import run_processes
 from support.rigs.valkey import queue_settings
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_survives")]
+pytestmark = run_processes.LONG_RUN
 
 STEPS, GROUPS, MEMBERS = 4, 8, 8
 
@@ -69,12 +69,11 @@ def test_every_token_is_sampled_by_the_version_that_is_trained(run, batches):
     for step, batch in enumerate(batches):
         spans = [span for t in batch.trajectories for span in t.version_spans]
         assert {span.version.step for span in spans} == {step}
-    summary = run_processes.summary_of(run)
+    summary = run_processes.checked(run)
     assert summary["max_lag_seen"] == 0
     assert summary["trajectories_with_several_versions"] == 0
     assert summary["logprob_gap_tokens"] == summary["trained_tokens"]
     assert summary["logprob_gap_mean"] <= 1e-4
-    run_processes.check_ledger(summary)
 
 
 def test_a_plain_loop_over_the_same_generations_gives_the_same_run(run, batches):

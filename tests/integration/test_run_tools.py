@@ -38,10 +38,9 @@ def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -> None
     )
     run_processes.succeed("run", "config.toml", cwd=tmp_path)
     folder = tmp_path / "run"
-    summary = run_processes.summary_of(folder)
+    summary = run_processes.checked(folder)
     assert summary["steps"] == 6
     assert summary["ledger"]["failed"] == 0
-    run_processes.check_ledger(summary)
     found = run_processes.trained_trajectories(folder)
     assert {t.environment for t in found} == {"silent"}
     assert all(t.prompt_text.endswith("</think>\n\n") for t in found)
@@ -55,4 +54,4 @@ def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -> None
     assert '"name": "look"' in turns[0]["context"]
     assert "<tool_call>" in turns[0]["sampled"]
     assert "<|im_start|>tool\nseen " in turns[1]["context"]
-    run_processes.succeed("replay", folder, cwd=tmp_path)
+    run_processes.check_replay(folder, cwd=tmp_path)

@@ -3,11 +3,11 @@
 import pytest
 from support.rigs.run_processes import (
     SLOW_RUN,
-    check_ledger,
+    check_replay,
+    checked,
     copy_environments,
     rows_of,
     succeed,
-    summary_of,
     write_config,
 )
 
@@ -26,11 +26,9 @@ def test_a_turn_that_decides_is_learned_by_its_own_reward(tmp_path, tiny_model):
         sampling__max_episode_tokens=64,
     )
     succeed("run", "config.toml", cwd=tmp_path, limit_s=600)
-    summary, rows = summary_of(tmp_path / "run"), rows_of(tmp_path / "run")
-    check_ledger(summary)
+    summary, rows = checked(tmp_path / "run"), rows_of(tmp_path / "run")
     assert summary["reward_last"] >= summary["reward_first"] + 0.4
     for row in rows:
         assert row["turns/turn_rewards/2"] == pytest.approx(row["reward_mean"], abs=1e-6)
         assert row["turns/turn_rewards/1"] == row["turns/turn_rewards/3"] == 0
-    replay = succeed("replay", tmp_path / "run", cwd=tmp_path, limit_s=400)
-    assert len(replay.stdout.splitlines()) == summary["steps"]
+    check_replay(tmp_path / "run", cwd=tmp_path)

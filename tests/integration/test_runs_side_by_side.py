@@ -11,7 +11,7 @@ from slipstream.core.configuration.config_file import dump_config
 from support.fakes.named_channel import OPEN, RUN_ID
 from support.rigs.controller_runs import make_config
 from support.rigs.live_run import LiveRun
-from support.rigs.run_processes import check_ledger, command, summary_of
+from support.rigs.run_processes import checked, command
 from support.rigs.smallest_run import SHORT, SMALLEST, plain_engine
 
 __all__ = ["plain_engine"]
@@ -64,6 +64,6 @@ async def test_three_runs_that_start_together_all_end_right(tmp_path, tiny_model
         for folder in folders:
             runs.create_task(run(folder))
     for folder in folders:
-        check_ledger(summary_of(folder / "smallest"))
+        checked(folder / "smallest")
     found = [find_run(str(folder / "smallest")) for folder in folders]
     assert len({each.address for each in found}) == len({each.run_id for each in found}) == 3

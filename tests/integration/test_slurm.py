@@ -27,7 +27,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 CONFIG = "deploy/configs/quickstart.toml"
 # Enough that the run goes on while jobs wait in the queue, also on a faster machine.
-STEPS, GROUPS_PER_STEP = 500, 16
+STEPS = 500
 RUN = "runs/quickstart"
 SETTINGS = (CONFIG, f"run.steps={STEPS}")
 LEARNER = ("--job-name=quickstart-learner", "deploy/slurm/learner.sbatch", *SETTINGS)
@@ -144,7 +144,7 @@ def site(tiny_model: Path) -> Iterator[Site]:
 
 
 def test_the_run_has_learned_and_trained_each_group_once(site: Site) -> None:
-    check_finished(site.folder / RUN, steps=STEPS, groups_per_step=GROUPS_PER_STEP)
+    check_finished(site.folder / RUN, steps=STEPS)
 
 
 def test_what_ran_on_a_dead_node_runs_on_another(site: Site) -> None:

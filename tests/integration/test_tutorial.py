@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from support.fakes.page_reader import Reader
+from support.rigs.run_processes import LONG_RUN
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_survives")]
+pytestmark = LONG_RUN
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from slipstream.core.errors import RunFailed, SlipstreamError
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion, Trajectory
@@ -19,22 +18,16 @@ from slipstream.extensions.stored_weights.trainer import VersionWriter
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.controller_client import TERMINATED, ControllerClient, read_order
 from slipstream.learner.trainer.ranks.activity import Activity, signs_of_life
-from slipstream.protocol.codec import pack_logprobs, pack_tokens, version_from_pb, version_to_pb
-from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
+from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.v1 import trainer_pb2 as pb
 from slipstream.v1 import weights_pb2
+from support.fakes.fake_server import LAYOUT
+from support.fakes.fake_trainer import PROBE
 
 from simulation import storage
-from simulation.fleet import PROBE_LOGPROB, Wire, bucket_digests
+from simulation.fleet import Wire, bucket_digests
 
-LAYOUT = layout_to_pb([TensorSpec("w", "float32", (4, 4))], 1 << 20)
 START_WEIGHTS = b"the first weight"
-PROBE = weights_pb2.Probe(
-    token_ids=pack_tokens(np.arange(4, dtype=np.uint32)),
-    lengths=[4],
-    expected_logprobs=pack_logprobs(np.full(3, PROBE_LOGPROB, np.float32)),
-    tolerance=1e-3,
-)
 
 
 @dataclass

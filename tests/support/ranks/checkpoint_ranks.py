@@ -11,7 +11,6 @@ import threading
 from pathlib import Path
 
 import torch
-from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.checkpoints import checkpoint_path
@@ -19,7 +18,7 @@ from slipstream.protocol.checkpoints import checkpoint_path
 from support.fakes import parity_models
 from support.fakes.fake_controller import make_batch
 from support.fakes.parity_models import VOCAB
-from support.ranks.rank_program import kept, opened, weights_of
+from support.ranks.rank_program import kept, opened, settings_of, weights_of
 
 STEPS = 4
 BATCHES = [
@@ -32,33 +31,16 @@ PART_ELEMENTS = 5000
 
 
 def config_of(folder: Path, job: dict) -> Config:
-    table = {
+    own = {
         "run": {"name": job["run"], "steps": STEPS, "dir": str(folder / "runs")},
-        "model": {"path": str(folder / job.get("model", "llama")), "dtype": "float32"},
-        "algorithm": {
-            "group_size": 4,
-            "groups_per_step": 2,
-            "max_staleness": 1,
-            "learning_rate": 1e-3,
-            # A resume goes on in the middle of the schedule.
-            "warmup_steps": 1,
-            "decay": "cosine",
-            **job.get("algorithm", {}),
-        },
-        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 40},
-        "learner": {
-            # One micro batch: what is saved does not depend on their number.
-            "micro_batch_tokens": 400,
-            "weight_decay": 0.01,
-            "ddp": {"use_distributed_optimizer": False},
-            "optimizer": {"adam_eps": 1e-3},
-            "timeout_s": 100.0,
-            **job.get("learner", {}),
-        },
-        "checkpoint": job.get("checkpoint", {}),
+        # A resume goes on in the middle of the schedule.
+        "algorithm": {"warmup_steps": 1, "decay": "cosine"},
+        # One micro batch: what is saved does not depend on their number.
+        "learner": {"micro_batch_tokens": 400, "timeout_s": 100.0},
     }
-    table["model"]["dtype"] = job.get("dtype", "float32")
-    return parse_config(table, source="checkpoint job")
+    given = {name: job.get(name, {}) for name in ("algorithm", "learner", "checkpoint")}
+    model = folder / job.get("model", "llama")
+    return settings_of(model, own, given, dtype=job.get("dtype", "float32"))
 
 
 def make_models(folder: Path) -> None:

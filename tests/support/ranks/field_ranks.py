@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import numpy as np
-from slipstream.core.configuration.config_file import parse_config
 
 from support.fakes.field_models import VOCAB
-from support.ranks.rank_program import kept, opened, score
+from support.ranks.rank_program import kept, opened, score, settings_of
 
 # Long enough for what is scaled, waves of thousands of tokens, to show.
 LENGTH = 512
@@ -18,12 +17,6 @@ def probe() -> list[np.ndarray]:
 
 
 def run_rank(folder: Path, job: str) -> None:
-
-    table = {
-        "run": {"name": "fields", "steps": 1},
-        "model": {"path": str(folder / job), "dtype": "float32"},
-        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": LENGTH},
-    }
-    policy = opened(parse_config(table, source="test"))
+    lengths = {"learner": {"micro_batch_tokens": LENGTH}}
+    policy = opened(settings_of(folder / job, lengths))
     kept(policy, score(policy, probe(), max_tokens=LENGTH), folder / f"{job}.pt")

@@ -1,9 +1,6 @@
 """What honest callers of the controller say, by method: the fuzzer changes some of it."""
 
-import numpy as np
 from google.protobuf.message import Message
-from slipstream.protocol.codec import pack_logprobs, pack_tokens
-from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.v1 import (
     environment_pb2,
     fleet_pb2,
@@ -13,14 +10,11 @@ from slipstream.v1 import (
     weights_pb2,
 )
 
+from support.fakes.fake_server import LAYOUT
+from support.fakes.fake_trainer import PROBE
+
 VERSION = trajectory_pb2.PolicyVersion(step=2)
 DIGEST = b"d" * 16
-PROBE = weights_pb2.Probe(
-    token_ids=pack_tokens(np.arange(4, dtype=np.uint32)),
-    lengths=[4],
-    expected_logprobs=pack_logprobs(np.full(3, -2.0, np.float32)),
-    tolerance=1e-3,
-)
 SPEC = environment_pb2.EnvironmentSpec(
     name="new",
     reference="m:E",
@@ -34,7 +28,6 @@ FAILURE = trajectory_pb2.Failure(kind=trajectory_pb2.FAILURE_KIND_ENVIRONMENT, m
 COMMUNICATOR = weights_pb2.Communicator(
     communicator_id="c1", transport="gloo", store_host="127.0.0.1", store_port=9, world_size=2
 )
-LAYOUT = layout_to_pb([TensorSpec("w", "float32", (4, 4))], 1 << 20)
 CHAT = [environment_pb2.ChatMessage(role="user", content="a b")]
 REPORT = fleet_pb2.ServerReport(
     generated_tokens=9,

@@ -57,8 +57,9 @@ from slipstream.v1 import (
     weights_pb2,
 )
 
+from support.fakes.fake_server import LAYOUT
 from support.rigs.fuzz_calls import METHODS, WORDS, honest_trajectory, honest_tree
-from support.rigs.fuzz_honest import HONEST, LAYOUT, REPORT, SPEC, VERSION
+from support.rigs.fuzz_honest import HONEST, REPORT, SPEC, VERSION
 from support.rigs.fuzzing import bounded, mutated, nearly, wild
 
 # The lines of Python that one reading may run at most.

@@ -22,6 +22,7 @@ import pytest
 import tomli_w
 from slipstream.client import Client
 from slipstream.client.status import Event, RunStatus
+from slipstream.client.verify import examine
 from slipstream.core.machine.address import free_port
 from slipstream.learner.controller.records.journal import read_batch, read_records
 from slipstream.protocol.access.security import Credentials, open_channel
@@ -53,6 +54,7 @@ COMMANDS = Forks(
     entry="slipstream.client.cli:main",
 )
 # Marks of whole runs with all real parts.
+LONG_RUN = [pytest.mark.long, pytest.mark.usefixtures("nothing_survives")]
 SLOW_RUN = [pytest.mark.slow, pytest.mark.usefixtures("nothing_survives")]
 START_LIMIT_S = 120.0
 # Processes of a run, by what stands in their command line.
@@ -331,16 +333,11 @@ def rows_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def check_finished(run: Path, *, steps: int, groups_per_step: int) -> None:
+def check_finished(run: Path, *, steps: int) -> None:
     """A run that has learned trained every step and group once, and lost no token."""
-    summary = summary_of(run)
+    summary = checked(run)
     assert (summary["state"], summary["steps"]) == ("finished", steps)
     assert summary["reward_heldout"] > 0.7 > summary["reward_heldout_first"]
-    ledger = summary["ledger"]
-    assert (ledger["difference"], ledger["queued"], ledger["in_flight"]) == (0, 0, 0)
-    records = read_records(run / "journal")
-    trained = [g for record in records if record["kind"] == "batch" for g in record["groups"]]
-    assert len(trained) == len(set(trained)) == steps * groups_per_step
 
 
 def check_refused(result: subprocess.CompletedProcess[str], *parts: str, code: int = 2) -> None:
@@ -354,14 +351,21 @@ def check_refused(result: subprocess.CompletedProcess[str], *parts: str, code: i
         assert part in line
 
 
-def check_ledger(summary: dict) -> None:
-    """Every generated token has exactly one end, and none is on its way any more."""
-    ledger = summary["ledger"]
-    ends = ("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated")
-    assert (ledger["difference"], ledger["gaps"]) == (0, []), ledger
-    assert ledger["queued"] == ledger["in_flight"] == 0, ledger
-    others = ("set_aside", "lost")
-    assert ledger["generated"] == sum(ledger[end] for end in (*ends, *others)), ledger
+def checked(run: Path) -> dict:
+    """The summary of a run that has ended with no token on its way and none without its end.
+
+    `slipstream verify` finds no fault in its files either.
+    """
+    summary = summary_of(run)
+    assert summary["ledger"]["queued"] == summary["ledger"]["in_flight"] == 0, summary["ledger"]
+    assert examine(run).faults == []
+    return summary
+
+
+def check_replay(run: Path, *, cwd: Path | None = None, limit_s: float = 400.0) -> None:
+    """The journal alone makes the weights of each step again, to the last bit."""
+    replay = succeed("replay", run, cwd=cwd, limit_s=limit_s)
+    assert replay.stdout.count("as recorded") == summary_of(run)["steps"]
 
 
 def plain_loop(*arguments: object) -> list[dict]:

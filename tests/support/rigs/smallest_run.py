@@ -7,7 +7,7 @@ import pytest
 from slipstream.core.machine.address import free_port
 
 from support.fakes import plain_engine_hook
-from support.rigs.run_processes import ROOT, check_ledger, rows_of, run_command, summary_of
+from support.rigs.run_processes import ROOT, checked, rows_of, run_command
 
 SMALLEST = ROOT / "deploy" / "configs" / "smallest.toml"
 
@@ -41,6 +41,5 @@ def run_smallest(folder: Path, model: Path, *settings: str) -> tuple[dict, list[
     own = (*own_settings(folder, model), *SHORT)
     run = run_command("run", SMALLEST, *own, *settings, limit_s=500)
     assert run.returncode == 0, run.stdout + run.stderr
-    summary = summary_of(folder / "smallest")
-    check_ledger(summary)
+    summary = checked(folder / "smallest")
     return summary, rows_of(folder / "smallest")
