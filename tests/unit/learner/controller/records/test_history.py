@@ -235,13 +235,6 @@ def test_servers_that_were_leased_anything_are_known_after_a_restart():
     assert ServerKey(ServerId("s"), 8) not in history.servers
 
 
-def test_a_group_that_started_afresh_takes_the_place_of_the_one_that_was_given_up():
-    again = lease_record("g000001", -1, replaces="g000000")
-    history = read_history([start(), lease_record("g000000", 0), again])
-    assert set(history.open_groups) == {"g000001"}
-    assert history.environments["e"].next_number == 1
-
-
 def test_a_quarantined_delivery_without_a_name_is_read_back():
     end = {"kind": "end", "id": "what", "end": "quarantined", "tokens": 3, "server": "u"}
     history = read_history([start(), {**end, "epoch": 0}])

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 from slipstream.learner.controller.servers.session import Outbox
-from support.fakes.slow_disk import several_turns
 from support.rigs.waiting import LIMIT_S
 
 
@@ -25,23 +24,6 @@ async def test_a_reader_of_an_outbox_is_woken() -> None:
     assert not box.put("one too many")
     assert await asyncio.wait_for(reader, LIMIT_S) == "message"
     assert box.pop() is None
-
-
-async def test_a_message_and_those_behind_it_wait_for_what_it_comes_after() -> None:
-    box = Outbox[str]()
-    durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    box.put("first")
-    box.put("second", after=durable)
-    box.put("third")
-    messages = aiter(box.messages())
-    assert await anext(messages) == "first"
-    reader = asyncio.ensure_future(anext(messages))
-    await several_turns()
-    assert not reader.done()
-    durable.set_result(None)
-    async with asyncio.timeout(LIMIT_S):
-        assert await reader == "second"
-        assert await anext(messages) == "third"
 
 
 async def test_who_stops_reading_does_not_cancel_what_a_message_comes_after() -> None:
