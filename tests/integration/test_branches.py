@@ -8,6 +8,7 @@ from slipstream.core.types import Branch, Trajectory
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play
+from support.rigs.run_processes import rows_of
 
 TOKENS = 5
 BRANCHES = (Branch(2), Branch(2, 0.5, "reviewer", -2.5))
@@ -37,7 +38,7 @@ async def test_trees_are_trained_once_told_as_trees_and_kept_in_the_ledger(tmp_p
     assert 0 < max(trainer.lags) <= 2
     trained = [trajectory for batch in trainer.batches for trajectory in batch]
     assert {trajectory.branches for trajectory in trained} == {BRANCHES}
-    rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(config.run_dir)
     assert {row["branches_mean"] for row in rows} == {2.0}
     assert {row["turns_mean"] for row in rows} == {2.0}
     lines = (config.run_dir / "trajectories.jsonl").read_text().splitlines()

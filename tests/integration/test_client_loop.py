@@ -11,13 +11,12 @@ from slipstream.client.launch.display import table_rows
 from slipstream.client.verify import Bounds, examine
 from slipstream.extensions.tinker.front import MAX_BODY_BYTES
 from slipstream.extensions.tinker.wire_pb2 import SampleResponse
-from slipstream.learner.controller.records.journal import read_batch, read_records
 from slipstream.protocol.checkpoints import KEPT_NAME
 from support.fakes.fake_server import PROMPT_LOGPROBS
 from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.loop_client import logprobs_of, metrics_of, replies
 from support.rigs.loop_runs import DATUM, loop_config, started
-from support.rigs.run_processes import summary_of
+from support.rigs.run_processes import batches_of, summary_of
 from support.rigs.waiting import LIMIT_S, until
 
 
@@ -66,10 +65,7 @@ async def test_a_loop_samples_passes_steps_and_publishes(config) -> None:
     assert (given.adam.learning_rate, given.adam.eps) == (0.5, 1e-12)
     assert [name.rpartition(":")[2] for name in passes] == ["forward_backward"]
     # The journal holds the passes of each step.
-    folder = config.run_dir / "journal"
-    record = next(r for r in read_records(folder) if r["kind"] == "batch")
-    batch = read_batch(folder, 0, record["crc32"])
-    assert [len(one.sequences) for one in batch.passes] == [2]
+    assert [len(one.sequences) for one in batches_of(config.run_dir)[0].passes] == [2]
 
 
 async def test_an_operation_that_is_sent_twice_happens_once_and_in_the_order_of_numbers(config):

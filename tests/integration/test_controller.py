@@ -1,7 +1,6 @@
 """The controller over real gRPC, with servers and a trainer that compute nothing."""
 
 import asyncio
-import json
 import re
 import time
 from dataclasses import replace
@@ -18,13 +17,14 @@ from slipstream.core.types import Failure, FailureKind
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.records import kinds
-from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
+from slipstream.learner.controller.records.journal import Journal
 from slipstream.protocol.rich_errors import Reason, error_info
 from slipstream.v1 import environment_pb2, environment_pb2_grpc, trainer_pb2, trajectory_pb2
 from support.fakes.fake_server import OPEN, FakeServer, environment_failure
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.named_channel import open_named
 from support.rigs.controller_runs import evaluation_rows, make_config, play
+from support.rigs.run_processes import batches_of, records_of, rows_of
 from support.rigs.waiting import until
 
 
@@ -41,10 +41,7 @@ async def test_a_run_trains_every_step_within_the_bound_and_closes_its_ledger(tm
     assert summary["ledger"]["trained"] == 12 * 16 * 5
     assert summary["ledger"]["generated"] == summary["ledger"]["trained"]
     # The journal holds the batches that were trained.
-    folder = config.run_dir / "journal"
-    records = [r for r in read_records(folder) if r["kind"] == "batch"]
-    for record, trained in zip(records, trainer.batches, strict=True):
-        recorded = read_batch(folder, record["step"], record["crc32"])
+    for recorded, trained in zip(batches_of(config.run_dir), trainer.batches, strict=True):
         assert [t.group_id for t in recorded.trajectories] == [t.group_id for t in trained]
 
 
@@ -66,8 +63,7 @@ async def test_a_group_that_loses_too_many_servers_is_set_aside_with_an_event(tm
     assert summary["steps"] == 4
     lost = {lease.group_id for lease in first.leases}
     assert lost.isdisjoint({lease.group_id for lease in second.leases})
-    records = read_records(config.run_dir / "journal")
-    causes = {r["group"]: r["cause"] for r in records if r["kind"] == "set_aside"}
+    causes = {r["group"]: r["cause"] for r in records_of(config.run_dir, "set_aside")}
     assert causes == dict.fromkeys(lost, "its rollout server was lost, 1 times")
     group_id = first.leases[0].group_id
     assert sum(f"of {group_id} had its last attempt" in text for text in summary["told"]) == 1
@@ -106,7 +102,7 @@ async def test_what_agents_ask_for_in_vain_and_sums_of_rewards_are_told_once(tmp
         "docs/guides/agents.md says what holds",
         *([sums] if advantage == "grpo" else []),
     ]
-    rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(config.run_dir)
     assert [row["e/ignored/temperature"] for row in rows] == [2.0] * 3
 
 
@@ -153,8 +149,7 @@ async def test_tasks_whose_prompt_is_too_long_are_skipped_counted_told_and_repla
     summary = await play(config, server, trainer=trainer)
     assert summary["steps"] == 4
     assert all(t.task_index % 2 == 0 for batch in trainer.batches for t in batch)
-    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["skipped_tasks"] > 0
+    assert rows_of(config.run_dir)[-1]["skipped_tasks"] > 0
     assert {lease.first_attempt for lease in server.leases} == {0}
     told = [line for line in caplog.messages if "a prompt of 99 tokens is longer than 64" in line]
     assert len(told) == len(set(told)) > 0
@@ -289,7 +284,7 @@ async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path,
     assert handed_back
     assert summary["ledger"]["lost"] == 0
     # A drain costs no attempt: with one attempt a lost server would have set the groups aside.
-    kinds = {r["kind"] for r in read_records(config.run_dir / "journal")}
+    kinds = {r["kind"] for r in records_of(config.run_dir)}
     assert "set_aside" not in kinds
     assert "rollout server leaving has left" in summary["told"]
 
@@ -328,8 +323,7 @@ async def test_a_lease_without_progress_is_taken_back_and_set_aside_where_none_e
     assert members == {"g000001": [2], "g000002": [1, 2, 3]}
     trained = {t.trajectory_id.rsplit(".", 1)[0] for batch in trainer.batches for t in batch}
     assert "g000001.2.1" in trained
-    records = read_records(config.run_dir / "journal")
-    causes = {r["group"]: r["cause"] for r in records if r["kind"] == "set_aside"}
+    causes = {r["group"]: r["cause"] for r in records_of(config.run_dir, "set_aside")}
     limit = "no episode ended in 5 s of serving (controller.lease_timeout_s)"
     assert causes == {"g000002": limit}
 
@@ -361,7 +355,7 @@ async def test_a_step_that_is_reported_twice_counts_once_and_is_answered_alike(t
     trainer = RepeatingTrainer(address)
     summary = await play(config, trainer=trainer)
     assert summary["code"] == 0
-    steps = [r["step"] for r in read_records(config.run_dir / "journal") if r["kind"] == "step"]
+    steps = [r["step"] for r in records_of(config.run_dir, "step")]
     assert steps == [0, 1]
     different, unknown = trainer.refusals[:2]
     assert different.startswith("step 1 was reported as version 1 with digest ")
@@ -470,6 +464,6 @@ async def test_a_clock_that_jumps_changes_no_measured_time(tmp_path, monkeypatch
         trainer.gate.set()
 
     await play(config, server, trainer=trainer, during=jump)
-    rows = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").open()]
+    rows = rows_of(config.run_dir)
     for name in ("queue_s_mean", "episode_rest_s_mean"):
         assert max(row[name] for row in rows) < 1e5

@@ -1,13 +1,11 @@
 """Dynamic sampling: groups with equal rewards are left out, and what becomes of the run then."""
 
-import json
-
 import pytest
-from slipstream.learner.controller.records.journal import read_records
 from slipstream.learner.controller.trajectories.intake import MOST_FILTERED_BATCHES
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play
+from support.rigs.run_processes import records_of, rows_of
 
 FILTER = {"algorithm__filter": "unequal_rewards"}
 
@@ -23,10 +21,9 @@ async def test_groups_with_equal_rewards_are_filtered_and_replaced(tmp_path):
     assert summary["steps"] == 4
     assert summary["ledger"]["filtered"] > 0
     assert all(int(t.group_id[1:]) % 2 == 0 for batch in trainer.batches for t in batch)
-    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
-    by_step = [row["filtered_groups"] for row in map(json.loads, lines) if "step" in row]
+    by_step = [row["filtered_groups"] for row in rows_of(config.run_dir) if "step" in row]
     assert 0 < sum(by_step) <= summary["filtered_groups"]
-    records = list(read_records(config.run_dir / "journal"))
+    records = records_of(config.run_dir, "end")
     filtered = {r["id"].split(".")[0] for r in records if r.get("end") == "filtered"}
     assert len(filtered) == summary["filtered_groups"]
 
@@ -49,8 +46,7 @@ async def test_a_run_whose_groups_teach_nothing_goes_on_and_its_rows_say_so(tmp_
     server = FakeServer(config.controller.address, judge=lambda lease, member, attempt: 0.25)
     summary = await play(config, server)
     assert summary["steps"] == 12
-    rows = map(json.loads, (config.run_dir / "metrics.jsonl").read_text().splitlines())
-    assert {row["e/equal_rewards_fraction"] for row in rows} == {1.0}
+    assert {row["e/equal_rewards_fraction"] for row in rows_of(config.run_dir)} == {1.0}
 
 
 async def test_a_run_whose_task_is_solved_stops_with_its_model(tmp_path):

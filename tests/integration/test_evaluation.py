@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.records.journal import read_records
 from slipstream.v1 import trajectory_pb2
 from support.fakes.fake_server import FakeServer, environment_failure
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import evaluation_rows, make_config, play
+from support.rigs.run_processes import records_of
 from support.rigs.waiting import until
 
 
@@ -35,7 +35,7 @@ async def test_every_round_takes_the_same_tasks_with_the_same_seeds(tmp_path):
     assert tasks[0] == {(0, 0): 2, (1, 1): 2, (2, 2): 2}
     assert tasks[1] == tasks[2] == tasks[0]
     # The journal knows each episode and each round.
-    records = list(read_records(config.run_dir / "journal"))
+    records = records_of(config.run_dir)
     leased = {r["group"]: r["version"] for r in records if r["kind"] == "evaluation_lease"}
     ended = [r["id"].split(".")[0] for r in records if r.get("end") == "evaluated"]
     assert sorted(leased) == sorted(set(ended))

@@ -10,7 +10,6 @@ import grpc
 import grpc.aio
 import pytest
 from slipstream.client import Client
-from slipstream.learner.controller.records.journal import read_records
 from slipstream.protocol.codec import TRAINER_EPOCH
 from slipstream.protocol.queue.base import seal
 from slipstream.v1 import (
@@ -26,6 +25,7 @@ from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.liars import Liar, attacked, deliver, ended
 from support.fakes.named_channel import open_named
 from support.rigs.controller_runs import make_config, play
+from support.rigs.run_processes import records_of
 from support.rigs.waiting import LIMIT_S, until
 
 
@@ -88,7 +88,7 @@ async def test_nobody_sets_back_the_episodes_of_another_server(tmp_path):
     summary = await play(config, server, trainer=trainer, during=during)
     assert (summary["code"], summary["steps"]) == (0, 6)
     # No group lost its task or ran it again.
-    records = list(read_records(config.run_dir / "journal"))
+    records = records_of(config.run_dir)
     assert len([r for r in records if r.get("end") == "quarantined"]) == 8
     assert not [r for r in records if r["kind"] == "set_aside"]
     assert {lease.first_attempt for lease in server.leases} == {0}
@@ -157,7 +157,7 @@ async def test_a_server_that_delivers_junk_is_sent_away_and_the_run_goes_on(tmp_
         call.cancel()
 
     await attacked(tmp_path, caplog, attack)
-    records = read_records(tmp_path / "r" / "journal")
+    records = records_of(tmp_path / "r")
     causes = [r["cause"] for r in records if r.get("end") == "quarantined"]
     assert sorted(c.split(",")[0] for c in causes)[0].startswith("it has 15000000 bytes")
     assert len(causes) == 16

@@ -1,6 +1,5 @@
 """Groups of which some members never finish are trained with the others, after a crash too."""
 
-import json
 import random
 import shutil
 from collections import Counter
@@ -13,6 +12,7 @@ from slipstream.learner.trainer.replay import recorded_steps
 from support.fakes.fake_server import FakeServer, coin, environment_failure
 from support.fakes.fake_trainer import START, FakeTrainer
 from support.rigs.controller_runs import make_config, play
+from support.rigs.run_processes import records_of, rows_of
 from support.rigs.waiting import until
 
 STEPS, GROUPS, MEMBERS, TOKENS = 12, 4, 4, 5
@@ -49,16 +49,12 @@ def trained(config: Config) -> dict[str, list[int]]:
     return found
 
 
-def records_of(config: Config, kind: str) -> list[dict]:
-    return [r for r in read_records(config.run_dir / "journal") if r["kind"] == kind]
-
-
 def check(config: Config, summary: dict) -> dict[str, list[int]]:
     """Every group has the members that did not fail, half of them or more."""
     assert (summary["state"], summary["steps"]) == ("finished", STEPS), summary["cause"]
     assert summary["suspended_environments"] == {}
     groups, sound = trained(config), set()
-    for record in records_of(config, "lease"):
+    for record in records_of(config.run_dir, "lease"):
         if record["environment"] == "sound":
             sound.add(record["group"])
     for group_id, members in groups.items():
@@ -69,10 +65,10 @@ def check(config: Config, summary: dict) -> dict[str, list[int]]:
     assert STEPS * GROUPS < number < STEPS * GROUPS * MEMBERS
     assert summary["ledger"]["trained"] == number * TOKENS
     missing = STEPS * GROUPS * MEMBERS - number
-    rows = [*map(json.loads, (config.run_dir / "metrics.jsonl").read_text().splitlines())]
+    rows = rows_of(config.run_dir)
     assert sum(row["missing_members"] for row in rows if "step" in row) == missing
     # A whole group was set aside where less than half of it was left, or before any member came.
-    aside = {r["group"] for r in records_of(config, "set_aside")}
+    aside = {r["group"] for r in records_of(config.run_dir, "set_aside")}
     assert not aside & groups.keys()
     assert all(sum(fails(group, m) for m in range(MEMBERS)) >= MEMBERS / 2 for group in aside)
     assert [len(step.batch.trajectories) for step in recorded_steps(config.run_dir / "journal")]
@@ -149,7 +145,7 @@ async def test_a_partial_group_that_is_put_back_stays_as_it_is(tmp_path):
     trainer.poisoned = poisoned
     server = FakeServer(address, judge=a_fifth_fails)
     check(config, await play(config, server, trainer=trainer))
-    (record,) = records_of(config, "batch_set_aside")
+    (record,) = records_of(config.run_dir, "batch_set_aside")
     kept = {group for group, *_ in record["put_back"]}
     assert any(len(trained(config)[group]) < MEMBERS for group in kept)
     again = make_config(copy)

@@ -1,14 +1,13 @@
 """Trajectories that can be none of this run, in whole runs of the controller."""
 
 import dataclasses
-import json
 
 import numpy as np
 from slipstream.core.types import Trajectory
-from slipstream.learner.controller.records.journal import read_records
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play
+from support.rigs.run_processes import records_of, rows_of
 
 
 def above_zero(trajectory: Trajectory) -> Trajectory:
@@ -43,13 +42,12 @@ async def test_quarantined_episodes_run_again_and_their_tokens_are_counted(tmp_p
     assert ledger["difference"] == ledger["queued"] == ledger["in_flight"] == 0
     trained = [t for batch in trainer.batches for t in batch]
     assert {t.attempt for t in trained if t.member == 1} == {1}
-    records = [r for r in read_records(config.run_dir / "journal") if r["kind"] == "end"]
+    records = records_of(config.run_dir, "end")
     ends = {r["id"]: r for r in records if r["end"] == "quarantined"}
     assert set(ends) == set(bad)
     assert ends[bad[0]]["cause"] == "a log-probability is 0.25, above 0"
     assert ends[bad[1]]["cause"].endswith("a value of behavior_logprobs is not a finite number")
-    rows = [json.loads(x) for x in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["quarantined_trajectories"] > 0
+    assert rows_of(config.run_dir)[-1]["quarantined_trajectories"] > 0
 
 
 async def test_a_server_that_produces_nothing_else_stops_the_run_with_the_cause(tmp_path):
@@ -74,13 +72,12 @@ async def test_a_group_goes_on_without_a_member_that_is_quarantined_at_every_att
     trained = {(t.task_index, t.member) for batch in trainer.batches for t in batch}
     assert (3, 0) not in trained
     assert {(3, 1), (3, 2), (3, 3)} <= trained
-    records = list(read_records(config.run_dir / "journal"))
-    causes = [r["cause"] for r in records if r["kind"] == "gave_up"]
-    assert causes[0] == "quarantined: a log-probability is 0.25, above 0"
-    first = next(r["group"] for r in records if r["kind"] == "gave_up")
-    attempts = [r["id"] for r in records if r["kind"] == "end" and r["end"] == "quarantined"]
-    assert [i.split(".")[:3] for i in attempts if i.startswith(first)] == [
-        [first, "0", str(attempt)] for attempt in range(3)
+    first = records_of(config.run_dir, "gave_up")[0]
+    assert first["cause"] == "quarantined: a log-probability is 0.25, above 0"
+    ends = records_of(config.run_dir, "end")
+    attempts = [r["id"] for r in ends if r["end"] == "quarantined"]
+    assert [i.split(".")[:3] for i in attempts if i.startswith(first["group"])] == [
+        [first["group"], "0", str(attempt)] for attempt in range(3)
     ]
 
 

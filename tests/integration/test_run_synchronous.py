@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from slipstream.learner.controller.records.journal import read_batch, read_records
 from slipstream.v1 import trainer_pb2
 from support.rigs import run_processes
 from support.rigs.valkey import queue_settings
@@ -35,11 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def batches(run: Path) -> list[trainer_pb2.RecordedBatch]:
-    return [
-        read_batch(run / "journal", record["step"], record["crc32"])
-        for record in read_records(run / "journal")
-        if record["kind"] == "batch"
-    ]
+    return run_processes.batches_of(run)
 
 
 def test_passwords_of_the_queue_stand_in_their_own_files_alone(run: Path) -> None:
@@ -57,7 +52,7 @@ def test_passwords_of_the_queue_stand_in_their_own_files_alone(run: Path) -> Non
 
 
 def test_each_batch_holds_the_groups_that_were_leased_for_it(run, batches):
-    leased = [r["group"] for r in read_records(run / "journal") if r["kind"] == "lease"]
+    leased = [r["group"] for r in run_processes.records_of(run, "lease")]
     assert leased == [f"g{number:06d}" for number in range(STEPS * GROUPS)]
     for step, batch in enumerate(batches):
         expected = leased[step * GROUPS : (step + 1) * GROUPS]
@@ -79,7 +74,7 @@ def test_every_token_is_sampled_by_the_version_that_is_trained(run, batches):
 def test_a_plain_loop_over_the_same_generations_gives_the_same_run(run, batches):
     plain = run_processes.plain_loop(run / "config.toml")
     assert len(plain) == STEPS
-    digests = [r["digest"] for r in read_records(run / "journal") if r["kind"] == "step"]
+    digests = [r["digest"] for r in run_processes.records_of(run, "step")]
     rows = run_processes.rows_of(run)
     for step, line in enumerate(plain):
         members = [name.split(".")[:2] for name in line["ids"]]

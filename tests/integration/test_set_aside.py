@@ -18,7 +18,7 @@ from slipstream.v1 import trainer_pb2
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import START, FakeTrainer
 from support.rigs.controller_runs import make_config, play
-from support.rigs.run_processes import run_command
+from support.rigs.run_processes import records_of, run_command
 
 STEPS, GROUPS, MEMBERS, TOKENS = 12, 4, 4, 5
 
@@ -43,10 +43,6 @@ async def run(config: Config, poisoned: Poisoned, checkpoint=START) -> tuple[dic
     trainer.poisoned = poisoned
     fleet = [FakeServer(config.controller.address, f"s{i}") for i in range(2)]
     return await play(config, *fleet, trainer=trainer), trainer
-
-
-def records_of(config: Config, kind: str) -> list[dict]:
-    return [r for r in read_records(config.run_dir / "journal") if r["kind"] == kind]
 
 
 def check_whole(config: Config, summary: dict, num_set_aside: int) -> None:
@@ -82,7 +78,7 @@ async def test_a_run_trains_the_step_with_another_batch_and_keeps_the_good_group
     summary, trainer = await run(config, group_of(9))
     check_whole(config, summary, num_set_aside=1)
     assert summary["set_aside_batches"] == 1
-    (record,) = records_of(config, "batch_set_aside")
+    (record,) = records_of(config.run_dir, "batch_set_aside")
     assert [g for g, *_ in record["groups"]] == ["g000009"]
     assert (record["by"], record["cause"]) == ("trainer", "the loss is nan")
     # The good groups of the batch are in the next one, which has another id.
@@ -162,7 +158,7 @@ async def test_a_user_sets_the_batch_aside_at_which_a_run_fails(failed_run, grou
     summary, trainer = await run(again, group_of(17), before.newest_checkpoint)
     assert trainer.refused == []
     check_whole(again, summary, num_set_aside=len(groups) or GROUPS)
-    (record,) = records_of(again, "batch_set_aside")
+    (record,) = records_of(again.run_dir, "batch_set_aside")
     assert record["by"] == "user"
     check_put_back(again, record)
 
@@ -230,7 +226,7 @@ async def test_a_batch_that_was_trained_before_is_not_set_aside(tmp_path: Path) 
         f"step {step} was made from batch {refused} before, and cannot be made again: "
         "the loss is nan"
     )
-    assert records_of(again, "batch_set_aside") == []
+    assert records_of(again.run_dir, "batch_set_aside") == []
 
 
 async def test_the_command_takes_a_batch_out_of_a_run_that_has_ended(failed_run):
@@ -245,11 +241,11 @@ async def test_the_command_takes_a_batch_out_of_a_run_that_has_ended(failed_run)
     assert (missing.returncode, missing.stdout) == (2, "")
     start = f"slipstream: batch {before.refused[0]} of step {step} has no group g9; it has g0"
     assert missing.stderr.startswith(start)
-    assert records_of(config, "batch_set_aside") == []
+    assert records_of(config.run_dir, "batch_set_aside") == []
     done = await asyncio.to_thread(run_command, "set-aside", run_dir, step, "--group", "g000017")
     assert done.returncode == 0, done.stderr
     assert "never trained: g000017 (environment e, task " in done.stdout
     assert done.stdout.endswith(
         "; run the command that started the run again: it trains another batch\n"
     )
-    assert len(records_of(config, "batch_set_aside")) == 1
+    assert len(records_of(config.run_dir, "batch_set_aside")) == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from slipstream.core.errors import ConfigError
 from support.rigs.controller_runs import make_config, play
+from support.rigs.run_processes import rows_of
 from support.rigs.waiting import LIMIT_S
 
 
@@ -95,9 +96,8 @@ async def test_a_tracker_of_another_package_takes_the_rows_as_its_table_says(tmp
     config = make_config(tmp_path, run__steps=3, tracking__trackers=["x"], extensions__x=table)
     summary = await play(config)
     assert (summary["code"], summary["steps"]) == (0, 3)
-    rows = map(json.loads, (config.run_dir / "metrics.jsonl").read_text().splitlines())
     told = (config.run_dir / f"{config.run.name}.jsonl").read_text().splitlines()
-    expected = [[row["step"], round(row["reward_mean"], 3)] for row in rows]
+    expected = [[row["step"], round(row["reward_mean"], 3)] for row in rows_of(config.run_dir)]
     assert list(map(json.loads, told)) == expected
 
 

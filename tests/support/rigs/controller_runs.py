@@ -12,6 +12,7 @@ from slipstream.learner.controller.application import Controller
 from support.fakes.fake_server import OPEN, FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.named_channel import RUN_ID
+from support.rigs.run_processes import rows_of
 
 
 def make_config(tmp_path, *evaluations: dict, **changes) -> Config:
@@ -85,6 +86,4 @@ async def play(
 
 
 def evaluation_rows(config: Config) -> list[dict]:
-    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [row for row in rows if "evaluation_step" in row]
+    return [row for row in rows_of(config.run_dir) if "evaluation_step" in row]

@@ -26,7 +26,7 @@ from slipstream.client.verify import examine
 from slipstream.core.machine.address import free_port
 from slipstream.learner.controller.records.journal import read_batch, read_records
 from slipstream.protocol.access.security import Credentials, open_channel
-from slipstream.v1 import trajectory_pb2
+from slipstream.v1 import trainer_pb2, trajectory_pb2
 
 from support.fakes.model_folders import write_loadable_files
 from support.fakes.tiny_models import make_model_folder
@@ -156,12 +156,7 @@ def run_with_logs(folder: Path, *, limit_s: float) -> None:
 
 def trained_trajectories(run: Path) -> list[trajectory_pb2.Trajectory]:
     """All trajectories of the batches in a run's journal."""
-    return [
-        trajectory
-        for record in read_records(run / "journal")
-        if record["kind"] == "batch"
-        for trajectory in read_batch(run / "journal", record["step"], record["crc32"]).trajectories
-    ]
+    return [trajectory for batch in batches_of(run) for trajectory in batch.trajectories]
 
 
 @dataclass(eq=False)
@@ -331,6 +326,17 @@ def summary_of(run: Path) -> dict:
 def rows_of(run: Path) -> list[dict]:
     """The lines of metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def records_of(run: Path, kind: str = "") -> list[dict]:
+    """The records of one kind in a run's journal, or of all."""
+    return [r for r in read_records(run / "journal") if kind in ("", r["kind"])]
+
+
+def batches_of(run: Path) -> list[trainer_pb2.RecordedBatch]:
+    """The batches of a run in which none was set aside."""
+    folder = run / "journal"
+    return [read_batch(folder, r["step"], r["crc32"]) for r in records_of(run, "batch")]
 
 
 def check_finished(run: Path, *, steps: int) -> None:
