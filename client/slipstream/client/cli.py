@@ -51,6 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine unable to start. 2 (0 with `--final`) means that the command or its configuration cannot
     work. 128 plus a signal's number means that this signal ended a run before its last step.
     """
+    # A file or a connection would be opened in place of what the shell has closed.
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(opened)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     arguments = parse(argv)
     # The log of gRPC's core is of no use at a terminal.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

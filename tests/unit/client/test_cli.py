@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import shlex
+import subprocess
+import sys
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ import slipstream
 from slipstream.client.cli import EXAMPLES, _parser, main, named, parse
 from slipstream.client.run_folder import find_run
 from slipstream.core.errors import ConfigError
+from support.rigs.waiting import LIMIT_S
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -30,6 +33,27 @@ def test_the_example_of_a_command_is_one_that_it_takes(name, capsys):
         shlex.split(EXAMPLES[name])[:2]
         == shlex.split(capsys.readouterr().out.rpartition("example: ")[2])[:2]
     )
+
+
+SHOWS = """
+import os, sys
+from slipstream.client import cli
+cli._parser = lambda: sys.exit(sys.stdout.write("said") + sys.stderr.write("said"))
+try:
+    cli.main([])
+except SystemExit as end:
+    with open(sys.argv[1], "w") as file:
+        shown = [os.readlink(f"/proc/self/fd/{number}") for number in range(3)]
+        print(end.code, file.fileno(), *shown, file=file)
+"""
+
+
+@pytest.mark.process
+def test_a_command_without_its_three_files_has_empty_ones(tmp_path: Path) -> None:
+    close = 'exec "$@" <&- >&- 2>&-'
+    command = ["sh", "-c", close, "sh", sys.executable, "-c", SHOWS, str(tmp_path / "said")]
+    subprocess.run(command, check=True, timeout=LIMIT_S)
+    assert (tmp_path / "said").read_text().split() == ["8", "3", *["/dev/null"] * 3]
 
 
 def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) -> None:

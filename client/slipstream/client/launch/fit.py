@@ -224,8 +224,8 @@ def check_disk(scene: Scene) -> Finding:
         # Permissions do not show root that a mount is read-only.
         with tempfile.TemporaryFile(dir=place):
             pass
-    except OSError:
-        seen = f"run.dir is {run_dir}, and {place} cannot be written"
+    except OSError as error:
+        seen = f"run.dir is {run_dir}, and {place} cannot be written ({error.strerror})"
         return problem(seen, "set run.dir to a folder of yours")
     free = shutil.disk_usage(place).free
     seen = f"{free / GIB:.2f} GiB are free for {run_dir}"
