@@ -31,8 +31,15 @@ def check_at_least(argument: str, value: int | None, least: int) -> None:
 
 def check_above_0(argument: str, value: float) -> None:
     """Raises ConfigError, which names `argument`, unless `value` is finite and above 0."""
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{argument} must be above 0, got {value}")
+    if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        raise ConfigError(f"{argument} must be above 0, got {value!r}")
+
+
+def check_texts(**values: object) -> None:
+    """Raises ConfigError, which names the argument, for a value that is no text."""
+    for argument, value in values.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{argument} must be a text, got {value!r}")
 
 
 def check_holds(argument: str, text: str, field: str) -> None:

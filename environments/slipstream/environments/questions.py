@@ -23,7 +23,13 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX
 from slipstream.core.machine.process import send_signal
 from slipstream.environments.answers import bare, contains, number_of, other_money
-from slipstream.environments.arguments import Split, check_above_0, check_at_least, check_choice
+from slipstream.environments.arguments import (
+    Split,
+    check_above_0,
+    check_at_least,
+    check_choice,
+    check_texts,
+)
 from slipstream.environments.question_files import (
     Asked,
     Columns,
@@ -106,6 +112,8 @@ class Questions(Asked):
         check_at_least("heldout_one_in", heldout_one_in, 2)
         check_at_least("limit", limit, 1)
         check_above_0("judge_timeout_s", judge_timeout_s)
+        check_texts(question=question, instruction=instruction)
+        check_texts(answer=answer or "", system=system or "", answer_after=answer_after or "")
         if judge == "math_verify" and importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
                 "judge 'math_verify' needs the package math-verify: "
@@ -114,7 +122,8 @@ class Questions(Asked):
         self._judge, self._answer_after = judge, answer_after
         self._math = MathJudge(timeout_s=judge_timeout_s)
         rows: Iterable[tuple[str, Row]]
-        given: tuple[object, ...] = (path,) if isinstance(path, str) else tuple(path)
+        is_one = isinstance(path, str) or not isinstance(path, Iterable)
+        given: tuple[object, ...] = (path,) if is_one else tuple(path)
         if isinstance(path, str) and path.startswith(DATA_PREFIX):
             rows = hub_rows(path.removeprefix(DATA_PREFIX), hub_config, hub_split, hub_revision)
         elif (hub_config, hub_split, hub_revision) != (None, "train", None):
@@ -164,10 +173,10 @@ class Questions(Asked):
     async def step(self, reply: str) -> StepResult:
         """Judges the reply by the argument `judge`, and returns the reward."""
         given, answer = answer_of(reply), self.question.answer
-        if self._answer_after is not None:
+        if self._answer_after:
             given = given.rpartition(self._answer_after)[2]
         if self._function is not None:
-            if self._answer_after is not None:
+            if self._answer_after:
                 whole = reply if isinstance(reply, Reply) else Reply(reply)
                 reply = Reply(given, content=given, token_ids=whole.token_ids)
                 reply.reasoning, reply.tool_calls = whole.reasoning, whole.tool_calls

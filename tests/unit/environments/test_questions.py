@@ -394,10 +394,27 @@ def test_duplicates_may_be_dropped(tmp_path: Path):
         ({"limit": 0}, "limit must be at least 1, got 0"),
         ({"limit": 1.5}, "limit must be a whole number, got 1.5"),
         ({"judge_timeout_s": 0.0}, "judge_timeout_s must be above 0, got 0.0"),
+        ({"judge_timeout_s": "9"}, "judge_timeout_s must be above 0, got '9'"),
+        ({"question": ["a"]}, "question must be a text, got ['a']"),
+        ({"answer": 3}, "answer must be a text, got 3"),
+        ({"instruction": None}, "instruction must be a text, got None"),
+        ({"system": 3}, "system must be a text, got 3"),
+        ({"answer_after": ["#"]}, "answer_after must be a text, got ['#']"),
     ],
 )
 def test_an_argument_that_cannot_work_is_refused(tmp_path: Path, settings, message):
     assert refusal(json_lines(tmp_path, SUMS), **settings) == message
+
+
+@pytest.mark.parametrize("path", [3, None])
+def test_what_gives_no_rows_is_refused(path: object) -> None:
+    assert refusal(path).startswith(f"rows are a list of dicts, got a {type(path).__name__} of ")
+
+
+async def test_an_empty_mark_is_none(tmp_path: Path) -> None:
+    asked = Questions(json_lines(tmp_path, SUMS), judge="exact", answer_after="")
+    asked.reset(task := asked.tasks()[0])
+    assert (await asked.step(str(task.answer))).reward == 1.0
 
 
 def test_a_split_that_holds_no_question_is_named(tmp_path: Path):
