@@ -35,7 +35,7 @@ from slipstream.core.machine.files import read_regular
 from slipstream.core.models import model_files, model_rules
 from slipstream.core.models.families import refusals
 from slipstream.core.models.model_fields import field_problems, unknown_fields
-from slipstream.core.models.model_sizes import read_model_sizes, read_model_table
+from slipstream.core.models.model_sizes import read_model_sizes, read_model_table, read_table
 from slipstream.core.settings.config import NOTES, Config
 from slipstream.core.settings.sections import RUN_NAME
 from slipstream.core.settings.table_rules import trajectory_problems
@@ -222,6 +222,12 @@ def check_sizes(config: Config) -> list[str]:
             f"sampling.stop_token_ids must be token ids of the model, 0 to {sizes.vocab - 1}, "
             f"got {unknown[0]}"
         )
+    if (path := config.model.path / "generation_config.json").is_file():
+        ends = read_table(path).get("eos_token_id")
+        for end in ends if isinstance(ends, list) else [ends]:
+            if type(end) not in (int, type(None)):
+                # The engine would end with such a request.
+                raise ConfigError(f"{path}: eos_token_id must be token ids, got {end!r}")
     rollout_tp = config.rollout_server.tensor_parallel_size
     heads, groups = sizes.heads, max(1, sizes.kv_heads)
     if heads % rollout_tp or (groups % rollout_tp and rollout_tp % groups):

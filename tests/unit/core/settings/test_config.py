@@ -328,6 +328,30 @@ def test_tokens_are_those_of_the_model(changes: Table, line: str, tmp_path: Path
     assert str(caught.value) == line
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("{}", ""),
+        ('{"eos_token_id": null}', ""),
+        ('{"eos_token_id": [2, 3]}', ""),
+        ('{"eos_token_id": "x"}', ": eos_token_id must be token ids, got 'x'"),
+        ('{"eos_token_id": [2, 3.0]}', ": eos_token_id must be token ids, got 3.0"),
+        ('{"eos_token_id": [2,', ": Expecting value: line 1 column 21 (char 20)"),
+        ("[]", " must hold a table, got a list"),
+    ],
+)
+def test_the_ends_of_replies_are_tokens_in_a_whole_file(text, line, tmp_path: Path) -> None:
+    config = config_with({"model.path": str(model_folder(tmp_path))})
+    path = tmp_path / "generation_config.json"
+    path.write_text(text)
+    if not line:
+        check_model(config)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_model(config)
+    assert str(caught.value) == f"{path}{line}"
+
+
 def test_router_replay_is_refused_for_dense_models_and_trajectories_that_grow_too_large(tmp_path):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
     dense = model_folder(tmp_path / "dense", num_hidden_layers=4, **heads)
