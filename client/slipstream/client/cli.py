@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # A file or a connection would be opened in place of what the shell has closed.
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
+        os.set_inheritable(opened, True)
     os.close(opened)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
