@@ -6,14 +6,15 @@ of the flow starts with replies in their middle, and its tokens are counted whil
 taken: neither its first steps nor its end, where places stay empty.
 
 Two engines take turns, each with a whole rollout server around it: `ours`, and one that captures
-the CUDA graphs of vLLM's own choice. What prompts do is chosen anew for each turn: `wait-0-32`
-takes each at once; `wait-32-16` lets them wait until there is one for every 16 replies under way,
-32 steps at most. With `-vllms-plans` vLLM's own code plans every step and takes every token; else
-ours does where replies only go on. Before that our engine proves that its replies are those that
-vLLM hands out token by token.
+the CUDA graphs of vLLM's own choice, or one whose attention is vLLM's. What prompts do is chosen
+anew for each turn: `wait-0-32` takes each at once; `wait-32-16` lets them wait until there is one
+for every 16 replies under way, 32 steps at most. With `-vllms-plans` vLLM's own code plans every
+step and takes every token; else ours does where replies only go on. Before that our engine proves
+that its replies are those that vLLM hands out token by token.
 
     python -m benchmarks.rollout.flow                                  # one GPU, 7 minutes
     python -m benchmarks.rollout.flow --device cpu --repeats 1         # a rehearsal
+    python -m benchmarks.rollout.flow --chosen --kv-gib 44 --engines ours "vllm's attention"
     python -m benchmarks.rollout.flow --shape qwen3-8b --memory 0.3 --kv-gib 34 \
         --quantization fp8_per_channel
 
@@ -64,6 +65,7 @@ TURN_LIMIT_S = 120.0
 ENGINES: dict[str, dict[str, object]] = {
     "ours": {},
     "vllm's graphs": {"max_cudagraph_capture_size": 512},
+    "vllm's attention": {"attention_config": {"backend": "FLASH_ATTN"}},
 }
 OFF, CHOSEN = "wait-0-32", "wait-32-32"
 VLLMS = "-vllms-plans"
@@ -72,6 +74,8 @@ ROUND = (
     ("ours", CHOSEN, True),
     ("ours", CHOSEN + VLLMS, True),
     ("ours", CHOSEN, False),
+    ("vllm's attention", CHOSEN, True),
+    ("vllm's attention", CHOSEN, False),
     ("vllm's graphs", OFF + VLLMS, True),
     ("vllm's graphs", OFF + VLLMS, False),
     ("ours", OFF, False),
@@ -175,6 +179,8 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
             await found.take(name, OFF, wave=True, warm_up=True)
             await found.take(name, CHOSEN, wave=False, warm_up=True)
         checked, turns = "ours", ROUND
+        if arguments.chosen:
+            turns = tuple(each for each in ROUND if each[1] == CHOSEN)
         if arguments.quantization != "off" or arguments.dtypes:
             checked = arguments.engines[-1]
             turns = tuple((name, CHOSEN, False) for name in arguments.engines)
@@ -239,10 +245,11 @@ def _step_cells(turns: Sequence[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add_size_arguments(parser)
-    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES)[:2])
     parser.add_argument(
         "--dtypes", nargs="+", default=[], help="an engine for each, plain; bits: bfloat16, alike"
     )
+    parser.add_argument("--chosen", action="store_true", help="a server's own lever alone")
     parser.add_argument("--limit-s", type=float, default=360.0, help="no turn begins later")
     parser.add_argument(
         "--kv-gib",

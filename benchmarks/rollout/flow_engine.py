@@ -172,8 +172,8 @@ class Measured(Ours):
         board, own = Board(), engine.engine_config
         board.set_lever("wait-0-32")
 
-        def settings_of(config: Config, seed: int) -> Any:  # noqa: ANN401 - vLLM's
-            settings = own(config, seed)
+        def settings_of(*given: Any) -> Any:  # noqa: ANN401 - vLLM's
+            settings = own(*given)
             scheduling = settings.scheduler_config
             scheduling.scheduler_cls = timed(scheduling.scheduler_cls, board)
             return settings

@@ -18,7 +18,8 @@ waits for the same groups again, or a few more, so that waves of replies of one 
         --learner '{"world_size": 2, "parallel": {"ep": 2}}' --systems ours-defaults --rounds 1
 
 `ours-fp8` is ours with `rollout_server.quantization = "fp8_per_channel"`, `ours-kv8` with the KV
-cache in FP8, `ours-bits` with `algorithm.agreement = "bits"`. `ours-off`, `ours-pause` and
+cache in FP8, `ours-flash` with vLLM's own attention, `ours-bits` with `algorithm.agreement =
+"bits"`. `ours-off`, `ours-pause` and
 `ours-sleep` have that value of `controller.turns`. `ours-both` has a second rollout server, on the
 learner's GPU. `ours-defaults` leaves micro batches, episodes, threads and memory to the run, and
 must be the only system. These words go together: `ours-both-kv8-off`. TRL 1.16 with datasets,
@@ -73,7 +74,7 @@ NAME = "whole-systems"
 QWEN_VOCAB = 151936
 PEERS = ("trl-async", "prime-rl", "verl")
 # What may follow `ours`, with hyphens between.
-WORDS = {"bits", "fp8", "kv8", "both", "defaults", "off", "pause", "sleep"}
+WORDS = {"bits", "flash", "fp8", "kv8", "both", "defaults", "off", "pause", "sleep"}
 
 
 @dataclass

@@ -192,6 +192,7 @@ def our_config(arguments: argparse.Namespace, system: System, model: Path) -> st
         if "both" in words:
             extra += f"devices = [1, 0]\nshared_max_episodes = {arguments.shared_episodes}\n"
         cache = ', kv_cache_dtype = "fp8"' if "kv8" in words else ""
+        cache += ', attention_config = { backend = "FLASH_ATTN" }' if "flash" in words else ""
         extra += f"gpu_memory_utilization = {arguments.memory}\n"
         extra += f"engine = {{ kv_cache_memory_bytes = {arguments.kv_gib << 30}{cache} }}\n"
     return f"""

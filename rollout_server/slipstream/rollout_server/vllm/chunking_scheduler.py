@@ -21,9 +21,10 @@ import numpy as np
 from slipstream.core.errors import ConfigError
 from slipstream.rollout_server.engine_rules import PromptGathering
 from slipstream.rollout_server.vllm.steady_decoding import (
+    CHUNK_TOKENS,
     SteadyPlanner,
-    SteadyRequest,
     decodes_plainly,
+    stops_of,
     takes_a_prompt,
 )
 from vllm.config import VllmConfig
@@ -43,7 +44,6 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 if TYPE_CHECKING:
     from slipstream.extensions.drafts.switch import DraftSwitch
 
-CHUNK_TOKENS = 16
 # Least seconds between two statistics of the engine's load.
 STATS_S = 1.0
 # The fields of an output, by how the outputs of several steps become one. A vLLM with other fields
@@ -82,8 +82,8 @@ class Chunk:
     client_index: int
     limit: int
     with_logprobs: bool
-    # None if vLLM handles every step of this request.
-    steady: SteadyRequest | None = None
+    # The tokens that end the reply; None if vLLM handles every step of this request.
+    stops: set[int | None] | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routed_experts: list[np.ndarray] = field(default_factory=list)
@@ -193,16 +193,14 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         # same step.
         self._num_added += 1
         limit = 1 + self._num_added % CHUNK_TOKENS
-        steady = None
-        if self._planner and SteadyRequest.fits(request, parameters):
-            steady = SteadyRequest(request, parameters, self.max_model_len)
-        chunk = Chunk(request.client_index, limit, wants_logprobs, steady)
+        chunk = Chunk(request.client_index, limit, wants_logprobs, stops_of(request, parameters))
         self._chunks[request.request_id] = chunk
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
         """Overrides vLLM's method; drops the tokens that are held for these requests."""
+        self._release()
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._forget(request.request_id)
@@ -212,20 +210,22 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         """Overrides vLLM's method; prompts wait as long as `PromptGathering` says.
 
         When a step has no room for all gathered prompts, vLLM takes the rest in the next step. A
-        step without prompts is planned by the `SteadyPlanner` if that has steady requests.
+        step without prompts is planned by the `SteadyPlanner` if it can.
         """
         along = takes_a_prompt(self.running, self.waiting)
         num_ready = 0 if along else len(self.waiting)
         holds = self._gathering.holds(num_ready=num_ready, num_replies=len(self.running))
         if self._planner and (not self.waiting or (holds and not self.prefill_capacity_bound)):
-            requests = self._planner.steady_requests(self._is_steady)
-            if requests:
-                return self._planner.plan(requests, super().schedule)
+            plan = self._planner.plan(self._chunks, super().schedule)
+            if plan is not None:
+                return plan
+        self._release()
         return super().schedule(throttle_prefills or holds)
 
-    def _is_steady(self, request_id: str) -> bool:
-        chunk = self._chunks.get(request_id)
-        return chunk is not None and chunk.steady is not None
+    def _release(self) -> None:
+        """Has all requests as vLLM would have left them."""
+        if self._planner is not None:
+            self._planner.release()
 
     def has_requests(self) -> bool:
         """Overrides vLLM's method; also returns True while a pause must output held tokens."""
@@ -270,6 +270,7 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
 
         Only cached blocks have anything to reset, and the engine is paused meanwhile.
         """
+        self._release()
         pool = self.kv_cache_manager.block_pool
         every = pool.blocks
         if not pool._reuse_watchers:
@@ -286,6 +287,7 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
 
         An engine that is resumed without a pause has new weights too.
         """
+        self._release()
         resumes = pause_state is PauseState.UNPAUSED
         if resumes and self.pause_state is PauseState.UNPAUSED:
             self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
@@ -300,23 +302,33 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         logprobs = model_runner_output.logprobs
         if logprobs is not None and not self._streamed:
             model_runner_output.logprobs = None
-        values = None if logprobs is None else logprobs.logprobs[:, 0].tolist()
+        values = None if logprobs is None else logprobs.logprobs[:, 0]
         starts = None if logprobs is None else logprobs.cu_num_generated_tokens
-        full: list[tuple[Chunk, EngineCoreOutput]] = []
-        if starts is None and not model_runner_output.num_nans_in_logits:
-            num_scheduled = scheduler_output.num_scheduled_tokens
-            others, full = self._decode(num_scheduled, model_runner_output, values)
-            # vLLM gets only the requests that `_decode` has not handled.
-            scheduler_output = dataclasses.replace(scheduler_output, num_scheduled_tokens=others)
+        batch = None if self._planner is None else self._planner.batch
+        others: dict[str, int] = scheduler_output.num_scheduled_tokens
+        full: list[int] = []
+        if batch is not None:
+            if starts is None and not model_runner_output.num_nans_in_logits:
+                others, full = batch.take(others, model_runner_output, values)
+                # vLLM gets only the requests that the batch has not handled.
+                scheduler_output = dataclasses.replace(
+                    scheduler_output, num_scheduled_tokens=others
+                )
+            changed = [*full, *(batch.row_of[each] for each in others if each in batch.row_of)]
+            batch.sync(changed)
         if self._switch is not None:
             self._note_step(self._switch, scheduler_output, model_runner_output)
         by_client = super().update_from_output(scheduler_output, model_runner_output)
         rows = model_runner_output.req_id_to_index
         for outputs in by_client.values():
             outputs.outputs = self._join(outputs.outputs, rows, values, starts)
-        for chunk, output in full:
-            outputs = by_client.setdefault(chunk.client_index, EngineCoreOutputs())
-            outputs.outputs.append(chunk.pour(output))
+        if batch is not None:
+            for row in full:
+                request, chunk = batch.members[row]
+                outputs = by_client.setdefault(chunk.client_index, EngineCoreOutputs())
+                outputs.outputs.append(chunk.pour(EngineCoreOutput(request.request_id, [])))
+            for row in changed:
+                batch.settle(row)
         if self.pause_state is PauseState.PAUSED_ALL:
             for request_id, chunk in list(self._held()):
                 outputs = by_client.setdefault(chunk.client_index, EngineCoreOutputs())
@@ -341,51 +353,11 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
             now_s=time.monotonic(),
         )
 
-    def _decode(
-        self,
-        num_scheduled: dict[str, int],
-        model_runner_output: ModelRunnerOutput,
-        logprobs: list[float] | None,
-    ) -> tuple[dict[str, int], list[tuple[Chunk, EngineCoreOutput]]]:
-        """Adds the tokens of requests in the middle of a reply to their chunks.
-
-        Returns the number of scheduled tokens of each other request, by id, and the chunks that are
-        full, each with an empty output to fill.
-        """
-        others: dict[str, int] = {}
-        full: list[tuple[Chunk, EngineCoreOutput]] = []
-        chunks, ahead = self._chunks, self._planner is not None and self._planner.ahead
-        manager, block_size = self.kv_cache_manager, self.hash_block_size
-        rows, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
-        # This runs once for each request and step, so it does as little as possible.
-        for request_id, num_tokens in num_scheduled.items():
-            chunk = chunks.get(request_id)
-            if (
-                chunk is None
-                or (steady := chunk.steady) is None
-                or num_tokens != 1
-                or not sampled
-                or (logprobs is None and chunk.with_logprobs)
-                or not steady.is_between(token_ids := sampled[row := rows[request_id]])
-            ):
-                others[request_id] = num_tokens
-                continue
-            if ahead:
-                steady.append_ahead(token_ids[0], manager, block_size)
-            else:
-                steady.append(token_ids[0])
-            chunk.token_ids.append(token_ids[0])
-            if logprobs is not None and chunk.with_logprobs:
-                chunk.logprobs.append(logprobs[row])
-            if len(chunk.token_ids) >= chunk.limit:
-                full.append((chunk, EngineCoreOutput(request_id, [])))
-        return others, full
-
     def _join(
         self,
         outputs: list[EngineCoreOutput],
         rows: dict[str, int],
-        logprobs: list[float] | None,
+        logprobs: np.ndarray | None,
         starts: list[int] | None,
     ) -> list[EngineCoreOutput]:
         """Adds outputs to their requests' chunks; returns the outputs to send in this step.
@@ -405,7 +377,7 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
             if logprobs is not None and token_ids and chunk.with_logprobs:
                 row = rows[request_id]
                 start = row if starts is None else starts[row]
-                chunk.logprobs += logprobs[start : start + len(token_ids)]
+                chunk.logprobs += logprobs[start : start + len(token_ids)].tolist()
             chunk.token_ids += token_ids
             chunk.keep(output)
             if output.finish_reason is not None:

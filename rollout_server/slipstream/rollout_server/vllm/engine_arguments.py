@@ -21,9 +21,13 @@ from vllm import AsyncEngineArgs, ModelRegistry
 from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 _PACKAGE = "slipstream.rollout_server.vllm"
+DECODE_BACKEND = f"{_PACKAGE}.decode_attention.DecodeBackend"
+# Longest context, in tokens, of a run that reads the cache with our kernel.
+MOST_CONTEXT = 4096
 _WORKER_EXTENSION = f"{_PACKAGE}.weight_receiver.WorkerExtension"
 
 
@@ -49,6 +53,9 @@ def engine_config(config: Config, seed: int, folder: Path | None = None) -> Vllm
 
         assert folder is not None, "the layer that drafts needs a folder"
         values |= draft_arguments(config, folder)
+    if not on_cpu and decodes_by_kernel(config, passed):
+        # By its name: its module is for processes that start CUDA.
+        register_backend(AttentionBackendEnum.FLASH_ATTN, DECODE_BACKEND)
     if config.algorithm.agreement == "bits":
         if on_cpu:
             from slipstream.extensions.engine_bits.server import compute_by_rows
@@ -75,6 +82,21 @@ def engine_config(config: Config, seed: int, folder: Path | None = None) -> Vllm
     scheduling = settings.scheduler_config
     scheduling.scheduler_cls = scheduler_class(async_scheduling=bool(scheduling.async_scheduling))
     return settings
+
+
+def decodes_by_kernel(config: Config, passed: Mapping[str, object]) -> bool:
+    """Returns whether steps without prompts read the cache with our kernel, not FlashAttention's.
+
+    Not where `passed`, the user's own arguments for vLLM, names an attention, where the learner
+    computes with FlashAttention's bits, on GPUs other than Hopper's, where it was not measured, and
+    where contexts are so long that FlashAttention reads as fast.
+    """
+    return (
+        not {"attention_config", "attention_backend"} & passed.keys()
+        and config.algorithm.agreement != "bits"
+        and config.sampling.max_episode_tokens <= MOST_CONTEXT
+        and current_platform.is_device_capability_family(90)
+    )
 
 
 def check_precision(quantization: str) -> None:

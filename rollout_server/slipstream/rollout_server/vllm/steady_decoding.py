@@ -4,18 +4,20 @@ vLLM's scheduler supports drafts, grammars, images, connectors and sliding windo
 all of these once for each request and step, and goes through all requests three times. That is more
 than half of the work of the engine's thread, and with a small model and hundreds of requests it
 limits an engine. In the middle of a reply the results of these checks are known. So vLLM plans a
-step without requests, which updates vLLM's own state; the requests are added to that plan, and
-their state changes as vLLM would change it. vLLM still handles the first and the last step of a
-reply, and all unusual steps.
+step without requests, which updates vLLM's own state; the requests are added to that plan, and the
+step changes a few arrays. The requests' own state follows, as vLLM would have left it, before vLLM
+looks at it. vLLM still handles the first and the last step of a reply, and all unusual steps.
 """
 
 import hashlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 from vllm import __version__ as VERSION
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -25,10 +27,16 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from slipstream.rollout_server.vllm.chunking_scheduler import Chunk
 
 log = logging.getLogger(__name__)
 _RUNNING = RequestStatus.RUNNING
+# Most tokens of a reply that are held back.
+CHUNK_TOKENS = 16
 # The digest of vLLM 0.32.0's modules that this one follows; they are no public interface.
 _FOLLOWED = "1e4a9d611bea13a4d06bf5e90383347a05a564c488df47325cf193f59d0e5f3d"
 _SOURCES = (Scheduler, AsyncScheduler, KVCacheManager, FullAttentionManager, Request)
@@ -60,56 +68,161 @@ def decodes_plainly(scheduler: Scheduler, followed: str = _FOLLOWED) -> bool:
     )
 
 
-class SteadyRequest:
-    """A request whose steps in the middle of its reply output a token and nothing else."""
+def stops_of(request: Request, parameters: SamplingParams) -> set[int | None] | None:
+    """Returns the tokens that end a reply, or None for a request that needs more than tokens.
 
-    __slots__ = ("_ends_at", "_request", "_stops")
+    That is a grammar, images or another extra, with which vLLM handles every step.
+    """
+    if (
+        request.use_structured_output
+        or request.has_encoder_inputs
+        or request.resumable
+        or parameters.repetition_detection is not None
+    ):
+        return None
+    return {parameters.eos_token_id, *(parameters.stop_token_ids or ())}
 
-    def __init__(self, request: Request, parameters: SamplingParams, max_model_len: int) -> None:
-        self._request = request
-        self._stops = {parameters.eos_token_id, *(parameters.stop_token_ids or ())}
-        self._ends_at = min(max_model_len, request.num_prompt_tokens + request.max_tokens)
 
-    @staticmethod
-    def fits(request: Request, parameters: SamplingParams) -> bool:
-        """Returns whether `request` needs only tokens: no grammar, images or other extras."""
-        return not (
-            request.use_structured_output
-            or request.has_encoder_inputs
-            or request.resumable
-            or parameters.repetition_detection is not None
-        )
+class SteadyBatch:
+    """The requests of consecutive steps that only decode; each is a row of some arrays.
 
-    def is_between(self, token_ids: list[int]) -> bool:
-        """Returns whether a step sampled one token, which neither starts nor ends the reply."""
-        request = self._request
-        return (
-            len(token_ids) == 1
-            and request.status is _RUNNING
-            and request.prefill_stats is None
-            and not request.num_stale_output_tokens
-            and not request.events
-            and token_ids[0] not in self._stops
-            and request.num_tokens + 1 < self._ends_at
-        )
+    A step changes the arrays alone. vLLM's `Request` and the chunk of a row stay behind, until
+    `sync` brings them to the state that vLLM itself would have left: before anything but a step
+    of this batch looks at the request, when its chunk is full, and where it gets a block.
+    """
 
-    def append(self, token_id: int) -> None:
-        """Appends a token for which `is_between` is true."""
-        request = self._request
-        request.num_in_flight_tokens -= 1
-        request.append_output_token_ids(token_id)
+    def __init__(self, scheduler: Scheduler, members: list[tuple[Request, "Chunk"]]) -> None:
+        requests = [request for request, _ in members]
+        self._scheduler = scheduler
+        # Whether a step is planned before the tokens of the previous step are known.
+        self.is_ahead = isinstance(scheduler, AsyncScheduler)
+        self.members = members
+        self._ids = np.array([request.request_id for request in requests], dtype=object)
+        self.row_of = {each: row for row, each in enumerate(self._ids)}
+        # The rows that the next step samples a token of.
+        self.live = np.arange(len(members))
+        self.computed = np.array([request.num_computed_tokens for request in requests])
+        # The last step that each is planned in.
+        self._steps = np.zeros(len(members), dtype=np.int64)
+        # How many tokens of each are known, those in `_tokens` included.
+        self.known = np.array([request.num_tokens for request in requests])
+        self._prompts = np.array([request.num_prompt_tokens for request in requests])
+        self._ends = self._prompts + [request.max_tokens for request in requests]
+        # Rows whose next output is nothing but a token.
+        self._is_plain = np.array([_is_plain(request) for request in requests])
+        self._stops = [chunk.stops or set() for _, chunk in members]
+        some_stop = {stop for stops in self._stops for stop in stops if stop is not None}
+        self._any_stop = np.array(sorted(some_stop), dtype=np.int64)
+        self._wants_logprobs = any(chunk.with_logprobs for _, chunk in members)
+        # What is held of each row, at most as many as its chunk still has room for.
+        self._room = np.array([chunk.limit - len(chunk.token_ids) for _, chunk in members])
+        self._held = np.zeros(len(members), dtype=np.int64)
+        self._tokens = np.empty((len(members), CHUNK_TOKENS), dtype=np.int64)
+        self._logprobs = np.empty(self._tokens.shape, dtype=np.float32)
 
-    def append_ahead(self, token_id: int, manager: KVCacheManager, block_size: int) -> None:
-        """Appends a token as `append` does, for a scheduler that plans steps ahead.
+    def next_rows(self) -> np.ndarray:
+        """Returns the rows that the next step samples a token of."""
+        live, longest = self.live, self._scheduler.max_model_len - 1
+        computed, known = self.computed[live], self.known[live]
+        # The last token of these is already being sampled.
+        ended = (computed >= longest) | ((computed >= known) & (known + 1 >= self._ends[live]))
+        if ended.any():
+            self.live = live[~ended]
+        return self.live
 
-        Also takes one from vLLM's count of planned tokens, and caches a block that is now complete.
+    def cached_requests(self, rows: np.ndarray) -> tuple[list[str], list[int], list[int]]:
+        """Returns ids, computed tokens and output tokens of the requests, as a plan has them."""
+        computed = self.computed[rows]
+        outputs = (computed + 1 - self._prompts[rows]).tolist()
+        return self._ids[rows].tolist(), computed.tolist(), outputs
+
+    def advance(self, rows: np.ndarray) -> None:
+        """Notes that the step that is being planned samples a token of each of `rows`."""
+        self.computed[rows] += 1
+        self._steps[rows] = self._scheduler.current_step
+
+    def take(
+        self,
+        num_scheduled: Mapping[str, int],
+        output: ModelRunnerOutput,
+        logprobs: np.ndarray | None,
+    ) -> tuple[dict[str, int], list[int]]:
+        """Holds the tokens of a step that neither start nor end a reply.
+
+        Returns the number of scheduled tokens of each request that vLLM must handle, by id, and the
+        rows whose chunk is full. `logprobs` has a value for each row of the output.
         """
-        self.append(token_id)
-        request = self._request
-        request.num_output_placeholders -= 1
-        num_known = request.num_computed_tokens - request.num_output_placeholders
-        if not num_known % block_size:
-            manager.cache_blocks(request, num_known)
+        sampled = output.sampled_token_ids
+        if not sampled or (logprobs is None and self._wants_logprobs):
+            return dict(num_scheduled), []
+        ids, number = list(num_scheduled), len(num_scheduled)
+        rows = np.fromiter(map(self.row_of.get, ids, repeat(-1)), np.int64, number)
+        places = np.fromiter(map(output.req_id_to_index.__getitem__, ids), np.int64, number)
+        lengths = np.fromiter(map(len, sampled), np.int64, len(sampled))
+        # A row without tokens has another one's, or the last number, for its first.
+        flat = np.fromiter(chain(*sampled, (-1,)), np.int64, lengths.sum() + 1)
+        lengths, tokens = lengths[places], flat[(np.cumsum(lengths) - lengths)[places]]
+        most = np.minimum(self._ends, self._scheduler.max_model_len)
+        is_taken = (rows >= 0) & (lengths == 1) & self._is_plain[rows]
+        is_taken &= np.fromiter(num_scheduled.values(), np.int64, number) == 1
+        is_taken &= self.known[rows] + 1 < most[rows]
+        for place in np.flatnonzero(is_taken & np.isin(tokens, self._any_stop)):
+            is_taken[place] = int(tokens[place]) not in self._stops[rows[place]]
+        mine = rows[is_taken]
+        held = self._held[mine]
+        self._tokens[mine, held] = tokens[is_taken]
+        if logprobs is not None:
+            self._logprobs[mine, held] = logprobs[places[is_taken]]
+        self._held[mine] += 1
+        self.known[mine] += 1
+        others = {ids[place]: num_scheduled[ids[place]] for place in np.flatnonzero(~is_taken)}
+        return others, mine[self._held[mine] >= self._room[mine]].tolist()
+
+    def sync(self, rows: Sequence[int]) -> None:
+        """Brings the requests and chunks of `rows` up to date, as if each step had changed them."""
+        if not rows:
+            return
+        scheduler = self._scheduler
+        # Numbers of lists, since looking at one number of an array takes longer.
+        arrays = (self.computed, self._steps, self._held, self._tokens, self._logprobs)
+        values = zip(rows, *(array[rows].tolist() for array in arrays), strict=True)
+        self._held[rows] = 0
+        for row, computed, last_step, held, token_ids, logprobs in values:
+            request, chunk = self.members[row]
+            steps = computed - request.num_computed_tokens
+            request.num_computed_tokens = computed
+            request.num_in_flight_tokens += steps - held
+            if held:
+                request.append_output_token_ids(token_ids[:held])
+                chunk.token_ids += token_ids[:held]
+                if chunk.with_logprobs:
+                    chunk.logprobs += logprobs[:held]
+            if not self.is_ahead:
+                continue
+            request.num_output_placeholders += steps - held
+            if steps and scheduler.use_v2_model_runner:
+                request.next_decode_eligible_step = last_step + 1
+            num_known = computed - request.num_output_placeholders
+            block_size = scheduler.hash_block_size
+            if num_known // block_size > (num_known - held) // block_size:
+                scheduler.kv_cache_manager.cache_blocks(request, num_known)
+
+    def settle(self, row: int) -> None:
+        """Notes what became of a row that was synced, when its step's outputs are handed out."""
+        request, chunk = self.members[row]
+        if request.status is _RUNNING:
+            self.known[row], self._is_plain[row] = request.num_tokens, _is_plain(request)
+            self._room[row] = chunk.limit - len(chunk.token_ids)
+        else:
+            del self.row_of[request.request_id]
+            self.live = self.live[self.live != row]
+
+
+def _is_plain(request: Request) -> bool:
+    """Returns whether the next output of a decoding request has nothing beside its token."""
+    return (
+        request.prefill_stats is None and not request.num_stale_output_tokens and not request.events
+    )
 
 
 class SteadyPlanner:
@@ -117,94 +230,88 @@ class SteadyPlanner:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._manager = scheduler.kv_cache_manager
-        self._block_size = scheduler.hash_block_size
-        self._num_groups = len(self._manager.coordinator.single_type_managers)
+        # The requests of the steps since vLLM planned one, or None.
+        self.batch: SteadyBatch | None = None
+        self._num_groups = len(scheduler.kv_cache_manager.coordinator.single_type_managers)
         self._nobody = create_request_queue(scheduler.policy)
-        # Whether a step is planned before the tokens of the previous step are known.
-        self.ahead = isinstance(scheduler, AsyncScheduler)
         self._most_tokens = min(
             scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.max_num_batched_tokens
         )
 
-    def steady_requests(self, steady: Callable[[str], bool]) -> list[Request]:
-        """Returns the running requests if the next step only decodes them, else [].
+    def plan(
+        self, chunks: Mapping[str, "Chunk"], schedule: Callable[[], SchedulerOutput]
+    ) -> SchedulerOutput | None:
+        """Plans the next step if it only decodes, else returns None: vLLM must plan it.
 
-        For [] vLLM must plan the step. `steady` says for a request's id whether its next output is
-        nothing but a token.
+        `chunks` are those of requests, by id; `schedule` is vLLM's own method.
         """
         scheduler = self._scheduler
-        running: list[Request] = scheduler.running
-        if (
-            scheduler.pause_state is not PauseState.UNPAUSED
-            or scheduler.kv_holding_waiting
-            or len(running) > self._most_tokens
-        ):
-            return []
-        longest, block_size = scheduler.max_model_len - 1, self._block_size
-        # vLLM's older worker must be sent all tokens of a request that was left out of a step.
-        known = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
-        requests: list[Request] = []
-        num_blocks = 0
-        # This loop runs once for each request and step, so it does as little as possible.
-        for request in running:
-            computed, ahead = request.num_computed_tokens, request.num_output_placeholders
-            if computed >= longest or (
-                ahead and computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens
-            ):
-                # The request's last token is already being sampled.
-                continue
-            if (
-                request.num_tokens + ahead - computed != 1
-                or not steady(request.request_id)
-                or (known is not None and request.request_id not in known)
-            ):
-                return []
-            if not computed % block_size:
-                num_blocks += 1
-            requests.append(request)
-        free = self._manager.block_pool.get_num_free_blocks()
-        return requests if num_blocks * self._num_groups <= free else []
-
-    def plan(
-        self, requests: Iterable[Request], schedule: Callable[[], SchedulerOutput]
-    ) -> SchedulerOutput:
-        """Plans a step of `requests` from `steady_requests`; `schedule` is vLLM's own method."""
-        scheduler = self._scheduler
+        manager, block_size = scheduler.kv_cache_manager, scheduler.hash_block_size
+        if scheduler.pause_state is not PauseState.UNPAUSED or scheduler.kv_holding_waiting:
+            return None
+        if self.batch is None:
+            self.batch = self._gathered(chunks)
+        batch = self.batch
+        if batch is None or not 0 < len(rows := batch.next_rows()) <= self._most_tokens:
+            return None
+        phases = batch.computed[rows] % block_size
+        begun = phases == 0
+        if begun.sum() * self._num_groups > manager.block_pool.get_num_free_blocks():
+            return None
         running, waiting = scheduler.running, scheduler.waiting
         scheduler.running, scheduler.waiting = [], self._nobody
         try:
             plan = schedule()
         finally:
             scheduler.running, scheduler.waiting = running, waiting
-        manager, block_size = self._manager, self._block_size
         cached = plan.scheduled_cached_reqs
-        cached.req_ids = [request.request_id for request in requests]
-        cached.num_computed_tokens = [request.num_computed_tokens for request in requests]
-        cached.num_output_tokens = [
-            request.num_output_tokens + request.num_output_placeholders for request in requests
-        ]
-        blocks: list[Any] = []
-        step = scheduler.current_step
-        for request in requests:
-            computed = request.num_computed_tokens
-            if 0 < computed % block_size < block_size - 1:
-                blocks.append(None)
-            else:
-                new = manager.allocate_slots(request, 1, num_lookahead_tokens=0)
-                blocks.append(new.get_block_ids(allow_none=True))
-            request.num_computed_tokens = computed + 1
-            request.num_in_flight_tokens += 1
-            if self.ahead:
-                request.num_output_placeholders += 1
-                if scheduler.use_v2_model_runner:
-                    request.next_decode_eligible_step = step + 1
-        cached.new_block_ids = blocks
+        cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens = (
+            batch.cached_requests(rows)
+        )
+        cached.new_block_ids = [None] * len(rows)
+        # Where no step is planned ahead, vLLM caches a block as soon as its last token is planned.
+        is_due = begun if batch.is_ahead else begun | (phases == block_size - 1)
+        due = rows[is_due].tolist()
+        batch.sync(due)
+        for place, row in zip(np.flatnonzero(is_due).tolist(), due, strict=True):
+            new = manager.allocate_slots(batch.members[row][0], 1, num_lookahead_tokens=0)
+            cached.new_block_ids[place] = new.get_block_ids(allow_none=True)
+        batch.advance(rows)
         plan.num_scheduled_tokens = dict.fromkeys(cached.req_ids, 1)
-        plan.total_num_scheduled_tokens = len(blocks)
+        plan.total_num_scheduled_tokens = len(rows)
         if not scheduler.use_v2_model_runner:
             scheduler.prev_step_scheduled_req_ids.update(cached.req_ids)
         return plan
+
+    def release(self) -> None:
+        """Brings all requests up to date, and ends the batch: vLLM looks at them next."""
+        if self.batch is not None:
+            self.batch.sync([*self.batch.row_of.values()])
+            self.batch = None
+
+    def _gathered(self, chunks: Mapping[str, "Chunk"]) -> "SteadyBatch | None":
+        scheduler = self._scheduler
+        longest = scheduler.max_model_len - 1
+        # vLLM's older worker must be sent all tokens of a request that was left out of a step.
+        known = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
+        members: list[tuple[Request, Chunk]] = []
+        for request in scheduler.running:
+            computed, ahead = request.num_computed_tokens, request.num_output_placeholders
+            if computed >= longest or (
+                ahead and computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens
+            ):
+                # The request's last token is already being sampled.
+                continue
+            chunk = chunks.get(request.request_id)
+            if (
+                request.num_tokens + ahead - computed != 1
+                or chunk is None
+                or chunk.stops is None
+                or (known is not None and request.request_id not in known)
+            ):
+                return None
+            members.append((request, chunk))
+        return SteadyBatch(scheduler, members) if members else None
 
 
 def takes_a_prompt(running: Iterable[Request], waiting: Iterable[Request]) -> bool:

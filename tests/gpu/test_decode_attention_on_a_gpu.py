@@ -1,0 +1,43 @@
+"""The kernel that reads the cache of steps without prompts, beside attention in float64."""
+
+import pytest
+import torch
+from slipstream.rollout_server.vllm.decode_attention import decode
+
+BLOCK = 16
+# Of each context; the last row of a CUDA graph holds no request.
+LENGTHS = (1, 15, 16, 17, 64, 65, 500, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(16, 8, 128), (32, 8, 64), (16, 1, 256)])
+def test_each_request_attends_to_its_own_context(
+    heads: int, groups: int, size: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    requests, most = len(LENGTHS), -(-max(LENGTHS) // BLOCK)
+    # Blocks that no context holds are no numbers, nor are the tokens behind a context's end.
+    cache = torch.full((requests * most + 1, groups, BLOCK, 2 * size), torch.nan).to(dtype).cuda()
+    table = torch.zeros(requests, most, dtype=torch.int32, device="cuda")
+    free = (1 + torch.randperm(requests * most)).tolist()
+    # As they stand between keys and values in the product of a layer.
+    queries = torch.randn(requests, heads + 2, size, device="cuda").to(dtype)[:, 1:-1]
+    wanted = torch.zeros(requests, heads, size, dtype=torch.float64)
+    for request, length in enumerate(LENGTHS):
+        context = torch.randn(length, groups, 2 * size, device="cuda").to(dtype)
+        for start in range(0, length, BLOCK):
+            part = context[start : start + BLOCK]
+            table[request, start // BLOCK] = block = free.pop()
+            cache[block, :, : len(part)] = part.transpose(0, 1)
+        if length:
+            key, value = context.cpu().double().repeat_interleave(heads // groups, 1).split(size, 2)
+            scores = torch.einsum("hs,ths->ht", queries[request].cpu().double(), key) * size**-0.5
+            wanted[request] = torch.einsum("ht,ths->hs", scores.softmax(1), value)
+    output = torch.full((requests, heads, size), torch.nan, dtype=dtype, device="cuda")
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
+
+    decode(queries, cache, table, lengths, size**-0.5, output)
+
+    found = output.cpu().double()
+    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
+    assert (found - wanted).norm() < (0.004 if dtype == torch.bfloat16 else 0.0006) * wanted.norm()
