@@ -29,7 +29,7 @@ from slipstream.core.machine.description import PACKAGES, installed, processor
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 # Arguments of benchmarks that are places of files on a machine.
-PLACES = ("out", "folder", "logs", "model_folder", "peer_path")
+PLACES = ("out", "folder", "logs", "model_folder", "peer_path", "before")
 _STARTED_S = time.monotonic()
 
 

@@ -14,13 +14,14 @@ that its replies are those that vLLM hands out token by token.
 
     python -m benchmarks.rollout.flow                                  # one GPU, 7 minutes
     python -m benchmarks.rollout.flow --device cpu --repeats 1         # a rehearsal
-    python -m benchmarks.rollout.flow --chosen --kv-gib 44 --engines ours "vllm's attention"
+    python -m benchmarks.rollout.flow --before FOLDER --kv-gib 44 --repeats 5
     python -m benchmarks.rollout.flow --shape qwen3-8b --memory 0.3 --kv-gib 34 \
         --quantization fp8_per_channel
 
 With `--dtypes bfloat16 float16` there is one engine for each type of numbers. With
 `--quantization` the two engines are one in bfloat16 and one with linear layers in FP8, and
-with `--kv-cache-dtype fp8` the latter's KV cache too.
+with `--kv-cache-dtype fp8` the latter's KV cache too. With `--before FOLDER` ours takes turns with
+the engine of another copy of this repository, a wave and a flow each.
 
 Prints one table; benchmarks/results/flow.json, or flow-fp8.json with `--quantization`, is written
 after every turn.
@@ -32,6 +33,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -66,7 +68,11 @@ ENGINES: dict[str, dict[str, object]] = {
     "ours": {},
     "vllm's graphs": {"max_cudagraph_capture_size": 512},
     "vllm's attention": {"attention_config": {"backend": "FLASH_ATTN"}},
+    # The engine of another copy of the repository.
+    "before": {},
 }
+# Where Python looks for our packages and programs.
+ROOTS = ("protos", "core", "client", "environments", "rollout_server", "learner", "extensions")
 OFF, CHOSEN = "wait-0-32", "wait-32-32"
 VLLMS = "-vllms-plans"
 # Engine, lever, whether it is a wave: a round takes all of them.
@@ -74,6 +80,8 @@ ROUND = (
     ("ours", CHOSEN, True),
     ("ours", CHOSEN + VLLMS, True),
     ("ours", CHOSEN, False),
+    ("before", CHOSEN, True),
+    ("before", CHOSEN, False),
     ("vllm's attention", CHOSEN, True),
     ("vllm's attention", CHOSEN, False),
     ("vllm's graphs", OFF + VLLMS, True),
@@ -109,7 +117,15 @@ class Benchmark(Found):
         arguments = argparse.Namespace(**{**vars(self.arguments), **own})
         make_model(folder / "model", arguments.shape, dtype)
         (folder / "config.toml").write_text(config_text(arguments, folder))
-        await self.serve(stack, name, program("rollout.flow_engine"), folder)
+        command = list(program("rollout.flow_engine"))
+        if name == "before":
+            roots = ":".join(str(self.arguments.before / root) for root in (*ROOTS, ".", "tests"))
+            # -P: the folder that the program starts in is not looked at first.
+            command = [
+                *("env", f"PYTHONPATH={roots}:{os.environ.get('PYTHONPATH', '')}", command[0]),
+                *("-P", *command[1:]),
+            ]
+        await self.serve(stack, name, command, folder)
 
     async def take(self, name: str, lever: str, *, wave: bool, warm_up: bool = False) -> None:
         if name not in self.servers:
@@ -179,7 +195,7 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
             await found.take(name, OFF, wave=True, warm_up=True)
             await found.take(name, CHOSEN, wave=False, warm_up=True)
         checked, turns = "ours", ROUND
-        if arguments.chosen:
+        if arguments.chosen or arguments.before:
             turns = tuple(each for each in ROUND if each[1] == CHOSEN)
         if arguments.quantization != "off" or arguments.dtypes:
             checked = arguments.engines[-1]
@@ -250,6 +266,7 @@ def main() -> None:
         "--dtypes", nargs="+", default=[], help="an engine for each, plain; bits: bfloat16, alike"
     )
     parser.add_argument("--chosen", action="store_true", help="a server's own lever alone")
+    parser.add_argument("--before", type=Path, help="folder of another copy of the repository")
     parser.add_argument("--limit-s", type=float, default=360.0, help="no turn begins later")
     parser.add_argument(
         "--kv-gib",
@@ -264,6 +281,9 @@ def main() -> None:
     elif arguments.quantization != "off":
         arguments.name = f"{NAME}-fp8"
         arguments.engines = [PLAIN, arguments.quantization]
+    elif arguments.before:
+        arguments.before = arguments.before.resolve()
+        arguments.name, arguments.engines = f"{NAME}-before", ["ours", "before"]
     fill_sizes(arguments)
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(benchmark(arguments, Path(folder)))

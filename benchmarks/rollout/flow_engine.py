@@ -94,6 +94,8 @@ def timed(scheduler_class: Any, board: Board) -> Any:  # noqa: ANN401 - vLLM's
 
         def _pull(self) -> None:
             *_, is_ours = board.lever
+            if not is_ours:
+                self._release()
             self._planner = self._own if is_ours else None
 
         def schedule(self, throttle_prefills: bool = False) -> Any:  # noqa: ANN401 - vLLM's

@@ -5,7 +5,7 @@ import torch
 from slipstream.rollout_server.vllm.decode_attention import decode
 
 BLOCK = 16
-# Of each context; the last row of a CUDA graph holds no request.
+# The tokens of each context; the last row of a CUDA graph holds no request.
 LENGTHS = (1, 15, 16, 17, 64, 65, 500, 0)
 
 
@@ -20,7 +20,7 @@ def test_each_request_attends_to_its_own_context(
     cache = torch.full((requests * most + 1, groups, BLOCK, 2 * size), torch.nan).to(dtype).cuda()
     table = torch.zeros(requests, most, dtype=torch.int32, device="cuda")
     free = (1 + torch.randperm(requests * most)).tolist()
-    # As they stand between keys and values in the product of a layer.
+    # A layer computes them between its keys and values.
     queries = torch.randn(requests, heads + 2, size, device="cuda").to(dtype)[:, 1:-1]
     wanted = torch.zeros(requests, heads, size, dtype=torch.float64)
     for request, length in enumerate(LENGTHS):

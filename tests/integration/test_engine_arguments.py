@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ from slipstream.core.models.vision import load_processor
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.engine_table import OWNED
 from slipstream.core.settings.sections import SamplingSection
+from slipstream.rollout_server.vllm import decode_attention, engine_arguments
 from slipstream.rollout_server.vllm.chunking_scheduler import scheduler_class
 from slipstream.rollout_server.vllm.engine_arguments import (
+    DECODE_BACKEND,
     check_precision,
+    decodes_by_kernel,
     engine_config,
     own_values,
     tower_values,
@@ -32,6 +36,8 @@ from support.fakes.tiny_models import SMALLEST, make_model_folder, make_seeing_m
 from support.ranks.loader_ranks import in_ranks
 from support.rigs.forking_engine import image_questions
 from vllm import AsyncEngineArgs
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 
@@ -142,6 +148,57 @@ def test_a_gpu_that_cannot_compute_in_fp8_refuses_in_one_line() -> None:
         "above; set 'off'"
     )
     check_precision("off")
+
+
+@pytest.mark.parametrize(
+    ("hopper", "passed", "settings", "expected"),
+    [
+        (True, {}, {}, True),
+        (False, {}, {}, False),
+        (True, {"attention_config": {"backend": "FLASH_ATTN"}}, {}, False),
+        (True, {"attention_backend": "TRITON_ATTN"}, {}, False),
+        (True, {}, {"algorithm": {"agreement": "bits"}}, False),
+        (True, {}, {"sampling": {"max_episode_tokens": 4097}}, False),
+    ],
+)
+def test_our_kernel_reads_the_cache_where_it_was_measured(
+    monkeypatch, hopper, passed, settings, expected
+):
+    families = {90} if hopper else {100}
+    platform = SimpleNamespace(is_device_capability_family=families.__contains__)
+    monkeypatch.setattr(engine_arguments, "current_platform", platform)
+    defaults = {"sampling": {"max_episode_tokens": 4096}, "learner": {"micro_batch_tokens": 8192}}
+    assert decodes_by_kernel(small_config(**{**defaults, **settings}), passed) is expected
+
+
+@pytest.mark.parametrize(
+    ("most_queries", "requests", "longest", "is_kernels"),
+    [(1, 64, 4096, True), (1, 63, 4096, False), (1, 1, 1536, True), (2, 512, 1000, False)],
+)
+def test_the_kernel_takes_steps_of_one_token_each_that_fill_the_gpu(
+    monkeypatch, most_queries, requests, longest, is_kernels
+):
+    backend = resolve_obj_by_qualname(DECODE_BACKEND)
+    assert backend.get_name() == "FLASH_ATTN"
+    implementation = object.__new__(backend.get_impl_cls())
+    implementation._is_plain, implementation.num_kv_heads, implementation.scale = True, 8, 1.0
+    calls = []
+    monkeypatch.setattr(decode_attention, "decode", lambda *_: calls.append("ours"))
+    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda *_: calls.append("vLLM's"))
+    metadata = SimpleNamespace(
+        max_query_len=most_queries,
+        max_seq_len=longest,
+        seq_lens=torch.zeros(requests),
+        block_table=None,
+        rswa_prefix_lens=None,
+    )
+    output = torch.zeros(1)
+    for plain in (True, False):
+        implementation._is_plain = plain
+        assert implementation.forward(*[None] * 5, metadata, output) is output
+    # A step of vLLM's that only measures memory has no metadata.
+    implementation.forward(*[None] * 5, None, output)
+    assert calls == ["ours" if is_kernels else "vLLM's", "vLLM's", "vLLM's"]
 
 
 @pytest.mark.parametrize(("async_scheduling", "name"), [(True, "Async"), (False, "")])

@@ -13,7 +13,6 @@ pause as complete. The held tokens of a cancelled request are dropped.
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.rollout_server.engine_rules import PromptGathering
 from slipstream.rollout_server.vllm.steady_decoding import (
     CHUNK_TOKENS,
+    Chunk,
     SteadyPlanner,
     decodes_plainly,
     stops_of,
@@ -37,7 +37,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -73,59 +73,6 @@ def check_outputs(fields: Iterable[str]) -> None:
     if set(fields) != _FIELDS:
         names = ", ".join(sorted(_FIELDS.symmetric_difference(fields)))
         raise ConfigError(f"this vLLM's engine outputs differ from 0.32.0's in: {names}")
-
-
-@dataclass(slots=True)
-class Chunk:
-    """The sampled tokens of a request that have not been output yet."""
-
-    client_index: int
-    limit: int
-    with_logprobs: bool
-    # The tokens that end the reply; None if vLLM handles every step of this request.
-    stops: set[int | None] | None = None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    routed_experts: list[np.ndarray] = field(default_factory=list)
-    events: list[Any] = field(default_factory=list)
-    prefill_stats: Any = None
-    prompt_logprobs: Any = None
-
-    def keep(self, output: EngineCoreOutput) -> None:
-        """Keeps `output`'s experts, events, prefill statistics and prompt log-probabilities."""
-        if output.routed_experts is not None:
-            self.routed_experts.append(output.routed_experts)
-        if output.events:
-            self.events += output.events
-        if output.prefill_stats is not None:
-            self.prefill_stats = output.prefill_stats
-        if output.new_prompt_logprobs_tensors is not None:
-            self.prompt_logprobs = output.new_prompt_logprobs_tensors
-
-    def pour(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Moves the whole content of the chunk into `output`, and returns `output`."""
-        if self.with_logprobs and len(self.logprobs) != len(self.token_ids):
-            raise RuntimeError(
-                f"{len(self.logprobs)} log-probabilities for {len(self.token_ids)} sampled tokens"
-            )
-        output.new_token_ids = self.token_ids
-        if self.with_logprobs and self.token_ids:
-            output.new_logprobs = LogprobsLists(
-                np.asarray(self.token_ids, dtype=np.int32)[:, None],
-                np.asarray(self.logprobs, dtype=np.float32)[:, None],
-                # The rank of the sampled token, which no caller asks for.
-                np.zeros(len(self.token_ids), dtype=np.int32),
-            )
-        if self.routed_experts:
-            output.routed_experts = np.concatenate(self.routed_experts)
-        output.events = self.events or None
-        output.prefill_stats = self.prefill_stats
-        output.new_prompt_logprobs_tensors = self.prompt_logprobs
-        self.token_ids, self.logprobs = [], []
-        self.routed_experts, self.events = [], []
-        self.prefill_stats = self.prompt_logprobs = None
-        self.limit = CHUNK_TOKENS
-        return output
 
 
 class ChunkingScheduler(Scheduler):  # type: ignore[misc]

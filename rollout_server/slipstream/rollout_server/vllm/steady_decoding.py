@@ -13,9 +13,10 @@ import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from vllm import __version__ as VERSION
@@ -27,11 +28,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-
-if TYPE_CHECKING:
-    from slipstream.rollout_server.vllm.chunking_scheduler import Chunk
 
 log = logging.getLogger(__name__)
 _RUNNING = RequestStatus.RUNNING
@@ -68,6 +67,59 @@ def decodes_plainly(scheduler: Scheduler, followed: str = _FOLLOWED) -> bool:
     )
 
 
+@dataclass(slots=True)
+class Chunk:
+    """The sampled tokens of a request that have not been output yet."""
+
+    client_index: int
+    limit: int
+    with_logprobs: bool
+    # The tokens that end the reply; None if vLLM handles every step of this request.
+    stops: set[int | None] | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    routed_experts: list[np.ndarray] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
+    prefill_stats: Any = None
+    prompt_logprobs: Any = None
+
+    def keep(self, output: EngineCoreOutput) -> None:
+        """Keeps `output`'s experts, events, prefill statistics and prompt log-probabilities."""
+        if output.routed_experts is not None:
+            self.routed_experts.append(output.routed_experts)
+        if output.events:
+            self.events += output.events
+        if output.prefill_stats is not None:
+            self.prefill_stats = output.prefill_stats
+        if output.new_prompt_logprobs_tensors is not None:
+            self.prompt_logprobs = output.new_prompt_logprobs_tensors
+
+    def pour(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Moves the whole content of the chunk into `output`, and returns `output`."""
+        if self.with_logprobs and len(self.logprobs) != len(self.token_ids):
+            raise RuntimeError(
+                f"{len(self.logprobs)} log-probabilities for {len(self.token_ids)} sampled tokens"
+            )
+        output.new_token_ids = self.token_ids
+        if self.with_logprobs and self.token_ids:
+            output.new_logprobs = LogprobsLists(
+                np.asarray(self.token_ids, dtype=np.int32)[:, None],
+                np.asarray(self.logprobs, dtype=np.float32)[:, None],
+                # The rank of the sampled token, which no caller asks for.
+                np.zeros(len(self.token_ids), dtype=np.int32),
+            )
+        if self.routed_experts:
+            output.routed_experts = np.concatenate(self.routed_experts)
+        output.events = self.events or None
+        output.prefill_stats = self.prefill_stats
+        output.new_prompt_logprobs_tensors = self.prompt_logprobs
+        self.token_ids, self.logprobs = [], []
+        self.routed_experts, self.events = [], []
+        self.prefill_stats = self.prompt_logprobs = None
+        self.limit = CHUNK_TOKENS
+        return output
+
+
 def stops_of(request: Request, parameters: SamplingParams) -> set[int | None] | None:
     """Returns the tokens that end a reply, or None for a request that needs more than tokens.
 
@@ -91,7 +143,7 @@ class SteadyBatch:
     of this batch looks at the request, when its chunk is full, and where it gets a block.
     """
 
-    def __init__(self, scheduler: Scheduler, members: list[tuple[Request, "Chunk"]]) -> None:
+    def __init__(self, scheduler: Scheduler, members: list[tuple[Request, Chunk]]) -> None:
         requests = [request for request, _ in members]
         self._scheduler = scheduler
         # Whether a step is planned before the tokens of the previous step are known.
@@ -239,7 +291,7 @@ class SteadyPlanner:
         )
 
     def plan(
-        self, chunks: Mapping[str, "Chunk"], schedule: Callable[[], SchedulerOutput]
+        self, chunks: Mapping[str, Chunk], schedule: Callable[[], SchedulerOutput]
     ) -> SchedulerOutput | None:
         """Plans the next step if it only decodes, else returns None: vLLM must plan it.
 
@@ -289,7 +341,7 @@ class SteadyPlanner:
             self.batch.sync([*self.batch.row_of.values()])
             self.batch = None
 
-    def _gathered(self, chunks: Mapping[str, "Chunk"]) -> "SteadyBatch | None":
+    def _gathered(self, chunks: Mapping[str, Chunk]) -> "SteadyBatch | None":
         scheduler = self._scheduler
         longest = scheduler.max_model_len - 1
         # vLLM's older worker must be sent all tokens of a request that was left out of a step.
