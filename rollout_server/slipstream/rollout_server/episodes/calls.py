@@ -45,8 +45,8 @@ class StreamSession:
     ) -> None:
         """`on_timeout` gets the error of a call that timed out, and returns the error to raise.
 
-        `on_close` is called with True if the environment answered a step or, for an agent, gave a
-        result; otherwise with False.
+        `on_close` is called with True if the environment answered a step, gave an agent's result or
+        failed in an answer; otherwise with False.
         """
         self._table, self._key, self._timeout_s = table, episode_key, timeout_s
         self._on_timeout, self._on_close = on_timeout, on_close
@@ -100,11 +100,10 @@ class StreamSession:
         message = await self._answers.get()
         if isinstance(message, EnvironmentFailed):
             raise message
-        answer = checked(message)
-        if answer.WhichOneof("message") == "agent_call":
-            return answer.agent_call
-        result = _expected(answer, "agent_result").agent_result
+        if message.WhichOneof("message") == "agent_call":
+            return message.agent_call
         self._was_judged = True
+        result = _expected(checked(message), "agent_result").agent_result
         named = {"metric": result.metrics, "share": result.shares, "reward": result.rewards}
         replies = {each.reply_id: whole_reward(each) for each in result.reply_rewards}
         _check_numbers(result.reward, {**named, "reward of reply": replies})
@@ -143,6 +142,7 @@ class StreamSession:
             answer = await self._table.call(command, timeout_s=self._timeout_s)
         except EnvironmentFailed as error:
             if error.kind != trajectory_pb2.FAILURE_KIND_TIMEOUT:
+                self._was_judged = True
                 raise
             raise await self.examine(error) from None
         return _expected(answer, expected)

@@ -283,7 +283,7 @@ class Suspects:
             self._suspected |= {each for each in together if self._lost[each] >= MAX_LOST_WORKERS}
 
     def passed(self, task: int) -> None:
-        """Records that an episode of this task was judged, and that the worker survived."""
+        """Records that an episode of this task was judged or failed, and the worker survived."""
         self._suspected.discard(task)
         self._lost.pop(task, None)
         self._num_passed += 1

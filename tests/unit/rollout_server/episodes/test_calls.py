@@ -94,3 +94,20 @@ async def test_the_last_part_of_a_reply_waits_for_no_answer() -> None:
     stream.table.end(LOST, "the worker is gone")
     with pytest.raises(EnvironmentFailed, match="the worker is gone"):
         await stream.session.reply_part(2, pb.ReplyPart(body=b"c", is_last=True))
+
+
+@pytest.mark.parametrize("is_agent", [False, True])
+async def test_a_session_in_which_the_environment_failed_by_itself_has_its_answer(is_agent) -> None:
+    closed: list[bool] = []
+    failure = trajectory_pb2.Failure(kind=trajectory_pb2.FAILURE_KIND_ENVIRONMENT, message="why")
+
+    def fail(command: pb.WorkerCommand) -> None:
+        answer = pb.WorkerMessage(call_id=command.call_id, failure=failure)
+        asyncio.get_running_loop().call_soon(table.answered, answer)
+
+    table = CallTable(fail)
+    session = StreamSession(table, "e", LIMIT_S, on_close=closed.append)
+    with pytest.raises(EnvironmentFailed, match="why"):
+        await (session.next_call() if is_agent else session.step("x", truncated=False))
+    session.close()
+    assert closed == [True]
