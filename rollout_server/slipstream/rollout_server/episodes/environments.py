@@ -42,9 +42,10 @@ class HostedEnvironment:
         self._num_workers = max(self.spec.num_workers, 1)
         self._suspects = Suspects()
         # Numbers of the workers of one episode each that may be started.
-        self._lone_indices: asyncio.Queue[int] = asyncio.Queue()
-        for index in range(self._num_workers, 2 * self._num_workers):
-            self._lone_indices.put_nowait(index)
+        self._lone_indices = list(range(self._num_workers, 2 * self._num_workers))
+        # Episodes that wait for one, by task: the next task first, its newest episode last.
+        self._alone: dict[int, list[str]] = {}
+        self._lone_changed = asyncio.Event()
         self._group: asyncio.TaskGroup
         self._is_unloaded = False
         self._ready: list[EnvironmentWorker] = []
@@ -69,6 +70,7 @@ class HostedEnvironment:
                 # The group takes no task from here on.
                 self._is_unloaded = True
                 self._changed.set()
+                self._lone_changed.set()
 
     async def open(self, episode_key: str, task_index: int, timeout_s: float) -> StreamSession:
         """Opens a session on the worker with the fewest sessions.
@@ -77,7 +79,7 @@ class HostedEnvironment:
         each call of the session, not the wait for a worker to start or for a place in one. Raises
         EnvironmentFailed when no worker starts, or the environment is unloaded.
         """
-        if not self._suspects.runs_alone(task_index):
+        while (index := await self._lone_index(episode_key, task_index)) is None:
             async with self._first:
                 while not self._suspects.runs_alone(task_index):
                     if self._is_unloaded:
@@ -93,25 +95,49 @@ class HostedEnvironment:
                         raise self._last_failure
                     self._changed.clear()
                     await self._changed.wait()
-        index, unloaded = await self._lone_indices.get(), EnvironmentFailed(*UNLOADED)
-        if self._is_unloaded:
-            # The next that waits is told too.
-            self._lone_indices.put_nowait(index)
-            raise unloaded
         worker, loaded = self._make(), asyncio.Event()
         running = self._group.create_task(worker.run(index, lambda _: loaded.set()))
-        running.add_done_callback(lambda _: self._lone_indices.put_nowait(index))
+        running.add_done_callback(lambda _: self._lone_ended(index))
         loading = asyncio.ensure_future(loaded.wait())
         try:
             await asyncio.wait((running, loading), return_when=asyncio.FIRST_COMPLETED)
             if running.done():
-                raise unloaded if running.cancelled() else running.result()
+                raise EnvironmentFailed(*UNLOADED) if running.cancelled() else running.result()
         except BaseException:
             running.cancel()
             raise
         finally:
             loading.cancel()
         return worker.open(episode_key, task_index, timeout_s, closed=running.cancel)
+
+    async def _lone_index(self, episode_key: str, task_index: int) -> int | None:
+        """Waits for the number of a worker of its own; returns None once the task is no suspect.
+
+        Suspects take turns, task by task. The newest episode of a task goes first, so that one has
+        had all its attempts, and few workers end, before the next one begins.
+        """
+        if not self._suspects.runs_alone(task_index):
+            return None
+        self._alone.setdefault(task_index, []).append(episode_key)
+        try:
+            while self._suspects.runs_alone(task_index):
+                if self._is_unloaded:
+                    raise EnvironmentFailed(*UNLOADED)
+                if self._lone_indices and next(iter(self._alone.values()))[-1] == episode_key:
+                    return self._lone_indices.pop()
+                self._lone_changed.clear()
+                await self._lone_changed.wait()
+            return None
+        finally:
+            waiting = self._alone.pop(task_index)
+            waiting.remove(episode_key)
+            if waiting:
+                self._alone[task_index] = waiting
+            self._lone_changed.set()
+
+    def _lone_ended(self, index: int) -> None:
+        self._lone_indices.append(index)
+        self._lone_changed.set()
 
     def _make(self, *, try_reset: bool = False) -> EnvironmentWorker:
         return EnvironmentWorker(self._gateway, self.spec, self._suspects, try_reset=try_reset)

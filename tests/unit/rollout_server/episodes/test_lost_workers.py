@@ -101,6 +101,42 @@ def test_all_episodes_share_workers_again_after_some_without_an_end() -> None:
     assert hosted.num_starts == 3
 
 
+def suspecting(*tasks: int) -> ScriptedEnvironment:
+    """An environment in which nothing ends a worker, and these tasks are suspects."""
+    hosted = ScriptedEnvironment(lambda *_: False, tells=True)
+    hosted._suspects.lost(tasks, in_call=tasks)
+    return hosted
+
+
+def test_all_episodes_of_a_suspect_share_a_worker_again_when_one_has_passed() -> None:
+    hosted = suspecting(3)
+    (first,), _ = played(hosted, [3] * 64)
+    assert first.passed == {3: 64}
+    # The worker that they share, and that of the one.
+    assert hosted.num_starts == 2
+
+
+def test_suspects_take_turns_and_the_newest_episode_of_each_goes_first() -> None:
+    hosted, began = suspecting(3, 4), []
+
+    async def leave_unjudged(key: str, task: int) -> None:
+        session = await hosted.open(key, task, LIMIT_S)
+        began.append(key)
+        session.close()
+
+    async def main() -> None:
+        running = asyncio.create_task(hosted.run())
+        await asyncio.gather(*(leave_unjudged(key, int(key[0])) for key in KEYS))
+        running.cancel()
+        await asyncio.wait([running])
+
+    KEYS = ("3a", "3b", "3c", "4a", "4b", "4c")
+    loop = VirtualLoop(0)
+    with virtual_time(loop, 0):
+        loop.run_until_complete(main())
+    assert began == ["3a", "3c", "4c", "3b", "4b", "4a"]
+
+
 def alone(suspects: Suspects) -> list[int]:
     return [task for task in range(10) if suspects.runs_alone(task)]
 
