@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 _MAX_RESTARTS_IN_A_ROW = 5
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
+_LONE_PING_S = 1.0
 _MAX_QUEUED_CALLS = 65_536
 Report = Callable[[fleet_pb2.EnvironmentReport], None]
 
@@ -96,6 +97,8 @@ class HostedEnvironment:
                     self._changed.clear()
                     await self._changed.wait()
         worker, loaded = self._make(), asyncio.Event()
+        # The worker ends with its episode; an answer only tells the line where that waits.
+        worker.ping_s = _LONE_PING_S
         running = self._group.create_task(worker.run(index, lambda _: loaded.set()))
         running.add_done_callback(lambda _: self._lone_ended(index))
         loading = asyncio.ensure_future(loaded.wait())

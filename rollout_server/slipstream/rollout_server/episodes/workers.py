@@ -54,6 +54,7 @@ class EnvironmentWorker:
         self._gateway = gateway
         self._spec, self._suspects = spec, suspects
         self._try_reset = try_reset
+        self.ping_s = PING_S
         self._stream, self._gone = WorkerStream(), asyncio.Event()
         self.table = self._stream.table
         self._process: WorkerProcess
@@ -219,7 +220,7 @@ class EnvironmentWorker:
         """
         ping = environment_pb2.WorkerCommand(ping=environment_pb2.PingCommand(episode_key=key))
         try:
-            answer = await self.table.call(ping, timeout_s=PING_S)
+            answer = await self.table.call(ping, timeout_s=self.ping_s)
         except EnvironmentFailed as error:
             if error.kind != trajectory_pb2.FAILURE_KIND_TIMEOUT:
                 # The worker ended meanwhile: another episode may have found that this one hangs it.

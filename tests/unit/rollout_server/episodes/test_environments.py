@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -200,8 +201,14 @@ async def test_a_call_without_an_answer_times_out_and_the_worker_stays(hosted) -
     (await hosted.begun("Hanging", "other")).close()
 
 
-async def test_a_worker_that_does_not_answer_a_ping_is_replaced(impatient) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+async def test_a_worker_that_does_not_answer_a_ping_is_replaced(
+    impatient, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
     await impatient.loaded("Stuck")
+    if alone:
+        monkeypatch.setattr(workers, "PING_S", math.inf)
+        impatient.environments._hosted["Stuck"][0]._suspects.lost([0], in_call=[0])
     stuck = await impatient.open("Stuck", timeout_s=0.2)
     with pytest.raises(
         EnvironmentFailed,
