@@ -234,7 +234,6 @@ class SteadyBatch:
         """Brings the requests and chunks of `rows` up to date, as if each step had changed them."""
         if not rows:
             return
-        scheduler = self._scheduler
         # Numbers of lists, since looking at one number of an array takes longer.
         arrays = (self.computed, self._steps, self._held, self._tokens, self._logprobs)
         values = zip(rows, *(array[rows].tolist() for array in arrays), strict=True)
@@ -249,15 +248,11 @@ class SteadyBatch:
                 chunk.token_ids += token_ids[:held]
                 if chunk.with_logprobs:
                     chunk.logprobs += logprobs[:held]
-            if not self.is_ahead:
-                continue
-            request.num_output_placeholders += steps - held
-            if steps and scheduler.use_v2_model_runner:
-                request.next_decode_eligible_step = last_step + 1
-            num_known = computed - request.num_output_placeholders
-            block_size = scheduler.hash_block_size
-            if num_known // block_size > (num_known - held) // block_size:
-                scheduler.kv_cache_manager.cache_blocks(request, num_known)
+            # The blocks that are now complete are cached when vLLM next gives the request one.
+            if self.is_ahead:
+                request.num_output_placeholders += steps - held
+                if steps and self._scheduler.use_v2_model_runner:
+                    request.next_decode_eligible_step = last_step + 1
 
     def settle(self, row: int) -> None:
         """Notes what became of a row that was synced, when its step's outputs are handed out."""
