@@ -92,6 +92,9 @@ def test_a_figure_is_tokens_over_time_and_not_the_mean_of_speeds() -> None:
     assert found["training_s"] == 1.0
 
 
+FLASH = {"attention_config": {"backend": "FLASH_ATTN"}}
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -99,6 +102,7 @@ def test_a_figure_is_tokens_over_time_and_not_the_mean_of_speeds() -> None:
         ("ours-both-off", {"count": 2, "devices": (1, 0), "shared_max_episodes": 32}),
         ("ours-fp8", {"quantization": "fp8_per_channel"}),
         ("ours-kv8", {"engine": {"kv_cache_memory_bytes": 1 << 30, "kv_cache_dtype": "fp8"}}),
+        ("ours-flash", {"engine": {"kv_cache_memory_bytes": 1 << 30, **FLASH}}),
     ],
 )
 def test_the_words_of_a_system_are_settings_of_its_run(name, settings, tmp_path):
