@@ -31,6 +31,8 @@ class EngineKernels:
     """The engine's kernels without gradients: those of CPUs, and in `_GpuKernels` those of GPUs."""
 
     def __init__(self) -> None:
+        # The engine's kernels compute with AMX where a CPU has it, and a process must ask for that.
+        torch.cpu._init_amx()
         from vllm import _custom_ops
 
         self._ops = _custom_ops

@@ -79,6 +79,9 @@ def engine_config(config: Config, seed: int, folder: Path | None = None) -> Vllm
         from slipstream.rollout_server.vllm import cpu
 
         cpu.repair()
+        if settings.speculative_config is not None:
+            # vLLM would choose the draft's attention anew.
+            settings.speculative_config.attention_backend = settings.attention_config.backend
     scheduling = settings.scheduler_config
     scheduling.scheduler_cls = scheduler_class(async_scheduling=bool(scheduling.async_scheduling))
     return settings
@@ -144,6 +147,12 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         "enable_sleep_mode": config.controller.turns == "sleep" and not on_cpu,
         **tower_values(table, sampling),
         **lora_arguments(config.lora, on_cpu=on_cpu),
+        # vLLM would choose kernels for AMX, where a CPU has it, which take bfloat16 alone.
+        **(
+            {"attention_backend": AttentionBackendEnum.CPU_MLA}
+            if on_cpu and config.model.dtype == "float32" and table.get("kv_lora_rank")
+            else {}
+        ),
         # vLLM would round the states of these layers to the model's type after each token.
         **({"mamba_ssm_cache_dtype": "float32"} if ModelSizes.of(table).linear_heads else {}),
     }
