@@ -31,7 +31,12 @@ from slipstream.client.launch.placement import (
     Program,
     describe_sharing,
 )
-from slipstream.client.run_folder import identity_overrides, node_folder, write_config
+from slipstream.client.run_folder import (
+    identity_overrides,
+    node_folder,
+    read_summary,
+    write_config,
+)
 from slipstream.client.status import RunStatus, run_from_pb
 from slipstream.core.configuration.automatic import describe_choices
 from slipstream.core.configuration.config_file import model_warnings
@@ -375,7 +380,9 @@ class RunProcesses:
                 await asyncio.gather(show, return_exceptions=True)
             code = controller.process.returncode
             is_ending = self._ended_controller or self._failure or self._signalled
-            is_told = self._display.is_over or self._display.told_failure
+            is_told = self._display.is_over or bool(self._display.told_failure)
+            # A run that failed before anybody listened has told its end in a file.
+            is_told |= code == FAILED and read_summary(self._config.run_dir) is not None
             if code == 0 or is_ending or is_told or self._display.is_stopping:
                 return controller
             if not await self._may_restart(policy, controller):

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from slipstream.client.launch import run_processes
@@ -310,3 +311,27 @@ async def test_a_node_that_must_leave_stops_the_run_and_leaves_ranks_their_time(
     assert (request.reason, request.failed) == ("a node of the learner leaves", False)
     # The ranks are still there: it looked for them twice more.
     assert (ranks.done(), controller.questions_after) == (False, 2)
+
+
+@pytest.mark.parametrize(("code", "is_written"), [(1, True), (1, False), (-9, True)])
+async def test_a_controller_whose_run_failed_before_anybody_heard_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_written: bool
+) -> None:
+    config = small_config(run={"dir": str(tmp_path)})
+    if is_written:
+        config.run_dir.mkdir()
+        (config.run_dir / "summary.json").write_text('{"state": "failed", "steps": 0}')
+    ended = SimpleNamespace(process=SimpleNamespace(wait=AsyncMock(), returncode=code))
+    asked: list[object] = []
+
+    async def may_restart(_: object, child: object) -> bool:
+        asked.append(child)
+        return False
+
+    async with RunProcesses(config, OPEN, Placement()) as processes:
+        processes._controller = asyncio.ensure_future(AsyncMock(return_value=ended)())
+        monkeypatch.setattr(processes, "_watch_events", AsyncMock())
+        monkeypatch.setattr(processes, "_may_restart", may_restart)
+        assert await processes._keep_controller() is ended
+        processes._controller = None
+    assert asked == ([] if code == 1 and is_written else [ended])
