@@ -94,6 +94,15 @@ def test_states_of_delta_nets_are_kept_in_float32_as_the_learner_computes_them(m
     assert engine_config(chosen, seed=3).cache_config.mamba_ssm_cache_dtype == "bfloat16"
 
 
+@pytest.mark.parametrize(("dtype", "is_told"), [("float32", True), ("bfloat16", False)])
+def test_latent_attention_in_float32_is_none_for_amx(tmp_path: Path, dtype: str, is_told: bool):
+    folder = make_model_folder(tmp_path / "model", **SMALLEST)
+    table = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**table, "kv_lora_rank": 8}))
+    config = small_config(model={"path": str(folder), "dtype": dtype})
+    assert ("attention_backend" in own_values(config, 0)) is is_told
+
+
 def test_a_cache_on_a_cpu_has_room_for_an_episode_or_what_it_is_given(model: Path) -> None:
     found = engine_config(config_with(model, {}), seed=3).cache_config
     assert found.kv_cache_memory_bytes == 1 << 30
