@@ -158,6 +158,7 @@ async def _carry_out(
         if share.has_controller:
             address = stack.enter_context(hold_address(address))
         config, placement, _ = fit_here(config, share)
+        servers = len(placement.servers) or share.servers
         await require(replace(scene, stated=config), Stage.START)
         stack.enter_context(run_folder.hold_run_folder(config, node_rank=share.node_rank))
         credentials = Credentials.load(config.security)
@@ -176,9 +177,9 @@ async def _carry_out(
         )
         await stack.enter_async_context(processes)
         if share.has_controller:
-            processes.start_controller(num_servers=share.servers)
+            processes.start_controller(num_servers=servers)
         processes.keep_trainers(share.ranks)
-        for number in range(share.servers):
+        for number in range(servers):
             processes.keep_rollout_server(number)
         if beside is not None:
             processes.keep_beside(*beside)

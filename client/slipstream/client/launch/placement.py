@@ -5,13 +5,16 @@ rollout-server` start one instance each, where a scheduler places it. GPUs are a
 learner, then to each rollout server. If there is only one GPU, all processes share it.
 """
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from slipstream.core.configuration.automatic import ON_GPUS
+from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
-from slipstream.core.machine.address import address_parts
+from slipstream.core.machine.address import address_parts, is_loopback
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.gpus import (
     ENGINES_SHARE,
@@ -19,8 +22,10 @@ from slipstream.core.machine.gpus import (
     Gpu,
     find_gpu,
     list_gpus,
+    read_each_other,
     visible_ids,
 )
+from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import QueueEnd
 from slipstream.protocol.weights.handover import host_id
@@ -82,6 +87,10 @@ def learner_node(config: Config, node_rank: int | None) -> Share:
 # takes there while others have their own. Models that fit one GPU together with gradients and
 # optimizer gain little from larger caches.
 SHARED_UTILIZATION, FURTHER_UTILIZATION = 0.4, 0.3
+# Where settings leave it open, a second server samples on the learner's GPU while the trainer waits
+# for the first: its episodes for each 16 of the first, and the largest share of that GPU for
+# weights, gradients, optimizer and master weights, of 18 bytes a parameter in all.
+SECOND_EPISODES, SECOND_STATE, STATE_BYTES = 5, 0.25, 18
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,8 @@ class Placement:
     # a GPU while the learner uses it.
     memory: tuple[float, ...] = field(default=(), compare=False)
     engines_share: float = field(default=0.0, compare=False)
+    # Most episodes at one time on a last server that `with_second_server` has added; else 0.
+    second_episodes: int = field(default=0, compare=False)
 
     @property
     def learner_environment(self) -> dict[str, str]:
@@ -118,7 +129,8 @@ class Placement:
     def max_episodes(self, config: Config, number: int) -> int:
         """Returns how many episodes rollout server `number` may run at one time."""
         server = config.rollout_server
-        return (server.shared_max_episodes if self.shares(number) else None) or server.max_episodes
+        shared = server.shared_max_episodes or self.second_episodes
+        return (shared if self.shares(number) else 0) or server.max_episodes
 
     def shares(self, number: int) -> bool:
         return bool(self.servers) and not self.shared.keys().isdisjoint(self.servers[number])
@@ -208,11 +220,54 @@ def fit_here(config: Config, share: Share) -> tuple[Config, Placement, str]:
     processes do not fit.
     """
     placement = place_here(config, ranks=len(share.ranks), servers=share.servers)
+    placement = with_second_server(config, placement)
     config, placement = share_memory(config, placement)
     transport = ""
     if share.ranks and share.servers:
         transport = "storage" if config.weights.storage_url else check_transport(config, placement)
     return config, placement, transport
+
+
+def with_second_server(config: Config, placement: Placement) -> Placement:
+    """Adds a server on the learner's GPU to one that has its own, where the settings leave it open.
+
+    Its weights travel within this host, so no other host's server may be able to join. Without room
+    on the GPU, or where the two cannot read each other's memory, all stays as it is.
+    """
+    server, controller, weights = config.rollout_server, config.controller, config.weights
+    names = {*placement.learner, *placement.server_gpus}
+    is_stated = server.model_fields_set & {"count", "devices", "gpu_memory_utilization"}
+    if (
+        (config.learner.world_size, len(placement.servers), len(names)) != (1, 1, 2)
+        or is_stated
+        or "kv_cache_memory_bytes" in server.engine
+        or controller.turns not in ("auto", "pause")
+        or controller.client_loop
+        or not is_loopback(address_parts(controller.address)[0])
+        or weights.transport not in ("auto", "ipc")
+        or weights.storage_url is not None
+        or config.model.dtype == "float32"
+        or role_settings(config)
+    ):
+        return placement
+    (own,), ((other,),) = placement.learner, placement.servers
+    gpus = list_gpus()
+    first, second = find_gpu(own, gpus), find_gpu(other, gpus)
+    parameters = 0
+    with contextlib.suppress(ConfigError):
+        # The check of the model reports this error.
+        parameters = read_model_sizes(config.model.path).parameters
+    state = parameters * (2 if config.lora.rank else STATE_BYTES)
+    if (
+        first is None
+        or second is None
+        or parameters < ON_GPUS
+        or state > SECOND_STATE * first.memory_bytes
+        or not read_each_other(first, second)
+    ):
+        return placement
+    episodes = max(config.algorithm.group_size, server.max_episodes * SECOND_EPISODES // 16)
+    return replace(placement, servers=((other,), (own,)), second_episodes=episodes)
 
 
 def uses_gpus() -> bool:
@@ -268,6 +323,12 @@ def describe_sharing(config: Config, placement: Placement) -> list[str]:
         f"rollout_server.gpu_memory_utilization is {share:g}"
         for gpu, engines in placement.shared.items()
     ]
+    if placement.second_episodes:
+        most = placement.max_episodes(config, 1)
+        lines.append(
+            f"a second rollout server samples there, up to {most} episodes, while the trainer "
+            "waits: rollout_server.count = 1 leaves it out"
+        )
     if episodes is not None:
         sharing = [number for number, _ in enumerate(placement.servers) if placement.shares(number)]
         numbers = f" {', '.join(map(str, sharing))}"

@@ -101,6 +101,15 @@ def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu | None:
     return None
 
 
+def read_each_other(first: Gpu, second: Gpu) -> bool:
+    """Whether each GPU can read the other's memory, without which CUDA IPC cannot join them."""
+    with Nvml() as nvml:
+        handles = [nvml.ask("nvmlDeviceGetHandleByIndex", gpu.index) for gpu in (first, second)]
+        reading = pynvml.NVML_P2P_CAPS_INDEX_READ
+        status = nvml.ask("nvmlDeviceGetP2PStatus", *handles, reading) if all(handles) else None
+    return bool(status == pynvml.NVML_P2P_STATUS_OK)
+
+
 def gpu_names(environ: Mapping[str, str], first: int, count: int) -> list[str]:
     """Returns the names of up to `count` GPUs, beginning with CUDA device `first`.
 

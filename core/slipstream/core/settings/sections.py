@@ -399,11 +399,13 @@ Quantization = Literal["off", "fp8_per_channel"]
 class RolloutServerSection(Section):
     """A rollout server and its vLLM engine."""
 
-    # Number of servers that `slipstream run` starts.
+    # Number of servers that `slipstream run` starts. Without it a second one may sample on the GPU
+    # of the only trainer rank.
     count: Positive = 1
     # Most episodes at one time on a server.
     max_episodes: Positive = 64
-    # The same for a server on a GPU that the learner uses too, by default `max_episodes`.
+    # The same for a server on a GPU that the learner uses too, by default `max_episodes`, or 5/16
+    # of them for a second server without `count`.
     shared_max_episodes: Positive | None = None
     # vLLM workers of one engine.
     tensor_parallel_size: Positive = 1

@@ -1,7 +1,10 @@
 """Which process sees which GPU."""
 
 import importlib.metadata
+import json
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +20,8 @@ from slipstream.client.launch.placement import (
     place,
     share_memory,
 )
-from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.configuration.config_file import dump_config, parse_config
+from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import Gpu
 from slipstream.core.settings.config import Config
@@ -243,6 +247,96 @@ def test_a_dry_run_says_who_gets_which_gpu(tmp_path, monkeypatch: pytest.MonkeyP
     assert "gpu_memory_utilization = 0.4\n" in text
     assert lines[3].startswith("# the learner and 1 rollout server share GPU 2; ")
     assert lines[4] == "# weights travel by ipc"
+
+
+# A model of 0.3 billion parameters, 5.4 GB of state.
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+}
+OPEN: dict[str, dict[str, Any]] = {"model": {"dtype": "bfloat16"}}
+
+
+def extended(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tables: Mapping[str, Mapping[str, Any]] = {},
+    *,
+    visible: str = "2,1",
+    gib: int = 80,
+    reads: bool = True,
+    ranks: int = 1,
+    servers: int = 1,
+) -> tuple[Config, Placement, str]:
+    """What starts on such GPUs, with the model's sizes in a file."""
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    gpus = tuple(replace(gpu, memory_bytes=gib << 30) for gpu in GPUS)
+    monkeypatch.setattr(placement, "list_gpus", lambda: gpus)
+    monkeypatch.setattr(placement, "uses_gpus", lambda: True)
+    monkeypatch.setattr(placement, "read_each_other", lambda first, second: reads)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    names = {*OPEN, *tables}
+    merged = {name: {**OPEN.get(name, {}), **tables.get(name, {})} for name in names}
+    merged["model"] = {"path": str(tmp_path)} | merged["model"]
+    return fit_here(small_config(**merged), Share(range(ranks), servers))
+
+
+def test_a_second_server_samples_on_the_learners_gpu(tmp_path, monkeypatch) -> None:
+    most = {"rollout_server": {"max_episodes": 512}}
+    config, got, transport = extended(tmp_path, monkeypatch, most)
+    assert got == Placement(("2",), (("1",), ("2",)))
+    assert (got.memory, got.engines_share, transport) == ((0.9, 0.3), 0.3, "ipc")
+    assert [got.max_episodes(config, number) for number in range(2)] == [512, 160]
+    told = describe_sharing(config, got)
+    assert told[1].endswith(
+        "up to 160 episodes, while the trainer waits: rollout_server.count = 1 leaves it out"
+    )
+    # The settings that are printed state each value, and so leave it out.
+    again = parse_config(parse_toml(dump_config(config)), source="again")
+    assert fit_here(again, Share(range(1), 1))[1].servers == (("1",),)
+
+
+def test_a_group_fits_the_second_server(tmp_path, monkeypatch) -> None:
+    tables = {"algorithm": {"group_size": 8}, "rollout_server": {"max_episodes": 16}}
+    config, got, _ = extended(tmp_path, monkeypatch, tables)
+    assert got.max_episodes(config, 1) == 8
+    tables["rollout_server"] |= {"shared_max_episodes": 12}
+    config, got, _ = extended(tmp_path, monkeypatch, tables)
+    assert got.max_episodes(config, 1) == 12
+
+
+@pytest.mark.parametrize(
+    ("tables", "others"),
+    [
+        ({"rollout_server": {"count": 1}}, {}),
+        ({"rollout_server": {"devices": [1]}}, {}),
+        ({"rollout_server": {"gpu_memory_utilization": 0.9}}, {}),
+        ({"rollout_server": {"engine": {"kv_cache_memory_bytes": 1 << 30}}}, {}),
+        ({"rollout_server": {"tensor_parallel_size": 2}}, {"visible": "0,1,2"}),
+        ({"controller": {"turns": "off"}}, {}),
+        ({"controller": {"address": "0.0.0.0:7070"}}, {}),
+        ({"controller": {"client_loop": True}, "learner": {"shared_prefix_tokens": 0}}, {}),
+        ({"weights": {"transport": "nccl"}}, {}),
+        ({"weights": {"storage_url": "weights"}}, {}),
+        ({"model": {"dtype": "float32"}}, {}),
+        ({"critic": {"learning_rate": 1e-3}, "algorithm": {"advantage": "gae"}}, {}),
+        ({"learner": {"world_size": 2}}, {"visible": "0,1,2", "ranks": 2}),
+        ({}, {"visible": "3"}),
+        ({}, {"gib": 20}),
+        ({}, {"reads": False}),
+        ({}, {"servers": 0}),
+        ({}, {"ranks": 0}),
+    ],
+)
+def test_one_server_stays_alone_where_settings_say_so_or_room_is_short(
+    tmp_path, monkeypatch, tables, others
+) -> None:
+    _, got, _ = extended(tmp_path, monkeypatch, tables, **others)
+    assert (len(got.servers) <= 1, got.second_episodes) == (True, 0)
 
 
 def test_builds_for_cpus_use_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

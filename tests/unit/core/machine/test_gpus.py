@@ -9,7 +9,15 @@ import pynvml
 import pytest
 from slipstream.core.errors import RunFailed
 from slipstream.core.machine import gpus
-from slipstream.core.machine.gpus import Gpu, fill_gpus, find_gpu, gpu_names, list_gpus, visible_ids
+from slipstream.core.machine.gpus import (
+    Gpu,
+    fill_gpus,
+    find_gpu,
+    gpu_names,
+    list_gpus,
+    read_each_other,
+    visible_ids,
+)
 from slipstream.protocol.weights.nccl_group import (
     NCCL_ENVIRONMENT,
     agreed_settings,
@@ -95,6 +103,10 @@ class FakeLibrary:
         memory._obj.total = 139 << 30
         return 0 if self.index == 0 else pynvml.NVML_ERROR_NOT_SUPPORTED
 
+    def nvmlDeviceGetP2PStatus(self, first: Any, second: Any, what: int, status: Any) -> int:
+        status._obj.value = what != pynvml.NVML_P2P_CAPS_INDEX_READ
+        return 0
+
 
 @pytest.mark.parametrize("driver", [FakeLibrary], indirect=True)
 def test_gpus_have_the_drivers_numbers_and_uuids(driver: None) -> None:
@@ -102,6 +114,23 @@ def test_gpus_have_the_drivers_numbers_and_uuids(driver: None) -> None:
         Gpu(0, "GPU-100", "NVIDIA H200", 139 << 30),
         Gpu(1, "GPU-101", "NVIDIA H200", 0),
     )
+
+
+class ApartLibrary(FakeLibrary):
+    """The same for GPUs that cannot read each other's memory."""
+
+    def nvmlDeviceGetP2PStatus(self, first: Any, second: Any, what: int, status: Any) -> int:
+        status._obj.value = pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "said"),
+    [(FakeLibrary, True), (ApartLibrary, False), (no_library, False)],
+    indirect=["driver"],
+)
+def test_gpus_read_each_other_where_the_driver_says_so(driver: None, said: bool) -> None:
+    assert read_each_other(GPUS[0], GPUS[1]) is said
 
 
 def test_nccl_is_told_the_same_everywhere_unless_the_user_says_otherwise() -> None:
