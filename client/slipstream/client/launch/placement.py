@@ -250,6 +250,11 @@ def with_second_server(config: Config, placement: Placement) -> Placement:
         or role_settings(config)
     ):
         return placement
+    episodes = max(config.algorithm.group_size, server.max_episodes * SECOND_EPISODES // 16)
+    of_step = config.algorithm.groups_per_step * config.algorithm.group_size
+    if of_step > server.max_episodes - episodes:
+        # Each step would give it episodes, for which a trainer that is the limit would wait.
+        return placement
     (own,), ((other,),) = placement.learner, placement.servers
     gpus = list_gpus()
     first, second = find_gpu(own, gpus), find_gpu(other, gpus)
@@ -266,7 +271,6 @@ def with_second_server(config: Config, placement: Placement) -> Placement:
         or not read_each_other(first, second)
     ):
         return placement
-    episodes = max(config.algorithm.group_size, server.max_episodes * SECOND_EPISODES // 16)
     return replace(placement, servers=((other,), (own,)), second_episodes=episodes)
 
 

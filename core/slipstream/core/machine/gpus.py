@@ -105,8 +105,8 @@ def read_each_other(first: Gpu, second: Gpu) -> bool:
     """Whether each GPU can read the other's memory, without which CUDA IPC cannot join them."""
     with Nvml() as nvml:
         handles = [nvml.ask("nvmlDeviceGetHandleByIndex", gpu.index) for gpu in (first, second)]
-        reading = pynvml.NVML_P2P_CAPS_INDEX_READ
-        status = nvml.ask("nvmlDeviceGetP2PStatus", *handles, reading) if all(handles) else None
+        # pynvml's own name for reading, `NVML_P2P_CAPS_INDEX_READ`, is a tuple, which it refuses.
+        status = nvml.ask("nvmlDeviceGetP2PStatus", *handles, 0) if all(handles) else None
     return bool(status == pynvml.NVML_P2P_STATUS_OK)
 
 

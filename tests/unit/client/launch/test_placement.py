@@ -301,24 +301,26 @@ def test_a_second_server_samples_on_the_learners_gpu(tmp_path, monkeypatch) -> N
 
 
 def test_a_group_fits_the_second_server(tmp_path, monkeypatch) -> None:
-    tables = {"algorithm": {"group_size": 8}, "rollout_server": {"max_episodes": 16}}
+    tables = {"algorithm": {"group_size": 16, "groups_per_step": 2}}
+    tables["rollout_server"] = {"max_episodes": 48}
     config, got, _ = extended(tmp_path, monkeypatch, tables)
-    assert got.max_episodes(config, 1) == 8
-    tables["rollout_server"] |= {"shared_max_episodes": 12}
+    assert got.max_episodes(config, 1) == 16
+    tables["rollout_server"] |= {"shared_max_episodes": 20}
     config, got, _ = extended(tmp_path, monkeypatch, tables)
-    assert got.max_episodes(config, 1) == 12
+    assert got.max_episodes(config, 1) == 20
 
 
 @pytest.mark.parametrize(
     ("tables", "others"),
     [
         ({"rollout_server": {"count": 1}}, {}),
+        ({"rollout_server": {"max_episodes": 5}}, {}),
         ({"rollout_server": {"devices": [1]}}, {}),
         ({"rollout_server": {"gpu_memory_utilization": 0.9}}, {}),
         ({"rollout_server": {"engine": {"kv_cache_memory_bytes": 1 << 30}}}, {}),
         ({"rollout_server": {"tensor_parallel_size": 2}}, {"visible": "0,1,2"}),
         ({"controller": {"turns": "off"}}, {}),
-        ({"controller": {"address": "0.0.0.0:7070"}}, {}),
+        ({"controller": {"address": "192.0.2.1:7070"}}, {}),
         ({"controller": {"client_loop": True}, "learner": {"shared_prefix_tokens": 0}}, {}),
         ({"weights": {"transport": "nccl"}}, {}),
         ({"weights": {"storage_url": "weights"}}, {}),

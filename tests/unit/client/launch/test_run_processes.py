@@ -92,6 +92,41 @@ async def test_each_server_is_told_its_own_memory_and_episodes(tmp_path, monkeyp
         assert f"max_episodes={episodes}" in given[name]
 
 
+@pytest.mark.parametrize("second_episodes", [0, 5])
+async def test_a_run_goes_on_without_a_second_server_that_nobody_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second_episodes: int
+) -> None:
+    process = SimpleNamespace(wait=AsyncMock(), returncode=1)
+    warned: list[str] = []
+
+    async def start(name: str, *_: object, **options: object) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=name,
+            process=process,
+            signal=lambda _: None,
+            describe_end=lambda: f"{name} has ended",
+            stop=AsyncMock(),
+        )
+
+    monkeypatch.setattr(run_processes, "start_child", start)
+    places = Placement(("0",), (("1",), ("0",)), second_episodes=second_episodes)
+    stopped = AsyncMock()
+    config = small_config(run={"dir": str(tmp_path)})
+    async with RunProcesses(config, OPEN, places) as processes:
+        monkeypatch.setattr(processes, "_may_restart", AsyncMock(return_value=False))
+        monkeypatch.setattr(processes, "_stop_run", stopped)
+        monkeypatch.setattr(processes, "warn", warned.append)
+        for number in range(2):
+            processes.keep_rollout_server(number)
+        await asyncio.gather(*processes._servers.values())
+    ended = (
+        ["server-0 has ended"] if second_episodes else ["server-0 has ended", "server-1 has ended"]
+    )
+    assert [call.args[0] for call in stopped.call_args_list] == ended
+    goes_on = ["server-1 has ended; the run goes on without it"]
+    assert warned == (goes_on if second_episodes else [])
+
+
 async def test_what_a_killed_server_has_left_is_removed_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left = tmp_path / "slipstream-sockets-abcdefgh"

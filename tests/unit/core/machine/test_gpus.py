@@ -1,5 +1,6 @@
 """The GPUs of a machine as CUDA would number them, and who may fill their memory at one time."""
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -104,7 +105,9 @@ class FakeLibrary:
         return 0 if self.index == 0 else pynvml.NVML_ERROR_NOT_SUPPORTED
 
     def nvmlDeviceGetP2PStatus(self, first: Any, second: Any, what: int, status: Any) -> int:
-        status._obj.value = what != pynvml.NVML_P2P_CAPS_INDEX_READ
+        # Like ctypes, this refuses what is no number.
+        assert ctypes.c_uint(what).value == 0
+        status._obj.value = pynvml.NVML_P2P_STATUS_OK
         return 0
 
 
