@@ -274,7 +274,6 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, help="of a step; 256, on a CPU 16")
     parser.add_argument("--group", type=int, help="16, on a CPU 4")
     parser.add_argument("--episodes", type=int, help="under way; 512, on a CPU 16")
-    parser.add_argument("--shared-episodes", type=int, default=160, help="beside the learner")
     parser.add_argument("--staleness", type=int, default=4)
     parser.add_argument("--memory", type=float, default=0.3, help="GPU memory of each engine")
     # Engines that start side by side would measure each other's memory.

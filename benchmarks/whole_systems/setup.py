@@ -190,7 +190,7 @@ def our_config(arguments: argparse.Namespace, system: System, model: Path) -> st
     if not on_cpu and "defaults" not in words:
         # The second server samples beside the learner.
         if "both" in words:
-            extra += f"devices = [1, 0]\nshared_max_episodes = {arguments.shared_episodes}\n"
+            extra += "devices = [1, 0]\n"
         cache = ', kv_cache_dtype = "fp8"' if "kv8" in words else ""
         cache += ', attention_config = { backend = "FLASH_ATTN" }' if "flash" in words else ""
         extra += f"gpu_memory_utilization = {arguments.memory}\n"

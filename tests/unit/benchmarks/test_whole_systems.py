@@ -98,15 +98,15 @@ FLASH = {"attention_config": {"backend": "FLASH_ATTN"}}
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("ours", {"count": 1, "shared_max_episodes": None}),
-        ("ours-both-off", {"count": 2, "devices": (1, 0), "shared_max_episodes": 32}),
+        ("ours", {"count": 1, "devices": None}),
+        ("ours-both-off", {"count": 2, "devices": (1, 0)}),
         ("ours-fp8", {"quantization": "fp8_per_channel"}),
         ("ours-kv8", {"engine": {"kv_cache_memory_bytes": 1 << 30, "kv_cache_dtype": "fp8"}}),
         ("ours-flash", {"engine": {"kv_cache_memory_bytes": 1 << 30, **FLASH}}),
     ],
 )
 def test_the_words_of_a_system_are_settings_of_its_run(name, settings, tmp_path):
-    sizes = {"memory": 0.3, "kv_gib": 1, "shared_episodes": 32, "episodes": 64}
+    sizes = {"memory": 0.3, "kv_gib": 1, "episodes": 64}
     work = {"group": 4, "sequences": 16, "staleness": 4, "micro_tokens": 4096, "run_s": 60.0}
     work |= {"learner": '{"parallel": {"ep": 1}}', "servers": 1}
     arguments = argparse.Namespace(device="cuda", systems=[known(name)], **sizes, **work)

@@ -87,10 +87,11 @@ def learner_node(config: Config, node_rank: int | None) -> Share:
 # takes there while others have their own. Models that fit one GPU together with gradients and
 # optimizer gain little from larger caches.
 SHARED_UTILIZATION, FURTHER_UTILIZATION = 0.4, 0.3
-# Where settings leave it open, a second server samples on the learner's GPU while the trainer waits
-# for the first: its episodes for each 16 of the first, and the largest share of that GPU for
-# weights, gradients, optimizer and master weights, of 18 bytes a parameter in all.
-SECOND_EPISODES, SECOND_STATE, STATE_BYTES = 5, 0.25, 18
+# Episodes of such a server for each 16 of another: it samples only while the trainer waits.
+FURTHER_EPISODES = 5
+# The largest share of the learner's GPU for weights, gradients and the optimizer with its master
+# weights, in bytes a parameter, at which a second server starts there by itself.
+SECOND_STATE, STATE_BYTES = 0.25, 18
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ class Placement:
     # a GPU while the learner uses it.
     memory: tuple[float, ...] = field(default=(), compare=False)
     engines_share: float = field(default=0.0, compare=False)
-    # Most episodes at one time on a last server that `with_second_server` has added; else 0.
-    second_episodes: int = field(default=0, compare=False)
+    # Whether `with_second_server` has added the last server.
+    is_extended: bool = field(default=False, compare=False)
 
     @property
     def learner_environment(self) -> dict[str, str]:
@@ -128,9 +129,10 @@ class Placement:
 
     def max_episodes(self, config: Config, number: int) -> int:
         """Returns how many episodes rollout server `number` may run at one time."""
-        server = config.rollout_server
-        shared = server.shared_max_episodes or self.second_episodes
-        return (shared if self.shares(number) else 0) or server.max_episodes
+        most = config.rollout_server.max_episodes
+        if self.shares(number) and not all(map(self.shares, range(len(self.servers)))):
+            return max(config.algorithm.group_size, most * FURTHER_EPISODES // 16)
+        return most
 
     def shares(self, number: int) -> bool:
         return bool(self.servers) and not self.shared.keys().isdisjoint(self.servers[number])
@@ -250,12 +252,12 @@ def with_second_server(config: Config, placement: Placement) -> Placement:
         or role_settings(config)
     ):
         return placement
-    episodes = max(config.algorithm.group_size, server.max_episodes * SECOND_EPISODES // 16)
+    (own,), ((other,),) = placement.learner, placement.servers
+    extended = replace(placement, servers=((other,), (own,)), is_extended=True)
     of_step = config.algorithm.groups_per_step * config.algorithm.group_size
-    if of_step > server.max_episodes - episodes:
+    if of_step > server.max_episodes - extended.max_episodes(config, 1):
         # Each step would give it episodes, for which a trainer that is the limit would wait.
         return placement
-    (own,), ((other,),) = placement.learner, placement.servers
     gpus = list_gpus()
     first, second = find_gpu(own, gpus), find_gpu(other, gpus)
     parameters = 0
@@ -271,7 +273,7 @@ def with_second_server(config: Config, placement: Placement) -> Placement:
         or not read_each_other(first, second)
     ):
         return placement
-    return replace(placement, servers=((other,), (own,)), second_episodes=episodes)
+    return extended
 
 
 def uses_gpus() -> bool:
@@ -319,25 +321,16 @@ def check_transport(config: Config, placement: Placement) -> str:
 
 def describe_sharing(config: Config, placement: Placement) -> list[str]:
     """Returns lines on shared GPUs, servers with fewer episodes, and GPUs that do nothing."""
-    server = config.rollout_server
-    episodes = server.shared_max_episodes
-    share = placement.least_memory(config)
+    server, share = config.rollout_server, placement.least_memory(config)
     lines = [
         f"the learner and {engines} rollout server{'s' if engines > 1 else ''} share GPU {gpu}; "
         f"rollout_server.gpu_memory_utilization is {share:g}"
         for gpu, engines in placement.shared.items()
     ]
-    if placement.second_episodes:
-        most = placement.max_episodes(config, 1)
-        lines.append(
-            f"a second rollout server samples there, up to {most} episodes, while the trainer "
-            "waits: rollout_server.count = 1 leaves it out"
-        )
-    if episodes is not None:
-        sharing = [number for number, _ in enumerate(placement.servers) if placement.shares(number)]
-        numbers = f" {', '.join(map(str, sharing))}"
-        who = f"rollout server{numbers}" if sharing else "no rollout server here"
-        lines.append(f"rollout_server.shared_max_episodes = {episodes} applies to {who}")
+    for number, _ in enumerate(placement.servers):
+        if (most := placement.max_episodes(config, number)) != server.max_episodes:
+            leave = ": rollout_server.count = 1 leaves it out" * placement.is_extended
+            lines.append(f"rollout server {number} has up to {most} episodes{leave}")
     if placement.idle:
         used = (
             f"rollout_server.count is {server.count}, learner.world_size {len(placement.learner)}"

@@ -408,7 +408,7 @@ class RunProcesses:
             if self._over or self._display.is_over or has_left:
                 return
             if not await self._may_restart(policy, child):
-                if self._placement.second_episodes and name == f"{SERVER.name}-1":
+                if self._placement.is_extended and name == f"{SERVER.name}-1":
                     # Nobody asked for it.
                     self.warn(f"{child.describe_end()}; the run goes on without it")
                     return

@@ -159,7 +159,7 @@ def _filled(
     if isinstance(batched, int):
         most = min(most, batched)
     running = min(most, max(64, size * groups * open_steps))
-    choice("rollout_server.max_episodes", max(size, server.shared_max_episodes or 1, running))
+    choice("rollout_server.max_episodes", max(size, running))
 
     # Routing, and the queue, which must hold the bytes that routing adds.
     replays = choice("algorithm.router_replay", _replay(choice.applied(), sizes)) != "off"

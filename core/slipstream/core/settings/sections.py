@@ -402,11 +402,9 @@ class RolloutServerSection(Section):
     # Number of servers that `slipstream run` starts. Without it a second one may sample on the GPU
     # of the only trainer rank.
     count: Positive = 1
-    # Most episodes at one time on a server.
+    # Most episodes at one time on a server. One on a GPU that the learner uses too has 5/16 of them
+    # where others have their own.
     max_episodes: Positive = 64
-    # The same for a server on a GPU that the learner uses too, by default `max_episodes`, or 5/16
-    # of them for a second server without `count`.
-    shared_max_episodes: Positive | None = None
     # vLLM workers of one engine.
     tensor_parallel_size: Positive = 1
     # GPUs of the servers on a machine, by default those after the learner's or the only one.

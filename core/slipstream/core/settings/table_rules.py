@@ -177,17 +177,10 @@ def _size_problems(config: Tables) -> Iterator[str]:
             f"algorithm.groups_per_step must be a multiple of mini_batches, "
             f"got {algorithm.groups_per_step} and {algorithm.mini_batches}"
         )
-    shared, most = server.shared_max_episodes, server.max_episodes
-    if shared is not None and shared > most:
+    if algorithm.group_size > server.max_episodes:
         yield (
-            f"rollout_server.shared_max_episodes must be at most max_episodes, "
-            f"got {shared} and {most}"
-        )
-    if algorithm.group_size > (shared or most):
-        name = "max_episodes" if shared is None else "shared_max_episodes"
-        yield (
-            f"a group runs on one server: algorithm.group_size must be at most "
-            f"rollout_server.{name}, got {algorithm.group_size} and {shared or most}"
+            "a group runs on one server: algorithm.group_size must be at most "
+            f"rollout_server.max_episodes, got {algorithm.group_size} and {server.max_episodes}"
         )
     if sampling.max_reply_tokens >= sampling.max_episode_tokens:
         yield (

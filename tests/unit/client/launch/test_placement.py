@@ -65,18 +65,19 @@ def test_one_gpu_is_shared() -> None:
     assert placed("5", server={"count": 2}).shared == {"5": 2}
 
 
-def test_a_server_beside_the_learner_has_its_own_number_of_episodes() -> None:
-    server = {"count": 2, "devices": [1, 0], "max_episodes": 64, "shared_max_episodes": 16}
-    got = placed("0 1", {"devices": [0]}, server)
-    config = config_of({"devices": [0]}, server)
-    assert [got.max_episodes(config, number) for number in range(2)] == [64, 16]
-    applies = "rollout_server.shared_max_episodes = 16 applies to "
-    assert describe_sharing(config, got)[-1] == applies + "rollout server 1"
-    assert describe_sharing(config, placed("0 1 2", server=server | {"devices": [1, 2]})) == [
-        applies + "no rollout server here"
-    ]
-    plain = config_of(server={"max_episodes": 64})
-    assert got.max_episodes(plain, 1) == Placement().max_episodes(plain, 0) == 64
+def test_a_server_beside_the_learner_has_fewer_episodes_where_others_have_gpus_of_their_own() -> (
+    None
+):
+    server = {"count": 2, "devices": [1, 0], "max_episodes": 64}
+    got, config = placed("0 1", {"devices": [0]}, server), config_of({"devices": [0]}, server)
+    assert [got.max_episodes(config, number) for number in range(2)] == [64, 20]
+    assert describe_sharing(config, got)[-1] == "rollout server 1 has up to 20 episodes"
+    # A group of two fits it in any case.
+    few = config_of(server=server | {"max_episodes": 3})
+    assert [got.max_episodes(few, number) for number in range(2)] == [3, 2]
+    for same in (placed("0", server={"count": 2}), placed("0 1 2", server={"count": 2})):
+        assert [same.max_episodes(config, number) for number in range(2)] == [64, 64]
+    assert Placement().max_episodes(config, 0) == 64
 
 
 def test_gpus_that_do_nothing_are_told_where_a_whole_run_starts() -> None:
@@ -194,7 +195,7 @@ def test_engines_leave_the_learner_room_on_a_shared_gpu(servers, said, memory, b
         learner={"offload": {"gradients": True, "optimizer": True}},
     )
     assert share_memory(turned, where)[1].engines_share == 0
-    for line in describe_sharing(config, got):
+    for line in describe_sharing(config, got)[: len(got.shared)]:
         assert line.endswith(f"share GPU 0; rollout_server.gpu_memory_utilization is {memory[-1]}")
 
 
@@ -291,23 +292,11 @@ def test_a_second_server_samples_on_the_learners_gpu(tmp_path, monkeypatch) -> N
     assert got == Placement(("2",), (("1",), ("2",)))
     assert (got.memory, got.engines_share, transport) == ((0.9, 0.3), 0.3, "ipc")
     assert [got.max_episodes(config, number) for number in range(2)] == [512, 160]
-    told = describe_sharing(config, got)
-    assert told[1].endswith(
-        "up to 160 episodes, while the trainer waits: rollout_server.count = 1 leaves it out"
-    )
+    leave = "rollout server 1 has up to 160 episodes: rollout_server.count = 1 leaves it out"
+    assert describe_sharing(config, got)[-1] == leave
     # The settings that are printed state each value, and so leave it out.
     again = parse_config(parse_toml(dump_config(config)), source="again")
     assert fit_here(again, Share(range(1), 1))[1].servers == (("1",),)
-
-
-def test_a_group_fits_the_second_server(tmp_path, monkeypatch) -> None:
-    tables = {"algorithm": {"group_size": 16, "groups_per_step": 2}}
-    tables["rollout_server"] = {"max_episodes": 48}
-    config, got, _ = extended(tmp_path, monkeypatch, tables)
-    assert got.max_episodes(config, 1) == 16
-    tables["rollout_server"] |= {"shared_max_episodes": 20}
-    config, got, _ = extended(tmp_path, monkeypatch, tables)
-    assert got.max_episodes(config, 1) == 20
 
 
 @pytest.mark.parametrize(
@@ -338,7 +327,7 @@ def test_one_server_stays_alone_where_settings_say_so_or_room_is_short(
     tmp_path, monkeypatch, tables, others
 ) -> None:
     _, got, _ = extended(tmp_path, monkeypatch, tables, **others)
-    assert (len(got.servers) <= 1, got.second_episodes) == (True, 0)
+    assert (len(got.servers) <= 1, got.is_extended) == (True, False)
 
 
 def test_builds_for_cpus_use_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

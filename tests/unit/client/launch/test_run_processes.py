@@ -79,22 +79,20 @@ async def test_each_server_is_told_its_own_memory_and_episodes(tmp_path, monkeyp
 
     monkeypatch.setattr(run_processes, "start_child", start)
     places = Placement(("0",), (("1",), ("0",)), memory=(0.9, 0.3))
-    config = small_config(
-        run={"dir": str(tmp_path)}, rollout_server={"max_episodes": 9, "shared_max_episodes": 5}
-    )
+    config = small_config(run={"dir": str(tmp_path)}, rollout_server={"max_episodes": 16})
     async with RunProcesses(config, OPEN, places) as processes:
         monkeypatch.setattr(processes, "_stop_run", lambda *_, **__: asyncio.sleep(0))
         for number in range(2):
             processes.keep_rollout_server(number)
         await asyncio.gather(*processes._servers.values())
-    for name, memory, episodes in (("server-0", 0.9, 9), ("server-1", 0.3, 5)):
+    for name, memory, episodes in (("server-0", 0.9, 16), ("server-1", 0.3, 5)):
         assert f"gpu_memory_utilization={memory}" in given[name]
         assert f"max_episodes={episodes}" in given[name]
 
 
-@pytest.mark.parametrize("second_episodes", [0, 5])
+@pytest.mark.parametrize("is_extended", [False, True])
 async def test_a_run_goes_on_without_a_second_server_that_nobody_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second_episodes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_extended: bool
 ) -> None:
     process = SimpleNamespace(wait=AsyncMock(), returncode=1)
     warned: list[str] = []
@@ -109,7 +107,7 @@ async def test_a_run_goes_on_without_a_second_server_that_nobody_asked_for(
         )
 
     monkeypatch.setattr(run_processes, "start_child", start)
-    places = Placement(("0",), (("1",), ("0",)), second_episodes=second_episodes)
+    places = Placement(("0",), (("1",), ("0",)), is_extended=is_extended)
     stopped = AsyncMock()
     config = small_config(run={"dir": str(tmp_path)})
     async with RunProcesses(config, OPEN, places) as processes:
@@ -119,12 +117,10 @@ async def test_a_run_goes_on_without_a_second_server_that_nobody_asked_for(
         for number in range(2):
             processes.keep_rollout_server(number)
         await asyncio.gather(*processes._servers.values())
-    ended = (
-        ["server-0 has ended"] if second_episodes else ["server-0 has ended", "server-1 has ended"]
-    )
+    ended = ["server-0 has ended"] if is_extended else ["server-0 has ended", "server-1 has ended"]
     assert [call.args[0] for call in stopped.call_args_list] == ended
     goes_on = ["server-1 has ended; the run goes on without it"]
-    assert warned == (goes_on if second_episodes else [])
+    assert warned == (goes_on if is_extended else [])
 
 
 async def test_what_a_killed_server_has_left_is_removed_at_the_end(tmp_path, monkeypatch):

@@ -221,11 +221,6 @@ TABLES: list[tuple[Changes, str]] = [
 rollout_server.max_episodes = 1
     a group runs on one server: algorithm.group_size must be at most
     rollout_server.max_episodes, got 2 and 1
-rollout_server.shared_max_episodes = 65
-    rollout_server.shared_max_episodes must be at most max_episodes, got 65 and 64
-rollout_server.shared_max_episodes = 1
-    a group runs on one server: algorithm.group_size must be at most
-    rollout_server.shared_max_episodes, got 2 and 1
 sampling.max_reply_tokens = 16
     sampling.max_episode_tokens must leave room for a prompt beside max_reply_tokens, got 16
 sampling.max_total_tokens = 2000000
