@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from slipstream.core.types import TrajectoryId
-from slipstream.protocol.queue.base import Amount, AsyncClosing, Delivery, EpochAmounts
+from slipstream.protocol.queue.base import Amount, Delivery, EpochAmounts
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -34,7 +34,17 @@ class DurableQueue:
         return sum(len(entry.data) for entry in self.entries.values())
 
 
-class QueueSender(AsyncClosing):
+class QueueEnd:
+    """Is entered and left like the ends of other queues, and has nothing to close."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return
+
+
+class QueueSender(QueueEnd):
     """The end of a rollout server, which waits until an entry is stored."""
 
     def __init__(self, queue: DurableQueue) -> None:
@@ -72,7 +82,7 @@ class QueueSender(AsyncClosing):
         self.taken.add(trajectory_id, tokens)
 
 
-class QueueReceiver(AsyncClosing):
+class QueueReceiver(QueueEnd):
     """The controller's end: it reads all entries from the start, and forgets acknowledged ones."""
 
     # It never loses anything.

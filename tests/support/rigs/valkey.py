@@ -22,7 +22,6 @@ from slipstream.core.machine.files import MAX_SOCKET_PATH_BYTES, OwnedFolder, re
 from slipstream.core.machine.process import below_this, send_signal
 from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.connection import CONTROLLER, DEFAULT_USER, USERS
-from slipstream.protocol.queue.base import AsyncClosing
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
@@ -30,7 +29,7 @@ STOP_TIMEOUT_S = 10.0
 RIGHTS = {user.name: user.rules for user in USERS.values()}
 
 
-class EmbeddedServer(AsyncClosing):
+class EmbeddedServer:
     """Valkey with its files in `folder`; every write that it answered survives a restart.
 
     `async with EmbeddedServer(folder) as server` starts and stops the server. Inside the block,
@@ -52,6 +51,9 @@ class EmbeddedServer(AsyncClosing):
             self._socket_folder = OwnedFolder("sockets")
         await self.start()
         return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
     @property
     def address(self) -> str:

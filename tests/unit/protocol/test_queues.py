@@ -15,6 +15,7 @@ from slipstream.core.machine.address import free_port
 from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import RedisReceiver
+from slipstream.learner.controller.records.ledger import AccountedReceiver
 from slipstream.protocol.access.security import Credentials, bind, create_server, open_channel
 from slipstream.protocol.queue.base import TrajectoryReceiver, TrajectorySender
 from slipstream.protocol.queue.grpc import GrpcReceiver, GrpcSender
@@ -53,12 +54,11 @@ class GrpcPlace:
 
     @asynccontextmanager
     async def receiver(self) -> AsyncIterator[TrajectoryReceiver]:
-        server = create_server(OPEN)
-        async with GrpcReceiver() as receiver:
-            trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(receiver, server)
-            bind(server, self.address, OPEN)
-            await server.start()
-            yield receiver
+        server, receiver = create_server(OPEN), GrpcReceiver()
+        trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(receiver, server)
+        bind(server, self.address, OPEN)
+        await server.start()
+        yield receiver
         await server.stop(None)
 
 
@@ -299,25 +299,26 @@ async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path) -> 
 
 
 async def test_an_id_acknowledged_while_its_stream_was_broken_is_acknowledged_on_the_next(tmp_path):
-    async with GrpcReceiver() as receiver, serving(receiver, tmp_path) as channel:
+    receiver = AccountedReceiver(GrpcReceiver())
+    async with serving(receiver._receiver, tmp_path) as channel:
         stub = trajectory_pb2_grpc.TrajectoryServiceStub(channel)
         first = stub.Deliver()
         await first.write(pb.DeliverRequest(trajectory=b"x", trajectory_id="a"))
         await receiver.get()
         first.cancel()
         await receiver.acknowledge([TrajectoryId("a")])
-        second = stub.Deliver()
+        second, next_get = stub.Deliver(), asyncio.ensure_future(receiver.get())
         await second.write(pb.DeliverRequest(trajectory=b"x", trajectory_id="a"))
         assert list((await asyncio.wait_for(second.read(), LIMIT_S)).acknowledged_ids) == ["a"]
+        assert not next_get.done()
+        next_get.cancel()
         second.cancel()
 
 
 async def test_a_receiver_that_nobody_reads_holds_its_senders_back(tmp_path: Path) -> None:
     size = 1 << 20
-    async with (
-        GrpcReceiver(max_waiting_bytes=2 * size) as receiver,
-        serving(receiver, tmp_path) as channel,
-    ):
+    receiver = GrpcReceiver(max_waiting_bytes=2 * size)
+    async with serving(receiver, tmp_path) as channel:
         call = trajectory_pb2_grpc.TrajectoryServiceStub(channel).Deliver()
         sent = 0
 
@@ -340,8 +341,8 @@ async def test_a_receiver_that_nobody_reads_holds_its_senders_back(tmp_path: Pat
 
 
 async def test_a_trajectory_larger_than_the_receivers_bound_passes(tmp_path: Path) -> None:
+    receiver = GrpcReceiver(max_waiting_bytes=10)
     async with (
-        GrpcReceiver(max_waiting_bytes=10) as receiver,
         serving(receiver, tmp_path) as channel,
         GrpcSender(channel, OPEN, 1_000) as sender,
     ):

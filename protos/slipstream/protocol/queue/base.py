@@ -17,7 +17,7 @@ import hashlib
 import hmac
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from slipstream.core.errors import ProtocolError, QueueError, TrajectoryQueueFull
 from slipstream.core.types import TrajectoryId, TrajectoryName
@@ -76,19 +76,6 @@ class Delivery:
     sent: Amount = NOTHING
 
 
-class AsyncClosing:
-    """Makes a class usable in `async with`, which ends with `aclose`."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Frees all resources."""
-
-
 class TrajectorySender(Protocol):
     """The rollout server's end of the queue."""
 
@@ -130,10 +117,10 @@ class TrajectoryReceiver(Protocol):
         """Waits for the next trajectory and returns it; an unacknowledged one may come again."""
 
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:
-        """Makes the queue and the senders drop these trajectories; ignores unknown ids."""
+        """Makes the queue and the senders drop these trajectories; ignores unknown ids.
 
-    async def aclose(self) -> None:
-        """Stops receiving."""
+        One that was on its way again meanwhile still comes; acknowledge it again.
+        """
 
 
 class ByteBudget:

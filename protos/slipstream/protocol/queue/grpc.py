@@ -9,7 +9,7 @@ streams.
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncIterable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Self, TypeAlias
@@ -23,7 +23,6 @@ from slipstream.protocol.access.security import Credentials, call_metadata
 from slipstream.protocol.queue.base import (
     SMALL_BYTES,
     Amount,
-    AsyncClosing,
     ByteBudget,
     Delivery,
     EpochAmounts,
@@ -38,8 +37,6 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 REFUSAL_WAIT_S = 0.2
 MAX_IDS_IN_RESPONSE = 4096
-# Number of acknowledged ids that the receiver keeps, to answer senders that missed an answer.
-MAX_REMEMBERED_IDS = 8192
 
 REFUSALS = (
     grpc.StatusCode.UNAUTHENTICATED,
@@ -196,7 +193,7 @@ class _Stream:
         self.changed = asyncio.Event()
 
 
-class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
+class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer):
     """The controller's end of the queue, a servicer to add to the controller's gRPC server."""
 
     def __init__(
@@ -209,11 +206,8 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
         self._open_seal = open_seal
         self._waiting: asyncio.Queue[Delivery] = asyncio.Queue()
         self._budget = ByteBudget(max_waiting_bytes)
-        self._streams: set[_Stream] = set()
         # Newest stream that delivered each unacknowledged trajectory.
         self._came_on: dict[TrajectoryId, _Stream] = {}
-        self._acknowledged: OrderedDict[TrajectoryId, None] = OrderedDict()
-        self._closed = asyncio.Event()
         self.given = Amount()
         # Always empty: senders keep unacknowledged trajectories.
         self.backlog: Sequence[TrajectoryId] = ()
@@ -228,19 +222,10 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:
         """Makes the senders drop these trajectories; does not wait for the senders."""
         for trajectory_id in trajectory_ids:
-            self._acknowledged[trajectory_id] = None
-            self._acknowledged.move_to_end(trajectory_id)
-            if len(self._acknowledged) > MAX_REMEMBERED_IDS:
-                self._acknowledged.popitem(last=False)
             stream = self._came_on.pop(trajectory_id, None)
             if stream is not None:
-                self._answer(stream, trajectory_id)
-
-    async def aclose(self) -> None:
-        """Ends all streams; the senders keep unacknowledged trajectories."""
-        self._closed.set()
-        for stream in self._streams:
-            stream.changed.set()
+                stream.to_acknowledge.append(trajectory_id)
+                stream.changed.set()
 
     async def Deliver(  # noqa: N802 - the name in the .proto file
         self,
@@ -249,14 +234,9 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
     ) -> None:
         """Receives the trajectories of one sender until its stream ends."""
         stream = _Stream()
-        self._streams.add(stream)
-        try:
-            async with asyncio.TaskGroup() as group:
-                reader = group.create_task(self._read(stream, request_iterator))
-                await self._write(stream, context, reader)
-                reader.cancel()
-        finally:
-            self._streams.discard(stream)
+        async with asyncio.TaskGroup() as group:
+            reader = group.create_task(self._read(stream, request_iterator))
+            await self._write(stream, context, reader)
 
     async def _read(self, stream: _Stream, requests: AsyncIterable[pb.DeliverRequest]) -> None:
         try:
@@ -268,9 +248,6 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
                     data = await asyncio.to_thread(self._open, request)
                 if data is None:
                     raise not_sealed(trajectory_id)
-                if trajectory_id in self._acknowledged:
-                    self._answer(stream, trajectory_id)
-                    continue
                 self._came_on[trajectory_id] = stream
                 # This waits without a limit, at most until the handler ends: senders must wait
                 # while `get` is not called.
@@ -289,17 +266,13 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer, AsyncClosing):
         context: grpc.aio.ServicerContext[pb.DeliverRequest, pb.DeliverResponse],
         reader: asyncio.Task[None],
     ) -> None:
-        while not (self._closed.is_set() or reader.done()):
+        while not reader.done():
             await stream.changed.wait()
             stream.changed.clear()
             ids, stream.to_acknowledge = stream.to_acknowledge, []
             for start in range(0, len(ids), MAX_IDS_IN_RESPONSE):
                 chunk = ids[start : start + MAX_IDS_IN_RESPONSE]
                 await context.write(pb.DeliverResponse(acknowledged_ids=chunk))
-
-    def _answer(self, stream: _Stream, trajectory_id: TrajectoryId) -> None:
-        stream.to_acknowledge.append(trajectory_id)
-        stream.changed.set()
 
     def _charge(self, data: bytes) -> int:
         # A single trajectory must fit any limit.

