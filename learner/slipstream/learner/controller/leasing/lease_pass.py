@@ -8,7 +8,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum
 
 from slipstream.core.types import GroupId
 from slipstream.learner.controller.leasing.groups import Group
@@ -17,29 +17,18 @@ from slipstream.learner.controller.servers.session import ServerKey, ServerSessi
 from slipstream.learner.controller.tasks import EnvironmentBook
 
 
-class LeaseWait(IntEnum):
-    """The reason why the next lease waits.
+class LeaseWait(Enum):
+    """What the next lease waits for, as text for users.
 
-    Each server is checked in the order of the values; the reason is the last check that any server
-    reached.
+    Each server is checked in this order; the reason is the last check that any server reached.
     """
 
-    NOTHING = 0
-    SERVER = 1
-    SLOTS = 2
-    STALENESS = 3
-    ENVIRONMENT = 4
-    QUEUE = 5
-
-
-WORDS = {
-    LeaseWait.NOTHING: "",
-    LeaseWait.SERVER: "a rollout server that serves",
-    LeaseWait.SLOTS: "a rollout server with room for a group",
-    LeaseWait.STALENESS: "a step: more groups could not all be trained within max_staleness",
-    LeaseWait.ENVIRONMENT: "an environment that is ready and has room for a group",
-    LeaseWait.QUEUE: "room in the queue (queue.max_bytes)",
-}
+    NOTHING = ""
+    SERVER = "a rollout server that serves"
+    SLOTS = "a rollout server with room for a group"
+    STALENESS = "a step: more groups could not all be trained within max_staleness"
+    ENVIRONMENT = "an environment that is ready and has room for a group"
+    QUEUE = "room in the queue (queue.max_bytes)"
 
 
 def batch_wait(book: LeaseBook) -> str:

@@ -15,7 +15,6 @@ from slipstream.core.configuration.config_file import largest_trajectory_bytes
 from slipstream.core.types import Purpose
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_pass import (
-    WORDS,
     Grant,
     LeaseWait,
     abandon_stranded,
@@ -234,7 +233,7 @@ class Scheduler:
     @property
     def lease_wait(self) -> str:
         """The reason why the next lease waits, as text; "" if no lease is wanted."""
-        return WORDS[self._wait]
+        return self._wait.value
 
     def waited_s(self) -> dict[str, float]:
         """Returns the seconds in which the next lease has waited since the start, by reason."""

@@ -8,7 +8,7 @@ from random import Random
 from slipstream.core import staleness
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.lease_pass import WORDS, Grant, LeaseWait
+from slipstream.learner.controller.leasing.lease_pass import Grant, LeaseWait
 from slipstream.learner.controller.leasing.scheduler import MAX_GRANTS_IN_A_PASS, Scheduler
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.servers.session import ServerSession
@@ -18,6 +18,7 @@ from support.rigs.counted_work import counted
 from support.rigs.lease_rig import Rig
 
 NUM_RUNS = 150
+ORDER = list(LeaseWait)
 
 
 class PlainScheduler(Scheduler):
@@ -90,7 +91,7 @@ class PlainScheduler(Scheduler):
             if self._room_of(session) < size:
                 continue
             if not self._may_lease(session):
-                wait = max(wait, LeaseWait.STALENESS)
+                wait = max(wait, LeaseWait.STALENESS, key=ORDER.index)
                 continue
             old = next(
                 (
@@ -103,7 +104,7 @@ class PlainScheduler(Scheduler):
             )
             turn = environments.next_for(session.key, episodes, size)
             if old is None and turn is None:
-                wait = max(wait, LeaseWait.ENVIRONMENT)
+                wait = max(wait, LeaseWait.ENVIRONMENT, key=ORDER.index)
                 continue
             free = staleness.free_bytes(
                 self._config.queue.max_bytes,
@@ -245,7 +246,7 @@ async def test_a_pass_grants_what_the_plain_rule_grants(tmp_path: Path) -> None:
     # Everything that a pass decides came up.
     assert min(seen["given up"], seen["moved"]) > 10
     waits = (LeaseWait.SLOTS, LeaseWait.STALENESS, LeaseWait.ENVIRONMENT, LeaseWait.QUEUE)
-    assert all(seen[WORDS[wait]] > 2 for wait in waits), seen
+    assert all(seen[wait.value] > 2 for wait in waits), seen
 
 
 async def lines_of_passes(folder: Path, num_servers: int) -> list[int]:
