@@ -107,17 +107,16 @@ class Publisher(Part):
         return due
 
     def trainer_joined(self, num_senders: int) -> None:
-        """Abandons the previous trainer's publish; `num_senders` ranks of the new trainer send."""
-        self.trainer_lost()
-        self._membership.num_senders = num_senders
+        """Abandons the previous trainer's publish, and forgets what servers have of that trainer.
 
-    def trainer_lost(self) -> None:
-        """Abandons the current publish, and forgets what the servers have of the lost trainer."""
+        `num_senders` ranks of the new trainer send.
+        """
         if self._current is not None:
             self._abandon(self._current, "the trainer was lost")
         self._trainer += 1
         self._holders.clear()
         self._membership.forget()
+        self._membership.num_senders = num_senders
 
     def pin(self, session: ServerSession) -> bool:
         """Keeps a server at its version; returns False if a publish to it is already under way."""

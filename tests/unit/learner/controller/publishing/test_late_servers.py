@@ -79,7 +79,7 @@ async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_i
         assert late in scene.publisher.due()
         order = await scene.publisher.prepare(scene.trainer)
         assert [receiver.server_id for receiver in order.receivers] == ["b"]
-        scene.publisher.trainer_lost()
+        scene.publisher.trainer_joined(1)
 
 
 async def test_a_server_that_never_answers_is_sent_away_and_the_trainer_does_not_wait() -> None:
@@ -89,7 +89,7 @@ async def test_a_server_that_never_answers_is_sent_away_and_the_trainer_does_not
         late = await two_that_serve(scene)
         await order_without(scene, late)
         assert scene.fleet.find(late.key) is late
-        scene.publisher.trainer_lost()
+        scene.publisher.trainer_joined(1)
     assert scene.fleet.find(late.key) is None
     assert not late.outbox.put(fleet_pb2.ControllerMessage())
     assert texts(scene.run)[-1] == (
@@ -156,7 +156,7 @@ async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_h
         order = await preparing
         assert not order.new_communicator
         assert order.begun
-        scene.publisher.trainer_lost()
+        scene.publisher.trainer_joined(1)
 
 
 @pytest.mark.parametrize("digests", [[], [b"another"]])
@@ -187,7 +187,7 @@ async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_n
         scene.make_version(3)
         scene.sent()
         assert not (await scene.ordered()).new_communicator
-        scene.publisher.trainer_lost()
+        scene.publisher.trainer_joined(1)
 
 
 async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again() -> None:
@@ -203,7 +203,7 @@ async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again()
         scene.sent()
         again: weights_pb2.PublishOrder = await scene.ordered()
         assert again.new_communicator
-        scene.publisher.trainer_lost()
+        scene.publisher.trainer_joined(1)
 
 
 async def test_a_server_that_fails_every_publish_costs_the_others_two() -> None:
@@ -236,7 +236,7 @@ async def test_a_server_that_fails_every_publish_costs_the_others_two() -> None:
         order = await scene.ordered()
         assert [receiver.server_id for receiver in order.receivers] == ["a"]
         assert again in scene.publisher.due()
-        scene.publisher.trainer_lost()
+        scene.publisher.trainer_joined(1)
 
 
 LOGPROBS = pack_logprobs(np.zeros(1, np.float32))

@@ -77,7 +77,7 @@ async def test_servers_are_asked_while_the_trainer_makes_the_version(run: Run) -
         assert order.begun
         # The server is not asked again.
         assert scene.sent() == ["receive", "commit"]
-        scene.publisher.trainer_lost()
+        scene.publisher.trainer_joined(1)
 
 
 async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(run: Run) -> None:
@@ -194,7 +194,7 @@ async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(r
     async with serving(run) as scene:
         scene.trainer.ClearField("bucket_digests")
         assert not (await scene.ordered()).begun
-        scene.publisher.trainer_lost()
+        scene.publisher.trainer_joined(1)
         assert scene.session.is_serving
         assert scene.sent() == []
 
@@ -222,7 +222,7 @@ async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_cal
         start = scene.start_of(await scene.ordered())
         assert scene.publisher.start(start) == scene.publisher.start(start)
         assert scene.sent() == ["receive"]
-        scene.publisher.trainer_lost()
+        scene.publisher.trainer_joined(1)
 
 
 async def test_servers_share_what_is_encoded_of_their_orders(run: Run) -> None:
@@ -243,7 +243,7 @@ async def test_servers_share_what_is_encoded_of_their_orders(run: Run) -> None:
         assert all(each.layout == start.layout for each in received)
         assert {each.order.publish_id for each in received} == {start.publish_id}
         assert sorted(each.first_rank for each in received) == [1, 2, 3]
-        scene.publisher.trainer_lost()
+        scene.publisher.trainer_joined(1)
 
 
 async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(run: Run) -> None:
@@ -274,7 +274,7 @@ async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(ru
         await asyncio.wait((finishing,))
         started = scene.publisher.start(scene.start_of(second))
         assert [r.server_id for r in started] == ["b"]
-        scene.publisher.trainer_lost()
+        scene.publisher.trainer_joined(1)
 
 
 async def test_a_server_that_took_its_weights_back_is_sent_them_again(run: Run) -> None:
@@ -360,7 +360,7 @@ async def test_a_server_that_drains_is_sent_no_weights(run: Run) -> None:
         order = await preparing
         assert [receiver.server_id for receiver in order.receivers] == ["b"]
         assert scene.publisher.due() == [staying]
-        scene.publisher.trainer_lost()
+        scene.publisher.trainer_joined(1)
 
 
 async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and_never_serves(run):

@@ -106,7 +106,7 @@ async def test_another_trainer_and_another_server_epoch_begin_with_matrices() ->
         session = scene.session
         await publish(scene, session)
         assert (await publish(scene, session)).adapters_alone
-        scene.publisher.trainer_lost()
+        scene.publisher.trainer_joined(1)
         order = await publish(scene, session)
         assert (order.adapters_alone, order.verify) == (False, True)
         assert (await publish(scene, session)).adapters_alone
@@ -117,7 +117,7 @@ async def test_another_trainer_and_another_server_epoch_begin_with_matrices() ->
 async def test_matrices_of_a_trainer_that_is_lost_before_their_proof_do_not_count() -> None:
     async with adapted() as scene:
         session = scene.session
-        await publish(scene, session, meanwhile=scene.publisher.trainer_lost)
+        await publish(scene, session, meanwhile=lambda: scene.publisher.trainer_joined(1))
         assert session.is_serving
         assert not (await publish(scene, session)).adapters_alone
         assert (await publish(scene, session)).adapters_alone
