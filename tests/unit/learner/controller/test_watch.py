@@ -215,7 +215,7 @@ async def test_nothing_is_owed_by_a_trainer_that_has_ended_its_publish() -> None
         assert not run.progress.pending_publish
         order = await watched.scene.ordered()
         assert run.progress.pending_publish
-        watched.scene.publisher.trainer_lost()
+        watched.scene.publisher.trainer_joined(1)
         assert not run.progress.pending_publish
         assert order.begun
         watched.watching.cancel()

@@ -85,15 +85,11 @@ class GroupSteps:
         self._steps = array("i")
 
     def add(self, group_id: GroupId, step: int) -> None:
-        """Notes the step that trains a group; group numbers have no gaps."""
+        """Notes the step that trains a group, -1 for none; group numbers have no gaps."""
         number = group_number(group_id)
         assert number is not None, group_id
         self._steps.extend([-1] * (number + 1 - len(self._steps)))
         self._steps[number] = step
-
-    def discard(self, group_id: GroupId) -> None:
-        """Forgets the step of a group whose batch was set aside."""
-        self.add(group_id, -1)
 
     def get(self, group_id: GroupId) -> int | None:
         """Returns the step of the group, or None if it is in no batch or is no training group."""
@@ -157,7 +153,7 @@ class RunHistory(RunState):
                 self._receive(record.tokens)
             case kinds.BatchSetAside():
                 for group_id in [g for g, *_ in record.groups] + [g for g, *_ in record.put_back]:
-                    self.trained_in.discard(group_id)
+                    self.trained_in.add(group_id, -1)
                 for trajectory_id in record.ids:
                     self.ended.add(TrajectoryId(trajectory_id))
                 # These tokens count again with the later batch or end of their trajectories.

@@ -8,6 +8,7 @@ uses no clock and no I/O.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from slipstream.core.errors import ProtocolError
 from slipstream.core.types import FULL_REWARD, GroupId, PolicyVersion, TrajectoryId, TrajectoryName
@@ -17,50 +18,13 @@ from slipstream.learner.controller.records.kinds import Record, TrajectoryEnd
 START = PolicyVersion(0, 0)
 
 
-@dataclass
-class Tally:
-    """Counts of the groups of one environment that dynamic sampling left out."""
+class FilteredGroup(NamedTuple):
+    """A group that dynamic sampling left out, with the mean reward of its episodes."""
 
-    groups: int = 0
-    # Number of groups in which every episode has the full reward.
-    solved: int = 0
-    # Sum over the groups of the mean reward of their episodes.
-    reward_sum: float = 0.0
-
-
-@dataclass
-class FilteredGroups:
-    """The groups that dynamic sampling left out since the last batch, counted by environment."""
-
-    tallies: dict[str, Tally] = field(default_factory=dict)
-
-    def add(self, environment: str, reward_mean: float, *, solved: bool) -> None:
-        """Counts a group with its mean reward; `solved` says whether all its rewards are full."""
-        tally = self.tallies.setdefault(environment, Tally())
-        tally.groups += 1
-        tally.solved += solved
-        tally.reward_sum += reward_mean
-
-    def clear(self) -> None:
-        """Resets the counts, when a batch has been formed."""
-        self.tallies.clear()
-
-    @property
-    def total(self) -> int:
-        return sum(tally.groups for tally in self.tallies.values())
-
-    @property
-    def are_solved(self) -> bool:
-        """Whether each group had full rewards: one that had not shows what is not learnt yet."""
-        return all(tally.solved == tally.groups for tally in self.tallies.values())
-
-    def describe(self) -> str:
-        """Returns the counts and the mean reward of each environment as text."""
-        return "; ".join(
-            f"{name}: {tally.solved} of {tally.groups} solved, mean reward "
-            f"{tally.reward_sum / tally.groups:.3g}"
-            for name, tally in sorted(self.tallies.items())
-        )
+    environment: str
+    reward_mean: float
+    # Whether every episode has the full reward.
+    solved: bool
 
 
 def is_solved(rewards: Iterable[float], *, lowest: float, highest: float) -> bool:
@@ -172,7 +136,7 @@ class RunState:
     # The newest version with a whole checkpoint.
     checkpoint: PolicyVersion = START
     # Groups that were filtered since the last batch.
-    filtered: FilteredGroups = field(default_factory=FilteredGroups)
+    filtered: list[FilteredGroup] = field(default_factory=list)
     # Number of filtered groups, by the step whose batch was being formed.
     filtered_groups: Counter[int] = field(default_factory=Counter)
     # Batches that could not be trained: all, how many of each step, and how many in a row the
@@ -279,7 +243,8 @@ class RunState:
         counts.filtered += 1
         if seen := (*counts.seen, *(record.seen or ())):
             counts.seen = (min(seen), max(seen))
-        self.filtered.add(group.environment, record.reward or 0.0, solved=bool(record.solved))
+        reward, solved = record.reward or 0.0, bool(record.solved)
+        self.filtered.append(FilteredGroup(group.environment, reward, solved))
         self.filtered_groups[self.next_step] += 1
 
     def _batch(self, record: kinds.Batch) -> None:

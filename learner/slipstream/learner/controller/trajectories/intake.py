@@ -28,7 +28,7 @@ from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, group_number
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
-from slipstream.learner.controller.records.state import is_solved
+from slipstream.learner.controller.records.state import FilteredGroup, is_solved
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import ServerListener
 from slipstream.learner.controller.servers.session import ServerSession
@@ -390,19 +390,32 @@ class GroupFilter:
         """Ends the run if too many groups were left out while one batch was formed."""
         algorithm, filtered = self._run.config.algorithm, self._state.filtered
         step = self._state.next_step
-        is_few = filtered.total < MOST_FILTERED_BATCHES * algorithm.groups_per_step
+        is_few = len(filtered) < MOST_FILTERED_BATCHES * algorithm.groups_per_step
         # If a batch is complete or being written, the trainer is slow, and the tasks not stuck.
         has_batch = self._book.has_whole_batch or self._book.step > step
         if is_few or self._progress.is_over or has_batch:
             return
         count = (
-            f"{filtered.total} groups were left out by algorithm.filter while the batch of "
-            f"step {step + 1} was formed ({filtered.describe()})"
+            f"{len(filtered)} groups were left out by algorithm.filter while the batch of "
+            f"step {step + 1} was formed ({_means(filtered)})"
         )
-        if filtered.are_solved:
+        # One that had not full rewards shows what is not learnt yet.
+        if all(group.solved for group in filtered):
             self._progress.stop(f"the task is solved: the last {count}")
         else:
             self._progress.fail(
                 f"{count}, as many as {MOST_FILTERED_BATCHES} steps train; solved are those whose "
                 "rewards all are 1, or the highest one that was seen above it"
             )
+
+
+def _means(filtered: Sequence[FilteredGroup]) -> str:
+    """Returns the counts and the mean reward of each environment as text."""
+    groups: dict[str, list[FilteredGroup]] = {}
+    for group in filtered:
+        groups.setdefault(group.environment, []).append(group)
+    return "; ".join(
+        f"{name}: {sum(group.solved for group in own)} of {len(own)} solved, mean reward "
+        f"{statistics.fmean(group.reward_mean for group in own):.3g}"
+        for name, own in sorted(groups.items())
+    )

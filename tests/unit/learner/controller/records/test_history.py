@@ -17,7 +17,7 @@ from slipstream.learner.controller.records.history import (
     read_history,
 )
 from slipstream.learner.controller.records.kinds import TrajectoryEnd, fields_of, parsed
-from slipstream.learner.controller.records.state import FilteredGroups, JournaledStep, is_solved
+from slipstream.learner.controller.records.state import JournaledStep, is_solved
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from support.fakes.journal_records import batch_record, lease_record
@@ -135,7 +135,7 @@ def test_filtered_groups_are_counted_since_the_last_batch_and_by_step():
     records += [closed("g000002"), closed("g000003", solved=True, reward=1.0)]
     history = read_history(records)
     assert history.filtered_groups == {0: 1, 1: 2}
-    assert history.filtered.describe() == "e: 1 of 2 solved, mean reward 0.5"
+    assert history.filtered == [("e", 0.0, False), ("e", 1.0, True)]
 
 
 def test_the_highest_reward_of_an_environment_outlives_the_controller():
@@ -351,26 +351,7 @@ def test_a_damaged_record_of_a_batch_that_was_set_aside_is_refused(field, value)
         read_history(records_up_to({**SET_ASIDE, field: value}))
 
 
-def filtered(**environments: list[float]) -> FilteredGroups:
-    groups = FilteredGroups()
-    for name, rewards in environments.items():
-        for reward in rewards:
-            solved = is_solved([reward, reward], lowest=reward, highest=reward)
-            groups.add(name, reward, solved=solved)
-    return groups
-
-
-@pytest.mark.parametrize(
-    ("rewards", "are_solved"),
-    [
-        ({"a": [1.0, 1.0], "b": [1.0, 1.0]}, True),
-        # One group that is not solved is no success.
-        ({"a": [1.0] * 30, "b": [0.99]}, False),
-        ({"a": [0.0] * 4}, False),
-    ],
-)
-def test_a_task_is_solved_when_all_groups_that_teach_nothing_have_full_rewards(rewards, are_solved):
-    assert filtered(**rewards).are_solved is are_solved
+def test_a_group_is_solved_when_all_its_rewards_are_full() -> None:
     # Equal after a penalty: they were filtered, and one of them is not right.
     assert not is_solved([1.0, 0.5], lowest=0.5, highest=1.0)
     assert is_solved([1.0, 0.7 + 0.2 + 0.1], lowest=0.0, highest=1.0)
@@ -390,15 +371,3 @@ def test_a_task_is_solved_when_all_groups_that_teach_nothing_have_full_rewards(r
 )
 def test_rewards_above_1_are_full_if_they_are_the_highest(rewards, lowest, highest, solved):
     assert is_solved(rewards, lowest=lowest, highest=highest) is solved
-
-
-def test_a_batch_begins_the_count_again() -> None:
-    groups = filtered(a=[1.0] * 4)
-    groups.clear()
-    assert groups.total == 0
-
-
-def test_the_cause_names_numbers_and_rewards_of_each_environment() -> None:
-    assert filtered(b=[0.0, 1.0], a=[1.0]).describe() == (
-        "a: 1 of 1 solved, mean reward 1; b: 1 of 2 solved, mean reward 0.5"
-    )

@@ -28,7 +28,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.kinds import TrajectoryEnd, fields_of, parsed
-from slipstream.learner.controller.records.state import attempt_of, batch_name
+from slipstream.learner.controller.records.state import FilteredGroup, attempt_of, batch_name
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
     FormedBatch,
@@ -418,12 +418,35 @@ def test_what_a_group_holds_ends_when_its_environment_does_not_come_again(tmp_pa
     assert [end["id"] for end in ends] == [held.trajectory_id]
 
 
+@pytest.mark.parametrize(
+    ("rewards", "solved"),
+    [
+        ({"a": [1.0] * MOST_FILTERED_BATCHES}, f"a: {MOST_FILTERED_BATCHES} of"),
+        ({"b": [1.0] * 10, "a": [1.0] * 10}, "a: 10 of 10 solved, mean reward 1; b: 10 of 10"),
+        # One group that is not solved is no success.
+        ({"b": [1.0] * 30, "a": [0.5, 1.0]}, ""),
+        ({"a": [0.0] * MOST_FILTERED_BATCHES}, ""),
+    ],
+)
+def test_a_task_is_solved_when_all_groups_that_teach_nothing_have_full_rewards(rewards, solved):
+    run = run_of(algorithm={"group_size": 2, "groups_per_step": 1, "max_staleness": 1})
+    books = books_of(run)
+    for name, each in rewards.items():
+        books.state.filtered += [FilteredGroup(name, reward, reward == 1.0) for reward in each]
+    GroupFilter(run, books).judge()
+    progress = run.progress
+    assert progress.has_failed is not bool(solved)
+    assert progress.cause.startswith("the task is solved") is bool(solved)
+    told = "(a: 1 of 2 solved, mean reward 0.75; b: 30 of 30 solved, mean reward 1)"
+    assert (solved or (told if "b" in rewards else "(a: 0 of 20 solved")) in progress.cause
+
+
 def test_groups_that_are_left_out_while_a_batch_waits_or_is_written_do_not_end_the_run() -> None:
     run = run_of(algorithm={"group_size": 2, "groups_per_step": 1, "max_staleness": 1})
     books = books_of(run)
     group_filter = GroupFilter(run, books)
     for _ in range(MOST_FILTERED_BATCHES):
-        books.state.filtered.add("e", 0.0, solved=False)
+        books.state.filtered.append(FilteredGroup("e", 0.0, solved=False))
     # The batch of the first step waits for a slow trainer.
     waiting = books.leases.lease("e", 0, 0, SERVER, 0)
     waiting.finished = dict(make_group(0).finished)
