@@ -158,7 +158,7 @@ class Results(Part):
                 ),
                 "filtered_groups": float(books.state.filtered_groups[batch.step]),
                 "set_aside_batches": float(len(books.state.set_aside)),
-                "quarantined_trajectories": float(self._intake.inspector.quarantine.total),
+                "quarantined_trajectories": float(self._intake.inspector.num_quarantined),
                 # A task counts each time it is skipped.
                 "skipped_tasks": float(
                     sum(entry.tasks_skipped for entry in books.environments.entries.values())

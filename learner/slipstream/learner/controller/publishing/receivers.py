@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 
 from slipstream.core.errors import ConfigError
@@ -34,28 +33,6 @@ MAX_JOINT_FAILURES = 2
 MAX_FAILED_WHILE_NONE_SERVES = 2 * MAX_FAILED_PUBLISHES
 # Largest number of servers, by name, whose failed publishes are counted; the oldest goes first.
 MAX_FAILING = 1000
-
-
-class Consequence(Enum):
-    """The consequence of a failed publish."""
-
-    # The server is sent the weights again after `retry_wait_s`.
-    RETRY = "retry"
-    # The controller ends the server's stream; the server may join again.
-    SEND_AWAY = "send away"
-    # No server could be sent its weights.
-    FAIL_RUN = "fail run"
-
-
-def consequence(in_session: int, while_none_served: int, *, is_any_serving: bool) -> Consequence:
-    """Returns the consequence of a failed publish to a server, from its failures in a row.
-
-    They are counted since its session began or last served, and since any server last served, with
-    this one. The run fails only if `is_any_serving` is false.
-    """
-    if while_none_served >= MAX_FAILED_WHILE_NONE_SERVES and not is_any_serving:
-        return Consequence.FAIL_RUN
-    return Consequence.SEND_AWAY if in_session >= MAX_FAILED_PUBLISHES else Consequence.RETRY
 
 
 def retry_wait_s(num_failed: int) -> float:
@@ -120,28 +97,31 @@ class Failures:
         self._note(session, cause)
 
     def _follow(self, session: ServerSession, cause: str) -> None:
-        if self._note(session, cause) is Consequence.RETRY:
+        if self._note(session, cause):
             session.retry_publish_s = time.monotonic() + retry_wait_s(session.failed_publishes)
         else:
             session.disconnect()
             cause = f"{session.failed_publishes} publishes failed: {cause}"
             self._fleet.remove(session, cause)
 
-    def _note(self, session: ServerSession, cause: str) -> Consequence:
-        """Counts a failed publish and returns its `consequence`; FAIL_RUN also fails the run."""
+    def _note(self, session: ServerSession, cause: str) -> bool:
+        """Counts a failed publish; returns whether its session may be sent the weights again.
+
+        The run fails if no server serves and this one has failed for too long.
+        """
         for failures in (self._of_server, self._while_none_served):
             failures[session.key.server_id] += 1
             if len(failures) > MAX_FAILING:
                 del failures[next(iter(failures))]
         in_a_row, progress = self._while_none_served[session.key.server_id], self._run.progress
-        is_any_serving = bool(self._fleet.serving()) or progress.is_over
-        found = consequence(session.failed_publishes, in_a_row, is_any_serving=is_any_serving)
-        if found is Consequence.FAIL_RUN:
+        may_fail = not self._fleet.serving() and not progress.is_over
+        if in_a_row >= MAX_FAILED_WHILE_NONE_SERVES and may_fail:
             progress.fail(
                 f"no rollout server serves, and {in_a_row} publishes in a row to "
                 f"{session.name} failed, the last one: {cause}"
             )
-        return found
+            return False
+        return session.failed_publishes < MAX_FAILED_PUBLISHES
 
 
 class Membership:

@@ -18,9 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
 
-from pydantic import JsonValue
+import msgspec
 from slipstream.core.machine.files import open_regular
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import tracker_named
@@ -93,32 +93,15 @@ def write_result(path: Path, data: bytes, tell: Tell) -> None:
         tell(f"{path} cannot be written: {error.strerror}")
 
 
-def parse_object(line: bytes) -> dict[str, JsonValue] | None:
-    """Returns the JSON object of a line, or None if the line is not a JSON object."""
-    try:
-        found = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 def parse_row(line: bytes) -> dict[str, float] | None:
     """Returns the numbers of a line of metrics.jsonl, null as NaN; None if it is invalid."""
-    found = parse_object(line)
-    if found is None:
+    try:
+        found = msgspec.json.decode(line, type=dict[str, float | None])
+    except ValueError:
         return None
-    row: dict[str, float] = {}
-    for name, value in found.items():
-        if value is None:
-            # A number that was not finite.
-            row[name] = math.nan
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return None
-        if not -MAX_NUMBER <= value <= MAX_NUMBER:
-            return None
-        row[name] = float(value)
-    if math.isnan(row.get("wall_s", math.nan)):
+    row = {name: math.nan if value is None else value for name, value in found.items()}
+    is_too_large = any(abs(value) > MAX_NUMBER for value in row.values())
+    if is_too_large or math.isnan(row.get("wall_s", math.nan)):
         return None
     if (step := row.get("step")) is None:
         return row
@@ -280,8 +263,7 @@ class _Writer(threading.Thread):
 
 
 RUN_IDS = "tracking.json"
-# Largest length of an id, in characters.
-MAX_ID = 200
+_RunId = Annotated[str, msgspec.Meta(max_length=200, pattern=r"\A[^\x00-\x1f\x7f-\x9f]+\Z")]
 
 
 class RunIds:
@@ -297,14 +279,10 @@ class RunIds:
         self._lock = threading.Lock()
         self._ids: dict[str, str] = {}
         if self._path.is_file():
-            found = parse_object(self._path.read_bytes())
-            if found is None or not all(
-                isinstance(each, str) and each.isprintable() and 0 < len(each) <= MAX_ID
-                for each in found.values()
-            ):
-                found = {}
+            try:
+                self._ids = msgspec.json.decode(self._path.read_bytes(), type=dict[str, _RunId])
+            except ValueError:
                 complain(f"{self._path} is damaged: trackers begin new runs")
-            self._ids = {name: str(run_id) for name, run_id in found.items()}
 
     def get(self, tracker: str) -> str:
         """Returns the id under which `tracker` logs this run, or "" if it has none yet."""

@@ -82,29 +82,6 @@ def read_claim(delivery: Delivery, known: ServerEpochs, *, largest_bytes: int) -
     return Claim(name, server, tokens, message.will_retry)
 
 
-class Quarantine:
-    """How many deliveries were quarantined, in all and in a row of each server."""
-
-    def __init__(self) -> None:
-        self._in_a_row: Counter[ServerKey] = Counter()
-        self.total = 0
-
-    def add(self, server: ServerKey) -> None:
-        """Counts a quarantined delivery of a server."""
-        self._in_a_row[server] += 1
-        if len(self._in_a_row) > MAX_SERVERS:
-            del self._in_a_row[next(iter(self._in_a_row))]
-        self.total += 1
-
-    def good(self, server: ServerKey) -> None:
-        """Notes that a server delivered a valid trajectory: its count in a row becomes 0."""
-        self._in_a_row.pop(server, None)
-
-    def is_hopeless(self, server: ServerKey) -> bool:
-        """Whether the last `MAX_IN_A_ROW` deliveries of a server were all quarantined."""
-        return self._in_a_row[server] >= MAX_IN_A_ROW
-
-
 @dataclass(frozen=True)
 class KnownFacts:
     """The facts with which the controller compares a trajectory."""
@@ -265,7 +242,9 @@ class Inspector:
         self._vocabulary = vocabulary_size(run.config)
         # What earlier starts have journaled may be delivered again.
         self.earlier = EarlierIds(RunHistory(), books.journal)
-        self.quarantine = Quarantine()
+        # The deliveries that were quarantined: all, and those in a row of each server.
+        self.num_quarantined = 0
+        self._in_a_row: Counter[ServerKey] = Counter()
 
     def decode(self, delivery: Delivery) -> Trajectory | ProtocolError:
         """Decodes a delivery, or returns the error with the reason; may run in a thread."""
@@ -327,7 +306,7 @@ class Inspector:
         if not self._ledger.receive(key, delivery.trajectory_id, tokens, delivery.sent):
             return None
         if trajectory.has_reward:
-            self.quarantine.good(key)
+            self._in_a_row.pop(key, None)
         return trajectory
 
     def refuse(self, delivery: Delivery, cause: str, *, is_counted: bool = False) -> None:
@@ -345,12 +324,15 @@ class Inspector:
             server, trajectory_id, claim.tokens, delivery.sent
         ):
             return
-        self.quarantine.add(server)
+        self.num_quarantined += 1
+        self._in_a_row[server] += 1
+        if len(self._in_a_row) > MAX_SERVERS:
+            del self._in_a_row[next(iter(self._in_a_row))]
         end, tokens = TrajectoryEnd.QUARANTINED, claim.tokens
         self._endings.record(trajectory_id, end, cause, tokens=tokens, server=server)
         told = f"quarantined {trajectory_id} of rollout server {server.server_id}: {cause}"
         self._run.events.add(told, logging.ERROR)
-        if self.quarantine.is_hopeless(server) and not self._progress.is_over:
+        if self._in_a_row[server] >= MAX_IN_A_ROW and not self._progress.is_over:
             fault = (
                 f"rollout server {server.server_id} produces nothing but trajectories that cannot "
                 f"be trained, the last {MAX_IN_A_ROW} in a row: {cause}"

@@ -3,13 +3,7 @@ import pytest
 from slipstream.core.types import ServerId, TrajectoryId, TrajectoryName
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.learner.controller.trajectories.inspection import (
-    MAX_IN_A_ROW,
-    MAX_SERVERS,
-    Claim,
-    Quarantine,
-    read_claim,
-)
+from slipstream.learner.controller.trajectories.inspection import Claim, read_claim
 from slipstream.protocol.queue.base import Delivery
 from slipstream.v1 import trajectory_pb2
 
@@ -17,27 +11,6 @@ KEY = ServerKey(ServerId("a"), 0xF)
 KNOWN = ServerEpochs()
 KNOWN.join(KEY)
 ID = TrajectoryId("g7.1.2.f")
-
-
-def test_a_server_that_produces_nothing_else_is_hopeless() -> None:
-    quarantine = Quarantine()
-    for _ in range(MAX_IN_A_ROW - 1):
-        quarantine.add(KEY)
-    assert not quarantine.is_hopeless(KEY)
-    quarantine.good(KEY)
-    for _ in range(MAX_IN_A_ROW):
-        assert not quarantine.is_hopeless(KEY)
-        quarantine.add(KEY)
-    assert quarantine.is_hopeless(KEY)
-    assert not quarantine.is_hopeless(ServerKey(KEY.server_id, 1))
-
-
-def test_servers_that_are_long_gone_are_not_counted_for_ever() -> None:
-    quarantine = Quarantine()
-    for epoch in range(MAX_SERVERS + 50):
-        quarantine.add(ServerKey(ServerId("a"), epoch))
-    assert len(quarantine._in_a_row) == MAX_SERVERS
-    assert ServerKey(ServerId("a"), 0) not in quarantine._in_a_row
 
 
 def test_a_claim_is_read_as_far_as_it_goes() -> None:
