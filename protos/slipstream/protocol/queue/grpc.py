@@ -9,7 +9,6 @@ streams.
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Self, TypeAlias
@@ -46,6 +45,8 @@ REFUSALS = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 )
 
+# The trajectories that one stream has yet to acknowledge.
+_Answers: TypeAlias = asyncio.Queue[TrajectoryId]
 DeliverCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.DeliverRequest, pb.DeliverResponse]"
 
 logger = logging.getLogger(__name__)
@@ -75,8 +76,7 @@ class GrpcSender:
         self._sent, self.taken = EpochAmounts(), EpochAmounts()
         # Trajectories whose `put` waits for room.
         self._without_room: set[TrajectoryId] = set()
-        self._to_send: deque[TrajectoryId] = deque()
-        self._put = asyncio.Event()
+        self._to_send: asyncio.Queue[TrajectoryId] = asyncio.Queue()
         self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self._stack = AsyncExitStack()
         self._running: asyncio.Task[None] | None = None
@@ -119,8 +119,7 @@ class GrpcSender:
                 self._unacknowledged[trajectory_id] = pb.DeliverRequest(
                     trajectory=data, trajectory_id=trajectory_id, tokens=tokens, sent=sent
                 )
-                self._to_send.append(trajectory_id)
-                self._put.set()
+                self._to_send.put_nowait(trajectory_id)
         self.taken.add(trajectory_id, tokens)
 
     async def aclose(self) -> None:
@@ -133,7 +132,9 @@ class GrpcSender:
         while True:
             # A restarted controller gets the trajectories it lacks before it leases them again.
             call = self._deliver(metadata=self._metadata, wait_for_ready=True)
-            self._to_send = deque(self._unacknowledged)
+            self._to_send = asyncio.Queue()
+            for trajectory_id in self._unacknowledged:
+                self._to_send.put_nowait(trajectory_id)
             try:
                 async with asyncio.TaskGroup() as group:
                     writer = group.create_task(self._write(call))
@@ -161,13 +162,9 @@ class GrpcSender:
                 # A write to a stream that is being refused hides the reason from `_read`.
                 await asyncio.sleep(REFUSAL_WAIT_S)
             while True:
-                while self._to_send:
-                    trajectory_id = self._to_send.popleft()
-                    request = self._unacknowledged.get(trajectory_id)
-                    if request is not None:
-                        await call.write(request)
-                self._put.clear()
-                await self._put.wait()
+                request = self._unacknowledged.get(await self._to_send.get())
+                if request is not None:
+                    await call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # The stream has ended: `_read` returns the reason.
             return
@@ -185,14 +182,6 @@ class GrpcSender:
         return None
 
 
-class _Stream:
-    """The receiver's record of one sender's stream."""
-
-    def __init__(self) -> None:
-        self.to_acknowledge: list[TrajectoryId] = []
-        self.changed = asyncio.Event()
-
-
 class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer):
     """The controller's end of the queue, a servicer to add to the controller's gRPC server."""
 
@@ -206,8 +195,8 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer):
         self._open_seal = open_seal
         self._waiting: asyncio.Queue[Delivery] = asyncio.Queue()
         self._budget = ByteBudget(max_waiting_bytes)
-        # Newest stream that delivered each unacknowledged trajectory.
-        self._came_on: dict[TrajectoryId, _Stream] = {}
+        # What the newest stream that delivered it acknowledges, for each unacknowledged trajectory.
+        self._answers: dict[TrajectoryId, _Answers] = {}
         self.given = Amount()
         # Always empty: senders keep unacknowledged trajectories.
         self.backlog: Sequence[TrajectoryId] = ()
@@ -222,10 +211,8 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer):
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:
         """Makes the senders drop these trajectories; does not wait for the senders."""
         for trajectory_id in trajectory_ids:
-            stream = self._came_on.pop(trajectory_id, None)
-            if stream is not None:
-                stream.to_acknowledge.append(trajectory_id)
-                stream.changed.set()
+            if (answers := self._answers.pop(trajectory_id, None)) is not None:
+                answers.put_nowait(trajectory_id)
 
     async def Deliver(  # noqa: N802 - the name in the .proto file
         self,
@@ -233,46 +220,41 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer):
         context: grpc.aio.ServicerContext[pb.DeliverRequest, pb.DeliverResponse],
     ) -> None:
         """Receives the trajectories of one sender until its stream ends."""
-        stream = _Stream()
+        answers: _Answers = asyncio.Queue()
         async with asyncio.TaskGroup() as group:
-            reader = group.create_task(self._read(stream, request_iterator))
-            await self._write(stream, context, reader)
+            writer = group.create_task(self._write(answers, context))
+            await self._read(answers, request_iterator)
+            writer.cancel()
 
-    async def _read(self, stream: _Stream, requests: AsyncIterable[pb.DeliverRequest]) -> None:
-        try:
-            async for request in requests:
-                trajectory_id = TrajectoryId(request.trajectory_id)
-                if request.ByteSize() <= SMALL_BYTES:
-                    data = self._open(request)
-                else:
-                    data = await asyncio.to_thread(self._open, request)
-                if data is None:
-                    raise not_sealed(trajectory_id)
-                self._came_on[trajectory_id] = stream
-                # This waits without a limit, at most until the handler ends: senders must wait
-                # while `get` is not called.
-                await self._budget.acquire(self._charge(data), timeout_s=None)
-                sent = Amount.from_pb(request.sent)
-                self._waiting.put_nowait(Delivery(trajectory_id, data, request.tokens, sent))
-        finally:
-            stream.changed.set()
+    async def _read(self, answers: _Answers, requests: AsyncIterable[pb.DeliverRequest]) -> None:
+        async for request in requests:
+            trajectory_id = TrajectoryId(request.trajectory_id)
+            if request.ByteSize() <= SMALL_BYTES:
+                data = self._open(request)
+            else:
+                data = await asyncio.to_thread(self._open, request)
+            if data is None:
+                raise not_sealed(trajectory_id)
+            self._answers[trajectory_id] = answers
+            # This waits without a limit, at most until the handler ends: senders must wait while
+            # `get` is not called.
+            await self._budget.acquire(self._charge(data), timeout_s=None)
+            sent = Amount.from_pb(request.sent)
+            self._waiting.put_nowait(Delivery(trajectory_id, data, request.tokens, sent))
 
     def _open(self, request: pb.DeliverRequest) -> bytes | None:
         return self._open_seal(TrajectoryId(request.trajectory_id), request.trajectory)
 
     async def _write(
         self,
-        stream: _Stream,
+        answers: _Answers,
         context: grpc.aio.ServicerContext[pb.DeliverRequest, pb.DeliverResponse],
-        reader: asyncio.Task[None],
     ) -> None:
-        while not reader.done():
-            await stream.changed.wait()
-            stream.changed.clear()
-            ids, stream.to_acknowledge = stream.to_acknowledge, []
-            for start in range(0, len(ids), MAX_IDS_IN_RESPONSE):
-                chunk = ids[start : start + MAX_IDS_IN_RESPONSE]
-                await context.write(pb.DeliverResponse(acknowledged_ids=chunk))
+        while True:
+            ids = [await answers.get()]
+            while len(ids) < MAX_IDS_IN_RESPONSE and not answers.empty():
+                ids.append(answers.get_nowait())
+            await context.write(pb.DeliverResponse(acknowledged_ids=ids))
 
     def _charge(self, data: bytes) -> int:
         # A single trajectory must fit any limit.
