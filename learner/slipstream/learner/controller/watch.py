@@ -37,7 +37,7 @@ class RunWatch:
         self._book, self._environments = books.leases, books.environments
         self._fleet = books.fleet
         self._take_back = take_back
-        self._leases = LeaseWatch(self._config.controller.lease_timeout_s)
+        self._leases = LeaseWatch()
         # Whether the leases were taken back since the run last moved.
         self._gave_others_a_try = False
 
@@ -62,8 +62,8 @@ class RunWatch:
         patience_s = self._config.controller.heartbeat_timeout_s + REJOIN_S
         self._book.awaited.look(self._run.clock.now_s(), patience_s)
         groups, served_s = self._book.groups.values(), self._fleet.served_s()
-        overdue, stuck = self._leases.overdue(groups, served_s)
         limit_s = self._config.controller.lease_timeout_s
+        overdue, stuck = self._leases.overdue(groups, served_s, limit_s=limit_s)
         for group in overdue:
             self._take_back(
                 group, f"no episode ended in {limit_s:g} s of serving (controller.lease_timeout_s)"
@@ -159,26 +159,19 @@ class LeaseWatch:
     rests or waits for a publish.
     """
 
-    def __init__(self, limit_s: float) -> None:
-        """Takes the seconds of serving after which a lease without an ended attempt is overdue."""
-        self._limit_s = limit_s
+    def __init__(self) -> None:
         self._marks: dict[GroupId, _Mark] = {}
 
     def overdue(
-        self,
-        groups: Iterable[Group],
-        served_s: Mapping[ServerKey, float],
-        *,
-        limit_s: float | None = None,
+        self, groups: Iterable[Group], served_s: Mapping[ServerKey, float], *, limit_s: float
     ) -> tuple[list[Group], list[ServerKey]]:
         """Returns each overdue lease once, and each server that is late to end such a lease.
 
-        A server is late when it has served for more than `CANCEL_LIMIT_S` seconds since this method
+        A lease is overdue after `limit_s` seconds of serving without an ended attempt. A server is
+        late when it has served for more than `CANCEL_LIMIT_S` seconds since this method
         reported the lease as overdue, and since the last end of an attempt of the lease. `served_s`
-        maps each server to the seconds for which it has served. `limit_s` replaces the limit of all
-        leases this time.
+        maps each server to the seconds for which it has served.
         """
-        limit_s = self._limit_s if limit_s is None else limit_s
         late, stuck, marks = [], [], {}
         for group in groups:
             holder, number = group.holder, group.num_leases

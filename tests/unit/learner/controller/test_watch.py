@@ -110,7 +110,7 @@ async def test_before_a_stall_fails_the_run_its_leases_are_taken_back_once(tmp_p
         assert len(taken) == len(held)
         # A run that has moved may stall again.
         assert stalled(1) == ""
-        watch._leases = LeaseWatch(3600.0)
+        watch._leases = LeaseWatch()
         watch._look_at_leases()
         assert stalled(601) == ""
         assert len(taken) == 2 * len(held)
@@ -146,11 +146,11 @@ def group(name: str, holder: ServerKey | None = A) -> Group:
 
 def late(watch: LeaseWatch, groups: list[Group], **served_s: float) -> list[str]:
     clocks = {ServerKey(ServerId(name), 1): time_s for name, time_s in served_s.items()}
-    return [group.group_id for group in watch.overdue(groups, clocks)[0]]
+    return [group.group_id for group in watch.overdue(groups, clocks, limit_s=10.0)[0]]
 
 
 def test_a_lease_is_overdue_once_when_its_server_served_for_so_long_without_an_end() -> None:
-    watch, slow = LeaseWatch(10.0), group("slow")
+    watch, slow = LeaseWatch(), group("slow")
     assert late(watch, [slow], a=100.0) == []
     assert late(watch, [slow], a=110.0) == []
     assert late(watch, [slow], a=110.1) == ["slow"]
@@ -158,7 +158,7 @@ def test_a_lease_is_overdue_once_when_its_server_served_for_so_long_without_an_e
 
 
 def test_an_attempt_that_ended_is_progress_whatever_came_of_it() -> None:
-    watch, slow = LeaseWatch(10.0), group("slow")
+    watch, slow = LeaseWatch(), group("slow")
     assert late(watch, [slow], a=0.0) == []
     slow.attempts[1] = 0
     assert late(watch, [slow], a=9.0) == []
@@ -169,7 +169,7 @@ def test_an_attempt_that_ended_is_progress_whatever_came_of_it() -> None:
 
 
 def test_another_holder_has_its_own_time() -> None:
-    watch, slow = LeaseWatch(10.0), group("slow")
+    watch, slow = LeaseWatch(), group("slow")
     assert late(watch, [slow], a=0.0, b=50.0) == []
     assert late(watch, [slow], a=10.1, b=50.0) == ["slow"]
     slow.holder = None
@@ -181,22 +181,22 @@ def test_another_holder_has_its_own_time() -> None:
 
 
 def test_what_is_complete_or_handed_back_is_not_waited_for() -> None:
-    watch, done = LeaseWatch(10.0), group("done")
+    watch, done = LeaseWatch(), group("done")
     late(watch, [done], a=0.0)
     done.ended.update((0, 1))
     assert late(watch, [done], a=50.0) == []
 
 
 def test_a_server_that_does_not_end_what_was_taken_back_is_told() -> None:
-    watch, slow = LeaseWatch(10.0), group("slow")
+    watch, slow = LeaseWatch(), group("slow")
     late(watch, [slow], a=0.0)
     assert late(watch, [slow], a=11.0) == ["slow"]
-    assert watch.overdue([slow], {A: 11.0 + CANCEL_LIMIT_S})[1] == []
-    assert watch.overdue([slow], {A: 11.1 + CANCEL_LIMIT_S})[1] == [A]
+    assert watch.overdue([slow], {A: 11.0 + CANCEL_LIMIT_S}, limit_s=10.0)[1] == []
+    assert watch.overdue([slow], {A: 11.1 + CANCEL_LIMIT_S}, limit_s=10.0)[1] == [A]
 
 
 def test_a_lease_that_was_taken_back_and_given_to_the_same_server_is_a_new_one() -> None:
-    watch, slow = LeaseWatch(10.0), group("slow")
+    watch, slow = LeaseWatch(), group("slow")
     late(watch, [slow], a=0.0)
     assert late(watch, [slow], a=11.0) == ["slow"]
     # The server's cancelled episodes come back: still the same lease.

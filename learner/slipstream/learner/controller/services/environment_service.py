@@ -83,24 +83,20 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         if entry is not None and entry.client_episodes is not None:
             # A client serves the environment, so that no rollout server loads it.
             return
-        is_elsewhere = entry is not None and bool(entry.loaded_on - {session.key})
-        # Tasks are leased by their number, which must name the same task on every server.
-        known = entry.counts.digest if entry is not None else report.digest
-        has_others = bool(report.digest) and known != report.digest
-        if not cause and entry and is_elsewhere and entry.num_tasks != report.num_tasks:
-            cause = (
-                f"it has {report.num_tasks} tasks here and {entry.num_tasks} on other rollout "
-                f"servers: all hosts must have the same data"
-            )
-        elif (
-            not cause and entry and has_others and (is_elsewhere or session.key in entry.loaded_on)
-        ):
-            what = "on other rollout servers: all hosts must have the same data"
-            if session.key in entry.loaded_on:
-                what = "in another process of this server: tasks() must give the same at every call"
-            cause = f"it has other tasks than {what}"
-        elif not cause and entry and has_others:
-            self._take_tasks(entry, report.num_tasks, report.digest)
+        if entry is not None and not cause:
+            # Tasks are leased by their number, which must name the same task on every server.
+            has_others = bool(report.digest) and entry.counts.digest != report.digest
+            is_elsewhere = bool(entry.loaded_on - {session.key})
+            there = "on other rollout servers: all hosts must have the same data"
+            if is_elsewhere and entry.num_tasks != report.num_tasks:
+                cause = f"it has {report.num_tasks} tasks here and {entry.num_tasks} {there}"
+            elif has_others and entry.loaded_on:
+                if session.key in entry.loaded_on:
+                    there = "in another process of this server: "
+                    there += "tasks() must give the same at every call"
+                cause = f"it has other tasks than {there}"
+            elif has_others:
+                self._take_tasks(entry, report.num_tasks, report.digest)
         if cause:
             if entry is not None:
                 entry.load_failed(session.key, cause)

@@ -199,8 +199,8 @@ class EarlierIds:
 
     def __init__(self, history: RunHistory, journal: Journal) -> None:
         self._ended, self._trained_in = history.ended, history.trained_in
-        kept = journal.kept_batches() if history.batches else set()
-        self._kept = {step: b for step, b in history.batches.items() if (step, b.attempt) in kept}
+        # Those of `history` change when a batch is set aside.
+        self._batches = dict(history.batches)
         self._journal = journal
         # Step and ids of the batch read last: redelivered trajectories come in batch order.
         self._newest: tuple[int, frozenset[TrajectoryId]] = (-1, frozenset())
@@ -212,7 +212,7 @@ class EarlierIds:
         step = self._trained_in.get(group_id)
         if step is None:
             return False
-        batch = self._kept.get(step)
+        batch = self._batches.get(step)
         if batch is None or not self._journal.path(step, batch.attempt).is_file():
             # The file was removed because a checkpoint covers the batch.
             return True
