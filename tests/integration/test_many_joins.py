@@ -93,7 +93,7 @@ def main(folder: Path) -> None:
     assert run.code == 0
     assert live.difference == 0
     history = read_history(read_records(run.config.run_dir / "journal"))
-    resumed = ledger_of(ServerEpochs())
+    resumed = ledger_of(ServerEpochs(), state=history)
     resumed.restore(history)
     again = resumed.snapshot()
     assert again.difference == 0

@@ -152,9 +152,6 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
         "self._cancel_members(group, cause)",
         "pass",
     ),
-    "the ledger forgets earlier starts": Change(
-        f"{CONTROLLER}.records.ledger:TokenLedger.restore", "self._ends += history.ends", "pass"
-    ),
     "a lost server keeps its leases": Change(
         f"{CONTROLLER}.leasing.leases:LeaseBook.orphan", "group.holder = None", "pass"
     ),

@@ -12,7 +12,7 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.kinds import Record, fields_of
+from slipstream.learner.controller.records.kinds import Record, TrajectoryEnd, fields_of
 from slipstream.learner.controller.records.ledger import AccountedReceiver, Endings, TokenLedger
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.run import Run
@@ -52,7 +52,7 @@ def books_of(run: Run, **given: object) -> Books:
         "fleet": fleet,
         "journal": None,
         "state": state,
-        "ledger": ledger_of(fleet.epochs),
+        "ledger": ledger_of(fleet.epochs, state=state),
         "queue": AccountedReceiver(GrpcReceiver()),
     }
     made |= given
@@ -64,7 +64,10 @@ def books_of(run: Run, **given: object) -> Books:
 
 
 def ledger_of(
-    epochs: ServerEpochs, *held: int, records: list[dict[str, Any]] | None = None
+    epochs: ServerEpochs,
+    *held: int,
+    records: list[dict[str, Any]] | None = None,
+    state: RunState | None = None,
 ) -> TokenLedger:
     """A ledger whose groups hold trajectories of `held` tokens, and whose journal has all ends.
 
@@ -81,8 +84,15 @@ def ledger_of(
 
     there: list[Any] = [SimpleNamespace(num_sampled_tokens=tokens) for tokens in held]
     journal: Any = WholeJournal()
-    ledger = TokenLedger(epochs, lambda: there, journal, AccountedReceiver(GrpcReceiver()))
+    queue, state = AccountedReceiver(GrpcReceiver()), RunState() if state is None else state
+    ledger = TokenLedger(epochs, lambda: there, journal, queue, state)
     return ledger
+
+
+def note_end(ledger: TokenLedger, how: TrajectoryEnd, tokens: int) -> None:
+    """Ends a trajectory of `tokens` tokens, as a record of its end does."""
+    ledger.end(tokens)
+    ledger._state.ends[how] += tokens
 
 
 class SoundJournal:

@@ -172,7 +172,8 @@ class Controller:
                 await open_receiver(stack, server, journal, history, self._run)
             )
             async with RunTasks(self._progress.fail) as tasks:
-                ledger = TokenLedger(self._fleet.epochs, self._book.held, journal, receiver)
+                held, epochs = self._book.held, self._fleet.epochs
+                ledger = TokenLedger(epochs, held, journal, receiver, history)
                 self._books = books = Books(
                     leases=self._book,
                     environments=self._environments,

@@ -35,7 +35,7 @@ from pathlib import Path
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import GATHER_S
-from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
+from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.lease_pass import batch_wait
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Books
@@ -373,9 +373,6 @@ class BatchFormer:
         if earlier is None or earlier.version != version:
             metrics = {} if batch.given is None else dict(report.metrics)
             self._journal.append(_step_record(batch, version, report.weight_digest.hex(), metrics))
-        if earlier is None:
-            tokens = sampled_tokens(batch.trajectories)
-            self._ledger.end_batched(TrajectoryEnd.TRAINED, tokens)
         self._reported = report, version
         return Trained(batch, version, again=earlier is not None)
 
@@ -413,7 +410,6 @@ class BatchFormer:
         found = SetAside.of(batch, fault.group_ids, cause, by="trainer")
         self._journal.append(found.record())
         self.training = None
-        self._ledger.end_batched(TrajectoryEnd.SET_ASIDE, sampled_tokens(found.trajectories))
         self._ledger.take_back(found.waiting)
         self._book.put_back(batch.step, found.put_back, self._state.open_groups)
         return found

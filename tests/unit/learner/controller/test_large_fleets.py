@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.leasing.lease_pass import WORDS, LeaseWait
+from slipstream.learner.controller.leasing.lease_pass import LeaseWait
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import ServerSession
@@ -84,7 +84,7 @@ async def test_a_fleet_that_serves_the_newest_version_is_not_looked_through(tmp_
                 rig.serving(f"s{server}", 0)
             await rig.lease()
             lines.append(num_lines(rig.scheduler.lease_all))
-            assert rig.scheduler.lease_wait == WORDS[LeaseWait.STALENESS]
+            assert rig.scheduler.lease_wait == LeaseWait.STALENESS.value
             async with asyncio.TaskGroup() as tasks:
                 scene = Scene(rig.run, tasks)
                 scene.publisher._fleet = rig.fleet

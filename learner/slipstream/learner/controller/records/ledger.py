@@ -7,7 +7,6 @@ or counted twice. `Endings` acknowledges a trajectory once the journal has its e
 
 import asyncio
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -18,6 +17,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, SeenIds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.kinds import ServerGaps, ServerTokens, TrajectoryEnd
+from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
@@ -50,14 +50,14 @@ class TokenLedger:
         held: Callable[[], list[Trajectory]],
         journal: Journal,
         queue: "AccountedReceiver",
+        state: RunState,
     ) -> None:
-        """Takes the servers' counts, `epochs`.
+        """Takes the servers' counts, `epochs`, and the `state` that has the tokens of each end.
 
         `held` returns the received trajectories that are in no batch.
         """
         self._epochs, self._held = epochs, held
-        self._journal, self._queue = journal, queue
-        self._ends: Counter[TrajectoryEnd] = Counter()
+        self._journal, self._queue, self._state = journal, queue, state
         self._seen = SeenIds()
         # Number of received trajectories; all trajectories that have ended or are in a batch.
         self._num_received, self._settled = 0, Amount()
@@ -71,7 +71,6 @@ class TokenLedger:
         """Takes over the journal's counts; all servers of earlier starts count as dead."""
         self._epochs.take_over(history.servers)
         self._seen = copy.deepcopy(history.ended)
-        self._ends += history.ends
         self._num_received, self._settled = history.settled.trajectories, history.settled
         self._unread = history.unread
 
@@ -112,14 +111,9 @@ class TokenLedger:
         self._epochs.receive(key, tokens, sent)
         return True
 
-    def end(self, end: TrajectoryEnd, tokens: int) -> None:
+    def end(self, tokens: int) -> None:
         """Counts a trajectory of `tokens` tokens that ended without being in a batch."""
-        self._ends[end] += tokens
         self._settled = self._settled.plus(tokens)
-
-    def end_batched(self, end: TrajectoryEnd, tokens: int) -> None:
-        """Counts `tokens` tokens of a batch as trained or as set aside."""
-        self._ends[end] += tokens
 
     def batch_begins(self, trajectories: Sequence[Trajectory]) -> None:
         """Counts the trajectories of a new batch as settled, just before the batch is journaled."""
@@ -170,14 +164,13 @@ class TokenLedger:
             ("batch to journal", self._settled.less(journaled)),
             ("journal to restart", self._unread),
         ]
-        ended = sum(self._ends.values())
         difference = sum(gap.tokens for _, gap in gaps)
         # Not part of the difference: lost trajectories are missing above, duplicates count once.
         gaps.append(("queue to intake", self._queue.untaken))
         # The ledger has a field for each end.
-        counts = {end.value: tokens for end, tokens in self._ends.items()} | {
+        counts = {end.value: tokens for end, tokens in self._state.ends.items()} | {
             "generated": generated,
-            "queued": travelling + held.tokens + journaled.tokens - ended,
+            "queued": travelling + held.tokens + journaled.tokens - self._state.ends.total(),
             "in_flight": in_flight,
             "lost": lost - self._unread.tokens,
         }
@@ -318,7 +311,7 @@ class Endings:
         server: ServerKey,
     ) -> None:
         """Works like `end`, for a trajectory that may not be readable."""
-        self._ledger.end(end, tokens)
+        self._ledger.end(tokens)
         self._journal.append(
             kinds.End(
                 id=trajectory_id,

@@ -67,22 +67,12 @@ class EpochCount:
         elif sent.trajectories:
             self.missing = missing if missing.trajectories > 0 else Amount()
 
-    @property
-    def gaps(self) -> dict[str, Amount]:
-        """The sender's count less the receiver's count, by the name of the hand-over."""
-        unrecorded = Amount(0, self.unrecorded)
-        return {
-            "engine to record": unrecorded,
-            "record to queue": self.unsent,
-            "queue to intake": self.missing,
-        }
-
     def journaled_gaps(self) -> tuple[int, int, int, int, int]:
-        """Returns the differences in `gaps` as numbers for the journal; `take_gaps` reads them."""
+        """Returns the losses at the hand-overs as numbers for the journal; see `take_gaps`."""
         return self.unrecorded, *self.unsent, *self.missing
 
     def take_gaps(self, numbers: Sequence[int]) -> None:
-        """Restores the differences that an earlier start of the controller has journaled."""
+        """Restores the losses that an earlier start of the controller has journaled."""
         self.unrecorded, *unsent_and_missing = numbers
         self.unsent = Amount(*unsent_and_missing[:2])
         self.missing = Amount(*unsent_and_missing[2:])
@@ -168,12 +158,17 @@ class ServerEpochs:
         yield self._folded
 
     def gaps(self) -> Iterator[tuple[str, ServerKey, Amount]]:
-        """Yields (hand-over, server, difference) for each hand-over whose two counts differ."""
-        for counts in (self.connected, self._departed):
-            for key, count in counts.items():
-                for name, gap in count.gaps.items():
-                    if any(gap):
-                        yield name, key, gap
+        """Yields (hand-over, server, difference) for each hand-over whose two counts differ.
+
+        The difference is the sender's count less the receiver's.
+        """
+        for key, count in (*self.connected.items(), *self._departed.items()):
+            found = {
+                "engine to record": Amount(0, count.unrecorded),
+                "record to queue": count.unsent,
+                "queue to intake": count.missing,
+            }
+            yield from ((name, key, gap) for name, gap in found.items() if any(gap))
 
     @property
     def generated(self) -> int:

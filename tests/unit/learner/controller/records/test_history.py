@@ -321,7 +321,7 @@ def test_what_ended_before_a_restart_counts_once() -> None:
     end = {"kind": "end", "id": "g000001.0.0.7", "end": "failed", "cause": "", "tokens": 3}
     end |= {"server": "s", "epoch": 7}
     history = read_history([*records_up_to(SET_ASIDE), end])
-    ledger = ledger_of(ServerEpochs())
+    ledger = ledger_of(ServerEpochs(), state=history)
     ledger.restore(history)
     now = ledger.snapshot()
     assert (now.generated, now.set_aside, now.failed, now.queued) == (7, 4, 3, 0)

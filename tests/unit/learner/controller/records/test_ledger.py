@@ -14,7 +14,7 @@ from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import fleet_pb2
 from support.fakes.fake_trajectories import GOOD
 from support.fakes.slow_disk import SlowDisk, several_turns
-from support.rigs.lease_rig import ledger_of
+from support.rigs.lease_rig import ledger_of, note_end
 from support.rigs.waiting import LIMIT_S
 
 KEY = ServerKey(ServerId("a"), 1)
@@ -35,7 +35,7 @@ def test_every_token_is_somewhere():
     ledger.report(KEY, report(100, 30, 70))
     ledger.receive(KEY, TrajectoryId("x"), 40)
     ledger.receive(KEY, TrajectoryId("y"), 20)
-    ledger.end(TrajectoryEnd.TRAINED, 40)
+    note_end(ledger, TrajectoryEnd.TRAINED, 40)
     now = ledger.snapshot()
     assert (now.generated, now.trained, now.in_flight, now.queued) == (100, 40, 30, 30)
     assert now.difference == 0
@@ -45,7 +45,7 @@ def test_a_token_that_went_astray_shows():
     ledger = ledger_of(ServerEpochs())
     ledger.report(KEY, report(100, 0, 90))
     ledger.receive(KEY, TrajectoryId("x"), 90)
-    ledger.end(TrajectoryEnd.TRAINED, 90)
+    note_end(ledger, TrajectoryEnd.TRAINED, 90)
     assert ledger.snapshot().difference == 10
 
 
@@ -57,7 +57,7 @@ def test_what_a_dead_server_did_not_deliver_is_lost_until_it_arrives():
     assert ledger.snapshot().lost == 70
     ledger.receive(KEY, TrajectoryId("y"), 10)
     assert ledger.snapshot().lost == 60
-    ledger.end(TrajectoryEnd.TRAINED, 40)
+    note_end(ledger, TrajectoryEnd.TRAINED, 40)
     assert ledger.snapshot().difference == 0
 
 

@@ -10,7 +10,7 @@ from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import fleet_pb2
-from support.rigs.lease_rig import ledger_of
+from support.rigs.lease_rig import ledger_of, note_end
 
 
 def key_of(epoch: int, name: str = "a") -> ServerKey:
@@ -107,7 +107,7 @@ def records_of(
         late = key_of(late.epoch, f"s{late.epoch % 30}")
         name = TrajectoryId(f"g{epoch:06d}.0.0.{late.epoch:x}")
         assert ledger.receive(late, name, ended)
-        ledger.end(TrajectoryEnd.FAILED, ended)
+        note_end(ledger, TrajectoryEnd.FAILED, ended)
         end = {"id": name, "end": "failed", "cause": "x", "tokens": ended}
         records.append({"kind": "end", **end, "server": late.server_id, "epoch": late.epoch})
         ledger.journal_servers(key)
@@ -128,7 +128,7 @@ def test_a_gap_of_a_server_stays_open_after_a_resume(is_lost: bool) -> None:
     report.sent.MergeFrom(Amount(1, 4).to_pb())
     ledger.report(key, report)
     assert ledger.receive(key, TrajectoryId("g000001.0.0.1"), 4, Amount(2, 7))
-    ledger.end(TrajectoryEnd.FAILED, 4)
+    note_end(ledger, TrajectoryEnd.FAILED, 4)
     server = {"server": key.server_id, "epoch": key.epoch}
     records.append({"kind": "evaluation_lease", **server})
     end = {"id": "g000001.0.0.1", "end": "failed", "cause": "x", "tokens": 4}
@@ -136,8 +136,9 @@ def test_a_gap_of_a_server_stays_open_after_a_resume(is_lost: bool) -> None:
     ledger.journal_servers(key if is_lost else None)
     ledger.die(key)
     epochs.depart(key)
-    resumed = ledger_of(ServerEpochs())
-    resumed.restore(read_history(records))
+    history = read_history(records)
+    resumed = ledger_of(ServerEpochs(), state=history)
+    resumed.restore(history)
     before, after = ledger.snapshot(), resumed.snapshot()
     assert after.gaps == before.gaps
     assert len(after.gaps) == 3
@@ -152,7 +153,7 @@ def test_a_resume_counts_what_the_controller_counted(marked: bool):
     history = read_history(records_of(ledger, epochs, records, marked=marked))
     # A journal without marks is folded when it has been read.
     assert len(list(history.servers.counts())) == (1001 if marked else 3001)
-    resumed = ledger_of(ServerEpochs())
+    resumed = ledger_of(ServerEpochs(), state=history)
     resumed.restore(history)
     before, after = ledger.snapshot(), resumed.snapshot()
     assert before.difference == after.difference == 0
