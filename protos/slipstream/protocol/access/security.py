@@ -2,7 +2,7 @@
 
 import hmac
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -127,29 +127,22 @@ def is_loopback(address: str) -> bool:
 
 def check_address(address: str, credentials: Credentials, *, what: str) -> None:
     """Raises ConfigError unless `address` is loopback or the credentials have TLS and a token."""
-    if is_loopback(address):
-        return
-    if not credentials.has_tls and credentials.ca is None:
-        raise ConfigError(
-            f"{what} {address} is not loopback: set security.tls_certificate and tls_key, or tls_ca"
-        )
-    if credentials.token is None:
-        raise ConfigError(f"{what} {address} is not loopback: set security.token_file")
+    has_tls, has_token = credentials.has_tls or bool(credentials.ca), bool(credentials.token)
+    needed = {"tls_certificate and tls_key, or tls_ca": has_tls, "token_file": has_token}
+    _check_needed(address, what, needed)
 
 
 def check_metrics_address(address: str, credentials: Credentials) -> None:
     """Raises ConfigError unless /metrics at `address` is loopback, or has TLS and its own token."""
-    if is_loopback(address):
-        return
-    if not credentials.has_tls:
-        raise ConfigError(
-            f"tracking.prometheus {address} is not loopback: set security.tls_certificate and "
-            "tls_key"
-        )
-    if credentials.metrics_token is None:
-        raise ConfigError(
-            f"tracking.prometheus {address} is not loopback: set security.metrics_token_file"
-        )
+    has_token = bool(credentials.metrics_token)
+    needed = {"tls_certificate and tls_key": credentials.has_tls, "metrics_token_file": has_token}
+    _check_needed(address, "tracking.prometheus", needed)
+
+
+def _check_needed(address: str, what: str, needed: Mapping[str, bool]) -> None:
+    for setting, is_there in needed.items():
+        if not (is_there or is_loopback(address)):
+            raise ConfigError(f"{what} {address} is not loopback: set security.{setting}")
 
 
 def create_server(credentials: Credentials, *, run_id: str | None = None) -> grpc.aio.Server:
