@@ -400,8 +400,10 @@ def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
         assert journal.kept_batches() == {(0, 0), (0, 1)}
         assert journal.read_batch(0, next_crc32, 1).header == header
         earlier = EarlierIds(history, journal)
+        before, history.batches[0] = history.batches[0], RecordedBatch(0, "b000000-1", next_crc32)
         assert earlier.holds(trained.group_id, trained.trajectory_id)
         assert not earlier.holds(trained.group_id, TrajectoryId("g000001.0.9.7"))
+        history.batches[0] = before
         journal.path(0).unlink()
         # A checkpoint covers it: it was acknowledged long ago.
         assert EarlierIds(history, journal).holds(trained.group_id, TrajectoryId("g000001.0.9.7"))
