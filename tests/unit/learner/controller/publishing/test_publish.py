@@ -92,6 +92,16 @@ async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(
         assert scene.sent() == []
 
 
+async def test_a_server_has_the_ranks_behind_those_of_a_new_trainer_that_send(run: Run) -> None:
+    async with serving(run) as scene:
+        scene.publisher.trainer_joined(3)
+        order = await scene.ordered()
+        assert order.communicator.num_senders == 3
+        assert [receiver.first_rank for receiver in order.receivers] == [3]
+        assert order.new_communicator
+        scene.publisher.trainer_joined(1)
+
+
 async def test_an_answer_counts_for_one_publish_alone(run: Run) -> None:
     async with serving(run) as scene:
         for _ in range(2):

@@ -194,6 +194,7 @@ DAMAGES = {
     "no seconds": b'{"step": 3}\n',
     "no step": row(3).replace(b'"step": 3', b'"step": null'),
     "an absurd step": row(3).replace(b'"step": 3', b'"step": 1e300'),
+    "an absurd number": row(3).replace(b"0.5", b"-1e31"),
     "a negative step": row(3).replace(b'"step": 3', b'"step": -3'),
 }
 
