@@ -159,7 +159,7 @@ class WeightOrders:
         except WeightSyncError as error:
             await self._discard(publish.publish_id, str(error))
             return
-        publish.move(Phase.LOADED)
+        publish.phase = Phase.LOADED
         publish.digests = list(loaded.bucket_digests)
         publish.stages = loaded.stages
         publish.stages.prepare_s = prepared_s - begun_s
@@ -196,9 +196,9 @@ class WeightOrders:
             return
         if order.HasField("probe"):
             self._dispatcher.hold()
-            publish.move(Phase.PROBING)
+            publish.phase = Phase.PROBING
         else:
-            publish.move(Phase.SERVING)
+            publish.phase = Phase.SERVING
         begun_s, version, self._rests = time.monotonic(), version_from_pb(order.version), False
         await self._engine.pauses.resume(version)
         now_s, stages = time.monotonic(), publish.stages
@@ -232,7 +232,7 @@ class WeightOrders:
                 # The controller believes that this server serves.
                 self._fail(verdict.publish_id, "the verdict on its probe came too late")
         elif verdict.passed:
-            publish.move(Phase.SERVING)
+            publish.phase = Phase.SERVING
             self._dispatcher.settle(passed=True)
         else:
             await self._reject(verdict.message)
@@ -241,7 +241,7 @@ class WeightOrders:
         """Pauses the engine and cancels all episodes, whose tokens may not be trained."""
         log.error("the new weights are rejected: %s", reason)
         if self._publish is not None:
-            self._publish.move(Phase.FAILED)
+            self._publish.phase = Phase.FAILED
         await self._pause()
         # In this order: an episode that ended after `settle` would be delivered as good.
         await self._dispatcher.cancel_all()
@@ -276,7 +276,7 @@ class WeightOrders:
         log.warning("publish %s failed: %s", publish_id, message)
         if self._publish is None or self._publish.publish_id != publish_id:
             self._publish = _Publish(publish_id)
-        self._publish.move(Phase.FAILED)
+        self._publish.phase = Phase.FAILED
         failed = fleet_pb2.PUBLISH_PHASE_FAILED
         self._report(fleet_pb2.PublishReport(publish_id=publish_id, phase=failed, message=message))
 
@@ -295,14 +295,6 @@ class Phase(Enum):
     FAILED = "failed"
 
 
-# The phases that may follow each phase. FAILED may follow any phase, and ends the publish.
-_NEXT = {
-    Phase.RECEIVING: (Phase.LOADED,),
-    Phase.LOADED: (Phase.PROBING, Phase.SERVING),
-    Phase.PROBING: (Phase.SERVING,),
-}
-
-
 @dataclass
 class _Publish:
     """The state of a publish on this server."""
@@ -312,8 +304,3 @@ class _Publish:
     # The digests of the buckets that the engine loaded.
     digests: list[bytes] = field(default_factory=list)
     stages: fleet_pb2.PublishStages = field(default_factory=fleet_pb2.PublishStages)
-
-    def move(self, phase: Phase) -> None:
-        if phase is not Phase.FAILED and phase not in _NEXT.get(self.phase, ()):
-            raise ValueError(f"a publish that is {self.phase.value} cannot be {phase.value}")
-        self.phase = phase
