@@ -347,7 +347,7 @@ def verdict(**fields) -> env_pb.WorkerMessage:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (verdict(reward=float("nan"), done=True), "the reward must be a finite number"),
+        (verdict(reward=float("nan"), done=True), "the rewards of an episode add up to nan"),
         (
             verdict(reward=1e308, messages=asked("c")),
             "the rewards of an episode add up to 1e+308, which must be between -1e+06 and 1e+06",
@@ -362,7 +362,7 @@ def verdict(**fields) -> env_pb.WorkerMessage:
         ),
         (
             verdict(token_rewards=[0, float("nan"), 0, 0], done=True),
-            "the reward of token 2 must be a finite number, got nan",
+            "the rewards of an episode add up to nan",
         ),
         (
             env_pb.WorkerMessage(observation=env_pb.Observation()),

@@ -9,8 +9,8 @@ answer. Unblocked by: the answer, the limit of the call, or the end of the strea
 import asyncio
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TypeAlias
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.template_values import NEED_PARSER, read_tools
@@ -28,10 +28,11 @@ Answers: TypeAlias = "asyncio.Queue[environment_pb2.WorkerMessage | EnvironmentF
 
 
 class StreamSession:
-    """One episode at its environment, which answers on a stream; numbers in answers are finite.
+    """One episode at its environment, which answers on a stream.
 
-    `reset`, `step` and `reply_part` raise EnvironmentFailed if the environment fails or does not
-    answer in time; `next_call` only raises it if the environment fails.
+    Numbers in answers are finite: a worker of ours checks what it sends, and the controller what
+    comes from clients. `reset`, `step` and `reply_part` raise EnvironmentFailed if the environment
+    fails or does not answer in time; `next_call` only raises it if the environment fails.
     """
 
     def __init__(
@@ -86,8 +87,6 @@ class StreamSession:
         answer = await self._call(environment_pb2.WorkerCommand(step=command), "verdict")
         self._was_judged = True
         verdict = answer.verdict
-        tokens = dict(enumerate(verdict.token_rewards, 1))
-        _check_numbers(verdict.reward, {"metric": verdict.metrics, "reward of token": tokens})
         if verdict.tools_json:
             verdict.tools_json = _offered(verdict.tools_json) or "[]"
         return verdict
@@ -103,11 +102,7 @@ class StreamSession:
         if message.WhichOneof("message") == "agent_call":
             return message.agent_call
         self._was_judged = True
-        result = _expected(checked(message), "agent_result").agent_result
-        named = {"metric": result.metrics, "share": result.shares, "reward": result.rewards}
-        replies = {each.reply_id: whole_reward(each) for each in result.reply_rewards}
-        _check_numbers(result.reward, {**named, "reward of reply": replies})
-        return result
+        return _expected(checked(message), "agent_result").agent_result
 
     async def reply_part(self, call: int, part: environment_pb2.ReplyPart) -> None:
         """Sends the agent a part of the answer to its call.
@@ -158,24 +153,6 @@ def _expected(
             f"the worker answered {got} where {expected} was due",
         )
     return answer
-
-
-def _check_numbers(reward: float, named: Mapping[str, Mapping[Any, float]]) -> None:
-    """Raises EnvironmentFailed for a number that is not finite.
-
-    Client-served environments may use other code than ours, so numbers are checked here too.
-    """
-    numbers = {"the reward": reward} | {
-        f"the {kind} {name!r}": value
-        for kind, values in named.items()
-        for name, value in values.items()
-    }
-    for what, value in numbers.items():
-        if not math.isfinite(value):
-            raise EnvironmentFailed(
-                trajectory_pb2.FAILURE_KIND_ENVIRONMENT,
-                f"{what[:MAX_MESSAGE_CHARACTERS]} must be a finite number, got {value}",
-            )
 
 
 def whole_reward(judged: environment_pb2.Verdict | environment_pb2.ReplyReward) -> float:
