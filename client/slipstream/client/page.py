@@ -20,12 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
-from slipstream.client.run_folder import lines_of, parsed, settings_of
+from slipstream.client.run_folder import (
+    MOST_TABLE_BYTES,
+    lines_of,
+    parsed,
+    read_summary,
+    settings_of,
+)
 from slipstream.client.terminal import say
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.files import open_regular, read_regular
-from slipstream.core.run_folder import CONFIG, METRICS, SAMPLES, SUMMARY
+from slipstream.core.run_folder import CONFIG, METRICS, SAMPLES
 from slipstream.core.settings.config import told_settings
 
 PAGE = "page.html"
@@ -33,8 +39,8 @@ PAGE = "page.html"
 PERIOD_S = 30.0
 # Most points of a curve, and the newest ones, which are always kept.
 MOST_POINTS, NEWEST = 500, 10
-# Most bytes of a table and of the kept episodes, most episodes, and characters of their texts.
-MOST_TABLE_BYTES, TAIL_BYTES, MOST_REPLIES, MOST_CHARACTERS = 4 << 20, 4 << 20, 48, 6000
+# Most bytes of the kept episodes, most episodes, and characters of their texts.
+TAIL_BYTES, MOST_REPLIES, MOST_CHARACTERS = 4 << 20, 48, 6000
 _EVALUATION = b'"evaluation_step"'
 # Larger numbers of a step or a metric are damage.
 MOST = 1e30
@@ -107,7 +113,7 @@ def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
         names = [str(folder) for folder in folders]
     runs = []
     for name, folder in zip(names, folders, strict=True):
-        summary = _table(folder / SUMMARY)
+        summary = read_summary(folder) or {}
         ended = {key: summary.get(key) for key in ("state", "cause", "suspended_environments")}
         curves, replies = _curves(folder), _replies(folder)
         runs.append({"name": name, **ended, "curves": curves, "replies": replies})
@@ -130,14 +136,6 @@ def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _table(path: Path) -> dict[str, JsonValue]:
-    try:
-        found = parsed(read_regular(path, most_bytes=MOST_TABLE_BYTES))
-    except OSError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def differences(settings: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[str, list[str]]]:

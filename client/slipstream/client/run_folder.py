@@ -81,6 +81,8 @@ GROWING = {
 LOCK = "command.lock"
 # The end of metrics.jsonl in which the newest step is looked for.
 TAIL_BYTES = 1 << 20
+# Most bytes of a file of settings or of a summary.
+MOST_TABLE_BYTES = 4 << 20
 
 
 def check_run_folder(config: Config) -> bool:
@@ -130,8 +132,8 @@ def _check_contents(config: Config) -> bool:
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Returns the summary of a run, or None if the file is missing or damaged."""
     try:
-        values = json.loads(read_regular(folder / SUMMARY))
-    except (OSError, ValueError, RecursionError):
+        values: Any = parsed(read_regular(folder / SUMMARY, most_bytes=MOST_TABLE_BYTES))
+    except OSError:
         return None
     is_whole = (
         isinstance(values, dict)

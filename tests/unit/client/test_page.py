@@ -107,7 +107,9 @@ def test_texts_of_models_are_no_markup(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run", {"step": 1, HOSTILE: 1.0})
     row = {"step": 1, "prompt": HOSTILE, "reply": f"{HOSTILE}\ud800", "answer": HOSTILE}
     (folder / "trajectories.jsonl").write_text(json.dumps(row) + "\n")
-    (folder / "summary.json").write_text(json.dumps({"state": "failed", "cause": HOSTILE}))
+    (folder / "summary.json").write_text(
+        json.dumps({"state": "failed", "steps": 1, "cause": HOSTILE})
+    )
     (folder / "config.toml").write_text(f'[run]\nname = "{HOSTILE}"\n')
     (run,) = page_of(folder)["runs"]
     assert (run["replies"], run["cause"]) == ([row], HOSTILE)
@@ -157,7 +159,7 @@ async def test_a_run_writes_its_page_while_it_goes_on_and_at_its_end(tmp_path: P
         while not (folder / "page.html").exists():
             await asyncio.sleep(0.01)
         assert given_of(folder / "page.html")["period_s"] == 30
-        (folder / "summary.json").write_text('{"state": "finished"}')
+        (folder / "summary.json").write_text('{"state": "finished", "steps": 1}')
     given = given_of(folder / "page.html")
     assert (given["period_s"], given["runs"][0]["state"]) == (0, "finished")
     assert (told, list(folder.glob("*.partial"))) == ([], [])
