@@ -64,20 +64,16 @@ class TrajectoryName(NamedTuple):
     attempt: int
     epoch: int
 
-    @classmethod
-    def parse(cls, trajectory_id: str) -> TrajectoryName | None:
+    # Several parts of the controller parse the id of one delivery, one after the other.
+    @staticmethod
+    @functools.lru_cache(maxsize=32)
+    def parse(trajectory_id: str) -> TrajectoryName | None:
         """Returns the parts of an id, or None if the text is not a trajectory's id."""
-        return _parse(trajectory_id)
-
-
-# Several parts of the controller parse the id of one delivery, one after the other.
-@functools.lru_cache(maxsize=32)
-def _parse(trajectory_id: str) -> TrajectoryName | None:
-    found = _NAME.fullmatch(trajectory_id)
-    if found is None:
-        return None
-    group_id, member, attempt, epoch = found.groups()
-    return TrajectoryName(GroupId(group_id), int(member), int(attempt), int(epoch, 16))
+        found = _NAME.fullmatch(trajectory_id)
+        if found is None:
+            return None
+        group_id, member, attempt, epoch = found.groups()
+        return TrajectoryName(GroupId(group_id), int(member), int(attempt), int(epoch, 16))
 
 
 class PolicyVersion(NamedTuple):
