@@ -2,8 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -37,11 +36,14 @@ class HubFiles:
         if not installed(["huggingface_hub"]):
             raise ConfigError(f"{self} needs the hub's client: pip install huggingface_hub")
         import huggingface_hub
+        from huggingface_hub import constants, errors
         from huggingface_hub.utils import disable_progress_bars
 
         if self.kind == "dataset" or not sys.stderr.isatty():
             disable_progress_bars()
-        with self.one_line():
+        place = "" if self.kind == "model" else f"{self.kind}s/"
+        page = f"{constants.ENDPOINT}/{place}{self.name}"
+        try:
             folder = huggingface_hub.snapshot_download(
                 self.name,
                 repo_type=self.kind,
@@ -49,25 +51,6 @@ class HubFiles:
                 allow_patterns=list(patterns),
                 ignore_patterns=list(without),
             )
-        return Path(folder)
-
-    def holds(self, folder: Path) -> bool:
-        """Whether `folder` is in the hub's cache of this repository, where `bring` puts files."""
-        cached = f"{self.kind}s--{self.name.replace('/', '--')}"
-        return folder.parts[-3:-1] == (cached, "snapshots")
-
-    def __str__(self) -> str:
-        return self.shown or self.name
-
-    @contextmanager
-    def one_line(self) -> Iterator[None]:
-        """Re-raises OSErrors and errors of the hub's client as ConfigError with one line."""
-        from huggingface_hub import constants, errors
-
-        place = "" if self.kind == "model" else f"{self.kind}s/"
-        page = f"{constants.ENDPOINT}/{place}{self.name}"
-        try:
-            yield
         except errors.HFValidationError as error:
             raise ConfigError(f"{self}: a name is owner/name: {_first_line(error)}") from error
         except errors.GatedRepoError as error:
@@ -93,6 +76,15 @@ class HubFiles:
                 else f"{constants.ENDPOINT} gives no answer: {_first_line(error)}"
             )
             raise ConfigError(f"{self} is not in {constants.HF_HUB_CACHE}, and {cause}") from error
+        return Path(folder)
+
+    def holds(self, folder: Path) -> bool:
+        """Whether `folder` is in the hub's cache of this repository, where `bring` puts files."""
+        cached = f"{self.kind}s--{self.name.replace('/', '--')}"
+        return folder.parts[-3:-1] == (cached, "snapshots")
+
+    def __str__(self) -> str:
+        return self.shown or self.name
 
 
 def _first_line(error: BaseException) -> str:
