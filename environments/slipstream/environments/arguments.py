@@ -1,6 +1,6 @@
 """Checks of an environment's arguments; each raises ConfigError with the argument and the rule.
 
-`filled` puts fields into texts, and `Split` divides tasks into training and held-out tasks.
+`filled` puts fields into texts, and `is_heldout` divides tasks into training and held-out tasks.
 """
 
 import hashlib
@@ -8,7 +8,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from slipstream.core.errors import ConfigError, did_you_mean, near_names
 
@@ -77,24 +76,10 @@ def filled(text: str, fields: Mapping[str, object]) -> str:
     return FIELD.sub(value, text)
 
 
-@dataclass(frozen=True)
-class Split:
-    """The tasks for training (`name` "train"), or the held-out tasks (`name` "heldout").
+def is_heldout(task: str, one_in: int) -> bool:
+    """Whether `task`, a text that identifies a task, is the one in `one_in` that is held out.
 
-    One task in `heldout_one_in` is held out. A hash of the task decides, so that seed and order
-    have no effect.
+    A hash of the task decides, so that seed and order have no effect.
     """
-
-    name: str
-    heldout_one_in: int
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError for an invalid argument."""
-        check_choice("split", self.name, ("train", "heldout"))
-        check_at_least("heldout_one_in", self.heldout_one_in, 2)
-
-    def has(self, task: str) -> bool:
-        """Whether `task`, a text that identifies a task, belongs to this split."""
-        digest = hashlib.blake2b(task.encode(), digest_size=8).digest()
-        is_heldout = int.from_bytes(digest, "big") % self.heldout_one_in == 0
-        return is_heldout == (self.name == "heldout")
+    digest = hashlib.blake2b(task.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % one_in == 0

@@ -24,11 +24,11 @@ from slipstream.core.hub import DATA_PREFIX
 from slipstream.core.machine.process import send_signal
 from slipstream.environments.answers import bare, contains, number_of, other_money
 from slipstream.environments.arguments import (
-    Split,
     check_above_0,
     check_at_least,
     check_choice,
     check_texts,
+    is_heldout,
 )
 from slipstream.environments.question_files import (
     Asked,
@@ -151,8 +151,11 @@ class Questions(Asked):
         )
         super().__init__(rows, columns)
         if split != "all":
-            taken = Split(split, heldout_one_in)
-            self._questions = [each for each in self._questions if taken.has(each.identity)]
+            self._questions = [
+                each
+                for each in self._questions
+                if is_heldout(each.identity, heldout_one_in) == (split == "heldout")
+            ]
         if shuffle_seed is not None:
             random.Random(shuffle_seed).shuffle(self._questions)
         if not self._questions:

@@ -14,7 +14,7 @@ from make_question_files import main as make_question_files
 from slipstream.client.environment import Message, Reply, StepResult, ToolCall
 from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.core.hub import HubFiles
-from slipstream.environments.arguments import Split
+from slipstream.environments.arguments import is_heldout
 from slipstream.environments.question_files import cell_in, check_read, text_of
 from slipstream.environments.questions import MathJudge, MathVerdict, Questions
 from support.fakes.fake_workers import worker_process
@@ -420,7 +420,7 @@ async def test_an_empty_mark_is_none(tmp_path: Path) -> None:
 def test_a_split_that_holds_no_question_is_named(tmp_path: Path):
     path = json_lines(tmp_path, SUMS[:1])
     (only,) = Questions(path, judge="exact").tasks()
-    split = "heldout" if Split("train", 10).has(only.identity) else "train"
+    split = "train" if is_heldout(only.identity, 10) else "heldout"
     assert refusal(path, split=split) == f"{path} has no questions in split {split!r}"
 
 
