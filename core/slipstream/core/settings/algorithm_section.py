@@ -5,11 +5,9 @@ package `algorithms` holds the built-in functions, whose keywords are these argu
 """
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Annotated, Literal, Self, TypeAlias, cast
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     Field,
     JsonValue,
@@ -143,23 +141,6 @@ def is_own(name: str) -> bool:
     return ":" in name
 
 
-def check_name(kind: FunctionKind, name: str) -> str:
-    """Returns `name`. Raises ValueError unless it is built in or has the form `module:function`."""
-    if name not in FUNCTIONS[kind] and REFERENCE_FORM.fullmatch(name) is None:
-        raise ValueError(
-            f"input should be {', '.join(FUNCTIONS[kind])} or module:function, got {name!r}"
-        )
-    return name
-
-
-# Names of functions; their checks hold for the tables of environments, too.
-Advantage = Annotated[str, AfterValidator(partial(check_name, "advantage"))]
-Loss = Annotated[str, AfterValidator(partial(check_name, "loss"))]
-Weight = Annotated[str, AfterValidator(partial(check_name, "weight"))]
-Reward = Annotated[str, AfterValidator(partial(check_name, "reward"))]
-Filter = Annotated[str, AfterValidator(partial(check_name, "filter"))]
-
-
 def checked_arguments(kind: FunctionKind, name: str, given: Arguments) -> Arguments:
     """Returns a built-in function's arguments, with defaults filled in and None values removed.
 
@@ -251,25 +232,25 @@ class AlgorithmSection(Section):
     epochs: Positive = 1
     # Estimator of a token's advantage from the rewards. This and the next four functions may be
     # [your own](guides/own-algorithms.md).
-    advantage: Advantage = _function("advantage", "grpo")
+    advantage: str = _function("advantage", "grpo")
     # Arguments of the function, below for built-in ones.
     advantage_args: Arguments = Field({}, validate_default=True)
     # Objective of a token, from the ratio of the policies and the advantage.
-    loss: Loss = _function("loss", "ppo")
+    loss: str = _function("loss", "ppo")
     # Arguments of the function.
     loss_args: Arguments = Field({}, validate_default=True)
     # Factor of a token in the loss, which corrects for sampling by another policy: its importance
     # ratio (`token`) or the product of its sequence's.
-    weight: Weight = _function("weight", "token")
+    weight: str = _function("weight", "token")
     # Arguments of the function.
     weight_args: Arguments = Field({}, validate_default=True)
     # Change of a group's rewards. With `overlong` long replies pay a penalty.
-    reward: Reward = _function("reward", "none")
+    reward: str = _function("reward", "none")
     # Arguments of the function.
     reward_args: Arguments = Field({}, validate_default=True)
     # Groups that are trained, while others are leased for the rest. `unequal_rewards` takes those
     # with two different rewards.
-    filter: Filter = _function("filter", "none")
+    filter: str = _function("filter", "none")
     # Arguments of the function.
     filter_args: Arguments = Field({}, validate_default=True)
     # Leave truncated episodes out of the loss and of their group's statistics.
@@ -287,6 +268,14 @@ class AlgorithmSection(Section):
     # Agreement of learner and engine on a token's probability, up to rounding (`close`) or [in
     # every bit](guides/agreement.md) (`bits`), where a token that differs ends the run.
     agreement: Literal["close", "bits"] = "close"
+
+    @field_validator(*KINDS)
+    @classmethod
+    def _check_name(cls, name: str, info: ValidationInfo) -> str:
+        known = FUNCTIONS[cast(FunctionKind, info.field_name)]
+        if name not in known and REFERENCE_FORM.fullmatch(name) is None:
+            raise ValueError(f"input should be {', '.join(known)} or module:function, got {name!r}")
+        return name
 
     @field_validator(*(f"{kind}_args" for kind in KINDS))
     @classmethod
