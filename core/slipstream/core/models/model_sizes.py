@@ -59,7 +59,7 @@ class ModelSizes:
     has_vision: bool
     # Number of layers behind which the tower adds features.
     deep_layers: int
-    # The token that stands for features of an image, as config.json says it; 0 without vision.
+    # The token that stands for features of an image, as config.json says it; None without vision.
     image_token: Any
 
     def cache_bytes_per_token(self, item_bytes: int, tp: int) -> int:
@@ -117,12 +117,8 @@ class ModelSizes:
         is_limited = rope.get("llama_4_scaling_beta")
         limit = "original_max_position_embeddings" if is_limited else "max_position_embeddings"
         limits = rope if is_limited else values
-        family, tower = family_of(values), values.get("vision_config") or {}
-        vision, has_vision, image_token = family.vision, False, None
-        deep_layers: tuple[int, ...] = ()
-        if vision is not None:
-            has_vision, deep_layers = True, vision.deep_layers
-            image_token = values.get("image_token_id", vision.image_token)
+        vision, tower = family_of(values).vision, values.get("vision_config") or {}
+        deep_layers = () if vision is None else vision.deep_layers
         return cls(
             architecture=str(names[0]),
             vocab=number("vocab_size"),
@@ -156,9 +152,9 @@ class ModelSizes:
                 values.get("use_sliding_window", values.get("sliding_window"))
             ),
             is_quantized="quantization_config" in values,
-            has_vision=has_vision,
+            has_vision=vision is not None,
             deep_layers=len(tower.get("deepstack_visual_indexes", deep_layers) or ()),
-            image_token=image_token if has_vision else 0,
+            image_token=vision and values.get("image_token_id", vision.image_token),
         )
 
 
