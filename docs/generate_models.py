@@ -11,21 +11,36 @@ from pathlib import Path
 from slipstream.core.models.families import FAMILIES, FEATURES, SLIDING, Family
 
 PAGE = Path(__file__).parent / "guides" / "models.md"
+# Parts of attention by the families that have them; no program asks for these by the record.
+NORMED = (
+    "Gemma3",
+    "Qwen3",
+    "Qwen3Moe",
+    "Qwen3Next",
+    "Qwen3_5",
+    "Qwen3_5Moe",
+    "Qwen3VL",
+    "Qwen3VLMoe",
+)
+NORMED_WHOLE, WITH_SINKS = ("MiniMaxM2", "Olmo2"), ("GptOss",)
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->"
 
 
 def parts(family: Family) -> Iterator[str]:
     """Yields what differs from a plain dense decoder."""
-    if family.has_latent_attention:
+    name = family.architecture.partition("For")[0]
+    if "kv_lora_rank" in family.read:
         yield "latent attention"
     if family.is_delta:
         yield "delta nets"
     if family.has_windows:
         yield "windows by layer" if SLIDING in family.layer_kinds else "windows"
-    if family.has_sinks:
+    if name in WITH_SINKS:
         yield "sinks"
-    if family.query_norm:
-        yield "normed heads" if family.query_norm == "head" else "norms over all heads"
+    if name in NORMED:
+        yield "normed heads"
+    if name in NORMED_WHOLE:
+        yield "norms over all heads"
     if family.experts is not None:
         yield "experts"
     if family.vision is not None:

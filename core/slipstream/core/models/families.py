@@ -109,10 +109,7 @@ class Family:
     conversion: str = "take the folder in bfloat16"
 
     # Parts of a layer.
-    query_norm: Literal["", "head", "whole"] = ""
-    has_sinks: bool = False
     has_windows: bool = False
-    has_latent_attention: bool = False
     # Whether some layers are gated delta nets, a kind of linear attention.
     is_delta: bool = False
     experts: Experts | None = None
@@ -278,7 +275,6 @@ _QWEN35 = Family(
     layer_kinds=(FULL, LINEAR),
     # Text has one axis of positions, so vLLM ignores these keys.
     rope=Rope(is_partial=True, optional=_AXES),
-    query_norm="head",
     is_delta=True,
     engine=EngineFacts(module="delta_models", starts_cuda=True),
     cannot=_NO_ADAPTERS,
@@ -305,7 +301,6 @@ _RECORDS = (
         written=("scoring_func", "topk_method"),
         problems=_score_problems,
         rope=Rope(problems=_rope_problems),
-        has_latent_attention=True,
         experts=Experts(),
     ),
     Family(
@@ -332,7 +327,6 @@ _RECORDS = (
         written=("first_k_dense_replace",),
         problems=_dense_problems,
         rope=Rope(problems=_rope_problems),
-        has_latent_attention=True,
         experts=Experts(is_normalized=True),
     ),
     Family(
@@ -357,7 +351,6 @@ _RECORDS = (
         written=("scoring_func", "use_routing_bias"),
         problems=_turned_problems,
         rope=Rope(is_partial=True),
-        query_norm="whole",
         experts=Experts(is_normalized=True),
     ),
     Family(
@@ -372,7 +365,6 @@ _RECORDS = (
         layer_kinds=(FULL, SLIDING),
         is_tied=True,
         rope=Rope(kinds=("default", "linear"), is_by_layer=True),
-        query_norm="head",
         has_windows=True,
         cannot={"model.dtype": "vLLM (0.32.0) does not compute it in float16"},
     ),
@@ -396,7 +388,6 @@ _RECORDS = (
             kinds=("yarn",), needed=("beta_fast", "beta_slow"), options={"yarn": ("truncate",)}
         ),
         conversion="write them anew in bfloat16 as docs/guides/models.md shows",
-        has_sinks=True,
         has_windows=True,
         experts=Experts(is_fused=True, is_normalized=True),
         engine=EngineFacts(is_harmony=True, copies_parameters=True),
@@ -423,7 +414,7 @@ _RECORDS = (
         values=_VALUES,
         has_windows=True,
     ),
-    Family(architecture="Olmo2ForCausalLM", model_type="olmo2", values=DENSE, query_norm="whole"),
+    Family(architecture="Olmo2ForCausalLM", model_type="olmo2", values=DENSE),
     Family(
         architecture="Qwen2ForCausalLM",
         model_type="qwen2",
@@ -444,14 +435,12 @@ _RECORDS = (
         architecture="Qwen3ForCausalLM",
         model_type="qwen3",
         values=DENSE,
-        query_norm="head",
         has_engine_bits=True,
     ),
     Family(
         architecture="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
         values=UNSHARED,
-        query_norm="head",
         experts=Experts(),
     ),
     Family(
@@ -461,7 +450,6 @@ _RECORDS = (
         read=_READ_OF_DELTA_NETS,
         layer_kinds=(FULL, LINEAR),
         rope=Rope(is_partial=True),
-        query_norm="head",
         is_delta=True,
         experts=Experts(),
         cannot=_NO_ADAPTERS,
@@ -488,7 +476,6 @@ _RECORDS = (
         model_type="qwen3_vl",
         values=DENSE,
         rope=_SEEING_ROPE,
-        query_norm="head",
         vision=VisionFacts(image_token=_IMAGE_TOKEN, deep_layers=_DEEP_LAYERS),
         engine=EngineFacts(module="vision_models"),
     ),
@@ -499,7 +486,6 @@ _RECORDS = (
         values={**UNSHARED, "norm_topk_prob": (True,)},
         written=("norm_topk_prob",),
         rope=_SEEING_ROPE,
-        query_norm="head",
         experts=Experts(is_fused=True),
         vision=VisionFacts(image_token=_IMAGE_TOKEN, deep_layers=_DEEP_LAYERS),
         engine=EngineFacts(module="vision_models"),
