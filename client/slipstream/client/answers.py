@@ -143,8 +143,7 @@ def holds_null(value: object) -> bool:
     return value is None
 
 
-# The bounds of `ChatMessage.parts` and `ContentPart.image` in environment.proto.
-MAX_PARTS = 256
+# The bound of `ContentPart.image` in environment.proto.
 MAX_IMAGE_BYTES = 16 << 20
 # The bound of `Observation.expected_answer`.
 MAX_ANSWER_BYTES = 4096
@@ -375,8 +374,6 @@ def content_parts(content: object) -> list[pb.ContentPart]:
     """Converts a list of texts and of images, whose files are read here; raises ValueError."""
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
         raise ValueError(f"content must be a text or a list of parts, got {show(content)}")
-    if len(content) > MAX_PARTS:
-        raise ValueError(f"content must have at most {MAX_PARTS} parts, got {len(content)}")
     return [_part(part) for part in content]
 
 

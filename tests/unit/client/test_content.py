@@ -49,7 +49,7 @@ def test_an_image_is_read_from_a_file_alone(tmp_path: Path) -> None:
     [
         (7, "content must be a text or a list of parts, got 7"),
         ([], "content must be a text or a list of parts"),
-        ([{"type": "text", "text": "a"}] * 257, "content must have at most 256 parts, got 257"),
+        ([{"type": "text", "text": "a"}] * 257, "parts must have at most 256 elements, got 257"),
         ([{"type": "video", "path": "x"}], 'a part must be {"type": "text"'),
         ([{"type": "text", "text": "a", "size": 1}], "a part of type 'text' has no field 'size'"),
         (
