@@ -136,7 +136,7 @@ class EnvironmentTalk:
         if given:
             # What ends the reply depends on what follows it.
             said = history.reply(given, chat_messages(verdict))[:most]
-            self._play.give(said, FinishReason.LENGTH if truncated else FinishReason.STOP)
+            self._play.give(said)
         recording.reward += calls.whole_reward(verdict)
         calls.check_sum(recording.reward)
         try:

@@ -109,7 +109,7 @@ class Play:
             raise GenerationFailed(f"the engine abandoned the request: {generation.finish_reason}")
         return generation
 
-    def give(self, tokens: Sequence[int], finish_reason: FinishReason) -> Generation:
+    def give(self, tokens: Sequence[int]) -> None:
         """Records a reply that the environment gave in place of the model.
 
         The reply's log-probabilities are 0, since the environment would give the same reply again.
@@ -123,11 +123,10 @@ class Play:
             np.asarray(tokens, dtype=np.uint32),
             np.zeros(len(tokens), dtype=np.float32),
             (VersionSpan(len(tokens), version),),
-            finish_reason,
+            FinishReason.STOP,
         )
         self.recording.add_reply(generation)
         self.counters.given(len(tokens))
-        return generation
 
     async def cancel(self) -> None:
         """Ends the present wait and all later ones, each of which raises Cancelled."""
