@@ -1,10 +1,10 @@
 """What a server tells of its use: tokens, busy time, memory."""
 
-import contextlib
+import os
 import time
 from collections.abc import Callable
 
-import psutil
+from slipstream.core.machine import process
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.base import Amount
 from slipstream.rollout_server.engine_interface import EngineUse
@@ -113,13 +113,11 @@ class EpochCounters:
 
         Shared pages count in each process that shares them.
         """
-        now_s, this = time.monotonic(), psutil.Process()
+        now_s, this = time.monotonic(), os.getpid()
         if now_s - self._looked_s >= _LOOK_S:
-            self._looked_s, self._resident_bytes = now_s, 0
-            for process in (this, *this.children(recursive=True)):
-                # A process may end after it was listed.
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    self._resident_bytes += int(process.memory_info().rss)
+            found = (process.Descendant(this, 0), *process.descendants(this))
+            self._looked_s = now_s
+            self._resident_bytes = sum(map(process.resident_bytes, found))
         return self._resident_bytes
 
     def report(self, use: EngineUse, *, sent: Amount, queued_bytes: int) -> fleet_pb2.ServerReport:

@@ -1,9 +1,9 @@
 import dataclasses
+import os
 import time
-from types import SimpleNamespace
 
-import psutil
 import pytest
+from slipstream.core.machine import process
 from slipstream.protocol.queue.base import NOTHING
 from slipstream.rollout_server.engine_interface import EngineUse
 from slipstream.rollout_server.usage import EpochCounters, UseClock
@@ -88,27 +88,14 @@ def test_a_token_that_went_astray_shows_when_the_engine_is_quiet() -> None:
     assert report.generated_tokens - report.in_flight_tokens - report.ended_tokens == 3
 
 
-class Measured:
-    """A process of so many bytes, which may have ended since it was listed."""
-
-    def __init__(self, num_bytes: int, *, ended: bool = False, below: tuple = ()) -> None:
-        self._num_bytes, self._ended, self._below = num_bytes, ended, below
-
-    def children(self, *, recursive: bool) -> list:
-        return [*self._below]
-
-    def memory_info(self) -> SimpleNamespace:
-        if self._ended:
-            raise psutil.NoSuchProcess(1)
-        return SimpleNamespace(rss=self._num_bytes)
-
-
 def test_memory_is_measured_again_after_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    below = (Measured(20), Measured(400, ended=True), Measured(3000))
+    sizes = {os.getpid(): 1, 11: 20, 12: 3000}
+    monkeypatch.setattr(process, "resident_bytes", lambda each: sizes[each.pid])
     counters = EpochCounters(use(0, 0, 0))
     found = []
-    for now_s, listed in ((0.0, below), (4.9, ()), (5.0, ())):
+    for now_s, below in ((0.0, (11, 12)), (4.9, ()), (5.0, ())):
+        listed = [process.Descendant(pid, 0) for pid in below]
         monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: now_s)
-        monkeypatch.setattr(psutil, "Process", lambda listed=listed: Measured(1, below=listed))
+        monkeypatch.setattr(process, "descendants", lambda _, listed=listed: listed)
         found.append(counters.resident_bytes())
     assert found == [3021, 3021, 1]

@@ -9,7 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from slipstream.core.machine.process import below_this, send_signal, without_collections
+from slipstream.core.machine.process import (
+    Descendant,
+    below_this,
+    resident_bytes,
+    send_signal,
+    shared_out_bytes,
+    without_collections,
+)
 from support.rigs.waiting import LIMIT_S
 
 # Starts the command of its arguments, which waits for the end of this process, and ends.
@@ -21,6 +28,15 @@ command = ["sh", "-c", wait, str(os.getpid()), *below_this(), *sys.argv[2:]]
 subprocess.Popen(command, pass_fds=[int(sys.argv[1])])
 os._exit(0)
 """
+
+
+@pytest.mark.process
+def test_a_process_that_has_ended_takes_no_memory() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for measured in (resident_bytes, shared_out_bytes):
+        assert measured(Descendant(ended.pid, 0)) == 0
+        assert measured(Descendant(os.getpid(), 0)) > 1 << 20
 
 
 FLUSH = """
