@@ -49,7 +49,7 @@ class _Outcome:
 class AgentEpisode:
     """One episode of an agent: `next()` returns each call of the agent, then the result of `run`.
 
-    The first `next()` starts `run`; `part()` passes the parts of replies to the agent. `end` ends
+    The first `next()` starts `run`; `exchange` passes the parts of replies to the agent. `end` ends
     the episode at any time. Calls to the endpoint are refused as soon as `run` has returned.
     """
 
@@ -57,8 +57,8 @@ class AgentEpisode:
         self, environment: AgentEnvironment[Any], task: object, gateway: Gateway, *, on_busy: OnBusy
     ) -> None:
         self._gateway, self._on_busy, self._is_busy = gateway, on_busy, False
-        self._exchange = CallExchange(on_waiting=lambda is_waiting: self._note_busy(not is_waiting))
-        self._endpoint = gateway.open(self._exchange)
+        self.exchange = CallExchange(on_waiting=lambda is_waiting: self._note_busy(not is_waiting))
+        self._endpoint = gateway.open(self.exchange)
         self._code = partial(environment.run, task, self._endpoint)
         self._is_plain = not inspect.iscoroutinefunction(environment.run)
         self._run: asyncio.Task[_Outcome] | None = None
@@ -73,7 +73,7 @@ class AgentEpisode:
             self._run = asyncio.get_running_loop().create_task(self._outcome())
             self._note_busy(True)
             self._run.add_done_callback(lambda _: self._stop_calls())
-        call = await self._exchange.next()
+        call = await self.exchange.next()
         if call is not None:
             return call
         if self._run.cancelled():
@@ -82,10 +82,6 @@ class AgentEpisode:
         if outcome.error is not None:
             raise outcome.error
         return agent_result(outcome.value)
-
-    async def part(self, part: pb.ReplyPart) -> None:
-        """Passes a part of a reply to the agent; returns when the agent has taken it."""
-        await self._exchange.part(part)
 
     def place(self) -> str:
         """Returns file, line and function where the agent's code is, or "" if that is not known."""
@@ -121,15 +117,15 @@ class AgentEpisode:
         return bool(done)
 
     def _note_busy(self, is_busy: bool) -> None:
-        is_busy = is_busy and not self._exchange.has_ended
+        is_busy = is_busy and not self.exchange.has_ended
         if self._run is not None and is_busy != self._is_busy:
             self._is_busy = is_busy
             self._on_busy(self._run, is_busy)
 
     def _stop_calls(self) -> None:
-        if not self._exchange.has_ended:
+        if not self.exchange.has_ended:
             self._gateway.forget(self._endpoint)
-            self._exchange.end()
+            self.exchange.end()
             self._note_busy(False)
 
     async def _outcome(self) -> _Outcome:

@@ -124,7 +124,7 @@ class EpisodeHost:
                     replied = self._episodes.get(command.reply_part.episode_key)
                     # A part may cross with the end of the episode.
                     if replied is not None and replied.agent is not None:
-                        await replied.agent.part(command.reply_part)
+                        await replied.agent.exchange.part(command.reply_part)
                     message.pong.SetInParent()
                 case "close":
                     await self._close(command.close.episode_key)
