@@ -45,7 +45,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def start(settings: Path, address: str, *options: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "slipstream.rollout_server", "--config", str(settings)),
-        *("--controller", address, *options),
+        *("--controller", address, "--server-id", "server-1", *options),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -136,7 +136,7 @@ async def test_the_program_serves_a_group_and_drains(settings, fleet, monkeypatc
 async def test_nothing_outlives_a_killed_launcher(settings: Path, fleet: FakeFleet) -> None:
     arguments = [
         *(sys.executable, "-m", "slipstream.rollout_server", "--config", str(settings)),
-        *("--controller", fleet.address),
+        *("--controller", fleet.address, "--server-id", "server-1"),
     ]
     code = f"import subprocess; subprocess.run({arguments!r})"
     launcher = await asyncio.create_subprocess_exec(

