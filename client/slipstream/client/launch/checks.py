@@ -312,7 +312,7 @@ async def check_setup(scene: Scene) -> str | None:
     config, limit_s, of_ranks = scene.config, scene.connect_timeout_s, "learner" in scene.parts
     address = config.controller.address
     with told_when_slow(f"waiting for the controller at {address}, for up to {limit_s:g} s"):
-        answer = await ask_controller(address, Credentials.load(config.security), limit_s)
+        answer = await ask_controller(scene)
     for difference in differences(answer, config, of_ranks=of_ranks):
         raise ConfigError(difference)
     deadline_s = time.monotonic() + SHOW_LIMIT_S
@@ -333,19 +333,13 @@ async def check_setup(scene: Scene) -> str | None:
 
 async def running_id(scene: Scene) -> str:
     """Returns the run's id from its controller; raises ConfigError as `ask_controller` does."""
-    config = scene.config
-    credentials = Credentials.load(config.security)
-    answer = await ask_controller(
-        config.controller.address, credentials, scene.connect_timeout_s, run_id=config.run.id
-    )
-    return answer.setup.run_id
+    return (await ask_controller(scene, scene.config.run.id)).setup.run_id
 
 
-async def ask_controller(
-    address: str, credentials: Credentials, limit_s: float, *, run_id: str | None = None
-) -> Answer:
+async def ask_controller(scene: Scene, run_id: str | None = None) -> Answer:
     """Asks the controller for its setup; raises ConfigError if it refuses or is late."""
-    cause = ""
+    address, limit_s, cause = scene.config.controller.address, scene.connect_timeout_s, ""
+    credentials = Credentials.load(scene.config.security)
     async with open_channel(address, credentials) as channel:
         stub = status_pb2_grpc.StatusServiceStub(channel)
         deadline_s = time.monotonic() + limit_s

@@ -41,6 +41,7 @@ from slipstream.core.machine import address as addresses
 from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import (
+    ControllerSection,
     EnvironmentSection,
     QueueSection,
     QueueUserSection,
@@ -259,18 +260,23 @@ async def test_nodes_that_are_started_separately_need_a_port_that_all_know(tmp_p
 
 
 @pytest.mark.process
-async def test_a_controller_that_cannot_be_trusted_is_not_waited_for(authority: Path) -> None:
-    ca = (authority / "ca.pem").read_bytes()
+async def test_a_controller_that_cannot_be_trusted_is_not_waited_for(
+    tmp_path: Path, authority: Path
+) -> None:
     own = (authority / "elsewhere.pem").read_bytes()
     cause = "Hostname Verification Check failed"
     key = (authority / "server.key").read_bytes()
     server = create_server(Credentials(certificate=own, key=key))
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, own)]))
     await server.start()
-    client = Credentials(ca=ca)
+    told = {
+        "controller": ControllerSection(address=f"127.0.0.1:{port}"),
+        "security": SecuritySection(tls_ca=authority / "ca.pem"),
+    }
+    scene = Scene(config_of(tmp_path).model_copy(update=told), SERVER, connect_timeout_s=600.0)
     try:
         with pytest.raises(ConfigError, match=rf"^the controller at 127.0.0.1:{port}: .*{cause}"):
-            await ask_controller(f"127.0.0.1:{port}", client, 600.0)
+            await ask_controller(scene)
     finally:
         await server.stop(None)
 
