@@ -457,8 +457,8 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
         if section.name not in names:
             left = f"environments must keep {section.name} {on}, got {', '.join(names) or 'none'}"
             yield f"{left}: its groups are leased, and a smaller weight gives it fewer"
-    adapters = _adapters(now)
-    for name, adapter in _adapters(before).items():
+    adapters = {section.name: section.adapter for section in now.played}
+    for name, adapter in ((section.name, section.adapter) for section in before.played):
         if (new_one := adapters.get(name, adapter)) != adapter:
             reason = "its leased groups are sampled with it"
             yield f"adapter of {name} must stay {adapter!r} {on}, got {new_one!r}: {reason}"
@@ -472,11 +472,6 @@ def _stored_models(config: Config) -> dict[str, bool]:
         "drafts": config.drafts is not None,
         "reference.refresh_every_steps": is_refreshed,
     }
-
-
-def _adapters(config: Config) -> dict[str, str | None]:
-    trained = {section.name: section.adapter for section in config.environments}
-    return trained | {section.name: section.adapter for section in config.evaluations}
 
 
 def _top_k(config: Config) -> int | None:

@@ -71,7 +71,7 @@ async def audit_all(config: Config) -> int:
     sampling, server = config.sampling, config.rollout_server
     most = sampling.max_prompt_tokens or sampling.max_episode_tokens - 1
     code, seen = 0, []
-    for section in (*config.environments, *config.evaluations):
+    for section in config.played:
         preflight.check_python(section.name, section.python)
         command = preflight.audit_command(section, config)
         report = await _played(section.name, command, timeout_s=section.timeout_s)

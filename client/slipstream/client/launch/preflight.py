@@ -189,7 +189,7 @@ def check_modules(scene: Scene) -> Iterator[Finding]:
     """Looks for the modules of environments in a dry run, which does not load them."""
     if not scene.dry_run:
         return
-    for section in (*scene.config.environments, *scene.config.evaluations):
+    for section in scene.config.played:
         name, place = section.reference.partition(":")[0].partition(".")[0], os.getcwd()
         is_there = importlib.util.find_spec(name) or PathFinder.find_spec(name, [place])
         if section.python is None and not is_there:
@@ -226,10 +226,9 @@ async def check_environments(scene: Scene) -> None:
         prefix = f"environment {section.reference}: "
         return checked.lines[-1].removeprefix(prefix), checked.lines
 
-    sections = (*config.environments, *config.evaluations)
-    checks = [asyncio.create_task(look(section)) for section in sections]
+    checks = [asyncio.create_task(look(section)) for section in config.played]
     try:
-        for section, check in zip(sections, checks, strict=True):
+        for section, check in zip(config.played, checks, strict=True):
             cause, lines = await check
             printed += [f"environment {section.name}:", *lines]
             if cause:

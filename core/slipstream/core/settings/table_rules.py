@@ -169,7 +169,7 @@ def _size_problems(config: Tables) -> Iterator[str]:
     first, steps = config.debug.profile.start_step, config.run.steps
     if first is not None and first > steps:
         yield f"debug.profile.start_step must be at most run.steps, got {first} and {steps}"
-    names = [e.name for e in config.environments] + [e.name for e in config.evaluations]
+    names = [section.name for section in config.played]
     if len(set(names)) != len(names):
         yield f"environments and evaluations need different names, got {', '.join(names)}"
     if algorithm.groups_per_step % algorithm.mini_batches:
@@ -280,11 +280,9 @@ def _lora_problems(config: Tables) -> Iterator[str]:
     etp = config.learner.parallel.etp or tp
     if rank % etp and config.lora.has_mlp:
         yield f"lora.rank must be a multiple of learner.parallel.etp, got {rank} and {etp}"
-    adapters = {section.name: section.adapter for section in config.environments}
-    adapters |= {section.name: section.adapter for section in config.evaluations}
-    for name, adapter in adapters.items():
-        if refusal := config.lora.refusal(adapter or ""):
-            yield f"{name}: {refusal}"
+    for section in config.played:
+        if refusal := config.lora.refusal(section.adapter or ""):
+            yield f"{section.name}: {refusal}"
     excluded = {
         "a critic": config.critic is not None,
         "reference.refresh_every_steps": config.reference and config.reference.refresh_every_steps,

@@ -9,6 +9,7 @@ from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.measurement_sections import (
     DebugSection,
     EvaluationSection,
+    PlayedSection,
     TrackingSection,
 )
 from slipstream.core.settings.role_sections import (
@@ -79,6 +80,10 @@ class Tables(Section):
     @property
     def run_dir(self) -> Path:
         return self.run.dir / self.run.name
+
+    @property
+    def played(self) -> tuple[PlayedSection, ...]:
+        return (*self.environments, *self.evaluations)
 
     @property
     def probe_tolerance(self) -> float:

@@ -292,7 +292,7 @@ def _load_order(
 def environment_specs(config: Config, *, search_path: str) -> list[pb.EnvironmentSpec]:
     """Returns the configured environments, then evaluations, imported from `search_path`."""
     specs = []
-    for section in (*config.environments, *config.evaluations):
+    for section in config.played:
         weight, purpose = 1.0, Purpose.EVALUATION
         if isinstance(section, EnvironmentSection):
             weight, purpose = section.weight, Purpose.TRAINING
