@@ -141,18 +141,6 @@ def is_own(name: str) -> bool:
     return ":" in name
 
 
-def checked_arguments(kind: FunctionKind, name: str, given: Arguments) -> Arguments:
-    """Returns a built-in function's arguments, with defaults filled in and None values removed.
-
-    The arguments of a user's own function are returned as given: they are checked when the function
-    is loaded. Raises ValueError, with one line, for invalid arguments.
-    """
-    if is_own(name):
-        return given
-    found = validated(FUNCTIONS[kind][name], given, what=f"{kind} {name}")
-    return found.model_dump(mode="json", exclude_none=True)
-
-
 def validated(model: type[BaseModel], given: Mapping[str, object], *, what: str) -> BaseModel:
     """Returns the arguments of the function `what` as a `model`; raises ValueError of one line."""
     try:
@@ -281,8 +269,13 @@ class AlgorithmSection(Section):
     @classmethod
     def _check_arguments(cls, given: Arguments, info: ValidationInfo) -> Arguments:
         kind = cast(FunctionKind, str(info.field_name).removesuffix("_args"))
-        # If the function's name is wrong, only that error is reported.
-        return checked_arguments(kind, info.data[kind], given) if kind in info.data else given
+        name = info.data.get(kind)
+        # If the name is wrong, only that error is reported. Arguments of a user's own function are
+        # checked when it is loaded.
+        if name is None or is_own(name):
+            return given
+        found = validated(FUNCTIONS[kind][name], given, what=f"{kind} {name}")
+        return found.model_dump(mode="json", exclude_none=True)
 
     @model_validator(mode="after")
     def _has_meaning(self) -> Self:
