@@ -166,8 +166,7 @@ class Recording(TokenRecord):
 
     def begin_branch(self) -> None:
         """Ends the current conversation; the next context begins a new one."""
-        runs = len(self.run_lengths) - sum(branch.num_runs for branch in self.ended_branches)
-        self.ended_branches += (Branch(runs),)
+        self.ended_branches = self.branches or (Branch(len(self.run_lengths)),)
         if self.expert_ids:
             known = self.expert_ids[0]
             missing = len(self.token_ids) - sum(map(len, self.expert_ids))
