@@ -46,10 +46,6 @@ if TYPE_CHECKING:
     from slipstream.rollout_server.vllm.engine import VllmEngine
 
 
-class _NotStarted(Exception):
-    """Raised if vLLM's engine did not start; `__cause__` is the reason."""
-
-
 # Bytes of output that are kept for each environment worker; older lines are removed.
 WORKER_LOG_BYTES = 16 << 20
 
@@ -66,19 +62,15 @@ def main(arguments: list[str] | None = None) -> int:
         check_server_id(options.server_id)
         config = load_config(options.config, options.overrides)
         check_model(config)
-        uvloop.run(_serve(config, options))
+        return uvloop.run(_serve(config, options))
     except ConfigError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return USAGE_ERROR
-    except _NotStarted as error:
-        traceback.print_exception(error.__cause__)
-        return NOT_STARTED
     except BaseExceptionGroup as group:
         return _report(group)
     except SlipstreamError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return FAILED
-    return DONE
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -93,7 +85,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-async def _serve(config: Config, options: argparse.Namespace) -> None:
+async def _serve(config: Config, options: argparse.Namespace) -> int:
     from slipstream.core.models.vision import image_tokens
     from slipstream.rollout_server.episodes.play import Model
     from slipstream.rollout_server.episodes.renderer import Renderer
@@ -128,8 +120,9 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
             engine = await VllmEngine.start(config, seed=secrets.randbits(31))
         except SlipstreamError:
             raise
-        except Exception as error:
-            raise _NotStarted from error
+        except Exception as error:  # noqa: BLE001 - vLLM's own, told here
+            traceback.print_exception(error)
+            return NOT_STARTED
     oom_kills = kernel_oom_kills()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -159,6 +152,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> None:
         raise EngineDied(process.describe_engine_death(said, oom_kills=oom_kills)) from None
     finally:
         await engine.aclose()
+    return DONE
 
 
 def _metrics(
