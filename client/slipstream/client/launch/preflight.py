@@ -277,11 +277,8 @@ def audit_command(section: PlayedSection, config: Config) -> list[str]:
     number = section.num_episodes if isinstance(section, EvaluationSection) else of_step
     workers = section.num_workers * config.rollout_server.count
     command += ["--episodes", str(math.ceil(number / workers))]
-    options = {
-        "--no-tools": config.rollout_server.tool_parser is None,
-        "--tell": config.run.audit == "tell",
-    }
-    return command + [option for option, is_set in options.items() if is_set]
+    command += ["--no-tools"] * (config.rollout_server.tool_parser is None)
+    return command + ["--tell"] * (config.run.audit == "tell")
 
 
 def _keep_printed(config: Config, lines: Sequence[str]) -> Path:
