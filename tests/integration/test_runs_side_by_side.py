@@ -23,8 +23,8 @@ async def test_a_command_ends_no_run_but_its_own(tmp_path: Path) -> None:
     with LiveRun(tmp_path) as run:
         strangers = RunCalls(run.address, OPEN, "r-0002")
         assert await strangers.stop("it failed", failed=True) == "FAILED_PRECONDITION"
-        assert (await strangers.reached(), await strangers.state()) == (None, None)
-        assert await RunCalls(run.address, OPEN, RUN_ID).reached() is not None
+        assert await strangers.look() is None
+        assert await RunCalls(run.address, OPEN, RUN_ID).look() is not None
     assert (run.code, run.summary()["state"]) == (0, "finished")
 
 

@@ -92,13 +92,6 @@ class RunCalls:
             return error.code().name
         return ""
 
-    async def reached(self) -> tuple[int, int] | None:
-        """Returns the newest version and the newest checkpoint, or None without an answer."""
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            status = await self.status()
-            return status.step, status.checkpoint_step
-        return None
-
     async def status(self) -> status_pb2.RunStatus:
         """Returns the state of the run; raises AioRpcError if the controller does not answer."""
         async with self.channel() as channel:
@@ -108,10 +101,10 @@ class RunCalls:
             )
             return status
 
-    async def state(self) -> int | None:
-        """Returns the enum value of the run's state, or None if the controller does not answer."""
+    async def look(self) -> status_pb2.RunStatus | None:
+        """Returns the state of the run, or None if the controller does not answer."""
         with contextlib.suppress(grpc.aio.AioRpcError):
-            return (await self.status()).state
+            return await self.status()
         return None
 
 
@@ -128,7 +121,9 @@ async def end_in_order(
     looks = 0
     while not ends.done() and looks < grace_s / look_s:
         # While it stops, the trainer saves and exports.
-        looks = 0 if await calls.state() == status_pb2.RUN_STATE_STOPPING else looks + 1
+        run = await calls.look()
+        is_stopping = run is not None and run.state == status_pb2.RUN_STATE_STOPPING
+        looks = 0 if is_stopping else looks + 1
         await asyncio.wait((ends,), timeout=look_s)
     stop.cancel()
     await asyncio.gather(stop, return_exceptions=True)
@@ -394,8 +389,8 @@ class RunProcesses:
     ) -> None:
         is_server, policy = program is SERVER, RestartPolicy(program.restarts)
         # If both use the whole GPU in turns, the learner must have loaded and freed it.
-        waits, is_early = self._config.controller.turns == "sleep" and is_server, (None, STARTING)
-        while waits and await self._calls.state() in is_early:
+        waits = self._config.controller.turns == "sleep" and is_server
+        while waits and ((run := await self._calls.look()) is None or run.state == STARTING):
             await asyncio.sleep(LOOK_S)
         while True:
             log, given = log_path(self._config.run_dir, name), [*self._config_arguments, *arguments]
@@ -446,10 +441,10 @@ class RunProcesses:
                 # The other ranks wait for the dead one, and resume from the disk.
                 child.signal(signal.SIGKILL)
             await asyncio.gather(*(child.process.wait() for child in self._ranks))
-            reached = await self._calls.reached()
-            if reached is not None and (reached[0] > newest[0] or reached[1] > newest[1]):
+            run = await self._calls.look()
+            if run is not None and (run.step > newest[0] or run.checkpoint_step > newest[1]):
                 policy.forgive()
-                newest = reached
+                newest = run.step, run.checkpoint_step
             pause_s = policy.pause_after(failed.process.returncode, age_s=failed.age_s)
             if pause_s is None:
                 return failed
@@ -472,7 +467,7 @@ class RunProcesses:
             return
         while (failed := await self.keep_ranks()) is None:
             # The ranks left normally, perhaps for a controller that died before the run was over.
-            while await self._calls.state() != STARTING:
+            while (run := await self._calls.look()) is None or run.state != STARTING:
                 await asyncio.sleep(LOOK_S)
             text = "the trainer had left before its controller died"
             if len(self._own_ranks) < self._config.learner.world_size:

@@ -284,9 +284,10 @@ async def test_a_trainer_that_left_before_its_controller_died_starts_again(
         if starts == 2:
             await asyncio.Event().wait()
 
-    async def state() -> int | None:
+    async def look() -> status_pb2.RunStatus | None:
         assert starts == 1
-        return states.pop(0)
+        state = states.pop(0)
+        return state and status_pb2.RunStatus(state=state)
 
     async def stop(reason: str, *, failed: bool) -> str:
         stopped.append((reason, failed))
@@ -296,7 +297,7 @@ async def test_a_trainer_that_left_before_its_controller_died_starts_again(
     async with asyncio.timeout(LIMIT_S), RunProcesses(config, OPEN, Placement()) as run:
         run._own_ranks = range(2 if has_all else 1)
         monkeypatch.setattr(run, "keep_ranks", keep)
-        monkeypatch.setattr(run._calls, "state", state)
+        monkeypatch.setattr(run._calls, "look", look)
         monkeypatch.setattr(run._calls, "stop", stop)
         watching = asyncio.ensure_future(run._watch_trainers())
         await until(lambda: starts == 2 or watching.done())

@@ -7,6 +7,7 @@ from slipstream.client.launch.children import start_child
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.run_processes import RunProcesses
 from slipstream.protocol.access.security import Credentials
+from slipstream.v1 import status_pb2 as pb
 from support.fakes import exits
 from support.fakes.small_configs import config_of
 
@@ -34,13 +35,13 @@ async def kept(folder, *codes, reached=()):
     `reached`: what the controller says after each death; it does not answer after the others.
     """
     told: list[str] = []
-    answers = iter(reached)
+    answers = (pb.RunStatus(step=step, checkpoint_step=saved) for step, saved in reached)
 
-    async def newest() -> tuple[int, int] | None:
+    async def look() -> pb.RunStatus | None:
         return next(answers, None)
 
     ranks = ScriptedRanks(config_of(folder), Credentials(None, None, None, None), Placement())
-    ranks.codes, ranks.warn, ranks._calls.reached = codes, told.append, newest
+    ranks.codes, ranks.warn, ranks._calls.look = codes, told.append, look
     return await ranks.keep_ranks(first_pause_s=0.01), told
 
 
