@@ -192,7 +192,6 @@ class Gateway:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.bind((LOOPBACK, 0))
         self._socket.listen(2048)
-        self._port: int = self._socket.getsockname()[1]
         self._server = _Server(
             bounded_server(self._serve, limit_s=request_limit_s, max_connections=max_connections)
         )
@@ -211,7 +210,7 @@ class Gateway:
     def open(self, exchange: CallExchange) -> Endpoint:
         """Returns the endpoint of a new episode, whose calls go to `exchange`."""
         token = secrets.token_urlsafe(16)
-        url = f"http://{LOOPBACK}:{self._port}/{token}"
+        url = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}/{token}"
         endpoint = Endpoint(url, f"sk-slipstream-{secrets.token_urlsafe(32)}")
         self._exchanges[token] = (exchange, endpoint)
         return endpoint
