@@ -26,7 +26,6 @@ from slipstream.core.errors import (
     USAGE_ERROR,
     ConfigError,
     SlipstreamError,
-    check_server_id,
 )
 from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.description import free_memory
@@ -59,7 +58,6 @@ def main(arguments: list[str] | None = None) -> int:
     die_with_parent()
     become_reaper()
     try:
-        check_server_id(options.server_id)
         config = load_config(options.config, options.overrides)
         check_model(config)
         return uvloop.run(_serve(config, options))
