@@ -111,7 +111,8 @@ class Engine:
         for name in names:
             request = self.scheduler.requests[name]
             end = self._computed[name] + plan.num_scheduled_tokens[name]
-            if end < request.num_prompt_tokens:
+            # Within a prompt, or within a reply that is computed again.
+            if end < request.num_tokens:
                 ids.append([])
                 continue
             # What is sampled depends on the position alone: also when it is computed again.

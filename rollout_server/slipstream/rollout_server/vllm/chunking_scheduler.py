@@ -156,14 +156,15 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Overrides vLLM's method; prompts wait as long as `PromptGathering` says.
 
-        When a step has no room for all gathered prompts, vLLM takes the rest in the next step. A
-        step without prompts is planned by the `SteadyPlanner` if it can.
+        When a step has no room for all gathered prompts, vLLM takes the rest in the next step. All
+        but prompts is planned by the `SteadyPlanner` where it can.
         """
         along = takes_a_prompt(self.running, self.waiting)
         num_ready = 0 if along else len(self.waiting)
         holds = self._gathering.holds(num_ready=num_ready, num_replies=len(self.running))
-        if self._planner and (not self.waiting or (holds and not self.prefill_capacity_bound)):
-            plan = self._planner.plan(self._chunks, super().schedule)
+        takes = bool(self.waiting) and (not holds or self.prefill_capacity_bound)
+        if self._planner and not throttle_prefills:
+            plan = self._planner.plan(self._chunks, super().schedule, takes_prompts=takes)
             if plan is not None:
                 return plan
         self._release()

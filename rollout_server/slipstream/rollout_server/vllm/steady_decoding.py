@@ -4,9 +4,10 @@ vLLM's scheduler supports drafts, grammars, images, connectors and sliding windo
 all of these once for each request and step, and goes through all requests three times. That is more
 than half of the work of the engine's thread, and with a small model and hundreds of requests it
 limits an engine. In the middle of a reply the results of these checks are known. So vLLM plans a
-step without requests, which updates vLLM's own state; the requests are added to that plan, and the
-step changes a few arrays. The requests' own state follows, as vLLM would have left it, before vLLM
-looks at it. vLLM still handles the first and the last step of a reply, and all unusual steps.
+step without these requests, of prompts or of nothing, which updates vLLM's own state; the requests
+are added to that plan, and the step changes a few arrays. Their own state follows, as vLLM would
+have left it, before vLLM looks at it. vLLM still handles the first and the last step of a reply,
+and all unusual steps.
 """
 
 import hashlib
@@ -57,6 +58,7 @@ def decodes_plainly(scheduler: Scheduler, followed: str = _FOLLOWED) -> bool:
         *(scheduler.num_lookahead_tokens, scheduler.num_spec_tokens, scheduler.has_mamba_layers),
         *(scheduler.return_sampling_mask, scheduler.is_mm_encoder_only, scheduler.use_pp),
         *(scheduler.needs_kv_cache_zeroing, scheduler.defer_block_free),
+        scheduler.scheduler_config.long_prefill_token_threshold,
     )
     return (
         simple_cache
@@ -143,34 +145,56 @@ class SteadyBatch:
     of this batch looks at the request, when its chunk is full, and where it gets a block.
     """
 
-    def __init__(self, scheduler: Scheduler, members: list[tuple[Request, Chunk]]) -> None:
-        requests = [request for request, _ in members]
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         # Whether a step is planned before the tokens of the previous step are known.
         self.is_ahead = isinstance(scheduler, AsyncScheduler)
-        self.members = members
-        self._ids = np.array([request.request_id for request in requests], dtype=object)
-        self.row_of = {each: row for row, each in enumerate(self._ids)}
+        self.members: list[tuple[Request, Chunk]] = []
+        self.row_of: dict[str, int] = {}
+        self._ids = np.empty(0, dtype=object)
         # The rows that the next step samples a token of.
-        self.live = np.arange(len(members))
-        self.computed = np.array([request.num_computed_tokens for request in requests])
+        self.live = np.empty(0, dtype=np.int64)
+        self.computed, self._prompts, self._ends = (np.empty(0, np.int64) for _ in range(3))
         # The last step that each is planned in.
-        self._steps = np.zeros(len(members), dtype=np.int64)
+        self._steps = np.empty(0, dtype=np.int64)
         # How many tokens of each are known, those in `_tokens` included.
-        self.known = np.array([request.num_tokens for request in requests])
-        self._prompts = np.array([request.num_prompt_tokens for request in requests])
-        self._ends = self._prompts + [request.max_tokens for request in requests]
+        self.known = np.empty(0, dtype=np.int64)
         # Rows whose next output is nothing but a token.
-        self._is_plain = np.array([_is_plain(request) for request in requests])
-        self._stops = [chunk.stops or set() for _, chunk in members]
-        some_stop = {stop for stops in self._stops for stop in stops if stop is not None}
-        self._any_stop = np.array(sorted(some_stop), dtype=np.int64)
-        self._wants_logprobs = any(chunk.with_logprobs for _, chunk in members)
+        self._is_plain = np.empty(0, dtype=np.bool_)
+        self._any_stop = np.empty(0, dtype=np.int64)
+        self._wants_logprobs = False
         # What is held of each row, at most as many as its chunk still has room for.
-        self._room = np.array([chunk.limit - len(chunk.token_ids) for _, chunk in members])
-        self._held = np.zeros(len(members), dtype=np.int64)
-        self._tokens = np.empty((len(members), CHUNK_TOKENS), dtype=np.int64)
-        self._logprobs = np.empty(self._tokens.shape, dtype=np.float32)
+        self._room, self._held = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._tokens = np.empty((0, CHUNK_TOKENS), dtype=np.int64)
+        self._logprobs = np.empty((0, CHUNK_TOKENS), dtype=np.float32)
+
+    def join(self, members: Sequence[tuple[Request, Chunk]]) -> None:
+        """Adds a row for each of `members`, which only decode from now on."""
+        if not members:
+            return
+        requests, first, number = [each for each, _ in members], len(self.members), len(members)
+        self.members += members
+        names = [each.request_id for each in requests]
+        self.row_of.update(zip(names, range(first, first + number), strict=True))
+        prompts = np.array([each.num_prompt_tokens for each in requests])
+        for name, values in (
+            ("_ids", np.array(names, dtype=object)),
+            ("live", np.arange(first, first + number)),
+            ("computed", [each.num_computed_tokens for each in requests]),
+            ("_steps", np.zeros(number, np.int64)),
+            ("known", [each.num_tokens for each in requests]),
+            ("_prompts", prompts),
+            ("_ends", prompts + [each.max_tokens for each in requests]),
+            ("_is_plain", [_is_plain(each) for each in requests]),
+            ("_room", [chunk.limit - len(chunk.token_ids) for _, chunk in members]),
+            ("_held", np.zeros(number, np.int64)),
+            ("_tokens", np.empty((number, CHUNK_TOKENS), np.int64)),
+            ("_logprobs", np.empty((number, CHUNK_TOKENS), np.float32)),
+        ):
+            setattr(self, name, np.concatenate((getattr(self, name), values)))
+        stops = {stop for _, chunk in members for stop in chunk.stops or () if stop is not None}
+        self._any_stop = np.union1d(self._any_stop, np.array([*stops], dtype=np.int64))
+        self._wants_logprobs |= any(chunk.with_logprobs for _, chunk in members)
 
     def next_rows(self) -> np.ndarray:
         """Returns the rows that the next step samples a token of."""
@@ -219,7 +243,7 @@ class SteadyBatch:
         is_taken &= np.fromiter(num_scheduled.values(), np.int64, number) == 1
         is_taken &= self.known[rows] + 1 < most[rows]
         for place in np.flatnonzero(is_taken & np.isin(tokens, self._any_stop)):
-            is_taken[place] = int(tokens[place]) not in self._stops[rows[place]]
+            is_taken[place] = int(tokens[place]) not in (self.members[rows[place]][1].stops or ())
         mine = rows[is_taken]
         held = self._held[mine]
         self._tokens[mine, held] = tokens[is_taken]
@@ -281,53 +305,92 @@ class SteadyPlanner:
         self.batch: SteadyBatch | None = None
         self._num_groups = len(scheduler.kv_cache_manager.coordinator.single_type_managers)
         self._nobody = create_request_queue(scheduler.policy)
-        self._most_tokens = min(
-            scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.max_num_batched_tokens
-        )
 
     def plan(
-        self, chunks: Mapping[str, Chunk], schedule: Callable[[], SchedulerOutput]
+        self,
+        chunks: Mapping[str, Chunk],
+        schedule: Callable[[], SchedulerOutput],
+        *,
+        takes_prompts: bool = False,
     ) -> SchedulerOutput | None:
-        """Plans the next step if it only decodes, else returns None: vLLM must plan it.
+        """Plans the next step, or returns None where vLLM must plan all of it.
 
-        `chunks` are those of requests, by id; `schedule` is vLLM's own method.
+        vLLM plans the prompts, of waiting requests too if `takes_prompts`, in what room the others
+        leave. `chunks` are those of requests, by id; `schedule` is vLLM's own method.
         """
         scheduler = self._scheduler
         manager, block_size = scheduler.kv_cache_manager, scheduler.hash_block_size
         if scheduler.pause_state is not PauseState.UNPAUSED or scheduler.kv_holding_waiting:
             return None
-        if self.batch is None:
-            self.batch = self._gathered(chunks)
-        batch = self.batch
-        if batch is None or not 0 < len(rows := batch.next_rows()) <= self._most_tokens:
+        if self.batch is not None and len(self.batch.members) > 2 * scheduler.max_num_running_reqs:
+            # Most rows are of replies that have ended.
+            self.release()
+        batch = self.batch = self.batch or SteadyBatch(scheduler)
+        prompts: list[Request] = []
+        if len(batch.row_of) < len(scheduler.running):
+            found = self._sorted(chunks, batch.row_of)
+            if found is None:
+                return None
+            members, prompts = found
+            batch.join(members)
+        rows = batch.next_rows()
+        most = scheduler.scheduler_config.max_num_batched_tokens
+        room = min(scheduler.max_num_scheduled_tokens, most) - len(rows)
+        if not len(rows) or room < 0 or ((prompts or takes_prompts) and scheduler.lora_config):
             return None
         phases = batch.computed[rows] % block_size
         begun = phases == 0
         if begun.sum() * self._num_groups > manager.block_pool.get_num_free_blocks():
             return None
-        running, waiting = scheduler.running, scheduler.waiting
-        scheduler.running, scheduler.waiting = [], self._nobody
-        try:
-            plan = schedule()
-        finally:
-            scheduler.running, scheduler.waiting = running, waiting
-        cached = plan.scheduled_cached_reqs
-        cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens = (
-            batch.cached_requests(rows)
-        )
-        cached.new_block_ids = [None] * len(rows)
         # Where no step is planned ahead, vLLM caches a block as soon as its last token is planned.
         is_due = begun if batch.is_ahead else begun | (phases == block_size - 1)
         due = rows[is_due].tolist()
         batch.sync(due)
+        new_blocks: list[tuple[list[int], ...] | None] = [None] * len(rows)
         for place, row in zip(np.flatnonzero(is_due).tolist(), due, strict=True):
             new = manager.allocate_slots(batch.members[row][0], 1, num_lookahead_tokens=0)
-            cached.new_block_ids[place] = new.get_block_ids(allow_none=True)
+            new_blocks[place] = new.get_block_ids(allow_none=True)
+        plan = self._planned_beside(room, prompts, schedule, takes_prompts=takes_prompts)
+        ids, computed, outputs = batch.cached_requests(rows)
+        cached = plan.scheduled_cached_reqs
+        cached.req_ids = ids + cached.req_ids
+        cached.num_computed_tokens = computed + cached.num_computed_tokens
+        cached.num_output_tokens = outputs + cached.num_output_tokens
+        cached.new_block_ids = new_blocks + cached.new_block_ids
         batch.advance(rows)
-        plan.num_scheduled_tokens = dict.fromkeys(cached.req_ids, 1)
-        plan.total_num_scheduled_tokens = len(rows)
+        plan.num_scheduled_tokens = dict.fromkeys(ids, 1) | plan.num_scheduled_tokens
+        plan.total_num_scheduled_tokens += len(rows)
         if not scheduler.use_v2_model_runner:
-            scheduler.prev_step_scheduled_req_ids.update(cached.req_ids)
+            scheduler.prev_step_scheduled_req_ids.update(ids)
+        return plan
+
+    def _planned_beside(
+        self,
+        room: int,
+        prompts: list[Request],
+        schedule: Callable[[], SchedulerOutput],
+        *,
+        takes_prompts: bool,
+    ) -> SchedulerOutput:
+        """Returns vLLM's plan, of at most `room` tokens, of `prompts` and of waiting requests."""
+        scheduler = self._scheduler
+        running, waiting = scheduler.running, scheduler.waiting
+        before = scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs
+        scheduler.running = _Beside(prompts)
+        # A prompt that loses its place waits again.
+        scheduler.waiting = waiting if takes_prompts or prompts else self._nobody
+        scheduler.max_num_scheduled_tokens = room
+        scheduler.max_num_active_reqs -= len(running) - len(prompts)
+        try:
+            plan = schedule()
+        finally:
+            scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs = before
+            begun = scheduler.running[len(prompts) :]
+            scheduler.running = [*running, *begun]
+            scheduler.waiting = waiting
+            if any(each.status is not _RUNNING for each in prompts):
+                # Without room for their next tokens they wait again.
+                scheduler.running = [each for each in running if each.status is _RUNNING]
         return plan
 
     def release(self) -> None:
@@ -336,13 +399,22 @@ class SteadyPlanner:
             self.batch.sync([*self.batch.row_of.values()])
             self.batch = None
 
-    def _gathered(self, chunks: Mapping[str, Chunk]) -> "SteadyBatch | None":
+    def _sorted(
+        self, chunks: Mapping[str, Chunk], known: Mapping[str, int]
+    ) -> tuple[list[tuple[Request, Chunk]], list[Request]] | None:
+        """Returns the running requests without a row that decode, and those within their prompt.
+
+        Returns None if one of them needs more than a token in each step.
+        """
         scheduler = self._scheduler
         longest = scheduler.max_model_len - 1
         # vLLM's older worker must be sent all tokens of a request that was left out of a step.
-        known = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
+        sent = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
         members: list[tuple[Request, Chunk]] = []
+        prompts: list[Request] = []
         for request in scheduler.running:
+            if request.request_id in known:
+                continue
             computed, ahead = request.num_computed_tokens, request.num_output_placeholders
             if computed >= longest or (
                 ahead and computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens
@@ -350,15 +422,24 @@ class SteadyPlanner:
                 # The request's last token is already being sampled.
                 continue
             chunk = chunks.get(request.request_id)
-            if (
-                request.num_tokens + ahead - computed != 1
-                or chunk is None
-                or chunk.stops is None
-                or (known is not None and request.request_id not in known)
+            if chunk is None or chunk.stops is None:
+                return None
+            if request.is_prefill_chunk:
+                prompts.append(request)
+                continue
+            if request.num_tokens + ahead - computed != 1 or (
+                sent is not None and request.request_id not in sent
             ):
                 return None
             members.append((request, chunk))
-        return SteadyBatch(scheduler, members) if members else None
+        return members, prompts
+
+
+class _Beside(list[Request]):
+    """Requests that vLLM plans while others, which it does not see, are planned too."""
+
+    def __bool__(self) -> bool:
+        return True
 
 
 def takes_a_prompt(running: Iterable[Request], waiting: Iterable[Request]) -> bool:
