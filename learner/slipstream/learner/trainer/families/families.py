@@ -221,7 +221,6 @@ class GptOssBridge(FamilyBridge):
         return found.mT if isinstance(found, Tensor) and found.dim() == 3 else found
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        super()._adjust(provider, settings)
         provider.add_bias_linear = provider.add_qkv_bias = True
         provider.softmax_type = "learnable"
         provider.moe_ffn_hidden_size = settings.intermediate_size

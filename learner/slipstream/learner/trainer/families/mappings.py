@@ -4,7 +4,7 @@
 this module imports Bridge's classes, so import it only after Bridge itself.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
@@ -31,17 +31,6 @@ SHARED = f"{DECODER}mlp.shared_experts."
 def renamed(pairs: Mapping[str, str]) -> list[Megatron]:
     """Returns mappings for tensors that differ by name; `pairs` leads from Megatron's names."""
     return [AutoMapping(megatron_param=ours, hf_param=theirs) for ours, theirs in pairs.items()]
-
-
-def renamed_files(mapping: Megatron, placed: Callable[[str], str]) -> Megatron:
-    """Changes the files' tensor names in a mapping by `placed`, and returns the mapping."""
-    known = mapping.hf_param
-    mapping.hf_param = (
-        placed(known)
-        if isinstance(known, str)
-        else {part: placed(name) for part, name in known.items()}
-    )
-    return mapping
 
 
 def ends() -> list[Megatron]:
@@ -131,7 +120,8 @@ def recipe_for(source: type | str, model_type: str, provider: Megatron | None = 
 class FamilyBridge(MegatronModelBridge):  # type: ignore[misc]
     """The base of recipes: a decoder with RMSNorm, gated MLPs and rotary positions, without biases.
 
-    Places and widths of norms, for which Megatron has no settings, are set by `place_norms`.
+    Places and widths of norms, for which Megatron has no settings, are set by `place_norms`. The
+    values of all models, recipes of Bridge's included, are set by `recipe.provider_of`.
     """
 
     def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
@@ -139,17 +129,9 @@ class FamilyBridge(MegatronModelBridge):  # type: ignore[misc]
         provider = super().provider_bridge(hf_pretrained)
         provider.normalization = "RMSNorm"
         provider.gated_linear_unit = True
-        provider.position_embedding_type = "rope"
         provider.add_bias_linear = False
         provider.add_qkv_bias = False
         provider.qk_layernorm = False
-        provider.hidden_dropout = 0.0
-        provider.autocast_dtype = torch.bfloat16
-        if provider.num_moe_experts:
-            provider.moe_grouped_gemm = True
-            provider.moe_permute_fusion = True
-            provider.moe_router_load_balancing_type = "aux_loss"
-            provider.moe_token_dispatcher_type = "alltoall"
         self._adjust(provider, hf_pretrained.config)
         return provider
 

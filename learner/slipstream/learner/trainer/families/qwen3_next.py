@@ -95,8 +95,9 @@ class Qwen3NextBridge(FamilyBridge):
         return [*ends(), *norms_before(), *delta_nets(), inputs, *experts(), *shared_expert()]
 
 
-class _Layers(FamilyBridge):
-    """The layers of Qwen3.5: Qwen3-Next's with separate projections and gated MLPs."""
+@recipe_for(Qwen3_5ForCausalLM, "qwen3_5_text")
+class Qwen35Bridge(FamilyBridge):
+    """Qwen3.5 without images: Qwen3-Next's layers with separate projections and gated MLPs."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         set_delta_nets(provider, settings)
@@ -110,8 +111,9 @@ class _Layers(FamilyBridge):
         return gated()
 
 
-class _MixtureLayers(_Layers):
-    """The layers of a Qwen3.5 with experts, one of which is shared by all tokens."""
+@recipe_for(Qwen3_5MoeForCausalLM, "qwen3_5_moe_text")
+class Qwen35MixtureBridge(Qwen35Bridge):
+    """Qwen3.5 with experts, one shared by all tokens; files hold each expert separately."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         super()._adjust(provider, settings)
@@ -121,25 +123,15 @@ class _MixtureLayers(_Layers):
         return [*experts(), *shared_expert()]
 
 
-@recipe_for(Qwen3_5ForCausalLM, "qwen3_5_text")
-class Qwen35Bridge(_Layers):
-    """The recipe of Qwen3.5's language model, without images."""
-
-
-@recipe_for(Qwen3_5MoeForCausalLM, "qwen3_5_moe_text")
-class Qwen35MixtureBridge(_MixtureLayers):
-    """The recipe of Qwen3.5's language model with experts; files hold each expert separately."""
-
-
 @recipe_for(Qwen3_5ForConditionalGeneration, "qwen3_5")
-class Qwen35VisionBridge(_Layers, VisionBridge):
+class Qwen35VisionBridge(Qwen35Bridge, VisionBridge):
     """Qwen3.5: a tower like Qwen3-VL's, without DeepStack features."""
 
     tower = Qwen3_5VisionModel
 
 
 @recipe_for(Qwen3_5MoeForConditionalGeneration, "qwen3_5_moe")
-class Qwen35VisionMixtureBridge(_MixtureLayers, VisionBridge):
+class Qwen35VisionMixtureBridge(Qwen35MixtureBridge, VisionBridge):
     """Qwen3.5 with a tower; the files hold a layer's experts in one tensor, not transposed."""
 
     tower = Qwen3_5MoeVisionModel

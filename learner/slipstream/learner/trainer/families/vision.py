@@ -28,11 +28,9 @@ from slipstream.learner.trainer.families.mappings import (
     gated,
     norms_before,
     recipe_for,
-    renamed_files,
 )
 from slipstream.learner.trainer.layers.vision_tower import (
     Tower,
-    add_tower,
     frequency_axes,
     smallest_image,
 )
@@ -63,13 +61,17 @@ class VisionBridge(FamilyBridge):
         provider = super().provider_bridge(SimpleNamespace(config=settings.text_config))
         provider.share_embeddings_and_output_weights = bool(settings.tie_word_embeddings)
 
-        def made() -> Tower:
-            inner = self.tower._from_config(
-                settings.vision_config, attn_implementation="sdpa", dtype=torch.float32
-            )
-            return Tower(inner)
+        def with_tower(chunks: list[Megatron]) -> list[Megatron]:
+            for chunk in chunks:
+                if chunk.pre_process:
+                    inner = self.tower._from_config(
+                        settings.vision_config, attn_implementation="sdpa", dtype=torch.float32
+                    )
+                    embedding = next(chunk.embedding.parameters())
+                    chunk.visual = Tower(inner).to(embedding.device, embedding.dtype)
+            return chunks
 
-        add_tower(provider, made)
+        provider.register_pre_wrap_hook(with_tower)
         return provider
 
     def mapping_registry(self) -> Megatron:
@@ -80,7 +82,14 @@ class VisionBridge(FamilyBridge):
         def placed(name: str) -> str:
             return name.replace("model.", self.decoder_folder, 1)
 
-        decoder = (renamed_files(each, placed) for each in self._mappings())
+        decoder = self._mappings()
+        for mapping in decoder:
+            known = mapping.hf_param
+            mapping.hf_param = (
+                placed(known)
+                if isinstance(known, str)
+                else {part: placed(name) for part, name in known.items()}
+            )
         return MegatronMappingRegistry(*decoder, whole)
 
 
@@ -93,7 +102,6 @@ class Qwen25VisionBridge(VisionBridge):
     decoder_folder = "model."
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        super()._adjust(provider, settings)
         provider.add_qkv_bias = True
 
     def _mappings(self) -> list[Megatron]:
@@ -107,7 +115,6 @@ class Qwen3VisionBridge(VisionBridge):
     tower = Qwen3VLVisionModel
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        super()._adjust(provider, settings)
         provider.qk_layernorm = True
 
     def _mappings(self) -> list[Megatron]:

@@ -1,6 +1,5 @@
 """transformers' vision towers, and the tables that models with towers need."""
 
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -47,19 +46,6 @@ def frequency_axes(sections: list[int], interleaved: bool) -> Tensor:
     for axis in (1, 2):
         axes[axis : sections[axis] * 3 : 3] = axis
     return axes
-
-
-def add_tower(provider: Megatron, make: Callable[[], Tower]) -> None:
-    """Adds a tower, built by `make`, to the first pipeline stage before weights are loaded."""
-
-    def with_tower(chunks: list[Megatron]) -> list[Megatron]:
-        for chunk in chunks:
-            if chunk.pre_process:
-                embedding = next(chunk.embedding.parameters())
-                chunk.visual = make().to(embedding.device, embedding.dtype)
-        return chunks
-
-    provider.register_pre_wrap_hook(with_tower)
 
 
 def smallest_image(hf_config: Megatron) -> ImageInputs:
