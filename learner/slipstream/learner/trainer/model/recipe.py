@@ -349,7 +349,7 @@ def check_optimizer(config: Config, values: Mapping[str, object]) -> None:
 
 # Megatron's fields that must agree with groups, weights or the trainer's code. The value is the
 # setting to change instead, None if there is none.
-OWNED = {
+OWNED: Mapping[str, str | None] = {
     "tensor_model_parallel_size": "learner.parallel.tp",
     "pipeline_model_parallel_size": "learner.parallel.pp",
     "virtual_pipeline_model_parallel_size": "learner.parallel.vpp",
@@ -357,52 +357,35 @@ OWNED = {
     "expert_model_parallel_size": "learner.parallel.ep",
     "expert_tensor_parallel_size": "learner.parallel.etp",
     "use_distributed_optimizer": "learner.ddp.use_distributed_optimizer",
-    "params_dtype": "model.dtype",
-    "pipeline_dtype": "model.dtype",
-    "bf16": "model.dtype",
-    "fp16": "model.dtype",
-    "num_layers": "model.path",
-    "hidden_size": "model.path",
-    "ffn_hidden_size": "model.path",
-    "num_attention_heads": "model.path",
-    "num_query_groups": "model.path",
-    "kv_channels": "model.path",
-    "vocab_size": "model.path",
-    "num_moe_experts": "model.path",
-    "moe_ffn_hidden_size": "model.path",
-    "moe_router_topk": "model.path",
-    "rotary_base": "model.path",
-    "share_embeddings_and_output_weights": "model.path",
     "lr": "algorithm.learning_rate",
     "weight_decay": "learner.weight_decay",
     "clip_grad": "learner.grad_clip",
-    "calculate_per_token_loss": None,
-    # `logprobs` replaces Megatron's projection to the vocabulary.
-    "defer_embedding_wgrad_compute": None,
-    "average_in_collective": None,
-    "variable_seq_lengths": None,
-    "perform_initialization": None,
-    "transformer_layer_spec": None,
-    "finalize_model_grads_func": None,
-    "grad_scale_func": None,
-    "grad_sync_func": None,
-    "param_sync_func": None,
-    "init_method": None,
-    "embedding_init_method": None,
-    "output_layer_init_method": None,
-    "timers": None,
-    "cache_mla_latents": None,
-    "_cpu_offloading_context": None,
-    "_pg_collection": None,
-    # With asynchronous sends an output would be freed before it is sent.
-    "deallocate_pipeline_outputs": None,
-    "no_sync_func": None,
-    "moe_grad_scale_func": None,
-    "mtp_grad_scale_func": None,
-    "experimental_attention_variant_loss_scale_func": None,
-    "gtp_weight_remat_size": None,
-    "expert_gtp_weight_remat_size": None,
-    "mlp_chunks_for_training": None,
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "model.dtype"),
+    **dict.fromkeys(
+        (
+            *("num_layers", "hidden_size", "ffn_hidden_size", "kv_channels", "vocab_size"),
+            *("num_attention_heads", "num_query_groups", "rotary_base"),
+            *("num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk"),
+            "share_embeddings_and_output_weights",
+        ),
+        "model.path",
+    ),
+    **dict.fromkeys(
+        (
+            *("calculate_per_token_loss", "average_in_collective", "variable_seq_lengths"),
+            *("perform_initialization", "transformer_layer_spec", "cache_mla_latents", "timers"),
+            *("init_method", "embedding_init_method", "output_layer_init_method"),
+            *("finalize_model_grads_func", "grad_scale_func", "grad_sync_func", "param_sync_func"),
+            *("no_sync_func", "moe_grad_scale_func", "mtp_grad_scale_func"),
+            "experimental_attention_variant_loss_scale_func",
+            *("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "mlp_chunks_for_training"),
+            *("_cpu_offloading_context", "_pg_collection"),
+            # `logprobs` replaces Megatron's projection to the vocabulary.
+            "defer_embedding_wgrad_compute",
+            # With asynchronous sends an output would be freed before it is sent.
+            "deallocate_pipeline_outputs",
+        )
+    ),
 }
 
 
