@@ -99,10 +99,10 @@ def see_wrong_plan(folder: Path) -> None:
     config = config_of("tp2", folder)
     policy = opened(config)
     right = open_stream(policy, config)
-    plan_merged = bucket_fill.plan_merged
+    plan_matrices = bucket_fill.plan_matrices
 
-    def wrong(policy: object) -> list:
-        pieces = plan_merged(policy)
+    def wrong(policy: object, *, merged: bool) -> list:
+        pieces = plan_matrices(policy, merged=merged)
         names = [piece.name for piece in pieces]
         key, value = (names.index(f"model.layers.1.self_attn.{x}_proj.weight") for x in "kv")
         if policy.ranks.rank == 1:
@@ -111,14 +111,14 @@ def see_wrong_plan(folder: Path) -> None:
             pieces[value] = dataclasses.replace(pieces[value], part=parts[0])
         return pieces
 
-    def unknown(policy: object) -> list:
+    def unknown(policy: object, *, merged: bool) -> list:
         if policy.ranks.rank == 1:
             raise bucket_fill.UnknownMapping("a parameter has a mapping of tomorrow")
-        return plan_merged(policy)
+        return plan_matrices(policy, merged=merged)
 
     kinds, identities = [], [right.run().identity]
     for plan in (wrong, unknown):
-        bucket_fill.plan_merged = plan
+        bucket_fill.plan_matrices = plan
         stream = open_stream(policy, config)
         kinds.append(type(stream._filling).__name__)
         identities.append(stream.run().identity)

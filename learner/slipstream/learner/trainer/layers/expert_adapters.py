@@ -157,13 +157,3 @@ def factor_tasks(tasks: list[Megatron], factor: str, modules: Sequence[str]) -> 
 
     chosen = [task for task in tasks if any(name in task.global_param_name for name in modules)]
     return [_Changed(t, partial(own, t)) if has_adapters(t.megatron_module) else t for t in chosen]
-
-
-def adapted_names(chunks: list[Megatron]) -> list[str]:
-    """Returns the names of the parameters of experts' adapters on this rank."""
-    return [
-        name
-        for chunk in chunks
-        for name, _ in chunk.named_parameters()
-        if ".mlp.experts." in name and ".adapter." in name
-    ]

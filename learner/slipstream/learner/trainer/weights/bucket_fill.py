@@ -21,7 +21,6 @@ from slipstream.learner.trainer.weights.export_plan import (
     exported_type,
     plan_adapters,
     plan_matrices,
-    plan_merged,
 )
 from slipstream.protocol.weights.buckets import Bucket, Span, TensorSpec
 from torch import Tensor
@@ -296,11 +295,13 @@ def plan_filling(
     rank, all ranks raise the same UnknownMapping. The plan is not compared with Bridge's export
     here: see `open_stream`.
     """
-    plans = {Kind.MERGED: plan_merged, Kind.MATRICES: plan_matrices, Kind.ADAPTERS: plan_adapters}
     pieces: list[Piece] = []
     problem = ""
     try:
-        pieces = plans[kind](policy)
+        if kind is Kind.ADAPTERS:
+            pieces = plan_adapters(policy)
+        else:
+            pieces = plan_matrices(policy, merged=kind is Kind.MERGED)
         if policy.drafts is not None:
             group = policy.ranks.tp_group
             pieces += [

@@ -145,11 +145,9 @@ def _adapted_experts(policy: Policy) -> list[str]:
     """Returns name parts of the expert matrices that have adapters on any rank; collective."""
     if policy.chunks[0].config.num_moe_experts is None:
         return []
-    from slipstream.learner.trainer.layers.expert_adapters import adapted_names
-
     matrices = [f".mlp.experts.{name}." for name in ("linear_fc1", "linear_fc2")]
-    here = adapted_names(policy.chunks)
-    flags = torch.tensor([float(any(each in name for name in here)) for each in matrices])
+    here = [name for chunk in policy.chunks for name, _ in chunk.named_parameters()]
+    flags = torch.tensor([float(any(f"{m}adapter." in name for name in here)) for m in matrices])
     found = policy.ranks.max(flags).tolist()
     return [name for name, flag in zip(matrices, found, strict=True) if flag]
 

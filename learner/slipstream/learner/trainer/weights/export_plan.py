@@ -52,27 +52,20 @@ class Piece:
         return dist.get_world_size(self.group) if self.dim is not None else 1
 
 
-def plan_merged(policy: Policy) -> list[Piece]:
+def plan_matrices(policy: Policy, *, merged: bool) -> list[Piece]:
     """Returns pieces of every parameter on this rank, experts last; collective.
 
-    Raises UnknownMapping for a mapping that this module does not know, and for a matrix with an
-    adapter, because no memory holds the merged matrix.
+    Adapters' products are left out. Raises UnknownMapping for a mapping that this module does not
+    know, and, if they are to be `merged`, for a matrix with an adapter: no memory holds their sum.
     """
     from slipstream.learner.trainer.layers.expert_adapters import has_adapters
 
-    tasks = _tasks_here(policy)
-    for task in tasks:
-        if "to_wrap" in task.param_name or has_adapters(task.megatron_module):
-            raise UnknownMapping(f"{task.param_name} has an adapter")
-    return plan_matrices(policy)
-
-
-def plan_matrices(policy: Policy) -> list[Piece]:
-    """Returns pieces like `plan_merged`, but accepts adapters and leaves out their products."""
     pieces: list[Piece] = []
     expected = set(policy.bridge.hf_pretrained.state.source.get_all_keys())
     is_tied = policy.chunks[0].config.share_embeddings_and_output_weights
     for task in _tasks_here(policy):
+        if merged and ("to_wrap" in task.param_name or has_adapters(task.megatron_module)):
+            raise UnknownMapping(f"{task.param_name} has an adapter")
         weight, mapping = _plain(task.param_weight), task.mapping
         for name, part, dim in _parts(task, weight):
             sizes = list(part.shape)
