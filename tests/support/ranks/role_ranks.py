@@ -326,15 +326,15 @@ def groups(folder: Path) -> None:
     found = {
         "gloo_threads": threads.count("gloo_tcp_loop\n"),
         "unknown_globals": sorted(assigned - known_globals()),
-        "sizes_outside": (ranks.tp_size, ranks.dp_size),
+        "sizes_outside": (ranks.tp_group.size(), ranks.dp_size),
         # What is not in force.
         "refused": [refused(lambda: replicas.dp_size)],
         "groups_again": len(parallel_state._global_process_group_list) - made,
     }
-    found["tp_of_same_groups"] = again.tp_size
+    found["tp_of_same_groups"] = again.tp_group.size()
     with replicas.in_force():
-        found["sizes_inside"] = (replicas.tp_size, replicas.dp_size)
-        found["refused"] += [refused(lambda: ranks.tp_size), refused(stages.in_force)]
+        found["sizes_inside"] = (replicas.tp_group.size(), replicas.dp_size)
+        found["refused"] += [refused(lambda: ranks.tp_group.size()), refused(stages.in_force)]
         parallel_state._HYBRID_DP_CP_GROUPS[0] = "filled in place"
     with stages.in_force(), stages.in_force():
         found["is_last_stage"] = stages.is_last_stage
@@ -345,7 +345,7 @@ def groups(folder: Path) -> None:
         with replicas.in_force():
             raise KeyError
     except KeyError:
-        found["sizes_after"] = (ranks.tp_size, ranks.dp_size)
+        found["sizes_after"] = (ranks.tp_group.size(), ranks.dp_size)
     one = torch.ones(1)
     dist.all_reduce(one, group=ranks.tp_group)
     found["sum_after"] = float(one)

@@ -84,20 +84,18 @@ class DraftShape:
         text = json.dumps(kind | self.values() | {"dtype": dtype}, indent=2)
         (folder / "config.json").write_text(text)
 
-    def problems(self, folder: Path) -> Iterator[str]:
-        """Yields one line for each fault of a `folder` in which the layer begins."""
+    def check(self, folder: Path) -> None:
+        """Raises ConfigError for a damaged `folder`, and for the layer of another model."""
         setting = f"model.path's folder {FOLDER}"
-        damages = missing_weights(folder, setting)
-        yield from damages
-        if damages:
-            return
+        for damage in missing_weights(folder, setting):
+            raise ConfigError(damage)
         told, values = read_model_table(folder), self.values()
         held = {name: told[name] for name in values if name in told}
         wanted = {name: values[name] for name in held} | dict(self.tensors())
         held |= {name: shape for name, (_, shape) in held_tensors(folder).items()}
         for name in held | wanted:
             if held.get(name) != wanted.get(name):
-                yield (
+                raise ConfigError(
                     f"{setting} must hold the layer of drafts beside this model, whose {name} is "
                     f"{wanted.get(name)}: {folder} has {held.get(name)}"
                 )
@@ -113,6 +111,5 @@ def begun(config: Config) -> tuple[DraftShape, Path | None]:
     folder = config.model.path / FOLDER
     if not any(folder.glob("*.safetensors")):
         return shape, None
-    for problem in shape.problems(folder):
-        raise ConfigError(problem)
+    shape.check(folder)
     return shape, folder

@@ -33,6 +33,7 @@ from slipstream.learner.trainer.batches.training_sequence import (
     Paths,
     Segment,
     TrainingSequence,
+    to_device,
 )
 from slipstream.learner.trainer.layers.routers import has_router_losses
 from torch import Tensor
@@ -146,10 +147,8 @@ def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:
     """Returns Megatron's packed-sequence parameters for a micro batch with `paths`."""
     from slipstream.learner.trainer.layers.attention import SharedSequences
 
-    num_tokens = len(micro_batch.token_ids)
-    whole = torch.tensor([0, num_tokens], dtype=torch.int32)
-    if micro_batch.cu_seqlens.is_cuda:
-        whole = whole.pin_memory().to(micro_batch.cu_seqlens.device, non_blocking=True)
+    whole = torch.tensor([0, len(micro_batch.token_ids)], dtype=torch.int32)
+    whole = to_device(whole, micro_batch.cu_seqlens.device)
     return SharedSequences(
         qkv_format="thd",
         cu_seqlens_q=whole,

@@ -294,15 +294,6 @@ class _Part:
         return torch.where(is_here, targets - self.first, -1)
 
 
-def output_weight(model: Megatron) -> Tensor:
-    """Returns this rank's rows of the output projection, or of the embedding if they are tied."""
-    if model.share_embeddings_and_output_weights:
-        shared: Tensor = model.shared_embedding_or_output_weight()
-        return shared
-    own: Tensor = model.output_layer.weight
-    return own
-
-
 def defer_projections(chunks: list[Megatron]) -> list[Megatron]:
     """Makes `chunks` return hidden states, not logits, on all tensor parallel ranks; returns them.
 

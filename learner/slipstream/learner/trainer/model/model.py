@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from slipstream.core.settings.sections import ParallelSection
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.model.logprobs import Projection, output_weight
+from slipstream.learner.trainer.model.logprobs import Projection
 from slipstream.learner.trainer.ranks import compat
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
@@ -62,8 +62,16 @@ class ParallelModel:
 
     @property
     def output_weight(self) -> Tensor:
-        """This rank's rows of the projection to the vocabulary, on the last pipeline stage only."""
-        return output_weight(unwrapped(self.chunks[-1]))
+        """This rank's rows of the projection to the vocabulary, on the last pipeline stage only.
+
+        They are the embedding's if the two are tied.
+        """
+        chunk = unwrapped(self.chunks[-1])
+        if chunk.share_embeddings_and_output_weights:
+            shared: Tensor = chunk.shared_embedding_or_output_weight()
+            return shared
+        own: Tensor = chunk.output_layer.weight
+        return own
 
     def projection(self, temperature: float, *, entropy_gradient: bool = False) -> Projection:
         """Returns the settings for computing log-probabilities from this model's hidden states."""
@@ -82,9 +90,6 @@ class ParallelModel:
         with self.memory.resident(Part.PARAMETERS):
             parameters = [p for chunk in self.chunks for p in chunk.parameters()]
             return sum(int((~torch.isfinite(p)).sum()) for p in parameters)
-
-    def gather_parameters(self) -> None:
-        """Completes a deferred all-gather of the parameters; does nothing for a frozen model."""
 
 
 @dataclass(frozen=True)

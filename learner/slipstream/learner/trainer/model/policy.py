@@ -132,22 +132,23 @@ def draw_adapters(
     `rank`, and for matrices that are not among `targets`; its other values are those of adapters
     of this rank.
     """
+    group = ranks.tp_group
     for layer_number, name, module in _adapted(chunk):
         weight = module.adapter.linear_in.weight
         is_split_by_input = module.adapter.input_is_parallel
         rows, inputs = weight.shape
         if is_split_by_input:
-            inputs *= ranks.tp_size
+            inputs *= group.size()
         else:
-            rows *= ranks.tp_size
+            rows *= group.size()
         draw = np.random.default_rng([seed, layer_number, zlib.crc32(name.encode())])
         whole = draw.uniform(-1.0, 1.0, (rows, inputs)) / np.sqrt(inputs)
         if rank is not None:
             whole[rank:] = 0.0
         if targets is not None and name.rpartition(".")[2] not in targets:
             whole[:] = 0.0
-        part = torch.from_numpy(whole).chunk(ranks.tp_size, dim=int(is_split_by_input))
-        weight.copy_(part[ranks.tp_group.rank()])
+        part = torch.from_numpy(whole).chunk(group.size(), dim=int(is_split_by_input))
+        weight.copy_(part[group.rank()])
         module.adapter.linear_out.weight.zero_()
 
 

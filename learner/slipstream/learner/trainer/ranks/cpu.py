@@ -141,9 +141,6 @@ def _set_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
 
 
 def _replace_cuda() -> None:
-    def current_stream(*_: object) -> _Done:
-        return _Done()
-
     substitute(
         torch.cuda,
         {
@@ -154,17 +151,12 @@ def _replace_cuda() -> None:
             "empty_cache": lambda *_, **__: None,
             "Stream": _Done,
             "Event": _Done,
-            "current_stream": current_stream,
-            "default_stream": current_stream,
+            "current_stream": lambda *_: _Done(),
             "stream": lambda _: contextlib.nullcontext(),
             "get_rng_state": _rng_state,
             "set_rng_state": _set_rng_state,
             "manual_seed": torch.manual_seed,
         },
-    )
-    substitute(torch.cuda.random, {"get_rng_state": _rng_state, "set_rng_state": _set_rng_state})
-    substitute(
-        torch.cuda.nvtx, {"range_push": lambda *_, **__: None, "range_pop": lambda *_, **__: None}
     )
 
 

@@ -133,10 +133,6 @@ class Ranks:
         return int(self._groups.get_data_parallel_world_size())
 
     @property
-    def tp_size(self) -> int:
-        return int(self._groups.get_tensor_model_parallel_world_size())
-
-    @property
     def tp_group(self) -> dist.ProcessGroup:
         group: dist.ProcessGroup = self._groups.get_tensor_model_parallel_group()
         return group
