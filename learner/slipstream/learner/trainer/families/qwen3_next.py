@@ -40,26 +40,6 @@ DELTA_NET = f"{LAYER}linear_attn."
 _SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
 
 
-def set_delta_nets(provider: Megatron, settings: Megatron) -> None:
-    """Sets `provider` to delta nets, gated attention, norms of 1 + weight, no further layers."""
-    provider.layernorm_zero_centered_gamma = True
-    provider.qk_layernorm = True
-    provider.attention_output_gate = True
-    provider.mtp_num_layers = None
-    for name in _SIZES:
-        setattr(provider, f"linear_{name}", getattr(settings, f"linear_{name}"))
-    # Checkpoints would otherwise join each parameter over all layers, but some layers lack it.
-    provider.hetereogenous_dist_checkpoint = True
-    provider.is_delta_net = [kind == "linear_attention" for kind in settings.layer_types]
-    place_norms(provider, "before")
-
-
-def set_shared_expert(provider: Megatron, settings: Megatron) -> None:
-    """Adds a shared expert, which takes every token and has its own gate."""
-    provider.moe_shared_expert_intermediate_size = settings.shared_expert_intermediate_size
-    provider.moe_shared_expert_gate = True
-
-
 def delta_nets() -> list[Megatron]:
     """Returns the mappings of attention and of delta nets without their input projections."""
     pairs = {
@@ -78,34 +58,29 @@ def delta_nets() -> list[Megatron]:
     ]
 
 
-@recipe_for(Qwen3NextForCausalLM, "qwen3_next")
-class Qwen3NextBridge(FamilyBridge):
-    """Qwen3-Next: delta nets (arXiv:2412.06464), gated attention, experts like Qwen2-MoE's."""
-
-    def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        set_delta_nets(provider, settings)
-        set_shared_expert(provider, settings)
-
-    def _mappings(self) -> list[Megatron]:
-        inputs = GDNLinearMapping(
-            f"{ATTENTION}in_proj.weight",
-            qkvz=f"{DELTA_NET}in_proj_qkvz.weight",
-            ba=f"{DELTA_NET}in_proj_ba.weight",
-        )
-        return [*ends(), *norms_before(), *delta_nets(), inputs, *experts(), *shared_expert()]
-
-
 @recipe_for(Qwen3_5ForCausalLM, "qwen3_5_text")
 class Qwen35Bridge(FamilyBridge):
-    """Qwen3.5 without images: Qwen3-Next's layers with separate projections and gated MLPs."""
+    """Qwen3.5 without images: delta nets (arXiv:2412.06464), gated attention, gated MLPs."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        set_delta_nets(provider, settings)
+        # Its norms multiply by 1 + weight, and its further layers are not trained.
+        provider.layernorm_zero_centered_gamma = True
+        provider.qk_layernorm = True
+        provider.attention_output_gate = True
+        provider.mtp_num_layers = None
+        for name in _SIZES:
+            setattr(provider, f"linear_{name}", getattr(settings, f"linear_{name}"))
+        # Checkpoints would otherwise join each parameter over all layers, but some layers lack it.
+        provider.hetereogenous_dist_checkpoint = True
+        provider.is_delta_net = [kind == "linear_attention" for kind in settings.layer_types]
+        place_norms(provider, "before")
 
     def _mappings(self) -> list[Megatron]:
+        return [*ends(), *norms_before(), *delta_nets(), self._inputs(), *self._feed_forward()]
+
+    def _inputs(self) -> Megatron:
         names = {name: f"{DELTA_NET}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")}
-        inputs = GDNLinearMappingSeparate(f"{ATTENTION}in_proj.weight", **names)
-        return [*ends(), *norms_before(), *delta_nets(), inputs, *self._feed_forward()]
+        return GDNLinearMappingSeparate(f"{ATTENTION}in_proj.weight", **names)
 
     def _feed_forward(self) -> list[Megatron]:
         return gated()
@@ -117,10 +92,23 @@ class Qwen35MixtureBridge(Qwen35Bridge):
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         super()._adjust(provider, settings)
-        set_shared_expert(provider, settings)
+        provider.moe_shared_expert_intermediate_size = settings.shared_expert_intermediate_size
+        provider.moe_shared_expert_gate = True
 
     def _feed_forward(self) -> list[Megatron]:
         return [*experts(), *shared_expert()]
+
+
+@recipe_for(Qwen3NextForCausalLM, "qwen3_next")
+class Qwen3NextBridge(Qwen35MixtureBridge):
+    """Qwen3-Next, whose files join the input projections of a delta net in two tensors."""
+
+    def _inputs(self) -> Megatron:
+        return GDNLinearMapping(
+            f"{ATTENTION}in_proj.weight",
+            qkvz=f"{DELTA_NET}in_proj_qkvz.weight",
+            ba=f"{DELTA_NET}in_proj_ba.weight",
+        )
 
 
 @recipe_for(Qwen3_5ForConditionalGeneration, "qwen3_5")
