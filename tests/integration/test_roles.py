@@ -218,7 +218,7 @@ def test_each_layout_has_its_own_groups_while_it_is_in_force(swapped: list[dict]
     for rank, found in enumerate(swapped):
         assert found["sizes_outside"] == found["sizes_after"] == (2, 1)
         assert found["sizes_inside"] == (1, 2)
-        assert found["is_last_stage"] == (rank == 1)
+        assert found["counts"] == (rank == 1)
         assert (found["sum_inside"], found["sum_after"]) == (1.0, 2.0)
         assert found["refused"] == [True, True, True]
         # One thread listens for all groups; a layout that is there needs none of its own.

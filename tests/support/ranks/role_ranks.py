@@ -337,7 +337,7 @@ def groups(folder: Path) -> None:
         found["refused"] += [refused(lambda: ranks.tp_group.size()), refused(stages.in_force)]
         parallel_state._HYBRID_DP_CP_GROUPS[0] = "filled in place"
     with stages.in_force(), stages.in_force():
-        found["is_last_stage"] = stages.is_last_stage
+        found["counts"] = stages.counts
         one = torch.ones(1)
         dist.all_reduce(one, group=stages.tp_group)
         found["sum_inside"] = float(one)

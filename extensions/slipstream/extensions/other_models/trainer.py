@@ -68,11 +68,8 @@ class Roles(StepPart):
         if of_critic is not None:
             with named(config, "critic"):
                 self.critic = Critic(of_critic, policy.ranks)
-        self._section = config.reference
-
-    @property
-    def _refresh_every_steps(self) -> int:
-        return self._section.refresh_every_steps if self._section is not None else 0
+        self._section = section = config.reference
+        self._refresh_every_steps = 0 if section is None else section.refresh_every_steps
 
     def estimates(self, batch: Batch, stages: StageTimes) -> list[ModelEstimates]:
         """Returns the estimates for each trajectory; the same on every rank."""
@@ -320,12 +317,9 @@ class Critic:
             values = output[0, :, 0]
             return values.sum(), micro_batch.loss_mask.sum().to(torch.int), values
 
-        def forward(share: Sequence[MicroBatch]) -> list[Tensor]:
-            with torch.no_grad():
-                return run_schedule(self.model, share, finish, forward_only=True)
-
+        forward = functools.partial(run_schedule, self.model, finish=finish, forward_only=True)
         max_tokens = self._settings.learner.micro_batch_tokens
-        with self._ranks.in_force():
+        with self._ranks.in_force(), torch.no_grad():
             return batch_outputs(self.model, batch, forward, max_tokens=max_tokens)
 
     def train(

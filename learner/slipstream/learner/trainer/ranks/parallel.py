@@ -155,13 +155,10 @@ class Ranks:
         return int(self._groups.get_pipeline_model_parallel_rank())
 
     @property
-    def is_last_stage(self) -> bool:
-        return bool(self._groups.is_pipeline_last_stage(ignore_virtual=True))
-
-    @property
     def counts(self) -> bool:
         """Whether sums over all ranks include this rank's statistics, so that tokens count once."""
-        return self.is_last_stage and self._groups.get_tensor_model_parallel_rank() == 0
+        is_last_stage = bool(self._groups.is_pipeline_last_stage(ignore_virtual=True))
+        return is_last_stage and self._groups.get_tensor_model_parallel_rank() == 0
 
     def has_first_copy(self, *, of_experts: bool) -> bool:
         """Whether no lower rank holds the same parameters (of experts or not); not collective."""
