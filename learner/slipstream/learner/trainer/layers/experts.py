@@ -4,8 +4,8 @@ The classes inherit from Megatron's, so import this module only after `compat.in
 """
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -16,22 +16,9 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 from megatron.core.utils import divide
-from slipstream.core.models.model_sizes import normalizes_experts
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers import own_device
 from torch import Tensor
-
-
-def mixture_settings(sizes: Mapping[str, Any]) -> dict[str, object]:
-    """Returns values for Megatron's model provider from `sizes`, a model's config.json."""
-    return {
-        # The choice of experts must not depend on the rounding of bfloat16.
-        "moe_router_dtype": "fp32",
-        # A policy's loss is only the objective; `learner.transformer` may set a coefficient.
-        "moe_aux_loss_coeff": 0.0,
-        # Bridge always lets the probabilities of the chosen experts add up to 1.
-        "moe_router_pre_softmax": not normalizes_experts(sizes),
-    }
 
 
 def mark_experts(chunks: list[Megatron]) -> list[Megatron]:

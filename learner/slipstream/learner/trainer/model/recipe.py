@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 from slipstream.core.errors import ConfigError, did_you_mean, near_names
+from slipstream.core.models.model_sizes import normalizes_experts
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.parallel_rules import RankLayout
 from slipstream.core.settings.sections import LearnerSection
@@ -101,7 +102,14 @@ def provider_of(
     if provider.num_moe_experts:
         from slipstream.learner.trainer.layers import experts
 
-        values |= experts.mixture_settings(hf_config.to_dict())
+        values |= {
+            # The choice of experts must not depend on the rounding of bfloat16.
+            "moe_router_dtype": "fp32",
+            # A policy's loss is only the objective; `learner.transformer` may set a coefficient.
+            "moe_aux_loss_coeff": 0.0,
+            # Bridge always lets the probabilities of the chosen experts add up to 1.
+            "moe_router_pre_softmax": not normalizes_experts(hf_config.to_dict()),
+        }
         if config.lora.has_mlp:
             from slipstream.learner.trainer.layers import spec
 

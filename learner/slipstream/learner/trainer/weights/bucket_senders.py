@@ -30,7 +30,6 @@ from slipstream.v1 import weights_pb2
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-Joined = TypeVar("Joined")
 NUM_BUFFERS = 2
 Result = TypeVar("Result")
 # Seconds by which a call may outlast gloo's own deadline before its thread is left behind.
@@ -120,7 +119,7 @@ class BucketSender(ABC):
         """Connects as `connect` describes, for one transport."""
 
 
-def live(joined: Joined | None) -> Joined:
+def live(joined: Result | None) -> Result:
     """Returns a sender's connection; raises WeightSyncError if it is None."""
     if joined is None:
         raise WeightSyncError("there is no communicator to send through")
