@@ -98,7 +98,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     training, device = TrainingStep(policy, config), policy.ranks.device
     vocab = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
     batches = [lognormal_batch(load, vocab, step) for step in range(arguments.steps)]
-    metrics = [training.run(batch).metrics | training.stages.take() for batch in batches]
+    metrics = [training.run(batch).metrics for batch in batches]
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     bare = BareLoop(policy)
     packed = {batch.step: packed_as_ours(policy, config, batch) for batch in batches}

@@ -137,9 +137,10 @@ class TrainingStep:
             one_pass = list(zip(mini_batches, shares, before, strict=True))
             for members, share, old in one_pass * algorithm.epochs:
                 gradients = self._gradients_of(share, old, batch.step)
-                with self.stages.measure("forward_backward"):
-                    losses = gradients()
-                    total = totals.statistics.add([one.statistics for one in losses], ranks)
+                started = time.monotonic()
+                losses = gradients()
+                total = totals.statistics.add([one.statistics for one in losses], ranks)
+                totals.forward_backward_s += time.monotonic() - started
                 fault = totals.statistics.fault
                 if fault or not math.isfinite(total):
                     chosen = {index: sequences[index] for index in members}
@@ -150,9 +151,10 @@ class TrainingStep:
                 if algorithm.agreement == "bits" and totals.statistics.unequal_tokens:
                     raise bits_fault(batch.step, totals.statistics)
                 totals.num_micro_batches += len(share) * ranks.dp_size
-                with self.stages.measure("optimizer"):
-                    totals.grad_norms.append(update_weights(policy, rate, gradients))
+                started = time.monotonic()
+                totals.grad_norms.append(update_weights(policy, rate, gradients))
                 totals.loss_scale = min(totals.loss_scale, policy.loss_scale)
+                totals.optimizer_s += time.monotonic() - started
                 self.num_updates += 1
                 ranks.activity.note()
         for part in self._parts:
@@ -207,6 +209,8 @@ class TrainingStep:
             "grad_norm": sum(totals.grad_norms) / len(totals.grad_norms),
             "learning_rate": rate,
             "num_micro_batches": float(totals.num_micro_batches),
+            "forward_backward_s": totals.forward_backward_s,
+            "optimizer_s": totals.optimizer_s,
         }
         if self.policy.scaler is not None:
             found["gradient_overflows"] = float(self._num_passes - self.num_updates)
@@ -235,6 +239,8 @@ class _Totals:
     # The smallest scale of the loss that was used.
     loss_scale: float = math.inf
     num_micro_batches: int = 0
+    forward_backward_s: float = 0.0
+    optimizer_s: float = 0.0
 
     def join(self, others: _Totals) -> None:
         self.statistics.join(others.statistics)
@@ -245,6 +251,8 @@ class _Totals:
         self.grad_norms += others.grad_norms
         self.loss_scale = min(self.loss_scale, others.loss_scale)
         self.num_micro_batches += others.num_micro_batches
+        self.forward_backward_s += others.forward_backward_s
+        self.optimizer_s += others.optimizer_s
 
 
 # Fraction of the decay that is done after a fraction x of its steps.
