@@ -110,7 +110,9 @@ are the values of a setting and, behind a semicolon, its default.
 
 A default of *automatic* follows from the other settings and the model's `config.json`, never from
 the machine. A stated value wins. The first lines of a run and its `config.toml` show what was
-chosen, and a run that goes on keeps it. With P parameters and W bytes of weights:
+chosen, and a run that goes on keeps it. Which GPUs there are decides where processes run, and about
+[a second server](guides/gpus.md#a-second-server-by-itself). With P parameters and W bytes of
+weights:
 
 - `run.name`, a name of `environments`: model's folder and environments; the class in lower case.
 - `algorithm.group_size`: 8; 1 where `advantage` is score or none.

@@ -21,10 +21,10 @@ waits for the same groups again, or a few more, so that waves of replies of one 
 cache in FP8, `ours-flash` with vLLM's own attention, `ours-bits` with `algorithm.agreement =
 "bits"`. `ours-off`, `ours-pause` and
 `ours-sleep` have that value of `controller.turns`. `ours-both` has a second rollout server, on the
-learner's GPU. `ours-defaults` leaves micro batches, episodes, threads and memory to the run, and
-must be the only system. These words go together: `ours-both-kv8-off`. TRL 1.16 with datasets,
-accelerate and Liger, and prime-rl or verl as peers.py brings them, must be importable
-(`--peer-path FOLDER`; `--peer-path verl=FOLDER` once for each of several).
+learner's GPU. `ours-defaults` leaves micro batches, episodes, threads, memory and a second server
+to the run, and must be the only system. These words go together: `ours-both-kv8-off`. TRL 1.16
+with datasets, accelerate and Liger, and prime-rl or verl as peers.py brings them, must be
+importable (`--peer-path FOLDER`; `--peer-path verl=FOLDER` once for each of several).
 
 Prints one table; benchmarks/results/whole-systems-GPUS.json is written after every system.
 """

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from slipstream.rollout_server.engine_interface import (
     TextPart,
 )
 from slipstream.rollout_server.vllm.agent_services import AgentServices
+from slipstream.rollout_server.vllm.steady_decoding import CHUNK_TOKENS
 from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config
 from support.fakes.chat_models import make_chat_model
 from support.rigs.engine_rig import Reference
@@ -144,8 +146,11 @@ async def test_parts_are_as_large_as_was_asked_for(served) -> None:
         texts.add("".join(part.text for part in parts))
     assert len(texts) == 1
     assert sizes["tokens"] == [1] * 70
-    # A reader that is late finds two chunks as one part: their sizes are not asked for here.
-    assert len(sizes["chunks"]) <= 6
+    # A reader that is late finds two chunks as one part, but none is cut.
+    *ends, last = accumulate(sizes["chunks"])
+    assert last == 70
+    assert all((end - ends[0]) % CHUNK_TOKENS == 0 for end in ends)
+    assert len(ends) <= 5
     assert len(sizes["large"]) <= 3
 
 

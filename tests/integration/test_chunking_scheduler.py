@@ -6,6 +6,7 @@ The asynchronous one needs no GPU here: two steps are under way at one time, as 
 import random
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,22 @@ def test_a_step_with_a_request_that_takes_more_than_tokens_is_vllms(start, overl
     assert len(own_plans) <= 11
     engine.drain()
     assert len(own_plans) > 30
+
+
+@both
+def test_prompts_are_vllms_to_place_where_requests_may_have_adapters(start, overlapping: bool):
+    engine = start(ours=True, overlapping=overlapping)
+    own_plans = counted_plans(engine)
+    # vLLM counts the adapters of all that run.
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=1)
+    for number in range(3):
+        add(engine, f"r{number}", 40)
+        before = len(own_plans)
+        engine.step()
+        assert len(own_plans) == before
+        for _ in range(5):
+            engine.step()
+        assert len(own_plans) == before + 5
 
 
 def test_every_step_is_vllms_with_another_scheduler_and_with_windows(start) -> None:

@@ -243,7 +243,7 @@ def with_second_server(config: Config, placement: Placement) -> Placement:
         (config.learner.world_size, len(placement.servers), len(names)) != (1, 1, 2)
         or is_stated
         or "kv_cache_memory_bytes" in server.engine
-        or controller.turns not in ("auto", "pause")
+        or controller.turns != "auto"
         or controller.client_loop
         or not is_loopback(address_parts(controller.address)[0])
         or weights.transport not in ("auto", "ipc")

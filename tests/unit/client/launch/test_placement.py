@@ -309,6 +309,7 @@ def test_a_second_server_samples_on_the_learners_gpu(tmp_path, monkeypatch) -> N
         ({"rollout_server": {"engine": {"kv_cache_memory_bytes": 1 << 30}}}, {}),
         ({"rollout_server": {"tensor_parallel_size": 2}}, {"visible": "0,1,2"}),
         ({"controller": {"turns": "off"}}, {}),
+        ({"controller": {"turns": "pause"}}, {}),
         ({"controller": {"address": "192.0.2.1:7070"}}, {}),
         ({"controller": {"client_loop": True}, "learner": {"shared_prefix_tokens": 0}}, {}),
         ({"weights": {"transport": "nccl"}}, {}),
