@@ -80,6 +80,7 @@ def _install() -> Megatron:
     importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     if has_transformer_engine():
         _cure_clipping()
+        _use_swiglu_kernel()
     elif importlib.util.find_spec("apex") is None:
         optimizer: Megatron = importlib.import_module("megatron.core.optimizer")
         distributed: Megatron = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
@@ -133,6 +134,19 @@ def _cure_clipping() -> None:
         "multi_tensor_scale_impl": engine.multi_tensor_scale,
     }
     substitute(clipping, kernels)
+
+
+def _use_swiglu_kernel() -> None:
+    # In a step of the 0.6B shape with 56,000 tokens on an H200, what torch compiles for SwiGLU's
+    # gradient takes 19.6 ms, and this kernel 11.7.
+    fused: Megatron = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
+    kernels: Megatron = importlib.import_module("transformer_engine_torch")
+
+    def backward(ctx: Megatron, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return kernels.dswiglu(grad.contiguous(), x.to(ctx.ori_input_dtype), None), None, None
+
+    substitute(fused.SwiGLUFunction, {"backward": staticmethod(backward)})
 
 
 def _read_config(path: str, *, trust_remote_code: bool, **named: object) -> Megatron:

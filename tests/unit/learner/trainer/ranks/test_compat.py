@@ -49,3 +49,27 @@ def test_a_routers_bias_in_16_bits_stays_out_of_a_product_with_32(monkeypatch) -
     expected.square().sum().backward()
     for ours, plain in zip(given, (tokens, weight, bias), strict=True):
         torch.testing.assert_close(ours.grad, plain.grad.bfloat16())
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn])
+def test_swiglus_gradient_comes_from_the_kernel_that_transformer_engine_has(
+    stored, monkeypatch
+) -> None:
+    """Also of an input that Megatron stores in 8 bits."""
+    fused = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
+    monkeypatch.setattr(fused.SwiGLUFunction, "backward", fused.SwiGLUFunction.backward)
+
+    def kernel(grad, x, quantizer):
+        assert grad.is_contiguous()
+        assert x.dtype == torch.bfloat16
+        assert quantizer is None
+        return grad.sum() * x
+
+    engine = SimpleNamespace(dswiglu=kernel)
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", engine)
+    compat._use_swiglu_kernel()
+    x, outer = torch.randn(5, 12).to(stored), torch.ones(6, 5).T
+    saved = SimpleNamespace(saved_tensors=(x,), ori_input_dtype=torch.bfloat16)
+    found, *others = fused.SwiGLUFunction.backward(saved, outer)
+    assert torch.equal(found, 30 * x.bfloat16())
+    assert others == [None, None]
