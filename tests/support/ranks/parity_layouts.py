@@ -33,6 +33,8 @@ class Layout:
     sampling: dict = field(default_factory=dict)
     # Pipeline stages send what they hand on only a moment after they were asked to.
     is_slow_network: bool = False
+    # Attention splits, normalises and rotates its heads as on a GPU.
+    has_fused_heads: bool = False
 
     @property
     def reference(self) -> str:
@@ -60,6 +62,7 @@ class Layout:
 PARITY_STEPS = 2
 SLOW_NETWORK = "slow-network"
 SEQUENCE_PARALLEL = "sp"
+FUSED_HEADS = "fused"
 SP = {"tp": 2}
 VPP = {"pp": 2, "vpp": 2}
 DISTRIBUTED_OPTIMIZER = {"ddp": {"use_distributed_optimizer": True}}
@@ -153,6 +156,7 @@ WORDS = {
     "trees-shared": {"sampling": TREES, "learner": SHARED},
     "trees": {"sampling": TREES},
     SEQUENCE_PARALLEL: {},
+    FUSED_HEADS: {},
 }
 SIZE = re.compile(r"(?:^|-)(dp|tp|pp|vpp|cp|ep|etp)(\d+)")
 # The first layout of one rank with the same model, algorithm and sampling is the reference.
@@ -167,7 +171,8 @@ LONG = """
     one-ministral3 one-gemma3 one-glm one-deepseek
     one-moonlight one-qwen3-next one-qwen35
     one-kimi one-mimo one-glm-lite one-minimax 
-    one-smollm3
+    one-smollm3 one-fused-qwen3 one-fused-trees-shared one-fused-gemma3
+    cp2-fused-qwen3 tp2-sp-recompute-fused-qwen3 pp2-vpp2-fused
     one-gpt-oss one-olmo2 one-replay-glm one-replay-deepseek one-forward-top-k
     one-trees-reverse-top-k one-trees-shared one-trees-gspo one-trees-replay-moe tp2-sp-z-loss-moe
     dp2 tp2-sp-forward-top-k cp2-forward-top-k
@@ -235,7 +240,8 @@ def layout_of(name: str) -> Layout:
         tables["learner"]["transformer"] = transformer | {"sequence_parallel": False}
     world_size = max(dense, pp * sizes.get("ep", 1) * sizes.get("etp", tp))
     tables["parallel"] |= sizes
-    return Layout(world_size, model, is_slow_network=SLOW_NETWORK in name, **tables)
+    flags = {"is_slow_network": SLOW_NETWORK in name, "has_fused_heads": f"-{FUSED_HEADS}" in name}
+    return Layout(world_size, model, **flags, **tables)
 
 
 LAYOUTS = {name: layout_of(name) for name in (NAMES + LONG + SLOW).split()}

@@ -6,6 +6,7 @@ FOLDER/LAYOUT-rank-RANK.pt.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from slipstream.core.settings.config import Config
 
 from support.ranks.parity_layouts import LAYOUTS, PARITY_STEPS, batches, config_of, probe
 from support.ranks.rank_program import kept, opened, score, weights_of
+from support.references import plain_heads
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.policy import Policy
@@ -28,10 +30,12 @@ if TYPE_CHECKING:
 
 
 def run_rank(folder: Path, job: str) -> None:
-    if job in LAYOUTS and LAYOUTS[job].is_slow_network:
-        with slow_sends():
-            train(folder, job)
-    else:
+    layout = LAYOUTS.get(job)
+    with contextlib.ExitStack() as stack:
+        if layout is not None and layout.is_slow_network:
+            stack.enter_context(slow_sends())
+        if layout is not None and layout.has_fused_heads:
+            stack.enter_context(plain_heads.in_place_of_kernels())
         train(folder, job)
 
 

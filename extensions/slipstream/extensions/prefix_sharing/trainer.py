@@ -149,6 +149,7 @@ def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:
 
     whole = torch.tensor([0, len(micro_batch.token_ids)], dtype=torch.int32)
     whole = to_device(whole, micro_batch.cu_seqlens.device)
+    positions = torch.arange(len(micro_batch.token_ids), device=whole.device)
     return SharedSequences(
         qkv_format="thd",
         cu_seqlens_q=whole,
@@ -157,6 +158,7 @@ def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:
         max_seqlen_q=paths.max_seqlen,
         max_seqlen_kv=paths.max_seqlen,
         expert_ids=micro_batch.expert_ids,
+        positions=positions,
         bounds=micro_batch.cu_seqlens,
         max_queries=micro_batch.max_seqlen,
         paths=paths,

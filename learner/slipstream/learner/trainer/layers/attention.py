@@ -246,7 +246,7 @@ def attend(
 
 @dataclass
 class RoutedSequences(PackedSeqParams):  # type: ignore[misc]
-    """Packed-sequence parameters with what routers need to know of the tokens.
+    """Packed-sequence parameters with what layers need to know of the tokens.
 
     Megatron passes this object to every layer, also when it recomputes the layer, so that each
     router gets the experts of the current micro batch.
@@ -256,6 +256,8 @@ class RoutedSequences(PackedSeqParams):  # type: ignore[misc]
     expert_ids: Tensor | None = None
     # Same as `MicroBatch.is_padding`.
     is_padding: Tensor | None = None
+    # The row of each token in the rotary angles; None where Megatron finds it by the bounds.
+    positions: Tensor | None = None
 
 
 @dataclass

@@ -55,6 +55,8 @@ def provider_of(
     bridge: Megatron, hf_config: Megatron, config: Config, *, load_weights: bool
 ) -> Megatron:
     """Returns Bridge's model provider; raises ConfigError if Megatron rejects a setting."""
+    from slipstream.learner.trainer.layers import heads
+
     parallel = config.learner.parallel
     provider = bridge.to_megatron_provider(load_weights=load_weights)
     dtype = getattr(torch, config.model.dtype)
@@ -94,6 +96,7 @@ def provider_of(
     }
     frequencies = functools.partial(rotary.set_frequencies, hf_config=hf_config)
     provider.register_pre_wrap_hook(frequencies)
+    provider.register_pre_wrap_hook(heads.fuse_heads)
     is_latent = provider.multi_latent_attention and not compat.has_transformer_engine()
     if is_latent and parallel.tp > 1:
         from slipstream.learner.trainer.layers.attention import make_whole_vectors

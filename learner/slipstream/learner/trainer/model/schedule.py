@@ -253,6 +253,7 @@ def run_schedule(
             packed = packed_sequences(bounds, longest, model.ranks.cp_size)
             packed.expert_ids = micro_batch.expert_ids
             packed.is_padding = micro_batch.is_padding
+            packed.positions = micro_batch.position_ids
         with hooks:
             output = chunk(
                 micro_batch.token_ids[None],

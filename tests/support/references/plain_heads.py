@@ -1,0 +1,77 @@
+"""What the kernels of attention's heads compute, in torch's operations."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+KERNELS = "slipstream.learner.trainer.layers.head_kernels"
+
+
+class Norms(NamedTuple):
+    queries: Tensor
+    keys: Tensor
+    epsilon: float
+    offset: float
+
+
+def split(
+    mixed: Tensor, positions: Tensor, turns: Tensor, norms: Norms | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys, values = mixed[:, :, :-2].flatten(1, 2), mixed[:, :, -2], mixed[:, :, -1]
+    if norms is not None:
+        queries, keys = (
+            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norms.epsilon) * (w + norms.offset)
+            for x, w in ((queries, norms.queries), (keys, norms.keys))
+        )
+    cosine, sine = turns[:, positions].to(mixed.dtype)[:, :, None].repeat(1, 1, 1, 2)
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cosine + torch.cat([-second, first], dim=-1) * sine
+
+    return rotated(queries), rotated(keys), values.clone()
+
+
+def join(
+    grads: tuple[Tensor, ...],
+    mixed: Tensor,
+    positions: Tensor,
+    turns: Tensor,
+    norms: Norms | None,
+) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        mixed = mixed.detach().requires_grad_()
+        if norms is None:
+            outputs = split(mixed, positions, turns, None)
+            return torch.autograd.grad(outputs, mixed, grads)[0], torch.zeros(2, mixed.shape[-1])
+        weights = [one.detach().requires_grad_() for one in norms[:2]]
+        outputs = split(mixed, positions, turns, Norms(*weights, *norms[2:]))
+        found, *sums = torch.autograd.grad(outputs, [mixed, *weights], grads)
+    return found, torch.stack(sums)
+
+
+@contextmanager
+def in_place_of_kernels() -> Iterator[None]:
+    """All models that are opened meanwhile have the attention of `heads`, with these functions."""
+    from slipstream.learner.trainer.ranks import compat
+
+    compat.install()
+    from slipstream.learner.trainer.layers import heads
+
+    module, real, calls = ModuleType(KERNELS), heads.are_plain, list[int]()
+
+    def counted(mixed: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        calls.append(len(mixed))
+        return split(mixed, *rest)
+
+    vars(module).update(Norms=Norms, split=counted, join=join)
+    sys.modules[KERNELS], heads.are_plain = module, lambda config: True
+    yield
+    assert calls, "attention did not ask for its heads"
+    del sys.modules[KERNELS]
+    heads.are_plain = real
