@@ -62,10 +62,12 @@ class NotedCalls:
         self.noted.append(f"wake {'the rest' if tags is None else ' '.join(tags)}")
 
     async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[Any]:
-        if method == "slipstream_prepare":
+        assert method == "slipstream_call"
+        name, *_ = args
+        if name == "prepare":
             return [{"value": True}]
-        self.noted.append(method.removeprefix("slipstream_"))
-        if method == "slipstream_begin":
+        self.noted.append(str(name))
+        if name == "begin":
             return [{"value": None}]
         await self.arrived.wait()
         return [self.answer]

@@ -71,16 +71,16 @@ class Scene:
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout
     ) -> dict[str, Any]:
         ready = value_of(
-            self._worker.slipstream_prepare(
-                order.SerializeToString(), layout.SerializeToString(), 1, self._stage
+            self._worker.slipstream_call(
+                "prepare", order.SerializeToString(), layout.SerializeToString(), 1, self._stage
             )
         )
         while not ready:
             time.sleep(0.002)
-            ready = value_of(self._worker.slipstream_is_ready())
+            ready = value_of(self._worker.slipstream_call("is_ready"))
         if self._worker.weight_transfer_engine.can_copy:
-            value_of(self._worker.slipstream_begin())
-        return value_of(self._worker.slipstream_receive())
+            value_of(self._worker.slipstream_call("begin"))
+        return value_of(self._worker.slipstream_call("receive"))
 
     def _is_same(self, weights: Weights) -> bool:
         """Whether the model has what the loader makes of these weights."""

@@ -197,7 +197,8 @@ class VllmEngine:
 
         async def answers() -> list[Any]:
             try:
-                return list(await self._llm.collective_rpc(method, args=arguments))
+                asked = (method, *arguments)
+                return list(await self._llm.collective_rpc("slipstream_call", args=asked))
             except EngineDeadError as error:
                 raise EngineDied(str(error)) from error
             except Exception as error:

@@ -62,7 +62,7 @@ class SlipstreamWeightTransfer:
     """
 
     supports_draft_weight_update = False
-    # vLLM's model runner, until it has given the layer that drafts.
+    # vLLM's model runner, from the first call on.
     runner: Any = None
 
     # The id of the communicator, and its receiver, which joins on a thread while the engine
@@ -94,76 +94,37 @@ class SlipstreamWeightTransfer:
         # The update that was loaded last, whether copies loaded it, and when these began.
         self._loaded: tuple[Update, bool, float]
 
-    def join(self, order: weights_pb2.PublishOrder, first_rank: int) -> None:
-        """Leaves the old communicator and begins to join that of `order`, on a thread.
+    def prepare(self, order: bytes, layout: bytes, first_rank: int, stage: bool) -> bool:
+        """Prepares to receive an update; returns whether it can be received already.
 
-        `first_rank` is the rank of worker 0 in it. Raises WeightSyncError if the transport is
-        unknown.
+        If `order` names a new communicator, begins to join it; `first_rank` is the rank of worker 0
+        in it. `order` and `layout` are serialised. With `stage` the update is received into
+        separate memory while the engine serves the old weights; `stage` has no effect unless
+        `can_copy`. Raises WeightSyncError if the update cannot be received.
         """
-        self.shutdown()
-        # The reload warns at every update of buffers that no checkpoint holds; we check parameters.
-        logging.getLogger(reload.initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
-        where, device = order.communicator, self.device
-        if where.transport not in TRANSPORTS:
-            raise WeightSyncError(f"transport {where.transport!r} is not known here")
-        rank = first_rank + self.vllm_config.parallel_config.rank
-        seat = Seat(communicator=where, rank=rank, join_deadline_s=order.join_deadline_s)
-
-        def join() -> BucketReceiver:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            return TRANSPORTS[where.transport](seat, device)
-
-        self._joining = where.communicator_id, started(join, name="weight-join")
-
-    def learn(self, layout: bytes) -> None:
-        """Takes the serialised `WeightLayout` of later updates; records a copy plan if it is new.
-
-        Recording may take longer than a bucket's deadline: call this before joining, or the other
-        members would wait.
-        """
-        if layout == self._layout:
-            return
-        parsed = weights_pb2.WeightLayout.FromString(layout)
-        self._weights = tuple(weight_buckets(parsed))
-        buckets, number = tuple(adapter_buckets(parsed)), max(1, len(parsed.adapter_names))
-        self._adapters = Arriving(buckets, parsed.adapter_scale, number=number)
-        if self._weights and self._weights != self._buckets:
-            self._buckets = self._weights
-            names = (span.tensor.name for bucket in self._weights for span in bucket.spans)
-            if any(name.startswith(DRAFTS) for name in names) and self.runner is not None:
-                from slipstream.extensions.drafts.server import WithDrafts
-
-                self.model = WithDrafts(self.model, self.runner, loader_update.load_tensors)
-                self.runner = None
-            self._plan = self._replay = None
-            self._plan = loader_update.recorded_plan(
-                self.model, self._buckets, self.device, self.vllm_config
-            )
-        self._layout = layout
-
-    def prepare(self, order: weights_pb2.PublishOrder, *, stage: bool) -> None:
-        """Prepares to receive the update of `order`, in the layout passed to the last `learn`.
-
-        With `stage` the update is received into separate memory while the engine serves the old
-        weights; `stage` has no effect unless `can_copy`. Raises WeightSyncError if the update
-        cannot be received.
-        """
+        parsed = weights_pb2.PublishOrder.FromString(order)
+        if parsed.new_communicator:
+            self.shutdown()
+        # This comes before joining: once all members have joined, each bucket has its deadline.
+        self._learn(layout)
+        if parsed.new_communicator:
+            self._join(parsed, first_rank)
         self._drop_update()
         if not self._weights and not self._is_whole:
             raise WeightSyncError("adapters came alone, but the weights before them did not arrive")
-        communicator_id = order.communicator.communicator_id
+        communicator_id = parsed.communicator.communicator_id
         if self._joining is None or self._joining[0] != communicator_id:
             raise WeightSyncError(f"not a member of communicator {communicator_id!r}")
         stages = stage and self.can_copy
         incoming = Incoming(
             buckets=self._weights + self._adapters.buckets,
-            bucket_deadline_s=order.bucket_deadline_s,
+            bucket_deadline_s=parsed.bucket_deadline_s,
             own_buffers=stages or not self.can_copy,
         )
         if stages:
             self._staging = self._staging or Staging(self.device)
         self._update = Update(incoming, self._staging if stages else None, self._take, self.device)
+        return self.is_ready()
 
     def is_ready(self) -> bool:
         """Returns whether an update can be received now. Raises WeightSyncError if it never can."""
@@ -190,51 +151,18 @@ class SlipstreamWeightTransfer:
         held_bytes = 0 if self._staging is None else self._staging.held_bytes
         return room(self.device, held_bytes, self.vllm_config.parallel_config.world_size)
 
-    def begin_copies(self) -> None:
-        """Begins to copy an update, without waiting; `copy_weights` copies the rest."""
+    def begin(self) -> None:
+        """Begins to copy the prepared update, without waiting; `receive` ends it.
+
+        The engine may take other calls before.
+        """
         if not self.can_copy:
             raise WeightSyncError("the update has no plan for its copies")
         with self._leaving_on_errors() as update:
             update.begin()
 
-    def copy_weights(self) -> None:
-        """Receives an update and copies it by the plan; after an error it must be sent again."""
-        with self._leaving_on_errors() as update:
-            update.finish()
-        self._settle()
-        self._loaded = update, True, update.began_s()
-        # If the next update is like this one, it needs no `prepare`.
-        self._update = update.following()
-
-    def load_weights(self) -> None:
-        """Receives an update through vLLM's loader; later ones use the plan if it agrees.
-
-        After an error the model needs a whole new update.
-        """
-        update, self._update, self._is_whole = self._ready_update(), None, False
-        self._loaded = update, False, 0.0
-        with set_current_vllm_config(self.vllm_config):
-            try:
-                self._replay = loader_update.load(
-                    self.model,
-                    self.vllm_config.model_config,
-                    update,
-                    self._plan,
-                    num_weights=len(self._weights),
-                    keep_adapters=self._take,
-                )
-            except BaseException:
-                # The reload keeps tensors that came: a second update would mix them with its own.
-                reload.finalize_layerwise_reload(self.model, self.vllm_config.model_config)
-                self.shutdown()
-                raise
-            if self._replay is None:
-                # The plan does not do what the loader did.
-                self._plan = None
-            self._settle()
-
-    def put_adapters_on(self) -> dict[str, Any]:
-        """Ends an update: activates the adapters that arrived with it; returns how it was loaded.
+    def receive(self) -> dict[str, Any]:
+        """Receives and loads the prepared update; returns how it was loaded.
 
         `receive_s` is the time for which the worker waited for buckets, and `load_s` the rest.
         `wire_s` is the time from the start of the first broadcast to the end of the last, or 0 if
@@ -242,6 +170,12 @@ class SlipstreamWeightTransfer:
         plan will load the next update of this layout. `began_s` is when the device came to the
         copies, on the monotonic clock, or 0 after vLLM's loader.
         """
+        if self.can_copy:
+            self._copy_weights()
+        else:
+            self._load_weights()
+            self.runner.reset_lora_state()
+        # The update ends with the adapters that arrived with it.
         if self._adapters.buckets:
             self._adapters.put_on(self.model)
             self._wait_for_device()
@@ -258,6 +192,41 @@ class SlipstreamWeightTransfer:
             "began_s": began_s,
         }
 
+    def _copy_weights(self) -> None:
+        """Receives an update and copies it by the plan; after an error it must be sent again."""
+        with self._leaving_on_errors() as update:
+            update.finish()
+        self._settle()
+        self._loaded = update, True, update.began_s()
+        # If the next update is like this one, it needs no `prepare`.
+        self._update = update.following()
+
+    def _load_weights(self) -> None:
+        """Receives an update through vLLM's loader; later ones use the plan if it agrees.
+
+        After an error the model needs a whole new update.
+        """
+        with self._leaving_on_errors() as update, set_current_vllm_config(self.vllm_config):
+            self._update, self._is_whole = None, False
+            self._loaded = update, False, 0.0
+            try:
+                self._replay = loader_update.load(
+                    self.model,
+                    self.vllm_config.model_config,
+                    update,
+                    self._plan,
+                    num_weights=len(self._weights),
+                    keep_adapters=self._take,
+                )
+            except BaseException:
+                # The reload keeps tensors that came: a second update would mix them with its own.
+                reload.finalize_layerwise_reload(self.model, self.vllm_config.model_config)
+                raise
+            if self._replay is None:
+                # The plan does not do what the loader did.
+                self._plan = None
+            self._settle()
+
     def shutdown(self) -> None:
         """Leaves the communicator."""
         if self._replay is not None:
@@ -270,22 +239,63 @@ class SlipstreamWeightTransfer:
         self._drop_update()
         self._joining = None
 
+    def _learn(self, layout: bytes) -> None:
+        """Takes the serialised `WeightLayout` of later updates; records a copy plan if it is new.
+
+        Recording may take longer than a bucket's deadline.
+        """
+        if layout == self._layout:
+            return
+        parsed = weights_pb2.WeightLayout.FromString(layout)
+        self._weights = tuple(weight_buckets(parsed))
+        buckets, number = tuple(adapter_buckets(parsed)), max(1, len(parsed.adapter_names))
+        self._adapters = Arriving(buckets, parsed.adapter_scale, number=number)
+        if self._weights and self._weights != self._buckets:
+            self._buckets = self._weights
+            names = (span.tensor.name for bucket in self._weights for span in bucket.spans)
+            if any(name.startswith(DRAFTS) for name in names):
+                from slipstream.extensions.drafts.server import WithDrafts
+
+                if not isinstance(self.model, WithDrafts):
+                    self.model = WithDrafts(self.model, self.runner, loader_update.load_tensors)
+            self._plan = self._replay = None
+            self._plan = loader_update.recorded_plan(
+                self.model, self._buckets, self.device, self.vllm_config
+            )
+        self._layout = layout
+
+    def _join(self, order: weights_pb2.PublishOrder, first_rank: int) -> None:
+        """Begins to join the communicator of `order`, on a thread.
+
+        Raises WeightSyncError if the transport is unknown.
+        """
+        # The reload warns at every update of buffers that no checkpoint holds; we check parameters.
+        logging.getLogger(reload.initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
+        where, device = order.communicator, self.device
+        if where.transport not in TRANSPORTS:
+            raise WeightSyncError(f"transport {where.transport!r} is not known here")
+        rank = first_rank + self.vllm_config.parallel_config.rank
+        seat = Seat(communicator=where, rank=rank, join_deadline_s=order.join_deadline_s)
+
+        def join() -> BucketReceiver:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            return TRANSPORTS[where.transport](seat, device)
+
+        self._joining = where.communicator_id, started(join, name="weight-join")
+
     def _drop_update(self) -> None:
         if self._update is not None:
             self._update.abandon()
         self._update = None
 
-    def _ready_update(self) -> Update:
-        if self._update is None or self._update.receiver is None:
-            raise WeightSyncError("no update was announced")
-        return self._update
-
     @contextlib.contextmanager
     def _leaving_on_errors(self) -> Iterator[Update]:
         """Leaves the communicator on any error: a half-received update cannot be resumed."""
-        update = self._ready_update()
+        if self._update is None or self._update.receiver is None:
+            raise WeightSyncError("no update was announced")
         try:
-            yield update
+            yield self._update
         except BaseException:
             self.shutdown()
             raise
@@ -315,84 +325,32 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 
 class WorkerExtension:
-    """The methods that vLLM adds to every worker; `self` is the worker.
-
-    Each method returns {"value": its result} or {"error": message}, and never raises. With several
-    workers vLLM would raise the first error and leave the answers of the others unread, for the
-    next call to read.
-    """
+    """The method that vLLM adds to every worker; `self` is the worker."""
 
     weight_transfer_engine: SlipstreamWeightTransfer
     model_runner: Any
     _began = False
 
-    def slipstream_prepare(
-        self, order: bytes, layout: bytes, first_rank: int, stage: bool
-    ) -> dict[str, Any]:
-        """Prepares to receive an update; the result is whether it can be received already.
+    def slipstream_call(self, name: str, *arguments: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Calls the method `name` of the worker's `SlipstreamWeightTransfer`.
 
-        If `order` names a new communicator, begins to join it; `first_rank` is the rank of worker 0
-        in it. `order` and `layout` are serialised; for `stage` see `prepare` of the
-        `weight_transfer_engine`.
+        Returns {"value": its result} or {"error": message}, and never raises. With several workers
+        vLLM would raise the first error and leave the answers of the others unread, for the next
+        call to read.
         """
-
-        def prepare() -> bool:
-            parsed = weights_pb2.PublishOrder.FromString(order)
-            engine = self.weight_transfer_engine
-            if parsed.new_communicator:
-                engine.shutdown()
-            # This comes before joining: once all members have joined, each bucket has its deadline.
-            engine.learn(layout)
-            if parsed.new_communicator:
-                engine.join(parsed, first_rank)
-            engine.prepare(parsed, stage=stage)
-            return engine.is_ready()
-
+        engine = self.weight_transfer_engine
         if not self._began:
             self._began = True
-            self.weight_transfer_engine.runner = self.model_runner
+            engine.runner = self.model_runner
             # All workers of an engine on a CPU have opened the memory that they share. vLLM leaves
             # 4 MB of it for each worker, however the engine ends.
-            if engine := os.environ.get("VLLM_DIST_IDENT"):
-                for path in Path("/dev/shm").glob(f"{glob.escape(engine)}-*cpushm_*"):
+            if shared := os.environ.get("VLLM_DIST_IDENT"):
+                for path in Path("/dev/shm").glob(f"{glob.escape(shared)}-*cpushm_*"):
                     path.unlink(missing_ok=True)
-        return _answer(prepare)
-
-    def slipstream_is_ready(self) -> dict[str, Any]:
-        """Checks a prepared update; the result is whether it can be received now."""
-        return _answer(self.weight_transfer_engine.is_ready)
-
-    def slipstream_room(self) -> dict[str, Any]:
-        """Measures how many bytes an update may take in addition to the live weights."""
-        return _answer(self.weight_transfer_engine.room)
-
-    def slipstream_begin(self) -> dict[str, Any]:
-        """Begins to copy the prepared update, without waiting; `slipstream_receive` ends it.
-
-        The engine may take other calls before.
-        """
-        return _answer(self.weight_transfer_engine.begin_copies)
-
-    def slipstream_receive(self) -> dict[str, Any]:
-        """Receives and loads the prepared update; for the result see `put_adapters_on`."""
-
-        def receive() -> dict[str, Any]:
-            engine = self.weight_transfer_engine
-            if engine.can_copy:
-                engine.copy_weights()
-            else:
-                engine.load_weights()
-                self.model_runner.reset_lora_state()
-            return engine.put_adapters_on()
-
-        return _answer(receive)
-
-
-def _answer(work: Callable[[], object]) -> dict[str, Any]:
-    try:
-        return {"value": work()}
-    except WeightSyncError as error:
-        return {"error": str(error)}
-    except Exception as error:  # noqa: BLE001 - raised again by `WeightUpdate`
-        loader_update.log.exception("a weight update failed")
-        return {"error": f"{type(error).__name__}: {error}"}
+        try:
+            return {"value": getattr(engine, name)(*arguments)}
+        except WeightSyncError as error:
+            return {"error": str(error)}
+        except Exception as error:  # noqa: BLE001 - raised again by `WeightUpdate`
+            loader_update.log.exception("a weight update failed")
+            return {"error": f"{type(error).__name__}: {error}"}

@@ -22,7 +22,7 @@ from slipstream.v1 import fleet_pb2, weights_pb2
 _LOAD_LIMIT_S = 120.0
 _READY_POLL_S = 0.002
 
-# Calls a method of all workers (`VllmEngine._call_all`).
+# Calls a method of all workers' `SlipstreamWeightTransfer` (`VllmEngine._call_all`).
 CallAll = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
 # Pauses all requests between two tokens (`EnginePause.pause_for_update`); returns the seconds that
 # it took. Raises EngineDied. The argument is the time limit of an update that may come first.
@@ -181,11 +181,11 @@ class WeightUpdate:
             return await self._call("receive")
 
     async def _call(self, name: str, *arguments: Any) -> list[Any]:  # noqa: ANN401 - vLLM's call
-        """Returns the results of all workers' `WorkerExtension` method of this name.
+        """Returns the results of the method of this name in all workers.
 
         Raises the first WeightSyncError of a worker.
         """
-        answers = await self._call_all(f"slipstream_{name}", arguments)
+        answers = await self._call_all(name, arguments)
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors:
             raise WeightSyncError(errors[0])

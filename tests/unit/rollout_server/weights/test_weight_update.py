@@ -50,9 +50,9 @@ class Engine:
         self.update = WeightUpdate(self.ask, self.pause, may_stage=may_stage)
 
     async def ask(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
-        self.calls.append((method.removeprefix("slipstream_"), arguments))
+        self.calls.append((method, arguments))
         self.started.append(self.calls[-1][0])
-        return self.begun if method == "slipstream_begin" else self._answers.pop(0)
+        return self.begun if method == "begin" else self._answers.pop(0)
 
     async def pause(self, _: float) -> float:
         self.started.append("pause")
@@ -190,7 +190,7 @@ async def test_a_failed_update_is_over_when_no_worker_is_inside_it_any_more() ->
         return any(name == "begin" for name, _ in engine.calls)
 
     async def ask(method: str, arguments: tuple[Any, ...]) -> list[Any]:
-        if method == "slipstream_receive" and is_begun():
+        if method == "receive" and is_begun():
             is_asked.set()
             await is_over.wait()
             return [{"error": "no update was announced"}, {"error": "a member is gone"}]
