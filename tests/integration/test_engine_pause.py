@@ -37,8 +37,11 @@ class NotedCalls:
         self.takes_requests = asyncio.Event()
         self.takes_requests.set()
         self.answer: dict[str, Any] = {"value": RESULT}
-        self.vllm_config = SimpleNamespace(lora_config=None)
-        self.model_config = SimpleNamespace(model="model")
+        parallel = SimpleNamespace(world_size=1)
+        self.vllm_config = SimpleNamespace(lora_config=None, parallel_config=parallel)
+        self.model_config = SimpleNamespace(
+            model="model", max_model_len=64, get_num_experts=lambda: 0
+        )
         self.logger_manager = SimpleNamespace(stat_loggers=[TokenCounter(None)])
         self.engine_core = self
         # What it is told before an update waits behind it, as where a step is under way.

@@ -252,9 +252,8 @@ class Requests(Protocol):
 class Pauses(Protocol):
     """The pauses of an engine, which begins paused, with weights that must not be served."""
 
-    @property
-    def version(self) -> PolicyVersion | None:
-        """The version that `resume` was last called with, or None before the first call."""
+    # The version that `resume` was last called with, or None before the first call.
+    version: PolicyVersion | None
 
     async def pause(self) -> None:
         """Pauses all requests between two tokens and discards all cached prefixes."""
@@ -273,6 +272,13 @@ class Pauses(Protocol):
 class Engine(Protocol):
     """An inference engine whose weights can be replaced while its requests wait."""
 
+    # The number of ranks that the engine's workers occupy in a weight communicator.
+    num_workers: int
+    # The largest number of tokens of a sequence, context and reply together.
+    max_model_len: int
+    # The number of experts in each mixture-of-experts layer, or 0 if the model has none.
+    num_experts: int
+
     @property
     def requests(self) -> Requests:
         """The engine's requests."""
@@ -280,18 +286,6 @@ class Engine(Protocol):
     @property
     def pauses(self) -> Pauses:
         """The engine's pauses."""
-
-    @property
-    def num_workers(self) -> int:
-        """The number of ranks that the engine's workers occupy in a weight communicator."""
-
-    @property
-    def max_model_len(self) -> int:
-        """The largest number of tokens of a sequence, context and reply together."""
-
-    @property
-    def num_experts(self) -> int:
-        """The number of experts in each mixture-of-experts layer, or 0 if the model has none."""
 
     async def prepare_weights(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int

@@ -155,13 +155,9 @@ class Reader(Protocol):
 class AgentApi(Protocol):
     """What episodes need of a model beside its engine; each part is opened at first use."""
 
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the run has a parser for tool calls in replies."""
-
-    @property
-    def reads_thoughts(self) -> bool:
-        """Whether the run has a parser for thoughts in replies."""
+    # Whether the run has a parser for tool calls, and one for thoughts, in replies.
+    takes_tools: bool
+    reads_thoughts: bool
 
     async def reader(self, inputs: TemplateInputs) -> Reader | None:
         """Returns the reader of replies to prompts with `inputs`, or None if none is needed.

@@ -56,6 +56,9 @@ class VllmEngine:
         # Closed when the engine's processes are gone.
         self._files = contextlib.ExitStack()
         self._llm, self._processes, self._adapters = llm, processes, adapters
+        self.num_workers = int(llm.vllm_config.parallel_config.world_size)
+        self.max_model_len = int(llm.model_config.max_model_len)
+        self.num_experts = int(llm.model_config.get_num_experts())
         self.pauses = EnginePause(llm, recompute_context=recompute_context)
         self.requests = EngineRequests(llm, self.pauses, adapters)
         self._updates = WeightUpdate(
@@ -107,18 +110,6 @@ class VllmEngine:
         gc.collect()
         gc.freeze()
         return engine
-
-    @property
-    def num_workers(self) -> int:
-        return int(self._llm.vllm_config.parallel_config.world_size)
-
-    @property
-    def max_model_len(self) -> int:
-        return int(self._llm.model_config.max_model_len)
-
-    @property
-    def num_experts(self) -> int:
-        return int(self._llm.model_config.get_num_experts())
 
     @property
     def parts(self) -> VllmParts:
