@@ -24,7 +24,7 @@ from slipstream.core.run_folder import TARGETS
 from slipstream.extensions.prometheus.controller import SERVER_COUNTERS, STEP_METRICS
 from slipstream.extensions.prometheus.endpoint import metrics_endpoint
 from slipstream.learner.controller.records.ledger import FATES
-from slipstream.rollout_server.vllm.engine_requests import EngineCollector
+from slipstream.rollout_server.vllm.engine_requests import EngineRequests
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.fake_server import FakeServer
 from support.rigs.completed import completed
@@ -71,6 +71,8 @@ class EngineCounts:
         self._scrapes = 0
         # It stands for the requests too.
         self.counter = self
+
+    collect = EngineRequests.collect
 
     @property
     def looked_up_tokens(self) -> int:
@@ -184,7 +186,7 @@ def queries() -> list[str]:
 
 def test_alerts_dashboard_and_chart_ask_for_metrics_that_are_there(run):
     known = {name for name, *_ in scrape(run)[1]}
-    engine = EngineCollector(EngineCounts())
+    engine = EngineCounts()
     known |= {sample.name for family in engine.collect() for sample in family.samples}
     # A job's name is a value, no metric.
     text = re.sub(r'job="\w+"', "", ALERTS.read_text() + "".join(queries()) + CHART.read_text())
@@ -277,9 +279,7 @@ def asked(server: str, query: str) -> list[dict]:
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="apt-get install prometheus")
 def test_the_real_prometheus_has_data_for_every_query_of_the_dashboard(run, tmp_path):
     async def serve() -> None:
-        async with metrics_endpoint(
-            run.config, "rollout_server", [EngineCollector(EngineCounts())], server="fake"
-        ):
+        async with metrics_endpoint(run.config, "rollout_server", [EngineCounts()], server="fake"):
             await asyncio.Event().wait()
 
     others = run.start(serve())

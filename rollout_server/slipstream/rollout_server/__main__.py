@@ -159,10 +159,8 @@ def _metrics(
     if config.tracking.prometheus is None:
         return nullcontext()
     from slipstream.extensions.prometheus.endpoint import metrics_endpoint
-    from slipstream.rollout_server.vllm.engine_requests import EngineCollector
 
-    collector = EngineCollector(engine.requests)
-    return metrics_endpoint(config, "rollout_server", [collector], server=server_id)
+    return metrics_endpoint(config, "rollout_server", [engine.requests], server=server_id)
 
 
 def _report(group: BaseExceptionGroup[BaseException]) -> int:

@@ -30,9 +30,9 @@ class AdapterRequests:
 
     def __init__(self, lora: LoraSection) -> None:
         self._names = lora.adapters
-        self.are_apart = lora.publishes_adapters
         self._requests: dict[str, LoRARequest | None] = {"": None}
-        if self.are_apart:
+        self._are_apart = lora.publishes_adapters
+        if self._are_apart:
             self._requests = {
                 name: LoRARequest(
                     lora_name=name or "policy", lora_int_id=number, lora_path="/sent by the learner"
@@ -47,6 +47,7 @@ class AdapterRequests:
         when the run has no such adapter.
         """
         if by_start:
+            assert self._are_apart, "the start's weights are overwritten"
             return None
         if name not in self._requests:
             known = ", ".join(self._names) or "empty"

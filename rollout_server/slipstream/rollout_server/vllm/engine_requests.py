@@ -78,6 +78,32 @@ class EngineRequests:
             accepted_tokens=self.counter.accepted_tokens,
         )
 
+    def collect(self) -> Iterator[Metric]:
+        """Yields gauges and counters of the load, as a collector for Prometheus.
+
+        vLLM's own metrics would cost an observation for each token. These are vLLM's newest
+        statistics, which the scheduler sends once a second while it works.
+        """
+        counter, num_open = self.counter, self.num_open
+        # An engine without requests takes no step and sends nothing.
+        works = num_open > 0
+        for name, meaning, value in (
+            ("open_requests", "Requests to the engine, held ones included.", num_open),
+            ("running_requests", "Requests in the engine's steps.", counter.running * works),
+            ("waiting_requests", "Requests that wait for a place.", counter.waiting * works),
+            ("kv_cache_usage_ratio", "Used share of the KV cache.", counter.cache_usage * works),
+        ):
+            yield GaugeMetricFamily(f"slipstream_engine_{name}", meaning, value)
+        looked_up = counter.looked_up_tokens
+        for name, meaning, total in (
+            ("generated_tokens", "Tokens that the engine handed out.", counter.generated_tokens),
+            ("prompt_tokens", "Tokens of prompts.", counter.prompt_tokens),
+            ("prefix_looked_up_tokens", "Tokens looked up in the prefix cache.", looked_up),
+            ("prefix_found_tokens", "Tokens found there.", counter.found_tokens),
+            ("preemptions", "Requests whose memory was taken away.", counter.preemptions),
+        ):
+            yield CounterMetricFamily(f"slipstream_engine_{name}", meaning, total)
+
     async def generate(
         self,
         request_id: str,
@@ -93,7 +119,7 @@ class EngineRequests:
         async with self._admitted(request_id) as is_wanted:
             if not is_wanted:
                 return Generation.unbegun()
-            adapter = self._adapter(sampling)
+            adapter = self._adapters.request(sampling.adapter, by_start=sampling.by_start)
             collector = await self.add(request_id, prompt_token_ids, asked, adapter, images)
             output = await self.next(request_id, collector)
         record = ReplyRecord()
@@ -117,12 +143,14 @@ class EngineRequests:
         text = ReplyText(self._llm.renderer.get_tokenizer(), prompt_token_ids, options)
 
         def read(output: RequestOutput) -> list[TextPart]:
-            new = record.part(output, with_logprobs=options.num_logprobs is not None)
-            return [new] if asked.detokenize else text.parts(new, output.outputs[0].finish_reason)
+            new = record.take(output)
+            tops = None if options.num_logprobs is None else new.logprobs
+            part = TextPart(new.token_ids, new.text, tops, new.stop_reason)
+            return [part] if asked.detokenize else text.parts(part, new.finish_reason)
 
         async with self._admitted(request_id) as is_wanted:
             if is_wanted:
-                adapter = self._adapter(sampling)
+                adapter = self._adapters.request(sampling.adapter, by_start=sampling.by_start)
                 collector = await self.add(request_id, prompt_token_ids, asked, adapter, images)
                 while not (output := await self.next(request_id, collector)).finished:
                     for part in read(output):
@@ -135,12 +163,6 @@ class EngineRequests:
             yield part
         end = self._returned(record, output, asked)
         yield dataclasses.replace(last, generation=end)
-
-    def _adapter(self, sampling: Sampling) -> LoRARequest | None:
-        assert self._adapters.are_apart or not sampling.by_start, (
-            "the start's weights are overwritten"
-        )
-        return self._adapters.request(sampling.adapter, by_start=sampling.by_start)
 
     @contextlib.asynccontextmanager
     async def _admitted(self, request_id: str) -> AsyncIterator[bool]:
@@ -290,37 +312,3 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
 
     def log(self) -> None:
         """Overrides vLLM's method; logs nothing."""
-
-
-class EngineCollector:
-    """A Prometheus collector (`registry.Collector`) of the engine's load at each scrape.
-
-    vLLM's own metrics would cost an observation for each token. This collector reports vLLM's
-    newest statistics, which the scheduler sends once a second while it works.
-    """
-
-    def __init__(self, requests: EngineRequests) -> None:
-        self._requests = requests
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields gauges with vLLM's newest statistics, and counters."""
-        counter = self._requests.counter
-        # An engine without requests takes no step and sends nothing.
-        num_open = self._requests.num_open
-        works = num_open > 0
-        for name, meaning, value in (
-            ("open_requests", "Requests to the engine, held ones included.", num_open),
-            ("running_requests", "Requests in the engine's steps.", counter.running * works),
-            ("waiting_requests", "Requests that wait for a place.", counter.waiting * works),
-            ("kv_cache_usage_ratio", "Used share of the KV cache.", counter.cache_usage * works),
-        ):
-            yield GaugeMetricFamily(f"slipstream_engine_{name}", meaning, value)
-        looked_up = counter.looked_up_tokens
-        for name, meaning, total in (
-            ("generated_tokens", "Tokens that the engine handed out.", counter.generated_tokens),
-            ("prompt_tokens", "Tokens of prompts.", counter.prompt_tokens),
-            ("prefix_looked_up_tokens", "Tokens looked up in the prefix cache.", looked_up),
-            ("prefix_found_tokens", "Tokens found there.", counter.found_tokens),
-            ("preemptions", "Requests whose memory was taken away.", counter.preemptions),
-        ):
-            yield CounterMetricFamily(f"slipstream_engine_{name}", meaning, total)

@@ -112,16 +112,6 @@ class ReplyRecord:
             self._logprobs += values if is_single else [values[start] for start in starts]
         return completion
 
-    def part(self, output: RequestOutput, *, with_logprobs: bool) -> TextPart:
-        """Adds an output to the record, and returns its tokens and text as a part of the reply."""
-        new = self.take(output)
-        return TextPart(
-            token_ids=new.token_ids,
-            text=new.text,
-            top_logprobs=new.logprobs if with_logprobs else None,
-            stop_reason=new.stop_reason,
-        )
-
     def generation(self, last: RequestOutput) -> Generation:
         """Returns the whole reply after its last output.
 
