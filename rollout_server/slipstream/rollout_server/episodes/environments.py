@@ -46,11 +46,10 @@ class HostedEnvironment:
         self._lone_indices = list(range(self._num_workers, 2 * self._num_workers))
         # Episodes that wait for one, by task: the next task first, its newest episode last.
         self._alone: dict[int, list[str]] = {}
-        self._lone_changed = asyncio.Event()
         self._group: asyncio.TaskGroup
         self._is_unloaded = False
         self._ready: list[EnvironmentWorker] = []
-        # Set at each end of an episode or a worker, and when a worker is ready.
+        # Set at each end of an episode, a worker or a wait for one, and when a worker is ready.
         self._changed = asyncio.Event()
         # The first of the episodes that want a place looks for one; the others wait in order.
         self._first = asyncio.Lock()
@@ -71,7 +70,6 @@ class HostedEnvironment:
                 # The group takes no task from here on.
                 self._is_unloaded = True
                 self._changed.set()
-                self._lone_changed.set()
 
     async def open(self, episode_key: str, task_index: int, timeout_s: float) -> StreamSession:
         """Opens a session on the worker with the fewest sessions.
@@ -128,19 +126,19 @@ class HostedEnvironment:
                     raise EnvironmentFailed(*UNLOADED)
                 if self._lone_indices and next(iter(self._alone.values()))[-1] == episode_key:
                     return self._lone_indices.pop()
-                self._lone_changed.clear()
-                await self._lone_changed.wait()
+                self._changed.clear()
+                await self._changed.wait()
             return None
         finally:
             waiting = self._alone.pop(task_index)
             waiting.remove(episode_key)
             if waiting:
                 self._alone[task_index] = waiting
-            self._lone_changed.set()
+            self._changed.set()
 
     def _lone_ended(self, index: int) -> None:
         self._lone_indices.append(index)
-        self._lone_changed.set()
+        self._changed.set()
 
     def _make(self, *, try_reset: bool = False) -> EnvironmentWorker:
         return EnvironmentWorker(self._gateway, self.spec, self._suspects, try_reset=try_reset)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import RolloutServerSection
@@ -28,20 +28,16 @@ class AgentServices:
         self._parts, self._settings = parts, settings
         self.takes_tools = settings.tool_parser is not None
         self.reads_thoughts = settings.reasoning_parser is not None
-        self._opening: asyncio.Future[Answering] | None = None
-        self._reading: asyncio.Future[ReplyReader] | None = None
+        # What was asked for, by its name.
+        self._opened: dict[str, asyncio.Future[Any]] = {}
 
     async def reader(self, inputs: TemplateInputs) -> ReplyReader | None:
         if not inputs.tools and not self.reads_thoughts:
             return None
-        if self._reading is None:
-            self._reading = self._opened("vLLM's parser of replies", self._open_reader)
-        return await asyncio.shield(self._reading)
+        return await self._once("vLLM's parser of replies", self._open_reader)
 
     async def api(self) -> Answering:
-        if self._opening is None:
-            self._opening = self._opened("vLLM's application for agents", self._open_api)
-        return await asyncio.shield(self._opening)
+        return await self._once("vLLM's application for agents", self._open_api)
 
     def _open_reader(self) -> ReplyReader:
         from slipstream.rollout_server.vllm.reply_reader import ReplyReader
@@ -54,7 +50,7 @@ class AgentServices:
 
         return open_answering(self._parts, self._settings)
 
-    def _opened(self, what: str, open_it: Callable[[], Opened]) -> asyncio.Future[Opened]:
+    async def _once(self, what: str, open_it: Callable[[], Opened]) -> Opened:
         settings = self._settings
 
         def opened() -> Opened:
@@ -68,4 +64,7 @@ class AgentServices:
                     f"{type(error).__name__}: {error}"
                 ) from error
 
-        return asyncio.ensure_future(asyncio.to_thread(opened))
+        if what not in self._opened:
+            self._opened[what] = asyncio.ensure_future(asyncio.to_thread(opened))
+        found: Opened = await asyncio.shield(self._opened[what])
+        return found
