@@ -65,16 +65,6 @@ _FIELDS = {
 CPU_WORKER = "slipstream.rollout_server.vllm.cpu.RoutingWorker"
 
 
-def check_outputs(fields: Iterable[str]) -> None:
-    """Raises ConfigError unless vLLM's outputs have exactly the fields that this module handles.
-
-    `fields` are the fields of vLLM's outputs.
-    """
-    if set(fields) != _FIELDS:
-        names = ", ".join(sorted(_FIELDS.symmetric_difference(fields)))
-        raise ConfigError(f"this vLLM's engine outputs differ from 0.32.0's in: {names}")
-
-
 class ChunkingScheduler(Scheduler):  # type: ignore[misc]
     """vLLM's synchronous scheduler, which outputs the tokens of a reply in chunks.
 
@@ -358,10 +348,14 @@ def draft_switch(settings: VllmConfig, num_tokens: int) -> "DraftSwitch | None":
     return DraftSwitch(num_tokens, int(settings.scheduler_config.max_num_seqs))
 
 
-def scheduler_class(*, async_scheduling: bool) -> type[Scheduler]:
+def scheduler_class(
+    *, async_scheduling: bool, fields: Iterable[str] = EngineCoreOutput.__struct_fields__
+) -> type[Scheduler]:
     """Returns the class for vLLM's `scheduler_cls`.
 
-    Raises ConfigError if the installed vLLM has other fields in its outputs.
+    Raises ConfigError if `fields`, those of vLLM's outputs, are not those that this module handles.
     """
-    check_outputs(EngineCoreOutput.__struct_fields__)
+    if different := sorted(_FIELDS.symmetric_difference(fields)):
+        names = ", ".join(different)
+        raise ConfigError(f"this vLLM's engine outputs differ from 0.32.0's in: {names}")
     return AsyncChunkingScheduler if async_scheduling else ChunkingScheduler
