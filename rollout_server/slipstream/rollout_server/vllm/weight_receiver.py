@@ -91,8 +91,6 @@ class SlipstreamWeightTransfer:
         model: torch.nn.Module,
     ) -> None:
         self.vllm_config, self.device, self.model = vllm_config, device, model
-        # The update that was loaded last, whether copies loaded it, and when these began.
-        self._loaded: tuple[Update, bool, float]
 
     def prepare(self, order: bytes, layout: bytes, first_rank: int, stage: bool) -> bool:
         """Prepares to receive an update; returns whether it can be received already.
@@ -170,17 +168,13 @@ class SlipstreamWeightTransfer:
         plan will load the next update of this layout. `began_s` is when the device came to the
         copies, on the monotonic clock, or 0 after vLLM's loader.
         """
-        if self.can_copy:
-            self._copy_weights()
-        else:
-            self._load_weights()
-            self.runner.reset_lora_state()
+        by_plan = self.can_copy
+        update, began_s = self._copied() if by_plan else self._loaded()
         # The update ends with the adapters that arrived with it.
         if self._adapters.buckets:
             self._adapters.put_on(self.model)
             self._wait_for_device()
         self._is_whole = True
-        update, by_plan, began_s = self._loaded
         assert update.receiver is not None
         return {
             "digests": [digest.hex() for digest in update.digests],
@@ -192,23 +186,26 @@ class SlipstreamWeightTransfer:
             "began_s": began_s,
         }
 
-    def _copy_weights(self) -> None:
-        """Receives an update and copies it by the plan; after an error it must be sent again."""
+    def _copied(self) -> tuple[Update, float]:
+        """Receives an update and copies it by the plan; after an error it must be sent again.
+
+        Returns it, and when the copies began.
+        """
         with self._leaving_on_errors() as update:
             update.finish()
         self._settle()
-        self._loaded = update, True, update.began_s()
+        began_s = update.began_s()
         # If the next update is like this one, it needs no `prepare`.
         self._update = update.following()
+        return update, began_s
 
-    def _load_weights(self) -> None:
+    def _loaded(self) -> tuple[Update, float]:
         """Receives an update through vLLM's loader; later ones use the plan if it agrees.
 
-        After an error the model needs a whole new update.
+        After an error the model needs a whole new update. Returns it, and 0.
         """
         with self._leaving_on_errors() as update, set_current_vllm_config(self.vllm_config):
             self._update, self._is_whole = None, False
-            self._loaded = update, False, 0.0
             try:
                 self._replay = loader_update.load(
                     self.model,
@@ -226,6 +223,8 @@ class SlipstreamWeightTransfer:
                 # The plan does not do what the loader did.
                 self._plan = None
             self._settle()
+        self.runner.reset_lora_state()
+        return update, 0.0
 
     def shutdown(self) -> None:
         """Leaves the communicator."""
