@@ -88,7 +88,6 @@ class Dispatcher:
         self._slots = asyncio.Semaphore(max_episodes)
         self._closed = closed
         self._groups: dict[GroupId, _Group] = {}
-        self._running: set[asyncio.Task[None]] = set()
         self._draining = False
         # Set while no lease is open; all trajectories are then in the queue.
         self.idle = asyncio.Event()
@@ -104,9 +103,7 @@ class Dispatcher:
         group = _Group(lease, set(lease.members), lease.first_attempt)
         self._groups[lease.group_id] = group
         self.idle.clear()
-        task = self._tasks.create_task(self._run_group(group))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        group.task = self._tasks.create_task(self._run_group(group))
 
     async def cancel(self, group_id: GroupId) -> None:
         """Ends the episodes of a lease, if it is still open; they are delivered as cancelled."""
@@ -128,10 +125,10 @@ class Dispatcher:
 
     def abandon(self) -> None:
         """Drops trajectories that still wait for room in the queue: they are lost."""
-        for task in self._running:
-            task.cancel()
-        if self._running:
-            log.warning("trajectories of %d groups found no room and are lost", len(self._running))
+        for group in self._groups.values():
+            group.task.cancel()
+        if self._groups:
+            log.warning("trajectories of %d groups found no room and are lost", len(self._groups))
 
     def hold(self) -> None:
         """Makes trajectories wait until `settle` says whether the new weights passed the probe."""
@@ -248,6 +245,8 @@ class _Group:
     next_attempt: int
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     episodes: set[Play] = field(default_factory=set)
+    # Runs its members; set by `start`.
+    task: asyncio.Task[None] = field(init=False)
 
 
 async def run_episode(play: Play, services: EpisodeServices) -> Trajectory:
