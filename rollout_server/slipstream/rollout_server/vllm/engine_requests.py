@@ -114,17 +114,11 @@ class EngineRequests:
         experts_from: int = 0,
         images: Sequence[PlacedImage] = (),
     ) -> Generation:
-        with as_ours():
-            asked = parameters(sampling, max_tokens, experts_from=experts_from)
-        async with self._admitted(request_id) as is_wanted:
-            if not is_wanted:
-                return Generation.unbegun()
-            adapter = self._adapters.request(sampling.adapter, by_start=sampling.by_start)
-            collector = await self.add(request_id, prompt_token_ids, asked, adapter, images)
-            output = await self.next(request_id, collector)
-        record = ReplyRecord()
-        record.take(output)
-        return self._returned(record, output, asked)
+        asked = (request_id, prompt_token_ids, sampling, max_tokens)
+        parts = self.stream(*asked, options=None, experts_from=experts_from, images=images)
+        (end,) = [part.generation async for part in parts]
+        assert end is not None
+        return end
 
     async def stream(
         self,
@@ -133,20 +127,22 @@ class EngineRequests:
         sampling: Sampling,
         max_tokens: int,
         *,
-        options: TextOptions,
+        options: TextOptions | None,
         experts_from: int = 0,
         images: Sequence[PlacedImage] = (),
     ) -> AsyncGenerator[TextPart, None]:
         with as_ours():
             asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
         record = ReplyRecord()
-        text = ReplyText(self._llm.renderer.get_tokenizer(), prompt_token_ids, options)
+        with_tops, text = options is not None and options.num_logprobs is not None, None
+        if options is not None and not asked.detokenize:
+            text = ReplyText(self._llm.renderer.get_tokenizer(), prompt_token_ids, options)
 
         def read(output: RequestOutput) -> list[TextPart]:
             new = record.take(output)
-            tops = None if options.num_logprobs is None else new.logprobs
+            tops = new.logprobs if with_tops else None
             part = TextPart(new.token_ids, new.text, tops, new.stop_reason)
-            return [part] if asked.detokenize else text.parts(part, new.finish_reason)
+            return [part] if text is None else text.parts(part, new.finish_reason)
 
         async with self._admitted(request_id) as is_wanted:
             if is_wanted:
