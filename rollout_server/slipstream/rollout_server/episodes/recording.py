@@ -142,10 +142,9 @@ class Recording(TokenRecord):
             self.run_lengths += branch.run_lengths
             self.sampled += branch.sampled
             self.spans += branch.spans
+            self.expert_ids += branch.expert_ids
             if known is not None:
-                # Tokens without a forward pass, such as the last, have no experts.
-                missing = len(branch.token_ids) - branch.num_routed
-                self.expert_ids += [*branch.expert_ids, _unknown(missing, known)]
+                self._fill_experts(known)
         self.prompt_tokens = self.run_lengths[0] if self.run_lengths else 0
         self.num_turns = conversations.num_turns
         self.ended_branches = tuple(
@@ -168,9 +167,7 @@ class Recording(TokenRecord):
         """Ends the current conversation; the next context begins a new one."""
         self.ended_branches = self.branches or (Branch(len(self.run_lengths)),)
         if self.expert_ids:
-            known = self.expert_ids[0]
-            missing = len(self.token_ids) - sum(map(len, self.expert_ids))
-            self.expert_ids.append(_unknown(missing, known))
+            self._fill_experts(self.expert_ids[0])
         self.start = len(self.token_ids)
 
     def sequences(self) -> list[ScoredSequence]:
@@ -219,13 +216,11 @@ class Recording(TokenRecord):
         self.last_reply, self.last_text = generation.token_ids.tolist(), None
         self.num_turns += 1
 
+    def _fill_experts(self, known: npt.NDArray[np.unsignedinteger]) -> None:
+        """Adds placeholders, the greatest value, for tokens without experts, in `known`'s shape.
 
-def _unknown(
-    num_tokens: int, known: npt.NDArray[np.unsignedinteger]
-) -> npt.NDArray[np.unsignedinteger]:
-    """Returns placeholders for the experts of `num_tokens` tokens, in the shape of `known`.
-
-    Each placeholder is the greatest value of the element type.
-    """
-    nothing = np.iinfo(known.dtype).max
-    return np.full((num_tokens, *known.shape[1:]), nothing, known.dtype)
+        Tokens without a forward pass, such as the last of a reply, have none.
+        """
+        missing = len(self.token_ids) - sum(map(len, self.expert_ids))
+        nothing = np.iinfo(known.dtype).max
+        self.expert_ids.append(np.full((missing, *known.shape[1:]), nothing, known.dtype))
