@@ -303,18 +303,17 @@ class Recorder:
         """Adds the replies that clients have received by now to `conversations`."""
         waiting = []
         for opened in self._unread:
-            if opened.turn is not None and (named := _ID.search(opened.body)) is not None:
-                self._turns[named[1].decode(errors="replace")] = opened.turn
+            named = _ID.search(opened.body)
+            name = "" if named is None else named[1].decode(errors="replace")
+            if opened.turn is not None and name:
+                self._turns[name] = opened.turn
             is_over = opened.is_answered and opened.call is not None and opened.call.is_over
             found = None if opened.turn is None else self._read_reply(opened)
             if found is not None and opened.turn is not None:
                 reply, keys = found
                 self.conversations.remember(opened.turn, opened.settings, opened.keys, keys)
                 if opened.stored_items is not None:
-                    response = _response(bytes(opened.body), is_stream=opened.is_stream)
-                    assert response is not None, "its output has just been read"
-                    items = [*opened.stored_items, *reply]
-                    self._stored[str(response["id"])] = items, opened.turn
+                    self._stored[name] = [*opened.stored_items, *reply], opened.turn
                     self._items |= {str(item.get("id")): item for item in reply}
                 opened.body.clear()
             elif not is_over:
@@ -367,17 +366,10 @@ def reply_of(path: str, body: bytes, *, is_stream: bool) -> Any | None:  # noqa:
         return _chat_message(body) if is_stream else json.loads(body)["choices"][0]["message"]
     if path == MESSAGES_PATH:
         return _content_blocks(body) if is_stream else json.loads(body)["content"]
-    response = _response(body, is_stream=is_stream)
-    return None if response is None else response["output"]
-
-
-def _response(body: bytes, *, is_stream: bool) -> dict[str, Any] | None:
-    """Returns the response in an answer of /v1/responses, or None if the answer was cut off."""
     if not is_stream:
-        response: dict[str, Any] = json.loads(body)
-        return response
+        return json.loads(body)["output"]
     ends = [event for event in _events(body) if event.get("type") == "response.completed"]
-    return ends[-1]["response"] if ends else None
+    return ends[-1]["response"]["output"] if ends else None
 
 
 def _events(body: bytes) -> Iterator[dict[str, Any]]:
