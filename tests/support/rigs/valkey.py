@@ -14,14 +14,54 @@ import secrets
 import signal
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.machine.files import MAX_SOCKET_PATH_BYTES, OwnedFolder, remove_abandoned
 from slipstream.core.machine.process import below_this, send_signal
+from slipstream.core.settings.sections import QueueEnd
 from slipstream.core.types import TrajectoryId
-from slipstream.extensions.redis.connection import CONTROLLER, DEFAULT_USER, USERS
+
+# Commands that a client sends before and around its own commands.
+_CONNECTION = "+auth +hello +ping +select +client|setname +multi +exec +discard +unwatch"
+_STREAM, _BYTES = "~slipstream:*:trajectories", "~slipstream:*:bytes"
+
+
+@dataclass(frozen=True)
+class QueueUser:
+    """The Redis user of one end of the queue, and the user's rights, as docs/security.md has them.
+
+    The rollout server only adds trajectories and counts their bytes; the controller reads them,
+    deletes them, and makes the stream.
+    """
+
+    # deploy/make_certificates.sh makes the user of this name.
+    name: str
+    # Arguments of ACL SETUSER, without the password.
+    rules: str
+
+
+ROLLOUT_SERVER = QueueUser(
+    name="rollout",
+    rules=(
+        f"resetkeys resetchannels -@all {_CONNECTION} (+xadd {_STREAM}) "
+        f"(+watch +incrby +get {_BYTES})"
+    ),
+)
+CONTROLLER = QueueUser(
+    name="controller",
+    rules=(
+        f"resetkeys resetchannels -@all {_CONNECTION} +config|get "
+        f"(+xgroup|create +xreadgroup +xrange +xack +xdel +xinfo|stream {_STREAM}) "
+        f"(+incrby +get {_BYTES})"
+    ),
+)
+# No client logs in as this user. But many servers load transactions from their files with its
+# rights, and silently drop the transactions that it may not write.
+DEFAULT_USER = "user default off resetpass ~* &* +@all"
+USERS: Mapping[QueueEnd, QueueUser] = {"controller": CONTROLLER, "rollout_server": ROLLOUT_SERVER}
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0

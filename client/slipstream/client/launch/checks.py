@@ -13,6 +13,7 @@ time limit.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -370,17 +371,19 @@ async def check_queue(scene: Scene) -> list[Finding]:
     """Checks that the user's own Redis or Valkey lets the ends that start here write to it."""
     if scene.config.queue.kind != "redis":
         return []
-    from slipstream.extensions.redis.connection import USERS, RedisConnection, check_settings
+    from slipstream.extensions.redis.connection import PROBES, RedisConnection, check_settings
 
     found, limit_s = [], scene.connect_timeout_s
     for end in (end for end in QUEUE_ENDS if end in scene.parts):
         url = redis_url_of(scene.config.queue, end)
-        connection = RedisConnection(url, "probe", reconnect_timeout_s=limit_s)
+        connection = RedisConnection(url, "probe")
+        connection.reconnect_timeout_s = limit_s
+        probe = functools.partial(connection.client.execute_command, *PROBES[end])
         waiting = f"waiting for the queue.redis_url {connection.name}, for up to {limit_s:g} s"
         try:
             async with contextlib.aclosing(connection.client):
                 with told_when_slow(waiting):
-                    await connection.probe(USERS[end].probe)
+                    await connection.persistently(probe)
                 if end == "controller":
                     await check_settings(connection)
         except QueueError as error:

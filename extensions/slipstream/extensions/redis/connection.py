@@ -9,7 +9,6 @@ import logging
 import re
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -37,7 +36,6 @@ REQUIRED_SETTINGS = {
     # With "yes" nothing is synced while the append-only file is rewritten.
     "no-appendfsync-on-rewrite": "no",
 }
-RECONNECT_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 10.0
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
@@ -61,14 +59,11 @@ Result = TypeVar("Result")
 class RedisConnection:
     """A connection to Redis, with the keys of one run."""
 
-    def __init__(
-        self, url: str, run_id: str, *, reconnect_timeout_s: float = RECONNECT_TIMEOUT_S
-    ) -> None:
-        """Retries a lost connection to Redis for `reconnect_timeout_s`.
+    # Seconds for which a lost connection is retried.
+    reconnect_timeout_s = 30.0
 
-        Raises QueueError if `url` is invalid.
-        """
-        self._reconnect_timeout_s = reconnect_timeout_s
+    def __init__(self, url: str, run_id: str) -> None:
+        """Raises QueueError if `url` is invalid."""
         parts = urlsplit(url)
         port = f":{parts.port}" if parts.port is not None else ""
         # The URL without user and password.
@@ -107,7 +102,7 @@ class RedisConnection:
         ConfigError when the server refuses the user, or its certificate is not trusted.
         """
         backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
-        deadline = asyncio.get_running_loop().time() + self._reconnect_timeout_s
+        deadline = asyncio.get_running_loop().time() + self.reconnect_timeout_s
         while True:
             try:
                 result = await self.once(call)
@@ -117,7 +112,7 @@ class RedisConnection:
                 # A call that timed out has no error text.
                 cause = str(error) or f"a call had no answer for {CALL_TIMEOUT_S:g} s"
                 if asyncio.get_running_loop().time() + backoff.next_s > deadline:
-                    raise self.away(self._reconnect_timeout_s, cause) from error
+                    raise self.away(self.reconnect_timeout_s, cause) from error
                 if self.trouble is None:
                     logger.warning("redis at %s was lost: %s", self.name, cause)
                 self.trouble = cause
@@ -129,13 +124,6 @@ class RedisConnection:
                 self.trouble = None
                 return result
             await asyncio.sleep(backoff.take_s())
-
-    async def probe(self, command: Sequence[str]) -> None:
-        """Runs a command with the retries of `persistently`.
-
-        Raises ConfigError if the server refuses the user, and QueueError for any other failure.
-        """
-        await self.persistently(lambda: self.client.execute_command(*command))  # type: ignore[no-untyped-call]
 
     @property
     def inspection(self) -> tuple[str | int, ...]:
@@ -197,10 +185,6 @@ def _refusal(error: BaseException) -> BaseException | None:
     return next((each for each in wrapped if isinstance(each, REFUSALS)), None)
 
 
-def _text(value: object) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-
-
 async def check_settings(connection: RedisConnection) -> None:
     """Raises QueueError if the server may lose acknowledged writes; warns if it hides settings."""
     try:
@@ -215,57 +199,18 @@ async def check_settings(connection: RedisConnection) -> None:
             needed,
         )
         return
-    settings = {_text(key): _text(value) for key, value in found.items()}
     for setting, needed in REQUIRED_SETTINGS.items():
-        value = settings.get(setting)
-        if value != needed:
+        if found.get(setting) != needed:
             raise QueueError(
                 f"redis at {connection.name}: {setting} must be {needed} so that nothing is lost, "
-                f"got {value}"
+                f"got {found.get(setting)}"
             )
 
 
-# Commands that a client sends before and around its own commands.
-_CONNECTION = "+auth +hello +ping +select +client|setname +multi +exec +discard +unwatch"
-_STREAM, _BYTES = "~slipstream:*:trajectories", "~slipstream:*:bytes"
 # The stream of a run that does not exist.
 _PROBED = "slipstream:probe:trajectories"
-
-
-@dataclass(frozen=True)
-class QueueUser:
-    """The Redis user of one end of the queue, and the user's rights.
-
-    The rollout server only adds trajectories and counts their bytes; the controller reads them,
-    deletes them, and makes the stream.
-    """
-
-    # deploy/make_certificates.sh makes the user of this name.
-    name: str
-    # Arguments of ACL SETUSER, without the password.
-    rules: str
-    # A command that writes with these rights, and changes nothing where no stream is.
-    probe: tuple[str, ...]
-
-
-ROLLOUT_SERVER = QueueUser(
-    name="rollout",
-    rules=(
-        f"resetkeys resetchannels -@all {_CONNECTION} (+xadd {_STREAM}) "
-        f"(+watch +incrby +get {_BYTES})"
-    ),
-    probe=("XADD", _PROBED, "NOMKSTREAM", "*", "id", ""),
-)
-CONTROLLER = QueueUser(
-    name="controller",
-    rules=(
-        f"resetkeys resetchannels -@all {_CONNECTION} +config|get "
-        f"(+xgroup|create +xreadgroup +xrange +xack +xdel +xinfo|stream {_STREAM}) "
-        f"(+incrby +get {_BYTES})"
-    ),
-    probe=("XDEL", _PROBED, "0-1"),
-)
-# No client logs in as this user. But many servers load transactions from their files with its
-# rights, and silently drop the transactions that it may not write.
-DEFAULT_USER = "user default off resetpass ~* &* +@all"
-USERS: Mapping[QueueEnd, QueueUser] = {"controller": CONTROLLER, "rollout_server": ROLLOUT_SERVER}
+# A command that writes with the rights of each end, and changes nothing where no stream is.
+PROBES: Mapping[QueueEnd, Sequence[str]] = {
+    "controller": ("XDEL", _PROBED, "0-1"),
+    "rollout_server": ("XADD", _PROBED, "NOMKSTREAM", "*", "id", ""),
+}

@@ -26,7 +26,6 @@ from slipstream.extensions.redis.connection import (
     DELIVERY,
     FIRST_BACKOFF_S,
     MAX_BACKOFF_S,
-    RECONNECT_TIMEOUT_S,
     RedisConnection,
 )
 from slipstream.protocol.queue.base import EpochAmounts, check_fits, queue_full
@@ -54,19 +53,9 @@ class RedisSender:
     QueueError. A receiver must have opened the queue first.
     """
 
-    def __init__(
-        self,
-        url: str,
-        run_id: str,
-        max_bytes: int,
-        *,
-        reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
-    ) -> None:
-        """Limits the unacknowledged bytes of all senders of the run to `max_bytes`.
-
-        A lost connection to Redis is retried for `reconnect_timeout_s`.
-        """
-        self._connection = RedisConnection(url, run_id, reconnect_timeout_s=reconnect_timeout_s)
+    def __init__(self, url: str, run_id: str, max_bytes: int) -> None:
+        """Limits the unacknowledged bytes of all senders of the run to `max_bytes`."""
+        self._connection = RedisConnection(url, run_id)
         self._max_bytes = max_bytes
         self._used_bytes = 0
         self._waiting: deque[_Put] = deque()
@@ -90,10 +79,8 @@ class RedisSender:
 
     async def __aexit__(self, *raised: Any) -> None:  # noqa: ANN401 - passed on
         await self.aclose()
-        try:
+        async with contextlib.aclosing(self._connection.client):
             await self._stack.__aexit__(*raised)
-        finally:
-            await self._connection.client.aclose()
 
     @property
     def queued_bytes(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -25,7 +25,6 @@ from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.connection import (
     CONNECTION_ERRORS,
     DELIVERY,
-    RECONNECT_TIMEOUT_S,
     RedisConnection,
     check_settings,
 )
@@ -59,20 +58,10 @@ class RedisReceiver:
     unreachable or loses data later, the block ends with an ExceptionGroup of a QueueError.
     """
 
-    def __init__(
-        self,
-        url: str,
-        run_id: str,
-        open_seal: OpenSeal = without_seal,
-        *,
-        reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
-    ) -> None:
-        """Takes `open_seal`; an entry that it refuses is logged and removed from Redis.
-
-        A lost connection to Redis is retried for `reconnect_timeout_s`.
-        """
+    def __init__(self, url: str, run_id: str, open_seal: OpenSeal = without_seal) -> None:
+        """Takes `open_seal`; an entry that it refuses is logged and removed from Redis."""
         self._open_seal = open_seal
-        self._connection = RedisConnection(url, run_id, reconnect_timeout_s=reconnect_timeout_s)
+        self._connection = RedisConnection(url, run_id)
         self._deliveries: asyncio.Queue[Delivery] = asyncio.Queue(ENTRIES_PER_READ)
         self.given = Amount()
         self.backlog: list[TrajectoryId] = []
@@ -105,12 +94,10 @@ class RedisReceiver:
 
     async def __aexit__(self, *raised: Any) -> None:  # noqa: ANN401 - passed on
         await self.aclose()
-        try:
+        async with aclosing(self._connection.client):
             await self._stack.__aexit__(*raised)
             if self._to_forget:
                 await self._connection.persistently(self._delete)
-        finally:
-            await self._connection.client.aclose()
 
     async def get(self) -> Delivery:
         delivery = await self._deliveries.get()
@@ -299,8 +286,6 @@ class RedisReceiver:
         and the next audit corrects the bytes.
         """
         connection, entries = self._connection, dict(self._to_forget)
-        if not entries:
-            return
         async with connection.client.pipeline(transaction=True) as pipeline:
             pipeline.xack(connection.stream, GROUP, *entries)
             pipeline.xdel(connection.stream, *entries)

@@ -158,9 +158,12 @@ async def test_runs_on_one_server_do_not_see_each_other(server: EmbeddedServer) 
             await asyncio.wait_for(receiver.get(), 0.1)
 
 
-async def test_a_redis_that_stays_away_is_reported_with_its_name_and_without_its_password(server):
+async def test_a_redis_that_stays_away_is_reported_with_its_name_and_without_its_password(
+    server, monkeypatch
+):
+    monkeypatch.setattr(RedisConnection, "reconnect_timeout_s", 0.3)
     with pytest.raises(BaseExceptionGroup) as caught:
-        async with RedisReceiver(server.url(), "run", reconnect_timeout_s=0.3) as receiver:
+        async with RedisReceiver(server.url(), "run") as receiver:
             await kill(server)
             await get(receiver)
     (message,) = causes(caught.value)
@@ -169,7 +172,7 @@ async def test_a_redis_that_stays_away_is_reported_with_its_name_and_without_its
     assert message.endswith("; its own log says more: it ends, for example, when its disk is full")
     assert server.password_file("controller").read_text() not in message
     with pytest.raises(QueueError, match="does not answer within 0.3 s"):
-        async with RedisSender(server.url("rollout"), "run", 1_000, reconnect_timeout_s=0.3):
+        async with RedisSender(server.url("rollout"), "run", 1_000):
             pass
 
 
@@ -196,7 +199,8 @@ async def test_a_redis_that_accepts_calls_and_is_silent_is_told_with_a_cause(ser
         # asyncio.timeout raises it without a word.
         raise TimeoutError
 
-    connection = RedisConnection(server.url(), "run", reconnect_timeout_s=0.1)
+    connection = RedisConnection(server.url(), "run")
+    connection.reconnect_timeout_s = 0.1
     with pytest.raises(QueueError, match=r"within 0.1 s: a call had no answer for 10 s; its own"):
         await connection.persistently(silent)
     await connection.client.aclose()

@@ -10,12 +10,21 @@ import pytest
 import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 from slipstream.core.errors import ConfigError
-from slipstream.extensions.redis.connection import DEFAULT_USER, DELIVERY, USERS
+from slipstream.extensions.redis.connection import DELIVERY
 from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import CONSUMER, GROUP, RedisReceiver
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import trajectory_pb2
-from support.rigs.valkey import BYTES, STREAM, EmbeddedServer, causes, kill, name
+from support.rigs.valkey import (
+    BYTES,
+    DEFAULT_USER,
+    STREAM,
+    USERS,
+    EmbeddedServer,
+    causes,
+    kill,
+    name,
+)
 from support.rigs.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.process

@@ -1,4 +1,4 @@
-"""The rights of each end of the queue: the same in code and documentation, and enough, no more."""
+"""The rights of each end of the queue: the same in tests and documentation, and enough, no more."""
 
 import asyncio
 import re
@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import TrajectoryId
-from slipstream.extensions.redis.connection import USERS, QueueUser
 from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import RedisReceiver
-from support.rigs.valkey import EmbeddedServer
+from support.rigs.valkey import USERS, EmbeddedServer, QueueUser
 from support.rigs.waiting import LIMIT_S
 
 PAGE = Path(__file__).parents[4] / "docs" / "security.md"
