@@ -140,7 +140,7 @@ import sys
 import threading
 from slipstream.extensions.stored_weights.storage import Storage, Until
 
-storage, until = Storage(sys.argv[1]), Until.after(20.0, threading.Event())
+storage, until = Storage(sys.argv[1]), Until(20.0, threading.Event())
 storage.write("run/a", memoryview(b"weights"), until)
 print(storage.read("run/a", until, most=7).decode(), storage.keys("run", until))
 """

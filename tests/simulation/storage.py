@@ -201,6 +201,7 @@ class Store:
             (stored_weights, "threading", THREADING),
             (stored_weights, "asyncio", SimpleNamespace(to_thread=run_blocking)),
             (version_writer, "threading", THREADING),
+            (version_writer, "WHOLE_EVERY", 3),
         ]
 
 

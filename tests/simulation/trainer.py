@@ -74,7 +74,7 @@ class SimulatedTrainer:
         if config.weights.storage_url is not None:
             published: Any = storage.Published(lambda: self.weights)
             self._writer = VersionWriter(
-                published, config.weights, ranks=storage.RANKS, client=self.client, whole_every=3
+                published, config.weights, ranks=storage.RANKS, client=self.client
             )
 
     def run(self) -> None:

@@ -24,7 +24,7 @@ Content = list[npt.NDArray[np.uint8]]
 
 
 def soon() -> Until:
-    return Until.after(20.0)
+    return Until(20.0)
 
 
 def first_content() -> Content:

@@ -60,7 +60,7 @@ class StoredWeights:
         `abandoned` ends the fetch. Raises WeightSyncError if an object in storage is missing, late
         or not as the manifest says, or the disk is full.
         """
-        until = storage.Until.after(self._limit_s, abandoned)
+        until = storage.Until(self._limit_s, abandoned)
         started_s = time.monotonic()
         # An abandoned fetch ends soon.
         with self._lock:
@@ -128,16 +128,16 @@ class StoredWeights:
         Raises WeightSyncError for a wrong digest, a malformed delta or a missing bucket.
         """
         self._held = b""
-        changed, wires = [0] * len(buckets), tuple(buckets)
+        changed, sizes = [0] * len(buckets), [bucket.num_bytes for bucket in buckets]
         if link.HasField("delta"):
             changed = list(link.delta.changed)
-            wires = storage.on_the_wire(buckets, changed)
+            sizes = [storage.wire_bytes(*each) for each in zip(buckets, changed, strict=True)]
         missing = set(range(len(buckets)))
         num_bytes = 0
         for stored in link.objects:
             data = memoryview(self._read(stored.key, stored.num_bytes, stored.digest, until))
             for place in stored.buckets:
-                bucket, own, size = buckets[place], parts[place], wires[place].num_bytes
+                bucket, own, size = buckets[place], parts[place], sizes[place]
                 part, data = data[:size], data[size:]
                 missing.discard(place)
                 if len(part) == bucket.num_bytes:

@@ -25,8 +25,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -133,21 +132,14 @@ class Storage:
             raise WeightSyncError(f"{what}: {cause}") from error
 
 
-@dataclass(frozen=True)
 class Until:
-    """The limit of one use of storage: a deadline, and an event that abandons the use earlier.
+    """The limit of one use of storage: a deadline, and an event that abandons the use earlier."""
 
-    `deadline_s` is a time of `time.monotonic`, `limit_s` seconds after the start of the use.
-    """
-
-    deadline_s: float
-    limit_s: float
-    abandoned: threading.Event
-
-    @classmethod
-    def after(cls, limit_s: float, abandoned: threading.Event | None = None) -> Until:
-        """Returns the limit that ends `limit_s` seconds from now, or when `abandoned` is set."""
-        return cls(time.monotonic() + limit_s, limit_s, abandoned or threading.Event())
+    def __init__(self, limit_s: float, abandoned: threading.Event | None = None) -> None:
+        """Ends the use `limit_s` seconds from now, or when `abandoned` is set."""
+        # A time of `time.monotonic`.
+        self.deadline_s, self.limit_s = time.monotonic() + limit_s, limit_s
+        self.abandoned = abandoned or threading.Event()
 
     def check(self, what: str) -> None:
         """Raises WeightSyncError after the deadline or when abandoned; `what` names the work."""
@@ -183,14 +175,10 @@ def travels_whole(bucket: Bucket, changed: int) -> bool:
     return 2 * payload_parts(bucket, changed)[2] > bucket.num_bytes
 
 
-def on_the_wire(buckets: Sequence[Bucket], changed: Sequence[int]) -> tuple[Bucket, ...]:
-    """Returns the buckets with the sizes in which they are sent, with these `changed` elements."""
-    return tuple(
-        bucket
-        if travels_whole(bucket, count)
-        else replace(bucket, num_bytes=payload_parts(bucket, count)[2])
-        for bucket, count in zip(buckets, changed, strict=True)
-    )
+def wire_bytes(bucket: Bucket, changed: int) -> int:
+    """Returns the size in which a bucket with `changed` changed elements is sent."""
+    whole = travels_whole(bucket, changed)
+    return bucket.num_bytes if whole else payload_parts(bucket, changed)[2]
 
 
 def put_payload(

@@ -37,6 +37,8 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+# At least one of so many versions is stored whole, the others only as changes.
+WHOLE_EVERY = 20
 # Seconds between two checks whether another rank has written its objects.
 _LOOK_S = 0.2
 # Seconds that the end of the run waits for the storage.
@@ -60,15 +62,10 @@ class VersionWriter:
         *,
         ranks: Ranks,
         client: ControllerClient,
-        whole_every: int = 20,
     ) -> None:
-        """Opens `weights.storage_url`; raises ConfigError if fsspec cannot open it.
-
-        At least one of every `whole_every` versions is stored whole, the others only as changes.
-        """
+        """Opens `weights.storage_url`; raises ConfigError if fsspec cannot open it."""
         assert weights.storage_url is not None
         self._published, self._weights = published, weights
-        self._whole_every = whole_every
         self._ranks, self._client = ranks, client
         self._storage = Storage(weights.storage_url)
         self._thread: threading.Thread | None = None
@@ -101,7 +98,7 @@ class VersionWriter:
             self._abandoned.set()
             self._thread.join()
         self._abandoned = threading.Event()
-        until = Until.after(self._weights.storage_deadline_s, self._abandoned)
+        until = Until(self._weights.storage_deadline_s, self._abandoned)
         choice = b"whole" if self._ranks.is_main and self._is_whole() else b"changes"
         whole = self._ranks.broadcast_bytes(choice if self._ranks.is_main else None) == b"whole"
         sender = self._published.weights.sender
@@ -139,19 +136,19 @@ class VersionWriter:
         if self._thread is not None:
             self._thread.join()
         if self._ranks.is_main and self._run and not keep:
-            self._remove_all(self._run, Until.after(_CLOSE_LIMIT_S))
+            self._remove_all(self._run, Until(_CLOSE_LIMIT_S))
 
     def _is_whole(self) -> bool:
         """Whether the next version is stored whole, not as a delta to the version before it.
 
-        It is whole if there is no chain of deltas yet, or if the chain has `whole_every` versions.
+        It is whole if there is no chain of deltas yet, or if the chain has `WHOLE_EVERY` versions.
         It is whole, too, if the chain's deltas are together as large as the whole version at its
         beginning, or after a new registration: another trainer may have removed the chain.
         """
         if self._epoch != self._client.epoch:
             self._epoch, self._chain = self._client.epoch, []
         size = sum(_num_bytes(link) for link in self._chain[1:])
-        is_long = len(self._chain) >= self._whole_every
+        is_long = len(self._chain) >= WHOLE_EVERY
         return not self._chain or is_long or size >= _num_bytes(self._chain[0])
 
     def _write(self, report: trainer_pb2.StoredReport, whole: bool, until: Until) -> None:
@@ -207,7 +204,7 @@ class VersionWriter:
                 return
             report.error = cause
             # The objects of the failed version would keep a full disk full.
-            until = Until.after(_CLOSE_LIMIT_S, self._abandoned)
+            until = Until(_CLOSE_LIMIT_S, self._abandoned)
             self._remove_all(report.folder, until)
         report.write_s = time.monotonic() - started_s
         self._report(report, until)
@@ -269,7 +266,7 @@ class RankObjects:
 
     objects = RankObjects(buckets, sender, storage, object_bytes=64 << 20, pin=False)
     published.run(objects.take)
-    link = objects.write("run/folder", digests, whole=True, until=Until.after(600))
+    link = objects.write("run/folder", digests, whole=True, until=Until(600))
 
     Keeps two copies of the rank's own buckets in main memory: the last written version, and the
     version to write next. After a failed `write` the next `write` must be whole.

@@ -9,7 +9,7 @@ import pytest
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.settings.sections import WeightsSection
 from slipstream.extensions.stored_weights.server import Fetched, StoredWeights
-from slipstream.extensions.stored_weights.storage import Storage, on_the_wire
+from slipstream.extensions.stored_weights.storage import Storage, wire_bytes
 from support.rigs.stored_versions import (
     BUCKETS,
     Content,
@@ -125,8 +125,8 @@ def test_a_payload_that_its_manifest_describes_wrong_is_an_error_of_the_publish(
     changed = scene.versions.chain[1].delta.changed
     # One more or less, so that it is as long.
     near = [[*changed[:1], changed[1] + more, *changed[2:]] for more in (1, -1)]
-    as_long = [c for c in near if on_the_wire(BUCKETS, c) == on_the_wire(BUCKETS, changed)]
-    changed[:] = as_long[0]
+    sizes = [*map(wire_bytes, BUCKETS, changed)]
+    changed[:] = next(c for c in near if [*map(wire_bytes, BUCKETS, c)] == sizes)
     with pytest.raises(WeightSyncError, match="bucket 1: a payload should have"):
         scene.server.fetch(scene.versions.manifest("run/wrong"), NEVER)
 

@@ -11,6 +11,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.sections import WeightsSection
+from slipstream.extensions.stored_weights import trainer as version_writer
 from slipstream.extensions.stored_weights.server import StoredWeights
 from slipstream.extensions.stored_weights.storage import Storage
 from slipstream.extensions.stored_weights.trainer import RankObjects, VersionWriter
@@ -44,8 +45,7 @@ class Client:
 class Trainer:
     """Two ranks, which write a version for each call of `change`."""
 
-    def __init__(self, root: Path, *, whole_every: int = 20, **settings: Any) -> None:
-        self.whole_every = whole_every
+    def __init__(self, root: Path, **settings: Any) -> None:
         self.root, self.client = root, Client()
         self.weights = WeightsSection(storage_url=str(root), **settings)
         random = torch.Generator().manual_seed(0)
@@ -66,7 +66,6 @@ class Trainer:
             self.weights,
             ranks=ranks,
             client=self.client,
-            whole_every=self.whole_every,
         )
         return stream, writer
 
@@ -139,8 +138,9 @@ def test_versions_of_two_ranks_arrive_bit_for_bit(tmp_path: Path) -> None:
     assert reports[0].probe == PROBE
 
 
-def test_every_nth_version_is_whole_and_the_chain_before_it_goes(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "s", whole_every=2)
+def test_every_nth_version_is_whole_and_the_chain_before_it_goes(tmp_path, monkeypatch):
+    monkeypatch.setattr(version_writer, "WHOLE_EVERY", 2)
+    trainer = Trainer(tmp_path / "s")
     reports = trainer.write(same, *[trainer.few] * 4)
     whole = len(trainer.contents[0])
     assert [report.num_bytes == whole for report in reports] == [True, False, True, False, True]
@@ -162,8 +162,9 @@ def test_a_chain_longer_than_the_whole_is_not_continued(tmp_path: Path) -> None:
     assert trainer.fetched(reports[-1], tmp_path / "a") == trainer.contents[-1]
 
 
-def test_a_chain_from_which_a_server_fetches_stays(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "s", whole_every=1)
+def test_a_chain_from_which_a_server_fetches_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(version_writer, "WHOLE_EVERY", 1)
+    trainer = Trainer(tmp_path / "s")
     trainer.client.needed = ["run/0-1/manifest"]
     first, *_ = trainer.write(same, trainer.few, trainer.few)
     assert {name.split("/")[1] for name in trainer.files()} == {"0-1", "2-3"}
