@@ -8,14 +8,12 @@ import asyncio
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from slipstream.core.run_folder import LEASE_WAITS
 from slipstream.core.settings.config import Config
-from slipstream.extensions.prometheus.endpoint import metrics_endpoint
 from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.parts import Parts
 from slipstream.learner.controller.records.ledger import FATES
@@ -247,8 +245,3 @@ def _labelled(
 
 
 _gauges, _counters = partial(_labelled, GaugeMetricFamily), partial(_labelled, CounterMetricFamily)
-
-
-def run_metrics(config: Config, books: Books, parts: Parts) -> AbstractAsyncContextManager[None]:
-    """Serves the run's metrics inside the block; see `metrics_endpoint`."""
-    return metrics_endpoint(config, "controller", [RunCollector(config, books, parts)])

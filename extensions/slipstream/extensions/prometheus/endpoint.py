@@ -19,11 +19,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, TypeAlias
 
-from prometheus_client import ProcessCollector
-from prometheus_client.core import CollectorRegistry, InfoMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from slipstream.client.agent_gateway import BoundedConnection, Receive, Scope, Send, bounded_server
+from slipstream.client.agent_gateway import BoundedConnection, bounded_server
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts, listen
 from slipstream.core.machine.description import installed
@@ -34,6 +33,8 @@ from slipstream.core.settings.sections import SecuritySection
 from slipstream.protocol.access.checked_calls import Refusals
 from slipstream.protocol.access.security import Credentials, check_metrics_address, is_loopback
 from slipstream.protocol.setup import OURS, RANKS_PACKAGES
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 Role: TypeAlias = Literal["controller", "rollout_server"]
@@ -66,8 +67,13 @@ class MetricsEndpoint:
         """
         self._registry, self._labels, self._security = CollectorRegistry(), labels, security
         ProcessCollector(registry=self._registry)
-        for collector in (BuildInfo(), *collectors):
+        for collector in collectors:
             self._registry.register(collector)
+        names = {OURS: "version", **{name: name.replace("-", "_") for name in PACKAGES}}
+        found = {names[name]: version for name, version in installed(names).items()}
+        meaning = "Versions of Slipstream and its packages in this process; the value is 1."
+        build = Info("slipstream_build", meaning, registry=self._registry)
+        build.info(found | {"python": platform.python_version()})
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._refusals = Refusals()
         # Connections without a request, of which the oldest makes room.
@@ -86,7 +92,7 @@ class MetricsEndpoint:
             context.load_cert_chain(security.tls_certificate, security.tls_key)
             if ca is not None:
                 context.verify_mode = ssl.CERT_REQUIRED
-        settings, state = bounded_server(self), ServerState()
+        settings, state = bounded_server(self), ServerState()  # type: ignore[arg-type]
         settings.load()
         server = await asyncio.get_running_loop().create_server(
             lambda: BoundedConnection(
@@ -108,33 +114,28 @@ class MetricsEndpoint:
             for connection in list(state.connections):
                 connection.transport.abort()
 
-    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request of HTTP."""
-        status, kind, body = await self._answer(scope)
-        headers = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
-        headers.append((b"connection", b"close"))
-        if status in (401, 403):
+        response = await self._answer(scope)
+        response.headers["connection"] = "close"
+        if response.status_code in (401, 403):
             host, *_ = scope["client"] or ("a caller that has left",)
-            self._refusals.tell(str(host), f"/metrics: {body.decode().strip()}")
-        if status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+            self._refusals.tell(str(host), f"/metrics: {bytes(response.body).decode().strip()}")
+        await response(scope, receive, send)
 
-    async def _answer(self, scope: Scope) -> tuple[int, str, bytes]:
-        """Returns HTTP status, content type and body of the answer."""
-        plain = "text/plain; charset=utf-8"
+    async def _answer(self, scope: Scope) -> Response:
         headers = dict(scope["headers"])
         if self._expected is not None:
             if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
-                return 401, plain, b"the token is missing or wrong\n"
+                asks = {"www-authenticate": "Bearer"}
+                return PlainTextResponse("the token is missing or wrong\n", 401, asks)
         elif not _is_local(headers.get(b"host", b"")):
             # A web page reaches loopback through a host name that resolves to it.
-            return 403, plain, b"without a token only loopback may be asked\n"
+            return PlainTextResponse("without a token only loopback may be asked\n", 403)
         if scope["method"] not in ("GET", "HEAD"):
-            return 405, plain, b"GET only\n"
+            return PlainTextResponse("GET only\n", 405)
         if scope["path"] != "/metrics":
-            return 404, plain, b"only /metrics is here\n"
+            return PlainTextResponse("only /metrics is here\n", 404)
         encode, kind = choose_encoder(headers.get(b"accept", b"").decode("latin-1"))
         metrics = list(self._registry.collect())
         for metric in metrics:
@@ -144,20 +145,7 @@ class MetricsEndpoint:
             ]
         # Encoding for hundreds of servers would block the loop for tens of milliseconds.
         found = SimpleNamespace(collect=lambda: metrics)
-        return 200, kind, await asyncio.to_thread(encode, found)
-
-
-class BuildInfo:
-    """A collector of one metric, whose labels are the versions of this process."""
-
-    def __init__(self) -> None:
-        names = {OURS: "version", **{name: name.replace("-", "_") for name in PACKAGES}}
-        found = {names[name]: version for name, version in installed(names).items()}
-        self._labels = found | {"python": platform.python_version()}
-
-    def collect(self) -> Iterator[Metric]:
-        meaning = "Versions of Slipstream and its packages in this process; the value is 1."
-        yield InfoMetricFamily("slipstream_build", meaning, self._labels)
+        return Response(await asyncio.to_thread(encode, found), media_type=kind)
 
 
 def _is_local(host: bytes) -> bool:

@@ -192,9 +192,12 @@ class Controller:
                 await server.start()
                 if self._config.tracking.prometheus is not None:
                     # The library takes a third of a second to import.
-                    from slipstream.extensions.prometheus.controller import run_metrics
+                    from slipstream.extensions.prometheus.controller import RunCollector
+                    from slipstream.extensions.prometheus.endpoint import metrics_endpoint
 
-                    await stack.enter_async_context(run_metrics(self._config, books, parts))
+                    collector = RunCollector(self._config, books, parts)
+                    serving = metrics_endpoint(self._config, "controller", [collector])
+                    await stack.enter_async_context(serving)
                 self._run.events.add(f"run {self._progress.run_id} listens")
                 if warning := self._config.algorithm.staleness_warning:
                     self._run.events.warn(warning)
