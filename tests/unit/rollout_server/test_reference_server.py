@@ -228,7 +228,7 @@ def checked(config: Config, endpoint: ReferenceEndpoint, renderer: Renderer) -> 
 
 
 async def test_a_server_with_the_models_tokenizer_passes(endpoint, checked: Config) -> None:
-    await check_reference_server(checked, checked.reference.server)
+    await check_reference_server(checked)
 
 
 async def test_other_tokenizers_are_refused_in_one_line(endpoint, checked, tmp_path):
@@ -236,7 +236,7 @@ async def test_other_tokenizers_are_refused_in_one_line(endpoint, checked, tmp_p
     other = Renderer(tmp_path / "other")
     endpoint.texts = lambda ids: other.decode_all(ids).replace("d", "e")
     with pytest.raises(ConfigError) as caught:
-        await check_reference_server(checked, checked.reference.server)
+        await check_reference_server(checked)
     message = str(caught.value)
     assert "\n" not in message
     assert "must have the tokenizer of model.path; tokens 0 to 31 are" in message
@@ -263,5 +263,6 @@ async def test_other_tokenizers_are_refused_in_one_line(endpoint, checked, tmp_p
 async def test_a_server_that_cannot_serve_is_refused(endpoint, checked, served, asked, said):
     for name, value in served.items():
         setattr(endpoint, name, value)
+    changed = with_server(checked, checked.reference.server.model_copy(update=asked))
     with pytest.raises(ConfigError, match=said):
-        await check_reference_server(checked, checked.reference.server.model_copy(update=asked))
+        await check_reference_server(changed)

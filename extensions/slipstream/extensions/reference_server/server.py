@@ -151,7 +151,7 @@ class ReferenceServer:
         return f"must run with --logprobs-mode raw_logprobs: {fault}" if fault else found
 
 
-async def check_reference_server(config: Config, settings: ReferenceServerSection) -> None:
+async def check_reference_server(config: Config) -> None:
     """Checks that the reference model's server can give log-probabilities for the run's episodes.
 
     Raises a ConfigError that says what the server lacks.
@@ -159,8 +159,9 @@ async def check_reference_server(config: Config, settings: ReferenceServerSectio
     from transformers import AutoTokenizer
 
     assert config.reference is not None
-    top_k, vocab_size = config.reference.top_k, vocabulary_size(config)
-    max_tokens = config.sampling.max_episode_tokens
+    settings, top_k = config.reference.server, config.reference.top_k
+    assert settings is not None
+    vocab_size, max_tokens = vocabulary_size(config), config.sampling.max_episode_tokens
     server = ReferenceServer(
         settings, top_k=top_k, vocab_size=vocab_size, max_tokens=max_tokens, max_retries=1
     )
@@ -213,12 +214,5 @@ async def _check_tokenizer(
             )
 
 
-def check_settings(config: Config) -> None:
-    """Raises ConfigError for the first reason why the reference model's server cannot serve."""
-    settings = config.reference.server if config.reference is not None else None
-    assert settings is not None, "the settings name no server of a reference"
-    asyncio.run(check_reference_server(config, settings))
-
-
 if __name__ == "__main__":
-    sys.exit(run_check(check_settings))
+    sys.exit(run_check(lambda config: asyncio.run(check_reference_server(config))))
