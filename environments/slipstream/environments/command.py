@@ -17,7 +17,7 @@ from slipstream.core.machine.files import OwnedFolder, read_regular
 from slipstream.core.machine.process import open_variables
 from slipstream.environments.arguments import FIELD, check_above_0, check_filled, filled
 from slipstream.environments.question_files import Row, named_rows
-from slipstream.environments.sandbox.kept_program import ProgramEnd, ProgramLimits, run_program
+from slipstream.environments.sandbox.kept_program import ProgramEnd, run_program
 from slipstream.environments.sandbox.plan import Limits, Plan
 from slipstream.environments.sandbox.sandbox import launched, why_not
 
@@ -101,31 +101,25 @@ class Command(AgentEnvironment[Row]):
         if not self._tasks:
             raise ConfigError("there must be at least one task")
         self._check_fields()
-        self._limits = ProgramLimits(
-            seconds=limit_s,
-            output_bytes=round(max_output_mib * (1 << 20)),
-            memory_bytes=round(memory_gib * GIB),
-            processes=max_processes,
-        )
-        self._score_limits = ProgramLimits(seconds=score_limit_s, output_bytes=MAX_SCORE_BYTES)
+        bounds = {"memory_bytes": round(memory_gib * GIB), "processes": max_processes}
+        output_bytes = round(max_output_mib * (1 << 20))
+        self._limits = Limits(seconds=limit_s, output_bytes=output_bytes, **bounds)
+        own = bounds if sandbox else dict.fromkeys(bounds, 0)
+        self._score_limits = Limits(seconds=score_limit_s, output_bytes=MAX_SCORE_BYTES, **own)
         self._confined = None
         if sandbox:
-            self._score_limits = replace(
-                self._limits, seconds=score_limit_s, output_bytes=MAX_SCORE_BYTES
-            )
             if not (memory_gib > 0 and max_processes > 0):
                 raise ConfigError("sandbox = true needs memory_gib and max_processes above 0")
             if reason := why_not("sandlock"):
                 allows = "which can allow the one port of the endpoint"
                 raise ConfigError(f"sandbox = true needs sandlock, {allows}: {reason}")
-            self._confined = Limits(
-                seconds=limit_s,
+            self._confined = replace(
+                self._limits,
                 # The keeper and the time limit bound the processor time.
                 processor_s=math.ceil(limit_s) * (os.cpu_count() or 1),
                 # The keeper bounds used memory. Sandlock would count memory that is reserved but
                 # not used, such as the 137 GB of the runtime of Claude Code.
                 memory_bytes=ADDRESS_SPACE_BYTES,
-                processes=max_processes,
                 open_files=1024,
                 file_bytes=GIB,
                 folder_bytes=GIB,

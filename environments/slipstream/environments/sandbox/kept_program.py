@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.core.machine.process import send_signal
+from slipstream.environments.sandbox.plan import Limits
 
 # Bytes at the end of the output that are kept.
 KEPT_BYTES = 16 << 10
@@ -23,19 +24,6 @@ _OWN_PATH = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
 _CHUNK_BYTES = 64 << 10
 # Seconds in which a keeper ends all processes below it, on a busy machine.
 _END_LIMIT_S = 30.0
-
-
-@dataclass(frozen=True)
-class ProgramLimits:
-    """Limits of a program and of all processes that it starts.
-
-    For `memory_bytes` and `processes`, 0 means no limit.
-    """
-
-    seconds: float
-    output_bytes: int
-    memory_bytes: int = 0
-    processes: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,13 +59,14 @@ async def run_program(
     *,
     folder: Path,
     variables: Mapping[str, str],
-    limits: ProgramLimits,
+    limits: Limits,
     with_errors: bool = True,
 ) -> ProgramEnd:
     """Runs `command` in `folder`, with `variables` as its environment, and returns how it ended.
 
-    A program that exceeds a limit is ended. If `with_errors`, the program's stderr is part of its
-    output; else it goes to this process's stderr.
+    A program that exceeds a limit is ended: of seconds, `output_bytes`, and unless they are 0
+    `memory_bytes` and `processes`. If `with_errors`, the program's stderr is part of its output;
+    else it goes to this process's stderr.
     """
     process = await asyncio.create_subprocess_exec(
         *own_program("slipstream.core.machine.keeper"),

@@ -174,7 +174,3 @@ def _exceeded(folder: str, limits: Limits) -> str:
                 return "folder_files"
             # Otherwise, the program has removed or renamed the folder meanwhile.
     return ""
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

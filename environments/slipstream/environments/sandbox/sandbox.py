@@ -259,7 +259,8 @@ class StartedProgram:
         self.stdin = asyncio.StreamWriter(transport, protocol, None, loop)
         self._transports.append(transport)
         self.stdout, errors, cause = [await self._reader(each) for each in outputs]
-        self._errors = _Output(errors, self._limits.output_bytes)
+        self._errors, most = bytearray(), self._limits.output_bytes
+        self._reading = asyncio.create_task(_read(errors, self._errors, most))
         # Launcher and keeper write to it why they ended the program; it ends with them.
         self._ended = asyncio.create_task(cause.read())
 
@@ -278,21 +279,21 @@ class StartedProgram:
         The result's `stdout` lacks output that the caller has already read from the pipe. Raises
         RuntimeError if the sandbox itself was ended from outside.
         """
-        output = _Output(self.stdout, self._limits.output_bytes)
-        ended_by = ""
-        reading = {output.reading, self._errors.reading}
+        output, ended_by, most = bytearray(), "", self._limits.output_bytes
+        reading = asyncio.create_task(_read(self.stdout, output, most))
+        left = {reading, self._reading}
         try:
             async with asyncio.timeout(self._limits.seconds + _SLACK_S):
-                while reading and not (output.is_too_long or self._errors.is_too_long):
-                    _, reading = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-                if reading or output.is_too_long or self._errors.is_too_long:
-                    ended_by = "output_bytes"
-                else:
+                while left and not ended_by:
+                    done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                    if any(each.result() for each in done if not each.cancelled()):
+                        ended_by = "output_bytes"
+                if not ended_by:
                     await asyncio.wait([self._ended])
         except TimeoutError:
             ended_by = "seconds"
         finally:
-            output.reading.cancel()
+            reading.cancel()
             await asyncio.shield(self.end())
         cause, _, said = self._said.partition("ended ")
         if cause.strip() and not ended_by:
@@ -303,14 +304,14 @@ class StartedProgram:
             raise RuntimeError("a program's sandbox failed or was ended from outside")
         status = os.waitstatus_to_exitcode(int(said or signal.SIGKILL))
         ended_by = ended_by or _SIGNALS_OF_LIMITS.get(status, "")
-        return Finished(status, bytes(output.kept), bytes(self._errors.kept), ended_by)
+        return Finished(status, bytes(output), bytes(self._errors), ended_by)
 
     async def end(self) -> None:
         """Ends the program and all processes that it has started; a second call does nothing."""
         if self._keeper < 0:
             return
         keeper, self._keeper = self._keeper, -1
-        self._errors.reading.cancel()
+        self._reading.cancel()
         try:
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError):
@@ -324,23 +325,14 @@ class StartedProgram:
                 each.close()
 
 
-class _Output:
-    """Reads one pipe of a program in its own task; `kept` has the first `most` bytes."""
-
-    def __init__(self, stream: asyncio.StreamReader, most: int) -> None:
-        self._stream, self._most = stream, most
-        self.kept = bytearray()
-        self.is_too_long = False
-        self.reading = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        while not self.is_too_long:
-            chunk = await self._stream.read(_CHUNK_BYTES)
-            if not chunk:
-                return
-            self.kept += chunk
-            self.is_too_long = len(self.kept) > self._most
-        del self.kept[self._most :]
+async def _read(stream: asyncio.StreamReader, kept: bytearray, most: int) -> bool:
+    """Reads a pipe of a program into `kept`; returns False at its end, True beyond `most` bytes."""
+    while chunk := await stream.read(_CHUNK_BYTES):
+        kept += chunk
+        if len(kept) > most:
+            del kept[most:]
+            return True
+    return False
 
 
 def first_backend() -> Backend:

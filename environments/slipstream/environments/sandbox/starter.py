@@ -18,7 +18,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -109,7 +108,3 @@ def _keep(starter: int, asked: int, stdin: int, stdout: int, stderr: int, cause:
         raise
     finally:
         os._exit(127)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
