@@ -223,7 +223,7 @@ class TaskSource(Generic[Task]):
 
     def __init__(self, environment: Environment[Task]) -> None:
         """Calls `tasks()`; raises ValueError if the result is empty or cannot be iterated."""
-        self._environment = environment
+        self.environment = environment
         self._cache: OrderedDict[int, Task] = OrderedDict()
         self._next_index = 0
         self._end: int | None = None
@@ -251,11 +251,11 @@ class TaskSource(Generic[Task]):
             return self._sequence[index % self.num_tasks]
         if self._end is not None:
             if not self._end:
-                name = type(self._environment).__name__
+                name = type(self.environment).__name__
                 raise ValueError(f"{name}.tasks() must give its tasks at each call, got none")
             index %= self._end
         if index not in self._cache and index < self._next_index:
-            self._iterator = _iterate(self._environment.tasks())
+            self._iterator = _iterate(self.environment.tasks())
             self._cache.clear()
             self._next_index = 0
         while index not in self._cache:

@@ -56,7 +56,6 @@ Answer = TypeVar("Answer")
 class _Episode:
     key: str
     environment: AnyEnvironment
-    tracker: CallTracker | None
     # Whether `reset` has answered.
     has_begun: bool = False
     # Whether the environment gives the replies.
@@ -77,7 +76,7 @@ class EpisodeHost:
         self, environment: AnyEnvironment | None = None, *, tracker: CallTracker | None = None
     ) -> None:
         """Takes the environment, or None before a Load; raises EnvironmentFailed without tasks."""
-        self._tracker, self._environment = tracker, environment
+        self._tracker = tracker
         self._tasks = _task_source(environment) if environment is not None else None
         self._episodes: dict[str, _Episode] = {}
         # Serves the endpoints of all agents, from the first one on.
@@ -99,13 +98,10 @@ class EpisodeHost:
         try:
             match command.WhichOneof("command"):
                 case "load":
-                    if (spec := command.load.spec).reference:
-                        given = spec.reference, spec.args_json, spec.search_path
-                        self._environment = load_environment(*given)
-                        self._tasks = _task_source(self._environment)
-                    if self._tasks is None:
-                        raise _misused("the environment has no reference")
-                    loaded = pb.Loaded(num_tasks=self._tasks.num_tasks, digest=self.digest())
+                    spec = command.load.spec
+                    given = spec.reference, spec.args_json, spec.search_path
+                    self._tasks = _task_source(load_environment(*given))
+                    loaded = pb.Loaded(num_tasks=self.num_tasks, digest=self.digest())
                     message.loaded.CopyFrom(loaded)
                 case "reset":
                     message.observation.CopyFrom(await self._reset(command.reset))
@@ -115,7 +111,7 @@ class EpisodeHost:
                     episode = self._begun(command.follow_agent.episode_key)
                     if episode.agent is None:
                         raise _misused(f"the environment of episode {episode.key} is no agent")
-                    answer = await _run(episode, episode.agent.next)
+                    answer = await self._run(episode, episode.agent.next)
                     if isinstance(answer, pb.AgentCall):
                         message.agent_call.CopyFrom(answer)
                     else:
@@ -168,9 +164,8 @@ class EpisodeHost:
 
     def digest(self, *, again: bool = False) -> str:
         """Returns a digest of the tasks; with `again` asks `tasks()`; raises EnvironmentFailed."""
-        assert self._environment is not None
         assert self._tasks is not None
-        return digest_of(_task_source(self._environment) if again else self._tasks)
+        return digest_of(_task_source(self._tasks.environment) if again else self._tasks)
 
     def agent_place(self, key: str) -> str:
         """Returns the line of code where the agent of episode `key` is, or "" if unknown."""
@@ -178,19 +173,17 @@ class EpisodeHost:
         return "" if episode is None or episode.agent is None else episode.agent.place()
 
     async def _reset(self, command: pb.ResetCommand) -> pb.Observation:
-        if self._environment is None or self._tasks is None:
+        if (tasks := self._tasks) is None:
             raise _misused("no environment is loaded")
         if command.episode_key in self._episodes:
             raise _misused(f"episode {command.episode_key} is open already")
-        tasks = self._tasks
         try:
-            environment = copy.copy(self._environment)
+            environment = copy.copy(tasks.environment)
             environment.seed, environment.truncated = command.seed, False
         except BaseException as error:
             cause = f"it cannot be copied for an episode: {describe(error)}"
             raise environment_failed(cause) from error
-        episode = _Episode(command.episode_key, environment, self._tracker)
-        self._episodes[command.episode_key] = episode
+        episode = self._episodes[command.episode_key] = _Episode(command.episode_key, environment)
 
         async def reset() -> pb.Observation:
             if isinstance(environment, AgentEnvironment):
@@ -204,7 +197,7 @@ class EpisodeHost:
             return observed
 
         # An episode that fails here is closed like any other: `reset` may have taken resources.
-        observed = await _run(episode, reset)
+        observed = await self._run(episode, reset)
         episode.has_begun = True
         return observed
 
@@ -247,7 +240,7 @@ class EpisodeHost:
         async def step() -> pb.Verdict:
             return verdict(await _result(environment.step(reply_of(command))), gives=episode.gives)
 
-        return await _run(episode, step)
+        return await self._run(episode, step)
 
     async def _close(self, key: str) -> None:
         episode = self._episodes.pop(key, None)
@@ -263,7 +256,39 @@ class EpisodeHost:
             where = f" ({place})" if place else ""
             line = f"the run of episode {key} did not end within {END_LIMIT_S:g} s{where}"
             print(line, file=sys.stderr)
-        await _run(episode, lambda: _result(episode.environment.close()))
+        await self._run(episode, lambda: _result(episode.environment.close()))
+
+    async def _run(self, episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Runs user code; turns everything that the code raises into EnvironmentFailed.
+
+        Raises CancelledError if this task is cancelled for another reason than the episode's end.
+        """
+        this = asyncio.current_task()
+        assert this is not None
+        episode.running = this
+        episode.idle.clear()
+        # The tracker records the run of an agent separately: `this` only waits for it.
+        tracker = self._tracker if episode.agent is None else None
+        if tracker is not None:
+            tracker.begin(episode.key, this)
+        try:
+            return await call()
+        except EnvironmentFailed:
+            raise
+        except asyncio.CancelledError as error:
+            if episode.abandoned and this.uncancel() == 0:
+                raise environment_failed("the episode was closed") from error
+            if this.cancelling():
+                raise
+            raise environment_failed(describe(error)) from error
+        except BaseException as error:
+            raise environment_failed(describe(error)) from error
+        finally:
+            if tracker is not None:
+                tracker.end(this)
+            episode.running = None
+            episode.abandoned = False
+            episode.idle.set()
 
 
 async def open_stream(open_call: Callable[[], WorkerCall], hello: pb.WorkerHello) -> WorkerCall:
@@ -329,39 +354,6 @@ async def answer_commands(
         await host.close_all()
     if failure is not None:
         raise failure
-
-
-async def _run(episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Runs user code; turns everything that the code raises into EnvironmentFailed.
-
-    Raises CancelledError if this task is cancelled for another reason than the episode's end.
-    """
-    this = asyncio.current_task()
-    assert this is not None
-    episode.running = this
-    episode.idle.clear()
-    # The tracker records the run of an agent separately: `this` only waits for it.
-    tracker = episode.tracker if episode.agent is None else None
-    if tracker is not None:
-        tracker.begin(episode.key, this)
-    try:
-        return await call()
-    except EnvironmentFailed:
-        raise
-    except asyncio.CancelledError as error:
-        if episode.abandoned and this.uncancel() == 0:
-            raise environment_failed("the episode was closed") from error
-        if this.cancelling():
-            raise
-        raise environment_failed(describe(error)) from error
-    except BaseException as error:
-        raise environment_failed(describe(error)) from error
-    finally:
-        if tracker is not None:
-            tracker.end(this)
-        episode.running = None
-        episode.abandoned = False
-        episode.idle.set()
 
 
 async def _result(value: Answer | Awaitable[Answer]) -> Answer:

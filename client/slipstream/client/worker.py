@@ -45,14 +45,14 @@ EXIT_TIMEOUT_S = 5.0
 def main(argv: list[str] | None = None) -> int:
     """Runs the worker or the check; returns the exit code.
 
-    0 means that the stream ended, 1 that no server answered or the connection was lost, 130 Ctrl-C.
-    A check ends the process itself: with 0 if it passed, with 2 if it failed.
+    0 means that the stream ended, 1 that no server answered or the connection was lost. A check
+    ends the process itself: with 0 if it passed, with 2 if it failed.
     """
     parser = argparse.ArgumentParser(
         prog="python -m slipstream.client.worker", description="Runs one environment."
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--connect", metavar="ADDRESS", help="unix:PATH or HOST:PORT of the server")
+    what.add_argument("--connect", metavar="ADDRESS", help="unix:PATH of the server")
     what.add_argument("--check", metavar="MODULE:CLASS", help="load it and play its judge")
     parser.add_argument("--record", type=int, metavar="FD", help="where to note calls (--connect)")
     parser.add_argument("--args", default="{}", metavar="JSON", help="keyword arguments (--check)")
@@ -102,10 +102,9 @@ def lossy_output() -> io.TextIOWrapper:
 
 def _serve(address: str, record: int | None) -> int:
     token = os.environ.pop(TOKEN_VARIABLE, None)
-    if address.startswith("unix:"):
-        die_with_parent()
-        # Ctrl-C reaches the whole process group; the server says when its workers end.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    # Ctrl-C reaches the whole process group; the server says when its workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A worker that was killed has left the folders of its programs, which may be large.
     threading.Thread(target=remove_abandoned, daemon=True).start()
     code = 1
@@ -114,8 +113,6 @@ def _serve(address: str, record: int | None) -> int:
             print(f"slipstream worker: {lost}", file=sys.stderr)
         else:
             code = 0
-    except KeyboardInterrupt:
-        code = 130
     finally:
         timer = threading.Timer(EXIT_TIMEOUT_S, os._exit, (code,))
         timer.daemon = True
@@ -126,11 +123,7 @@ def _serve(address: str, record: int | None) -> int:
 async def _attach(address: str, token: str | None, record: int | None) -> str:
     """Answers a server until it ends the stream; returns why there is none or it is lost, or ""."""
     credentials = Credentials(token=token)
-    try:
-        channel = open_channel(address, credentials)
-    except ConfigError as error:
-        return str(error)
-    async with channel:
+    async with open_channel(address, credentials) as channel:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await channel.channel_ready()

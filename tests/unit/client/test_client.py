@@ -349,14 +349,13 @@ async def test_serve_answers_the_controller_until_it_ends_the_stream(client, con
 
     async def stream(call: Call) -> None:
         seen.append(await call.read())
-        seen.append(await call.ask(load=environment_pb2.LoadCommand()))
         seen.append(await call.reset("a"))
         step = environment_pb2.StepCommand(episode_key="a", reply="x")
         seen.append(await call.ask(step=step))
 
     controller.streams = [stream]
     await asyncio.wait_for(client.serve(Good(), episodes=5, weight=2.0, timeout_s=9.0), LIMIT_S)
-    hello, loaded, observation, verdict = seen
+    hello, observation, verdict = seen
     assert hello.hello == environment_pb2.WorkerHello(
         spec=environment_pb2.EnvironmentSpec(
             name="good",
@@ -369,7 +368,6 @@ async def test_serve_answers_the_controller_until_it_ends_the_stream(client, con
         max_episodes=5,
         digest=digest_of(TaskSource(Good())),
     )
-    assert loaded.loaded.num_tasks == 3
     assert observation.observation.messages[0].content == "one 0"
     assert verdict.verdict.reward == 0.25
 
