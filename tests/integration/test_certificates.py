@@ -15,6 +15,7 @@ from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import RedisReceiver
 from slipstream.protocol.access.security import redis_url_of
+from support.fakes.queue_seals import without_seal
 from support.rigs.compose_file import DEPLOY
 from support.rigs.valkey import DEFAULT_USER, USERS
 from support.rigs.waiting import LIMIT_S
@@ -116,7 +117,7 @@ async def test_each_role_may_do_what_its_end_of_the_queue_does(secrets: Path, va
     receiver_url, sender_url = (url(secrets, valkey, role) for role in ("controller", "rollout"))
     async with (
         asyncio.timeout(LIMIT_S),
-        RedisReceiver(receiver_url, "run") as receiver,
+        RedisReceiver(receiver_url, "run", without_seal) as receiver,
         RedisSender(sender_url, "run", 10_000) as sender,
     ):
         for number in range(3):

@@ -24,6 +24,7 @@ from slipstream.protocol.queue.base import Amount
 from slipstream.protocol.queue.grpc import GrpcReceiver
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
 
+from support.fakes.queue_seals import without_seal
 from support.rigs.publishing_scene import joined, run_of
 
 STEPS = 10
@@ -53,7 +54,7 @@ def books_of(run: Run, **given: object) -> Books:
         "journal": None,
         "state": state,
         "ledger": ledger_of(fleet.epochs, state=state),
-        "queue": AccountedReceiver(GrpcReceiver()),
+        "queue": AccountedReceiver(GrpcReceiver(without_seal)),
     }
     made |= given
     made["endings"] = Endings(made["journal"], made["ledger"], made["queue"])
@@ -84,7 +85,10 @@ def ledger_of(
 
     there: list[Any] = [SimpleNamespace(num_sampled_tokens=tokens) for tokens in held]
     journal: Any = WholeJournal()
-    queue, state = AccountedReceiver(GrpcReceiver()), RunState() if state is None else state
+    queue, state = (
+        AccountedReceiver(GrpcReceiver(without_seal)),
+        RunState() if state is None else state,
+    )
     ledger = TokenLedger(epochs, lambda: there, journal, queue, state)
     return ledger
 

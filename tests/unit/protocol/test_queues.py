@@ -21,6 +21,7 @@ from slipstream.protocol.queue.base import TrajectoryReceiver, TrajectorySender
 from slipstream.protocol.queue.grpc import GrpcReceiver, GrpcSender
 from slipstream.v1 import trajectory_pb2 as pb
 from slipstream.v1 import trajectory_pb2_grpc
+from support.fakes.queue_seals import without_seal
 from support.rigs.valkey import EmbeddedServer
 from support.rigs.waiting import LIMIT_S, until
 
@@ -54,7 +55,7 @@ class GrpcPlace:
 
     @asynccontextmanager
     async def receiver(self) -> AsyncIterator[TrajectoryReceiver]:
-        server, receiver = create_server(OPEN), GrpcReceiver()
+        server, receiver = create_server(OPEN), GrpcReceiver(without_seal)
         trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(receiver, server)
         bind(server, self.address, OPEN)
         await server.start()
@@ -71,7 +72,7 @@ class RedisPlace:
         return RedisSender(self.server.url("rollout"), "run", self.max_bytes)
 
     def receiver(self) -> AbstractAsyncContextManager[TrajectoryReceiver]:
-        return RedisReceiver(self.server.url(), "run")
+        return RedisReceiver(self.server.url(), "run", without_seal)
 
 
 @pytest.fixture(params=["grpc", pytest.param("redis", marks=pytest.mark.process)])
@@ -82,7 +83,7 @@ async def make_place(request, tmp_path):
         return
     async with EmbeddedServer(tmp_path / "valkey") as server:
         # The controller opens the queue before rollout servers do.
-        async with RedisReceiver(server.url(), "run"):
+        async with RedisReceiver(server.url(), "run", without_seal):
             pass
         yield partial(RedisPlace, server)
 
@@ -259,7 +260,7 @@ async def serving(servicer, folder, token=None):
 async def test_a_refused_sender_ends_with_the_reason(tmp_path: Path, puts_first: bool) -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         async with (
-            serving(GrpcReceiver(), tmp_path, "r" * 32) as channel,
+            serving(GrpcReceiver(without_seal), tmp_path, "r" * 32) as channel,
             GrpcSender(channel, OPEN, 1_000) as sender,
         ):
             if puts_first:
@@ -299,7 +300,7 @@ async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path) -> 
 
 
 async def test_an_id_acknowledged_while_its_stream_was_broken_is_acknowledged_on_the_next(tmp_path):
-    receiver = AccountedReceiver(GrpcReceiver())
+    receiver = AccountedReceiver(GrpcReceiver(without_seal))
     async with serving(receiver._receiver, tmp_path) as channel:
         stub = trajectory_pb2_grpc.TrajectoryServiceStub(channel)
         first = stub.Deliver()
@@ -317,7 +318,7 @@ async def test_an_id_acknowledged_while_its_stream_was_broken_is_acknowledged_on
 
 async def test_a_receiver_that_nobody_reads_holds_its_senders_back(tmp_path: Path) -> None:
     size = 1 << 20
-    receiver = GrpcReceiver(max_waiting_bytes=2 * size)
+    receiver = GrpcReceiver(without_seal, max_waiting_bytes=2 * size)
     async with serving(receiver, tmp_path) as channel:
         call = trajectory_pb2_grpc.TrajectoryServiceStub(channel).Deliver()
         sent = 0
@@ -341,7 +342,7 @@ async def test_a_receiver_that_nobody_reads_holds_its_senders_back(tmp_path: Pat
 
 
 async def test_a_trajectory_larger_than_the_receivers_bound_passes(tmp_path: Path) -> None:
-    receiver = GrpcReceiver(max_waiting_bytes=10)
+    receiver = GrpcReceiver(without_seal, max_waiting_bytes=10)
     async with (
         serving(receiver, tmp_path) as channel,
         GrpcSender(channel, OPEN, 1_000) as sender,

@@ -35,7 +35,6 @@ from slipstream.protocol.queue.base import (
     Delivery,
     OpenSeal,
     not_sealed,
-    without_seal,
 )
 from slipstream.v1 import trajectory_pb2
 
@@ -58,7 +57,7 @@ class RedisReceiver:
     unreachable or loses data later, the block ends with an ExceptionGroup of a QueueError.
     """
 
-    def __init__(self, url: str, run_id: str, open_seal: OpenSeal = without_seal) -> None:
+    def __init__(self, url: str, run_id: str, open_seal: OpenSeal) -> None:
         """Takes `open_seal`; an entry that it refuses is logged and removed from Redis."""
         self._open_seal = open_seal
         self._connection = RedisConnection(url, run_id)

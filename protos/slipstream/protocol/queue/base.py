@@ -217,11 +217,6 @@ def not_sealed(trajectory_id: TrajectoryId) -> ProtocolError:
     )
 
 
-def without_seal(_: TrajectoryId, data: bytes) -> bytes:
-    """Returns `data` unchanged, for queues without seals."""
-    return data
-
-
 def _seal(key: bytes, trajectory_id: TrajectoryId, data: bytes) -> bytes:
     mac = hashlib.blake2b(key=key, digest_size=SEAL_BYTES)
     mac.update(trajectory_id.encode() + b"\0")

@@ -27,7 +27,6 @@ from slipstream.protocol.queue.base import (
     EpochAmounts,
     OpenSeal,
     not_sealed,
-    without_seal,
 )
 from slipstream.v1 import trajectory_pb2 as pb
 from slipstream.v1 import trajectory_pb2_grpc
@@ -185,9 +184,7 @@ class GrpcSender:
 class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer):
     """The controller's end of the queue, a servicer to add to the controller's gRPC server."""
 
-    def __init__(
-        self, open_seal: OpenSeal = without_seal, *, max_waiting_bytes: int = 64 << 20
-    ) -> None:
+    def __init__(self, open_seal: OpenSeal, *, max_waiting_bytes: int = 64 << 20) -> None:
         """Limits the bytes received but not yet taken by `get` to `max_waiting_bytes`.
 
         A delivery that `open_seal` refuses ends its stream.

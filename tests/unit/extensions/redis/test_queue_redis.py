@@ -14,6 +14,7 @@ from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.connection import RedisConnection
 from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import RedisReceiver
+from support.fakes.queue_seals import without_seal
 from support.rigs.valkey import BYTES, STREAM, EmbeddedServer, causes, kill, name
 from support.rigs.waiting import LIMIT_S, until
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.process
 @pytest.fixture
 async def server(server: EmbeddedServer) -> EmbeddedServer:
     """A server on which a controller has opened the run's queue."""
-    async with RedisReceiver(server.url(), "run"):
+    async with RedisReceiver(server.url(), "run", without_seal):
         return server
 
 
@@ -64,7 +65,7 @@ async def test_nothing_that_put_has_answered_is_lost_when_redis_is_killed_again_
 
     async with (
         RedisSender(server.url("rollout"), "run", 100_000) as sender,
-        RedisReceiver(server.url(), "run") as receiver,
+        RedisReceiver(server.url(), "run", without_seal) as receiver,
         asyncio.TaskGroup() as group,
     ):
         producers = [group.create_task(produce(sender, start)) for start in (0, 1_000_000)]
@@ -91,11 +92,11 @@ async def test_nothing_that_put_has_answered_is_lost_when_redis_is_killed_again_
 
 async def test_what_a_dead_controller_had_read_comes_again(server: EmbeddedServer) -> None:
     async with RedisSender(server.url("rollout"), "run", 100_000) as sender:
-        async with RedisReceiver(server.url(), "run") as first:
+        async with RedisReceiver(server.url(), "run", without_seal) as first:
             for number in range(50):
                 await sender.put(name(number), b"x" * 100, timeout_s=LIMIT_S)
             assert await get(first) == name(0)
-        async with RedisReceiver(server.url(), "run") as second:
+        async with RedisReceiver(server.url(), "run", without_seal) as second:
             assert [await get(second) for _ in range(50)] == [name(n) for n in range(50)]
             await second.acknowledge(name(n) for n in range(50))
         async with redis.asyncio.Redis.from_url(server.url("administrator")) as client:
@@ -104,7 +105,7 @@ async def test_what_a_dead_controller_had_read_comes_again(server: EmbeddedServe
 
 async def test_an_entry_that_was_added_twice_is_delivered_once_and_deleted_twice(server):
     async with (
-        RedisReceiver(server.url(), "run") as receiver,
+        RedisReceiver(server.url(), "run", without_seal) as receiver,
         RedisSender(server.url("rollout"), "run", 1_000) as sender,
         redis.asyncio.Redis.from_url(server.url("administrator")) as client,
     ):
@@ -124,7 +125,7 @@ async def test_an_entry_that_was_added_twice_is_delivered_once_and_deleted_twice
 
 async def test_senders_share_one_bound(server: EmbeddedServer) -> None:
     async with (
-        RedisReceiver(server.url(), "run") as receiver,
+        RedisReceiver(server.url(), "run", without_seal) as receiver,
         RedisSender(server.url("rollout"), "run", 1_000) as first,
         RedisSender(server.url("rollout"), "run", 1_000) as second,
         redis.asyncio.Redis.from_url(server.url("administrator")) as client,
@@ -150,7 +151,7 @@ async def test_senders_share_one_bound(server: EmbeddedServer) -> None:
 
 async def test_runs_on_one_server_do_not_see_each_other(server: EmbeddedServer) -> None:
     async with (
-        RedisReceiver(server.url(), "other") as receiver,
+        RedisReceiver(server.url(), "other", without_seal) as receiver,
         RedisSender(server.url("rollout"), "run", 1_000) as sender,
     ):
         await sender.put(name(1), b"x", timeout_s=LIMIT_S)
@@ -163,7 +164,7 @@ async def test_a_redis_that_stays_away_is_reported_with_its_name_and_without_its
 ):
     monkeypatch.setattr(RedisConnection, "reconnect_timeout_s", 0.3)
     with pytest.raises(BaseExceptionGroup) as caught:
-        async with RedisReceiver(server.url(), "run") as receiver:
+        async with RedisReceiver(server.url(), "run", without_seal) as receiver:
             await kill(server)
             await get(receiver)
     (message,) = causes(caught.value)
@@ -218,7 +219,7 @@ async def test_a_redis_that_may_lose_entries_is_refused(server, setting, value):
     async with redis.asyncio.Redis.from_url(server.url("administrator")) as client:
         await client.config_set(setting, value)
     with pytest.raises(QueueError, match=rf"{setting} must be \w+ .*, got {value}"):
-        async with RedisReceiver(server.url(), "run"):
+        async with RedisReceiver(server.url(), "run", without_seal):
             pass
 
 
@@ -232,7 +233,10 @@ async def set_user(server: EmbeddedServer, *rules: str) -> str:
 async def test_a_redis_that_hides_its_settings_is_used_with_a_warning(server, caplog):
     url = await set_user(server, "~slipstream:*", "+@all", "-config")
     with caplog.at_level(logging.WARNING):
-        async with RedisReceiver(url, "run"), RedisSender(url, "run", 1_000) as sender:
+        async with (
+            RedisReceiver(url, "run", without_seal),
+            RedisSender(url, "run", 1_000) as sender,
+        ):
             await sender.put(name(0), b"x", timeout_s=LIMIT_S)
     assert "does not show its settings" in caplog.text
     assert "secret" not in caplog.text
@@ -278,12 +282,12 @@ async def test_an_empty_redis_after_a_restart_stops_sender_and_receiver(server, 
         await server.start()
 
     with pytest.raises(BaseExceptionGroup) as caught:
-        async with RedisReceiver(server.url(), "run") as receiver:
+        async with RedisReceiver(server.url(), "run", without_seal) as receiver:
             await lose_everything()
             await get(receiver)
     (cause,) = causes(caught.value)
     assert "lost data of run run: the stream or its group is gone" in cause
-    async with RedisReceiver(server.url(), "run"):
+    async with RedisReceiver(server.url(), "run", without_seal):
         pass
     with pytest.raises(BaseExceptionGroup) as caught:
         async with RedisSender(server.url("rollout"), "run", 1_000) as sender:

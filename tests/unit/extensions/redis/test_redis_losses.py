@@ -15,6 +15,7 @@ from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import CONSUMER, GROUP, RedisReceiver
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import trajectory_pb2
+from support.fakes.queue_seals import without_seal
 from support.rigs.valkey import (
     BYTES,
     DEFAULT_USER,
@@ -82,7 +83,10 @@ async def flush(client: redis.asyncio.Redis) -> None:
 )
 async def test_a_receiver_notices_what_is_lost_beside_it(server, administrator, lose, shows):
     with pytest.raises(BaseExceptionGroup) as caught:
-        async with asyncio.timeout(LIMIT_S), RedisReceiver(server.url(), "run") as receiver:
+        async with (
+            asyncio.timeout(LIMIT_S),
+            RedisReceiver(server.url(), "run", without_seal) as receiver,
+        ):
             async with RedisSender(server.url("rollout"), "run", 10_000) as sender:
                 for number in range(4):
                     await sender.put(name(number), b"x" * 100, timeout_s=LIMIT_S)
@@ -101,7 +105,7 @@ async def test_a_receiver_notices_what_is_lost_beside_it(server, administrator, 
 @pytest.mark.parametrize("lose", [delete_stream, delete_bytes, spoil_bytes, flush])
 async def test_a_sender_notices_a_loss_and_never_counts_below_zero(server, administrator, lose):
     async with (
-        RedisReceiver(server.url(), "run") as receiver,
+        RedisReceiver(server.url(), "run", without_seal) as receiver,
         RedisSender(server.url("rollout"), "run", 10_000) as before,
     ):
         await before.put(name(0), b"x" * 100, timeout_s=LIMIT_S)
@@ -122,7 +126,7 @@ async def test_a_sender_notices_a_loss_and_never_counts_below_zero(server, admin
 async def test_a_wrong_count_of_bytes_is_put_right(server, administrator):
     async with (
         asyncio.timeout(LIMIT_S),
-        RedisReceiver(server.url(), "run") as receiver,
+        RedisReceiver(server.url(), "run", without_seal) as receiver,
         RedisSender(server.url("rollout"), "run", 1_000) as sender,
     ):
         await administrator.incrby(BYTES, 1 << 62)
@@ -135,7 +139,10 @@ async def test_a_wrong_count_of_bytes_is_put_right(server, administrator):
 
 async def test_an_answer_that_was_lost_leaves_no_wrong_count(server, administrator):
     """The receiver deletes again what it has deleted: here another client did the first time."""
-    async with asyncio.timeout(LIMIT_S), RedisReceiver(server.url(), "run") as receiver:
+    async with (
+        asyncio.timeout(LIMIT_S),
+        RedisReceiver(server.url(), "run", without_seal) as receiver,
+    ):
         async with RedisSender(server.url("rollout"), "run", 1_000) as sender:
             for number in range(2):
                 await sender.put(name(number), b"x" * 400, timeout_s=LIMIT_S)
@@ -162,7 +169,7 @@ async def test_a_server_older_than_seven_is_refused_at_connect(server, monkeypat
 
     monkeypatch.setattr(RedisReceiver, "_scan", scan)
     with pytest.raises(ConfigError) as caught:
-        async with RedisReceiver(server.url(), "run"):
+        async with RedisReceiver(server.url(), "run", without_seal):
             pass
     assert str(caught.value) == (
         f"redis at {server.address} is older than 7.0 and does not count the entries that were "
@@ -188,7 +195,7 @@ async def test_older_files_are_noticed_by_the_receiver(server: EmbeddedServer, t
     with pytest.raises(BaseExceptionGroup) as caught:
         async with (
             asyncio.timeout(2 * LIMIT_S),
-            RedisReceiver(server.url(), "run") as receiver,
+            RedisReceiver(server.url(), "run", without_seal) as receiver,
             RedisSender(server.url("rollout"), "run", 10_000) as sender,
         ):
             await sender.put(name(0), b"x" * 100, timeout_s=LIMIT_S)
@@ -204,7 +211,7 @@ async def test_older_files_are_noticed_by_the_receiver(server: EmbeddedServer, t
 
 async def test_what_older_files_lack_is_missing_in_the_next_delivery(server, tmp_path):
     """Lost before the receiver had read it: only the sender's count shows it."""
-    async with RedisReceiver(server.url(), "run"):
+    async with RedisReceiver(server.url(), "run", without_seal):
         pass
     folder = tmp_path / "valkey" / "appendonlydir"
     async with RedisSender(server.url("rollout"), "run", 10_000) as sender:
@@ -213,7 +220,10 @@ async def test_what_older_files_lack_is_missing_in_the_next_delivery(server, tmp
             await sender.put(name(1), b"x" * 100, timeout_s=LIMIT_S, tokens=4)
         await sender.put(name(2), b"x" * 100, timeout_s=LIMIT_S, tokens=5)
     # Ids without a server epoch count as one server.
-    async with asyncio.timeout(LIMIT_S), RedisReceiver(server.url(), "run") as receiver:
+    async with (
+        asyncio.timeout(LIMIT_S),
+        RedisReceiver(server.url(), "run", without_seal) as receiver,
+    ):
         deliveries = [await receiver.get() for _ in range(2)]
     assert [each.trajectory_id for each in deliveries] == [name(0), name(2)]
     assert [each.sent for each in deliveries] == [Amount(1, 3), Amount(1, 5)]
@@ -221,7 +231,7 @@ async def test_what_older_files_lack_is_missing_in_the_next_delivery(server, tmp
 
 @pytest.mark.parametrize("lose", [trim_stream, delete_bytes])
 async def test_the_next_receiver_delivers_what_is_left(server, administrator, lose) -> None:
-    async with RedisReceiver(server.url(), "run") as first:
+    async with RedisReceiver(server.url(), "run", without_seal) as first:
         assert first.is_new
         async with RedisSender(server.url("rollout"), "run", 10_000) as sender:
             for number in range(3):
@@ -230,7 +240,7 @@ async def test_the_next_receiver_delivers_what_is_left(server, administrator, lo
                 await first.get()
     await lose(administrator)
     left = await administrator.xlen(STREAM)
-    async with asyncio.timeout(LIMIT_S), RedisReceiver(server.url(), "run") as second:
+    async with asyncio.timeout(LIMIT_S), RedisReceiver(server.url(), "run", without_seal) as second:
         assert not second.is_new
         assert second.added == first.added == 3
         assert len(second.backlog) == left
@@ -246,7 +256,7 @@ async def test_the_next_receiver_delivers_what_is_left(server, administrator, lo
 async def test_a_sender_delivers_what_it_holds_to_a_controller_that_begins_anew(
     server: EmbeddedServer, administrator: redis.asyncio.Redis
 ) -> None:
-    async with RedisReceiver(server.url(), "run"):
+    async with RedisReceiver(server.url(), "run", without_seal):
         pass
     async with RedisSender(server.url("rollout"), "run", 1_000) as sender:
         await sender.put(name(0), b"x" * 900, timeout_s=LIMIT_S)
@@ -260,7 +270,10 @@ async def test_a_sender_delivers_what_it_holds_to_a_controller_that_begins_anew(
                 pipeline.set(BYTES, 0)
                 pipeline.xgroup_create(STREAM, "controller", id="0", mkstream=True)
                 await pipeline.execute()
-        async with asyncio.timeout(LIMIT_S), RedisReceiver(server.url(), "run") as receiver:
+        async with (
+            asyncio.timeout(LIMIT_S),
+            RedisReceiver(server.url(), "run", without_seal) as receiver,
+        ):
             assert (await receiver.get()).trajectory_id == name(1)
 
 
@@ -280,7 +293,10 @@ async def test_an_entry_out_of_the_bounds_of_grpc_is_removed_with_its_cause(
     facts = {"trajectory": b"x" * 8, "trajectory_id": "group.1", "tokens": 3, **bad}
     sent = facts.pop("sent", {"trajectories": 1, "tokens": 3})
     request = trajectory_pb2.DeliverRequest(**facts, sent=trajectory_pb2.Amount(**sent))
-    async with asyncio.timeout(LIMIT_S), RedisReceiver(server.url(), "run") as receiver:
+    async with (
+        asyncio.timeout(LIMIT_S),
+        RedisReceiver(server.url(), "run", without_seal) as receiver,
+    ):
         await administrator.xadd(STREAM, {DELIVERY: request.SerializeToString()})
         async with RedisSender(server.url("rollout"), "run", 1_000) as sender:
             await sender.put(name(2), b"x", timeout_s=LIMIT_S)
@@ -330,7 +346,7 @@ async def answers(url: str) -> bool:
 async def test_debians_redis_keeps_everything_with_the_documented_rights(tmp_path: Path) -> None:
     async with (
         redis_server(tmp_path) as url,
-        RedisReceiver(url("controller"), "run") as first,
+        RedisReceiver(url("controller"), "run", without_seal) as first,
         RedisSender(url("rollout"), "run", 10_000) as sender,
     ):
         for number in range(10):
@@ -340,7 +356,7 @@ async def test_debians_redis_keeps_everything_with_the_documented_rights(tmp_pat
     async with (
         redis_server(tmp_path) as url,
         asyncio.timeout(LIMIT_S),
-        RedisReceiver(url("controller"), "run") as second,
+        RedisReceiver(url("controller"), "run", without_seal) as second,
     ):
         assert second.added == 10
         assert [(await second.get()).trajectory_id for _ in range(9)] == [

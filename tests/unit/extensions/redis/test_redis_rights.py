@@ -10,6 +10,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import RedisReceiver
+from support.fakes.queue_seals import without_seal
 from support.rigs.valkey import USERS, EmbeddedServer, QueueUser
 from support.rigs.waiting import LIMIT_S
 
@@ -46,7 +47,7 @@ async def test_a_user_who_lacks_a_right_has_one_line_with_its_name(end, right, t
     async with EmbeddedServer(tmp_path / "valkey", rules) as server, asyncio.timeout(LIMIT_S):
         with pytest.raises((ConfigError, BaseExceptionGroup)) as caught:
             async with (
-                RedisReceiver(server.url("controller"), "run") as receiver,
+                RedisReceiver(server.url("controller"), "run", without_seal) as receiver,
                 RedisSender(server.url("rollout"), "run", 10_000) as sender,
             ):
                 await sender.put(TrajectoryId("run/g0/0/0"), b"x" * 100, timeout_s=LIMIT_S)
