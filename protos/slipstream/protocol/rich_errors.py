@@ -4,7 +4,6 @@ The reason is a google.rpc.ErrorInfo in the trailing metadata, as in gRPC's rich
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any, NoReturn
 
@@ -48,13 +47,12 @@ async def abort(
     code: grpc.StatusCode,
     text: str,
     reason: Reason,
-    metadata: Mapping[str, str] | None = None,
 ) -> NoReturn:
-    """Aborts the call with `code`, `text` (one line), and an ErrorInfo of `reason` and `metadata`.
+    """Aborts the call with `code`, `text` (one line), and an ErrorInfo of `reason`.
 
     Raises AbortError, or CancelledError if the caller has disconnected.
     """
-    info = error_details_pb2.ErrorInfo(reason=reason.value, domain=DOMAIN, metadata=metadata or {})
+    info = error_details_pb2.ErrorInfo(reason=reason.value, domain=DOMAIN)
     detail = any_pb2.Any()
     detail.Pack(info)
     status = status_pb2.Status(code=code.value[0], message=text, details=[detail])
@@ -65,11 +63,11 @@ async def abort(
     raise AssertionError("abort does not return")
 
 
-def error_info(
-    trailing_metadata: Iterable[tuple[str, str | bytes]] | None,
-) -> error_details_pb2.ErrorInfo | None:
-    """Returns the ErrorInfo of `abort` in a failed call's trailing metadata, or None if missing."""
-    for key, value in trailing_metadata or ():
+def has_reason(error: grpc.RpcError, reason: Reason) -> bool:
+    """Whether a call failed for the `reason` that `abort` was given."""
+    # The error of a call is also a grpc.Call, which the stubs do not declare.
+    call: Any = error
+    for key, value in call.trailing_metadata() or ():
         if key != DETAILS_KEY or not isinstance(value, bytes):
             continue
         try:
@@ -79,13 +77,5 @@ def error_info(
         for detail in status.details:
             info = error_details_pb2.ErrorInfo()
             if detail.Unpack(info) and info.domain == DOMAIN:
-                return info
-    return None
-
-
-def has_reason(error: grpc.RpcError, reason: Reason) -> bool:
-    """Whether a call failed for the `reason` that `abort` was given."""
-    # The error of a call is also a grpc.Call, which the stubs do not declare.
-    call: Any = error
-    info = error_info(call.trailing_metadata())
-    return info is not None and info.reason == reason.value
+                return bool(info.reason == reason.value)
+    return False

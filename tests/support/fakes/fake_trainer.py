@@ -9,7 +9,7 @@ import grpc.aio
 import numpy as np
 from slipstream.core.types import PolicyVersion, Trajectory
 from slipstream.protocol import codec
-from slipstream.protocol.rich_errors import Reason, error_info
+from slipstream.protocol.rich_errors import Reason, has_reason
 from slipstream.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 
 from support.fakes.fake_server import LAYOUT, bucket_digests
@@ -119,8 +119,7 @@ class FakeTrainer:
             try:
                 return await self.stub.Register(hello, wait_for_ready=True, timeout=60)
             except grpc.aio.AioRpcError as error:
-                info = error_info(error.trailing_metadata())
-                if info is None or info.reason != Reason.PLACE_TAKEN.value:
+                if not has_reason(error, Reason.PLACE_TAKEN):
                     raise
             await asyncio.sleep(0.05)
 

@@ -311,9 +311,7 @@ class Relay:
         )
         refusal = self._on_arrival(client)
         if refusal:
-            code = grpc.StatusCode.FAILED_PRECONDITION
-            about = {"environment": client.spec.name}
-            await abort(context, code, refusal, Reason.BAD_ARGUMENT, about)
+            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, refusal, Reason.BAD_ARGUMENT)
         self._clients[client.spec.name] = client
         reader = asyncio.create_task(self._read_answers(client, requests))
         try:

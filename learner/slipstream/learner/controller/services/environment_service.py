@@ -143,8 +143,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         if not problem and REFERENCE.fullmatch(spec.reference) is None:
             problem = f"a reference is package.module:Class, got {spec.reference!r}"
         if problem:
-            code = grpc.StatusCode.INVALID_ARGUMENT
-            await abort(context, code, problem, Reason.BAD_ARGUMENT, {"environment": spec.name})
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, problem, Reason.BAD_ARGUMENT)
         text = json_format.MessageToJson(spec, indent=None)
         self._journal.append(kinds.Submitted(environment=spec.name, spec=text))
         entry = self._enter(spec)

@@ -143,7 +143,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             problem, reason = "the run is over", Reason.WRONG_STATE
         if problem:
             name, code = hello.server_id[:100], grpc.StatusCode.FAILED_PRECONDITION
-            await abort(context, code, f"server {name}: {problem}", reason, {"server_id": name})
+            await abort(context, code, f"server {name}: {problem}", reason)
         await self._check_name_is_free(hello, context)
         key = ServerKey(ServerId(hello.server_id), hello.server_epoch)
         return ServerSession(key, hello, clock=self._fleet.clock)
@@ -169,8 +169,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             self._run.events.warn(
                 f"a second rollout server {older.name}, on {hello.host}, waits: {text}"
             )
-        code, about = grpc.StatusCode.UNAVAILABLE, {"server_id": older.name}
-        await abort(context, code, f"server {older.name}: {text}", Reason.PLACE_TAKEN, about)
+        text = f"server {older.name}: {text}"
+        await abort(context, grpc.StatusCode.UNAVAILABLE, text, Reason.PLACE_TAKEN)
 
     async def _read(
         self, session: ServerSession, requests: AsyncIterator[fleet_pb2.ServerMessage]
@@ -308,8 +308,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         if session is None:
             known = ", ".join(sorted(self._fleet.sessions)) or "none"
             text = f"no rollout server {request.server_id} is in the run; there are: {known}"
-            code, about = grpc.StatusCode.INVALID_ARGUMENT, {"server_id": request.server_id}
-            await abort(context, code, text, Reason.BAD_ARGUMENT, about)
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, text, Reason.BAD_ARGUMENT)
         reason = request.reason or "a client asked for it"
         self._fleet.order_drain(session, reason, finish=True)
         return pb.DrainServerResponse(warning=self._fleet.warn_without(session))

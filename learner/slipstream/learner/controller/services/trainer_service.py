@@ -150,8 +150,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             problem = f"{missing} is missing; {REMEDY}"
         if problem:
             text = f"{problem}; a trainer of version {version} cannot go on"
-            code, about = grpc.StatusCode.FAILED_PRECONDITION, {"version": str(newest)}
-            await abort(context, code, text, Reason.WRONG_STATE, about)
+            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, text, Reason.WRONG_STATE)
         await self.place.check_free(request, context)
         self._publisher.trainer_joined(max(1, request.num_senders))
         self._former.trainer_joined()
