@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from slipstream.core.settings.measurement_sections import ProfileSection
 from slipstream.learner.trainer.step import StepPart
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +26,7 @@ class ProfileWindow(StepPart):
         """Profiles the block as step `step` (from 1); writes the trace after the last step."""
         if step in self._window:
             if self._profiler is None:
-                activities = [ProfilerActivity.CPU]
-                if torch.cuda.is_available():
-                    activities.append(ProfilerActivity.CUDA)
-                self._profiler = profile(activities=activities)
+                self._profiler = profile()
                 self._profiler.start()
             self._steps.append(step)
         yield

@@ -129,9 +129,7 @@ class Front:
             status = _STATUS.get(error.code(), 500)
             response = _json({"error": error.details() or ""}, status)
         finally:
-            self._open[key] -= 1
-            if not self._open[key]:
-                del self._open[key]
+            self._open -= Counter([key])
         await response(scope, receive, send)
 
     async def _answer(self, path: str, request: Request, *, is_packed: bool) -> Response:
@@ -394,10 +392,7 @@ class SampleStream:
         """Wakes those who wait for a sample."""
         if waiting := self._open.pop(name, None):
             waiting.set_result(None)
-            session = name.partition(":")[0]
-            self._sessions[session] -= 1
-            if not self._sessions[session]:
-                del self._sessions[session]
+            self._sessions -= Counter([name.partition(":")[0]])
 
 
 async def serve(config: Config, port: int, *, in_flight: bool = False) -> None:

@@ -8,20 +8,14 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 from slipstream.protocol.checkpoints import sync_folder
 from slipstream.v1 import operations_pb2 as pb
 
-
-class Stored(NamedTuple):
-    """An operation with its number; the result is not done before it has ended."""
-
-    number: int
-    operation: pb.Operation
-    result: pb.OperationResult
-    # Seconds since 1970.
-    ended_s: float
+# Number of an operation, the operation, its result, which is not done before it has ended, and the
+# end in seconds since 1970.
+Stored: TypeAlias = tuple[int, pb.Operation, pb.OperationResult, float]
 
 
 class OperationStore:
@@ -48,7 +42,7 @@ class OperationStore:
             if ended_s or not only_ended:
                 with contextlib.suppress(FileNotFoundError):
                     operation = pb.Operation.FromString(path.read_bytes())
-                    yield Stored(int(path.stem), operation, result, ended_s)
+                    yield int(path.stem), operation, result, ended_s
 
     def result(self, number: int) -> pb.OperationResult:
         """Returns the result of an operation that has ended."""

@@ -478,7 +478,7 @@ async def test_a_caller_that_goes_and_comes_again_leaves_one_operation(tmp_path,
         may_write.set()
         await again
         assert call.cancelled()
-        assert [one.operation.id for one in store.read()].count("late") == 1
+        assert [operation.id for _, operation, *_ in store.read()].count("late") == 1
 
 
 async def test_an_operation_that_begins_no_model_does_not_take_one_over(tmp_path: Path) -> None:
