@@ -223,12 +223,7 @@ def steps_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) ->
 def write_kept(folder: Path, kept: Mapping[int, float]) -> None:
     """Writes until when, in seconds since 1970, each version stays whatever the settings say."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{KEPT_NAME}"
-    with partial.open("w") as file:
-        json.dump(kept, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(folder / KEPT_NAME)
+    replace_file(folder / KEPT_NAME, json.dumps(kept).encode())
 
 
 def _kept(folder: Path) -> set[int]:
@@ -281,6 +276,17 @@ def remove_partial(folder: Path) -> list[str]:
         else:
             path.unlink()
     return [path.name for path in found]
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a file, in place of an earlier one: one of them is there after a crash, and whole."""
+    partial = path.with_name(f".{path.name}")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:

@@ -5,12 +5,11 @@ reader beside the writer.
 """
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from slipstream.protocol.checkpoints import sync_folder
+from slipstream.protocol.checkpoints import replace_file
 from slipstream.v1 import operations_pb2 as pb
 
 # Number of an operation, the operation, its result, which is not done before it has ended, and the
@@ -51,20 +50,11 @@ class OperationStore:
 
     def write(self, number: int, operation: pb.Operation) -> None:
         """Writes an operation, in place of an earlier one of this number."""
-        self._write(f"{number:09d}.request", operation)
+        replace_file(self._folder / f"{number:09d}.request", operation.SerializeToString())
 
     def end(self, number: int, result: pb.OperationResult) -> None:
         """Writes the result of an operation."""
-        self._write(f"{number:09d}.result", result)
-
-    def _write(self, name: str, message: pb.Operation | pb.OperationResult) -> None:
-        partial = self._folder / f".{name}"
-        with partial.open("wb") as file:
-            file.write(message.SerializeToString())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(self._folder / name)
-        sync_folder(self._folder)
+        replace_file(self._folder / f"{number:09d}.result", result.SerializeToString())
 
     def remove(self, numbers: Iterable[int]) -> None:
         """Removes operations that have ended, with their results."""
