@@ -25,10 +25,9 @@ _sym_db = _symbol_database.Default()
 from slipstream.v1 import bounds_pb2 as slipstream_dot_v1_dot_bounds__pb2
 from slipstream.v1 import fleet_pb2 as slipstream_dot_v1_dot_fleet__pb2
 from slipstream.v1 import trainer_pb2 as slipstream_dot_v1_dot_trainer__pb2
-from slipstream.v1 import trajectory_pb2 as slipstream_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eslipstream/v1/operations.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/bounds.proto\x1a\x19slipstream/v1/fleet.proto\x1a\x1bslipstream/v1/trainer.proto\x1a\x1eslipstream/v1/trajectory.proto\"\xde\x05\n\tOperation\x12\x15\n\x02id\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\x12\x19\n\x06stream\x18\x02 \x01(\tB\t\x8a\xb5\x18\x05\x08\xc8\x01\x10\x02\x12\x1d\n\x06number\x18\x03 \x01(\x04\x42\r\x8a\xb5\x18\t)\x00\x80\xfa\xcas\xf9?C\x12%\n\x05\x62\x65gin\x18\x04 \x01(\x0b\x32\x14.slipstream.v1.BeginH\x00\x12&\n\x07\x63ompute\x18\x05 \x01(\x0b\x32\x13.slipstream.v1.PassH\x00\x12*\n\x04step\x18\x06 \x01(\x0b\x32\x1a.slipstream.v1.AdamNumbersH\x00\x12)\n\x07publish\x18\x07 \x01(\x0b\x32\x16.slipstream.v1.PublishH\x00\x12#\n\x04save\x18\x08 \x01(\x0b\x32\x13.slipstream.v1.SaveH\x00\x12#\n\x04load\x18\t \x01(\x0b\x32\x13.slipstream.v1.LoadH\x00\x12)\n\x07refused\x18\n \x01(\x0b\x32\x16.slipstream.v1.RefusedH\x00\x12\'\n\x06sample\x18\x0b \x01(\x0b\x32\x15.slipstream.v1.SampleH\x00\x12\'\n\x06\x66inish\x18\x0c \x01(\x0b\x32\x15.slipstream.v1.FinishH\x00\x12)\n\rmax_staleness\x18\r \x01(\rB\r\x8a\xb5\x18\t)\x00\x00\x00\x00\x80\x84.AH\x01\x88\x01\x01\x12\x1a\n\x04told\x18\x0e \x03(\tB\x0c\x8a\xb5\x18\x08\x08\x80\x02\x10\x02\x18\x80 \x12L\n\ruser_metadata\x18\x0f \x03(\x0b\x32*.slipstream.v1.Operation.UserMetadataEntryB\t\x8a\xb5\x18\x05\x08\x80\x08\x18@\x12!\n\x04kept\x18\x10 \x01(\x0b\x32\x13.slipstream.v1.Kept\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01:\x07\x90\xb5\x18\x80\x80\x80\x10\x42\x0b\n\toperationB\x10\n\x0e_max_staleness\"?\n\x04Kept\x12#\n\x0cuntil_unix_s\x18\x01 \x01(\x01\x42\r\x8a\xb5\x18\t)\x00\x00\x00\xe8vH7B\x12\x12\n\nis_deleted\x18\x02 \x01(\x08\"[\n\x05\x42\x65gin\x12\'\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Adapter\x12)\n\x06values\x18\x02 \x01(\x0b\x32\x19.slipstream.v1.NewAdapter\"\x08\n\x06\x46inish\"5\n\x07Publish\x12\x17\n\x04name\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\x12\x11\n\tin_flight\x18\x02 \x01(\x08\"\x1f\n\x04Save\x12\x17\n\x04name\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\":\n\x04Load\x12\x17\n\x04name\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\x12\x19\n\x11without_optimizer\x18\x02 \x01(\x08\"!\n\x07Refused\x12\x16\n\x05\x63\x61use\x18\x01 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80@\"\x9d\x01\n\x06Sample\x12#\n\x10prompt_token_ids\x18\x01 \x01(\x0c\x42\t\x8a\xb5\x18\x05\x08\x80\x80\x80\x08\x12\"\n\x0bnum_samples\x18\x02 \x01(\rB\r\x8a\xb5\x18\t)\x00\x00\x00\x00\x00\x00\xf0@\x12\x31\n\x08sampling\x18\x03 \x01(\x0b\x32\x1f.slipstream.v1.SamplingSettings\x12\x17\n\x04name\x18\x04 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\"\x12\n\x10OperationReceipt\"P\n\x0bKeepRequest\x12\x17\n\x04name\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\x12!\n\x04kept\x18\x02 \x01(\x0b\x32\x13.slipstream.v1.Kept:\x05\x90\xb5\x18\x80\x08\"!\n\x0bKeepReceipt\x12\x12\n\nis_unknown\x18\x01 \x01(\x08\"0\n\x0b\x42\x65\x61tRequest\x12\x1a\n\x07session\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\xc8\x01\x10\x02:\x05\x90\xb5\x18\x80\x08\"L\n\x0c\x41waitRequest\x12\x15\n\x02id\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\x12\x1e\n\x07limit_s\x18\x02 \x01(\x01\x42\r\x8a\xb5\x18\t)\x00\x00\x00\x00\x00\x00N@:\x05\x90\xb5\x18\x80\x08\"\xb7\x01\n\x07Sampled\x12\x1c\n\ttoken_ids\x18\x01 \x01(\x0c\x42\t\x8a\xb5\x18\x05\x08\x80\x80\x80\x08\x12\x1b\n\x08logprobs\x18\x02 \x01(\x0c\x42\t\x8a\xb5\x18\x05\x08\x80\x80\x80\x08\x12\x11\n\ttruncated\x18\x03 \x01(\x08\x12:\n\rversion_spans\x18\x04 \x03(\x0b\x32\x1a.slipstream.v1.VersionSpanB\x07\x8a\xb5\x18\x03\x18\x80 \x12\"\n\x0fprompt_logprobs\x18\x05 \x01(\x0c\x42\t\x8a\xb5\x18\x05\x08\x80\x80\x80\x08\"\xc6\x03\n\x0fOperationResult\x12\x12\n\nis_unknown\x18\x01 \x01(\x08\x12\x0f\n\x07is_done\x18\x02 \x01(\x08\x12\x16\n\x05\x65rror\x18\x03 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80@\x12\x1b\n\x04step\x18\x04 \x01(\rB\r\x8a\xb5\x18\t)\x00\x00\xc0\xff\xff\xff\xdf\x41\x12*\n\x07\x63ompute\x18\x05 \x01(\x0b\x32\x19.slipstream.v1.PassReport\x12J\n\x07metrics\x18\x06 \x03(\x0b\x32+.slipstream.v1.OperationResult.MetricsEntryB\x0c\x8a\xb5\x18\x08\x08\x80\x02\x18\x80 0\x01\x12\x31\n\x07samples\x18\x07 \x03(\x0b\x32\x16.slipstream.v1.SampledB\x08\x8a\xb5\x18\x04\x18\x80\x80\x04\x12\x17\n\x04name\x18\x08 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\x12\'\n\x07\x61\x64\x61pter\x18\t \x01(\x0b\x32\x16.slipstream.v1.Adapter\x12\x1c\n\x05steps\x18\x0b \x01(\rB\r\x8a\xb5\x18\t)\x00\x00\xc0\xff\xff\xff\xdf\x41\x12\x15\n\x02id\x18\n \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01:\x07\x90\xb5\x18\x80\x80\x80\x10\x32\xea\x02\n\x10OperationService\x12\x43\n\x06Submit\x12\x18.slipstream.v1.Operation\x1a\x1f.slipstream.v1.OperationReceipt\x12\x46\n\x06Sample\x12\x18.slipstream.v1.Operation\x1a\x1e.slipstream.v1.OperationResult(\x01\x30\x01\x12\x44\n\x05\x41wait\x12\x1b.slipstream.v1.AwaitRequest\x1a\x1e.slipstream.v1.OperationResult\x12>\n\x04Keep\x12\x1a.slipstream.v1.KeepRequest\x1a\x1a.slipstream.v1.KeepReceipt\x12\x43\n\x04\x42\x65\x61t\x12\x1a.slipstream.v1.BeatRequest\x1a\x1f.slipstream.v1.OperationReceiptb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eslipstream/v1/operations.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/bounds.proto\x1a\x19slipstream/v1/fleet.proto\x1a\x1bslipstream/v1/trainer.proto\"\xde\x05\n\tOperation\x12\x15\n\x02id\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\x12\x19\n\x06stream\x18\x02 \x01(\tB\t\x8a\xb5\x18\x05\x08\xc8\x01\x10\x02\x12\x1d\n\x06number\x18\x03 \x01(\x04\x42\r\x8a\xb5\x18\t)\x00\x80\xfa\xcas\xf9?C\x12%\n\x05\x62\x65gin\x18\x04 \x01(\x0b\x32\x14.slipstream.v1.BeginH\x00\x12&\n\x07\x63ompute\x18\x05 \x01(\x0b\x32\x13.slipstream.v1.PassH\x00\x12*\n\x04step\x18\x06 \x01(\x0b\x32\x1a.slipstream.v1.AdamNumbersH\x00\x12)\n\x07publish\x18\x07 \x01(\x0b\x32\x16.slipstream.v1.PublishH\x00\x12#\n\x04save\x18\x08 \x01(\x0b\x32\x13.slipstream.v1.SaveH\x00\x12#\n\x04load\x18\t \x01(\x0b\x32\x13.slipstream.v1.LoadH\x00\x12)\n\x07refused\x18\n \x01(\x0b\x32\x16.slipstream.v1.RefusedH\x00\x12\'\n\x06sample\x18\x0b \x01(\x0b\x32\x15.slipstream.v1.SampleH\x00\x12\'\n\x06\x66inish\x18\x0c \x01(\x0b\x32\x15.slipstream.v1.FinishH\x00\x12)\n\rmax_staleness\x18\r \x01(\rB\r\x8a\xb5\x18\t)\x00\x00\x00\x00\x80\x84.AH\x01\x88\x01\x01\x12\x1a\n\x04told\x18\x0e \x03(\tB\x0c\x8a\xb5\x18\x08\x08\x80\x02\x10\x02\x18\x80 \x12L\n\ruser_metadata\x18\x0f \x03(\x0b\x32*.slipstream.v1.Operation.UserMetadataEntryB\t\x8a\xb5\x18\x05\x08\x80\x08\x18@\x12!\n\x04kept\x18\x10 \x01(\x0b\x32\x13.slipstream.v1.Kept\x1a\x33\n\x11UserMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01:\x07\x90\xb5\x18\x80\x80\x80\x10\x42\x0b\n\toperationB\x10\n\x0e_max_staleness\"?\n\x04Kept\x12#\n\x0cuntil_unix_s\x18\x01 \x01(\x01\x42\r\x8a\xb5\x18\t)\x00\x00\x00\xe8vH7B\x12\x12\n\nis_deleted\x18\x02 \x01(\x08\"[\n\x05\x42\x65gin\x12\'\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Adapter\x12)\n\x06values\x18\x02 \x01(\x0b\x32\x19.slipstream.v1.NewAdapter\"\x08\n\x06\x46inish\"5\n\x07Publish\x12\x17\n\x04name\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\x12\x11\n\tin_flight\x18\x02 \x01(\x08\"\x1f\n\x04Save\x12\x17\n\x04name\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\":\n\x04Load\x12\x17\n\x04name\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\x12\x19\n\x11without_optimizer\x18\x02 \x01(\x08\"!\n\x07Refused\x12\x16\n\x05\x63\x61use\x18\x01 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80@\"\x9d\x01\n\x06Sample\x12#\n\x10prompt_token_ids\x18\x01 \x01(\x0c\x42\t\x8a\xb5\x18\x05\x08\x80\x80\x80\x08\x12\"\n\x0bnum_samples\x18\x02 \x01(\rB\r\x8a\xb5\x18\t)\x00\x00\x00\x00\x00\x00\xf0@\x12\x31\n\x08sampling\x18\x03 \x01(\x0b\x32\x1f.slipstream.v1.SamplingSettings\x12\x17\n\x04name\x18\x04 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\"\x12\n\x10OperationReceipt\"P\n\x0bKeepRequest\x12\x17\n\x04name\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\x12!\n\x04kept\x18\x02 \x01(\x0b\x32\x13.slipstream.v1.Kept:\x05\x90\xb5\x18\x80\x08\"!\n\x0bKeepReceipt\x12\x12\n\nis_unknown\x18\x01 \x01(\x08\"0\n\x0b\x42\x65\x61tRequest\x12\x1a\n\x07session\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\xc8\x01\x10\x02:\x05\x90\xb5\x18\x80\x08\"L\n\x0c\x41waitRequest\x12\x15\n\x02id\x18\x01 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\x12\x1e\n\x07limit_s\x18\x02 \x01(\x01\x42\r\x8a\xb5\x18\t)\x00\x00\x00\x00\x00\x00N@:\x05\x90\xb5\x18\x80\x08\"\x81\x01\n\x07Sampled\x12\x1c\n\ttoken_ids\x18\x01 \x01(\x0c\x42\t\x8a\xb5\x18\x05\x08\x80\x80\x80\x08\x12\x1b\n\x08logprobs\x18\x02 \x01(\x0c\x42\t\x8a\xb5\x18\x05\x08\x80\x80\x80\x08\x12\x11\n\ttruncated\x18\x03 \x01(\x08\x12\"\n\x0fprompt_logprobs\x18\x05 \x01(\x0c\x42\t\x8a\xb5\x18\x05\x08\x80\x80\x80\x08J\x04\x08\x04\x10\x05\"\xc6\x03\n\x0fOperationResult\x12\x12\n\nis_unknown\x18\x01 \x01(\x08\x12\x0f\n\x07is_done\x18\x02 \x01(\x08\x12\x16\n\x05\x65rror\x18\x03 \x01(\tB\x07\x8a\xb5\x18\x03\x08\x80@\x12\x1b\n\x04step\x18\x04 \x01(\rB\r\x8a\xb5\x18\t)\x00\x00\xc0\xff\xff\xff\xdf\x41\x12*\n\x07\x63ompute\x18\x05 \x01(\x0b\x32\x19.slipstream.v1.PassReport\x12J\n\x07metrics\x18\x06 \x03(\x0b\x32+.slipstream.v1.OperationResult.MetricsEntryB\x0c\x8a\xb5\x18\x08\x08\x80\x02\x18\x80 0\x01\x12\x31\n\x07samples\x18\x07 \x03(\x0b\x32\x16.slipstream.v1.SampledB\x08\x8a\xb5\x18\x04\x18\x80\x80\x04\x12\x17\n\x04name\x18\x08 \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\x12\'\n\x07\x61\x64\x61pter\x18\t \x01(\x0b\x32\x16.slipstream.v1.Adapter\x12\x1c\n\x05steps\x18\x0b \x01(\rB\r\x8a\xb5\x18\t)\x00\x00\xc0\xff\xff\xff\xdf\x41\x12\x15\n\x02id\x18\n \x01(\tB\t\x8a\xb5\x18\x05\x08\x80\x02\x10\x02\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01:\x07\x90\xb5\x18\x80\x80\x80\x10\x32\xea\x02\n\x10OperationService\x12\x43\n\x06Submit\x12\x18.slipstream.v1.Operation\x1a\x1f.slipstream.v1.OperationReceipt\x12\x46\n\x06Sample\x12\x18.slipstream.v1.Operation\x1a\x1e.slipstream.v1.OperationResult(\x01\x30\x01\x12\x44\n\x05\x41wait\x12\x1b.slipstream.v1.AwaitRequest\x1a\x1e.slipstream.v1.OperationResult\x12>\n\x04Keep\x12\x1a.slipstream.v1.KeepRequest\x1a\x1a.slipstream.v1.KeepReceipt\x12\x43\n\x04\x42\x65\x61t\x12\x1a.slipstream.v1.BeatRequest\x1a\x1f.slipstream.v1.OperationReceiptb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -85,8 +84,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLED'].fields_by_name['token_ids']._serialized_options = b'\212\265\030\005\010\200\200\200\010'
   _globals['_SAMPLED'].fields_by_name['logprobs']._loaded_options = None
   _globals['_SAMPLED'].fields_by_name['logprobs']._serialized_options = b'\212\265\030\005\010\200\200\200\010'
-  _globals['_SAMPLED'].fields_by_name['version_spans']._loaded_options = None
-  _globals['_SAMPLED'].fields_by_name['version_spans']._serialized_options = b'\212\265\030\003\030\200 '
   _globals['_SAMPLED'].fields_by_name['prompt_logprobs']._loaded_options = None
   _globals['_SAMPLED'].fields_by_name['prompt_logprobs']._serialized_options = b'\212\265\030\005\010\200\200\200\010'
   _globals['_OPERATIONRESULT_METRICSENTRY']._loaded_options = None
@@ -107,42 +104,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPERATIONRESULT'].fields_by_name['id']._serialized_options = b'\212\265\030\005\010\200\002\020\002'
   _globals['_OPERATIONRESULT']._loaded_options = None
   _globals['_OPERATIONRESULT']._serialized_options = b'\220\265\030\200\200\200\020'
-  _globals['_OPERATION']._serialized_start=166
-  _globals['_OPERATION']._serialized_end=900
-  _globals['_OPERATION_USERMETADATAENTRY']._serialized_start=809
-  _globals['_OPERATION_USERMETADATAENTRY']._serialized_end=860
-  _globals['_KEPT']._serialized_start=902
-  _globals['_KEPT']._serialized_end=965
-  _globals['_BEGIN']._serialized_start=967
-  _globals['_BEGIN']._serialized_end=1058
-  _globals['_FINISH']._serialized_start=1060
-  _globals['_FINISH']._serialized_end=1068
-  _globals['_PUBLISH']._serialized_start=1070
-  _globals['_PUBLISH']._serialized_end=1123
-  _globals['_SAVE']._serialized_start=1125
-  _globals['_SAVE']._serialized_end=1156
-  _globals['_LOAD']._serialized_start=1158
-  _globals['_LOAD']._serialized_end=1216
-  _globals['_REFUSED']._serialized_start=1218
-  _globals['_REFUSED']._serialized_end=1251
-  _globals['_SAMPLE']._serialized_start=1254
-  _globals['_SAMPLE']._serialized_end=1411
-  _globals['_OPERATIONRECEIPT']._serialized_start=1413
-  _globals['_OPERATIONRECEIPT']._serialized_end=1431
-  _globals['_KEEPREQUEST']._serialized_start=1433
-  _globals['_KEEPREQUEST']._serialized_end=1513
-  _globals['_KEEPRECEIPT']._serialized_start=1515
-  _globals['_KEEPRECEIPT']._serialized_end=1548
-  _globals['_BEATREQUEST']._serialized_start=1550
-  _globals['_BEATREQUEST']._serialized_end=1598
-  _globals['_AWAITREQUEST']._serialized_start=1600
-  _globals['_AWAITREQUEST']._serialized_end=1676
-  _globals['_SAMPLED']._serialized_start=1679
-  _globals['_SAMPLED']._serialized_end=1862
-  _globals['_OPERATIONRESULT']._serialized_start=1865
-  _globals['_OPERATIONRESULT']._serialized_end=2319
-  _globals['_OPERATIONRESULT_METRICSENTRY']._serialized_start=2264
-  _globals['_OPERATIONRESULT_METRICSENTRY']._serialized_end=2310
-  _globals['_OPERATIONSERVICE']._serialized_start=2322
-  _globals['_OPERATIONSERVICE']._serialized_end=2684
+  _globals['_OPERATION']._serialized_start=134
+  _globals['_OPERATION']._serialized_end=868
+  _globals['_OPERATION_USERMETADATAENTRY']._serialized_start=777
+  _globals['_OPERATION_USERMETADATAENTRY']._serialized_end=828
+  _globals['_KEPT']._serialized_start=870
+  _globals['_KEPT']._serialized_end=933
+  _globals['_BEGIN']._serialized_start=935
+  _globals['_BEGIN']._serialized_end=1026
+  _globals['_FINISH']._serialized_start=1028
+  _globals['_FINISH']._serialized_end=1036
+  _globals['_PUBLISH']._serialized_start=1038
+  _globals['_PUBLISH']._serialized_end=1091
+  _globals['_SAVE']._serialized_start=1093
+  _globals['_SAVE']._serialized_end=1124
+  _globals['_LOAD']._serialized_start=1126
+  _globals['_LOAD']._serialized_end=1184
+  _globals['_REFUSED']._serialized_start=1186
+  _globals['_REFUSED']._serialized_end=1219
+  _globals['_SAMPLE']._serialized_start=1222
+  _globals['_SAMPLE']._serialized_end=1379
+  _globals['_OPERATIONRECEIPT']._serialized_start=1381
+  _globals['_OPERATIONRECEIPT']._serialized_end=1399
+  _globals['_KEEPREQUEST']._serialized_start=1401
+  _globals['_KEEPREQUEST']._serialized_end=1481
+  _globals['_KEEPRECEIPT']._serialized_start=1483
+  _globals['_KEEPRECEIPT']._serialized_end=1516
+  _globals['_BEATREQUEST']._serialized_start=1518
+  _globals['_BEATREQUEST']._serialized_end=1566
+  _globals['_AWAITREQUEST']._serialized_start=1568
+  _globals['_AWAITREQUEST']._serialized_end=1644
+  _globals['_SAMPLED']._serialized_start=1647
+  _globals['_SAMPLED']._serialized_end=1776
+  _globals['_OPERATIONRESULT']._serialized_start=1779
+  _globals['_OPERATIONRESULT']._serialized_end=2233
+  _globals['_OPERATIONRESULT_METRICSENTRY']._serialized_start=2178
+  _globals['_OPERATIONRESULT_METRICSENTRY']._serialized_end=2224
+  _globals['_OPERATIONSERVICE']._serialized_start=2236
+  _globals['_OPERATIONSERVICE']._serialized_end=2598
 # @@protoc_insertion_point(module_scope)

@@ -1,7 +1,6 @@
 from slipstream.v1 import bounds_pb2 as _bounds_pb2
 from slipstream.v1 import fleet_pb2 as _fleet_pb2
 from slipstream.v1 import trainer_pb2 as _trainer_pb2
-from slipstream.v1 import trajectory_pb2 as _trajectory_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -146,18 +145,16 @@ class AwaitRequest(_message.Message):
     def __init__(self, id: _Optional[str] = ..., limit_s: _Optional[float] = ...) -> None: ...
 
 class Sampled(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "truncated", "version_spans", "prompt_logprobs")
+    __slots__ = ("token_ids", "logprobs", "truncated", "prompt_logprobs")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
-    VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     logprobs: bytes
     truncated: bool
-    version_spans: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.VersionSpan]
     prompt_logprobs: bytes
-    def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., truncated: bool = ..., version_spans: _Optional[_Iterable[_Union[_trajectory_pb2.VersionSpan, _Mapping]]] = ..., prompt_logprobs: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., truncated: bool = ..., prompt_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class OperationResult(_message.Message):
     __slots__ = ("is_unknown", "is_done", "error", "step", "compute", "metrics", "samples", "name", "adapter", "steps", "id")

@@ -138,12 +138,10 @@ class Probe(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., lengths: _Optional[_Iterable[int]] = ..., expected_logprobs: _Optional[bytes] = ..., tolerance: _Optional[float] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("base", "changed")
-    BASE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("changed",)
     CHANGED_FIELD_NUMBER: _ClassVar[int]
-    base: bytes
     changed: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, base: _Optional[bytes] = ..., changed: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, changed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PublishOrder(_message.Message):
     __slots__ = ("publish_id", "version", "communicator", "new_communicator", "receivers", "verify", "bucket_deadline_s", "join_deadline_s", "begun", "adapters_alone")

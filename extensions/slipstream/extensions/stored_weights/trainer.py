@@ -21,7 +21,6 @@ from slipstream.core.settings.sections import WeightsSection
 from slipstream.extensions.stored_weights.storage import (
     Storage,
     Until,
-    content_name,
     gap_bytes,
     object_digest,
     payload_of,
@@ -178,7 +177,6 @@ class VersionWriter:
                 changed = [sum(both) for both in zip(changed, theirs.delta.changed, strict=True)]
             if link.HasField("delta"):
                 link.delta.changed[:] = changed
-                link.delta.base = content_name(self._chain[-1].bucket_digests)
             chain = [link] if whole else [*self._chain, link]
             layout = self._published.layout(adapters_alone=False)
             data = weights_pb2.StoredManifest(layout=layout, links=chain).SerializeToString()

@@ -16,8 +16,7 @@ from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import Outbox, ServerSession
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.protocol.codec import version_to_pb
-from slipstream.v1 import fleet_pb2, trajectory_pb2
+from slipstream.v1 import fleet_pb2
 from slipstream.v1 import operations_pb2 as pb
 
 # The name of the environment in leases of prompts; "client-a" if adapter a samples.
@@ -260,12 +259,6 @@ class Samples:
                 token_ids=one.token_ids[one.run_lengths[0] :].astype("<u4").tobytes(),
                 logprobs=one.behavior_logprobs.astype("<f4").tobytes(),
                 truncated=one.status is Status.TRUNCATED,
-                version_spans=[
-                    trajectory_pb2.VersionSpan(
-                        length=span.length, version=version_to_pb(span.version)
-                    )
-                    for span in one.version_spans
-                ],
                 prompt_logprobs=one.prompt_logprobs,
             )
             for one in sorted(entry.finished, key=lambda one: one.task_index)
