@@ -1,7 +1,6 @@
 """Questions from files, memory or the Hugging Face hub, judged by an answer or by a function."""
 
 import asyncio
-import contextlib
 import copy
 import importlib
 import importlib.util
@@ -342,8 +341,6 @@ async def _ask(
     try:
         async with asyncio.timeout(limit_s):
             process.stdin.write(json.dumps(request).encode() + b"\n")
-            with contextlib.suppress(ConnectionError):
-                await process.stdin.drain()
             line = await process.stdout.readline()
     finally:
         if not line:

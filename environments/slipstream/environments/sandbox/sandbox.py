@@ -101,20 +101,11 @@ class Sandbox:
         `files` are written into the program's folder first, by relative path. Raises ValueError for
         a path outside the folder.
         """
-
-        async def feed(pipe: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(ConnectionError):
-                pipe.write(stdin)
-                await pipe.drain()
-                pipe.close()
-
         async with self.start(program, files=files) as started:
-            feeding = asyncio.create_task(feed(started.stdin))
-            try:
-                return await started.finish()
-            finally:
-                feeding.cancel()
-                await asyncio.wait([feeding])
+            started.stdin.write(stdin)
+            # The pipe is closed when the program has read all of it, or has ended.
+            started.stdin.close()
+            return await started.finish()
 
     @asynccontextmanager
     async def start(
