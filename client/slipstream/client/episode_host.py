@@ -126,12 +126,7 @@ class EpisodeHost:
                     await self._close(command.close.episode_key)
                     message.pong.SetInParent()
                 case "ping":
-                    key = command.ping.episode_key
-                    message.pong.place = self.agent_place(key)
-                    pinged = self._episodes.get(key)
-                    # Between two calls of an agent nothing runs for it here.
-                    if pinged is not None and pinged.running and not message.pong.place:
-                        message.pong.place = awaited_place(pinged.running)
+                    message.pong.place = self.place(command.ping.episode_key)
                 case unknown:
                     raise _misused(f"unknown command {unknown}")
         except EnvironmentFailed as error:
@@ -167,10 +162,13 @@ class EpisodeHost:
         assert self._tasks is not None
         return digest_of(_task_source(self._tasks.environment) if again else self._tasks)
 
-    def agent_place(self, key: str) -> str:
-        """Returns the line of code where the agent of episode `key` is, or "" if unknown."""
-        episode = self._episodes.get(key)
-        return "" if episode is None or episode.agent is None else episode.agent.place()
+    def place(self, key: str) -> str:
+        """Returns the line of code where episode `key` or its agent is, or "" if unknown."""
+        if (episode := self._episodes.get(key)) is None:
+            return ""
+        place = "" if episode.agent is None else episode.agent.place()
+        # Between two calls of an agent nothing runs for it here.
+        return place or (awaited_place(episode.running) if episode.running else "")
 
     async def _reset(self, command: pb.ResetCommand) -> pb.Observation:
         if (tasks := self._tasks) is None:

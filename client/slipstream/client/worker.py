@@ -215,7 +215,7 @@ class _Check:
         if Path(innermost).name == "selectors.py":
             (fields,) = command.values()
             key = fields.get("episode_key", "")
-            place = self._host.agent_place(key) or "it awaits something that does not come"
+            place = self._host.place(key) or "it awaits something that does not come"
         self._fail(f"no answer within {self._options.timeout_s:g} s ({place})")
 
     def _fail(self, cause: str) -> NoReturn:

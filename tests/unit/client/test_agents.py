@@ -502,7 +502,7 @@ async def test_runs_that_do_not_end_are_named_and_bounded(capsys, monkeypatch):
         episode = Episode(host, never, key=key)
         await episode.reset()
         following = asyncio.create_task(episode.next())
-        await until(lambda key=key: host.agent_place(key))
+        await until(lambda key=key: "test_agents.py" in host.place(key))
         await episode.close()
         assert (await following).failure.message == "the episode was closed"
         told = capsys.readouterr().err

@@ -205,7 +205,7 @@ class Asks(NoStep):
     def step(self, reply):
         return StepResult(done=False, messages=[Message("user", "and?")])
 """
-AWAITS = "no answer within 15 s (it awaits something that does not come)"
+AWAITS = "no answer within 15 s (steps.py:17 in step)"
 FAILED_STEPS = {
     "NoStep": "NotImplementedError: NoStep must define step()",
     "NaN": "the reward must be a finite number, got nan",
@@ -256,7 +256,7 @@ FAILED_CHECKS = [
     (["hangs:Hangs", "--timeout-s", "0.5"], "environment hangs:Hangs: no answer within 0.5 s"),
     (
         ["waits:Waits", "--timeout-s", "15"],
-        "environment waits:Waits: no answer within 15 s (it awaits something that does not",
+        "environment waits:Waits: no answer within 15 s (waits.py:8 in reset)",
     ),
     (
         ["mistyped:X"],
