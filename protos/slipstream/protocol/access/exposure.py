@@ -4,7 +4,6 @@ The sockets listen only on the interface by which the other processes are reache
 are refused.
 """
 
-import hashlib
 import hmac
 import ipaddress
 import socket
@@ -24,24 +23,19 @@ IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 RENDEZVOUS_VARIABLE = "SLIPSTREAM_RENDEZVOUS"
 
 
-def check_private(config: Config) -> None:
-    """Raises ConfigError for a public address of the rendezvous or of the weight transport.
+def describe_exposure(config: Config) -> str:
+    """Returns, as text, what other machines reach without TLS and token, or "" if nothing.
 
-    A name that cannot be resolved here is not checked: connecting to it will fail with an error.
+    Raises ConfigError for a public address of the rendezvous or of the weight transport. A name
+    that cannot be resolved here is not checked: connecting to it will fail with an error.
     """
-    host = config.learner.host
+    host, port = address_parts(config.learner.master)
     address = _resolved(host)
     if address is not None and address.is_global:
         raise ConfigError(
             f"learner.master {host} is a public address, and torch, gloo and NCCL have neither TLS "
             "nor a token: use an address of a private network"
         )
-
-
-def describe_exposure(config: Config) -> str:
-    """Returns, as text, what other machines reach without TLS and token, or "" if nothing."""
-    host, port = address_parts(config.learner.master)
-    address = _resolved(host)
     if address is not None and address.is_loopback:
         return ""
     return f"learner.master {host} (port {port or 'any'}; weights at any port)"
@@ -95,7 +89,7 @@ def rendezvous_secret(token: str | None, run_name: str) -> str:
     Nodes that have the run's token and nodes that have the trainer's token get the same value.
     """
     key = "" if token is None else role_token(token, "trainer")
-    return hmac.new(key.encode(), run_name.encode(), hashlib.sha256).hexdigest()
+    return hmac.digest(key.encode(), run_name.encode(), "sha256").hex()
 
 
 def _resolved(host: str) -> IpAddress | None:

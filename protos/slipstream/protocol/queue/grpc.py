@@ -10,7 +10,6 @@ streams.
 import asyncio
 import logging
 from collections.abc import AsyncIterable, Iterable, Sequence
-from contextlib import AsyncExitStack
 from typing import Any, Self, TypeAlias
 
 import grpc
@@ -77,18 +76,18 @@ class GrpcSender:
         self._without_room: set[TrajectoryId] = set()
         self._to_send: asyncio.Queue[TrajectoryId] = asyncio.Queue()
         self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
-        self._stack = AsyncExitStack()
+        self._group = asyncio.TaskGroup()
         self._running: asyncio.Task[None] | None = None
         self._closed = False
 
     async def __aenter__(self) -> Self:
-        group = await self._stack.enter_async_context(asyncio.TaskGroup())
-        self._running = group.create_task(self._run())
+        await self._group.__aenter__()
+        self._running = self._group.create_task(self._run())
         return self
 
     async def __aexit__(self, *raised: Any) -> None:  # noqa: ANN401 - passed on
         await self.aclose()
-        await self._stack.__aexit__(*raised)
+        await self._group.__aexit__(*raised)
 
     @property
     def queued_bytes(self) -> int:

@@ -8,7 +8,6 @@ import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.exposure import (
-    check_private,
     describe_exposure,
     local_address,
     narrow_sockets,
@@ -30,18 +29,18 @@ def config_of(master: str) -> Config:
     "host", ["127.0.0.1", "localhost", "10.1.2.3", "192.168.0.9", "172.16.4.4", "100.64.0.1"]
 )
 def test_private_addresses_are_taken(host: str) -> None:
-    check_private(config_of(f"{host}:29500"))
+    describe_exposure(config_of(f"{host}:29500"))
 
 
 @pytest.mark.parametrize("host", ["8.8.8.8", "2600::1", "172.32.0.1"])
 def test_a_public_address_is_refused(host: str) -> None:
     where = f"[{host}]" if ":" in host else host
     with pytest.raises(ConfigError, match=rf"learner.master {host} is a public address, and torch"):
-        check_private(config_of(f"{where}:29500"))
+        describe_exposure(config_of(f"{where}:29500"))
 
 
 def test_a_name_that_nobody_knows_is_left_to_its_user() -> None:
-    check_private(config_of("nowhere.invalid:29500"))
+    describe_exposure(config_of("nowhere.invalid:29500"))
 
 
 def test_what_others_reach_is_described_with_its_ports() -> None:
