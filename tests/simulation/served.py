@@ -58,7 +58,8 @@ async def answer_often(
     send: Callable[[environment_pb2.WorkerMessage], Awaitable[None]],
 ) -> None:
     """Takes the place of `answer_commands`: some answers are sent twice."""
-    environment = host._environment
+    assert host._tasks is not None
+    environment = host._tasks.environment
     assert isinstance(environment, ServedEnvironment)
 
     async def send_often(message: environment_pb2.WorkerMessage) -> None:
