@@ -27,11 +27,9 @@ class PendingCall:
     """One call of the model by an agent, from its request to the last part of its reply."""
 
     number: int
-    # Parts of the reply, each with a future that is set when the client has taken the part. None
-    # means that no more parts come.
-    parts: asyncio.Queue[tuple[pb.ReplyPart, asyncio.Future[None]] | None] = field(
-        default_factory=asyncio.Queue
-    )
+    # Parts of the reply, each of which is done when the client has taken it. None means that no
+    # more parts come.
+    parts: asyncio.Queue[pb.ReplyPart | None] = field(default_factory=asyncio.Queue)
 
 
 class CallExchange:
@@ -124,13 +122,12 @@ class CallExchange:
         call = self._calls.get(part.call)
         if call is None:
             return
-        taken = asyncio.get_running_loop().create_future()
-        call.parts.put_nowait((part, taken))
+        call.parts.put_nowait(part)
         if part.is_last:
             del self._calls[part.call]
             if not self._calls:
                 self._on_waiting(False)
-        await taken
+        await call.parts.join()
 
     def end(self) -> None:
         """Ends all open calls; `next` returns None from now on."""
@@ -144,6 +141,5 @@ class CallExchange:
 
 def _drop_parts(call: PendingCall) -> None:
     while not call.parts.empty():
-        waiting = call.parts.get_nowait()
-        if waiting is not None and not waiting[1].done():
-            waiting[1].set_result(None)
+        call.parts.get_nowait()
+        call.parts.task_done()

@@ -289,9 +289,11 @@ async def _relay(exchange: CallExchange, call: PendingCall, receive: Receive, se
     watching = asyncio.get_running_loop().create_task(watch())
     begun = False
     try:
-        while (waiting := await call.parts.get()) is not None:
-            part, taken = waiting
+        while True:
+            part = await call.parts.get()
             try:
+                if part is None:
+                    break
                 if not begun:
                     headers = [
                         (
@@ -307,8 +309,7 @@ async def _relay(exchange: CallExchange, call: PendingCall, receive: Receive, se
                 body = {"type": "http.response.body", "body": part.body}
                 await send(body | {"more_body": not part.is_last})
             finally:
-                if not taken.done():
-                    taken.set_result(None)
+                call.parts.task_done()
             if part.is_last:
                 return
         if begun:
