@@ -59,12 +59,12 @@ class Answer:
 
 def describe_setup(config: Config, *, run_id: str, mark: str) -> status_pb2.Setup:
     """Returns this host's setup without its clock; file `mark` in `run.dir` contains the run id."""
-    values = compared(config)
+    values, python = compared(config), ".".join(platform.python_version_tuple()[:2])
     wanted = {*OF_RANKS, *OF_SERVERS, *ROOM.values()}
     return status_pb2.Setup(
         run_id=run_id,
         protocol_version=PROTOCOL_VERSION,
-        versions=versions(),
+        versions={"python": python, **installed((OURS, *RANKS_PACKAGES))},
         settings={key: values[key] for key in values if _is_below(key, wanted)},
         model_digest=model_digest(config.model.path),
         mark=mark,
@@ -120,12 +120,6 @@ def holds_mark(config: Config, theirs: status_pb2.Setup) -> bool:
             return theirs.run_id.encode() in file.read(1 << 16)
     except OSError:
         return False
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the compared packages, without missing packages."""
-    python = ".".join(platform.python_version_tuple()[:2])
-    return {"python": python, **installed((OURS, *RANKS_PACKAGES))}
 
 
 def model_digest(folder: Path) -> bytes:

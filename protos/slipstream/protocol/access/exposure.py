@@ -8,15 +8,12 @@ import hmac
 import ipaddress
 import socket
 from collections.abc import MutableMapping
-from typing import TypeAlias
 
 import psutil
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.tokens import role_token
-
-IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 # Variable with the secret by which a trainer's ranks recognise each other; the command that starts
 # them sets it.
@@ -30,15 +27,18 @@ def describe_exposure(config: Config) -> str:
     that cannot be resolved here is not checked: connecting to it will fail with an error.
     """
     host, port = address_parts(config.learner.master)
-    address = _resolved(host)
-    if address is not None and address.is_global:
+    exposed = f"learner.master {host} (port {port or 'any'}; weights at any port)"
+    try:
+        (*_, found), *_ = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return exposed
+    address = ipaddress.ip_address(str(found[0]).partition("%")[0])
+    if address.is_global:
         raise ConfigError(
             f"learner.master {host} is a public address, and torch, gloo and NCCL have neither TLS "
             "nor a token: use an address of a private network"
         )
-    if address is not None and address.is_loopback:
-        return ""
-    return f"learner.master {host} (port {port or 'any'}; weights at any port)"
+    return "" if address.is_loopback else exposed
 
 
 def narrow_sockets(environ: MutableMapping[str, str], *, gloo: str, nccl: str) -> None:
@@ -90,12 +90,3 @@ def rendezvous_secret(token: str | None, run_name: str) -> str:
     """
     key = "" if token is None else role_token(token, "trainer")
     return hmac.digest(key.encode(), run_name.encode(), "sha256").hex()
-
-
-def _resolved(host: str) -> IpAddress | None:
-    """Returns the first address to which `host` resolves, or None if it does not resolve."""
-    try:
-        (*_, address), *_ = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return None
-    return ipaddress.ip_address(str(address[0]).partition("%")[0])
