@@ -92,7 +92,8 @@ class RedisReceiver:
         return self
 
     async def __aexit__(self, *raised: Any) -> None:  # noqa: ANN401 - passed on
-        await self.aclose()
+        for task in self._tasks:
+            task.cancel()
         async with aclosing(self._connection.client):
             await self._stack.__aexit__(*raised)
             if self._to_forget:
@@ -108,11 +109,6 @@ class RedisReceiver:
         for trajectory_id in trajectory_ids:
             self._to_forget |= self._entries.pop(trajectory_id, {})
         self._wake_forgetter.set()
-
-    async def aclose(self) -> None:
-        """Stops receiving; unacknowledged trajectories stay in Redis."""
-        for task in self._tasks:
-            task.cancel()
 
     async def _begin(self) -> None:
         """Makes the stream, reads the backlog and Redis's counts, corrects the count of bytes."""
