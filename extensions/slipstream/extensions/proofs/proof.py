@@ -30,12 +30,8 @@ from torch import Tensor
 Scene = TypeVar("Scene")
 
 
-class Disproved(RunFailed):
-    """Raised when a property does not hold; its text is an example that shows it."""
-
-
 def faults(function: Function, properties: Mapping[str, Callable[[], object]]) -> list[str]:
-    """Returns one line for each of `properties` whose check raises an error.
+    """Returns one line for each of `properties` whose check raises RunFailed, with an example.
 
     If one of the first two fails, the others are not checked. If all hold, a change of the globals
     of the function's module is a fault.
@@ -64,7 +60,7 @@ def implementation(function: Function) -> Callable[..., object]:
 
 
 def check_state(scenes: Sequence[Scene], compute: Callable[[Scene], Mapping[str, Tensor]]) -> None:
-    """Raises Disproved if `compute` differs in later calls, or on the second of two ranks.
+    """Raises RunFailed if `compute` differs in later calls, or on the second of two ranks.
 
     Later calls have other random seeds. Between two calls with a scene there is one with another.
     """
@@ -90,7 +86,7 @@ def check_state(scenes: Sequence[Scene], compute: Callable[[Scene], Mapping[str,
             ("on the second of two ranks", elsewhere),
         ):
             if found := difference(results[0], again, exactly=True):
-                raise Disproved(f"{found}, {what}: {scene}")
+                raise RunFailed(f"{found}, {what}: {scene}")
 
 
 def difference(
@@ -275,7 +271,7 @@ class EpisodeProof:
                 if self.kind != "filter":
                     expected = [expected[place] for place in order]
                 if found := difference(dict(zip(after, expected, strict=True)), after):
-                    raise Disproved(f"{found} for the episodes {[*order]}: {scene}")
+                    raise RunFailed(f"{found} for the episodes {[*order]}: {scene}")
 
     def _check_names(self) -> None:
         for scene in self._scenes():
@@ -284,13 +280,13 @@ class EpisodeProof:
                 for one in self._episodes(scene)
             ]
             if found := difference(self._numbers(scene), self._numbers(scene, others)):
-                raise Disproved(f"{found} for other group_ids: {scene}")
+                raise RunFailed(f"{found} for other group_ids: {scene}")
 
     def _check_finite(self) -> None:
         for scene in self._scenes(EQUAL, LARGE):
             for name, values in self._numbers(scene).items():
                 if not values.isfinite().all():
-                    raise Disproved(f"{name} is {values.tolist()}: {scene}")
+                    raise RunFailed(f"{name} is {values.tolist()}: {scene}")
 
 
 def _turns(chance: np.random.Generator, size: int) -> tuple[Turn, ...]:

@@ -241,11 +241,11 @@ class TokenProof:
             before = self._computed(scene, scene.inputs())
             after = self._computed(scene, scene.inputs(changed))
             if found := proof.difference(before, after, mask, exactly=True):
-                raise proof.Disproved(f"{found}, with other values at masked tokens: {scene}")
+                raise RunFailed(f"{found}, with other values at masked tokens: {scene}")
             gradient = after["gradient of token"]
             for place in torch.nonzero((gradient != 0) & ~mask)[:1, 0].tolist():
                 its = f"the gradient {gradient[place]:.6g}"
-                raise proof.Disproved(f"masked token {place} has {its}: {scene}")
+                raise RunFailed(f"masked token {place} has {its}: {scene}")
 
     def _check_layouts(self) -> None:
         found: dict[str, str] = {}
@@ -261,12 +261,12 @@ class TokenProof:
         if found:
             fault, *_ = found.values()
             also = f"; also with {', '.join([*found][1:])}" if len(found) > 1 else ""
-            raise proof.Disproved(f"{fault}{also}")
+            raise RunFailed(f"{fault}{also}")
 
     def _in_layout(self, scene: Scene, layout: Layout) -> dict[str, Tensor]:
         """Returns the results for all tokens, by name, in the scene's order of tokens.
 
-        The micro batches are computed one after another. Raises Disproved if they ask for different
+        The micro batches are computed one after another. Raises RunFailed if they ask for different
         numbers of sums, for which ranks would wait for each other.
         """
         found: dict[str, Tensor] = {}
@@ -280,7 +280,7 @@ class TokenProof:
             assert isinstance(tokens.sequences, _CountedSums)
             asked.add(tokens.sequences.num_asked)
         if len(asked) > 1:
-            raise proof.Disproved("one rank asks for sums over sequences, another does not")
+            raise RunFailed("one rank asks for sums over sequences, another does not")
         return found
 
     def _check_empty(self) -> None:
@@ -288,7 +288,7 @@ class TokenProof:
             scene = Scene(sequences, self.has_reference, dtype=torch.float32)
             gradient = self._computed(scene, scene.inputs())["gradient of token"]
             if not gradient.isfinite().all():
-                raise proof.Disproved(
+                raise RunFailed(
                     f"the gradient is not finite: {len(scene.mask)} tokens, none trained"
                 )
 
@@ -309,7 +309,7 @@ class TokenProof:
         self._check_cases([*([case] * len(NEIGHBOURS) for case in cases), *rows])
 
     def _check_cases(self, sequences: Sequence[Sequence[Case]]) -> None:
-        """Raises Disproved if a value is not finite at a case, or if an input is changed."""
+        """Raises RunFailed if a value is not finite at a case, or if an input is changed."""
         cases = [case for sequence in sequences for case in sequence]
         numbers = torch.tensor(cases, dtype=torch.float32).unbind(1)
         to_proximal, to_behavior, advantages, entropy = numbers
@@ -333,7 +333,7 @@ class TokenProof:
                 first, second, advantage, other = cases[place]
                 length = len(shown[int(scene.ids[place])])
                 inside = f", in a sequence of {length}" if length > 1 else ""
-                raise proof.Disproved(
+                raise RunFailed(
                     f"{name.removesuffix(' of token')} is {values[place]:g} at log ratio "
                     f"{first:.7g} to the proximal and {second:.7g} to the behavior policy, "
                     f"advantage {advantage:g}, entropy {other:g}{inside}"
@@ -363,7 +363,7 @@ class TokenProof:
                     if abs(slope - found[-1]) <= allowed:
                         break
                 else:
-                    raise proof.Disproved(
+                    raise RunFailed(
                         f"that of token {place} is {slope:.6g}, but {found[0]:.6g} by finite "
                         f"differences: {scene}"
                     )
@@ -375,7 +375,7 @@ class TokenProof:
                     moves.setdefault(sign, f"{free:.4g} for each unit of token {place}: {scene}")
         for sign, example in moves.items():
             if not has_gradient[sign]:
-                raise proof.Disproved(
+                raise RunFailed(
                     f"no token with a {'positive' if sign > 0 else 'negative'} advantage has one, "
                     f"but the loss moves by {example}"
                 )
@@ -405,7 +405,7 @@ class TokenProof:
                 return
             example = example or proof.difference({loss: before[loss]}, after, scene.mask)
         if example:
-            raise proof.Disproved(
+            raise RunFailed(
                 f"{example}, for an entropy larger by 0.1, but no gradient changes: entropies have "
                 "none, set algorithm.entropy_coefficient"
             )
@@ -426,7 +426,7 @@ def _check_untouched(tokens: LossInputs, untouched: LossInputs) -> None:
     # A change through `data` or numpy does not raise the version of a tensor.
     for name, value in vars(untouched).items():
         if isinstance(value, Tensor) and not torch.equal(getattr(tokens, name), value):
-            raise proof.Disproved(f"it changed its input {name} in place")
+            raise RunFailed(f"it changed its input {name} in place")
 
 
 class _HeldConstant(TorchFunctionMode):
