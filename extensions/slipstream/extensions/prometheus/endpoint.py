@@ -13,23 +13,22 @@ import os
 import platform
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from prometheus_client import CollectorRegistry, Info, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from slipstream.client.agent_gateway import BoundedConnection, bounded_server
+from slipstream.client.agent_gateway import bounded_server
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts, listen
 from slipstream.core.machine.description import installed
 from slipstream.core.run_folder import TARGETS
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import METRICS_PORTS
-from slipstream.core.settings.sections import SecuritySection
 from slipstream.protocol.access.checked_calls import Refusals
 from slipstream.protocol.access.security import Credentials, check_metrics_address, is_loopback
 from slipstream.protocol.setup import OURS, RANKS_PACKAGES
@@ -52,20 +51,17 @@ log = logging.getLogger(__name__)
 class MetricsEndpoint:
     """Answers GET and HEAD of /metrics, and nothing else; an ASGI application."""
 
-    def __init__(
-        self,
-        collectors: Sequence[Collector],
-        labels: Mapping[str, str],
-        *,
-        token: str | None,
-        security: SecuritySection,
-    ) -> None:
-        """Adds `labels` to the metrics of `collectors` and of the process (CPU, memory, files).
+    def __init__(self, config: Config, collectors: Sequence[Collector], server: str) -> None:
+        """Takes collectors beside that of the process (CPU, memory, files), and their `server`.
 
-        `token` is the bearer token of callers, `security` names the TLS files. Without a token,
-        only requests to a loopback host name are answered.
+        Raises ConfigError if the address needs TLS and a token and one of the two is missing.
+        Without a token, only requests to a loopback host name are answered.
         """
-        self._registry, self._labels, self._security = CollectorRegistry(), labels, security
+        address, credentials = config.tracking.prometheus, Credentials.load(config.security)
+        assert address is not None
+        check_metrics_address(address, credentials)
+        self._labels = {"run": config.run.name} | ({"server": server} if server else {})
+        self._registry, self._security = CollectorRegistry(), config.security
         ProcessCollector(registry=self._registry)
         for collector in collectors:
             self._registry.register(collector)
@@ -74,10 +70,9 @@ class MetricsEndpoint:
         meaning = "Versions of Slipstream and its packages in this process; the value is 1."
         build = Info("slipstream_build", meaning, registry=self._registry)
         build.info(found | {"python": platform.python_version()})
+        token = credentials.metrics_token
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._refusals = Refusals()
-        # Connections without a request, of which the oldest makes room.
-        self._resting: dict[BoundedConnection, None] = {}
 
     @asynccontextmanager
     async def serving(self, listening: socket.socket) -> AsyncIterator[None]:
@@ -92,17 +87,12 @@ class MetricsEndpoint:
             context.load_cert_chain(security.tls_certificate, security.tls_key)
             if ca is not None:
                 context.verify_mode = ssl.CERT_REQUIRED
-        settings, state = bounded_server(self), ServerState()  # type: ignore[arg-type]
+        settings = bounded_server(self, limit_s=LIMIT_S, max_connections=MAX_CONNECTIONS)  # type: ignore[arg-type]
         settings.load()
+        connect: Any = settings.http_protocol_class
+        state = ServerState()
         server = await asyncio.get_running_loop().create_server(
-            lambda: BoundedConnection(
-                limit_s=LIMIT_S,
-                most=MAX_CONNECTIONS,
-                resting=self._resting,
-                config=settings,
-                server_state=state,
-                app_state={},
-            ),
+            partial(connect, config=settings, server_state=state, app_state={}),
             sock=listening,
             ssl=context,
             ssl_handshake_timeout=None if context is None else LIMIT_S,
@@ -170,21 +160,24 @@ async def metrics_endpoint(
     """
     address = config.tracking.prometheus
     assert address is not None
-    credentials = Credentials.load(config.security)
-    check_metrics_address(address, credentials)
-    labels = {"run": config.run.name} | ({"server": server} if server else {})
-    endpoint = MetricsEndpoint(
-        collectors, labels, token=credentials.metrics_token, security=config.security
-    )
+    endpoint = MetricsEndpoint(config, collectors, server)
     listening = listen_for(role, address)
     async with endpoint.serving(listening):
         host = address.rpartition(":")[0]
         target = f"{host}:{listening.getsockname()[1]}"
         log.info("metrics at %s", target)
         # No name of a run or a server has an @.
-        name = f"{config.run.name}@{server or role}.json"
-        with _told(config.run.dir / TARGETS / name, target, role):
+        path = config.run.dir / TARGETS / f"{config.run.name}@{server or role}.json"
+        path.parent.mkdir(exist_ok=True)
+        text = json.dumps([{"targets": [target], "labels": {"job": f"slipstream_{role}"}}])
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_text(f"{text}\n")
+        written.replace(path)
+        try:
             yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def listen_for(role: Role, address: str) -> socket.socket:
@@ -200,18 +193,3 @@ def listen_for(role: Role, address: str) -> socket.socket:
     raise ConfigError(
         f"tracking.prometheus {address}: the {role} cannot listen on port {first}{last}: {cause}"
     )
-
-
-@contextmanager
-def _told(path: Path, target: str, role: Role) -> Iterator[None]:
-    """Writes the file `path`, in which Prometheus finds `target`; removes it after the block."""
-    path.parent.mkdir(exist_ok=True)
-    text = json.dumps([{"targets": [target], "labels": {"job": f"slipstream_{role}"}}])
-    written = path.with_suffix(f".{os.getpid()}")
-    written.write_text(f"{text}\n")
-    written.replace(path)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
