@@ -136,6 +136,8 @@ WORDS = {
     "offload": {"learner": OFFLOAD},
     "distopt": {"learner": DISTRIBUTED_OPTIMIZER},
     "overlap": {"learner": OVERLAP},
+    # Each parameter is gathered by itself.
+    "tiny-buckets": {"learner": {"ddp": OVERLAP["ddp"] | {"bucket_size": 1}}},
     "muon": {"learner": MUON},
     "other-muon": {"learner": OTHER_MUON},
     "moe-recompute": {"learner": MOE_RECOMPUTE},
@@ -172,7 +174,8 @@ LONG = """
     one-moonlight one-qwen3-next one-qwen35
     one-kimi one-mimo one-glm-lite one-minimax 
     one-smollm3 one-fused-qwen3 one-fused-trees-shared one-fused-gemma3
-    cp2-fused-qwen3 tp2-sp-recompute-fused-qwen3 pp2-vpp2-fused
+    cp2-fused-qwen3 tp2-sp-recompute-fused-qwen3 pp2-vpp2-fused one-mini-batches-fused-qwen3
+    dp2-tiny-buckets-mini-batches-fused-qwen3
     one-gpt-oss one-olmo2 one-replay-glm one-replay-deepseek one-forward-top-k
     one-trees-reverse-top-k one-trees-shared one-trees-gspo one-trees-replay-moe tp2-sp-z-loss-moe
     dp2 tp2-sp-forward-top-k cp2-forward-top-k

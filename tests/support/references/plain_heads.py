@@ -39,20 +39,24 @@ def split(
 
 def join(
     grads: tuple[Tensor, ...],
-    mixed: Tensor,
     positions: Tensor,
     turns: Tensor,
-    norms: Norms | None,
-) -> tuple[Tensor, Tensor]:
+    normed: tuple[Tensor, Norms] | None,
+    found: Tensor,
+) -> Tensor:
     with torch.enable_grad():
-        mixed = mixed.detach().requires_grad_()
-        if norms is None:
+        if normed is None:
+            # The gradient depends on no number.
+            mixed = torch.zeros_like(found).requires_grad_()
             outputs = split(mixed, positions, turns, None)
-            return torch.autograd.grad(outputs, mixed, grads)[0], torch.zeros(2, mixed.shape[-1])
+            found.copy_(torch.autograd.grad(outputs, mixed, grads)[0])
+            return torch.zeros(2, found.shape[-1])
+        mixed, norms = normed[0].detach().requires_grad_(), normed[1]
         weights = [one.detach().requires_grad_() for one in norms[:2]]
         outputs = split(mixed, positions, turns, Norms(*weights, *norms[2:]))
-        found, *sums = torch.autograd.grad(outputs, [mixed, *weights], grads)
-    return found, torch.stack(sums)
+        grad, *sums = torch.autograd.grad(outputs, [mixed, *weights], grads)
+    found.copy_(grad)
+    return torch.stack(sums)
 
 
 @contextmanager

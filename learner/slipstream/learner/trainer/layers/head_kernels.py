@@ -42,43 +42,42 @@ def split(
     queries = mixed.new_empty(tokens, groups * (heads - 2), size)
     keys, values = (mixed.new_empty(tokens, groups, size) for _ in range(2))
     one = norms or Norms(mixed, mixed, 0.0, 0.0)
-    constants = _constants(mixed, norms)
     if tokens:
         _split_kernel[(tokens,)](
             *(mixed, positions, *turns, one.queries, one.keys, queries, keys, values),
             *(one.epsilon, one.offset),
-            **constants,
+            **_constants(mixed, has_norms=norms is not None),
         )
     return queries, keys, values
 
 
 def join(
     grads: tuple[Tensor, ...],
-    mixed: Tensor,
     positions: Tensor,
     turns: Tensor,
-    norms: Norms | None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of `mixed`, and of the norms' weights: float32 [2, head size].
+    normed: tuple[Tensor, Norms] | None,
+    found: Tensor,
+) -> Tensor:
+    """Fills `found` with the gradient of `mixed`; returns the norms' weights': [2, head size].
 
-    `grads` are those of the results of `split`; the other arguments are as there.
+    `grads` are those of the results of `split`, and `normed` has what it normed, `mixed`, and the
+    norms; the other arguments are as there. The result is float32.
     """
-    tokens, size = len(mixed), mixed.shape[-1]
-    found = torch.empty_like(mixed)
-    processors = torch.cuda.get_device_properties(mixed.device).multi_processor_count
+    tokens, size = len(found), found.shape[-1]
+    processors = torch.cuda.get_device_properties(found.device).multi_processor_count
     programs = min(tokens, _PROGRAMS * processors)
-    sums = torch.zeros(programs, 2, size, dtype=torch.float32, device=mixed.device)
-    one = norms or Norms(mixed, mixed, 0.0, 0.0)
+    sums = torch.zeros(programs, 2, size, dtype=torch.float32, device=found.device)
+    mixed, one = normed or (found, Norms(found, found, 0.0, 0.0))
     if tokens:
         _join_kernel[(programs,)](
             *(*(grad.contiguous() for grad in grads), mixed, positions, *turns),
             *(one.queries, one.keys, found, sums, tokens, programs, one.epsilon, one.offset),
-            **_constants(mixed, norms),
+            **_constants(found, has_norms=normed is not None),
         )
-    return found, sums.sum(0)
+    return sums.sum(0)
 
 
-def _constants(mixed: Tensor, norms: Norms | None) -> dict[str, int]:
+def _constants(mixed: Tensor, *, has_norms: bool) -> dict[str, int]:
     _, groups, heads, size = mixed.shape
     block = triton.next_power_of_2(groups * heads)
     return {
@@ -86,7 +85,7 @@ def _constants(mixed: Tensor, norms: Norms | None) -> dict[str, int]:
         "HEADS": heads,
         "SIZE": size,
         "BLOCK": block,
-        "HAS_NORMS": norms is not None,
+        "HAS_NORMS": has_norms,
         "num_warps": min(max(block * size // (32 * _OF_A_THREAD), 1), 16),
     }
 

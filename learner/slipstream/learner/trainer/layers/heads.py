@@ -72,10 +72,14 @@ class FusedHeads(SelfAttention):  # type: ignore[misc]
         positions, turns = self._rotation
         mixed, _ = super().get_query_key_value_tensors(hidden_states, split_qkv=False)
         size = self.hidden_size_per_attention_head
-        weights = [
-            None if norm is None or isinstance(norm, IdentityOp) else norm.weight
-            for norm in (self.q_layernorm, self.k_layernorm)
-        ]
+        weights: list[Tensor | None] = []
+        for norm in (self.q_layernorm, self.k_layernorm):
+            has_weight = norm is not None and not isinstance(norm, IdentityOp)
+            if has_weight:
+                # Megatron's data parallelism waits there for weights that are still gathered.
+                for hook in norm._forward_pre_hooks.values():
+                    hook(norm, ())
+            weights.append(norm.weight if has_weight else None)
         numbers = self.config.layernorm_epsilon, float(self.config.layernorm_zero_centered_gamma)
         parts = _SplitHeads.apply(  # type: ignore[no-untyped-call]
             mixed.contiguous().view(len(mixed), -1, mixed.shape[-1] // size, size),
@@ -112,14 +116,18 @@ class _SplitHeads(torch.autograd.Function):
         ctx.norms = None
         if query_weight is not None and key_weight is not None:
             ctx.norms = Norms(query_weight, key_weight, *numbers)
-        ctx.save_for_backward(mixed, positions, turns)
+        # Gradients need the projection only where it was normed: else its memory is free.
+        ctx.save_for_backward(positions, turns, *([] if ctx.norms is None else [mixed]))
+        ctx.shape = mixed.shape
         return split(mixed, positions, turns, ctx.norms)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         from slipstream.learner.trainer.layers.head_kernels import join
 
-        mixed, positions, turns = ctx.saved_tensors
-        found, sums = join(grads, mixed, positions, turns, ctx.norms)
+        positions, turns, *mixed = ctx.saved_tensors
+        normed = None if ctx.norms is None else (mixed[0], ctx.norms)
+        found = grads[0].new_empty(ctx.shape)
+        sums = join(grads, positions, turns, normed, found)
         of_queries, of_keys = (None, None) if ctx.norms is None else sums.to(ctx.norms.keys.dtype)
         return found, of_queries, of_keys, None, None, None
