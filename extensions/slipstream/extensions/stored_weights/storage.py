@@ -21,8 +21,8 @@ elements, which the manifest has.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -35,8 +35,6 @@ from slipstream.protocol.bounds import one_line
 from slipstream.protocol.weights.buckets import ALIGNMENT_BYTES, Bucket
 from slipstream.protocol.weights.digests import bucket_digest
 from slipstream.protocol.weights.waits import Unanswered, on_thread
-
-log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 # fsspec has no types.
@@ -91,25 +89,17 @@ class Storage:
 
     def keys(self, folder: str, until: Until) -> list[str]:
         """Returns the keys of all objects in `folder`, at any depth."""
-
-        def find() -> list[str]:
-            try:
-                found = self._files.find(self._path(folder))
-            except FileNotFoundError:
-                return []
-            return [str(path).removeprefix(f"{self._root}/") for path in found]
-
-        return self._within(until, f"list {folder}", find)
+        path = self._path(folder)
+        found = self._within(until, f"list {folder}", lambda: self._files.find(path))
+        return [str(each).removeprefix(f"{self._root}/") for each in found]
 
     def remove(self, keys: list[str], until: Until) -> None:
         """Removes objects; those that do not exist are skipped."""
 
         def remove() -> None:
             for key in keys:
-                try:
+                with contextlib.suppress(FileNotFoundError):
                     self._files.rm_file(self._path(key))
-                except FileNotFoundError:
-                    log.info("%s was removed before", key)
 
         self._within(until, f"remove {len(keys)} objects", remove)
 

@@ -16,6 +16,7 @@ from support.rigs.stored_versions import (
     StoredVersions,
     changed_content,
     first_content,
+    soon,
 )
 from support.rigs.waiting import LIMIT_S
 
@@ -194,3 +195,11 @@ def test_a_manifest_out_of_the_bounds_of_messages_is_refused(scene: Scene) -> No
     scene.versions.chain[0].bucket_digests.append(bytes(65))
     with pytest.raises(WeightSyncError, match=r"odd is no manifest: .*must have at most 64 bytes"):
         scene.server.fetch(scene.versions.manifest("odd"), NEVER)
+
+
+def test_what_is_not_in_storage_is_neither_listed_nor_removed(url: str) -> None:
+    storage = Storage(url)
+    assert storage.keys("run", soon()) == []
+    storage.write("run/one", memoryview(b"x"), soon())
+    storage.remove(["run/none", "run/one"], soon())
+    assert storage.keys("run", soon()) == []
