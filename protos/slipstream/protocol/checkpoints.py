@@ -160,10 +160,7 @@ def check_newest(folder: Path) -> None:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes and fsyncs the manifest, which must be the last file of a checkpoint."""
-    with (folder / MANIFEST_NAME).open("w") as file:
-        file.write(manifest.model_dump_json(indent=1))
-        file.flush()
-        os.fsync(file.fileno())
+    replace_file(folder / MANIFEST_NAME, manifest.model_dump_json(indent=1).encode())
 
 
 def describe_file(

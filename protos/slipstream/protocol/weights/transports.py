@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import ParallelSection
 
-_PLAIN = ParallelSection()
-
 
 @dataclass(frozen=True)
 class Place:
@@ -27,7 +25,7 @@ def choose_transport(
     learner: Iterable[Place],
     servers: Mapping[str, Place],
     *,
-    parallel: ParallelSection = _PLAIN,
+    parallel: ParallelSection,
 ) -> str:
     """Returns the transport between the trainer and these servers: gloo, nccl or ipc.
 

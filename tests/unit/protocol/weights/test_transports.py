@@ -8,6 +8,7 @@ from slipstream.protocol.weights.transports import Place, choose_transport
 CPU = Place("here")
 GPU_0, GPU_1, GPU_2 = (Place("here", (f"GPU-{n}",)) for n in range(3))
 ELSEWHERE = Place("there", ("GPU-9",))
+PLAIN = ParallelSection()
 
 
 @pytest.mark.parametrize(
@@ -25,8 +26,8 @@ ELSEWHERE = Place("there", ("GPU-9",))
     ],
 )
 def test_auto_is_what_joins_them(learner, servers, chosen):
-    assert choose_transport("auto", learner, servers) == chosen
-    assert choose_transport(chosen, learner, servers) == chosen
+    assert choose_transport("auto", learner, servers, parallel=PLAIN) == chosen
+    assert choose_transport(chosen, learner, servers, parallel=PLAIN) == chosen
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_auto_is_what_joins_them(learner, servers, chosen):
 )
 def test_what_cannot_join_them_is_refused_with_value_and_rule(setting, learner, servers, said):
     with pytest.raises(ConfigError, match=said):
-        choose_transport(setting, learner, servers)
+        choose_transport(setting, learner, servers, parallel=PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +59,12 @@ def test_nccl_joins_members_that_are_told_the_same(mine, theirs, said):
     places = {"a": Place("here", ("GPU-1",), mine), "b": Place("here", ("GPU-2",), theirs)}
     learner = [Place("here", ("GPU-0",), mine)]
     with pytest.raises(ConfigError, match=said):
-        choose_transport("auto", learner, places)
+        choose_transport("auto", learner, places, parallel=PLAIN)
     del places["b"]
-    assert choose_transport("auto", learner, places) == "nccl"
+    assert choose_transport("auto", learner, places, parallel=PLAIN) == "nccl"
     # Others do not need it.
     shared = {"b": Place("here", ("GPU-0",), theirs)}
-    assert choose_transport("auto", learner, shared) == "ipc"
+    assert choose_transport("auto", learner, shared, parallel=PLAIN) == "ipc"
 
 
 def test_ipc_takes_the_weights_of_one_rank() -> None:
@@ -75,5 +76,5 @@ def test_ipc_takes_the_weights_of_one_rank() -> None:
 
 def test_ipc_and_gloo_may_be_chosen_where_nccl_would_be() -> None:
     for setting in ("ipc", "gloo"):
-        assert choose_transport(setting, [GPU_0], {"a": GPU_1}) == setting
-    assert choose_transport("ipc", [CPU], {"a": CPU}) == "ipc"
+        assert choose_transport(setting, [GPU_0], {"a": GPU_1}, parallel=PLAIN) == setting
+    assert choose_transport("ipc", [CPU], {"a": CPU}, parallel=PLAIN) == "ipc"
