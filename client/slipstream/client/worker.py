@@ -132,7 +132,7 @@ async def _attach(address: str, token: str | None, record: int | None) -> str:
         stub = environment_pb2_grpc.WorkerServiceStub(channel)
         try:
             attach = partial(stub.Attach, metadata=call_metadata(credentials))
-            call = await open_stream(attach, pb.WorkerHello(token=token or ""))
+            call = await open_stream(attach, pb.WorkerHello())
             host = EpisodeHost(tracker=None if record is None else CallTracker(record))
             await answer_commands(host, aiter(call), call.write)
         except grpc.aio.AioRpcError as error:

@@ -266,18 +266,16 @@ class WorkerMessage(_message.Message):
     def __init__(self, call_id: _Optional[int] = ..., hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., observation: _Optional[_Union[Observation, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., failure: _Optional[_Union[_trajectory_pb2.Failure, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., agent_call: _Optional[_Union[AgentCall, _Mapping]] = ..., agent_result: _Optional[_Union[AgentResult, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("token", "spec", "num_tasks", "max_episodes", "digest")
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("spec", "num_tasks", "max_episodes", "digest")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
     MAX_EPISODES_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    token: str
     spec: EnvironmentSpec
     num_tasks: int
     max_episodes: int
     digest: str
-    def __init__(self, token: _Optional[str] = ..., spec: _Optional[_Union[EnvironmentSpec, _Mapping]] = ..., num_tasks: _Optional[int] = ..., max_episodes: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+    def __init__(self, spec: _Optional[_Union[EnvironmentSpec, _Mapping]] = ..., num_tasks: _Optional[int] = ..., max_episodes: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Loaded(_message.Message):
     __slots__ = ("num_tasks", "digest")

@@ -41,7 +41,7 @@ async def test_a_worker_runs_episodes_from_a_search_path_and_ends_with_its_strea
     ):
         worker = await server.attached()
         assert (await worker.load("fake_workers:Good", search_path=FAKES)).loaded.num_tasks == 3
-        assert worker.hello == pb.WorkerHello(token="t" * 32)
+        assert worker.hello == pb.WorkerHello()
         answer = await worker.reset("a", task_index=1, seed=5)
         assert answer.observation.messages[0].content == "two 5"
         assert (await worker.step("a", "x")).verdict.reward == 0.25
