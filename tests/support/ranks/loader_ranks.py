@@ -274,10 +274,10 @@ def _compare(
     different = tuple(n for n, t in parameters.items() if not torch.equal(t, expected[_bare(n)]))
 
     altered = PlanCheck(plan, _as_in(fresh, plan))
-    expected[_bare(plan.copies[-1][-1].parameter)].data.view(-1)[0] += 1
+    expected[_bare(plan[-1][-1].parameter)].data.view(-1)[0] += 1
     altered.add(len(buckets) - 1, kept[-1])
     return Outcome(
-        num_copies=sum(len(part) for part in plan.copies),
+        num_copies=sum(len(part) for part in plan),
         different=different,
         changed=sum(not torch.equal(before[n], t) for n, t in parameters.items()),
         proof=verdict,
@@ -292,7 +292,7 @@ def _bare(parameter: str) -> str:
 def _as_in(model: Any, plan: CopyPlan) -> dict[str, torch.Tensor]:
     """The model's parameters by the names of the plan."""
     own = {_bare(name): tensor for name, tensor in model.named_parameters()}
-    return {copy.parameter: own[_bare(copy.parameter)] for part in plan.copies for copy in part}
+    return {copy.parameter: own[_bare(copy.parameter)] for part in plan for copy in part}
 
 
 def _fill(buffer: torch.Tensor, bucket: Bucket, weights: Mapping[str, torch.Tensor]) -> None:

@@ -112,7 +112,7 @@ def load(
     if different is not None or moved:
         log_loader(f"{different or moved[0]} is not a copy of a bucket's data")
         return None
-    copies = sum(map(len, plan.copies))
+    copies = sum(map(len, plan))
     log.info("later weights are copied: a plan of %d copies agrees with the loader", copies)
     return Replay(plan, after)
 

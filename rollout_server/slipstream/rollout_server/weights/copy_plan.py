@@ -11,7 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -80,19 +80,14 @@ class Copy:
     parameter's storage from its start.
     """
 
-    bucket: int
     dtype: torch.dtype
     source: View
     parameter: str
     destination: View
 
 
-@dataclass(frozen=True)
-class CopyPlan:
-    """All copy operations of an update, grouped by bucket; valid for these buckets only."""
-
-    buckets: tuple[Bucket, ...]
-    copies: tuple[tuple[Copy, ...], ...]
+# All copy operations of an update, grouped by bucket; valid for these buckets only.
+CopyPlan: TypeAlias = tuple[tuple[Copy, ...], ...]
 
 
 def cut(buffer: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
@@ -120,8 +115,8 @@ def record(
     room = torch.empty(max(b.num_bytes for b in buckets), dtype=torch.uint8, device=device)
     recorder = _Recorder(parameters, room)
     plan = []
-    for place, bucket in enumerate(buckets):
-        recorder.begin(place)
+    for bucket in buckets:
+        recorder.copies = []
         with recorder:
             load_weights(cut(room, bucket))
         plan.append(tuple(recorder.copies))
@@ -142,7 +137,7 @@ def record(
             raise NotCopied(f"parts of {name} are written more than once")
         if not np.array_equal(got, _merge(views)[0]):
             raise NotCopied(f"parts of {name} are not written")
-    return CopyPlan(tuple(buckets), tuple(plan))
+    return tuple(plan)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -152,14 +147,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {_storage(tensor): name for name, tensor in parameters.items()}
         self._room = _storage(room)
-        self._place = 0
+        # The copies from the present bucket.
         self.copies: list[Copy] = []
         # Parts that the loader fills with the same constant at every load: padding.
         self.constants: list[tuple[str, View]] = []
-
-    def begin(self, place: int) -> None:
-        """Starts bucket `place`; the following copies come from it."""
-        self._place, self.copies = place, []
 
     def __torch_dispatch__(
         self,
@@ -196,7 +187,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             if written.numel():
                 copy = Copy(
-                    bucket=self._place,
                     dtype=source.dtype,
                     source=View.of(source.expand(written.shape)),
                     parameter=name,
@@ -243,7 +233,7 @@ class PlanCheck:
 
     def add(self, place: int, buffer: torch.Tensor) -> None:
         """Adds a bucket that the loader was given; `buffer` must not be written any more."""
-        self._open += [(copy, buffer) for copy in self._plan.copies[place]]
+        self._open += [(copy, buffer) for copy in self._plan[place]]
         self._settle()
 
     def failure(self) -> str | None:
@@ -287,7 +277,7 @@ class Replay:
         # copied one by one, by the GPU's own copy: that kernel reaches two thirds of its speed.
         together: defaultdict[torch.dtype, _Together] = defaultdict(lambda: ([], []))
         single: list[_Pair] = []
-        for copy in self._plan.copies[place]:
+        for copy in self._plan[place]:
             destination, source = pair = _pair(copy, buffer, self._parameters)
             alike = destination.is_contiguous() and source.is_contiguous()
             alike &= destination.dtype == source.dtype

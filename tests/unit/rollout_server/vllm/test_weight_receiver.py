@@ -9,7 +9,7 @@ from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.nccl_group import Wire
 from slipstream.rollout_server.vllm.weight_receiver import SlipstreamWeightTransfer
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Update
-from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, View
+from slipstream.rollout_server.weights.copy_plan import Copy, View
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader import reload
 
@@ -59,13 +59,13 @@ class OneBucket:
 def test_an_update_that_disproved_the_plan_leaves_no_bucket_in_memory() -> None:
     model, sender = Negating(), OneBucket()
     place = View.of(model.weight)
-    copies = (Copy(0, torch.bfloat16, place, "weight", place),)
+    copies = (Copy(torch.bfloat16, place, "weight", place),)
     receiver = SlipstreamWeightTransfer(None, VllmConfig(), torch.device("cpu"), model)
     receiver._weights = tuple(BUCKETS)
     incoming = Incoming(tuple(BUCKETS), 1.0, own_buffers=True)
     receiver._update = Update(incoming, None, receiver._take, receiver.device)
     receiver._update.prepare(sender)
-    receiver._plan = CopyPlan(tuple(BUCKETS), (copies,))
+    receiver._plan = (copies,)
     receiver.runner = SimpleNamespace(reset_lora_state=lambda: None)
     result = receiver.receive()
     assert torch.equal(model.weight, torch.full_like(model.weight, -1))

@@ -15,7 +15,7 @@ from slipstream.rollout_server.weights.bucket_receiver import (
     Update,
     room,
 )
-from slipstream.rollout_server.weights.copy_plan import Copy, CopyPlan, Replay, View
+from slipstream.rollout_server.weights.copy_plan import Copy, Replay, View
 from support.rigs.waiting import LIMIT_S
 
 # Elements of a tensor that is copied by itself.
@@ -41,7 +41,6 @@ def test_copies_of_all_kinds_are_made() -> None:
     targets = parameters | {"gapped": parameters["gapped"][:, :16]}
     copies = [
         Copy(
-            bucket=0,
             dtype=torch.bfloat16,
             source=View(span.offset_bytes // 2, span.tensor.shape, strides),
             parameter=span.tensor.name,
@@ -49,7 +48,7 @@ def test_copies_of_all_kinds_are_made() -> None:
         )
         for span, strides in zip(bucket.spans, [(512, 1), (16, 1), (1,), (4, 1)], strict=True)
     ]
-    replay = Replay(CopyPlan((bucket,), (tuple(copies),)), parameters)
+    replay = Replay((tuple(copies),), parameters)
     replay.run(0, buffer)
     typed = buffer.view(torch.bfloat16)
     for span in bucket.spans:
