@@ -61,7 +61,6 @@ class Play:
         self._is_cancelled = False
         # The call to the environment that is being awaited.
         self._waiting: asyncio.Future[Any] | None = None
-        self._generating = False
 
     async def ask(self, call: Awaitable[Answer]) -> Answer:
         """Awaits the answer to `call`. Raises Cancelled if `cancel` is called meanwhile."""
@@ -88,7 +87,6 @@ class Play:
         if self._is_cancelled:
             raise Cancelled
         recording, started_s = self.recording, time.monotonic()
-        self._generating = True
         try:
             generation = await self._requests.generate(
                 self.task.key,
@@ -99,7 +97,6 @@ class Play:
                 images=recording.conversation_images,
             )
         finally:
-            self._generating = False
             recording.generation_s += time.monotonic() - started_s
         recording.add_reply(generation)
         self.counters.sampled(len(generation.token_ids))
@@ -133,8 +130,7 @@ class Play:
         self._is_cancelled = True
         if self._waiting is not None:
             self._waiting.cancel()
-        if self._generating:
-            await self._requests.cancel(self.task.key)
+        await self._requests.cancel(self.task.key)
 
 
 class Reader(Protocol):

@@ -166,13 +166,13 @@ class WorkerLogs:
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """`trim` shortens each log in `folder` that has more than `max_bytes`."""
-        self._folder, self._max_bytes = folder, max_bytes
+        self.folder, self._max_bytes = folder, max_bytes
         self._paths: set[Path] = set()
 
     @contextlib.contextmanager
     def output(self, name: str) -> Iterator[int]:
         """Yields the log called `name` as the output of a process that the block starts."""
-        path = self._folder / name
+        path = self.folder / name
         self._paths.add(path)
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -236,16 +236,14 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         that environments may offer tools to the model.
         """
         self.limits, self.takes_tools = limits, takes_tools
-        self.log_dir, self.server = log_dir, server
-        self.program, self._log_bytes = program, log_bytes
-        self.logs: WorkerLogs
+        self.server, self.program = server, program
+        self.logs = WorkerLogs(log_dir, log_bytes)
         self._folder: OwnedFolder
         # Streams of workers that have not attached yet, by token.
         self._expected: dict[str, WorkerStream] = {}
 
     async def __aenter__(self) -> Self:
-        self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.logs = WorkerLogs(self.log_dir, self._log_bytes)
+        self.logs.folder.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(remove_abandoned)
         self._folder = OwnedFolder("sockets")
         self.address = f"unix:{self._folder.path / 'workers.sock'}"
