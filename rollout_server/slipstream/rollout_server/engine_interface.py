@@ -1,7 +1,9 @@
 """The interface between the rollout server and its inference engine."""
 
+import asyncio
+import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, Protocol, Self, TypeAlias
@@ -24,6 +26,16 @@ class GenerationFailed(SlipstreamError):
 
 class RequestRefused(GenerationFailed):
     """Raised if the engine refuses a request as invalid: the sender of the request is at fault."""
+
+
+@contextlib.asynccontextmanager
+async def answered(limit_s: float, complaint: str) -> AsyncIterator[None]:
+    """Raises EngineDied with `complaint` if the block takes more than `limit_s`."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        raise EngineDied(f"{complaint} within {limit_s:g} s") from None
 
 
 class FinishReason(Enum):

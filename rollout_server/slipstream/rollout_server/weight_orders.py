@@ -17,7 +17,7 @@ import numpy as np
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import pack_logprobs, unpack_tokens, version_from_pb
-from slipstream.rollout_server.engine_interface import Engine, EngineDied, GenerationFailed
+from slipstream.rollout_server.engine_interface import Engine, GenerationFailed, answered
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.v1 import fleet_pb2, weights_pb2
 
@@ -52,7 +52,7 @@ class WeightOrders:
         self._engine, self._dispatcher = engine, dispatcher
         self._report, self._rested = report, rested
         self._orders: asyncio.Queue[fleet_pb2.ControllerMessage | None] = asyncio.Queue(_MAX_ORDERS)
-        self._publish: _Publish | None = None
+        self._publish = _Publish("", Phase.FAILED)
         # The version that the engine served last.
         self.version: PolicyVersion | None = None
         # Publish ids of aborts that may still wait in the queue.
@@ -65,8 +65,8 @@ class WeightOrders:
         self._rests = False
 
     @property
-    def phase(self) -> "Phase | None":
-        return None if self._publish is None else self._publish.phase
+    def phase(self) -> "Phase":
+        return self._publish.phase
 
     def put(self, order: fleet_pb2.ControllerMessage) -> None:
         """Queues an order, which `run` carries out in turn; never blocks.
@@ -75,7 +75,7 @@ class WeightOrders:
         """
         if order.HasField("abort"):
             self._aborted.append(order.abort.publish_id)
-            if self._publish is not None and self._publish.publish_id == order.abort.publish_id:
+            if self._publish.publish_id == order.abort.publish_id:
                 self._stop_preparing()
         self._orders.put_nowait(order)
 
@@ -179,7 +179,7 @@ class WeightOrders:
             self._preparing.cancel()
 
     async def _commit(self, order: fleet_pb2.CommitPublish) -> None:
-        publish, publish_id = self._publish or _Publish("", Phase.FAILED), order.publish_id
+        publish, publish_id = self._publish, order.publish_id
         if (publish.publish_id, publish.phase) == (publish_id, Phase.FAILED):
             # The commit was on its way before the failure was reported.
             return
@@ -226,8 +226,7 @@ class WeightOrders:
 
     async def _take_verdict(self, verdict: fleet_pb2.ProbeVerdict) -> None:
         publish = self._publish
-        expected = verdict.publish_id, Phase.PROBING
-        if publish is None or (publish.publish_id, publish.phase) != expected:
+        if (publish.publish_id, publish.phase) != (verdict.publish_id, Phase.PROBING):
             if verdict.passed:
                 # The controller believes that this server serves.
                 self._fail(verdict.publish_id, "the verdict on its probe came too late")
@@ -240,8 +239,7 @@ class WeightOrders:
     async def _reject(self, reason: str) -> None:
         """Pauses the engine and cancels all episodes, whose tokens may not be trained."""
         log.error("the new weights are rejected: %s", reason)
-        if self._publish is not None:
-            self._publish.phase = Phase.FAILED
+        self._publish.phase = Phase.FAILED
         await self._pause()
         # In this order: an episode that ended after `settle` would be delivered as good.
         await self._dispatcher.cancel_all()
@@ -265,16 +263,13 @@ class WeightOrders:
         token_ids = unpack_tokens(probe.token_ids)
         cuts = np.cumsum(np.asarray(probe.lengths, dtype=np.int64))[:-1]
         sequences = [part.tolist() for part in np.split(token_ids, cuts) if part.size]
-        try:
-            async with asyncio.timeout(PROBE_LIMIT_S):
-                found = await self._engine.teacher_forced_logprobs(sequences, probe.adapters)
-                return pack_logprobs(found)
-        except TimeoutError:
-            raise EngineDied(f"no answer to a probe within {PROBE_LIMIT_S:g} s") from None
+        async with answered(PROBE_LIMIT_S, "no answer to a probe"):
+            found = await self._engine.teacher_forced_logprobs(sequences, probe.adapters)
+        return pack_logprobs(found)
 
     def _fail(self, publish_id: str, message: str) -> None:
         log.warning("publish %s failed: %s", publish_id, message)
-        if self._publish is None or self._publish.publish_id != publish_id:
+        if self._publish.publish_id != publish_id:
             self._publish = _Publish(publish_id)
         self._publish.phase = Phase.FAILED
         failed = fleet_pb2.PUBLISH_PHASE_FAILED

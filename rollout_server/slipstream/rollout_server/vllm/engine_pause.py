@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable
 
 from slipstream.core.types import PolicyVersion
-from slipstream.rollout_server.engine_interface import EngineDied
+from slipstream.rollout_server.engine_interface import EngineDied, answered
 from slipstream.rollout_server.usage import UseClock
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -153,14 +153,10 @@ class EnginePause:
         return asyncio.gather(stamping, self._llm.resume_generation())
 
     async def _call(self, call: Awaitable[object], update_limit_s: float = 0.0) -> None:
-        limit_s = ANSWER_LIMIT_S + update_limit_s
+        complaint = "vLLM's engine neither paused nor resumed"
         try:
-            async with asyncio.timeout(limit_s):
+            async with answered(ANSWER_LIMIT_S + update_limit_s, complaint):
                 await call
-        except TimeoutError:
-            raise EngineDied(
-                f"vLLM's engine neither paused nor resumed within {limit_s:g} s"
-            ) from None
         except EngineDeadError as error:
             raise EngineDied(str(error)) from error
 

@@ -7,7 +7,7 @@ hung.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,13 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_from_pb
 from slipstream.protocol.weights.buckets import layout_from_pb
-from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
+from slipstream.rollout_server.engine_interface import LoadedWeights, answered
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 # Seconds that an update may exceed its own deadlines before its worker counts as hung.
 _LOAD_LIMIT_S = 120.0
 _READY_POLL_S = 0.002
+_COMPLAINT = "no answer to a weight update"
 
 # Calls a method of all workers' `SlipstreamWeightTransfer` (`VllmEngine._call_all`).
 CallAll = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
@@ -93,7 +94,7 @@ class WeightUpdate:
         limit_s = order.bucket_deadline_s * self._num_buckets + _LOAD_LIMIT_S
         if stage or not is_known or terms != self._ready_for:
             self._ready_for = None
-            async with _within(order.join_deadline_s + limit_s):
+            async with answered(order.join_deadline_s + limit_s, _COMPLAINT):
                 # A call waits for the engine's step: one is enough where all workers are ready.
                 arguments = (order.SerializeToString(), described, first_rank, stage)
                 ready = await self._call("prepare", *arguments)
@@ -160,14 +161,14 @@ class WeightUpdate:
         if not self._may_stage or not (self._all_have_plan or self._are_adapters_alone):
             return False
         if self._has_room is None:
-            async with _within(_LOAD_LIMIT_S):
+            async with answered(_LOAD_LIMIT_S, _COMPLAINT):
                 rooms = await self._call("room")
             self._has_room = min(rooms) >= self._num_bytes
         return self._has_room
 
     async def _begin(self, announced: "_Announced") -> None:
         try:
-            async with _within(announced.limit_s):
+            async with answered(announced.limit_s, _COMPLAINT):
                 await self._call("begin")
         except WeightSyncError:
             # The update is over only when the workers that began it have left it.
@@ -177,7 +178,7 @@ class WeightUpdate:
 
     async def _finish(self, announced: "_Announced") -> list[Any]:
         """Ends the update; returns the workers' results."""
-        async with _within(announced.limit_s):
+        async with answered(announced.limit_s, _COMPLAINT):
             return await self._call("receive")
 
     async def _call(self, name: str, *arguments: Any) -> list[Any]:  # noqa: ANN401 - vLLM's call
@@ -201,13 +202,3 @@ class _Announced:
     # prepared. None if they keep nothing: staged buckets arrive elsewhere.
     terms: tuple[str, float] | None
     staged: bool
-
-
-@contextlib.asynccontextmanager
-async def _within(limit_s: float) -> AsyncIterator[None]:
-    """Raises EngineDied if the block takes more than `limit_s`."""
-    try:
-        async with asyncio.timeout(limit_s):
-            yield
-    except TimeoutError:
-        raise EngineDied(f"no answer to a weight update within {limit_s:g} s") from None
