@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
+from slipstream.rollout_server.engine_interface import EngineDied
+from slipstream.rollout_server.weights import weight_update
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
 
@@ -261,3 +263,20 @@ async def test_room_is_asked_for_again_after_a_failure() -> None:
         with contextlib.suppress(WeightSyncError):
             await engine.take(order(f"p{number}"))
     assert engine.numbered().count("room") == 2
+
+
+@pytest.mark.parametrize("hangs_at", ["prepare", "room", "begin", "receive"])
+async def test_workers_that_do_not_answer_are_taken_for_dead(monkeypatch, hangs_at: str) -> None:
+    engine = Engine(*RIGHT, rooms(0, 0), *RIGHT, may_stage=True)
+    await engine.take()
+
+    async def ask(method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        if method == hangs_at:
+            await asyncio.Event().wait()
+        return await engine.ask(method, arguments)
+
+    monkeypatch.setattr(weight_update, "_LOAD_LIMIT_S", 0.01)
+    engine.update._call_all = ask
+    soon = order("p2", bucket_deadline_s=0.01, join_deadline_s=0.01, new_communicator=True)
+    with pytest.raises(EngineDied, match="no answer to a weight update within 0"):
+        await engine.take(soon)
