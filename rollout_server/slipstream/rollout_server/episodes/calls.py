@@ -23,7 +23,7 @@ MAX_MESSAGE_CHARACTERS = 500
 MAX_REWARD = largest(trajectory_pb2.Trajectory, "reward")
 # Calls of one agent that may wait to be taken; a worker opens far fewer.
 _MAX_WAITING_CALLS = 1024
-# The answers to a command that has several; a failure is the last of them.
+# The answers to a command, mostly one; a failure is the last of them.
 Answers: TypeAlias = "asyncio.Queue[environment_pb2.WorkerMessage | EnvironmentFailed]"
 
 
@@ -195,8 +195,7 @@ class CallTable:
         """
         self._send = send
         self._numbers = itertools.count(1) if numbers is None else numbers
-        self._open: dict[int, asyncio.Future[environment_pb2.WorkerMessage]] = {}
-        self._followed: dict[int, Answers] = {}
+        self._open: dict[int, Answers] = {}
         # Why the stream has ended; None while it is open.
         self.failure: EnvironmentFailed | None = None
 
@@ -208,13 +207,10 @@ class CallTable:
         Raises EnvironmentFailed if no answer comes within `timeout_s`, the answer reports a
         failure, or the stream has ended.
         """
-        number = self.notify(command)
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[environment_pb2.WorkerMessage] = loop.create_future()
-        self._open[number] = answer
+        answers = self.follow(command)
         try:
             async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
-                message = await answer
+                return checked(await answers.get())
         except TimeoutError:
             what = command.WhichOneof("command")
             rule = ", the environment's timeout_s" if what in ("reset", "step") else ""
@@ -223,17 +219,16 @@ class CallTable:
                 f"no answer to {what} within {timeout_s:g} s{rule}",
             ) from None
         finally:
-            self._open.pop(number, None)
-        return checked(message)
+            self._open.pop(command.call_id, None)
 
     def follow(self, command: environment_pb2.WorkerCommand) -> Answers:
-        """Sends the command to follow an agent; returns the queue of its calls and its result.
+        """Sends a command; returns the queue of its answer, or of an agent's calls and its result.
 
         The queue has 1024 places. A call that would take the last place is replaced by a failure,
         and later calls are dropped.
         """
         answers: Answers = asyncio.Queue(_MAX_WAITING_CALLS)
-        self._followed[self.notify(command)] = answers
+        self._open[self.notify(command)] = answers
         return answers
 
     def notify(self, command: environment_pb2.WorkerCommand) -> int:
@@ -249,30 +244,26 @@ class CallTable:
 
     def answered(self, message: environment_pb2.WorkerMessage) -> None:
         """Passes an answer from the stream to its caller, or drops it if no caller waits."""
-        answers = self._followed.get(message.call_id)
-        if answers is not None:
+        if (answers := self._open.get(message.call_id)) is not None:
             if not message.HasField("agent_call"):
-                del self._followed[message.call_id]
+                del self._open[message.call_id]
             _put(answers, message)
-            return
-        answer = self._open.get(message.call_id)
-        if answer is not None and not answer.done():
-            answer.set_result(message)
 
     def end(self, kind: trajectory_pb2.FailureKind, message: str) -> None:
         """Fails every open and every later call, because the stream has ended."""
         if self.failure is not None:
             return
         self.failure = EnvironmentFailed(kind, message)
-        for answer in self._open.values():
-            if not answer.done():
-                answer.set_exception(EnvironmentFailed(kind, message))
-        for answers in self._followed.values():
+        for answers in self._open.values():
             _put(answers, EnvironmentFailed(kind, message))
 
 
-def checked(message: environment_pb2.WorkerMessage) -> environment_pb2.WorkerMessage:
-    """Returns `message`; raises EnvironmentFailed if it reports a failure."""
+def checked(
+    message: environment_pb2.WorkerMessage | EnvironmentFailed,
+) -> environment_pb2.WorkerMessage:
+    """Returns `message`; raises EnvironmentFailed if it is one or reports a failure."""
+    if isinstance(message, EnvironmentFailed):
+        raise message
     if message.WhichOneof("message") == "failure":
         failure = message.failure
         # Without a kind, or with one that only a newer peer knows, the environment is at fault.
