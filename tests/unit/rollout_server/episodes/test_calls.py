@@ -111,3 +111,20 @@ async def test_a_session_in_which_the_environment_failed_by_itself_has_its_answe
         await (session.next_call() if is_agent else session.step("x", truncated=False))
     session.close()
     assert closed == [True]
+
+
+async def test_a_call_that_is_over_is_forgotten() -> None:
+    stream = Stream()
+    await stream.follow()
+    stream.say(agent_result=pb.AgentResult())
+    asked = asyncio.create_task(stream.session.reset(0, 0))
+    await asyncio.sleep(0)
+    answer = pb.WorkerMessage(call_id=stream.sent[-1].call_id, observation=pb.Observation())
+    stream.table.answered(answer)
+    await asked
+    # It is answered too late, or twice.
+    stream.table.answered(answer)
+    ping = pb.WorkerCommand(ping=pb.PingCommand(episode_key="e"))
+    with pytest.raises(EnvironmentFailed, match="no answer to ping"):
+        await stream.table.call(ping, timeout_s=0.0)
+    assert not stream.table._open
