@@ -133,8 +133,20 @@ class WorkerProcess:
         """Ends the worker, and kills it if it has not ended after `_STOP_LIMIT_S` seconds.
 
         If a signal ended the worker, this also kills the processes that the worker left behind, for
-        at most the same time.
+        at most the same time. A cancellation is raised when all of it is done: an environment that
+        is unloaded cancels workers that an episode's end has cancelled before.
         """
+        ending, cancelled = asyncio.ensure_future(self._end()), None
+        while not ending.done():
+            try:
+                await asyncio.shield(ending)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        ending.result()
+        if cancelled is not None:
+            raise cancelled
+
+    async def _end(self) -> None:
         if self._process.returncode is None:
             self.end()
             try:

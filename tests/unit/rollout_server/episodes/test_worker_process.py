@@ -1,10 +1,12 @@
-"""A worker whose keeper is killed, in a server's process."""
+"""Ends of workers: of one whose keeper is killed, and of one that is cancelled more than once."""
 
+import asyncio
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from slipstream.rollout_server.episodes.worker_gateway import NO_LIMITS, WorkerProcess
 from support.rigs.completed import python
 
 pytestmark = [
@@ -75,3 +77,31 @@ def test_a_killed_keeper_leaves_none_of_its_workers_processes(tmp_path: Path) ->
             for pid in path.read_text().split():
                 if Path(f"/proc/{pid}").exists():
                     os.kill(int(pid), 9)
+
+
+async def test_cancelled_twice_a_worker_has_ended_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As that of an episode's end is where its environment is unloaded meanwhile."""
+    began, ends = asyncio.Event(), WorkerProcess.end
+
+    def end(worker: WorkerProcess) -> None:
+        began.set()
+        ends(worker)
+
+    monkeypatch.setattr(WorkerProcess, "end", end)
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    worker = await WorkerProcess.start(command, limits=NO_LIMITS, token="", log=nothing)
+    os.close(nothing)
+    closing = asyncio.create_task(worker.close())
+    await began.wait()
+    closing.cancel()
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert worker._process.returncode is not None
+    assert worker._process.pid not in WorkerProcess._keepers
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        worker.calls()
