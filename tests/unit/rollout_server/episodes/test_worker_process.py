@@ -82,7 +82,7 @@ def test_a_killed_keeper_leaves_none_of_its_workers_processes(tmp_path: Path) ->
 async def test_cancelled_twice_a_worker_has_ended_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As that of an episode's end is where its environment is unloaded meanwhile."""
+    """An environment's unloading cancels a worker that its episode's end has cancelled."""
     began, ends = asyncio.Event(), WorkerProcess.end
 
     def end(worker: WorkerProcess) -> None:
