@@ -10,7 +10,7 @@ windows over their time; a window has `max_staleness` + 1 steps, after which an 
 waits for the same groups again, or a few more, so that waves of replies of one length end with it.
 
     python -m benchmarks.whole_systems.compare --systems ours trl-async   # two GPUs, 8 minutes
-    python -m benchmarks.whole_systems.compare --gpus 1 --systems ours ours-off
+    python -m benchmarks.whole_systems.compare --gpus 1 --systems ours ours-off trl-colocated
     python -m benchmarks.whole_systems.compare --device cpu --systems ours trl-async --rounds 1
     python -m benchmarks.whole_systems.compare --gpus 4 --learner '{"world_size": 2}' --servers 2 \
         --systems ours-defaults --rounds 1
@@ -72,7 +72,7 @@ from benchmarks.whole_systems.work import NO_SEEDS, Work
 NAME = "whole-systems"
 # The work has 150,000 words; families have smaller vocabularies elsewhere.
 QWEN_VOCAB = 151936
-PEERS = ("trl-async", "prime-rl", "verl")
+PEERS = ("trl-async", "trl-colocated", "prime-rl", "verl")
 # What may follow `ours`, with hyphens between.
 WORDS = {"bits", "flash", "fp8", "kv8", "both", "defaults", "off", "pause", "sleep"}
 
@@ -90,7 +90,7 @@ class Benchmark:
         """Starts a system, which loads and then waits at its gate."""
         folder.mkdir(parents=True)
         is_ours = name.startswith("ours")
-        ahead = self.arguments.staleness
+        ahead = 0 if name == "trl-colocated" else self.arguments.staleness
         # Steps of a synchronous system hardly differ: a third of them is enough.
         fixed, steps = (
             each if ahead else each // 3
@@ -109,7 +109,7 @@ class Benchmark:
             run = [sys.executable, "-m", "slipstream.client.cli", "run", str(config)]
             system.start(run, self.device_environ(*range(max(2, self.arguments.gpus))))
             return system
-        if name != "trl-async":
+        if name in ("prime-rl", "verl"):
             sizes = {"kv-gib": self.arguments.kv_gib, "memory": self.arguments.memory}
             sizes |= {"episodes": self.arguments.episodes}
             sizes |= {"micro-tokens": self.arguments.micro_tokens}
@@ -119,12 +119,17 @@ class Benchmark:
             del environ["VLLM_SERVER_DEV_MODE"]
             system.start(command, environ)
             return system
-        port = free_port("127.0.0.1")
-        system.url = f"http://127.0.0.1:{port}"
-        serve = server_command(self.arguments, system, self.model, port)
-        system.start(serve, self.peer_environ(name, work, 1))
-        sizes = {"url": system.url, "inflight": self.arguments.episodes}
-        command = self.peer_command("trl", system, {**sizes, "micro": self.arguments.peer_micro})
+        sizes = {"micro": self.arguments.peer_micro}
+        if name == "trl-colocated":
+            sizes |= {"memory": self.arguments.memory, "kv-gib": self.arguments.kv_gib}
+            command = self.peer_command("trl_colocated", system, sizes)
+        else:
+            port = free_port("127.0.0.1")
+            system.url = f"http://127.0.0.1:{port}"
+            serve = server_command(self.arguments, system, self.model, port)
+            system.start(serve, self.peer_environ(name, work, 1))
+            sizes |= {"url": system.url, "inflight": self.arguments.episodes}
+            command = self.peer_command("trl", system, sizes)
         system.start(
             [*command, *(["--cpu"] if self.on_cpu else [])], self.peer_environ(name, work, 0)
         )

@@ -122,7 +122,8 @@ def test_the_words_of_a_system_are_settings_of_its_run(name, settings, tmp_path)
 
 def test_a_system_of_an_unknown_word_is_refused() -> None:
     with pytest.raises(
-        argparse.ArgumentTypeError, match="'ours-fast' must be trl-async or prime-rl or verl"
+        argparse.ArgumentTypeError,
+        match="'ours-fast' must be trl-async or trl-colocated or prime-rl or verl",
     ):
         known("ours-fast")
 

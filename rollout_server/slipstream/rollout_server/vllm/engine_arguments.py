@@ -26,6 +26,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 _PACKAGE = "slipstream.rollout_server.vllm"
 DECODE_BACKEND = f"{_PACKAGE}.decode_attention.DecodeBackend"
+GPU_WORKER = f"{_PACKAGE}.one_pass_sampler.OnePassWorker"
 # Longest context, in tokens, of a run that reads the cache with our kernel.
 MOST_CONTEXT = 4096
 _WORKER_EXTENSION = f"{_PACKAGE}.weight_receiver.WorkerExtension"
@@ -64,6 +65,8 @@ def engine_config(config: Config, seed: int, folder: Path | None = None) -> Vllm
         else:
             # torch.compile would fuse norms and activations into kernels that no learner has.
             values["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    elif not on_cpu:
+        values["worker_cls"] = GPU_WORKER
     if config.algorithm.router_replay != "off":
         # On CPUs vLLM refuses to return experts; our worker and scheduler do it there.
         values |= {"worker_cls": CPU_WORKER} if on_cpu else {"enable_return_routed_experts": True}

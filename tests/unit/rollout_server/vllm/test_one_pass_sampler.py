@@ -1,0 +1,106 @@
+"""Which steps are sampled by one kernel; the kernel itself has its test in tests/gpu."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from slipstream.rollout_server.vllm import one_pass_sampler
+from slipstream.rollout_server.vllm.one_pass_sampler import OnePassSampler, OnePassWorker, Sampler
+
+ROWS, VOCABULARY = 3, 7
+
+
+class States:
+    """Sampling states in which every row has a temperature of 0."""
+
+    temperature = SimpleNamespace(gpu=torch.zeros(ROWS))
+    seeds = SimpleNamespace(gpu=torch.zeros(ROWS, dtype=torch.int64))
+
+
+def plain_sample(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs, tokens = logits.log_softmax(-1).max(-1)
+    return tokens, logprobs
+
+
+@pytest.fixture
+def sampler(monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401 - vLLM tells no types
+    made = object.__new__(OnePassSampler)
+    vars(made).update(
+        logprobs_mode="processed_logprobs",
+        use_fp64_gumbel=False,
+        compute_nans=False,
+        return_sampling_mask=False,
+        trace_replay_state=None,
+        sampling_states=States(),
+        req_states=SimpleNamespace(prefill_len=SimpleNamespace(gpu=None)),
+        get_logprobs_dims=lambda _: (0, 0),
+        apply_sampling_params=lambda logits, *_: logits - 1.0,
+    )
+    monkeypatch.setattr(one_pass_sampler, "sample", plain_sample)
+    monkeypatch.setattr(
+        one_pass_sampler, "get_num_sampled_and_rejected", lambda ones, *_: (ones, ones - 1)
+    )
+    monkeypatch.setattr(Sampler, "__call__", lambda *_: "vllm")
+    return made
+
+
+def batch() -> SimpleNamespace:
+    each = torch.arange(ROWS)
+    return SimpleNamespace(
+        idx_mapping_np=np.arange(ROWS),
+        idx_mapping=each,
+        expanded_idx_mapping=each,
+        expanded_local_pos=each,
+        logits_indices=each,
+        positions=each,
+        input_ids=each,
+        seq_lens=torch.ones(ROWS, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=each,
+        cu_num_logits=each,
+        num_reqs=ROWS,
+    )
+
+
+def test_tokens_and_log_probabilities_have_vllms_form(sampler: Any) -> None:
+    logits = torch.randn(ROWS, VOCABULARY)
+    found = sampler(logits, batch())
+    tokens, logprobs = plain_sample(logits)
+    assert found.sampled_token_ids.tolist() == tokens[:, None].tolist()
+    assert torch.equal(found.logprobs_tensors.logprob_token_ids, tokens[:, None])
+    torch.testing.assert_close(found.logprobs_tensors.logprobs, logprobs[:, None])
+    assert found.logprobs_tensors.selected_token_ranks.tolist() == [0] * ROWS
+    assert (found.num_sampled.tolist(), found.num_rejected.tolist()) == ([1] * ROWS, [0] * ROWS)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"get_logprobs_dims": lambda _: None},
+        {"get_logprobs_dims": lambda _: (5, 0)},
+        {"get_logprobs_dims": lambda _: (0, 2)},
+        {"logprobs_mode": "raw_logprobs"},
+        {"use_fp64_gumbel": True},
+        {"compute_nans": True},
+        {"return_sampling_mask": True},
+        {"trace_replay_state": object()},
+    ],
+    ids=str,
+)
+def test_whatever_else_is_asked_for_is_vllms(sampler: Any, other: dict[str, object]) -> None:
+    vars(sampler).update(other)
+    assert sampler(torch.zeros(ROWS, VOCABULARY), batch()) == "vllm"
+
+
+def test_rows_of_drafts_are_vllms(sampler: Any) -> None:
+    assert sampler(torch.zeros(2 * ROWS, VOCABULARY), batch()) == "vllm"
+
+
+@pytest.mark.parametrize("kind", [Sampler, dict])
+def test_a_worker_replaces_vllms_sampler_alone(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = object.__new__(OnePassWorker)
+    worker.model_runner = SimpleNamespace(sampler=kind.__new__(kind))
+    monkeypatch.setattr(OnePassWorker.__base__, "load_model", lambda *_, **__: None)
+    worker.load_model()
+    assert type(worker.model_runner.sampler) is (OnePassSampler if kind is Sampler else kind)
