@@ -22,6 +22,7 @@ def error(found: Tensor, expected: Tensor) -> float:
         (133, 1, 8, 256, torch.float16, 1.0),
         (2000, 5, 3, 64, torch.bfloat16, None),
         (901, 3, 5, 32, torch.float32, 0.0),
+        (700, 2, 2, 16, torch.bfloat16, 0.0),
         (17, 8, 16, 128, torch.bfloat16, 0.0),
         (0, 8, 2, 128, torch.bfloat16, 0.0),
     ],

@@ -14,7 +14,7 @@ from slipstream.learner.trainer import Megatron
 from torch import Tensor
 
 # Heads of other sizes do not fill the kernels' blocks.
-_SIZES = (32, 64, 128, 256)
+_SIZES = (16, 32, 64, 128, 256)
 
 
 def are_plain(config: Megatron) -> bool:
