@@ -17,6 +17,7 @@ from typing import Self, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 from pydantic import JsonValue
 from slipstream.client.environment import AnyEnvironment
 from slipstream.client.episode_host import EpisodeHost, WorkerCall, answer_commands, open_stream
@@ -72,6 +73,23 @@ SUBMIT_TIMEOUT_S = 150.0
 LOOK_S = 0.5
 
 logger = logging.getLogger(__name__)
+
+
+def _spec(**values: object) -> environment_pb2.EnvironmentSpec:
+    """Returns the message of an environment that is trained on, with `values` as its fields."""
+    spec = environment_pb2.EnvironmentSpec(purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING)
+    for name, value in values.items():
+        _set(spec, name, value, told_as=name)
+    return spec
+
+
+def _set(message: Message, name: str, value: object, *, told_as: str) -> None:
+    """Sets a field of `message`; raises ConfigError for a value that is of no kind for it."""
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        kind = type(getattr(message, name)).__name__
+        raise ConfigError(f"{told_as} must be a valid {kind}, got {value!r}") from error
 
 
 class Client:
@@ -179,16 +197,15 @@ class Client:
             args_json = json.dumps(dict(args or {}))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"args must be a JSON object: {error}") from error
-        spec = environment_pb2.EnvironmentSpec(
-            name=name or reference.rpartition(":")[2].lower(),
+        spec = _spec(
             reference=reference,
+            name=name or str(reference).rpartition(":")[2].lower(),
             args_json=args_json,
             weight=weight,
             timeout_s=timeout_s,
             num_workers=num_workers,
             search_path=str(search_path or (os.getcwd() if is_loopback(self._address) else "")),
             python=str(Path(search_path or os.getcwd(), python)) if python else "",
-            purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
             chat_template_kwargs_json=values_json(chat_template_kwargs or {}),
             adapter=adapter,
         )
@@ -226,18 +243,18 @@ class Client:
         EnvironmentFailed if the environment gives no tasks.
         """
         host = EpisodeHost(environment)
-        spec = environment_pb2.EnvironmentSpec(
+        spec = _spec(
             name=name or type(environment).__name__.lower(),
             weight=weight,
             timeout_s=timeout_s,
             num_workers=1,
-            purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
             chat_template_kwargs_json=values_json(chat_template_kwargs or {}),
             adapter=adapter,
         )
         hello = environment_pb2.WorkerHello(
-            spec=spec, num_tasks=host.num_tasks, max_episodes=episodes, digest=host.digest()
+            spec=spec, num_tasks=host.num_tasks, digest=host.digest()
         )
+        _set(hello, "max_episodes", episodes, told_as="episodes")
         loop, no_answer = asyncio.get_running_loop(), self._no_answer
         began_s, is_told = loop.time(), math.isinf(connect_timeout_s)
         while True:

@@ -214,6 +214,34 @@ async def test_arguments_that_are_no_json_are_refused_before_they_are_sent(clien
         await client.submit("m:C", args={"x": object()})  # type: ignore[dict-item]
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"weight": "a"}, "weight must be a valid float, got 'a'"),
+        ({"timeout_s": None}, "timeout_s must be a valid float, got None"),
+        ({"name": 3}, "name must be a valid str, got 3"),
+        ({"adapter": "\ud800"}, "adapter must be a valid str, got '.ud800'"),
+        ({"num_workers": 1.5}, "num_workers must be a valid int, got 1.5"),
+        ({"episodes": -1}, "episodes must be a valid int, got -1"),
+        ({"episodes": 2**40}, "episodes must be a valid int, got 1099511627776"),
+    ],
+)
+async def test_arguments_of_another_kind_are_named(client: Client, given, said: str) -> None:
+    calls = []
+    if "episodes" not in given:
+        calls.append(client.submit("m:C", **given))
+    if "num_workers" not in given:
+        calls.append(client.serve(Good(), **given))
+    for call in calls:
+        with pytest.raises(ConfigError, match=said):
+            await call
+
+
+async def test_a_reference_that_is_no_text_is_named(client: Client) -> None:
+    with pytest.raises(ConfigError, match="reference must be a valid str, got <class"):
+        await client.submit(Good)  # type: ignore[arg-type]
+
+
 async def test_values_that_a_template_cannot_have_are_refused_before_they_are_sent(client):
     for call in (client.submit("m:C", **TOOLS), client.serve(Good(), **TOOLS)):
         with pytest.raises(ConfigError, match="chat_template_kwargs must not set 'tools'"):
