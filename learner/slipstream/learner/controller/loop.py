@@ -36,7 +36,6 @@ from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import GATHER_S
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.lease_pass import batch_wait
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.part import Part
@@ -145,13 +144,35 @@ class TrainerOrders:
                 self.publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
                 return batch
             waits = filter(None, (part.waits_for() for part in self.parts))
-            progress.waits_for(next(waits, "") or batch_wait(self._book))
+            progress.waits_for(next(waits, "") or _batch_wait(self._book))
             return None
         if all(part.is_done() for part in self.parts):
             progress.complete()
         else:
             progress.waits_for("the last evaluation")
         return None
+
+
+def _batch_wait(book: LeaseBook) -> str:
+    """Returns the groups for which the next batch waits, as a text for users."""
+    due = book.due()
+    if due:
+        members = sum(len(group.missing) for group in due)
+        return (
+            f"{members} episodes that step {book.step + 1} cannot leave for later, "
+            f"the first of group {due[0].group_id}"
+        )
+    training = book.training_groups()
+    if not training:
+        return (
+            "a rollout server that serves, with an environment that is loaded, of the settings or "
+            "of a client (slipstream submit)"
+        )
+    complete = sum(group.is_complete for group in training)
+    return (
+        f"groups for step {book.step + 1}: {complete} of "
+        f"{book.groups_per_step} are complete, {len(training)} are leased"
+    )
 
 
 class BatchFormer:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.leasing.lease_pass import LeaseWait
+from slipstream.learner.controller.leasing.scheduler import LeaseWait
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import ServerSession

@@ -1,27 +1,26 @@
 """Decides which server starts which group, and when.
 
+A pass counts free slots and episodes once and updates these counts with each grant. The result is
+the same as if all servers and all groups were scanned before every single lease.
+
 Consumes: the state of the lease book, the fleet and the environments. Produces: leases. Waits for:
 the run's signal, the journal. Unblocked by: a server that becomes ready, an arrived trajectory, a
 new version; a completed write of the journal.
 """
 
 import asyncio
+import heapq
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
 
 from slipstream.core import staleness
 from slipstream.core.configuration.config_file import largest_trajectory_bytes
-from slipstream.core.types import Purpose
+from slipstream.core.types import GroupId, Purpose
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.lease_pass import (
-    Grant,
-    LeaseWait,
-    abandon_stranded,
-    lease_new,
-    place_orphans,
-    rooms,
-)
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
@@ -51,6 +50,37 @@ class Books:
     queue: AccountedReceiver
     endings: Endings
 
+
+class LeaseWait(Enum):
+    """What the next lease waits for, as text for users.
+
+    Each server is checked in this order; the reason is the last check that any server reached.
+    """
+
+    NOTHING = ""
+    SERVER = "a rollout server that serves"
+    SLOTS = "a rollout server with room for a group"
+    STALENESS = "a step: more groups could not all be trained within max_staleness"
+    ENVIRONMENT = "an environment that is ready and has room for a group"
+    QUEUE = "room in the queue (queue.max_bytes)"
+
+
+@dataclass(frozen=True)
+class ServerRoom:
+    """A serving server and the number of episodes for which it has free slots."""
+
+    session: ServerSession
+    episodes: int
+
+    @property
+    def served_step(self) -> int:
+        """The training step of the version that the server serves."""
+        assert self.session.version is not None
+        return self.session.version.step
+
+
+# The lease of a group to a server.
+Grant: TypeAlias = tuple[ServerSession, Group]
 
 RECHECK_S = 1.0
 # Bound that lets the event loop serve other tasks between two passes.
@@ -98,49 +128,132 @@ class Scheduler:
         granted: list[Grant] = []
         num_abandoned = 0
         if self._book.orphans():
-            by_room = rooms(self._fleet.serving(), self._book, self.reserved)
-            granted = place_orphans(self._book, self._environments, by_room, limit)
-            for grant in granted:
-                self._record(grant)
+            rooms = self._rooms()
+            granted = self._place_orphans(rooms, limit)
             if left := limit - len(granted):
-                num_abandoned = abandon_stranded(
-                    self._book, self._environments, by_room, left, self._start_afresh
-                )
+                num_abandoned = self._abandon_stranded(rooms, left)
         if len(granted) + num_abandoned < limit:
             granted += self._lease_new(limit - len(granted))
         if not granted and not num_abandoned:
             return None
         durable = self._journal.durable()
-        for grant in granted:
-            message = fleet_pb2.ControllerMessage(lease=self.lease_message(grant.group))
-            grant.session.send(message, after=durable)
+        for session, group in granted:
+            message = fleet_pb2.ControllerMessage(lease=self.lease_message(group))
+            session.send(message, after=durable)
         return durable
 
-    def _record(self, grant: Grant) -> None:
-        group, session = grant.group, grant.session
+    def _record(
+        self,
+        session: ServerSession,
+        group: Group,
+        number: int = -1,
+        replaces: GroupId | None = None,
+    ) -> Grant:
+        """Journals a lease and returns it.
+
+        `number` is that of the group in its environment, or -1 if the task was leased before.
+        `replaces` is the abandoned group whose task is leased again, or None for a new task.
+        """
         group.leased_s = time.monotonic()
         self._journal.append(
             kinds.Lease(
                 group=group.group_id,
                 environment=group.environment,
                 task=group.task_index,
-                number=grant.number,
+                number=number,
                 seed=group.seed,
                 deadline=group.deadline_step,
                 server=session.name,
                 epoch=session.key.epoch,
                 members=list(group.missing),
-                replaces=grant.replaces,
+                replaces=replaces,
             )
         )
+        return session, group
 
-    def _start_afresh(self, group: Group) -> None:
-        self._abandon(group)
-        self._book.again.append(group)
-        self._run.events.add(
-            f"group {group.group_id} is leased afresh: step {self._book.step + 1} waits "
-            f"for it, and no server can finish it by step {group.deadline_step + 1}"
-        )
+    def _rooms(self) -> list[ServerRoom]:
+        """Returns the free episode slots of all serving servers, without `reserved`, most first."""
+        taken = self._book.episodes_by_holder()
+        found = [
+            ServerRoom(s, s.hello.max_episodes - taken[s.key] - self.reserved.get(s.key, 0))
+            for s in self._fleet.serving()
+        ]
+        return sorted(found, key=lambda room: room.episodes, reverse=True)
+
+    def _runs_on(self, environment: str, key: ServerKey) -> bool:
+        """Whether a server can run episodes of an environment now."""
+        entry = self._environments.entries.get(environment)
+        return entry is not None and entry.runs_on(key)
+
+    def _place_orphans(self, rooms: Sequence[ServerRoom], limit: int) -> list[Grant]:
+        """Leases at most `limit` groups without a holder to servers that may finish them."""
+        # Orphans of one kind suit the same servers; each keeps its place among all leases.
+        alike: dict[tuple[str, int, int, ServerKey | None], deque[tuple[int, Group]]] = {}
+        for place, group in enumerate(self._book.orphans()):
+            kind = (group.environment, group.deadline_step, group.num_missing, group.shunned)
+            alike.setdefault(kind, deque()).append((place, group))
+        granted: list[Grant] = []
+        smallest = min((episodes for _, _, episodes, _ in alike), default=0)
+
+        def suits(room: ServerRoom, group: Group) -> bool:
+            may_run = self._runs_on(group.environment, room.session.key)
+            return may_run and self._book.may_reassign(group, room.served_step)
+
+        for room in rooms if alike else ():
+            if room.episodes < smallest:
+                break
+            key = room.session.key
+            suitable = [
+                (episodes, queue)
+                for (_, _, episodes, shunned), queue in alike.items()
+                if queue
+                and suits(room, queue[0][1])
+                # The server that has failed the group gets it again only if no other may.
+                and not (
+                    key == shunned
+                    and any(
+                        other.session.key != shunned and suits(other, queue[0][1])
+                        for other in rooms
+                    )
+                )
+            ]
+            left = room.episodes
+            while fitting := [queue for episodes, queue in suitable if queue and episodes <= left]:
+                if len(granted) == limit:
+                    return granted
+                _, group = min(fitting, key=lambda queue: queue[0][0]).popleft()
+                left -= group.num_missing
+                self._book.reassign(group, key)
+                granted.append(self._record(room.session, group))
+        return granted
+
+    def _abandon_stranded(self, rooms: Sequence[ServerRoom], limit: int) -> int:
+        """Abandons orphans that the next batch needs and no present server may finish.
+
+        Abandons at most `limit` orphans and returns their number. Their tasks are then leased
+        again, as new groups.
+        """
+        able: dict[str, set[int]] = {}
+        num_abandoned, due = 0, None
+        for group in self._book.orphans():
+            name = group.environment
+            if name not in able:
+                able[name] = {r.served_step for r in rooms if self._runs_on(name, r.session.key)}
+            if not self._book.is_stranded(group, able[name]):
+                continue
+            if due is None:
+                due = {each.group_id for each in self._book.due()}
+            if group.group_id in due:
+                self._abandon(group)
+                self._book.again.append(group)
+                self._run.events.add(
+                    f"group {group.group_id} is leased afresh: step {self._book.step + 1} waits "
+                    f"for it, and no server can finish it by step {group.deadline_step + 1}"
+                )
+                num_abandoned, due = num_abandoned + 1, None
+                if num_abandoned == limit:
+                    break
+        return num_abandoned
 
     def _lease_new(self, limit: int) -> list[Grant]:
         """Leases at most `limit` new groups and notes why no further lease is granted."""
@@ -149,20 +262,74 @@ class Scheduler:
             # This is the most frequent case, and needs no look at the servers.
             self._note(LeaseWait.STALENESS)
             return []
-        by_room = rooms(self._fleet.serving(), self._book, self.reserved)
+        granted, wait = self._fill_rooms(self._rooms(), limit)
+        if wait is not None:
+            self._note(wait)
+        return granted
+
+    def _fill_rooms(
+        self, rooms: Sequence[ServerRoom], limit: int
+    ) -> tuple[list[Grant], LeaseWait | None]:
+        """Returns the grants, and why there is not another one, or None at the limit."""
+        if not rooms:
+            return [], LeaseWait.SERVER
+        book, environments = self._book, self._environments
+        granted: list[Grant] = []
+        size, episodes = book.group_size, book.episodes_by_environment()
         # The evaluation episodes that would start now if the queue had room.
         evaluated_soon = sum(
             min(waiting, session.hello.max_episodes)
             for key, waiting in self.reserved.items()
             if (session := self._fleet.find(key)) is not None
         )
-        room = self.free_episodes - evaluated_soon
-        granted, wait = lease_new(
-            self._book, self._environments, by_room, self._record, num_episodes=room, limit=limit
-        )
-        if wait is not None:
-            self._note(wait)
-        return granted
+        num_episodes = self.free_episodes - evaluated_soon
+        # Heap with the largest room first; among equal rooms the first in `rooms`.
+        heap = [(-room.episodes, place, room) for place, room in enumerate(rooms)]
+        # Versions of servers that have room and were refused; a refusal holds for the whole pass.
+        refused: set[int] = set()
+        # Versions for which the staleness rule allows no more groups.
+        full: set[int] = set()
+
+        def may_lease(step: int) -> bool:
+            if step not in full and not book.may_lease(step):
+                full.add(step)
+            return step not in full
+
+        def may_run(group: Group, key: ServerKey) -> bool:
+            entry = environments.entries.get(group.environment)
+            return entry is not None and environments.may_run(entry, key, episodes, group.size)
+
+        while heap and -heap[0][0] >= size:
+            if len(granted) == limit:
+                return granted, None
+            free, place, room = heap[0]
+            session, key, step = room.session, room.session.key, room.served_step
+            old = entry = None
+            if may_lease(step):
+                old = next((group for group in book.again if may_run(group, key)), None)
+                entry = environments.next_for(key, episodes, size)
+            if old is None and entry is None:
+                refused.add(step)
+                heapq.heappop(heap)
+                continue
+            if size > num_episodes:
+                return granted, LeaseWait.QUEUE
+            if old is not None:
+                book.again.remove(old)
+                group = book.lease(old.environment, old.task_index, old.seed, key, step)
+                grant = self._record(session, group, replaces=old.group_id)
+            else:
+                assert entry is not None
+                task_index, seed = environments.next_task(entry)
+                group = book.lease(entry.spec.name, task_index, seed, key, step)
+                grant = self._record(session, group, entry.counts.next_number)
+            granted.append(grant)
+            heapq.heapreplace(heap, (free + size, place, room))
+            num_episodes -= size
+            episodes[group.environment] += size
+        if any(may_lease(step) for step in refused):
+            return granted, LeaseWait.ENVIRONMENT
+        return granted, LeaseWait.STALENESS if refused else LeaseWait.SLOTS
 
     def lease_message(self, group: Group) -> fleet_pb2.Lease:
         """Returns the message that leases the missing members of `group` to its holder."""

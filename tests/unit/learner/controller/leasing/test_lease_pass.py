@@ -8,8 +8,12 @@ from random import Random
 from slipstream.core import staleness
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.lease_pass import Grant, LeaseWait
-from slipstream.learner.controller.leasing.scheduler import MAX_GRANTS_IN_A_PASS, Scheduler
+from slipstream.learner.controller.leasing.scheduler import (
+    MAX_GRANTS_IN_A_PASS,
+    Grant,
+    LeaseWait,
+    Scheduler,
+)
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.servers.session import ServerSession
 from support.fakes.fake_trajectories import GOOD
@@ -27,11 +31,8 @@ class PlainScheduler(Scheduler):
     def lease_all(self, limit: int = 10**9) -> asyncio.Future[None] | None:
         num_abandoned = len(self._book.again)
         granted = self._orphans()
-        for grant in granted:
-            self._record(grant)
         num_abandoned = len(self._book.again) - num_abandoned
         while not isinstance(lease := self._next(), LeaseWait):
-            self._record(lease)
             granted.append(lease)
         self._note(lease)
         return self._journal.durable() if granted or num_abandoned else None
@@ -58,7 +59,7 @@ class PlainScheduler(Scheduler):
                     and book.may_reassign(group, session.version.step)
                 ):
                     book.reassign(group, session.key)
-                    granted.append(Grant(session, group))
+                    granted.append(self._record(session, group))
         for group in book.orphans():
             able = [s.version.step for s in self._by_room() if self._runs(s, group)]
             views = [
@@ -121,11 +122,11 @@ class PlainScheduler(Scheduler):
             if old is not None:
                 self._book.again.remove(old)
                 group = book.lease(old.environment, old.task_index, old.seed, session.key, step)
-                return Grant(session, group, replaces=old.group_id)
+                return self._record(session, group, replaces=old.group_id)
             number = turn.counts.next_number
             task_index, seed = environments.next_task(turn)
             group = book.lease(turn.spec.name, task_index, seed, session.key, step)
-            return Grant(session, group, number)
+            return self._record(session, group, number)
         return wait
 
 
