@@ -56,7 +56,7 @@ async def test_the_controller_keeps_next_to_nothing_of_old_steps(tmp_path: Path)
             parts = (
                 *(controller._books.ledger, controller._parts.recorder, controller._book),
                 *(controller._run.events, controller._parts.trainer._former, controller._fleet),
-                *(controller._parts.intake.inspector, controller._environments),
+                *(controller._parts.intake.inspector, controller._books.environments),
             )
             gc.collect()
             sizes[step] = kept_bytes(*parts)

@@ -3,7 +3,6 @@
 import asyncio
 import contextvars
 import logging
-import os
 import secrets
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -28,7 +27,6 @@ from slipstream.learner.controller.reporting.metrics import RunRecorder, open_re
 from slipstream.learner.controller.restoration import begin, restore, warn_of_checkpoints
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
-from slipstream.learner.controller.services.environment_service import environment_specs
 from slipstream.learner.controller.services.fleet_service import FleetServicer, ServiceHealth
 from slipstream.learner.controller.services.trainer_service import await_goodbye
 from slipstream.learner.controller.tasks import EnvironmentBook
@@ -152,7 +150,6 @@ class Controller:
         )
         self._fleet = Fleet(self._run)
         # Made by `run`.
-        self._environments: EnvironmentBook
         self._books: Books
         self._parts: Parts
 
@@ -162,7 +159,6 @@ class Controller:
         async with AsyncExitStack() as stack:
             journal = stack.enter_context(Journal(folder / JOURNAL))
             history = begin(journal, folder / JOURNAL, self._run)
-            self._environments = EnvironmentBook(history, seed=self._config.run.seed)
             recorder = await open_recorder(self._config, self._run.events)
             stack.callback(recorder.close)
             server = create_server(self._credentials, run_id=self._progress.run_id)
@@ -176,7 +172,7 @@ class Controller:
                 ledger = TokenLedger(epochs, held, journal, receiver, history)
                 self._books = books = Books(
                     leases=self._book,
-                    environments=self._environments,
+                    environments=EnvironmentBook(history, seed=self._config.run.seed),
                     fleet=self._fleet,
                     journal=journal,
                     state=history,
@@ -201,7 +197,7 @@ class Controller:
                 self._run.events.add(f"run {self._progress.run_id} listens")
                 if warning := self._config.algorithm.staleness_warning:
                     self._run.events.warn(warning)
-                if not (self._environments.training() or self._config.controller.client_loop):
+                if not (books.environments.training() or self._config.controller.client_loop):
                     self._run.events.add(NO_ENVIRONMENT)
                 lasting = {
                     "intake": parts.intake.consume(),
@@ -235,9 +231,7 @@ class Controller:
         self._progress.stop(reason)
 
     def _connect(self, server: grpc.aio.Server) -> ServiceHealth:
-        """Adds the configured environments and all services."""
-        for spec in environment_specs(self._config, search_path=os.getcwd()):
-            self._environments.add(spec)
+        """Adds all services."""
         parts = self._parts
         # The intake is last: what others withdraw has left the book before it looks for orphans.
         self._fleet.listeners = [*parts.all, parts.intake]

@@ -250,27 +250,16 @@ class EnvironmentBook:
 HELLO_TIMEOUT_S = 10.0
 
 
-@dataclass(eq=False)
-class ClientSession:
-    """One client that serves an environment."""
-
-    spec: pb.EnvironmentSpec
-    num_tasks: int
-    max_episodes: int
-    digest: str = ""
-    outbox: Outbox[pb.WorkerCommand] = field(default_factory=Outbox)
-
-
 @dataclass(frozen=True)
 class RelayedCall:
-    """An open call: the outbox of the server that made it, its call id, and the client.
+    """An open call: the outbox of the server that made it, its call id, and the client's outbox.
 
     `followed` is the key of the episode whose agent the call follows, or "" if it follows none.
     """
 
     answers: Outbox[fleet_pb2.EnvironmentAnswer]
     call_id: int
-    client: ClientSession
+    client: Outbox[pb.WorkerCommand]
     followed: str = ""
 
 
@@ -279,20 +268,22 @@ class Relay:
 
     def __init__(
         self,
-        on_arrival: Callable[[ClientSession], str],
-        on_departure: Callable[[ClientSession], None],
+        on_arrival: Callable[[pb.WorkerHello], str],
+        on_departure: Callable[[str], None],
         clock: LoopClock,
         *,
         max_messages: int = MAX_MESSAGES,
     ) -> None:
         """Takes callbacks for a client's arrival and departure.
 
-        `on_arrival` returns why the client is rejected, or "". By `clock`, a client must send its
-        hello within 10 seconds. At most `max_messages` messages wait for one client or server.
+        `on_arrival` returns why the client is rejected, or "". `on_departure` gets the name of the
+        environment that it served. By `clock`, a client must send its hello within 10 seconds. At
+        most `max_messages` messages wait for one client or server.
         """
         self._max_messages, self._clock = max_messages, clock
         self._on_arrival, self._on_departure = on_arrival, on_departure
-        self._clients: dict[str, ClientSession] = {}
+        # The outbox of each client, by the name of its environment.
+        self._clients: dict[str, Outbox[pb.WorkerCommand]] = {}
         self._calls: dict[int, RelayedCall] = {}
         self._numbers = itertools.count(1)
 
@@ -302,25 +293,19 @@ class Relay:
         """Serves one client from its hello to the end of its stream; yields commands for it."""
         limit_s = HELLO_TIMEOUT_S
         hello = (await first_message(requests, context, self._clock, limit_s=limit_s)).hello
-        client = ClientSession(
-            hello.spec,
-            hello.num_tasks,
-            hello.max_episodes,
-            hello.digest,
-            Outbox(max_messages=self._max_messages),
-        )
-        refusal = self._on_arrival(client)
+        refusal = self._on_arrival(hello)
         if refusal:
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, refusal, Reason.BAD_ARGUMENT)
-        self._clients[client.spec.name] = client
+        client = Outbox[pb.WorkerCommand](max_messages=self._max_messages)
+        self._clients[hello.spec.name] = client
         reader = asyncio.create_task(self._read_answers(client, requests))
         try:
-            async for command in client.outbox.messages():
+            async for command in client.messages():
                 yield command
             raise_failure(reader)
         finally:
             reader.cancel()
-            self._forget(client)
+            self._forget(hello.spec.name, client)
 
     async def call_environments(
         self, requests: AsyncIterator[fleet_pb2.EnvironmentCall]
@@ -338,7 +323,7 @@ class Relay:
     def close(self) -> None:
         """Ends the streams of all clients, at the end of the run."""
         for client in self._clients.values():
-            client.outbox.close()
+            client.close()
 
     async def _read_calls(
         self,
@@ -361,7 +346,7 @@ class Relay:
                 command = pb.WorkerCommand()
                 command.CopyFrom(call.command)
                 command.call_id = number
-                if not client.outbox.put(command):
+                if not client.put(command):
                     self._calls.pop(number, None)
                     cause = f"the client that serves {call.environment} does not read"
                     _answer(answers, _lost(call.command.call_id, cause))
@@ -375,7 +360,7 @@ class Relay:
             answers.close()
 
     async def _read_answers(
-        self, client: ClientSession, requests: AsyncIterator[pb.WorkerMessage]
+        self, client: Outbox[pb.WorkerCommand], requests: AsyncIterator[pb.WorkerMessage]
     ) -> None:
         try:
             async for message in requests:
@@ -388,17 +373,17 @@ class Relay:
                     message.call_id = call.call_id
                     _answer(call.answers, fleet_pb2.EnvironmentAnswer(message=message))
         finally:
-            client.outbox.close()
+            client.close()
 
-    def _forget(self, client: ClientSession) -> None:
-        if self._clients.get(client.spec.name) is client:
-            del self._clients[client.spec.name]
+    def _forget(self, name: str, client: Outbox[pb.WorkerCommand]) -> None:
+        if self._clients.get(name) is client:
+            del self._clients[name]
         for number, call in list(self._calls.items()):
             if call.client is client:
                 del self._calls[number]
-                cause = f"the client that served {client.spec.name} left"
+                cause = f"the client that served {name} left"
                 _answer(call.answers, _lost(call.call_id, cause))
-        self._on_departure(client)
+        self._on_departure(name)
 
 
 async def first_message(

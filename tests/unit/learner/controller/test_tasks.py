@@ -193,8 +193,8 @@ class Clients:
     def __init__(self, **limits: int) -> None:
         self.left: list[str] = []
         self.relay = Relay(
-            lambda client: "",
-            lambda client: self.left.append(client.spec.name),
+            lambda hello: "",
+            self.left.append,
             LoopClock(),
             **limits,
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 from google.protobuf import json_format
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.section import REFERENCE_FORM
 from slipstream.core.settings.sections import EnvironmentSection
 from slipstream.core.template_values import read_values, values_json
 from slipstream.core.types import Purpose
@@ -24,7 +25,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext, ServerSession
-from slipstream.learner.controller.tasks import ClientSession, EnvironmentEntry, Relay
+from slipstream.learner.controller.tasks import EnvironmentEntry, Relay
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.bounds import shown
 from slipstream.protocol.rich_errors import Reason, abort
@@ -37,11 +38,10 @@ NAME = re.compile(r"\w[\w.:-]{0,99}")
 MAX_WORKERS = 256
 MAX_ENVIRONMENTS = 256
 MIN_WEIGHT = 1e-6
-REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer):
-    """Answers clients' calls about environments, and handles servers' reports on them."""
+    """Adds the configured environments, and others that clients or an earlier start have added."""
 
     def __init__(self, run: Run, books: Books, intake: Intake) -> None:
         self._run, self._progress = run, run.progress
@@ -50,6 +50,8 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         # What the run itself starts, from the folder in which it looks for modules.
         self._folder = os.getcwd()
         self._own = environment_specs(run.config, search_path=self._folder)
+        for spec in self._own:
+            self._environments.add(spec)
         self.relay = Relay(self._client_came, self._client_left, run.clock)
 
     def restore(self, history: RunHistory) -> None:
@@ -140,7 +142,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         spec = request.spec
         spec.search_path = spec.search_path or self._folder
         problem = self._problem(spec)
-        if not problem and REFERENCE.fullmatch(spec.reference) is None:
+        if not problem and REFERENCE_FORM.fullmatch(spec.reference) is None:
             problem = f"a reference is package.module:Class, got {spec.reference!r}"
         if problem:
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, problem, Reason.BAD_ARGUMENT)
@@ -253,32 +255,32 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
             self._journal.append(kinds.HeadStart(environment=spec.name, head_start=head_start))
         return entry
 
-    def _client_came(self, client: ClientSession) -> str:
+    def _client_came(self, hello: pb.WorkerHello) -> str:
         group_size = self._run.config.algorithm.group_size
-        problem = self._problem(client.spec)
+        problem = self._problem(hello.spec)
         if problem:
             return problem
-        if client.max_episodes < group_size:
+        if hello.max_episodes < group_size:
             return (
-                f"episodes must be at least the group size {group_size}, got {client.max_episodes}"
+                f"episodes must be at least the group size {group_size}, got {hello.max_episodes}"
             )
-        entry = self._enter(client.spec)
-        entry.client_episodes = client.max_episodes
-        entry.num_tasks = client.num_tasks
-        if client.digest and client.digest != entry.counts.digest:
-            self._take_tasks(entry, client.num_tasks, client.digest)
+        entry = self._enter(hello.spec)
+        entry.client_episodes = hello.max_episodes
+        entry.num_tasks = hello.num_tasks
+        if hello.digest and hello.digest != entry.counts.digest:
+            self._take_tasks(entry, hello.num_tasks, hello.digest)
         entry.state = pb.ENVIRONMENT_STATE_READY
-        self._run.events.add(f"a client serves environment {client.spec.name}")
+        self._run.events.add(f"a client serves environment {hello.spec.name}")
         self._run.signal.notify()
         return ""
 
-    def _client_left(self, client: ClientSession) -> None:
-        entry = self._environments.entries.get(client.spec.name)
+    def _client_left(self, name: str) -> None:
+        entry = self._environments.entries.get(name)
         if entry is None or self._progress.is_over:
             return
         entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
         entry.cause = "the client that served it left"
-        self._intake.suspend(client.spec.name, entry.cause)
+        self._intake.suspend(name, entry.cause)
 
 
 def _load_order(

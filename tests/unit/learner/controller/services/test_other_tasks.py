@@ -12,7 +12,6 @@ from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.services.environment_service import (
     EnvironmentServicer,
-    environment_specs,
 )
 from slipstream.learner.controller.tasks import EnvironmentEntry
 from slipstream.v1 import environment_pb2, fleet_pb2
@@ -41,12 +40,11 @@ class Scene:
         books = books_of(self.run, journal=self.journal)
         for record in earlier:
             books.state.apply(record)
-        (spec,) = environment_specs(self.run.config, search_path="")
-        self.entry: EnvironmentEntry = books.environments.add(spec)
         self.fleet = books.fleet
         self.withdrawn: list[str] = []
         intake: Any = self
         self.servicer = EnvironmentServicer(self.run, books, intake)
+        self.entry: EnvironmentEntry = books.environments.entries["e"]
 
     def withdraw(self, groups: Sequence[Group], cause: str) -> None:
         self.withdrawn.append(cause)

@@ -1,6 +1,5 @@
 """What clients may submit, and what readers see of it."""
 
-import os
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.services.environment_service import (
     EnvironmentServicer,
-    environment_specs,
 )
 from slipstream.learner.controller.tasks import EnvironmentBook
 from slipstream.v1 import environment_pb2, trajectory_pb2
@@ -28,8 +26,6 @@ def submitted(name: str, **fields: Any) -> environment_pb2.EnvironmentSpec:
 def submissions(**sections: Any) -> tuple[EnvironmentServicer, EnvironmentBook, Run]:
     run = run_of(environments=[OWN], **sections)
     books = books_of(run)
-    for spec in environment_specs(run.config, search_path=os.getcwd()):
-        books.environments.add(spec)
     return EnvironmentServicer(run, books, None), books.environments, run  # type: ignore[arg-type]
 
 
