@@ -117,8 +117,8 @@ class RunCollector:
             ("trained_tokens", "Tokens of batches that were trained.", ledger.trained),
             ("servers_lost", lost, self._books.fleet.num_lost),
             ("publishes", "Versions that were sent to servers.", totals.publishes),
-            ("published_bytes", "Bytes of sent weights.", totals.bytes_sent),
-            ("publish_pause_seconds", paused, totals.paused_s),
+            ("published_bytes", "Bytes of sent weights.", totals.published_bytes),
+            ("publish_pause_seconds", paused, totals.pause_s),
         ):
             yield CounterMetricFamily(f"slipstream_{name}", meaning, value)
         # The controller's own clock does not jump with the time of day.

@@ -46,7 +46,7 @@ def check_probe(
     if len(expected) == 0 or len(expected) != len(got):
         return f"the probe asked for {len(expected)} log-probabilities and got {len(got)}"
     gap = logit_gap(expected, got)
-    totals.verified += 1
+    totals.publishes_verified += 1
     totals.probe_gap_max = max(totals.probe_gap_max, gap)
     if not gap <= probe.tolerance:
         return (
@@ -58,44 +58,47 @@ def check_probe(
 
 @dataclass
 class PublishTotals:
-    """Counts, bytes and seconds of all publishes since the controller started."""
+    """Counts, bytes and seconds of all publishes since the controller started.
+
+    All fields but the last ones, which describe the newest publish, are in the run's summary.
+    """
 
     publishes: int = 0
-    verified: int = 0
-    paused_s: float = 0.0
-    bytes_sent: int = 0
-    last_paused_s: float = 0.0
-    # The trainer's result of the newest publish that it sent completely.
-    last_sent: trainer_pb2.PublishResult = field(default_factory=trainer_pb2.PublishResult)
+    publishes_verified: int = 0
     probe_gap_max: float = 0.0
-    last_stages: fleet_pb2.PublishStages = field(default_factory=fleet_pb2.PublishStages)
-
+    pause_s: float = 0.0
+    published_bytes: int = 0
     # Versions in storage, their bytes, and their bytes without deltas; fetches and their bytes.
-    num_stored: int = 0
+    versions_stored: int = 0
     stored_bytes: int = 0
     stored_whole_bytes: int = 0
-    num_fetched: int = 0
+    versions_fetched: int = 0
     fetched_bytes: int = 0
+
+    last_pause_s: float = 0.0
+    # The trainer's result of the newest publish that it sent completely.
+    last_sent: trainer_pb2.PublishResult = field(default_factory=trainer_pb2.PublishResult)
+    last_stages: fleet_pb2.PublishStages = field(default_factory=fleet_pb2.PublishStages)
     last_stored: trainer_pb2.StoredReport = field(default_factory=trainer_pb2.StoredReport)
     last_fetch_s: float = 0.0
 
     def stored(self, report: trainer_pb2.StoredReport) -> None:
         """Counts a version that was written to storage."""
-        self.num_stored += 1
+        self.versions_stored += 1
         self.stored_bytes += report.num_bytes
         self.stored_whole_bytes += report.whole_bytes
         self.last_stored = report
 
     def fetched(self, report: fleet_pb2.PublishReport) -> None:
         """Notes that a server has fetched a version."""
-        self.num_fetched += 1
+        self.versions_fetched += 1
         self.fetched_bytes += report.stages.fetched_bytes
         self.last_fetch_s = report.stages.fetch_s
 
     def sent(self, result: trainer_pb2.PublishResult) -> None:
         """Notes that the trainer has sent a version completely."""
         self.publishes += 1
-        self.bytes_sent += result.bytes_sent
+        self.published_bytes += result.bytes_sent
         self.last_sent = result
 
     def served(self, report: fleet_pb2.PublishReport, *, told_s: float, unserved_s: float) -> None:
@@ -105,8 +108,8 @@ class PublishTotals:
         seconds since the server was told to receive, and `unserved_s` since it last served or
         joined: a pause may begin before its publish.
         """
-        self.last_paused_s = min(report.paused_s, unserved_s)
-        self.paused_s += self.last_paused_s
+        self.last_pause_s = min(report.paused_s, unserved_s)
+        self.pause_s += self.last_pause_s
         self.last_stages = stages = fleet_pb2.PublishStages()
         stages.CopyFrom(report.stages)
         for name in _SECONDS:
@@ -119,7 +122,7 @@ class PublishTotals:
         """
         stages, sent = self.last_stages, self.last_sent
         return {
-            "pause_s": self.last_paused_s,
+            "pause_s": self.last_pause_s,
             "publish_prepare_s": stages.prepare_s,
             "publish_stop_s": stages.pause_s,
             "publish_receive_s": stages.receive_s,
@@ -140,15 +143,4 @@ class PublishTotals:
 
     def summary(self) -> dict[str, float]:
         """Returns the totals, by their names in the run's summary."""
-        return {
-            "publishes": self.publishes,
-            "publishes_verified": self.verified,
-            "probe_gap_max": self.probe_gap_max,
-            "pause_s": self.paused_s,
-            "published_bytes": self.bytes_sent,
-            "versions_stored": self.num_stored,
-            "stored_bytes": self.stored_bytes,
-            "stored_whole_bytes": self.stored_whole_bytes,
-            "versions_fetched": self.num_fetched,
-            "fetched_bytes": self.fetched_bytes,
-        }
+        return {name: value for name, value in vars(self).items() if not name.startswith("last_")}
