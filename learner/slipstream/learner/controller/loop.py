@@ -29,12 +29,11 @@ orders. Waits for: a batch, a server, or the end. Unblocked by: the run's signal
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.events import GATHER_S
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Books
@@ -69,38 +68,10 @@ class TrainerOrders:
         *,
         parts: Sequence[Part],
     ) -> None:
-        self._run, self._progress = run, run.progress
-        self._book, self.former = book, former
+        self._progress, self._book, self.former = run.progress, book, former
         self.publisher, self.parts = publisher, parts
         # Version of the trainer's weights; after a restart it may be older than the run's version.
         self.trainer_version = run.progress.version
-
-    async def wait(
-        self,
-        request: pb.NextRequest,
-        limit_s: float,
-        *,
-        check: Callable[[], Awaitable[None]],
-        must_save: Callable[[], bool],
-    ) -> pb.Directive | bytes | FormedBatch:
-        """Returns the first order within `limit_s`, or one to ask again; `check` may raise."""
-        until_s = time.monotonic() + limit_s
-        # Operations of a client come one by one, and each is worth an answer of its own.
-        gather_s = 0.0 if self._run.config.controller.client_loop else GATHER_S
-        while True:
-            await check()
-            try:
-                order = await self.next(request, must_save=must_save())
-            except (ProtocolError, RunFailed) as failure:
-                self._progress.fail(str(failure))
-                continue
-            if order is not None:
-                return order
-            remaining_s = until_s - time.monotonic()
-            if remaining_s <= 0:
-                return pb.Directive(wait=pb.WaitOrder())
-            # A server that is to be retried becomes due without a signal.
-            await self._run.signal.changes(min(remaining_s, 0.25), gather_s=gather_s)
 
     async def next(
         self, request: pb.NextRequest, *, must_save: bool

@@ -15,6 +15,7 @@ from contextlib import aclosing
 
 import grpc
 from slipstream.core.errors import ProtocolError, RunFailed
+from slipstream.learner.controller.events import GATHER_S
 from slipstream.learner.controller.loop import TrainerOrders
 from slipstream.learner.controller.publishing.receivers import place_from_pb
 from slipstream.learner.controller.records.history import REMEDY
@@ -196,12 +197,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         limit_s = min(NEXT_LIMIT_S, (context.time_remaining() or NEXT_LIMIT_S) / 2)
         # An earlier call whose connection the trainer lost may still wait at the same time.
         async with self._lock:
-            order = await self._orders.wait(
-                request,
-                limit_s,
-                check=lambda: self.place.check(context),
-                must_save=lambda: self._is_stopping,
-            )
+            order = await self._next_order(request, context, limit_s)
         if not isinstance(order, FormedBatch):
             yield order
             return
@@ -212,6 +208,28 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         parts = chunks(order, request.held_passes)
         while (chunk := await asyncio.to_thread(next, parts, None)) is not None:
             yield pb.Directive(chunk=chunk)
+
+    async def _next_order(
+        self, request: pb.NextRequest, context: CallContext, limit_s: float
+    ) -> pb.Directive | bytes | FormedBatch:
+        """Returns the first order within `limit_s`, or one to ask again."""
+        until_s = time.monotonic() + limit_s
+        # Operations of a client come one by one, and each is worth an answer of its own.
+        gather_s = 0.0 if self._run.config.controller.client_loop else GATHER_S
+        while True:
+            await self.place.check(context)
+            try:
+                order = await self._orders.next(request, must_save=self._is_stopping)
+            except (ProtocolError, RunFailed) as failure:
+                self._progress.fail(str(failure))
+                continue
+            if order is not None:
+                return order
+            remaining_s = until_s - time.monotonic()
+            if remaining_s <= 0:
+                return pb.Directive(wait=pb.WaitOrder())
+            # A server that is to be retried becomes due without a signal.
+            await self._run.signal.changes(min(remaining_s, 0.25), gather_s=gather_s)
 
     async def ReportStep(self, request: pb.StepReport, context: CallContext) -> pb.StepReceipt:  # noqa: N802
         """Handles the report of a new version; a repeated report gets the same answer again."""

@@ -114,12 +114,9 @@ async def test_what_a_client_orders_goes_to_the_trainer_without_a_moment_for_mor
     loop = asyncio.get_running_loop()
     now_s = loop.time()
     monkeypatch.setattr(loop, "time", lambda: now_s)
-
-    async def check() -> None:
-        pass
-
-    request = trainer_pb2.NextRequest()
-    asks = asyncio.create_task(orders.wait(request, 60.0, check=check, must_save=lambda: False))
+    servicer = TrainerServicer(run, orders)
+    context = Call(servicer.place.take(HELLO, Call()))
+    asks = asyncio.create_task(anext(servicer.Next(trainer_pb2.NextRequest(), context)))
     for _ in range(5):
         await asyncio.sleep(0)
     run.signal.notify()
