@@ -58,7 +58,7 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
         "    await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)",
     ),
     "acknowledge ends before the journal has them": Change(
-        f"{CONTROLLER}.records.ledger:Endings.flush",
+        f"{CONTROLLER}.records.ledger:TokenLedger.flush",
         "await self._journal.durable()",
         "self._journal.durable()",
     ),
@@ -208,7 +208,7 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
     "what is delivered under another run is dropped": Change(
         f"{CONTROLLER}.trajectories.inspection:Inspector.take",
         'self.refuse(delivery, f"it is of run {trajectory.run_id}")',
-        "self._endings.acknowledge(delivery.trajectory_id)",
+        "self._ledger.acknowledge(delivery.trajectory_id)",
     ),
 }
 # Each must be caught in continuous integration, which plays this seed before all others: it was the

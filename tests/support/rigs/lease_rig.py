@@ -13,7 +13,7 @@ from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.kinds import Record, TrajectoryEnd, fields_of
-from slipstream.learner.controller.records.ledger import AccountedReceiver, Endings, TokenLedger
+from slipstream.learner.controller.records.ledger import AccountedReceiver, TokenLedger
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
@@ -53,12 +53,12 @@ def books_of(run: Run, **given: object) -> Books:
         "fleet": fleet,
         "journal": None,
         "state": state,
-        "ledger": ledger_of(fleet.epochs, state=state),
         "queue": AccountedReceiver(GrpcReceiver(without_seal)),
     }
     made |= given
-    made["endings"] = Endings(made["journal"], made["ledger"], made["queue"])
-    books = Books(**made)
+    epochs, held = made["fleet"].epochs, made["leases"].held
+    ledger = TokenLedger(epochs, held, made["journal"], made["queue"], made["state"])
+    books = Books(ledger=ledger, **made)
     if books.journal is not None:
         books.journal.state = books.state
     return books
@@ -95,7 +95,7 @@ def ledger_of(
 
 def note_end(ledger: TokenLedger, how: TrajectoryEnd, tokens: int) -> None:
     """Ends a trajectory of `tokens` tokens, as a record of its end does."""
-    ledger.end(tokens)
+    ledger._settled = ledger._settled.plus(tokens)
     ledger._state.ends[how] += tokens
 
 

@@ -19,7 +19,6 @@ from slipstream.learner.controller.parts import Parts, make_parts
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import (
     AccountedReceiver,
-    Endings,
     TokenLedger,
     open_receiver,
 )
@@ -178,7 +177,6 @@ class Controller:
                     state=history,
                     ledger=ledger,
                     queue=receiver,
-                    endings=Endings(journal, ledger, receiver),
                 )
                 self._parts = parts = self._make_parts(self._run, books, recorder, tasks)
                 warn_of_checkpoints(folder / CHECKPOINTS, history.checkpoint.step, self._run.events)
@@ -201,7 +199,7 @@ class Controller:
                     self._run.events.add(NO_ENVIRONMENT)
                 lasting = {
                     "intake": parts.intake.consume(),
-                    "flush": books.endings.flush(),
+                    "flush": books.ledger.flush(),
                     "scheduler": parts.scheduler.lease_forever(),
                     "watch": parts.watch.watch_forever(),
                 }

@@ -156,8 +156,7 @@ class BatchFormer:
 
     def __init__(self, books: Books, tasks: asyncio.TaskGroup) -> None:
         self._book, self._journal, self._state = books.leases, books.journal, books.state
-        self._ledger, self._receiver = books.ledger, books.queue
-        self._endings, self._tasks = books.endings, tasks
+        self._ledger, self._receiver, self._tasks = books.ledger, books.queue, tasks
         # The task that writes a batch: it finishes even when the trainer's call breaks off.
         self._forming: asyncio.Task[FormedBatch | RunFailed] | None = None
         # A batch that a client will most likely order, and the task that writes its file.
@@ -195,7 +194,7 @@ class BatchFormer:
                     group.refill(recorded.finished, kept)
                     continue
                 for trajectory in kept.values():
-                    self._endings.end(trajectory, TrajectoryEnd.CANCELLED, "its group is over")
+                    self._ledger.end(trajectory, TrajectoryEnd.CANCELLED, "its group is over")
 
     def trainer_joined(self) -> None:
         """Notes a new trainer, which has no batch and has not reported anything."""

@@ -129,7 +129,7 @@ class Results(Part):
     def lost(self, session: ServerSession) -> None:
         self._books.ledger.journal_servers(lost=session.key)
         # Otherwise the records of many departures would wait in memory until the next step.
-        self._books.endings.flush_soon()
+        self._books.ledger.flush_soon()
         self._times.lost(session.key)
 
     def stepped(

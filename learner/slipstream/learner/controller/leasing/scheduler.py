@@ -24,7 +24,7 @@ from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.records.ledger import AccountedReceiver, Endings, TokenLedger
+from slipstream.learner.controller.records.ledger import AccountedReceiver, TokenLedger
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.run import Run, Stopwatch
 from slipstream.learner.controller.servers.fleet import Fleet
@@ -48,7 +48,6 @@ class Books:
     state: RunState
     ledger: TokenLedger
     queue: AccountedReceiver
-    endings: Endings
 
 
 class LeaseWait(Enum):

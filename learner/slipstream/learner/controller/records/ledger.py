@@ -2,7 +2,7 @@
 
 Servers, controller and journal count independently. At each hand-over the sender's and the
 receiver's counts of the same trajectories are compared: a difference is a trajectory that was lost
-or counted twice. `Endings` acknowledges a trajectory once the journal has its end on disk.
+or counted twice. A trajectory is acknowledged once the journal has its end on disk.
 """
 
 import asyncio
@@ -42,7 +42,10 @@ FATES = (
 
 
 class TokenLedger:
-    """Accounts for each sampled token, from its sampling to its end; duplicates count once."""
+    """Accounts for each sampled token, from its sampling to its end; duplicates count once.
+
+    It ends the trajectories that no batch takes: counts, journals and then acknowledges them.
+    """
 
     def __init__(
         self,
@@ -66,6 +69,9 @@ class TokenLedger:
         # True while a batch is written: the journal's count may include this batch or not.
         self._is_writing = False
         self._told: set[str] = set()
+        # Trajectories to acknowledge once the journal is flushed.
+        self._ended: list[TrajectoryId] = []
+        self._flush_wanted = asyncio.Event()
 
     def restore(self, history: RunHistory) -> None:
         """Takes over the journal's counts; all servers of earlier starts count as dead."""
@@ -111,9 +117,53 @@ class TokenLedger:
         self._epochs.receive(key, tokens, sent)
         return True
 
-    def end(self, tokens: int) -> None:
-        """Counts a trajectory of `tokens` tokens that ended without being in a batch."""
+    def end(self, trajectory: Trajectory, end: TrajectoryEnd, cause: str) -> None:
+        """Counts and journals the end of a trajectory that no batch takes, and acknowledges it."""
+        server = ServerKey(trajectory.server_id, trajectory.server_epoch)
+        tokens = trajectory.num_sampled_tokens
+        self.record(trajectory.trajectory_id, end, cause, tokens=tokens, server=server)
+
+    def record(
+        self,
+        trajectory_id: TrajectoryId,
+        end: TrajectoryEnd,
+        cause: str,
+        *,
+        tokens: int,
+        server: ServerKey,
+    ) -> None:
+        """Works like `end`, for a trajectory that may not be readable."""
         self._settled = self._settled.plus(tokens)
+        self._journal.append(
+            kinds.End(
+                id=trajectory_id,
+                end=end,
+                cause=cause,
+                tokens=tokens,
+                server=server.server_id,
+                epoch=server.epoch,
+            )
+        )
+        self.acknowledge(trajectory_id)
+
+    def acknowledge(self, trajectory_id: TrajectoryId) -> None:
+        """Acknowledges a trajectory to the queue once the journal is flushed."""
+        self._ended.append(trajectory_id)
+        self._flush_wanted.set()
+
+    def flush_soon(self) -> None:
+        """Wakes `flush`, which makes all records so far durable."""
+        self._flush_wanted.set()
+
+    async def flush(self) -> None:
+        """Makes journaled ends durable, then acknowledges them, many at a time, until cancelled."""
+        while True:
+            await self._flush_wanted.wait()
+            self._flush_wanted.clear()
+            ended, self._ended = self._ended, []
+            await self._journal.durable()
+            await self._queue.acknowledge(ended)
+            await asyncio.sleep(FLUSH_S)
 
     def batch_begins(self, trajectories: Sequence[Trajectory]) -> None:
         """Counts the trajectories of a new batch as settled, just before the batch is journaled."""
@@ -275,60 +325,3 @@ async def open_receiver(
     servicer = GrpcReceiver(opener(run.progress.run_key))
     trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(servicer, server)
     return servicer
-
-
-class Endings:
-    """Ends the trajectories that no batch takes: counts, journals and then acknowledges them."""
-
-    def __init__(self, journal: Journal, ledger: TokenLedger, receiver: TrajectoryReceiver) -> None:
-        self._journal, self._ledger, self._receiver = journal, ledger, receiver
-        self._ended: list[TrajectoryId] = []
-        self._flush_wanted = asyncio.Event()
-
-    async def flush(self) -> None:
-        """Makes journaled ends durable, then acknowledges them, many at a time, until cancelled."""
-        while True:
-            await self._flush_wanted.wait()
-            self._flush_wanted.clear()
-            ended, self._ended = self._ended, []
-            await self._journal.durable()
-            await self._receiver.acknowledge(ended)
-            await asyncio.sleep(FLUSH_S)
-
-    def end(self, trajectory: Trajectory, end: TrajectoryEnd, cause: str) -> None:
-        """Records the end of a trajectory in ledger and journal, and acknowledges it."""
-        server = ServerKey(trajectory.server_id, trajectory.server_epoch)
-        tokens = trajectory.num_sampled_tokens
-        self.record(trajectory.trajectory_id, end, cause, tokens=tokens, server=server)
-
-    def record(
-        self,
-        trajectory_id: TrajectoryId,
-        end: TrajectoryEnd,
-        cause: str,
-        *,
-        tokens: int,
-        server: ServerKey,
-    ) -> None:
-        """Works like `end`, for a trajectory that may not be readable."""
-        self._ledger.end(tokens)
-        self._journal.append(
-            kinds.End(
-                id=trajectory_id,
-                end=end,
-                cause=cause,
-                tokens=tokens,
-                server=server.server_id,
-                epoch=server.epoch,
-            )
-        )
-        self.acknowledge(trajectory_id)
-
-    def acknowledge(self, trajectory_id: TrajectoryId) -> None:
-        """Acknowledges a trajectory to the queue once the journal is flushed."""
-        self._ended.append(trajectory_id)
-        self._flush_wanted.set()
-
-    def flush_soon(self) -> None:
-        """Wakes `flush`, which makes all records so far durable."""
-        self._flush_wanted.set()

@@ -237,7 +237,7 @@ class Inspector:
         self._run, self._progress = run, run.progress
         self._book, self._fleet = books.leases, books.fleet
         self._ledger, self._environments = books.ledger, books.environments.entries
-        self._endings, self._again = books.endings, run_again
+        self._again = run_again
         self._largest_bytes = largest_trajectory_bytes(run.config) + NAMES_BYTES
         self._vocabulary = vocabulary_size(run.config)
         # What earlier starts have journaled may be delivered again.
@@ -275,7 +275,7 @@ class Inspector:
             self.refuse(delivery, f"it is of run {trajectory.run_id}")
             return None
         if self.earlier.holds(trajectory.group_id, delivery.trajectory_id):
-            self._endings.acknowledge(delivery.trajectory_id)
+            self._ledger.acknowledge(delivery.trajectory_id)
             return None
         group = self._book.groups.get(trajectory.group_id)
         progress, config = self._progress, self._run.config
@@ -318,7 +318,7 @@ class Inspector:
         trajectory_id, server = delivery.trajectory_id, claim.server
         group_id = GroupId("") if claim.name is None else claim.name.group_id
         if self.earlier.holds(group_id, trajectory_id):
-            self._endings.acknowledge(trajectory_id)
+            self._ledger.acknowledge(trajectory_id)
             return
         if not is_counted and not self._ledger.receive(
             server, trajectory_id, claim.tokens, delivery.sent
@@ -329,7 +329,7 @@ class Inspector:
         if len(self._in_a_row) > MAX_SERVERS:
             del self._in_a_row[next(iter(self._in_a_row))]
         end, tokens = TrajectoryEnd.QUARANTINED, claim.tokens
-        self._endings.record(trajectory_id, end, cause, tokens=tokens, server=server)
+        self._ledger.record(trajectory_id, end, cause, tokens=tokens, server=server)
         told = f"quarantined {trajectory_id} of rollout server {server.server_id}: {cause}"
         self._run.events.add(told, logging.ERROR)
         if self._in_a_row[server] >= MAX_IN_A_ROW and not self._progress.is_over:

@@ -54,7 +54,7 @@ class Intake(ServerListener):
 
     Life of a delivery: `consume` gets it, `accept` inspects it and adds it to the lease book. A
     valid trajectory is held for its batch; a failed, cancelled, filtered or evaluated trajectory
-    ends in `Endings`; a damaged delivery is quarantined. `take_back`, `withdraw` and `suspend` end
+    ends in the ledger; a damaged delivery is quarantined. `take_back`, `withdraw` and `suspend` end
     leases early, and so does the loss of a server.
     """
 
@@ -62,7 +62,7 @@ class Intake(ServerListener):
         self._run, self._progress = run, run.progress
         self._book, self._environments = books.leases, books.environments
         self._fleet, self._journal, self._receiver = books.fleet, books.journal, books.queue
-        self._endings, self._ledger = books.endings, books.ledger
+        self._ledger = books.ledger
         self.inspector = Inspector(run, books, run_again=self._run_again)
         self.feed = Feed(run, books)
         self.group_filter = GroupFilter(run, books)
@@ -224,10 +224,10 @@ class Intake(ServerListener):
                 assert failure is not None
                 self._give_up(group, [trajectory.member], failure)
             case Fate.CANCELLED:
-                self._endings.end(trajectory, TrajectoryEnd.CANCELLED, "cancelled")
+                self._ledger.end(trajectory, TrajectoryEnd.CANCELLED, "cancelled")
             case Fate.SUPERSEDED:
                 end = TrajectoryEnd.CANCELLED if failure is None else TrajectoryEnd.FAILED
-                self._endings.end(trajectory, end, "its group is over or its place is filled")
+                self._ledger.end(trajectory, end, "its group is over or its place is filled")
 
     def _complete(self, group: Group) -> None:
         if group.purpose is Purpose.EVALUATION:
@@ -259,7 +259,7 @@ class Intake(ServerListener):
                     f"an episode of {trajectory.environment} failed "
                     f"({failure.kind.name.lower()}): {failure.message}"
                 )
-        self._endings.end(
+        self._ledger.end(
             trajectory, TrajectoryEnd.FAILED, f"{failure.kind.name.lower()}: {failure.message}"
         )
 
@@ -330,13 +330,13 @@ class Intake(ServerListener):
             order = fleet_pb2.CancelLease(group_id=group.group_id, reason=cause)
             session.send(fleet_pb2.ControllerMessage(cancel=order))
         for trajectory in group.in_order():
-            self._endings.end(trajectory, TrajectoryEnd.CANCELLED, cause)
+            self._ledger.end(trajectory, TrajectoryEnd.CANCELLED, cause)
 
     def end_evaluated(self, group: Group) -> None:
         """Ends the episode of an evaluation after it was counted."""
         self._book.remove(group.group_id)
         for trajectory in group.in_order():
-            self._endings.end(trajectory, TrajectoryEnd.EVALUATED, "evaluated")
+            self._ledger.end(trajectory, TrajectoryEnd.EVALUATED, "evaluated")
 
 
 class GroupFilter:
@@ -348,7 +348,7 @@ class GroupFilter:
     def __init__(self, run: Run, books: Books) -> None:
         self._run, self._progress = run, run.progress
         self._book, self._journal, self._state = books.leases, books.journal, books.state
-        self._endings = books.endings
+        self._ledger = books.ledger
         # The lowest and the highest reward that this controller has seen, by environment.
         self._seen: dict[str, tuple[float, float]] = {}
 
@@ -383,7 +383,7 @@ class GroupFilter:
             )
         )
         for trajectory in group.in_order():
-            self._endings.end(trajectory, TrajectoryEnd.FILTERED, cause)
+            self._ledger.end(trajectory, TrajectoryEnd.FILTERED, cause)
         self.judge()
 
     def judge(self) -> None:

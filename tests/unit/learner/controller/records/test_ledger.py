@@ -7,7 +7,8 @@ from typing import Any
 from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
-from slipstream.learner.controller.records.ledger import Endings
+from slipstream.learner.controller.records.ledger import TokenLedger
+from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.protocol.queue.base import Amount
@@ -86,13 +87,13 @@ async def test_an_end_is_acknowledged_when_it_is_durable(tmp_path, monkeypatch):
     disk, receiver = SlowDisk(monkeypatch), Receiver()
     queue: Any = receiver
     with Journal(tmp_path) as journal:
-        endings = Endings(journal, ledger_of(ServerEpochs()), queue)
-        flushing = asyncio.create_task(endings.flush())
+        ledger = TokenLedger(ServerEpochs(), list, journal, queue, RunState())
+        flushing = asyncio.create_task(ledger.flush())
         disk.hold()
-        endings.end(GOOD, TrajectoryEnd.FAILED, "first")
+        ledger.end(GOOD, TrajectoryEnd.FAILED, "first")
         await asyncio.to_thread(disk.wait_begun)
         # Behind the sync under way: not durable with it.
-        endings.acknowledge(TrajectoryId("second"))
+        ledger.acknowledge(TrajectoryId("second"))
         await several_turns()
         assert receiver.acknowledged == []
         disk.go_on()
