@@ -62,10 +62,11 @@ class Intake(ServerListener):
         self._run, self._progress = run, run.progress
         self._book, self._environments = books.leases, books.environments
         self._fleet, self._journal, self._receiver = books.fleet, books.journal, books.queue
-        self._ledger = books.ledger
+        self._ledger, self._state = books.ledger, books.state
         self.inspector = Inspector(run, books, run_again=self._run_again)
         self.feed = Feed(run, books)
-        self.group_filter = GroupFilter(run, books)
+        # The lowest and the highest reward that this controller has seen, by environment.
+        self._seen: dict[str, tuple[float, float]] = {}
 
     def restore(self, history: RunHistory) -> None:
         """Takes over what an earlier controller has journaled and may be delivered again."""
@@ -239,7 +240,63 @@ class Intake(ServerListener):
             entry.group_complete()
             entry.reward_sum += sum(rewards)
             entry.rewards += len(rewards)
-        self.group_filter.filter(group)
+        self._filter(group)
+
+    def _filter(self, group: Group) -> None:
+        """Leaves out a group that `algorithm.filter` does not keep; its error fails the run."""
+        config = self._run.config
+        algorithm = config.algorithm
+        rewards = [trajectory.reward for trajectory in group.in_order()]
+        before = self._state.environments[group.environment].seen
+        seen = [*rewards, *before, *self._seen.get(group.environment, ())]
+        self._seen[group.environment] = lowest, highest = min(seen), max(seen)
+        try:
+            if algorithm.filter == "none" or is_trained(group.in_order(), config):
+                return
+        except RunFailed as error:
+            self._progress.fail(str(error))
+            return
+        solved = is_solved(rewards, lowest=lowest, highest=highest)
+        mean = statistics.fmean(rewards)
+        self._book.remove(group.group_id)
+        cause = f"left out by {algorithm.filter}"
+        if algorithm.filter == "unequal_rewards":
+            cause = "all rewards of its group are equal"
+        self._journal.append(
+            kinds.Closed(
+                group=group.group_id,
+                how="filtered",
+                cause=cause,
+                solved=solved,
+                reward=mean,
+                seen=(lowest, highest),
+            )
+        )
+        for trajectory in group.in_order():
+            self._ledger.end(trajectory, TrajectoryEnd.FILTERED, cause)
+        self.judge_filtered()
+
+    def judge_filtered(self) -> None:
+        """Ends the run, failed or as solved, if too many groups were left out of one batch."""
+        algorithm, filtered = self._run.config.algorithm, self._state.filtered
+        step = self._state.next_step
+        is_few = len(filtered) < MOST_FILTERED_BATCHES * algorithm.groups_per_step
+        # If a batch is complete or being written, the trainer is slow, and the tasks not stuck.
+        has_batch = self._book.has_whole_batch or self._book.step > step
+        if is_few or self._progress.is_over or has_batch:
+            return
+        count = (
+            f"{len(filtered)} groups were left out by algorithm.filter while the batch of "
+            f"step {step + 1} was formed ({_means(filtered)})"
+        )
+        # One that had not full rewards shows what is not learnt yet.
+        if all(group.solved for group in filtered):
+            self._progress.stop(f"the task is solved: the last {count}")
+        else:
+            self._progress.fail(
+                f"{count}, as many as {MOST_FILTERED_BATCHES} steps train; solved are those whose "
+                "rewards all are 1, or the highest one that was seen above it"
+            )
 
     def _fail(self, trajectory: Trajectory) -> None:
         failure = trajectory.failure or Failure(FailureKind.INFRASTRUCTURE, "no cause was given")
@@ -337,76 +394,6 @@ class Intake(ServerListener):
         self._book.remove(group.group_id)
         for trajectory in group.in_order():
             self._ledger.end(trajectory, TrajectoryEnd.EVALUATED, "evaluated")
-
-
-class GroupFilter:
-    """Dynamic sampling: `filter` leaves out a complete group that teaches nothing.
-
-    If too many groups are left out while one batch is formed, the run fails, or stops as solved.
-    """
-
-    def __init__(self, run: Run, books: Books) -> None:
-        self._run, self._progress = run, run.progress
-        self._book, self._journal, self._state = books.leases, books.journal, books.state
-        self._ledger = books.ledger
-        # The lowest and the highest reward that this controller has seen, by environment.
-        self._seen: dict[str, tuple[float, float]] = {}
-
-    def filter(self, group: Group) -> None:
-        """Leaves out a group that `algorithm.filter` does not keep; its error fails the run."""
-        config = self._run.config
-        algorithm = config.algorithm
-        rewards = [trajectory.reward for trajectory in group.in_order()]
-        before = self._state.environments[group.environment].seen
-        seen = [*rewards, *before, *self._seen.get(group.environment, ())]
-        self._seen[group.environment] = lowest, highest = min(seen), max(seen)
-        try:
-            if algorithm.filter == "none" or is_trained(group.in_order(), config):
-                return
-        except RunFailed as error:
-            self._progress.fail(str(error))
-            return
-        solved = is_solved(rewards, lowest=lowest, highest=highest)
-        mean = statistics.fmean(rewards)
-        self._book.remove(group.group_id)
-        cause = f"left out by {algorithm.filter}"
-        if algorithm.filter == "unequal_rewards":
-            cause = "all rewards of its group are equal"
-        self._journal.append(
-            kinds.Closed(
-                group=group.group_id,
-                how="filtered",
-                cause=cause,
-                solved=solved,
-                reward=mean,
-                seen=(lowest, highest),
-            )
-        )
-        for trajectory in group.in_order():
-            self._ledger.end(trajectory, TrajectoryEnd.FILTERED, cause)
-        self.judge()
-
-    def judge(self) -> None:
-        """Ends the run if too many groups were left out while one batch was formed."""
-        algorithm, filtered = self._run.config.algorithm, self._state.filtered
-        step = self._state.next_step
-        is_few = len(filtered) < MOST_FILTERED_BATCHES * algorithm.groups_per_step
-        # If a batch is complete or being written, the trainer is slow, and the tasks not stuck.
-        has_batch = self._book.has_whole_batch or self._book.step > step
-        if is_few or self._progress.is_over or has_batch:
-            return
-        count = (
-            f"{len(filtered)} groups were left out by algorithm.filter while the batch of "
-            f"step {step + 1} was formed ({_means(filtered)})"
-        )
-        # One that had not full rewards shows what is not learnt yet.
-        if all(group.solved for group in filtered):
-            self._progress.stop(f"the task is solved: the last {count}")
-        else:
-            self._progress.fail(
-                f"{count}, as many as {MOST_FILTERED_BATCHES} steps train; solved are those whose "
-                "rewards all are 1, or the highest one that was seen above it"
-            )
 
 
 def _means(filtered: Sequence[FilteredGroup]) -> str:

@@ -43,7 +43,6 @@ from slipstream.learner.controller.trajectories.batch import (
 )
 from slipstream.learner.controller.trajectories.intake import (
     MOST_FILTERED_BATCHES,
-    GroupFilter,
     Intake,
 )
 from slipstream.protocol.codec import passes_digest, trajectory_to_pb
@@ -433,7 +432,7 @@ def test_a_task_is_solved_when_all_groups_that_teach_nothing_have_full_rewards(r
     books = books_of(run)
     for name, each in rewards.items():
         books.state.filtered += [FilteredGroup(name, reward, reward == 1.0) for reward in each]
-    GroupFilter(run, books).judge()
+    Intake(run, books).judge_filtered()
     progress = run.progress
     assert progress.has_failed is not bool(solved)
     assert progress.cause.startswith("the task is solved") is bool(solved)
@@ -444,20 +443,20 @@ def test_a_task_is_solved_when_all_groups_that_teach_nothing_have_full_rewards(r
 def test_groups_that_are_left_out_while_a_batch_waits_or_is_written_do_not_end_the_run() -> None:
     run = run_of(algorithm={"group_size": 2, "groups_per_step": 1, "max_staleness": 1})
     books = books_of(run)
-    group_filter = GroupFilter(run, books)
+    intake = Intake(run, books)
     for _ in range(MOST_FILTERED_BATCHES):
         books.state.filtered.append(FilteredGroup("e", 0.0, solved=False))
     # The batch of the first step waits for a slow trainer.
     waiting = books.leases.lease("e", 0, 0, SERVER, 0)
     waiting.finished = dict(make_group(0).finished)
-    group_filter.judge()
+    intake.judge_filtered()
     assert not run.progress.has_failed
     # It has its groups and no record yet.
     assert books.leases.take_batch() == [waiting]
-    group_filter.judge()
+    intake.judge_filtered()
     assert not run.progress.has_failed
     books.state.next_step = 1
-    group_filter.judge()
+    intake.judge_filtered()
     assert run.progress.has_failed
 
 
