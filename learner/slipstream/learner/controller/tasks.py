@@ -19,7 +19,6 @@ import grpc
 from slipstream.learner.controller.records.state import EnvironmentCounts, RunState
 from slipstream.learner.controller.run import LoopClock
 from slipstream.learner.controller.servers.session import (
-    MAX_MESSAGES,
     CallContext,
     Message,
     Outbox,
@@ -271,17 +270,13 @@ class Relay:
         on_arrival: Callable[[pb.WorkerHello], str],
         on_departure: Callable[[str], None],
         clock: LoopClock,
-        *,
-        max_messages: int = MAX_MESSAGES,
     ) -> None:
         """Takes callbacks for a client's arrival and departure.
 
         `on_arrival` returns why the client is rejected, or "". `on_departure` gets the name of the
-        environment that it served. By `clock`, a client must send its hello within 10 seconds. At
-        most `max_messages` messages wait for one client or server.
+        environment that it served. By `clock`, a client must send its hello within 10 seconds.
         """
-        self._max_messages, self._clock = max_messages, clock
-        self._on_arrival, self._on_departure = on_arrival, on_departure
+        self._on_arrival, self._on_departure, self._clock = on_arrival, on_departure, clock
         # The outbox of each client, by the name of its environment.
         self._clients: dict[str, Outbox[pb.WorkerCommand]] = {}
         self._calls: dict[int, RelayedCall] = {}
@@ -296,7 +291,7 @@ class Relay:
         refusal = self._on_arrival(hello)
         if refusal:
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, refusal, Reason.BAD_ARGUMENT)
-        client = Outbox[pb.WorkerCommand](max_messages=self._max_messages)
+        client = Outbox[pb.WorkerCommand]()
         self._clients[hello.spec.name] = client
         reader = asyncio.create_task(self._read_answers(client, requests))
         try:
@@ -311,7 +306,7 @@ class Relay:
         self, requests: AsyncIterator[fleet_pb2.EnvironmentCall]
     ) -> AsyncGenerator[fleet_pb2.EnvironmentAnswer, None]:
         """Relays a rollout server's calls to clients; yields the answers as they arrive."""
-        answers = Outbox[fleet_pb2.EnvironmentAnswer](max_messages=self._max_messages)
+        answers = Outbox[fleet_pb2.EnvironmentAnswer]()
         reader = asyncio.create_task(self._read_calls(requests, answers))
         try:
             async for answer in answers.messages():

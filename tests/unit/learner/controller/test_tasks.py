@@ -11,6 +11,7 @@ from slipstream.core.types import ServerId
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.run import LoopClock
+from slipstream.learner.controller.servers import session
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.tasks import EnvironmentBook, Relay
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
@@ -190,13 +191,12 @@ class Stream:
 class Clients:
     """A relay with clients, each known by the environment that it serves."""
 
-    def __init__(self, **limits: int) -> None:
+    def __init__(self) -> None:
         self.left: list[str] = []
         self.relay = Relay(
             lambda hello: "",
             self.left.append,
             LoopClock(),
-            **limits,
         )
         self.said: dict[str, Stream] = {}
 
@@ -217,8 +217,9 @@ def call(name: str, number: int) -> fleet_pb2.EnvironmentCall:
     return fleet_pb2.EnvironmentCall(environment=name, command=command)
 
 
-async def test_a_client_that_does_not_read_holds_up_no_other() -> None:
-    clients, calls = Clients(max_messages=3), Stream()
+async def test_a_client_that_does_not_read_holds_up_no_other(monkeypatch) -> None:
+    monkeypatch.setattr(session, "MAX_MESSAGES", 3)
+    clients, calls = Clients(), Stream()
     await clients.come("frozen")
     frozen = clients.first
     await clients.come("alive")
@@ -261,8 +262,9 @@ async def test_a_client_cannot_answer_what_another_was_asked() -> None:
     assert (answer.message.call_id, answer.message.verdict.reward) == (5, 0.5)
 
 
-async def test_a_client_that_leaves_is_reported_though_a_server_does_not_read() -> None:
-    clients, calls = Clients(max_messages=2), Stream()
+async def test_a_client_that_leaves_is_reported_though_a_server_does_not_read(monkeypatch) -> None:
+    monkeypatch.setattr(session, "MAX_MESSAGES", 2)
+    clients, calls = Clients(), Stream()
     commands = await clients.come("leaving")
     answers = clients.relay.call_environments(aiter(calls))
     waiting = asyncio.ensure_future(anext(answers))
@@ -314,8 +316,9 @@ async def test_an_agent_is_followed_by_one_call_and_its_last_parts_leave_none_op
     assert not clients.relay._calls
 
 
-async def test_an_agent_whose_last_part_finds_no_room_is_told_as_lost() -> None:
-    clients, calls = Clients(max_messages=3), Stream()
+async def test_an_agent_whose_last_part_finds_no_room_is_told_as_lost(monkeypatch) -> None:
+    monkeypatch.setattr(session, "MAX_MESSAGES", 3)
+    clients, calls = Clients(), Stream()
     await clients.come("frozen")
     answers = clients.relay.call_environments(aiter(calls))
     follow = pb.WorkerCommand(call_id=1, follow_agent=pb.FollowAgentCommand(episode_key="e"))

@@ -178,23 +178,14 @@ OpenTracker: TypeAlias = Callable[[], Tracker]
 class Trackers:
     """All trackers of a run; if a tracker fails, only that tracker ends, with one warning."""
 
-    def __init__(
-        self,
-        opened: Mapping[str, OpenTracker],
-        complain: Tell,
-        *,
-        close_limit_s: float = CLOSE_LIMIT_S,
-        max_waiting: int = MAX_WAITING,
-    ) -> None:
+    def __init__(self, opened: Mapping[str, OpenTracker], complain: Tell) -> None:
         """Opens each tracker in its own thread, so that a slow service delays nothing.
 
-        A tracker for which more than `max_waiting` entries wait is abandoned. `complain` gets the
+        A tracker for which more than `MAX_WAITING` entries wait is abandoned. `complain` gets the
         warnings, on any thread.
         """
-        self._close_limit_s, self._complain = close_limit_s, complain
-        self._writers = [
-            _Writer(name, open_, complain, max_waiting) for name, open_ in opened.items()
-        ]
+        self._complain = complain
+        self._writers = [_Writer(name, open_, complain) for name, open_ in opened.items()]
         for writer in self._writers:
             writer.start()
 
@@ -212,26 +203,26 @@ class Trackers:
             writer.put(entry)
 
     def close(self) -> None:
-        """Waits until all trackers have taken all numbers, at most `close_limit_s` in total."""
-        until = time.monotonic() + self._close_limit_s
+        """Waits until all trackers have taken all numbers, at most `CLOSE_LIMIT_S` in total."""
+        until = time.monotonic() + CLOSE_LIMIT_S
         for writer in self._writers:
             writer.put(None)
         for writer in self._writers:
             writer.join(max(0.0, until - time.monotonic()))
             if writer.is_alive():
                 self._complain(
-                    f"tracker {writer.name} was not done {self._close_limit_s:g} s after the run"
+                    f"tracker {writer.name} was not done {CLOSE_LIMIT_S:g} s after the run"
                 )
         self._writers = []
 
 
 class _Writer(threading.Thread):
-    def __init__(self, name: str, open_: OpenTracker, complain: Tell, max_waiting: int) -> None:
+    def __init__(self, name: str, open_: OpenTracker, complain: Tell) -> None:
         # A service that never answers must not keep the controller alive.
         super().__init__(name=name, daemon=True)
         self._open = open_
         self._complain = complain
-        self._entries: queue.Queue[_Entry | None] = queue.Queue(max_waiting)
+        self._entries: queue.Queue[_Entry | None] = queue.Queue(MAX_WAITING)
         self._ended = False
 
     def put(self, entry: _Entry | None) -> None:

@@ -106,8 +106,7 @@ class _WaitingMessage(Generic[Message]):
 class Outbox(Generic[Message]):
     """The queue of messages that wait to be written on one stream; it has one reader."""
 
-    def __init__(self, *, max_messages: int = MAX_MESSAGES) -> None:
-        self._max_messages = max_messages
+    def __init__(self) -> None:
         self._messages: deque[_WaitingMessage[Message]] = deque()
         self._changed = asyncio.Event()
         self._closed = False
@@ -119,12 +118,12 @@ class Outbox(Generic[Message]):
         after: asyncio.Future[None] | None = None,
         overtakes: bool = False,
     ) -> bool:
-        """Adds a message; returns False if the outbox is closed or full.
+        """Adds a message; returns False if the outbox is closed or has `MAX_MESSAGES`.
 
         The message waits until `after` is done, and later messages wait with it. A message that
         `overtakes` does not wait for earlier messages.
         """
-        if self._closed or len(self._messages) >= self._max_messages:
+        if self._closed or len(self._messages) >= MAX_MESSAGES:
             return False
         self._messages.append(_WaitingMessage(message, after, overtakes))
         self._changed.set()

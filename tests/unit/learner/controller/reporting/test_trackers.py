@@ -16,6 +16,7 @@ from slipstream.core.settings.measurement_sections import (
     tracker_named,
 )
 from slipstream.extensions.trackers.controller import COLUMNS, tag_of
+from slipstream.learner.controller.reporting import trackers as trackers_module
 from slipstream.learner.controller.reporting.trackers import RunIds, Trackers, open_trackers
 from support.rigs.completed import python
 from support.rigs.controller_runs import make_config
@@ -101,22 +102,24 @@ def test_a_tracker_that_cannot_be_opened_or_whose_package_exits_is_told(error):
     assert complaints == [f"tracker locked gets no more numbers: {error.__name__}: no key"]
 
 
-def test_the_end_of_a_run_waits_for_a_slow_tracker_only_so_long():
+def test_the_end_of_a_run_waits_for_a_slow_tracker_only_so_long(monkeypatch):
+    monkeypatch.setattr(trackers_module, "CLOSE_LIMIT_S", 0.05)
     slow = FakeTracker()
     slow.gate.clear()
     complaints: list[str] = []
-    trackers = Trackers({"slow": lambda: slow}, complaints.append, close_limit_s=0.05)
+    trackers = Trackers({"slow": lambda: slow}, complaints.append)
     trackers.log(0, {"x": 1.0})
     trackers.close()
     slow.gate.set()
     assert complaints == ["tracker slow was not done 0.05 s after the run"]
 
 
-def test_a_tracker_that_is_too_far_behind_is_given_up_and_nothing_waits():
+def test_a_tracker_that_is_too_far_behind_is_given_up_and_nothing_waits(monkeypatch):
+    monkeypatch.setattr(trackers_module, "MAX_WAITING", 2)
     slow = FakeTracker()
     slow.gate.clear()
     complaints: list[str] = []
-    trackers = Trackers({"slow": lambda: slow}, complaints.append, max_waiting=2)
+    trackers = Trackers({"slow": lambda: slow}, complaints.append)
     for step in range(10):
         trackers.log(step, {"x": 1.0})
     slow.gate.set()

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from slipstream.learner.controller.servers import session
 from slipstream.learner.controller.servers.session import Outbox
 from support.rigs.waiting import LIMIT_S
 
@@ -16,8 +17,9 @@ async def test_what_waits_in_an_outbox_is_read_before_it_ends() -> None:
     assert [message async for message in box.messages()] == ["first", "second"]
 
 
-async def test_a_reader_of_an_outbox_is_woken() -> None:
-    box = Outbox[str](max_messages=1)
+async def test_a_reader_of_an_outbox_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "MAX_MESSAGES", 1)
+    box = Outbox[str]()
     reader = asyncio.ensure_future(anext(aiter(box.messages())))
     await asyncio.sleep(0)
     assert box.put("message")
