@@ -6,13 +6,13 @@ The controller sends its setup; rollout servers and the learner's further nodes 
 import hashlib
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.core.machine.description import installed
 from slipstream.core.models.model_files import tokenizer_digest, weights_digest
-from slipstream.core.settings.config import Config, flat_settings
+from slipstream.core.settings.config import Config, flat_settings, is_below
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.v1 import status_pb2
 
@@ -65,7 +65,7 @@ def describe_setup(config: Config, *, run_id: str, mark: str) -> status_pb2.Setu
         run_id=run_id,
         protocol_version=PROTOCOL_VERSION,
         versions={"python": python, **installed((OURS, *RANKS_PACKAGES))},
-        settings={key: values[key] for key in values if _is_below(key, wanted)},
+        settings={key: values[key] for key in values if is_below(key, wanted)},
         model_digest=model_digest(config.model.path),
         mark=mark,
     )
@@ -99,7 +99,7 @@ def differences(answer: Answer, config: Config, *, of_ranks: bool) -> Iterator[s
     named = OF_RANKS if of_ranks else OF_SERVERS
     for key in sorted({*ours.settings, *theirs.settings}):
         here, there = (each.settings.get(key, "not set") for each in (ours, theirs))
-        if here != there and _is_below(key, named):
+        if here != there and is_below(key, named):
             yield f"{key} is {here} here and {there} at the controller: {alike}"
     values = compared(config)
     for own, key in ROOM.items() if not of_ranks else ():
@@ -140,7 +140,7 @@ def compared(config: Config) -> dict[str, str]:
     """
     found = {}
     for name, value in flat_settings(config.model_dump(mode="json", exclude_none=True)):
-        is_local = _is_below(name, LOCAL) or not {*name.split(".")}.isdisjoint(LOCAL_NAMES)
+        is_local = is_below(name, LOCAL) or not {*name.split(".")}.isdisjoint(LOCAL_NAMES)
         if not is_local and value != {}:
             text = json.dumps(value, sort_keys=True)
             # Arguments of an environment may contain secrets.
@@ -150,7 +150,3 @@ def compared(config: Config) -> dict[str, str]:
     for name, folder in config.weight_folders.items():
         found[name] = f"a folder of weights with digest {weights_digest(folder)[:16] or 'none'}"
     return found
-
-
-def _is_below(key: str, wanted: Sequence[str] | set[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in wanted)

@@ -109,7 +109,6 @@ class ModelSizes:
             return int(found)
 
         rope = rope_table(values)
-        names = values.get("architectures") or [""]
         heads, layers = number("num_attention_heads"), number("num_hidden_layers")
         experts = number("num_experts", "num_local_experts", "n_routed_experts")
         latent = number("kv_lora_rank")
@@ -120,7 +119,7 @@ class ModelSizes:
         vision, tower = family_of(values).vision, values.get("vision_config") or {}
         deep_layers = () if vision is None else vision.deep_layers
         return cls(
-            architecture=str(names[0]),
+            architecture=architecture_of(values),
             vocab=number("vocab_size"),
             hidden=number("hidden_size"),
             layers=layers,

@@ -28,13 +28,13 @@ class Config(Tables):
         known, cause = self.security.submitted_modules, ""
         if known is None:
             own = [each.reference.partition(":")[0] for each in self.environments]
-            known = tuple(each for each in dict.fromkeys(own) if not _is_below(each, _ANY_CODE))
+            known = tuple(each for each in dict.fromkeys(own) if not is_below(each, _ANY_CODE))
             address = self.controller.address
             cause = f" (those of the run's environments, since {address} is not loopback)"
-            if _is_below(module, _ANY_CODE):
+            if is_below(module, _ANY_CODE):
                 cause = " (unless it is set: the arguments of an environment may name any program)"
                 known = ()
-        if _is_below(module, known):
+        if is_below(module, known):
             return ""
         listed = ", ".join(known) or "none"
         return f"security.submitted_modules has no {module}, only {listed}{cause}"
@@ -50,8 +50,9 @@ class Config(Tables):
 _ANY_CODE = ("slipstream.environments.command", "slipstream.environments.frameworks")
 
 
-def _is_below(module: str, packages: Iterable[str]) -> bool:
-    return any(f"{module}.".startswith(f"{each}.") for each in packages)
+def is_below(name: str, above: Iterable[str]) -> bool:
+    """Whether a dotted name is one of `above`, or begins with one and a dot."""
+    return any(f"{name}.".startswith(f"{each}.") for each in above)
 
 
 # Tables that hold or locate secrets, and notes on settings that are none themselves.
@@ -69,11 +70,10 @@ _URL_PASSWORD = re.compile(r"://[^/@\s]+@")
 
 def told_settings(settings: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """Returns all settings but secrets, by names such as `environments.0.weight`."""
-    untold = tuple(f"{name}." for name in (*_UNTOLD, *NOTES))
     return {
         name: value
         for name, value in flat_settings(settings)
-        if not f"{name}.".startswith(untold)
+        if not is_below(name, (*_UNTOLD, *NOTES))
         and not any(map(_SECRET_NAME.search, name.split(".")))
         and not (isinstance(value, str | list) and _URL_PASSWORD.search(str(value)))
     }

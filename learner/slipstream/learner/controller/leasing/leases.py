@@ -101,10 +101,6 @@ class LeaseBook:
             episodes[lease.holder] += len(lease.members)
         return episodes
 
-    def groups_by_holder(self) -> Counter[ServerKey | None]:
-        """Returns the number of groups by server; the key None counts groups without a server."""
-        return Counter(group.holder for group in self.groups.values())
-
     def episodes_by_environment(self) -> Counter[str]:
         """Returns the unfinished members of each environment, closing leases included."""
         episodes: Counter[str] = Counter()
@@ -178,10 +174,6 @@ class LeaseBook:
         return staleness.may_finish(
             group.deadline_step, served_step, self.max_staleness, self.num_steps
         )
-
-    def is_stranded(self, group: Group, served_steps: Iterable[int]) -> bool:
-        """Whether there are servers, of these versions, of which none may finish `group`."""
-        return staleness.is_stranded(self.may_reassign(group, step) for step in served_steps)
 
     def reassign(self, group: Group, holder: ServerKey) -> None:
         """Gives an orphan, a group without a server, to another server."""

@@ -238,7 +238,7 @@ class Scheduler:
             name = group.environment
             if name not in able:
                 able[name] = {r.served_step for r in rooms if self._runs_on(name, r.session.key)}
-            if not self._book.is_stranded(group, able[name]):
+            if not staleness.is_stranded(self._book.may_reassign(group, s) for s in able[name]):
                 continue
             if due is None:
                 due = {each.group_id for each in self._book.due()}

@@ -7,6 +7,7 @@ orders to the server. Waits for: its hello. Unblocked by: the hello, or the limi
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from types import ModuleType
@@ -255,11 +256,11 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         """Returns the present status of the whole run."""
         progress = self._progress
         training = self._book.training_groups()
-        leased = self._book.groups_by_holder()
+        leased = Counter(group.holder for group in self._book.groups.values())
         servers = []
         for session in self._fleet.sessions.values():
             servers.append(describe(session))
-            servers[-1].leased_groups = leased.get(session.key, 0)
+            servers[-1].leased_groups = leased[session.key]
         return pb.RunStatus(
             run_id=progress.run_id,
             state=pb.RunState.Name(progress.state),
