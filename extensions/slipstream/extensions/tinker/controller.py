@@ -34,7 +34,6 @@ from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.state import RecordedBatch
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext, Outbox
-from slipstream.learner.controller.tasks import raise_failure
 from slipstream.learner.controller.trajectories.batch import SetAside, StepOrder, Trained
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.checkpoints import complete_steps, write_kept
@@ -154,9 +153,8 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         outbox = Outbox[pb.OperationResult]()
         reader = asyncio.create_task(self._samples.take(request_iterator, outbox))
         try:
-            async for result in outbox.messages():
+            async for result in outbox.messages(reader):
                 yield result
-            raise_failure(reader)
         finally:
             reader.cancel()
 

@@ -295,9 +295,8 @@ class Relay:
         self._clients[hello.spec.name] = client
         reader = asyncio.create_task(self._read_answers(client, requests))
         try:
-            async for command in client.messages():
+            async for command in client.messages(reader):
                 yield command
-            raise_failure(reader)
         finally:
             reader.cancel()
             self._forget(hello.spec.name, client)
@@ -309,9 +308,8 @@ class Relay:
         answers = Outbox[fleet_pb2.EnvironmentAnswer]()
         reader = asyncio.create_task(self._read_calls(requests, answers))
         try:
-            async for answer in answers.messages():
+            async for answer in answers.messages(reader):
                 yield answer
-            raise_failure(reader)
         finally:
             reader.cancel()
 
@@ -390,12 +388,6 @@ async def first_message(
     except (TimeoutError, StopAsyncIteration):
         code, text = grpc.StatusCode.INVALID_ARGUMENT, "the first message is a hello"
         await abort(context, code, text, Reason.PROTOCOL)
-
-
-def raise_failure(reader: asyncio.Task[None]) -> None:
-    """Raises the error that ended a stream's reader, so that the call fails and logs it."""
-    if reader.done() and not reader.cancelled():
-        reader.result()
 
 
 def _answer(

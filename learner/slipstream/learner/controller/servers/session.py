@@ -152,15 +152,19 @@ class Outbox(Generic[Message]):
                 return waiting.message
         return None
 
-    async def messages(self) -> AsyncIterator[Message]:
+    async def messages(self, reader: asyncio.Task[None] | None = None) -> AsyncIterator[Message]:
         """Yields messages in the order of `pop`, until the outbox is closed and empty.
 
         Raises the error of the future for which a message waits (`after` of `put`), if that fails.
+        At the end it raises the error that ended `reader`, if any, so that the call fails and logs
+        it. The reader takes the other side's messages, and closes the outbox.
         """
         while True:
             while (message := self.pop()) is not None:
                 yield message
             if self._closed and not self._messages:
+                if reader is not None and reader.done() and not reader.cancelled():
+                    reader.result()
                 return
             await self._changed.wait()
             self._changed.clear()

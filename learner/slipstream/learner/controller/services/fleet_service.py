@@ -30,7 +30,7 @@ from slipstream.learner.controller.servers.session import (
     ServerSession,
     describe,
 )
-from slipstream.learner.controller.tasks import Relay, first_message, raise_failure
+from slipstream.learner.controller.tasks import Relay, first_message
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.protocol.queue.base import server_key
 from slipstream.protocol.rich_errors import Reason, abort
@@ -89,9 +89,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                     delivery_key=server_key(self._progress.run_key, session.key.epoch),
                 )
             )
-            async for message in session.outbox.messages():
+            async for message in session.outbox.messages(reader):
                 yield message.encoded() if isinstance(message, JoinedOrder) else message
-            raise_failure(reader)
         finally:
             reader.cancel()
             self._fleet.remove(session, "its stream ended")
