@@ -29,13 +29,7 @@ from slipstream.extensions.redis.connection import (
     check_settings,
 )
 from slipstream.protocol.bounds import decode
-from slipstream.protocol.queue.base import (
-    SMALL_BYTES,
-    Amount,
-    Delivery,
-    OpenSeal,
-    not_sealed,
-)
+from slipstream.protocol.queue.base import Amount, Delivery, OpenSeal, opened
 from slipstream.v1 import trajectory_pb2
 
 GROUP = "controller"
@@ -248,13 +242,12 @@ class RedisReceiver:
                     partial(connection.client.xack, connection.stream, GROUP, entry_id)
                 )
                 continue
-            trajectory_id = TrajectoryId(request.trajectory_id)
-            if entry.size <= SMALL_BYTES:
-                opened = self._open_seal(trajectory_id, request.trajectory)
-            else:
-                opened = await asyncio.to_thread(self._open_seal, trajectory_id, request.trajectory)
-            if fault or opened is None:
-                fault = fault or str(not_sealed(trajectory_id))
+            trajectory_id, delivery = TrajectoryId(request.trajectory_id), None
+            try:
+                delivery = await opened(self._open_seal, request)
+            except ProtocolError as error:
+                fault = fault or str(error)
+            if fault or delivery is None:
                 name = self._connection.name
                 logger.warning("redis at %s: %s is removed: %s", name, entry_id.decode(), fault)
                 self._to_forget[entry_id] = entry.size
@@ -263,8 +256,7 @@ class RedisReceiver:
                 self._entries[trajectory_id][entry_id] = entry.size
             elif entry_id not in self._to_forget:
                 self._entries[trajectory_id] = {entry_id: entry.size}
-                sent = Amount.from_pb(request.sent)
-                await self._deliveries.put(Delivery(trajectory_id, opened, request.tokens, sent))
+                await self._deliveries.put(delivery)
 
     async def _forget(self) -> None:
         while True:

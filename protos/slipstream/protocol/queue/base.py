@@ -210,11 +210,18 @@ def opener(run_key: bytes) -> OpenSeal:
     return open_seal
 
 
-def not_sealed(trajectory_id: TrajectoryId) -> ProtocolError:
-    """Returns the error of a delivery with a wrong seal."""
-    return ProtocolError(
-        f"trajectory {shown(trajectory_id)} is not sealed by the server that it names"
-    )
+async def opened(open_seal: OpenSeal, request: trajectory_pb2.DeliverRequest) -> Delivery:
+    """Returns the delivery in a request; raises ProtocolError if its seal is wrong."""
+    trajectory_id, sealed = TrajectoryId(request.trajectory_id), request.trajectory
+    if len(sealed) <= SMALL_BYTES:
+        data = open_seal(trajectory_id, sealed)
+    else:
+        data = await asyncio.to_thread(open_seal, trajectory_id, sealed)
+    if data is None:
+        raise ProtocolError(
+            f"trajectory {shown(trajectory_id)} is not sealed by the server that it names"
+        )
+    return Delivery(trajectory_id, data, request.tokens, Amount.from_pb(request.sent))
 
 
 def _seal(key: bytes, trajectory_id: TrajectoryId, data: bytes) -> bytes:

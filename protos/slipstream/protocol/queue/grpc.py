@@ -19,13 +19,12 @@ from slipstream.core.errors import QueueError
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.access.security import Credentials, call_metadata
 from slipstream.protocol.queue.base import (
-    SMALL_BYTES,
     Amount,
     ByteBudget,
     Delivery,
     EpochAmounts,
     OpenSeal,
-    not_sealed,
+    opened,
 )
 from slipstream.v1 import trajectory_pb2 as pb
 from slipstream.v1 import trajectory_pb2_grpc
@@ -224,22 +223,12 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer):
 
     async def _read(self, answers: _Answers, requests: AsyncIterable[pb.DeliverRequest]) -> None:
         async for request in requests:
-            trajectory_id = TrajectoryId(request.trajectory_id)
-            if request.ByteSize() <= SMALL_BYTES:
-                data = self._open(request)
-            else:
-                data = await asyncio.to_thread(self._open, request)
-            if data is None:
-                raise not_sealed(trajectory_id)
-            self._answers[trajectory_id] = answers
+            delivery = await opened(self._open_seal, request)
+            self._answers[delivery.trajectory_id] = answers
             # This waits without a limit, at most until the handler ends: senders must wait while
             # `get` is not called.
-            await self._budget.acquire(self._charge(data), timeout_s=None)
-            sent = Amount.from_pb(request.sent)
-            self._waiting.put_nowait(Delivery(trajectory_id, data, request.tokens, sent))
-
-    def _open(self, request: pb.DeliverRequest) -> bytes | None:
-        return self._open_seal(TrajectoryId(request.trajectory_id), request.trajectory)
+            await self._budget.acquire(self._charge(delivery.data), timeout_s=None)
+            self._waiting.put_nowait(delivery)
 
     async def _write(
         self,
