@@ -7,7 +7,7 @@ quarantined, the server is ordered to leave; the run fails if there is no other 
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,71 +82,33 @@ def read_claim(delivery: Delivery, known: ServerEpochs, *, largest_bytes: int) -
     return Claim(name, server, tokens, message.will_retry)
 
 
-@dataclass(frozen=True)
-class KnownFacts:
-    """The facts with which the controller compares a trajectory."""
-
-    servers: Container[ServerKey]
-    # The newest incarnation, with the step of the run's version.
-    newest: PolicyVersion
-    # Number of token ids. 0 if it is unknown.
-    vocabulary: int
-    max_staleness: int
-    # Largest sizes of an episode.
-    sampling: SamplingSection
-    # Likely tokens that the reference's server gives. None if no server answers for it.
-    reference_top_k: int | None = None
-
-
-def contradiction(trajectory: Trajectory, group: Group | None, facts: KnownFacts) -> str:
-    """Returns why a trajectory, of `group` if the book has it, is invalid, or "" if it is valid."""
-    key = ServerKey(trajectory.server_id, trajectory.server_epoch)
-    if key not in facts.servers:
-        return f"no rollout server {key.server_id} ever had the epoch {key.epoch:x}"
-    newest = facts.newest
-    for span in trajectory.version_spans:
-        if span.version.step > newest.step or span.version.incarnation > newest.incarnation:
-            return f"version {span.version} sampled it, the newest is {newest}"
-    if facts.vocabulary and trajectory.token_ids.size:
-        largest = int(np.maximum.reduce(trajectory.token_ids))
-        if largest >= facts.vocabulary:
-            return f"token {largest} is outside the vocabulary of {facts.vocabulary}"
-    logprobs = trajectory.behavior_logprobs
-    # The functions around the ufuncs would double the time for an episode.
-    if logprobs.size and not (highest := float(np.maximum.reduce(logprobs))) <= LARGEST_LOGPROB:
-        return f"a log-probability is {highest}, above 0"
-    if fault := _excess(trajectory, facts) or _reference_fault(trajectory, facts):
-        return fault
-    return "" if group is None else _misfit(trajectory, group, facts.max_staleness)
-
-
-def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
+def _excess(trajectory: Trajectory, sampling: SamplingSection) -> str:
     """Returns the reason why no episode of this run can have this size, or "" if one can."""
-    number, most = len(trajectory.branches), facts.sampling.max_branches
+    number, most = len(trajectory.branches), sampling.max_branches
     if number > most:
         return f"it has {number} branches, sampling.max_branches is {most}"
-    size, most = len(trajectory.token_ids), facts.sampling.max_episode_tokens
+    size, most = len(trajectory.token_ids), sampling.max_episode_tokens
     for place, part in enumerate(trajectory.sequences() if number else (), 1):
         own = part.tokens.stop - part.tokens.start
         if own > most:
             return f"branch {place} has {own} tokens, sampling.max_episode_tokens is {most}"
         if trajectory.has_reward and part.sampled.start == part.sampled.stop:
             return f"branch {place} has no sampled token"
-    if number and size > facts.sampling.total_tokens:
-        most = facts.sampling.total_tokens
+    if number and size > sampling.total_tokens:
+        most = sampling.total_tokens
         return f"its branches have {size} tokens, sampling.max_total_tokens is {most}"
     if not number and size > most:
         return f"it has {size} tokens, sampling.max_episode_tokens is {most}"
     turns = max(trajectory.num_turns, len(trajectory.run_lengths) // 2)
-    most = facts.sampling.max_turns or MAX_TURNS
+    most = sampling.max_turns or MAX_TURNS
     if turns > most:
         return f"it has {turns} turns, sampling.max_turns is {most}"
     if trajectory.has_reward and trajectory.num_sampled_tokens == 0:
         return "it has a reward and no sampled token"
-    number, most = len(trajectory.images), facts.sampling.max_images
+    number, most = len(trajectory.images), sampling.max_images
     if number > most:
         return f"it has {number} images, sampling.max_images is {most}"
-    largest, most = max(map(len, trajectory.images), default=0), facts.sampling.max_image_bytes
+    largest, most = max(map(len, trajectory.images), default=0), sampling.max_image_bytes
     if largest > most:
         return f"it has an image of {largest} bytes, sampling.max_image_bytes is {most}"
     for name, text in (("prompt", trajectory.prompt_text), ("reply", trajectory.reply_text)):
@@ -156,9 +118,12 @@ def _excess(trajectory: Trajectory, facts: KnownFacts) -> str:
     return ""
 
 
-def _reference_fault(trajectory: Trajectory, facts: KnownFacts) -> str:
-    """Returns what is wrong with the reference model's log-probabilities, or "" for no fault."""
-    found, top_k = trajectory.reference, facts.reference_top_k
+def _reference_fault(trajectory: Trajectory, top_k: int | None, vocabulary: int) -> str:
+    """Returns what is wrong with the reference model's log-probabilities, or "" for no fault.
+
+    `top_k` is the number of likely tokens that its server gives, or None without such a server.
+    """
+    found = trajectory.reference
     if found is None:
         is_trained = trajectory.purpose is Purpose.TRAINING and trajectory.has_reward
         lacks = is_trained and top_k is not None
@@ -169,8 +134,8 @@ def _reference_fault(trajectory: Trajectory, facts: KnownFacts) -> str:
             f"reference.top_k is {'not set' if top_k is None else top_k}"
         )
     largest = int(found.top_ids.max(initial=0))
-    if facts.vocabulary and largest >= facts.vocabulary:
-        return f"token {largest} of its reference is outside the vocabulary of {facts.vocabulary}"
+    if vocabulary and largest >= vocabulary:
+        return f"token {largest} of its reference is outside the vocabulary of {vocabulary}"
     return ""
 
 
@@ -239,6 +204,7 @@ class Inspector:
         self._ledger, self._environments = books.ledger, books.environments.entries
         self._again = run_again
         self._largest_bytes = largest_trajectory_bytes(run.config) + NAMES_BYTES
+        # Number of token ids. 0 if it is unknown.
         self._vocabulary = vocabulary_size(run.config)
         # What earlier starts have journaled may be delivered again.
         self.earlier = EarlierIds(RunHistory(), books.journal)
@@ -278,19 +244,7 @@ class Inspector:
             self._ledger.acknowledge(delivery.trajectory_id)
             return None
         group = self._book.groups.get(trajectory.group_id)
-        progress, config = self._progress, self._run.config
-        reference = config.reference
-        is_served = reference is not None and reference.server is not None
-        facts = KnownFacts(
-            servers=self._fleet.epochs,
-            newest=PolicyVersion(progress.newest_incarnation, progress.version.step),
-            vocabulary=self._vocabulary,
-            # Not the bound for new leases, which may be lower by now.
-            max_staleness=config.algorithm.max_staleness,
-            sampling=config.sampling,
-            reference_top_k=reference.top_k if reference is not None and is_served else None,
-        )
-        cause = contradiction(trajectory, group, facts)
+        cause = self.contradiction(trajectory, group)
         entry = self._environments.get(trajectory.environment)
         # Trajectories of withdrawn groups are never trained.
         is_held = not cause and group is not None
@@ -308,6 +262,34 @@ class Inspector:
         if trajectory.has_reward:
             self._in_a_row.pop(key, None)
         return trajectory
+
+    def contradiction(self, trajectory: Trajectory, group: Group | None) -> str:
+        """Returns why a trajectory, of `group` if the book has it, is invalid, or "" if valid."""
+        config, vocabulary, progress = self._run.config, self._vocabulary, self._progress
+        key = ServerKey(trajectory.server_id, trajectory.server_epoch)
+        if key not in self._fleet.epochs:
+            return f"no rollout server {key.server_id} ever had the epoch {key.epoch:x}"
+        newest = PolicyVersion(progress.newest_incarnation, progress.version.step)
+        for span in trajectory.version_spans:
+            if span.version.step > newest.step or span.version.incarnation > newest.incarnation:
+                return f"version {span.version} sampled it, the newest is {newest}"
+        if vocabulary and trajectory.token_ids.size:
+            largest = int(np.maximum.reduce(trajectory.token_ids))
+            if largest >= vocabulary:
+                return f"token {largest} is outside the vocabulary of {vocabulary}"
+        logprobs = trajectory.behavior_logprobs
+        # The functions around the ufuncs would double the time for an episode.
+        if logprobs.size and not (highest := float(np.maximum.reduce(logprobs))) <= LARGEST_LOGPROB:
+            return f"a log-probability is {highest}, above 0"
+        if fault := _excess(trajectory, config.sampling):
+            return fault
+        reference = config.reference
+        top_k = None if reference is None or reference.server is None else reference.top_k
+        fault = _reference_fault(trajectory, top_k, vocabulary)
+        if fault or group is None:
+            return fault
+        # Not the bound for new leases, which may be lower by now.
+        return _misfit(trajectory, group, config.algorithm.max_staleness)
 
     def refuse(self, delivery: Delivery, cause: str, *, is_counted: bool = False) -> None:
         """Quarantines a delivery; `is_counted` says whether the ledger already has its tokens.

@@ -2,7 +2,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from slipstream.core.settings.sections import SamplingSection
+from slipstream.core.settings.role_sections import ReferenceSection, ReferenceServerSection
 from slipstream.core.types import (
     Branch,
     PolicyVersion,
@@ -13,33 +13,50 @@ from slipstream.core.types import (
     Trajectory,
     VersionSpan,
 )
+from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.learner.controller.trajectories.inspection import KnownFacts, contradiction
+from slipstream.learner.controller.trajectories.inspection import Inspector
 from support.fakes.fake_trajectories import GOOD, plain_group
+from support.rigs.lease_rig import books_of
+from support.rigs.publishing_scene import nothing, run_of
 
 KEY = ServerKey(ServerId("a"), 0xF)
-FACTS = KnownFacts(
-    servers={KEY},
-    newest=PolicyVersion(1, 7),
-    vocabulary=10,
-    max_staleness=2,
-    sampling=SamplingSection(
-        max_reply_tokens=8,
-        max_episode_tokens=64,
-        max_total_tokens=96,
-        max_branches=2,
-        max_turns=4,
-        max_images=1,
-        max_image_bytes=3,
-    ),
+RUN = run_of(
+    algorithm={"max_staleness": 2},
+    sampling={
+        "max_reply_tokens": 8,
+        "max_episode_tokens": 64,
+        "max_total_tokens": 96,
+        "max_branches": 2,
+        "max_turns": 4,
+        "max_images": 1,
+        "max_image_bytes": 3,
+    },
 )
+RUN.progress.reached(PolicyVersion(1, 7))
 GROUP = plain_group(deadline_step=8, holder=KEY, allowed={KEY.epoch: range(3)})
 
 
+def fault_of(
+    trajectory: Trajectory,
+    group: Group | None,
+    *,
+    vocabulary: int = 10,
+    reference: ReferenceSection | None = None,
+) -> str:
+    config = RUN.config.model_copy(update={"reference": reference})
+    run = dataclasses.replace(RUN, config=config)
+    books = books_of(run)
+    books.fleet.epochs.join(KEY)
+    inspector = Inspector(run, books, run_again=nothing)
+    inspector._vocabulary = vocabulary
+    return inspector.contradiction(trajectory, group)
+
+
 def test_nothing_speaks_against_a_good_trajectory() -> None:
-    assert contradiction(GOOD, GROUP, FACTS) == ""
+    assert fault_of(GOOD, GROUP) == ""
     # The trajectory's lease may be over.
-    assert contradiction(GOOD, None, FACTS) == ""
+    assert fault_of(GOOD, None) == ""
 
 
 def sampled_by(incarnation: int, step: int) -> dict[str, object]:
@@ -77,7 +94,7 @@ def sampled_by(incarnation: int, step: int) -> dict[str, object]:
     ],
 )
 def test_what_contradicts_the_run_is_named(changes: dict, cause: str) -> None:
-    assert contradiction(dataclasses.replace(GOOD, **changes), GROUP, FACTS) == cause
+    assert fault_of(dataclasses.replace(GOOD, **changes), GROUP) == cause
 
 
 def tree(*lengths: int) -> Trajectory:
@@ -106,7 +123,7 @@ def tree(*lengths: int) -> Trajectory:
     ],
 )
 def test_branches_have_limits_one_by_one_and_together(lengths, changes, cause):
-    assert contradiction(dataclasses.replace(tree(*lengths), **changes), GROUP, FACTS) == cause
+    assert fault_of(dataclasses.replace(tree(*lengths), **changes), GROUP) == cause
 
 
 def test_replies_of_all_branches_count_as_turns() -> None:
@@ -119,24 +136,23 @@ def test_replies_of_all_branches_count_as_turns() -> None:
         version_spans=(VersionSpan(5, PolicyVersion(0, 6)),),
         num_turns=4,
     )
-    assert contradiction(turns, GROUP, FACTS) == "it has 5 turns, sampling.max_turns is 4"
+    assert fault_of(turns, GROUP) == "it has 5 turns, sampling.max_turns is 4"
 
 
 def test_an_evaluated_episode_may_be_of_any_version() -> None:
     group = dataclasses.replace(GROUP, purpose=Purpose.EVALUATION)
     said = dataclasses.replace(GOOD, purpose=Purpose.EVALUATION, **sampled_by(0, 1))
-    assert contradiction(said, group, FACTS) == ""
+    assert fault_of(said, group) == ""
 
 
 def test_without_a_vocabulary_any_token_may_be() -> None:
-    facts = dataclasses.replace(FACTS, vocabulary=0)
     said = dataclasses.replace(GOOD, token_ids=np.array([1, 10**6, 3], np.uint32))
-    assert contradiction(said, GROUP, facts) == ""
+    assert fault_of(said, GROUP, vocabulary=0) == ""
 
 
 def test_a_trajectory_of_a_server_that_never_had_the_group_is_none() -> None:
     group = dataclasses.replace(GROUP, allowed={0xE: range(3)})
-    assert contradiction(GOOD, group, FACTS) == "g was never leased to the server of epoch f"
+    assert fault_of(GOOD, group) == "g was never leased to the server of epoch f"
 
 
 def scored(top_k: int, largest: int) -> dict[str, object]:
@@ -159,5 +175,7 @@ def scored(top_k: int, largest: int) -> dict[str, object]:
     ],
 )
 def test_a_trajectory_has_what_the_runs_reference_says(changes, top_k, cause: str) -> None:
-    facts = dataclasses.replace(FACTS, reference_top_k=top_k)
-    assert contradiction(dataclasses.replace(GOOD, **changes), None, facts) == cause
+    server = ReferenceServerSection(base_url="http://there/v1", model="m")
+    reference = None if top_k is None else ReferenceSection(server=server, top_k=top_k)
+    said = dataclasses.replace(GOOD, **changes)
+    assert fault_of(said, None, reference=reference) == cause
