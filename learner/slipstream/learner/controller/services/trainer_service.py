@@ -129,7 +129,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._run, self._progress = run, run.progress
         self._orders, self._former = orders, orders.former
         self._publisher, self._parts = orders.publisher, orders.parts
-        self.finished = asyncio.Event()
+        # Set when the trainer leaves on purpose.
         self.goodbye: pb.TrainerGoodbye | None = None
         self.place = TrainerPlace(run)
         self._lock = asyncio.Lock()
@@ -388,7 +388,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if request.export_path:
             kind = "trained" if self._progress.version.step else "untrained"
             self._run.events.add(f"the {kind} model lies in {request.export_path}")
-        self.finished.set()
         self._run.signal.notify()
         return pb.TrainerGoodbyeReceipt()
 
@@ -396,7 +395,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     def _is_stopping(self) -> bool:
         """Whether the run is stopping and a trainer, even a restarted one, must save and export."""
         stopping = self._progress.state == status_pb2.RUN_STATE_STOPPING
-        return stopping and self._progress.has_trainer and not self.finished.is_set()
+        return stopping and self._progress.has_trainer and self.goodbye is None
 
 
 def _impossible(hello: pb.TrainerHello) -> str:
@@ -421,7 +420,7 @@ async def await_goodbye(run: Run, trainer: TrainerServicer, *, silence_s: float)
     progress = run.progress
     progress.waits_for("the trainer to save and export the model")
     begun_s = run.clock.now_s()
-    while not trainer.finished.is_set() and not progress.has_failed:
+    while trainer.goodbye is None and not progress.has_failed:
         silent_s = run.clock.now_s() - max(begun_s, progress.trainer_heard_s)
         if silent_s > silence_s:
             progress.fail(

@@ -206,7 +206,7 @@ async def test_a_model_that_no_step_has_changed_is_called_untrained(num_steps, w
     run.progress.stop("enough")
     await servicer.Finish(trainer_pb2.TrainerGoodbye(export_path="final"), Call(1))
     assert [event.text for event in run.events.kept()][-1] == f"the {what} model lies in final"
-    assert servicer.finished.is_set() and not run.progress.has_failed
+    assert servicer.goodbye is not None and not run.progress.has_failed
 
 
 @pytest.mark.parametrize("has_failed", [False, True])
