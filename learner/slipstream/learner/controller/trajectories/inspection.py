@@ -8,7 +8,6 @@ quarantined, the server is ordered to leave; the run fails if there is no other 
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -48,21 +47,12 @@ LARGEST_LOGPROB = 1e-3
 NAMES_BYTES = 64 << 10
 
 
-@dataclass(frozen=True)
-class Claim:
-    """The facts that an untrusted delivery states about itself, as far as they are readable."""
+def read_claim(
+    delivery: Delivery, known: ServerEpochs, *, largest_bytes: int
+) -> tuple[ServerKey, int, bool]:
+    """Returns what an untrusted delivery states about itself, as far as readable; never raises.
 
-    # Parsed id. None if servers make no such id.
-    name: TrajectoryName | None
-    server: ServerKey
-    # Number of sampled tokens.
-    tokens: int
-    will_retry: bool
-
-
-def read_claim(delivery: Delivery, known: ServerEpochs, *, largest_bytes: int) -> Claim:
-    """Returns what a delivery states about itself; never raises.
-
+    This is its server, its number of sampled tokens, and whether the server will retry the episode.
     The server is the server in `known` with the epoch in the delivery's id. If there is none, it is
     the server that the decoded trajectory names, or unknown. If a delivery has more than
     `largest_bytes`, or cannot be decoded, only its id is read.
@@ -79,7 +69,7 @@ def read_claim(delivery: Delivery, known: ServerEpochs, *, largest_bytes: int) -
     if server.server_id == UNKNOWN and is_server_id(message.server_id):
         server = ServerKey(ServerId(message.server_id), message.server_epoch)
     tokens = min(sum(message.run_lengths[1::2]), MAX_TRAJECTORY_BYTES // 4)
-    return Claim(name, server, tokens, message.will_retry)
+    return server, tokens, message.will_retry
 
 
 def _excess(trajectory: Trajectory, sampling: SamplingSection) -> str:
@@ -296,21 +286,23 @@ class Inspector:
 
         A server whose deliveries are all quarantined is sent away; the run fails if it is the last.
         """
-        claim = read_claim(delivery, self._fleet.epochs, largest_bytes=self._largest_bytes)
-        trajectory_id, server = delivery.trajectory_id, claim.server
-        group_id = GroupId("") if claim.name is None else claim.name.group_id
+        server, tokens, will_retry = read_claim(
+            delivery, self._fleet.epochs, largest_bytes=self._largest_bytes
+        )
+        trajectory_id, name = delivery.trajectory_id, TrajectoryName.parse(delivery.trajectory_id)
+        group_id = GroupId("") if name is None else name.group_id
         if self.earlier.holds(group_id, trajectory_id):
             self._ledger.acknowledge(trajectory_id)
             return
         if not is_counted and not self._ledger.receive(
-            server, trajectory_id, claim.tokens, delivery.sent
+            server, trajectory_id, tokens, delivery.sent
         ):
             return
         self.num_quarantined += 1
         self._in_a_row[server] += 1
         if len(self._in_a_row) > MAX_SERVERS:
             del self._in_a_row[next(iter(self._in_a_row))]
-        end, tokens = TrajectoryEnd.QUARANTINED, claim.tokens
+        end = TrajectoryEnd.QUARANTINED
         self._ledger.record(trajectory_id, end, cause, tokens=tokens, server=server)
         told = f"quarantined {trajectory_id} of rollout server {server.server_id}: {cause}"
         self._run.events.add(told, logging.ERROR)
@@ -325,6 +317,6 @@ class Inspector:
             elif session is not None and not session.is_leaving:
                 self._run.events.add(f"{fault}; it is sent away", logging.ERROR)
                 self._fleet.order_drain(session, fault, finish=False)
-        if claim.name is not None:
-            self._again(claim.name, cause, claim.will_retry)
+        if name is not None:
+            self._again(name, cause, will_retry)
         self._run.signal.notify()
