@@ -269,7 +269,11 @@ class Scheduler:
     def _fill_rooms(
         self, rooms: Sequence[ServerRoom], limit: int
     ) -> tuple[list[Grant], LeaseWait | None]:
-        """Returns the grants, and why there is not another one, or None at the limit."""
+        """Leases at most `limit` new groups to servers with room for them.
+
+        Returns the grants, and why there is not another one, or None at the limit. Each grant is
+        journaled before the next one is chosen.
+        """
         if not rooms:
             return [], LeaseWait.SERVER
         book, environments = self._book, self._environments
