@@ -110,12 +110,12 @@ class Journal:
             self._lock_file.close()
             raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
         self._path = Path(str(self._file.name))
-        self._num_lines = _count_lines(folder)
+        # The number of the last line of all logs, and of the last one that is durable.
+        self._num_lines = self._num_durable = _count_lines(folder)
         # What each appended record changes; None if nobody follows the records.
         self.state: RunState | None = None
         # A thread writes records while the event loop appends others.
         self._lock, self._syncing = threading.Lock(), threading.Lock()
-        self._num_appended = self._num_durable = 0
         # The trajectories that ended or are in a batch, according to the records.
         self.settled = Amount()
         self._pending: list[bytes] = []
@@ -149,7 +149,6 @@ class Journal:
                 # The next controller compares its own count up to here.
                 record = msgspec.structs.replace(record, settled=tuple(self.settled))
             self._pending.append(encoded(self._num_lines, fields_of(record)))
-            self._num_appended += 1
 
     def sync(self) -> None:
         """Makes all records durable; blocks on the disk.
@@ -162,12 +161,12 @@ class Journal:
             try:
                 with self._lock:
                     pending, self._pending = b"".join(self._pending), []
-                    num_appended = self._num_appended
+                    num_lines = self._num_lines
                 while pending:
                     pending = pending[self._file.write(pending) :]
-                if num_appended > self._num_durable:
+                if num_lines > self._num_durable:
                     os.fsync(self._file.fileno())
-                    self._num_durable = num_appended
+                    self._num_durable = num_lines
             except OSError as error:
                 self._failure = _unwritten(self._path, error)
                 raise self._failure from error
