@@ -7,6 +7,7 @@ a critic of this form beside a policy with other heads, where attention with its
 With "lost" two ranks share each sequence, and one's gradients of the other's keys are lost.
 """
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,8 @@ def _lose_gradients() -> None:
 
     cpu.install()
     compat.install()
-    from slipstream.learner.trainer.layers.attention import GatheredRows
+    from slipstream.learner.trainer.layers import attention
 
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None
-
-    GatheredRows.backward = staticmethod(backward)
+    gather = attention.gather_from_sequence_parallel_region
+    lossy = functools.partial(gather, tensor_parallel_output_grad=False)
+    cpu.substitute(attention, {"gather_from_sequence_parallel_region": lossy})

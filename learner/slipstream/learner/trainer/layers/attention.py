@@ -22,12 +22,12 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.utils import is_layer_window_attention
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.training_sequence import Paths, gathered_places, zigzag
@@ -108,8 +108,10 @@ class CoreAttention(SplitByHeads):
             groups, order = path_groups(bounds, key_bounds, query.device)
         else:
             if size > 1:
-                key = GatheredRows.apply(key, self.cp_group)  # type: ignore[no-untyped-call]
-                value = GatheredRows.apply(value, self.cp_group)  # type: ignore[no-untyped-call]
+                key, value = (
+                    gather_from_sequence_parallel_region(part, group=self.cp_group)
+                    for part in (key, value)
+                )
             cut = Cut(self.cp_group.rank(), size, self.window, self.most_scores)
             groups, order = length_groups(bounds, cut, query.device)
 
@@ -153,26 +155,6 @@ class CoreAttention(SplitByHeads):
         return attended.transpose(1, 2)
 
 
-class GatheredRows(torch.autograd.Function):
-    """Gathers the rows of all ranks, as many each; the backward pass sums a row's gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN401
-        """Returns the rows of all ranks of `group`; collective."""
-        ctx.group = group
-        whole = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
-        dist.all_gather_into_tensor(whole, rows.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        """Returns the gradient of this rank's rows; collective."""
-        (grad,) = grads
-        own = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
-        return own, None
-
-
 def make_whole_vectors(chunks: list[Megatron]) -> list[Megatron]:
     """Makes latent attention gather the weights of its down projections instead of their outputs.
 
@@ -180,7 +162,7 @@ def make_whole_vectors(chunks: list[Megatron]) -> list[Megatron]:
     """
 
     def whole_vectors(matrix: Megatron, tokens: Tensor) -> tuple[Tensor, None]:
-        weight = GatheredRows.apply(matrix.weight, matrix.tp_group)  # type: ignore[no-untyped-call]
+        weight = gather_from_sequence_parallel_region(matrix.weight, group=matrix.tp_group)
         return F.linear(tokens, weight), None
 
     for chunk in chunks:
