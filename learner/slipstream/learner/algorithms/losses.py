@@ -288,6 +288,10 @@ class Reduce(Enum):
 
     MEAN = "mean"
     LARGEST = "largest"
+    # The mean, or no metric in a step without such a token.
+    KNOWN_MEAN = "known mean"
+    # The number of tokens, each counted once for all passes, whose value is true.
+    NUMBER = "number"
     # The number of tokens whose value is not finite: a fault of a user's function, no metric.
     FAULTS = "faults"
 

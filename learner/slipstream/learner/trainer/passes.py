@@ -21,7 +21,7 @@ from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.functions import named_loss
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
 from slipstream.learner.algorithms.losses import token_terms
-from slipstream.learner.trainer.algorithms.loss import TokenLoss, TokenStatistics
+from slipstream.learner.trainer.algorithms.loss import TokenLoss
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.training_sequence import MicroBatch, TrainingSequence
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel, stored_adapter
@@ -276,6 +276,4 @@ class _PassLoss:
         # The schedule divides the sum over all ranks by this number over all ranks: 1.
         is_first = place == 0 and ranks.dp_rank == 0 and ranks.cp_rank == 0
         number = losses.new_full((), int(is_first), dtype=torch.int)
-        nothing = losses.new_zeros(0)
-        statistics = TokenStatistics(nothing, nothing, nothing, nothing)
-        return TokenLoss(losses.sum(), number, statistics, losses.detach())
+        return TokenLoss(losses.sum(), number, losses.new_zeros(0), losses.detach())

@@ -387,10 +387,11 @@ def loss_fault(
 
 def bits_fault(step: int, found: StepStatistics) -> RunFailed:
     """Returns the error for log-probabilities that differ between learner and engine."""
+    gap = found.metrics()["logprob_gap_max"]
     return RunFailed(
         f"step {step + 1}: algorithm.agreement = 'bits', but {found.unequal_tokens} tokens that "
         "the same weights sampled have other log-probabilities in the learner than in the engine, "
-        f"by up to {found.largest_gap:.1e}: their devices, versions of torch or of vLLM differ; "
+        f"by up to {gap:.1e}: their devices, versions of torch or of vLLM differ; "
         "the weights were not changed"
     )
 

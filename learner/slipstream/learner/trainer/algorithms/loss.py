@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TypeAlias
 
 import numpy as np
@@ -58,6 +57,21 @@ from torch import Tensor
 Reports: TypeAlias = dict[str, list[float]]
 # One bin for each lag 0 to 6, and one for all larger lags.
 NUM_LAGS = 8
+
+# The columns of all steps.
+OF_ALL_STEPS = [
+    *(Column(name, Reduce.MEAN) for name in ("loss", "entropy", "kl_reference")),
+    Column("trained_tokens", Reduce.NUMBER),
+    Column("importance_weight_mean", Reduce.MEAN),
+    # The squares of the weights, until `StepStatistics.metrics` has the mean of the weights.
+    Column("effective_sample_size", Reduce.MEAN),
+    Column("kl", Reduce.MEAN),
+    # The gaps between the trainer's and the engine's log-probabilities.
+    Column("logprob_gap_mean", Reduce.MEAN),
+    Column("logprob_gap_max", Reduce.LARGEST),
+    *(Column(f"logprob_{kind}_tokens", Reduce.NUMBER) for kind in ("gap", "unequal")),
+    *(Column(f"logprob_gap_lag_{lag}", Reduce.KNOWN_MEAN) for lag in range(1, NUM_LAGS)),
+]
 
 # The values of the tokens in a mask: (column, values, mask).
 Values = tuple[Column, Tensor, Tensor]
@@ -356,7 +370,8 @@ class TokenLoss:
     # Sum over the trained tokens; the caller divides by the trained tokens of the mini-batch.
     loss: Tensor
     num_tokens: Tensor
-    statistics: TokenStatistics
+    # The table of `token_statistics`; all sums are 0 if no token is trained.
+    statistics: Tensor
     # The terms of the sum, detached [tokens].
     token_losses: Tensor
 
@@ -366,120 +381,66 @@ class StepStatistics:
 
     def __init__(self, epochs: int = 1, columns: Sequence[Column] = ()) -> None:
         """Takes the passes over the batch and all columns of the step, the same on all ranks."""
-        self._epochs, self._columns = epochs, columns
-        # The `sums`, `gaps` and `reports` of `TokenStatistics` in one row.
-        self._sizes = [len(LossSum), 2 * NUM_LAGS, 2 * len(columns)]
-        self._sums = torch.zeros(sum(self._sizes), dtype=torch.float64)
-        self._maxima = torch.full((1 + len(columns),), -math.inf)
+        self._epochs, self._columns = epochs, [*OF_ALL_STEPS, *columns]
+        self._table = _new_table(self._columns)
 
-    def add(self, found: Sequence[TokenStatistics], ranks: Ranks) -> float:
+    def add(self, found: Sequence[Tensor], ranks: Ranks) -> float:
         """Adds this rank's part of a mini-batch; returns its loss over all ranks. Collective."""
-        mine, maxima = torch.zeros_like(self._sums), torch.full_like(self._maxima, -math.inf)
+        own = _new_table(self._columns)
         if ranks.counts:
             # All are copied at once, because each copy waits for the device.
-            parts = ([o.sums, o.gaps.flatten(), o.reports.flatten(), o.maxima] for o in found)
-            for row in torch.stack(list(map(torch.cat, parts))).cpu():
-                mine += row[: len(mine)]
-                maxima = torch.maximum(maxima, row[len(mine) :].float())
-        total = ranks.sum(mine)
-        self._sums += total
-        self._maxima = torch.maximum(self._maxima, ranks.max(maxima))
-        return float(total[LossSum.LOSS])
+            for table in torch.stack(list(found)).cpu():
+                _add(own, table)
+        ranks.sum(own[:2])
+        ranks.max(own[2])
+        _add(self._table, own)
+        # The first column is the loss.
+        return float(own[0, 0])
 
     @property
     def fault(self) -> str:
         """The first fault of a function, such as a value that is not finite, or "" if none."""
-        (sums, _), largest = self._table(2), self._maxima[1:].tolist()
-        for column, number, most in zip(self._columns, sums, largest, strict=True):
-            if column.reduce is Reduce.FAULTS and number:
-                return f"{column.name} gave {number:.0f} tokens a value that is not finite"
-            if not (math.isfinite(number) and most < math.inf):
+        columns = zip(self._columns, *self._table.tolist(), strict=True)
+        for column, total, _, most in [*columns][len(OF_ALL_STEPS) :]:
+            if column.reduce is Reduce.FAULTS and total:
+                return f"{column.name} gave {total:.0f} tokens a value that is not finite"
+            if not (math.isfinite(total) and most < math.inf):
                 return f"the report {column.name} is not finite"
         return ""
 
     @property
     def unequal_tokens(self) -> int:
         """Number of tokens of lag 0 whose log-probability differs from the engine's in any bit."""
-        return round(self._total(LossSum.UNEQUAL) / self._epochs)
-
-    @property
-    def largest_gap(self) -> float:
-        """Largest gap between the trainer's and the engine's log-probabilities at lag 0."""
-        return max(0.0, float(self._maxima[0]))
+        return round(self.metrics()["logprob_unequal_tokens"])
 
     def join(self, others: StepStatistics) -> None:
         """Adds the sums of other mini-batches of the same step."""
-        self._sums += others._sums
-        self._maxima = torch.maximum(self._maxima, others._maxima)
+        _add(self._table, others._table)
 
     def metrics(self) -> dict[str, float]:
         """Returns means over the tokens and passes of the step, by the names in docs/metrics.md."""
-        weight, squared = self._total(LossSum.WEIGHT), self._total(LossSum.WEIGHT_SQUARED)
-        sampled = max(1.0, self._total(LossSum.SAMPLED))
-        trained = max(1.0, self._total(LossSum.TOKENS))
-        gaps, tokens = self._table(1)
-        found = {
-            "loss": self._total(LossSum.LOSS) / trained,
-            "entropy": self._total(LossSum.ENTROPY) / trained,
-            "importance_weight_mean": weight / sampled,
-            "effective_sample_size": weight**2 / (sampled * squared) if squared else 0.0,
-            "kl": self._total(LossSum.KL) / sampled,
-            "kl_reference": self._total(LossSum.REFERENCE_KL) / trained,
-            "trained_tokens": self._total(LossSum.TOKENS) / self._epochs,
-            "logprob_gap_mean": gaps[0] / max(1.0, tokens[0]),
-            "logprob_gap_max": self.largest_gap,
-            "logprob_gap_tokens": tokens[0] / self._epochs,
-            "logprob_unequal_tokens": self._total(LossSum.UNEQUAL) / self._epochs,
-        }
-        for lag in range(1, NUM_LAGS):
-            if tokens[lag]:
-                found[f"logprob_gap_lag_{lag}"] = gaps[lag] / tokens[lag]
-        sums, numbers = self._table(2)
-        for place, column in enumerate(self._columns):
+        found = {}
+        for column, total, number, most in zip(self._columns, *self._table.tolist(), strict=True):
             if column.reduce is Reduce.LARGEST:
-                largest = float(self._maxima[1 + place])
-                found[column.name] = largest if math.isfinite(largest) else 0.0
-            elif column.reduce is Reduce.MEAN:
-                found[column.name] = sums[place] / max(1.0, numbers[place])
+                found[column.name] = 0.0 if most == -math.inf else most
+            elif column.reduce is Reduce.NUMBER:
+                found[column.name] = total / self._epochs
+            elif column.reduce is Reduce.MEAN or (column.reduce is Reduce.KNOWN_MEAN and number):
+                found[column.name] = total / max(1.0, number)
+        if squared := found["effective_sample_size"]:
+            found["effective_sample_size"] = found["importance_weight_mean"] ** 2 / squared
         return found
 
-    def _table(self, place: int) -> list[list[float]]:
-        rows: list[list[float]] = torch.split(self._sums, self._sizes)[place].view(2, -1).tolist()
-        return rows
 
-    def _total(self, name: LossSum) -> float:
-        return float(self._sums[name])
-
-
-class LossSum(IntEnum):
-    """Indices of `TokenStatistics.sums`; from `SAMPLED` on they leave out tokens of the context."""
-
-    LOSS = 0
-    TOKENS = 1
-    ENTROPY = 2
-    REFERENCE_KL = 3
-    SAMPLED = 4
-    WEIGHT = 5
-    WEIGHT_SQUARED = 6
-    KL = 7
-    # Tokens of lag 0 whose log-probability has other bits than the engine's.
-    UNEQUAL = 8
+def _new_table(columns: Sequence[Column], device: torch.device | None = None) -> Tensor:
+    table = torch.zeros(3, len(columns), dtype=torch.float64, device=device)
+    table[2] = -math.inf
+    return table
 
 
-@dataclass(frozen=True)
-class TokenStatistics:
-    """Statistics of one micro batch on one rank; all sums are 0 if it has no trained token."""
-
-    # float64, indexed by `LossSum`.
-    sums: Tensor
-    # float64 [2, NUM_LAGS]: for each lag the sum of absolute gaps of the log-probabilities, and
-    # the number of tokens.
-    gaps: Tensor
-    # float64 [2, columns]: sum and number of tokens of each column.
-    reports: Tensor
-    # float32 [1 + columns]: the largest gap of the log-probabilities among tokens of lag 0, and the
-    # largest value of each column.
-    maxima: Tensor
+def _add(table: Tensor, other: Tensor) -> None:
+    table[:2] += other[:2]
+    torch.maximum(table[2], other[2], out=table[2])
 
 
 @torch.no_grad()
@@ -487,43 +448,43 @@ def token_statistics(
     losses: Tensor,
     weights: Tensor,
     tokens: LossInputs,
-    found: Sequence[Values],
+    reports: Sequence[Values],
     columns: Sequence[Column],
-) -> TokenStatistics:
-    """Returns a micro batch's statistics from its tokens' losses and weights, for `columns`."""
+) -> Tensor:
+    """Returns a table of a micro batch, of tokens' losses, weights and `reports`, for a step.
+
+    It is float64 [3, columns of all steps and `columns`]: sum, number of tokens and largest value.
+    """
     mask, behavior, policy = tokens.mask, tokens.behavior_logprobs, tokens.logprobs
     is_sampled = mask & ~tokens.is_given
-    reference = tokens.reference_logprobs
-    sums_of = {
-        LossSum.LOSS: losses,
-        LossSum.TOKENS: mask,
-        LossSum.ENTROPY: tokens.entropy,
-        LossSum.SAMPLED: is_sampled,
-        LossSum.WEIGHT: weights,
-        LossSum.WEIGHT_SQUARED: weights.double().square(),
+    is_newest = is_sampled & (tokens.lags == 0)
+    reference = policy if tokens.reference_logprobs is None else tokens.reference_logprobs
+    gaps = (tokens.proximal_logprobs - behavior).abs()
+    lags = tokens.lags.clamp(max=NUM_LAGS - 1)
+    values_of = {
+        "loss": (losses, mask),
+        "entropy": (tokens.entropy, mask),
+        "kl_reference": (kl_estimate(policy, reference, "k3"), mask),
+        "trained_tokens": (mask, mask),
+        "importance_weight_mean": (weights, is_sampled),
+        "effective_sample_size": (weights.double().square(), is_sampled),
         # KL(behavior || policy): the behavior policy sampled the tokens.
-        LossSum.KL: kl_estimate(behavior, policy, "k3"),
-        LossSum.UNEQUAL: (tokens.lags == 0) & (tokens.proximal_logprobs != behavior),
-        LossSum.REFERENCE_KL: torch.zeros_like(policy)
-        if reference is None
-        else kl_estimate(policy, reference, "k3"),
+        "kl": (kl_estimate(behavior, policy, "k3"), is_sampled),
+        "logprob_gap_mean": (gaps, is_newest),
+        "logprob_gap_max": (gaps, is_newest),
+        "logprob_gap_tokens": (is_newest, is_newest),
+        "logprob_unequal_tokens": (tokens.proximal_logprobs != behavior, is_newest),
     }
-    masks = {name: mask if name < LossSum.SAMPLED else is_sampled for name in LossSum}
-    masked = [torch.where(masks[name], sums_of[name], 0) for name in LossSum]
-    sums = torch.stack([values.sum(dtype=torch.float64) for values in masked])
-    gap = torch.where(is_sampled, (tokens.proximal_logprobs - behavior).abs(), 0.0)
-    gaps = torch.zeros(2, NUM_LAGS, dtype=torch.float64, device=mask.device)
-    lags = tokens.lags.clamp(0, NUM_LAGS - 1).long()
-    gaps.index_add_(1, lags, torch.stack([gap.double(), is_sampled.double()]))
-    reports = torch.zeros(2, len(columns), dtype=torch.float64, device=mask.device)
-    maxima = torch.full((1 + len(columns),), -math.inf, device=mask.device)
-    maxima[0] = torch.where(tokens.lags == 0, gap, 0.0).max()
-    for column, values, own in found:
-        place = columns.index(column)
+    for lag in range(1, NUM_LAGS):
+        values_of[f"logprob_gap_lag_{lag}"] = gaps, is_sampled & (lags == lag)
+    every = [*OF_ALL_STEPS, *columns]
+    table, places = _new_table(every, mask.device), {c: place for place, c in enumerate(every)}
+    of_all_steps = [(column, *values_of[column.name]) for column in OF_ALL_STEPS]
+    for column, values, own in (*of_all_steps, *reports):
+        total, number, largest = table[:, places[column]]
         if column.reduce is Reduce.LARGEST:
-            largest = torch.where(own, values, -math.inf).max()
-            maxima[1 + place] = torch.maximum(maxima[1 + place], largest)
+            torch.maximum(largest, torch.where(own, values, -math.inf).max(), out=largest)
         else:
-            reports[0, place] += torch.where(own, values, 0).sum(dtype=torch.float64)
-            reports[1, place] += own.sum()
-    return TokenStatistics(sums, gaps, reports, maxima)
+            total += torch.where(own, values, 0).sum(dtype=torch.float64)
+            number += own.sum()
+    return table

@@ -9,8 +9,7 @@ from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.algorithms.functions import TAKEN
 from slipstream.learner.algorithms.losses import step_columns
 from slipstream.learner.trainer.algorithms.loss import (
-    NUM_LAGS,
-    LossSum,
+    OF_ALL_STEPS,
     StepStatistics,
     TokenLoss,
     policy_loss,
@@ -32,9 +31,15 @@ def loss_of(policy, batch, settings=USUAL, *, old=None, entropy=None):
 def reported(found: TokenLoss, settings: AlgorithmSection) -> dict[str, float]:
     """Sums of the reports over the tokens, and of the largest ones their values."""
     columns = step_columns(settings, has_reference=False)
-    sums, largest = found.statistics.reports[0].tolist(), found.statistics.maxima[1:].tolist()
+    sums, _, largest = found.statistics[:, len(OF_ALL_STEPS) :].tolist()
     found = zip(columns, sums, largest, strict=True)
     return {c.name: m if c.name.endswith("_max") else s for c, s, m in found}
+
+
+def of_all_steps(statistics: Tensor) -> dict[str, tuple[float, float]]:
+    """Sums and numbers of tokens of the columns of all steps."""
+    sums, numbers, _ = statistics[:, : len(OF_ALL_STEPS)].tolist()
+    return {c.name: pair for c, *pair in zip(OF_ALL_STEPS, sums, numbers, strict=True)}
 
 
 def gradient(found: TokenLoss, policy: Tensor) -> list[float]:
@@ -49,9 +54,10 @@ def test_tokens_that_no_policy_sampled_have_a_ratio_of_one(weight: str, loss: st
     batch = micro_batch([math.nan, math.nan], [1.0, 0.5], lags=[0, 2])
     found = loss_of(policy, batch, algorithm(loss=loss, weight=weight))
     assert gradient(found, policy) == pytest.approx([-1.0, -0.5])
-    assert found.statistics.sums[LossSum.TOKENS] == 2
-    assert not found.statistics.sums[LossSum.SAMPLED :].any()
-    assert not found.statistics.gaps.any()
+    sums = of_all_steps(found.statistics)
+    of_context = ("loss", "entropy", "kl_reference", "trained_tokens")
+    assert [sums.pop(name)[1] for name in of_context] == [2] * 4
+    assert not any(map(any, sums.values()))
 
 
 def test_statistics_are_sums_over_the_trained_tokens() -> None:
@@ -61,26 +67,27 @@ def test_statistics_are_sums_over_the_trained_tokens() -> None:
         behavior, [2.0, -1.0, 9.0], [True, True, False], lags=[0, 9, 0], reference=[-2.0, -1.0, 3.0]
     )
     loss = loss_of(policy, batch)
-    found = loss.statistics
-    sums = dict(zip(LossSum, found.sums.tolist(), strict=True))
-    assert sums == pytest.approx(
-        {
-            LossSum.LOSS: -1.0,
-            LossSum.TOKENS: 2,
-            LossSum.ENTROPY: 2,
-            LossSum.UNEQUAL: 1,
-            LossSum.SAMPLED: 2,
-            LossSum.WEIGHT: 3.5,
-            LossSum.WEIGHT_SQUARED: 2.25 + 4,
-            LossSum.KL: 0.5 - math.log(1.5) + 3 - math.log(4),
-            LossSum.REFERENCE_KL: math.exp(-1) - 1 + 1,
-        },
-        rel=1e-5,
-    )
-    assert found.gaps[:, 0].tolist() == pytest.approx([math.log(1.5), 1], rel=1e-5)
-    assert found.gaps[:, NUM_LAGS - 1].tolist() == pytest.approx([math.log(4), 1], rel=1e-5)
-    assert found.gaps[:, 1 : NUM_LAGS - 1].sum() == 0
-    assert found.maxima[0] == pytest.approx(math.log(1.5))
+    sums = of_all_steps(loss.statistics)
+    expected = {
+        "loss": [-1.0, 2],
+        "trained_tokens": [2, 2],
+        "entropy": [2, 2],
+        "logprob_unequal_tokens": [1, 1],
+        "importance_weight_mean": [3.5, 2],
+        "effective_sample_size": [2.25 + 4, 2],
+        "kl": [0.5 - math.log(1.5) + 3 - math.log(4), 2],
+        "kl_reference": [math.exp(-1) - 1 + 1, 2],
+        "logprob_gap_mean": [math.log(1.5), 1],
+        "logprob_gap_tokens": [1, 1],
+        "logprob_gap_lag_7": [math.log(4), 1],
+    }
+    assert {name: sums.pop(name) for name in expected} == {
+        name: pytest.approx(pair, rel=1e-5) for name, pair in expected.items()
+    }
+    # The largest gap has no sum.
+    assert not any(map(any, sums.values()))
+    largest = [column.name for column in OF_ALL_STEPS].index("logprob_gap_max")
+    assert loss.statistics[2, largest] == pytest.approx(math.log(1.5))
     assert reported(loss, USUAL) == pytest.approx(
         {
             "clip_fraction": 0,
@@ -108,7 +115,7 @@ def test_masks_and_clips_are_counted() -> None:
     assert counts["dual_clip_fraction"] == 1
     assert counts["masked_token_fraction"] == 1
     assert counts["masked_sequence_fraction"] == 1
-    assert found.statistics.sums[LossSum.WEIGHT] == 2
+    assert of_all_steps(found.statistics)["importance_weight_mean"][0] == 2
 
 
 def test_ratio_to_the_behavior_policy_clips_in_the_first_mini_batch_too() -> None:
@@ -118,7 +125,7 @@ def test_ratio_to_the_behavior_policy_clips_in_the_first_mini_batch_too() -> Non
     found = loss_of(policy, batch, algorithm(**BEHAVIOR))
     assert found.loss.item() == pytest.approx(-1.2 - 1.0)
     assert gradient(found, policy) == pytest.approx([0.0, -1.0])
-    assert found.statistics.sums[LossSum.WEIGHT] == 2
+    assert of_all_steps(found.statistics)["importance_weight_mean"][0] == 2
     proximal = loss_of(policy, batch, algorithm(weight="none"))
     assert gradient(proximal, policy) == pytest.approx([-1.0, -1.0])
 
@@ -185,7 +192,7 @@ def test_log_ratios_of_any_size_give_finite_losses_gradients_and_statistics(gap,
     for old in (None, torch.zeros(1)):
         policy = torch.tensor([gap], requires_grad=True)
         found = loss_of(policy, batch, settings, old=old)
-        everything = [*gradient(found, policy), *found.statistics.sums.tolist()]
+        everything = [*gradient(found, policy), *found.statistics[:2].flatten().tolist()]
         assert all(math.isfinite(value) for value in everything)
 
 
@@ -203,8 +210,7 @@ def test_everything_stays_on_the_device_of_the_micro_batch(loss: str) -> None:
     policy = torch.zeros(3, device="meta", requires_grad=True)
     found = loss_of(policy, batch, settings, old=policy.detach(), entropy=policy)
     found.loss.backward()
-    statistics = found.statistics
-    for tensor in (found.num_tokens, statistics.sums, statistics.gaps, statistics.maxima):
+    for tensor in (found.num_tokens, found.statistics):
         assert tensor.device.type == "meta"
 
 
