@@ -117,11 +117,10 @@ class TrainedModel(ParallelModel):
         for group in self.optimizer.param_groups:
             if "step" in group:
                 group["step"] = 0
-        for part in self.optimizer.chained_optimizers:
-            if not part.is_stub_optimizer:
-                for state in part.optimizer.state.values():
-                    for value in state.values():
-                        value.zero_()
+        for part in torch_optimizers(self.optimizer):
+            for state in part.state.values():
+                for value in state.values():
+                    value.zero_()
 
     def gather_parameters(self) -> None:
         """Runs an all-gather that was deferred to the next forward pass, for exports before it."""
@@ -135,6 +134,12 @@ def unwrapped(chunk: Megatron) -> Megatron:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
+
+
+def torch_optimizers(optimizer: Megatron) -> list[Megatron]:
+    """Returns the torch optimizers inside Megatron's optimizer."""
+    parts = optimizer.chained_optimizers
+    return [part.optimizer for part in parts if not part.is_stub_optimizer]
 
 
 def token_alignment(settings: Megatron) -> int:

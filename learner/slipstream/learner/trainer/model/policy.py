@@ -26,7 +26,14 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import LATENT
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.model.logprobs import defer_projections
-from slipstream.learner.trainer.model.model import Change, Part, TrainedModel, parameters
+from slipstream.learner.trainer.model.model import (
+    Change,
+    Part,
+    TrainedModel,
+    parameters,
+    torch_optimizers,
+    unwrapped,
+)
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
 
@@ -166,10 +173,9 @@ def _adapted(chunk: Megatron) -> Iterator[tuple[int, str, Megatron]]:
 class _Waiting:
     """The values of an adapter that is not in the model."""
 
-    # The adapter's parameters and master weights.
+    # The adapter's parameters, master weights and moments.
     values: list[Tensor]
-    # The torch optimizers' moments, and the update count of each of their parameter groups.
-    moments: list[dict[Tensor, Any]]
+    # The update count of each parameter group of the torch optimizers.
     counts: list[Any]
     # The state of the loss's scaler; None if there is none.
     scale: dict[str, Any] | None
@@ -205,13 +211,6 @@ class NamedAdapters:
             for name in self.names[1:]:
                 self._waiting[name] = _Waiting(
                     [tensor.detach().clone() for tensor in self._tensors()],
-                    [
-                        {
-                            parameter: copy.deepcopy(values)
-                            for parameter, values in part.state.items()
-                        }
-                        for part in self._parts()
-                    ],
                     [copy.deepcopy(group.get("step")) for group in self._groups()],
                     None if model.scaler is None else model.scaler.state_dict(),
                 )
@@ -290,10 +289,8 @@ class NamedAdapters:
     @contextmanager
     def _scaled(self, rank: int, alpha: float) -> Iterator[None]:
         """Sets the factor of the adapter's product inside the context."""
-        from megatron.bridge.peft.lora_layers import LoRALinear
-
-        modules = (module for chunk in self._model.chunks for module in chunk.modules())
-        found = [module.adapter for module in modules if isinstance(module, LoRALinear)]
+        chunks = map(unwrapped, self._model.chunks)
+        found = [module.adapter for chunk in chunks for _, _, module in _adapted(chunk)]
         before = [(adapter.dim, adapter.alpha) for adapter in found]
         for adapter in found:
             adapter.dim, adapter.alpha = rank, alpha
@@ -311,11 +308,6 @@ class NamedAdapters:
             self._model.gather_parameters()
             other = self._waiting.pop(name)
             _exchange(self._tensors(), other.values)
-            for place, optimizer in enumerate(self._parts()):
-                # Nothing else holds these dictionaries' values, so they need no copies.
-                moments, other.moments[place] = other.moments[place], dict(optimizer.state)
-                optimizer.state.clear()
-                optimizer.state.update(moments)
             for place, group in enumerate(self._groups()):
                 if "step" in group:
                     group["step"], other.counts[place] = other.counts[place], group["step"]
@@ -331,15 +323,11 @@ class NamedAdapters:
 
     def _tensors(self) -> list[Tensor]:
         trained = [tensor for _, tensor in self._trained()]
-        return [*trained, *master_weights(self._model.optimizer, self._model.chunks)]
-
-    def _parts(self) -> list[Megatron]:
-        """Returns the torch optimizers inside Megatron's optimizer."""
-        parts = self._model.optimizer.chained_optimizers
-        return [part.optimizer for part in parts if not part.is_stub_optimizer]
+        return [*trained, *optimizer_state(self._model.optimizer, self._model.chunks)]
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._parts() for group in optimizer.param_groups]
+        parts = torch_optimizers(self._model.optimizer)
+        return [group for part in parts for group in part.param_groups]
 
     def _make_moments(self) -> None:
         """Creates moments of zeros by an uncounted update: an untrained adapter is saved too."""
@@ -352,26 +340,20 @@ class NamedAdapters:
         for group in self._groups():
             group["lr"] = group["weight_decay"] = 0.0
         optimizer.step_with_ready_grads()
-        for part in self._parts():
+        for part in torch_optimizers(optimizer):
             for counted in (*part.state.values(), *part.param_groups):
                 if "step" in counted:
                     counted["step"] = counted["step"] * 0
 
 
 def optimizer_state(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[Tensor]:
-    """Yields the optimizer's moments and master weights."""
-    yield from master_weights(optimizer, chunks)
-    for part in optimizer.chained_optimizers:
-        for state in () if part.is_stub_optimizer else part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def master_weights(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[Tensor]:
-    """Yields the tensors that the optimizer updates, except those that are model parameters."""
+    """Yields the optimizer's master weights and moments, but no model parameters."""
     theirs = {tensor.untyped_storage().data_ptr() for tensor in parameters(chunks)}
-    for part in optimizer.chained_optimizers:
-        for group in () if part.is_stub_optimizer else part.optimizer.param_groups:
+    for part in torch_optimizers(optimizer):
+        for group in part.param_groups:
             yield from (p for p in group["params"] if p.untyped_storage().data_ptr() not in theirs)
+        for state in part.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 @torch.no_grad()
