@@ -110,9 +110,6 @@ class PlainFilling:
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[torch.Tensor]) -> None:
         self._buckets, self._lanes = buckets, lanes
 
-    def begin(self) -> None:
-        """Nothing is left from the pass before."""
-
     def fill(self, place: int) -> None:
         self._on_fill(place)
         bucket, lane = self._buckets[place], self._lanes[place % len(self._lanes)]

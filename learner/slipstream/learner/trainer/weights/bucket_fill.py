@@ -82,7 +82,7 @@ class Kind(Enum):
 
 
 class Filling(Protocol):
-    """Fills buckets with weights: call `prepare` once, then `begin` and `fill` in each pass."""
+    """Fills buckets with weights: call `prepare` once, then `fill` in each pass."""
 
     tensors: tuple[TensorSpec, ...]
     # Trainer ranks that send; `TensorSpec.sender` is an index into this tuple.
@@ -92,9 +92,6 @@ class Filling(Protocol):
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
         """Assigns bucket k to the memory `lanes[k % len(lanes)]`; lanes are uint8 tensors."""
-
-    def begin(self) -> None:
-        """Starts a pass; unless `fills_any`, the caller must then fill every bucket in order."""
 
     def fill(self, place: int) -> None:
         """Fills bucket number `place` on its sender, on the current CUDA stream; collective."""
@@ -124,10 +121,9 @@ class BridgeFilling:
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
         self._buckets, self._lanes = buckets, lanes
 
-    def begin(self) -> None:
-        self._pending = exported(self._policy, self._dtype, self._kind)
-
     def fill(self, place: int) -> None:
+        if place == 0:
+            self._pending = exported(self._policy, self._dtype, self._kind)
         lane = self._lanes[place % len(self._lanes)]
         for span in self._buckets[place].spans:
             name, tensor = next(self._pending)
@@ -267,9 +263,6 @@ class PlannedFilling:
             lane, is_lead = lanes[place % len(lanes)], self._leads[place] == self._rank
             for gather in gathers:
                 gather.prepare(lane, packed, gathered, is_lead=is_lead)
-
-    def begin(self) -> None:
-        """Implements `Filling.begin`."""
 
     def fill(self, place: int) -> None:
         self._whole[place].run()

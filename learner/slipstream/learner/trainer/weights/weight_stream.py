@@ -130,7 +130,6 @@ class WeightStream:
             if not ahead:
                 self._policy.gather_parameters()
             with self._on_stream():
-                self._filling.begin()
                 for place, bucket in enumerate(self.buckets):
                     lane = place % len(self._lanes)
                     release = releases[lane]
