@@ -95,6 +95,7 @@ def damage_written(path: Path) -> None:
 
 def run_rank(folder: Path, name: str) -> None:
     from slipstream.core.errors import SlipstreamError
+    from slipstream.learner.trainer.checkpoints import distributed_files
     from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import begin_save, load_models
@@ -108,7 +109,8 @@ def run_rank(folder: Path, name: str) -> None:
     policy = opened(config)
     training = TrainingStep(policy, config)
     models = [StoredModel(POLICY, policy.chunks, policy.optimizer)]
-    checkpointer = Checkpointer(config, policy.ranks, models, part_elements=PART_ELEMENTS)
+    distributed_files.PART_ELEMENTS = PART_ELEMENTS
+    checkpointer = Checkpointer(config, policy.ranks, models)
     result: dict = {"metrics": [], "saved": [], "error": ""}
     step = 0
     try:
@@ -131,7 +133,7 @@ def run_rank(folder: Path, name: str) -> None:
             state.mkdir()
         policy.ranks.broadcast_bytes(b"" if policy.ranks.is_main else None)
         disk = DiskWork(state, policy.ranks)
-        host = HostCopies(policy.ranks.device, part_elements=PART_ELEMENTS)
+        host = HostCopies(policy.ranks.device)
         pending = begin_save(models, state, host=host, disk=disk)
         training.run(BATCHES[step])
         pending.write()

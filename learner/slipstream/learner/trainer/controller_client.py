@@ -52,11 +52,11 @@ class ControllerClient:
     """Makes the calls of one trainer rank; close it after use.
 
     Unless its docstring says otherwise, a method that calls the controller raises RunFailed if the
-    controller is unreachable for `retry_s`, misses the call's deadline or rejects the call. It
+    controller is unreachable for `RETRY_S`, misses the call's deadline or rejects the call. It
     raises RuntimeError if a restarted controller has another version than the trainer.
     """
 
-    def __init__(self, config: Config, *, retry_s: float = RETRY_S) -> None:
+    def __init__(self, config: Config) -> None:
         credentials = Credentials.load(config.security)
         # The hello of the registration, with the newest version; None before it.
         self._hello: pb.TrainerHello | None = None
@@ -72,7 +72,6 @@ class ControllerClient:
         self._epoch: tuple[tuple[str, str], ...] = ()
         # Half of the other ranks' limit, so that they outlast a call that rank 0 abandons.
         self._long_timeout_s = config.learner.timeout_s / 2
-        self._retry_s = retry_s
         self._stop_reason: str | None = None
         self._next_call: Stub | None = None
         self._closed = threading.Event()
@@ -293,7 +292,7 @@ class ControllerClient:
     def _retried(
         self, name: str, call: Callable[..., Answer], request: object, timeout: float
     ) -> Answer:
-        until_s = time.monotonic() + self._retry_s
+        until_s = time.monotonic() + RETRY_S
         while True:
             with self._entering:
                 epoch = self._epoch

@@ -9,6 +9,7 @@ import pytest
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
+from slipstream.learner.trainer import controller_client
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.protocol.codec import version_to_pb
@@ -87,8 +88,9 @@ def test_controller_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     client.close()
 
 
-def test_controller_that_stays_away_fails_the_run(tmp_path: Path) -> None:
-    client = ControllerClient(config("127.0.0.1:1", tmp_path), retry_s=1.0)
+def test_controller_that_stays_away_fails_the_run(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(controller_client, "RETRY_S", 1.0)
+    client = ControllerClient(config("127.0.0.1:1", tmp_path))
     with pytest.raises(RunFailed, match=r"127\.0\.0\.1:1 failed Register: UNAVAILABLE"):
         client.register(pb.TrainerHello(world_size=1))
     client.report_failure(pb.TrainerFailure(message="unheard"))

@@ -26,7 +26,7 @@ from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, check_shared
-from slipstream.learner.trainer.checkpoints.host_copies import PART_ELEMENTS, HostCopies
+from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
 from slipstream.learner.trainer.checkpoints.stored_model import STATE_FOLDER, StoredModel
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.protocol import checkpoints
@@ -51,9 +51,8 @@ class Checkpointer:
         models: Sequence[StoredModel],
         *,
         adapters: dict[str, tuple[int, float]] | None = None,
-        part_elements: int = PART_ELEMENTS,
     ) -> None:
-        """Takes rank and alpha of clients' `adapters`, which a load changes; see `HostCopies`."""
+        """Takes rank and alpha of clients' `adapters`, which a load changes."""
         self._config = config
         self._settings = config.checkpoint
         self._ranks = ranks
@@ -61,7 +60,7 @@ class Checkpointer:
         self._adapters = {} if adapters is None else adapters
         self._folder = config.run_dir / CHECKPOINTS
         self._disk = DiskWork(self._folder, ranks)
-        self._host = HostCopies(ranks.device, part_elements=part_elements)
+        self._host = HostCopies(ranks.device)
         self._write: _Write | None = None
         self._last_step: int | None = None
 

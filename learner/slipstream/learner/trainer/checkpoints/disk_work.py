@@ -189,15 +189,7 @@ class SyncedFile(CountedFile):
     controller's journal on the same disk, would then wait for them.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        moved: Callable[[int], None],
-        *,
-        sync_bytes: int = SYNC_BYTES,
-        sync: Callable[[int], None] = os.fdatasync,
-    ) -> None:
-        self._sync_bytes, self._sync = sync_bytes, sync
+    def __init__(self, path: Path, moved: Callable[[int], None]) -> None:
         self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self._digesting = ThreadPoolExecutor(1, "checkpoint-digest")
         self._waiting = 0
@@ -219,11 +211,11 @@ class SyncedFile(CountedFile):
             digested = self._digesting.submit(self._digest.update, view)
         try:
             while done < len(view):
-                written = super().write(view[done : done + self._sync_bytes - self._waiting])
+                written = super().write(view[done : done + SYNC_BYTES - self._waiting])
                 done += written
                 self._waiting += written
-                if self._waiting == self._sync_bytes:
-                    self._sync(self.fileno())
+                if self._waiting == SYNC_BYTES:
+                    os.fdatasync(self.fileno())
                     self._waiting = 0
         except OSError as error:
             self.problem = self.problem or error

@@ -66,6 +66,8 @@ _METADATA = {
 }
 # Tensors that the distributed optimizer has for each parameter.
 KEYS = ("param", "exp_avg", "exp_avg_sq")
+# Most elements that all ranks together send at once.
+PART_ELEMENTS = 64 << 20
 # Key of the number of updates, which is stored with a model's own state.
 _UPDATES = "updates"
 
@@ -238,17 +240,9 @@ def _read(wanted: dict[str, Any], reader: _SafeReader, planner: _SafePlanner) ->
 class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
     """Holds what one rank saves; Megatron calls all but `write` and, on rank 0, `write_index`."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        host: HostCopies,
-        moved: Callable[[int], None],
-        open_file: Callable[[Path, Callable[[int], None]], SyncedFile] = SyncedFile,
-    ) -> None:
+    def __init__(self, folder: Path, *, host: HostCopies, moved: Callable[[int], None]) -> None:
         """Takes `host` as in `begin_save`; `moved` gets the byte count of each write."""
         super().__init__(folder)
-        self._open_file = open_file
         self._host, self._moved = host, moved
         # Entry of the written file; None until it is on the disk, or if this rank has no file.
         self.written: FileEntry | None = None
@@ -278,7 +272,7 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
             return
         path = Path(self.checkpoint_dir) / self._file_name
         try:
-            with self._open_file(path, self._moved) as file:
+            with SyncedFile(path, self._moved) as file:
                 form, results = filesystem.SerializationFormat.TORCH_SAVE, []
                 try:
                     for item, data in items:
@@ -454,7 +448,7 @@ def _gather(part: Megatron, host: HostCopies | None, **_: object) -> dict[Any, A
                 for key in KEYS:
                     own = [(a, b, found[key].detach().reshape(-1)) for a, b, found in places]
                     target = whole[key][bucket.offset :] if whole else None
-                    _gather_bucket(own, bucket.grad_data, target, group, host.part_elements)
+                    _gather_bucket(own, bucket.grad_data, target, group)
         state[number] = {dtype: {**whole, "numel_unpadded": buffer.numel_unpadded}}
     if host is None:
         return state
@@ -467,11 +461,10 @@ def _gather_bucket(
     gradients: Tensor,
     target: Tensor | None,
     group: dist.ProcessGroup,
-    part_elements: int,
 ) -> None:
     """Gathers the shares of a bucket from all ranks into `target` on the first rank; collective."""
     size, share = group.size(), gradients.numel() // group.size()
-    part = max(1, min(share, part_elements // size))
+    part = max(1, min(share, PART_ELEMENTS // size))
     for begin in range(0, share, part):
         own = torch.empty(min(part, share - begin), dtype=torch.float32, device=gradients.device)
         end = begin + own.numel()

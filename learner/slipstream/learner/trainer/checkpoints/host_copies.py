@@ -19,8 +19,6 @@ from torch import Tensor
 LEAST_BYTES = 256 << 20
 _ALIGNMENT = 256
 
-PART_ELEMENTS = 64 << 20
-
 
 @dataclass
 class _Block:
@@ -38,8 +36,8 @@ class HostCopies:
     memory raise CheckpointError if there is too little, or if CUDA cannot pin it.
     """
 
-    def __init__(self, device: torch.device, *, part_elements: int = PART_ELEMENTS) -> None:
-        self.part_elements, self._device = part_elements, device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._blocks: list[_Block] = []
 
     def begin(self) -> None:

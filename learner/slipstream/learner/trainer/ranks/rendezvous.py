@@ -28,23 +28,13 @@ PROBE_LIMIT_S = 5.0
 RECOGNITION_LIMIT_S = 60.0
 
 
-def rendezvous(
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    *,
-    connect_grace_s: float = CONNECT_GRACE_S,
-    recognition_limit_s: float = RECOGNITION_LIMIT_S,
-) -> Store:
+def rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
     """Waits for all ranks of this launch to join, and returns the store that they share.
 
     Rank 0 listens only on MASTER_ADDR. Raises ConfigError if MASTER_ADDR or MASTER_PORT is not set,
     if rank 0 cannot listen there, if other machines cannot reach the address, or if the server
     there is not rank 0 of this run. Raises TimeoutError if rank 0 does not answer, or with the
-    ranks that did not join.
-
-    `timeout`: limit for the ranks to join. `recognition_limit_s`: limit for a listening rank 0 to
-    announce itself in the store. `connect_grace_s`: time added to these limits for rank 0's answer.
+    ranks that did not join within `timeout`.
     """
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -86,7 +76,7 @@ def rendezvous(
 
     def answered(work: Callable[[], Result], limit: timedelta) -> Result:
         # torch would wait forever for a stopped rank 0.
-        return on_thread(work, limit.total_seconds() + connect_grace_s, name="rendezvous")
+        return on_thread(work, limit.total_seconds() + CONNECT_GRACE_S, name="rendezvous")
 
     def have_come(ranks: Iterable[int], limit: timedelta) -> bool:
         keys = [f"rank/{rank}" for rank in ranks]
@@ -99,7 +89,7 @@ def rendezvous(
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     known = f"{os.environ.get(RENDEZVOUS_VARIABLE, 'slipstream')}/{start}"
     # A rank 0 with its own store announces itself before all others, so this limit is short.
-    first = timeout if has_agent else min(timeout, timedelta(seconds=recognition_limit_s))
+    first = timeout if has_agent else min(timeout, timedelta(seconds=RECOGNITION_LIMIT_S))
     within = f"within {timeout.total_seconds():g} s"
     try:
         ours: Store = dist.PrefixStore(known, answered(connect, timeout))  # type: ignore[attr-defined]

@@ -283,11 +283,8 @@ class HfFolderWriter:
     `finish`. If a write fails, the whole folder is removed.
     """
 
-    def __init__(
-        self, folder: Path, moved: Callable[[int], None], *, max_shard_bytes: int = MAX_SHARD_BYTES
-    ) -> None:
+    def __init__(self, folder: Path, moved: Callable[[int], None]) -> None:
         self._folder, self._moved = folder, moved
-        self._max_shard_bytes = max_shard_bytes
         self._waiting: dict[str, Tensor] = {}
         self._waiting_bytes = 0
         self._shards: list[list[str]] = []
@@ -306,7 +303,7 @@ class HfFolderWriter:
 
     def has_room(self, tensor: Tensor) -> bool:
         """Whether the next file has room for this tensor; an empty file has room for any."""
-        fits = self._waiting_bytes + tensor.nbytes <= self._max_shard_bytes
+        fits = self._waiting_bytes + tensor.nbytes <= MAX_SHARD_BYTES
         return fits or not self._waiting
 
     def add(self, name: str, tensor: Tensor) -> None:

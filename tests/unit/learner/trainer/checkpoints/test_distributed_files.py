@@ -1,6 +1,5 @@
 """What is written and read of distributed files, and what a save says that failed on a rank."""
 
-import functools
 import hashlib
 import io
 import os
@@ -15,7 +14,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402
 from slipstream.core.errors import CheckpointError  # noqa: E402
-from slipstream.learner.trainer.checkpoints import distributed_files  # noqa: E402
+from slipstream.learner.trainer.checkpoints import disk_work, distributed_files  # noqa: E402
 from slipstream.learner.trainer.checkpoints.disk_work import SYNC_BYTES, SyncedFile  # noqa: E402
 from slipstream.learner.trainer.checkpoints.distributed_files import HostWriter  # noqa: E402
 from slipstream.learner.trainer.checkpoints.host_copies import HostCopies  # noqa: E402
@@ -40,10 +39,10 @@ class Broken(io.BytesIO):
         raise self._error
 
 
-def writer_of(folder: Path, planner: object, *items: object, **named: object) -> HostWriter:
+def writer_of(folder: Path, planner: object, *items: object, host: object = None) -> HostWriter:
     """A writer of the `items` that `planner` resolves."""
-    host = named.pop("host", None) or HostCopies(torch.device("cpu"))
-    writer = HostWriter(folder, host=host, moved=ignore, **named)
+    host = host or HostCopies(torch.device("cpu"))
+    writer = HostWriter(folder, host=host, moved=ignore)
     writer.prepare_write_data(SavePlan(list(items), storage_data=_StoragePrefix("__0_")), planner)
     return writer
 
@@ -61,17 +60,14 @@ def test_whatever_fails_while_a_checkpoint_is_written_is_a_failure_of_the_save(t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_goes_to_the_disk_as_it_is_written(tmp_path: Path) -> None:
+def test_a_file_goes_to_the_disk_as_it_is_written(tmp_path: Path, monkeypatch) -> None:
     synced: list[int] = []
     moved: list[int] = []
     # Some pieces are digested in the thread beside the write, small ones before it.
     data = os.urandom(330_000)
-    with SyncedFile(
-        tmp_path / "file",
-        moved.append,
-        sync_bytes=100_000,
-        sync=lambda file: synced.append(os.fstat(file).st_size),
-    ) as file:
+    monkeypatch.setattr(disk_work, "SYNC_BYTES", 100_000)
+    monkeypatch.setattr(os, "fdatasync", lambda file: synced.append(os.fstat(file).st_size))
+    with SyncedFile(tmp_path / "file", moved.append) as file:
         assert file.write(data[:30_000]) == 30_000
         assert file.write(memoryview(data)[30_000:320_000]) == 290_000
         assert file.write(data[320_000:]) == 10_000
@@ -101,13 +97,14 @@ def test_what_is_held_is_not_copied_again_and_a_view_is_written_alone(tmp_path, 
     assert written[0].untyped_storage().nbytes() == 40
 
 
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch) -> None:
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     item = WriteItem(index=MetadataIndex("a"), type=WriteItemType.TENSOR)
     planner = SimpleNamespace(resolve_data=lambda _: torch.zeros(SYNC_BYTES // 4))
-    writer = writer_of(tmp_path, planner, item, open_file=functools.partial(SyncedFile, sync=full))
+    writer = writer_of(tmp_path, planner, item)
+    monkeypatch.setattr(os, "fdatasync", full)
     writer.write()
     found, _ = writer.retrieve_write_results()
     assert isinstance(found, OSError)
@@ -152,7 +149,7 @@ def test_a_save_that_cannot_be_planned_is_a_failed_checkpoint(tmp_path, monkeypa
     )
 
 
-def test_a_parameter_lies_where_it_is_in_the_buffer() -> None:
+def test_a_parameter_lies_where_it_is_in_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     # Begin and end in its bucket; nothing fills the first bucket between its parameters.
     ranges = [{"a": (0, 6), "b": (6, 9)}, {"c": (0, 5)}]
     offsets, sizes = [0, 12], [12, 8]
@@ -178,7 +175,8 @@ def test_a_parameter_lies_where_it_is_in_the_buffer() -> None:
         gbuf_ranges=[{"float32": [{"param_map": its} for its in maps]}],
         _get_main_param_and_optimizer_states=states.__getitem__,
     )
-    host = HostCopies(torch.device("cpu"), part_elements=4)
+    monkeypatch.setattr(distributed_files, "PART_ELEMENTS", 4)
+    host = HostCopies(torch.device("cpu"))
     found = distributed_files._gather(part, host, use_gloo_comm=True)
     (whole,) = found[0].values()
     assert whole["numel_unpadded"] == 14

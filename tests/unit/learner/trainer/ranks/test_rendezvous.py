@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import free_port
+from slipstream.learner.trainer.ranks import rendezvous as module
 from slipstream.learner.trainer.ranks.rendezvous import RankFlags, rendezvous
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from support.rigs.waiting import LIMIT_S
@@ -61,7 +62,8 @@ def attempts_end() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("attempts_end")
-def test_a_listener_that_does_not_answer_is_given_up_and_named(port: int) -> None:
+def test_a_listener_that_does_not_answer_is_given_up_and_named(port: int, monkeypatch) -> None:
+    monkeypatch.setattr(module, "CONNECT_GRACE_S", 0.5)
     # The ranks may start again: a rank 0 that is stopped listens too. If its port is taken, it
     # says so itself.
     told = (
@@ -69,16 +71,17 @@ def test_a_listener_that_does_not_answer_is_given_up_and_named(port: int) -> Non
         "rank 0 is stopped or very slow, or another program has the port"
     )
     with socket.create_server((HOST, port)), pytest.raises(TimeoutError, match=told):
-        rendezvous(1, 2, SHORT, connect_grace_s=0.5)
+        rendezvous(1, 2, SHORT)
 
 
 @pytest.mark.usefixtures("attempts_end")
 @pytest.mark.parametrize("connect_grace_s", [0.1, 30.0], ids=["torch still tries", "torch said so"])
-def test_a_rank_0_that_does_not_listen_is_no_port_in_use(port: int, connect_grace_s: float) -> None:
+def test_a_rank_0_that_does_not_listen_is_no_port_in_use(port, connect_grace_s, monkeypatch):
+    monkeypatch.setattr(module, "CONNECT_GRACE_S", connect_grace_s)
     # The ranks may start again after this error: rank 0 may be there the next time.
     told = rf"rank 0 did not listen on 127.0.0.1:{port} \(learner.master\) within 1 s: it has not "
     with pytest.raises(TimeoutError, match=f"{told}started, is stopped or very slow"):
-        rendezvous(1, 2, SHORT, connect_grace_s=connect_grace_s)
+        rendezvous(1, 2, SHORT)
 
 
 def test_rank_0_says_that_its_port_is_taken(port: int) -> None:
@@ -116,12 +119,13 @@ def test_a_rank_of_another_run_is_told_so(port: int, monkeypatch: pytest.MonkeyP
     dist.PrefixStore("of this run/0", store).set("rank/0", "here")
     rendezvous(1, 2, LONG)
     monkeypatch.setenv(RENDEZVOUS_VARIABLE, "of another run")
+    monkeypatch.setattr(module, "RECOGNITION_LIMIT_S", 1.0)
     with pytest.raises(
         ConfigError,
         match=f"rank 0 at 127.0.0.1:{port} did not recognise rank 1 "
         r".*belongs to another run, or has another",
     ):
-        rendezvous(1, 2, LONG, recognition_limit_s=1.0)
+        rendezvous(1, 2, LONG)
 
 
 # A rank 0 that announces itself and waits for others until it is killed.
@@ -137,13 +141,14 @@ threading.Event().wait()
 
 @pytest.mark.process
 @pytest.mark.usefixtures("attempts_end")
-def test_a_rank_0_that_freezes_while_others_wait_is_given_up(port, threads):
+def test_a_rank_0_that_freezes_while_others_wait_is_given_up(port, threads, monkeypatch):
+    monkeypatch.setattr(module, "CONNECT_GRACE_S", 0.5)
     command = [sys.executable, "-c", RANK_0, str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank_0:
         try:
             assert rank_0.stdout.readline() == "here\n"
             # Rank 2 never comes.
-            waiting = threads.submit(rendezvous, 1, 3, timedelta(seconds=3), connect_grace_s=0.5)
+            waiting = threads.submit(rendezvous, 1, 3, timedelta(seconds=3))
             seen = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=LONG)
             seen.wait(["of this run/0/rank/1"], LONG)
             rank_0.send_signal(signal.SIGSTOP)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from slipstream.core.errors import ConfigError
+from slipstream.learner.trainer.weights import export
 from slipstream.learner.trainer.weights.export import (
     HfFolderWriter,
     RunChat,
@@ -34,11 +35,10 @@ def exported(
     dtype: str = "float32",
     further: bool = False,
     moved: Callable[[int], None] = lambda _: None,
-    max_shard_bytes: int = 1 << 20,
 ) -> Path:
     """Writes `tensors` and, with `further`, what is not trained, as `save_hf_folder` does."""
     partial = folder.with_name("partial")
-    writer = HfFolderWriter(partial, moved, max_shard_bytes=max_shard_bytes)
+    writer = HfFolderWriter(partial, moved)
     writer.begin(source, chat)
     for name, tensor in ({"a": torch.zeros(4)} if tensors is None else tensors).items():
         if not writer.has_room(tensor):
@@ -52,7 +52,7 @@ def exported(
     return folder
 
 
-def write(source: Path, folder: Path, max_shard_bytes: int) -> dict[str, torch.Tensor]:
+def write(source: Path, folder: Path) -> dict[str, torch.Tensor]:
     source.mkdir()
     (source / "config.json").write_text(json.dumps({"torch_dtype": "float32", "hidden_size": 4}))
     (source / "tokenizer.json").write_text("{}")
@@ -60,8 +60,7 @@ def write(source: Path, folder: Path, max_shard_bytes: int) -> dict[str, torch.T
     (source / "model.safetensors.index.json").write_text("old index")
     tensors = {name: torch.full((4,), float(place)) for place, name in enumerate("abcde")}
     moved: list[int] = []
-    named = {"dtype": "bfloat16", "moved": moved.append, "max_shard_bytes": max_shard_bytes}
-    exported(source, folder, tensors, **named)
+    exported(source, folder, tensors, dtype="bfloat16", moved=moved.append)
     assert sum(moved) == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return tensors
 
@@ -76,7 +75,7 @@ def further_layers(source: Path, num_layers: int, **files: dict[str, torch.Tenso
 
 def test_small_model_is_one_file_beside_configuration_and_tokenizer(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    tensors = write(tmp_path / "in", folder, 1 << 20)
+    tensors = write(tmp_path / "in", folder)
     assert {path.name for path in folder.iterdir()} == {
         "config.json",
         "tokenizer.json",
@@ -93,7 +92,7 @@ def test_small_model_is_one_file_beside_configuration_and_tokenizer(tmp_path: Pa
 def test_whoever_may_read_the_configuration_may_read_the_weights(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        write(tmp_path / "in", tmp_path / "out", 1 << 20)
+        write(tmp_path / "in", tmp_path / "out")
         (tmp_path / "other").touch()
     finally:
         os.umask(before)
@@ -101,9 +100,10 @@ def test_whoever_may_read_the_configuration_may_read_the_weights(tmp_path: Path)
     assert modes["model.safetensors"] == (tmp_path / "other").stat().st_mode & 0o777 == 0o640
 
 
-def test_large_model_is_several_files_with_an_index(tmp_path: Path) -> None:
+def test_large_model_is_several_files_with_an_index(tmp_path: Path, monkeypatch) -> None:
     folder = tmp_path / "out"
-    tensors = write(tmp_path / "in", folder, 32)
+    monkeypatch.setattr(export, "MAX_SHARD_BYTES", 32)
+    tensors = write(tmp_path / "in", folder)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 80}
     assert sorted(set(index["weight_map"].values())) == [
@@ -114,15 +114,15 @@ def test_large_model_is_several_files_with_an_index(tmp_path: Path) -> None:
     assert len(list(folder.glob("*.safetensors"))) == 3
 
 
-def test_layers_that_predict_further_tokens_are_copied_as_they_are(tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_are_copied_as_they_are(tmp_path, monkeypatch) -> None:
     names = ["model.layers.1.a", "model.layers.2.a", "model.layers.10.eh_proj.weight", "mtp.fc"]
     kept = {name: torch.full((4,), float(place)) for place, name in enumerate(names)}
     one, two = ({name: kept[name] for name in some} for some in (names[:2], names[2:]))
     further_layers(tmp_path / "in", 2, one=one, two=two)
     trained = {names[0]: torch.ones(4)}
     # A file for each tensor.
-    sizes = {"further": True, "max_shard_bytes": 16}
-    folder = exported(tmp_path / "in", tmp_path / "out", trained, **sizes)
+    monkeypatch.setattr(export, "MAX_SHARD_BYTES", 16)
+    folder = exported(tmp_path / "in", tmp_path / "out", trained, further=True)
     assert len(list(folder.glob("*.safetensors"))) == 4
     found = read(folder)
     assert set(found) == set(names)
@@ -131,7 +131,7 @@ def test_layers_that_predict_further_tokens_are_copied_as_they_are(tmp_path: Pat
 
 @pytest.mark.parametrize("max_shard_bytes", [16, 1 << 20])
 def test_copies_of_trained_tensors_in_further_layers_are_those_of_the_trained(
-    max_shard_bytes: int, tmp_path: Path
+    max_shard_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM and SGLang draft with them, in which the model's own would be stale."""
     values = {
@@ -145,8 +145,8 @@ def test_copies_of_trained_tensors_in_further_layers_are_those_of_the_trained(
     before = {name: torch.full((4,), value) for name, value in values.items()}
     further_layers(tmp_path / "in", 1, a=before)
     trained = {name: before[name] * 10 for name in list(values)[:2]}
-    sizes = {"further": True, "max_shard_bytes": max_shard_bytes}
-    found = read(exported(tmp_path / "in", tmp_path / "out", trained, **sizes))
+    monkeypatch.setattr(export, "MAX_SHARD_BYTES", max_shard_bytes)
+    found = read(exported(tmp_path / "in", tmp_path / "out", trained, further=True))
     assert {name: found[name][0].item() for name in values} == {
         name: value if value == 3.0 else 10 * value for name, value in values.items()
     }
