@@ -5,8 +5,8 @@ in chunks, and the backward pass computes each chunk again. If all logits fit in
 they are computed once. The vocabulary may be split over tensor parallel ranks, and be padded at its
 end so that it splits evenly.
 
-`_reduce` and `_gradient` compute with torch's operations what `fused_logits` computes on a GPU by
-one kernel each. They are the reference, and serve CPUs and several targets per row.
+`_Part` computes with torch's operations what `fused_logits` computes on a GPU by one kernel each.
+These operations are the reference, and serve CPUs and several targets per row.
 """
 
 import dataclasses
@@ -196,7 +196,7 @@ class _Logprobs(torch.autograd.Function):
 
 
 class Sums(NamedTuple):
-    """Sums over the vocabulary for each row of logits, written by `_reduce`."""
+    """Sums over the vocabulary for each row of logits, written by `_Part.reduce`."""
 
     # The largest logit.
     peaks: Tensor
@@ -258,23 +258,41 @@ class _Part:
         return found
 
     def reduce(self, found: Tensor, places: Tensor, sums: Sums) -> None:
-        """Fills `sums` like `_reduce`."""
+        """Fills `sums` for `found` [rows, width], the result of `logits`.
+
+        `places` [rows] or [rows, targets] are the columns of the targets, -1 where they are on
+        another rank.
+        """
         if self._is_fused:
             from slipstream.learner.trainer.model import fused_logits
 
             fused_logits.reduce(found, places, self.num_tokens, self._projection.temperature, sums)
-        else:
-            _reduce(found, places, sums)
+            return
+        wanted = found.gather(-1, _rows(places).clamp(min=0)).view_as(places)
+        sums.wanted.copy_(wanted * (places >= 0))
+        torch.amax(found, dim=-1, out=sums.peaks)
+        shifted = found - sums.peaks[:, None]
+        exps = shifted.exp()
+        torch.sum(exps, dim=-1, out=sums.totals)
+        torch.sum(exps.mul_(shifted), dim=-1, out=sums.expected)
 
     def gradient(
         self,
         found: Tensor,
         places: Tensor,
-        log_total: Tensor,
+        log_totals: Tensor,
         slopes: Tensor,
         bends: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """Returns the gradient of the raw logits, in the weight's type; overwrites `found`."""
+        """Returns the gradient [rows, width] of a loss by raw logits, in the weight's type.
+
+        The loss is the sum of slope * log-probability over all targets and, with `bends`, of factor
+        * entropy over all rows. `found`, the result of `logits`, is overwritten. But the gradient
+        is with respect to the logits before the division by the temperature: slopes and factors
+        must already be divided by it. `slopes` and `places` are [rows] or [rows, targets]; the
+        place of a target on another rank is -1. `bends` are the factors and the entropies, and
+        `log_totals` the logarithms of the sums of exp(logit), each [rows].
+        """
         if self._is_fused:
             from slipstream.learner.trainer.model import fused_logits
 
@@ -283,9 +301,19 @@ class _Part:
             if self._dtype != self._weight.dtype:
                 grad = torch.empty_like(found, dtype=self._weight.dtype)
             columns = (self.num_tokens, self._projection.temperature)
-            fused_logits.gradient(found, places, columns, log_total, slopes, bends, grad)
+            fused_logits.gradient(found, places, columns, log_totals, slopes, bends, grad)
             return grad
-        grad = _gradient(found, places, log_total, slopes, bends)
+        logprobs = found.sub_(log_totals[:, None])
+        total = _rows(slopes).sum(-1, keepdim=True)
+        if bends is None:
+            grad = logprobs.exp_().mul_(-total)
+        else:
+            factors, entropies = bends
+            grad = logprobs.exp()
+            weights = logprobs.add_(entropies[:, None]).mul_(factors[:, None]).add_(total)
+            grad.mul_(weights).neg_()
+        here = slopes * (places >= 0)
+        grad.scatter_add_(-1, _rows(places).clamp(min=0), _rows(here))
         return grad.to(self._weight.dtype)
 
     def places(self, targets: Tensor) -> Tensor:
@@ -347,50 +375,6 @@ def top_tokens(hidden: Tensor, weight: Tensor, top_k: int, projection: Projectio
     dist.all_gather(every_id, ids, group=group)
     best = torch.cat(every_value, dim=1).topk(top_k, dim=1).indices
     return torch.cat(every_id, dim=1).gather(1, best)
-
-
-def _reduce(logits: Tensor, places: Tensor, sums: Sums) -> None:
-    """Fills `sums` for `logits` [rows, width] of `_Part.logits`.
-
-    `places` [rows] or [rows, targets] are the columns of the targets, -1 where they are on another
-    rank.
-    """
-    found = logits.gather(-1, _rows(places).clamp(min=0)).view_as(places)
-    sums.wanted.copy_(found * (places >= 0))
-    torch.amax(logits, dim=-1, out=sums.peaks)
-    shifted = logits - sums.peaks[:, None]
-    exps = shifted.exp()
-    torch.sum(exps, dim=-1, out=sums.totals)
-    torch.sum(exps.mul_(shifted), dim=-1, out=sums.expected)
-
-
-def _gradient(
-    logits: Tensor,
-    places: Tensor,
-    log_totals: Tensor,
-    slopes: Tensor,
-    bends: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """Returns the gradient [rows, width] of a loss with respect to the logits.
-
-    The loss is the sum of slope * log-probability over all targets and, with `bends`, of factor *
-    entropy over all rows. `logits` come from `_Part.logits` and are overwritten, but the gradient
-    is with respect to the logits before the division by the temperature: slopes and factors must
-    already be divided by it. `slopes` and `places` are [rows] or [rows, targets]; the place of a
-    target on another rank is -1. `bends` are the factors and the entropies, and `log_totals` the
-    logarithms of the sums of exp(logit), each [rows].
-    """
-    logprobs = logits.sub_(log_totals[:, None])
-    total = _rows(slopes).sum(-1, keepdim=True)
-    if bends is None:
-        grad = logprobs.exp_().mul_(-total)
-    else:
-        factors, entropies = bends
-        grad = logprobs.exp()
-        weights = logprobs.add_(entropies[:, None]).mul_(factors[:, None]).add_(total)
-        grad.mul_(weights).neg_()
-    here = slopes * (places >= 0)
-    return grad.scatter_add_(-1, _rows(places).clamp(min=0), _rows(here))
 
 
 def _rows(values: Tensor) -> Tensor:
