@@ -168,7 +168,7 @@ def steps_here(config: Config, batch: Batch, asked: argparse.Namespace) -> dict[
     from slipstream.learner.trainer.step import TrainingStep
 
     policy = open_policy(config, Launch(0, 1, 0), load_weights=False)
-    training, passes = TrainingStep(policy, config), Passes(policy, config, lambda *_: None)
+    training, passes = TrainingStep(policy, config), Passes(policy, lambda *_: None)
     client = LoopClient(0)
     numbers = trainer_pb2.AdamNumbers(**ADAM | {"learning_rate": RATE})
 

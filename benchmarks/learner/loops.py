@@ -211,8 +211,7 @@ def packed_as_ours(policy: Policy, config: Config, batch: Batch) -> list[MicroBa
 
     members = batch.mini_batches(1)
     sequences = weighted(training_sequences(batch, config, None), members, config)
-    limit = config.learner.micro_batch_tokens
-    packed = rank_micro_batches(policy, sequences, members[0], max_tokens=limit)
+    packed = rank_micro_batches(policy, sequences, members[0])
     return [one.to(policy.ranks.device) for one in packed]
 
 

@@ -111,12 +111,11 @@ def run_rank(folder: Path, job: str) -> None:
         attention.MOST_SCORES = MOST_SCORES
     config = config_of(folder / model, layout, int(length))
     policy = opened(config)
-    max_tokens = config.learner.micro_batch_tokens
     token_ids = sequences_of(int(length))
     sequences = [TrainingSequence.of_tokens(one) for one in token_ids]
-    found = {"before": score(policy, token_ids, max_tokens=max_tokens)}
-    found["norm"] = torch.tensor(likelier(policy, sequences, LEARNING_RATE, max_tokens=max_tokens))
-    found["after"] = score(policy, token_ids, max_tokens=max_tokens)
+    found = {"before": score(policy, token_ids, max_tokens=policy.max_tokens)}
+    found["norm"] = torch.tensor(likelier(policy, sequences, LEARNING_RATE))
+    found["after"] = score(policy, token_ids, max_tokens=policy.max_tokens)
     kept(policy, found | {"weights": weights_of(policy)}, folder / f"{job}.pt")
 
 

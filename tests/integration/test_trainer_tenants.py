@@ -129,7 +129,7 @@ def run_rank(folder: Path, job: str) -> None:
     def load(step: int, models: Sequence[StoredModel]) -> None:
         load_models(models, path, disk)
 
-    passes = Passes(policy, config, load)
+    passes = Passes(policy, load)
     published = open_published(policy, config)
     seen: dict[str, dict] = {name: {"logprobs": [], "norms": [], "trained": []} for name in names}
 
@@ -177,7 +177,7 @@ def run_rank(folder: Path, job: str) -> None:
                 passes.compute(one)
         if number == 2:
             # A restart has lost the gradients.
-            passes = Passes(policy, config, load)
+            passes = Passes(policy, load)
         for name in reversed(names):
             step(name, number)
         if number == 0:

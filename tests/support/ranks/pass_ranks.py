@@ -93,7 +93,7 @@ def run_rank(folder: Path, job: str) -> None:
     layout, loss = job.split()
     config = config_of(layout, folder)
     policy = opened(config)
-    passes = Passes(policy, config, _no_load)
+    passes = Passes(policy, _no_load)
     before, steps = weights_of(policy), []
     for step, numbers in enumerate(ADAM):
         given = passes_of(loss, step)
@@ -111,7 +111,7 @@ def run_rank(folder: Path, job: str) -> None:
         batch = Batch(step, f"b{step}", (), pb.GivenStep(adam=numbers), tuple(given))
         if step == 1:
             # A restart has lost the gradients.
-            passes = Passes(policy, config, _no_load)
+            passes = Passes(policy, _no_load)
         metrics = passes.run(batch).metrics
         steps.append(
             {

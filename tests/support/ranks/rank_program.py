@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,13 +77,11 @@ def score(policy: Policy, sequences: Sequence[np.ndarray], *, max_tokens: int = 
     """Log-probabilities of all tokens, in one row."""
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
 
-    found = sequence_logprobs(policy, sequences, max_tokens=max_tokens)
+    found = sequence_logprobs(dataclasses.replace(policy, max_tokens=max_tokens), sequences)
     return torch.from_numpy(np.concatenate(found))
 
 
-def likelier(
-    policy: Policy, sequences: Sequence[TrainingSequence], rate: float, *, max_tokens: int
-) -> float:
+def likelier(policy: Policy, sequences: Sequence[TrainingSequence], rate: float) -> float:
     """One optimizer step towards the sequences; returns the norm of its gradient."""
     from slipstream.learner.trainer.algorithms.loss import TokenLoss
     from slipstream.learner.trainer.model.schedule import (
@@ -96,7 +95,7 @@ def likelier(
         total = -(logprobs * mask).sum()
         return TokenLoss(total, mask.sum(), None, logprobs.detach())
 
-    batches = rank_micro_batches(policy, sequences, range(len(sequences)), max_tokens=max_tokens)
+    batches = rank_micro_batches(policy, sequences, range(len(sequences)))
 
     def backward() -> None:
         policy.zero_grad()

@@ -195,9 +195,9 @@ def train(policy: Policy, opened: Roles, config: Config) -> dict:
         found["references"].append(_joined(_sampled(reference.logprobs(batches(config)[0]))))
         found["weights"].append(weights_of(policy))
         if batch.step + 1 == REFRESH_STEPS:
-            found["policy"] = _joined(sequence_logprobs(policy, probe(config), max_tokens=64))
+            found["policy"] = _joined(sequence_logprobs(policy, probe(config)))
             with reference.model.ranks.in_force():
-                refreshed = sequence_logprobs(reference.model, probe(config), max_tokens=64)
+                refreshed = sequence_logprobs(reference.model, probe(config))
             found["refreshed"] = _joined(refreshed)
     return found
 

@@ -144,7 +144,7 @@ def run_rank(folder: Path, job: str) -> None:
             for sequence, ids in zip(sequences, experts, strict=True)
         ]
     forward = functools.partial(forward_logprobs, policy, temperature=1.0)
-    outputs = functools.partial(masked_outputs, policy, sequences, forward, max_tokens=MAX_TOKENS)
+    outputs = functools.partial(masked_outputs, policy, sequences, forward)
 
     first: dict = {}
     if config.lora.rank:
@@ -153,7 +153,7 @@ def run_rank(folder: Path, job: str) -> None:
         first["weights"] = weights_of(policy)
         save_adapters(policy, config, folder / f"{job}-first")
     before = np.concatenate(outputs())
-    norm = likelier(policy, sequences, LEARNING_RATE, max_tokens=MAX_TOKENS)
+    norm = likelier(policy, sequences, LEARNING_RATE)
     after = np.concatenate(outputs())
     found = {
         "before": torch.from_numpy(before),

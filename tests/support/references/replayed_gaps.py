@@ -27,9 +27,7 @@ class ReplayedGaps:
 
         self._policy = policy
         sequences = training_sequences(batch, config)
-        self._share = rank_micro_batches(
-            policy, sequences, range(len(sequences)), max_tokens=config.learner.micro_batch_tokens
-        )
+        self._share = rank_micro_batches(policy, sequences, range(len(sequences)))
 
     def both(self, suffix: str) -> dict[str, float]:
         """Mean gaps, as metrics whose names end with `suffix`."""
@@ -65,7 +63,7 @@ def sampled_by(policy: Policy, trajectory: Trajectory) -> Trajectory:
         if "router_replay" in vars(module)
     ]
     length = len(trajectory.token_ids)
-    (logprobs,) = sequence_logprobs(policy, [trajectory.token_ids], max_tokens=length)
+    (logprobs,) = sequence_logprobs(policy, [trajectory.token_ids])
     for hook in hooks:
         hook.remove()
     top_k = policy.chunks[0].config.moe_router_topk

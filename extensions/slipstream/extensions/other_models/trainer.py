@@ -195,13 +195,7 @@ def reference_logprobs(
     forward = functools.partial(
         forward_logprobs, model, temperature=settings.sampling.temperature, top_k=top_k
     )
-    found = batch_outputs(
-        model,
-        batch,
-        forward,
-        max_tokens=settings.learner.micro_batch_tokens,
-        width=1 + 2 * top_k if top_k else 0,
-    )
+    found = batch_outputs(model, batch, forward, width=1 + 2 * top_k if top_k else 0)
     columns = [values.reshape(len(values), -1) for values in found]
     return [
         ReferenceLogprobs(
@@ -212,7 +206,7 @@ def reference_logprobs(
 
 
 def batch_outputs(
-    model: ParallelModel, batch: Batch, forward: Forward, *, max_tokens: int, width: int = 0
+    model: ParallelModel, batch: Batch, forward: Forward, *, width: int = 0
 ) -> list[LogprobArray]:
     """Returns for each trajectory the outputs that predict its sampled tokens; on every rank.
 
@@ -225,7 +219,7 @@ def batch_outputs(
         step=batch.step,
         processor=None if model.vision is None else model.vision.processor,
     )
-    outputs = iter(masked_outputs(model, sequences, forward, max_tokens=max_tokens, width=width))
+    outputs = iter(masked_outputs(model, sequences, forward, width=width))
     found: list[LogprobArray] = []
     for trajectory in batch.trajectories:
         parts = []
@@ -288,7 +282,7 @@ class Critic:
     def __init__(self, settings: Config, ranks: Ranks) -> None:
         """Loads the model; `settings` must come from `critic_config`."""
         assert settings.critic is not None
-        self._settings, self._section = settings, settings.critic
+        self._section = settings.critic
         # Forward and backward passes over a mini-batch of the newest `train`.
         self._num_passes = 0
         self._ranks = ranks.placed(settings.learner.parallel)
@@ -318,9 +312,8 @@ class Critic:
             return values.sum(), micro_batch.loss_mask.sum().to(torch.int), values
 
         forward = functools.partial(run_schedule, self.model, finish=finish, forward_only=True)
-        max_tokens = self._settings.learner.micro_batch_tokens
         with self._ranks.in_force(), torch.no_grad():
-            return batch_outputs(self.model, batch, forward, max_tokens=max_tokens)
+            return batch_outputs(self.model, batch, forward)
 
     def train(
         self, sequences: Sequence[TrainingSequence], mini_batches: Sequence[Sequence[int]]
@@ -375,9 +368,7 @@ class Critic:
             loss, sums = value_loss(output[0, :, 0], micro_batch, clip=self._section.value_clip)
             return loss, micro_batch.loss_mask.sum().to(torch.int), sums
 
-        share = rank_micro_batches(
-            self.model, sequences, members, max_tokens=self._settings.learner.micro_batch_tokens
-        )
+        share = rank_micro_batches(self.model, sequences, members)
         self._num_passes += 1
         self.model.zero_grad()
         found = run_schedule(self.model, share, finish, forward_only=False)

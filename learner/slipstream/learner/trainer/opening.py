@@ -223,6 +223,7 @@ def _load(
         chunks=chunks,
         dtype=provider.params_dtype,
         max_positions=hf_config.max_position_embeddings,
+        max_tokens=config.learner.micro_batch_tokens,
         vocab_size=hf_config.vocab_size,
         attention_length=Arithmetic.of(read_model_table(config.model.path)).attention_length,
         kept_logits=kept_logits,

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from slipstream.core.errors import UntrainableBatch
-from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.functions import named_loss
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
 from slipstream.learner.algorithms.losses import token_terms
@@ -56,11 +55,10 @@ class Passes:
     """
 
     def __init__(
-        self, policy: Policy, config: Config, load: Callable[[int, Sequence[StoredModel]], object]
+        self, policy: Policy, load: Callable[[int, Sequence[StoredModel]], object]
     ) -> None:
         """Takes `load`, which loads models of a version's checkpoint, or all if none is given."""
         self._policy, self._load = policy, load
-        self._max_tokens = config.learner.micro_batch_tokens
         # By the name of an adapter, "" for the policy; the one whose gradients are in the buffers.
         self._of: defaultdict[str, _Held] = defaultdict(_Held)
         self._in_buffers = ""
@@ -181,9 +179,7 @@ class Passes:
             if given.backward:
                 policy.zero_grad()
             try:
-                logprobs = masked_outputs(
-                    policy, sequences, own.outputs, max_tokens=self._max_tokens
-                )
+                logprobs = masked_outputs(policy, sequences, own.outputs)
                 sum_ = own.total.cpu()
                 total = float(ranks.sum(sum_ if ranks.counts else torch.zeros_like(sum_)))
                 if not math.isfinite(total):

@@ -115,7 +115,7 @@ def replay(config: Config, steps: list[RecordedStep]) -> int:
     policy = open_policy(config, Launch.from_environment())
     training = TrainingStep(policy, config, step_parts(config, policy))
     saved = Checkpointer(config, policy.ranks, stored_policy(policy))
-    passes = Passes(policy, config, saved.load)
+    passes = Passes(policy, saved.load)
     published = open_published(policy, config)
     different = 0
     for recorded in steps:

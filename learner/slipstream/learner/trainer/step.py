@@ -122,12 +122,7 @@ class TrainingStep:
         totals.advantages = mean_advantages(batch, sequences)
         sequences = weighted(sequences, mini_batches, config)
         with policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
-            shares = [
-                rank_micro_batches(
-                    policy, sequences, members, max_tokens=config.learner.micro_batch_tokens
-                )
-                for members in mini_batches
-            ]
+            shares = [rank_micro_batches(policy, sequences, members) for members in mini_batches]
             before: list[list[Tensor]] = [[] for _ in shares]
             if len(shares) * algorithm.epochs > 1:
                 with self.stages.measure("forward"):
@@ -329,7 +324,7 @@ def check_batch(batch: Batch, model: ParallelModel, config: Config) -> None:
     check_staleness(batch, config.algorithm.max_staleness)
     check_data(
         batch,
-        max_tokens=config.learner.micro_batch_tokens * model.ranks.cp_size,
+        max_tokens=model.max_tokens * model.ranks.cp_size,
         multiple=model.sequence_multiple,
         vocab_size=model.vocab_size,
     )
@@ -359,9 +354,7 @@ def loss_fault(
     sequences = list(chosen.values())
 
     def are_finite(forward: Forward) -> list[bool]:
-        found = masked_outputs(
-            policy, sequences, forward, max_tokens=config.learner.micro_batch_tokens
-        )
+        found = masked_outputs(policy, sequences, forward)
         return [bool(np.isfinite(values).all()) for values in found]
 
     trained = [bool(sequence.loss_mask.any()) for sequence in sequences]

@@ -81,7 +81,7 @@ class Trainer:
         self._checkpointer = Checkpointer(
             config, self._ranks, [*stored_policy(policy), *stored], adapters=policy.adapters.sizes
         )
-        self._passes = Passes(policy, config, self._checkpointer.load)
+        self._passes = Passes(policy, self._checkpointer.load)
         with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
             loaded = self._checkpointer.load_newest()
         self._version = PolicyVersion(0, 0) if loaded is None else loaded.version

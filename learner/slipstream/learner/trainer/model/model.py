@@ -36,6 +36,8 @@ class ParallelModel:
     chunks: list[Megatron]
     dtype: torch.dtype
     max_positions: int
+    # Limit of a rank's part of a micro batch.
+    max_tokens: int
     vocab_size: int
     # Length of a sequence, in tokens, whose attention costs as much as its matrix products.
     attention_length: float

@@ -201,16 +201,10 @@ def forward_logprobs(
         return run_schedule(model, micro_batches, finish, forward_only=True)
 
 
-def sequence_logprobs(
-    model: ParallelModel, sequences: Sequence[TokenArray], *, max_tokens: int
-) -> list[LogprobArray]:
+def sequence_logprobs(model: ParallelModel, sequences: Sequence[TokenArray]) -> list[LogprobArray]:
     """Returns log-probabilities at temperature 1 of all tokens but first ones; collective."""
-    return masked_outputs(
-        model,
-        [TrainingSequence.of_tokens(token_ids) for token_ids in sequences],
-        functools.partial(forward_logprobs, model, temperature=1.0),
-        max_tokens=max_tokens,
-    )
+    whole = [TrainingSequence.of_tokens(token_ids) for token_ids in sequences]
+    return masked_outputs(model, whole, functools.partial(forward_logprobs, model, temperature=1.0))
 
 
 def run_schedule(
@@ -304,7 +298,6 @@ def masked_outputs(
     sequences: Sequence[TrainingSequence],
     forward: Forward,
     *,
-    max_tokens: int,
     width: int = 0,
 ) -> list[LogprobArray]:
     """Returns for each sequence the float32 outputs where its loss mask is set; on every rank.
@@ -314,7 +307,7 @@ def masked_outputs(
     4 bytes for each output of the batch are summed over all ranks.
     """
     ranks = model.ranks
-    wholes = _packed(model, sequences, range(len(sequences)), max_tokens=max_tokens)
+    wholes = _packed(model, sequences, range(len(sequences)))
     outputs = forward([share_of_rank(whole, ranks.cp_rank, ranks.cp_size) for whole in wholes])
     starts = [0, *accumulate(int(sequence.loss_mask.sum()) for sequence in sequences)]
     tail = (width,) if width else ()
@@ -334,27 +327,19 @@ def masked_outputs(
 
 
 def rank_micro_batches(
-    model: ParallelModel,
-    sequences: Sequence[TrainingSequence],
-    members: Sequence[int],
-    *,
-    max_tokens: int,
+    model: ParallelModel, sequences: Sequence[TrainingSequence], members: Sequence[int]
 ) -> list[MicroBatch]:
     """Returns this rank's packed share of the sequences `members`; its layout must be in force."""
-    wholes = _packed(model, sequences, members, max_tokens=max_tokens)
+    wholes = _packed(model, sequences, members)
     return [share_of_rank(whole, model.ranks.cp_rank, model.ranks.cp_size) for whole in wholes]
 
 
 def _packed(
-    model: ParallelModel,
-    sequences: Sequence[TrainingSequence],
-    members: Sequence[int],
-    *,
-    max_tokens: int,
+    model: ParallelModel, sequences: Sequence[TrainingSequence], members: Sequence[int]
 ) -> list[MicroBatch]:
     ranks = model.ranks
     limits: dict[str, Any] = {
-        "max_tokens": max_tokens * ranks.cp_size,
+        "max_tokens": model.max_tokens * ranks.cp_size,
         "dp_size": ranks.dp_size,
         # A rank of an interleaved pipeline needs a multiple of `pp` micro batches.
         "multiple": model.parallel.pp if model.parallel.vpp else 1,

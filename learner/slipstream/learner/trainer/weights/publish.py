@@ -249,7 +249,7 @@ def build_probe(policy: Policy, batch: Batch | None, config: Config) -> weights_
             parts.get(name), vocab_size=policy.vocab_size, max_tokens=max(2, min(MAX_TOKENS, room))
         )
         with policy.adapters.published(name):
-            found = sequence_logprobs(policy, own, max_tokens=config.learner.micro_batch_tokens)
+            found = sequence_logprobs(policy, own)
         sequences += own
         logprobs += found
         adapters += [name] * len(own)
