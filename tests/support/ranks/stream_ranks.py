@@ -23,6 +23,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.bucket_fill import (
         BridgeFilling,
+        Kind,
         PlannedFilling,
         plan_filling,
     )
@@ -38,7 +39,7 @@ def run_rank(folder: Path, job: str) -> None:
     policy = opened(config)
     whole = open_stream(policy, config)
     assert isinstance(whole._filling, PlannedFilling)
-    filling = plan_filling(policy, config.model.dtype)
+    filling = plan_filling(policy, Kind.MERGED)
     stream = WeightStream(policy, filling, bucket_bytes=BUCKET_BYTES)
     found: dict = {
         "senders": list(stream.senders),
@@ -83,7 +84,7 @@ def run_rank(folder: Path, job: str) -> None:
         for parameter in (each for chunk in policy.chunks for each in chunk.parameters()):
             parameter.view(-1)[::50] += 0.01
     one_pass()
-    by_bridge = BridgeFilling(policy, config.model.dtype)
+    by_bridge = BridgeFilling(policy, Kind.MERGED, senders=(0,))
     slow = WeightStream(policy, by_bridge, bucket_bytes=BUCKET_BYTES)
     assert slow.senders == (0,)
     assert slow.run().identity.hex() == found["passes"][-1]["identity"]

@@ -102,20 +102,12 @@ class BridgeFilling:
 
     fills_any = False
 
-    def __init__(
-        self,
-        policy: Policy,
-        dtype: str,
-        kind: Kind = Kind.MERGED,
-        *,
-        senders: tuple[int, ...] = (0,),
-    ) -> None:
+    def __init__(self, policy: Policy, kind: Kind, *, senders: tuple[int, ...]) -> None:
         """Prepares the export; `senders` must begin with rank 0, and the others fill no buckets."""
-        self._policy, self._dtype, self._kind = policy, getattr(torch, dtype), kind
-        self.senders = senders
+        self._policy, self._kind, self.senders = policy, kind, senders
         self.tensors = tuple(
             TensorSpec(name, _name_of(tensor.dtype), tuple(tensor.shape))
-            for name, tensor in exported(policy, self._dtype, kind)
+            for name, tensor in exported(policy, kind)
         )
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
@@ -123,7 +115,7 @@ class BridgeFilling:
 
     def fill(self, place: int) -> None:
         if place == 0:
-            self._pending = exported(self._policy, self._dtype, self._kind)
+            self._pending = exported(self._policy, self._kind)
         lane = self._lanes[place % len(self._lanes)]
         for span in self._buckets[place].spans:
             name, tensor = next(self._pending)
@@ -214,14 +206,14 @@ class PlannedFilling:
     fills_any = True
 
     def __init__(
-        self, policy: Policy, dtype: str, pieces: Sequence[Piece], *, senders: tuple[int, ...] = ()
+        self, policy: Policy, pieces: Sequence[Piece], *, senders: tuple[int, ...]
     ) -> None:
         """Plans which rank sends which tensor; collective.
 
         Without `senders`, all leads send. If a lead is not among `senders`, all ranks raise
         UnknownMapping.
         """
-        self._rank, self._dtype = policy.ranks.rank, getattr(torch, dtype)
+        self._rank, self._dtype = policy.ranks.rank, policy.dtype
         first = [p for p in pieces if policy.ranks.has_first_copy(of_experts=p.is_expert)]
         self._pieces = {piece.name: piece for piece in first}
         led = [[p.name, p.shape] for p in first if dist.get_rank(p.group) == 0]
@@ -270,18 +262,16 @@ class PlannedFilling:
             gather.run(self._leads[place])
 
 
-def exported(policy: Policy, dtype: torch.dtype, kind: Kind) -> Iterator[tuple[str, Tensor]]:
+def exported(policy: Policy, kind: Kind) -> Iterator[tuple[str, Tensor]]:
     """Yields name and tensor, on the device, of each weight by Bridge's export; collective."""
     if kind is Kind.ADAPTERS:
-        return adapter_tensors(policy, dtype, to_host=False)
-    found = hf_tensors(policy, dtype, to_host=False, merge=kind is Kind.MERGED)
+        return adapter_tensors(policy, policy.dtype, to_host=False)
+    found = hf_tensors(policy, policy.dtype, to_host=False, merge=kind is Kind.MERGED)
     own = {} if policy.drafts is None else policy.drafts.published()
-    return itertools.chain(found, ((name, tensor.to(dtype)) for name, tensor in own.items()))
+    return itertools.chain(found, ((name, tensor.to(policy.dtype)) for name, tensor in own.items()))
 
 
-def plan_filling(
-    policy: Policy, dtype: str, kind: Kind = Kind.MERGED, *, senders: tuple[int, ...] = ()
-) -> PlannedFilling:
+def plan_filling(policy: Policy, kind: Kind, *, senders: tuple[int, ...] = ()) -> PlannedFilling:
     """Returns a filling by a plan for a `kind` of weights; collective.
 
     If `senders` is given, the result has exactly these senders. If any mapping is unknown on any
@@ -306,7 +296,7 @@ def plan_filling(
     for found in policy.ranks.gather_bytes(problem.encode()):
         if found:
             raise UnknownMapping(found.decode())
-    return PlannedFilling(policy, dtype, pieces, senders=senders)
+    return PlannedFilling(policy, pieces, senders=senders)
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -193,7 +193,6 @@ def open_stream(
     The stream is filled by a plan, or by Bridge's export if there is no plan or it gives other
     weights. It has the same senders and bucket size as the stream `beside`, if given.
     """
-    dtype = config.model.dtype
     senders = () if beside is None else beside.senders
 
     def opened(filling: Filling) -> WeightStream:
@@ -203,11 +202,11 @@ def open_stream(
 
     with policy.memory.resident(Part.PARAMETERS):
         try:
-            stream = opened(plan_filling(policy, dtype, kind, senders=senders))
+            stream = opened(plan_filling(policy, kind, senders=senders))
         except UnknownMapping as error:
             problem = str(error)
         else:
-            problem = difference(stream.run().by_name, bridge_digests(policy, dtype, kind))
+            problem = difference(stream.run().by_name, bridge_digests(policy, kind))
             # All ranks have all digests, but only rank 0 surely has all of Bridge's tensors.
             data = problem.encode() if policy.ranks.is_main else None
             problem = policy.ranks.broadcast_bytes(data).decode()
@@ -217,13 +216,13 @@ def open_stream(
             del stream
         if policy.ranks.is_main:
             logger.warning("weights are exported by Megatron-Bridge, tensor by tensor: %s", problem)
-        return opened(BridgeFilling(policy, dtype, kind, senders=senders or (0,)))
+        return opened(BridgeFilling(policy, kind, senders=senders or (0,)))
 
 
-def bridge_digests(policy: Policy, dtype: str, kind: Kind = Kind.MERGED) -> dict[str, bytes]:
+def bridge_digests(policy: Policy, kind: Kind) -> dict[str, bytes]:
     """Returns the digest of every tensor of Bridge's export, by name; collective."""
     found = {}
-    for name, tensor in exported(policy, getattr(torch, dtype), kind):
+    for name, tensor in exported(policy, kind):
         kind_of_element = str(tensor.dtype).removeprefix("torch.")
         spec = TensorSpec(name, kind_of_element, tuple(tensor.shape))
         bucket = Bucket((Span(spec, 0),), spec.num_bytes)
