@@ -251,13 +251,8 @@ class Checkpointer:
         sizes = learner.parallel
         return checkpoints.Layout(
             world_size=learner.world_size,
-            tp=sizes.tp,
-            pp=sizes.pp,
-            vpp=sizes.vpp,
-            cp=sizes.cp,
-            ep=sizes.ep,
-            etp=sizes.etp or sizes.tp,
             distributed_optimizer=learner.use_distributed_optimizer,
+            **sizes.model_dump() | {"etp": sizes.etp or sizes.tp},
         )
 
 

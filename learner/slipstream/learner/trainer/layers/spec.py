@@ -10,7 +10,6 @@ from dataclasses import replace
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -82,14 +81,10 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
     return block
 
 
-def _places(config: Megatron, vp_stage: int | None) -> list[int]:
+def _places(config: Megatron, vp_stage: int | None) -> range:
     """Returns the indices of this pipeline stage's layers in the whole model, from 0."""
-    layout = config.pipeline_model_parallel_layout
-    if layout is not None:
-        found: list[int] = layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
-        return found
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
+    return range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
 
 
 def _replace_parts(parts: Megatron, config: Megatron) -> None:
