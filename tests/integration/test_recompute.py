@@ -29,20 +29,17 @@ STEPS = 3
 class Memory:
     """Memory of which a layer takes 1,000 bytes; from the second pass on there is too little."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        from slipstream.learner.trainer.model import recompute
+
         self._now = 0
+        patch.setattr(torch.cuda, "memory_allocated", self._allocated)
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda: self._now)
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+        patch.setattr(recompute, "memory_limit", lambda: self._now)
 
-    def allocated(self) -> int:
+    def _allocated(self) -> int:
         self._now += 1000
-        return self._now
-
-    def peak(self) -> int:
-        return self._now
-
-    def watch(self) -> None:
-        pass
-
-    def limit(self) -> int:
         return self._now
 
 
@@ -68,9 +65,10 @@ def run_rank(folder: Path, job: str) -> None:
     critic = Roles(config, policy).critic
     model = policy if critic is None else critic.model
     assert model.recompute is None
+    patch = pytest.MonkeyPatch()
     if JOBS[job][1]:
-        memory: Any = Memory()
-        plan = Recompute(list(map(unwrapped, model.chunks)), config.learner, memory)
+        Memory(patch)
+        plan = Recompute(list(map(unwrapped, model.chunks)), config.learner)
         model = dataclasses.replace(model, recompute=plan)
     if critic is not None:
         # Without a GPU nothing gives a model its plan.
@@ -88,6 +86,7 @@ def run_rank(folder: Path, job: str) -> None:
     layers = len(model.chunks[0].module.decoder.layers)
     weights = [p.detach().clone() for p in model.chunks[0].parameters()]
     found = {"weights": weights, "recomputed": recomputed, "layers": layers, "metrics": metrics}
+    patch.undo()
     kept(policy, found, folder / f"{job}.pt")
 
 

@@ -38,7 +38,7 @@ from slipstream.learner.trainer.model.recipe import (
     optimizer_config_of,
     provider_of,
 )
-from slipstream.learner.trainer.model.recompute import GpuMemory, Recompute
+from slipstream.learner.trainer.model.recompute import Recompute
 from slipstream.learner.trainer.ranks import compat
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.ranks.parallel import Launch, Ranks
@@ -135,7 +135,7 @@ def load_trained(
             # Layers that are computed again would miss features that the tower adds between them.
             logger.info("no layer recomputes its activations: a vision tower adds to some of them")
         else:
-            recompute = Recompute(list(map(unwrapped, chunks)), config.learner, GpuMemory())
+            recompute = Recompute(list(map(unwrapped, chunks)), config.learner)
     if load_weights:
         check_attention(model)
     return TrainedModel(**vars(model), optimizer=optimizer, scaler=scaler, recompute=recompute)

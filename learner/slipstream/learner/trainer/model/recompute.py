@@ -26,26 +26,11 @@ logger = logging.getLogger(__name__)
 _MARGIN = 0.1
 
 
-class GpuMemory:
-    """The memory of this rank's GPU, in bytes: how much tensors use, and how much they may use."""
-
-    def allocated(self) -> int:
-        """Returns the bytes that tensors use now."""
-        return torch.cuda.memory_allocated()
-
-    def peak(self) -> int:
-        """Returns the most bytes that tensors used at one time since the last `watch`."""
-        return torch.cuda.max_memory_allocated()
-
-    def watch(self) -> None:
-        """Resets the value of `peak`."""
-        torch.cuda.reset_peak_memory_stats()
-
-    def limit(self) -> int:
-        """Returns the bytes of GPU memory that tensors may use; engines may not have theirs yet."""
-        free, total = torch.cuda.mem_get_info()
-        own = 1 - float(os.environ.get(ENGINES_SHARE, "0"))
-        return min(free + torch.cuda.memory_reserved(), int(own * total))
+def memory_limit() -> int:
+    """Returns the bytes of GPU memory that tensors may use; engines may not have theirs yet."""
+    free, total = torch.cuda.mem_get_info()
+    own = 1 - float(os.environ.get(ENGINES_SHARE, "0"))
+    return min(free + torch.cuda.memory_reserved(), int(own * total))
 
 
 def recomputed_layers(
@@ -69,9 +54,7 @@ def recomputed_layers(
 class Recompute:
     """The recomputation plan of one model: measured in the first pass, made before the second."""
 
-    def __init__(
-        self, models: Sequence[Megatron], learner: LearnerSection, memory: GpuMemory
-    ) -> None:
+    def __init__(self, models: Sequence[Megatron], learner: LearnerSection) -> None:
         """Takes this rank's unwrapped chunks; at first each recomputes all layers but one."""
         blocks = [model.decoder for model in models]
         self._configs = {
@@ -81,7 +64,7 @@ class Recompute:
         }.values()
         self._stack = [layer for block in blocks for layer in block.layers]
         self._layers = max(len(block.layers) for block in blocks)
-        self._learner, self._memory = learner, memory
+        self._learner = learner
         # Bytes per token of the largest micro batch of the first training pass: activations of the
         # layer that keeps most, and all else that the pass alone allocates. None before it.
         self.measured: tuple[float, float] | None = None
@@ -95,7 +78,7 @@ class Recompute:
         """Returns the context of a pass over micro batches of `sizes` tokens; collective."""
         if not self._is_planned and self.measured is not None:
             learner, measured = self._learner, self.measured
-            free = (1 - _MARGIN) * self._memory.limit() - self._memory.allocated()
+            free = (1 - _MARGIN) * memory_limit() - torch.cuda.memory_allocated()
             found = recomputed_layers(
                 measured,
                 layers=self._layers,
@@ -119,17 +102,17 @@ class Recompute:
         if self._is_planned:
             yield
             return
-        before = self._memory.allocated()
-        self._memory.watch()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
         begun: list[int] = []
         # Bytes that each forward pass of a layer keeps, also the second one of a recomputed layer.
         kept: list[int] = []
 
         def begin(*_: object) -> None:
-            begun.append(self._memory.allocated())
+            begun.append(torch.cuda.memory_allocated())
 
         def end(*_: object) -> None:
-            kept.append(self._memory.allocated() - begun.pop())
+            kept.append(torch.cuda.memory_allocated() - begun.pop())
 
         hooks = [
             hook
@@ -142,7 +125,7 @@ class Recompute:
             for hook in hooks:
                 hook.remove()
         most = max(sizes)
-        rest = self._memory.peak() - before
+        rest = torch.cuda.max_memory_allocated() - before
         self.measured = max(kept, default=0) / most, rest / most
 
     def _recompute(self, layers: int) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from slipstream.core.settings.sections import LearnerSection, ParallelSection
+from slipstream.learner.trainer.model import recompute
 from slipstream.learner.trainer.model.recompute import (
-    GpuMemory,
     Recompute,
     in_flight,
+    memory_limit,
     recomputed_layers,
 )
 from torch import Tensor, nn
@@ -68,19 +69,23 @@ class Layer(nn.Module):
 def test_memory_of_engines_that_have_not_loaded_is_not_planned_with(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (700, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 200)
-    assert GpuMemory().limit() == 900
+    assert memory_limit() == 900
     monkeypatch.setenv("SLIPSTREAM_ENGINES_SHARE", "0.4")
-    assert GpuMemory().limit() == 600
+    assert memory_limit() == 600
     # They have theirs.
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (300, 1000))
-    assert GpuMemory().limit() == 500
+    assert memory_limit() == 500
 
 
 class FakeMemory:
-    """See `recompute.Memory`."""
+    """A GPU's memory of which tensors may use `limit` bytes."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit, self._now, self._peak = limit, 0, 0
+    def __init__(self, limit: int, patch: pytest.MonkeyPatch) -> None:
+        self._now = self._peak = 0
+        patch.setattr(recompute, "memory_limit", lambda: limit)
+        patch.setattr(torch.cuda, "memory_allocated", self.allocated)
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda: self._peak)
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", self._watch)
 
     def take(self, num_bytes: int) -> None:
         self._now += num_bytes
@@ -89,14 +94,8 @@ class FakeMemory:
     def allocated(self) -> int:
         return self._now
 
-    def peak(self) -> int:
-        return self._peak
-
-    def watch(self) -> None:
+    def _watch(self) -> None:
         self._peak = self._now
-
-    def limit(self) -> int:
-        return self._limit
 
 
 class Block:
@@ -148,10 +147,10 @@ class Ranks:
         (1_100_000, 0.0, 8),
     ],
 )
-def test_the_second_pass_follows_what_the_first_measured(limit, other, expected):
-    memory = FakeMemory(limit)
+def test_the_second_pass_follows_what_the_first_measured(limit, other, expected, monkeypatch):
+    memory = FakeMemory(limit, monkeypatch)
     block: Any = Block(memory, 8)
-    plan = Recompute([block], LearnerSection(micro_batch_tokens=200), memory)
+    plan = Recompute([block], LearnerSection(micro_batch_tokens=200))
     assert block.config.recompute_num_layers == 7
     ranks: Any = Ranks(other)
     with plan.training_pass([100, 40], ranks):
@@ -170,26 +169,26 @@ def test_the_second_pass_follows_what_the_first_measured(limit, other, expected)
     assert plan.num_layers == expected
 
 
-def num_layers_of(block: Any, memory: FakeMemory, other: float = 0.0) -> int:
+def num_layers_of(block: Any, other: float = 0.0) -> int:
     """The layers that are recomputed after two passes of 100 tokens."""
-    plan, ranks = Recompute([block], LearnerSection(micro_batch_tokens=200), memory), Ranks(other)
+    plan, ranks = Recompute([block], LearnerSection(micro_batch_tokens=200)), Ranks(other)
     for _ in range(2):
         with plan.training_pass([100], ranks):  # type: ignore[arg-type]
             block.train(100)
     return plan.num_layers
 
 
-def test_the_layer_that_keeps_most_counts_even_if_it_was_recomputed() -> None:
-    memory = FakeMemory(2_330_000)
+def test_the_layer_that_keeps_most_counts_even_if_it_was_recomputed(monkeypatch) -> None:
+    memory = FakeMemory(2_330_000, monkeypatch)
     block = Block(memory, 8)
     block.decoder.layers[2].kept_bytes = 2 * LAYER_BYTES
     # The rest takes 410,000 of 2,097,000 bytes, and each further layer 400,000.
-    assert num_layers_of(block, memory) == 3
+    assert num_layers_of(block) == 3
 
 
-def test_a_first_pass_that_fails_is_measured_again() -> None:
-    memory = FakeMemory(10_000_000)
-    plan = Recompute([Block(memory, 8)], LearnerSection(micro_batch_tokens=200), memory)
+def test_a_first_pass_that_fails_is_measured_again(monkeypatch) -> None:
+    memory = FakeMemory(10_000_000, monkeypatch)
+    plan = Recompute([Block(memory, 8)], LearnerSection(micro_batch_tokens=200))
     ranks: Any = Ranks()
     with pytest.raises(ValueError, match="no number"), plan.training_pass([100], ranks):
         raise ValueError("no number")
@@ -200,6 +199,6 @@ def test_a_first_pass_that_fails_is_measured_again() -> None:
     assert plan.num_layers == 7
 
 
-def test_a_stage_without_layers_recomputes_none_whatever_others_do() -> None:
-    memory = FakeMemory(10_000_000)
-    assert num_layers_of(Block(memory, 0), memory, other=0.5) == 0
+def test_a_stage_without_layers_recomputes_none_whatever_others_do(monkeypatch) -> None:
+    memory = FakeMemory(10_000_000, monkeypatch)
+    assert num_layers_of(Block(memory, 0), other=0.5) == 0
