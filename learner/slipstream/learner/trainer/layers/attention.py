@@ -48,7 +48,7 @@ MOST_SCORES = 1 << 25
 
 
 class CoreAttention(SplitByHeads):
-    """Causal attention of packed [tokens, heads, dim] or plain [sequence, batch, heads, dim]."""
+    """Causal attention of packed [tokens, heads, dim]."""
 
     split = "softmax_offset"
 
@@ -87,18 +87,14 @@ class CoreAttention(SplitByHeads):
         packed_seq_params: Megatron = None,
         **_: object,
     ) -> Tensor:
-        """Returns the attention output, [tokens, heads * dim] or [sequence, batch, heads * dim].
+        """Returns the attention output, [tokens, heads * dim].
 
         Where `cu_seqlens_kv` differs from `cu_seqlens_q`, a sequence has more keys than queries:
         its queries align with its last keys. Under context parallelism the packed tokens are this
         rank's, and `cu_seqlens_q` gives the bounds of the whole sequences; the call is then
         collective over the context parallel group.
         """
-        if packed_seq_params is None:
-            assert self.cp_group.size() == 1, "only packed sequences are split over ranks"
-            assert self.window is None, "only packed sequences have windows"
-            plain = [x.transpose(0, 1) for x in (query, key, value)]
-            return self._attend(*plain).transpose(0, 1).flatten(2)
+        assert packed_seq_params is not None, "the trainer packs all sequences"
         bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
         size = self.cp_group.size()
         if packed_seq_params.cu_seqlens_kv is not packed_seq_params.cu_seqlens_q:
@@ -130,9 +126,7 @@ class CoreAttention(SplitByHeads):
         ]
         return torch.cat(parts).index_select(0, order).flatten(1)
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
-    ) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Computes attention over dim 1 of [sequences, length, heads, dim].
 
         Trailing padding has no effect. Without a mask, queries and keys belong to the same tokens
