@@ -131,9 +131,12 @@ class NcclSender(BucketSender):
 
     transport = "nccl"
 
-    def __init__(self, weights: WeightsSection, device: int, stream: "CudaStream") -> None:
+    def __init__(self, weights: WeightsSection, device: torch.device) -> None:
         super().__init__(weights)
-        self._device, self._stream = device, stream
+        self._device = device
+        # Broadcasts go before kernels that fill later buckets: while a broadcast waits for
+        # processors of the GPU, the link is idle.
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         # NCCL listens for the members of each id that was made, on a thread and a socket that end
         # when all members have joined. An id with which this rank never joined is kept for the next
         # communicator.
@@ -155,7 +158,7 @@ class NcclSender(BucketSender):
         self.abort()
         self._unused_id = None
         self._group = NcclGroup.join(
-            self._device,
+            self._device.index,
             announced.unique_id,
             rank=rank,
             world_size=announced.world_size,
@@ -165,15 +168,16 @@ class NcclSender(BucketSender):
 
     def send(self, bucket: Bucket, data: Tensor) -> Release:
         group = live(self._group)
-        self._stream.follow()
+        self._stream.wait_stream(torch.cuda.current_stream())
         group.broadcast(
             data.data_ptr(),
             bucket.num_bytes,
             bucket.root,
-            self._stream.handle,
+            self._stream.cuda_stream,
             deadline_s=self.bucket_deadline_s,
         )
-        return self._stream.release()
+        sent = self._stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(sent)
 
     def finish(self) -> Wire:
         group = live(self._group)
@@ -184,25 +188,6 @@ class NcclSender(BucketSender):
         if self._group is not None:
             self._group.abort()
         self._group = self._id = None
-
-
-class CudaStream:
-    """The CUDA stream on which broadcasts are enqueued."""
-
-    def __init__(self, device: torch.device) -> None:
-        # Broadcasts go before kernels that fill later buckets: while a broadcast waits for
-        # processors of the GPU, the link is idle.
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self.handle = self._stream.cuda_stream
-
-    def follow(self) -> None:
-        """Makes later work on this stream wait for the work enqueued on the current stream."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-
-    def release(self) -> Release:
-        """Returns a function that makes the current stream wait for this stream's work so far."""
-        sent = self._stream.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(sent)
 
 
 class IpcSender(BucketSender):
@@ -482,7 +467,7 @@ class BucketSenders:
                 case "ipc":
                     made = IpcSender(weights, device, num_bytes=self._largest_bucket)
                 case "nccl" if device.type == "cuda":
-                    made = NcclSender(weights, device.index, CudaStream(device))
+                    made = NcclSender(weights, device)
                 case "nccl":
                     raise ConfigError("weights.transport is nccl, but the trainer has no GPU")
                 case _:

@@ -4,7 +4,7 @@ import json
 
 import torch
 from slipstream.core.settings.sections import WeightsSection
-from slipstream.learner.trainer.weights.bucket_senders import CudaStream, NcclSender
+from slipstream.learner.trainer.weights.bucket_senders import NcclSender
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import TensorSpec
 from slipstream.protocol.weights.digests import HostDigests
@@ -65,12 +65,11 @@ def begins(rank: int, senders: tuple[int, ...]) -> list[float]:
         stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=1000)
         stream._digests = Digests(stream.buckets)
         stream._stream = torch.cuda.Stream()
-        link = CudaStream(torch.device("cpu"))
-        sender = NcclSender(WeightsSection(), 0, link)
+        sender = NcclSender(WeightsSection(), torch.device("cpu"))
         sender._group = group = Group()
         stream.run(lambda place, bucket, data: sender.send(bucket, data))
         # A lower number is a higher priority, which matters where processors are scarce.
-        assert link._stream.priority < stream._stream.priority
+        assert sender._stream.priority < stream._stream.priority
     return group.began
 
 

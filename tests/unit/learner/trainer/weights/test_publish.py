@@ -47,16 +47,19 @@ NUM_WORKERS = 2
 class HostStream:
     """A lane is free when all that was sent is there."""
 
-    handle = 0
+    cuda_stream = 0
 
-    def __init__(self) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         self.wait: Callable[[], None] = lambda: None
 
-    def follow(self) -> None:
+    def wait_stream(self, _: "HostStream") -> None:
         """What the caller did is done."""
 
-    def release(self) -> Callable[[], None]:
-        return lambda: self.wait()
+    def record_event(self) -> "HostStream":
+        return self
+
+    def wait_event(self, event: "HostStream") -> None:
+        event.wait()
 
 
 class NcclMember:
@@ -240,9 +243,8 @@ class Scene:
         largest = max(bucket.num_bytes for bucket in self.buckets)
         senders = BucketSenders(self._weights, CPU, largest_bucket=largest, host=HOST)
         if self.transport == "nccl":
-            stream = HostStream()
-            sender = NcclSender(self._weights, 0, stream)
-            stream.wait = lambda: sender._group.wait()
+            sender = NcclSender(self._weights, torch.device("cuda", 0))
+            sender._stream.wait = lambda: sender._group.wait()
             vars(senders)["_made"]["nccl"] = sender
         return senders
 
@@ -260,7 +262,9 @@ class Scene:
 
 
 @pytest.fixture(autouse=True)
-def cupy() -> Iterator[fake_nccl.FakeNccl]:
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_nccl.FakeNccl]:
+    monkeypatch.setattr(torch.cuda, "Stream", HostStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", HostStream)
     with fake_nccl.installed() as cupy:
         yield cupy
 
