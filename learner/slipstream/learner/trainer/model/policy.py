@@ -188,9 +188,7 @@ class NamedAdapters:
     with the same values. Without names there is one adapter, named "", or none.
     """
 
-    def __init__(
-        self, names: Sequence[str], model: TrainedModel, *, are_clients: bool = False
-    ) -> None:
+    def __init__(self, names: Sequence[str], model: TrainedModel, *, are_clients: bool) -> None:
         """Makes every adapter a copy of the adapter in `model`; collective for several names.
 
         The model's memory may move parameters and optimizer state of the active adapter to the
@@ -199,6 +197,9 @@ class NamedAdapters:
         """
         self._model = model
         self.names = tuple(names) or ("",)
+        self.have_names, self.are_several = self.names != ("",), len(self.names) > 1
+        # Whether servers get what clients have published, in place of the newest values.
+        self.are_clients = are_clients
         self._active = self.names[0]
         self._waiting: dict[str, _Waiting] = {}
         self._served: dict[str, list[Tensor]] = {}
@@ -217,19 +218,6 @@ class NamedAdapters:
         if are_clients:
             for name in self.names:
                 self._served[name] = [torch.zeros_like(tensor) for _, tensor in self._trained()]
-
-    @property
-    def have_names(self) -> bool:
-        return self.names != ("",)
-
-    @property
-    def are_clients(self) -> bool:
-        """Whether servers get what clients have published, in place of the newest values."""
-        return bool(self._served)
-
-    @property
-    def are_several(self) -> bool:
-        return len(self.names) > 1
 
     @contextmanager
     def active(self, name: str) -> Iterator[None]:

@@ -72,6 +72,8 @@ class Ranks:
                 f"learner.world_size is {learner.world_size}, but {launch.world_size} ranks started"
             )
         self.rank = launch.rank
+        # Rank 0 gets the controller's orders and leads each publish.
+        self.is_main = launch.rank == 0
         self.world_size = launch.world_size
         # Limit in seconds of one collective, and of a disk that does not answer.
         self.timeout_s = learner.timeout_s
@@ -118,11 +120,6 @@ class Ranks:
     @property
     def _groups(self) -> Megatron:
         return self._grids.groups(self._parallel)
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which gets the controller's orders and leads each publish."""
-        return self.rank == 0
 
     @property
     def dp_rank(self) -> int:

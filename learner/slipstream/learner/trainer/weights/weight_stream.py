@@ -51,15 +51,21 @@ Send = Callable[[int, Bucket, Tensor], Release]
 class WeightStream:
     """Fills buckets one after another, in alternating buffers (lanes).
 
-    Every method except the properties is collective. `run` is one pass over all weights.
-    `fill_ahead` may fill the first buckets before a `run` that sends, which then starts with them.
+    Every method is collective. `run` is one pass over all weights. `fill_ahead` may fill the first
+    buckets before a `run` that sends, which then starts with them.
     """
 
     def __init__(self, policy: Policy, filling: Filling, *, bucket_bytes: int) -> None:
         self._policy, self._filling = policy, filling
         self.bucket_bytes = bucket_bytes
-        self.buckets = tuple(plan_buckets(filling.tensors, bucket_bytes))
-        self._own = [self.senders[b.root] == policy.ranks.rank for b in self.buckets]
+        self.tensors, self.senders = filling.tensors, filling.senders
+        rank = policy.ranks.rank
+        # This rank's index in `senders`; None if it does not send.
+        self.sender = self.senders.index(rank) if rank in self.senders else None
+        self.buckets = tuple(plan_buckets(self.tensors, bucket_bytes))
+        self.num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
+        self.largest_bucket = max(bucket.num_bytes for bucket in self.buckets)
+        self._own = [self.senders[b.root] == rank for b in self.buckets]
         device = policy.ranks.device
         # Ranks that do not send need no lanes.
         size = self.largest_bucket if self.sender is not None else 0
@@ -74,30 +80,8 @@ class WeightStream:
             filling.prepare(self.buckets, self._lanes)
 
     @property
-    def senders(self) -> tuple[int, ...]:
-        return self._filling.senders
-
-    @property
-    def sender(self) -> int | None:
-        """This rank's index in `senders`; None if it does not send."""
-        rank = self._policy.ranks.rank
-        return self.senders.index(rank) if rank in self.senders else None
-
-    @property
     def num_parameters(self) -> int:
         return sum(torch.Size(tensor.shape).numel() for tensor in self.tensors)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(bucket.num_bytes for bucket in self.buckets)
-
-    @property
-    def largest_bucket(self) -> int:
-        return max(bucket.num_bytes for bucket in self.buckets)
-
-    @property
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        return self._filling.tensors
 
     def resident(self) -> AbstractContextManager[None]:
         """Keeps the parameters on the device inside the context; a pass then begins at once."""
