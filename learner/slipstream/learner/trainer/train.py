@@ -22,6 +22,7 @@ Only rank 0 calls the controller. It broadcasts the orders, so that all ranks ta
 """
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -43,7 +44,7 @@ from slipstream.learner.trainer.parts import open_writer, step_parts
 from slipstream.learner.trainer.passes import Passes
 from slipstream.learner.trainer.step import TrainingStep
 from slipstream.learner.trainer.step_cost import StepCost
-from slipstream.learner.trainer.weights.bucket_senders import BucketSenders
+from slipstream.learner.trainer.weights.bucket_senders import make_sender
 from slipstream.learner.trainer.weights.export import RunChat, save_adapters, save_hf_folder
 from slipstream.learner.trainer.weights.publish import WeightPublisher, build_probe, open_published
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
@@ -87,15 +88,14 @@ class Trainer:
         self._version = PolicyVersion(0, 0) if loaded is None else loaded.version
         self._last_batch: Batch | None = None
         self._published = open_published(policy, config)
-        senders = BucketSenders(
-            config.weights,
-            policy.ranks.device,
+        make = functools.partial(
+            make_sender,
+            weights=config.weights,
+            device=policy.ranks.device,
             largest_bucket=self._published.largest_bucket,
             host=config.learner.host,
         )
-        self._publisher = WeightPublisher(
-            self._published, senders, ranks=self._ranks, client=client
-        )
+        self._publisher = WeightPublisher(self._published, make, ranks=self._ranks, client=client)
         self._writer = open_writer(config, policy, self._published, client)
         self._digests = self._export()
         for memory in self._memories:

@@ -447,37 +447,20 @@ class GlooSender(BucketSender):
             raise WeightSyncError(f"{what}: {_SOURCE.sub('', str(error))}") from error
 
 
-class BucketSenders:
-    """The senders of one rank, one for each transport, created at first use."""
-
-    def __init__(
-        self, weights: WeightsSection, device: torch.device, *, largest_bucket: int, host: str
-    ) -> None:
-        self._weights, self._device = weights, device
-        self._largest_bucket, self._host = largest_bucket, host
-        self._made: dict[str, BucketSender] = {}
-
-    def for_transport(self, transport: str) -> BucketSender:
-        """Returns the sender of a transport; raises ConfigError if the trainer has none."""
-        weights, device, host = self._weights, self._device, self._host
-        if transport not in self._made:
-            match transport:
-                case "gloo":
-                    made: BucketSender = GlooSender(weights, host=host)
-                case "ipc":
-                    made = IpcSender(weights, device, num_bytes=self._largest_bucket)
-                case "nccl" if device.type == "cuda":
-                    made = NcclSender(weights, device)
-                case "nccl":
-                    raise ConfigError("weights.transport is nccl, but the trainer has no GPU")
-                case _:
-                    raise ConfigError(
-                        f"the transport of weights must be gloo, nccl or ipc, got {transport!r}"
-                    )
-            self._made[transport] = made
-        return self._made[transport]
-
-    def abort(self) -> None:
-        """Aborts every communicator."""
-        for sender in self._made.values():
-            sender.abort()
+def make_sender(
+    transport: str, weights: WeightsSection, device: torch.device, *, largest_bucket: int, host: str
+) -> BucketSender:
+    """Returns this rank's sender of a transport; raises ConfigError if the trainer has none."""
+    match transport:
+        case "gloo":
+            return GlooSender(weights, host=host)
+        case "ipc":
+            return IpcSender(weights, device, num_bytes=largest_bucket)
+        case "nccl" if device.type == "cuda":
+            return NcclSender(weights, device)
+        case "nccl":
+            raise ConfigError("weights.transport is nccl, but the trainer has no GPU")
+        case _:
+            raise ConfigError(
+                f"the transport of weights must be gloo, nccl or ipc, got {transport!r}"
+            )

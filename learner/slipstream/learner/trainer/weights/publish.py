@@ -26,7 +26,7 @@ from slipstream.learner.trainer.model.policy import NamedAdapters, Policy
 from slipstream.learner.trainer.model.schedule import sequence_logprobs
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.weights.bucket_fill import Kind
-from slipstream.learner.trainer.weights.bucket_senders import BucketSender, BucketSenders
+from slipstream.learner.trainer.weights.bucket_senders import BucketSender
 from slipstream.learner.trainer.weights.weight_stream import (
     Release,
     Send,
@@ -55,13 +55,15 @@ class WeightPublisher:
     def __init__(
         self,
         published: "Published",
-        senders: BucketSenders,
+        make_sender: Callable[[str], BucketSender],
         *,
         ranks: Ranks,
         client: ControllerClient,
     ) -> None:
-        self._published, self._senders = published, senders
+        """Takes a function that makes this rank's sender of a transport, at its first use."""
+        self._published, self._make_sender = published, make_sender
         self._ranks, self._client = ranks, client
+        self._senders: dict[str, BucketSender] = {}
         self._sender: BucketSender | None = None
 
     @property
@@ -75,8 +77,8 @@ class WeightPublisher:
         with published.weights.resident():
             if order.new_communicator:
                 # The previous communicator may use another transport.
-                self._senders.abort()
-            self._sender = sender = self._senders.for_transport(order.communicator.transport)
+                self.abort()
+            self._sender = sender = self._sender_of(order.communicator.transport)
             sender.bucket_deadline_s = order.bucket_deadline_s
             try:
                 communicator = order.communicator if order.begun else self._announce(order, sender)
@@ -114,7 +116,13 @@ class WeightPublisher:
 
     def abort(self) -> None:
         """Aborts every communicator."""
-        self._senders.abort()
+        for sender in self._senders.values():
+            sender.abort()
+
+    def _sender_of(self, transport: str) -> BucketSender:
+        if transport not in self._senders:
+            self._senders[transport] = self._make_sender(transport)
+        return self._senders[transport]
 
     def _announce(
         self, order: weights_pb2.PublishOrder, sender: BucketSender

@@ -1,5 +1,6 @@
 """Publishes of a trainer's ranks to real receivers; NCCL's library is a fake one."""
 
+import functools
 import itertools
 import queue
 import re
@@ -17,7 +18,12 @@ from slipstream.core.settings.sections import OffloadSection, WeightsSection
 from slipstream.extensions.offload.trainer import HostMemory
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.model import Part
-from slipstream.learner.trainer.weights.bucket_senders import BucketSenders, GlooSender, NcclSender
+from slipstream.learner.trainer.weights.bucket_senders import (
+    BucketSender,
+    GlooSender,
+    NcclSender,
+    make_sender,
+)
 from slipstream.learner.trainer.weights.publish import Published, WeightPublisher
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
@@ -210,19 +216,19 @@ class Scene:
         order.communicator.transport = self.transport
         order.bucket_deadline_s = self._weights.bucket_deadline_s
         order.receivers[0].num_workers = NUM_WORKERS
-        senders = self.senders[ranks.rank]
-        publisher = WeightPublisher(Published(stream), senders, ranks=ranks, client=self.client)
+        make = {self.transport: self.senders[ranks.rank]}.__getitem__
+        publisher = WeightPublisher(Published(stream), make, ranks=ranks, client=self.client)
         publisher.run(order, None)
         if ranks.is_main:
             self.communicator_id = publisher.communicator_id
 
     def set_deadlines(self, weights: WeightsSection) -> None:
-        for senders in self.senders:
-            vars(senders.for_transport(self.transport))["_weights"] = weights
+        for sender in self.senders:
+            vars(sender)["_weights"] = weights
         self._weights = weights
 
     def connected(self) -> list[str | None]:
-        return [each.for_transport(self.transport).communicator_id for each in self.senders]
+        return [each.communicator_id for each in self.senders]
 
     def contents(self) -> list[bytes]:
         """What all buckets hold, with zeros between the tensors."""
@@ -239,14 +245,15 @@ class Scene:
         for worker in self._all_workers:
             worker.join()
 
-    def _sender(self) -> BucketSenders:
+    def _sender(self) -> BucketSender:
         largest = max(bucket.num_bytes for bucket in self.buckets)
-        senders = BucketSenders(self._weights, CPU, largest_bucket=largest, host=HOST)
-        if self.transport == "nccl":
-            sender = NcclSender(self._weights, torch.device("cuda", 0))
+        device = torch.device("cuda", 0) if self.transport == "nccl" else CPU
+        sender = make_sender(
+            self.transport, self._weights, device, largest_bucket=largest, host=HOST
+        )
+        if isinstance(sender, NcclSender):
             sender._stream.wait = lambda: sender._group.wait()
-            vars(senders)["_made"]["nccl"] = sender
-        return senders
+        return sender
 
     def _start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
         if self.mode == "gives up":
@@ -376,7 +383,7 @@ def test_parameters_are_on_the_device_before_any_member_waits_for_a_bucket(scene
 
 def test_problem_of_one_sender_is_known_to_all_and_reported_once(cupy, monkeypatch):
     scene = Scene(cupy, "gloo", 2)
-    sender = scene.senders[1].for_transport("gloo")
+    sender = scene.senders[1]
     finish = sender.finish
 
     def fail_late() -> None:
@@ -468,12 +475,15 @@ def test_store_listens_on_the_given_host_only() -> None:
 
 
 def test_transport_that_cannot_be_is_refused() -> None:
-    senders = BucketSenders(WeightsSection(), CPU, largest_bucket=1, host=HOST)
+    make = functools.partial(
+        make_sender, weights=WeightsSection(), device=CPU, largest_bucket=1, host=HOST
+    )
     with pytest.raises(ConfigError, match=r"weights\.transport is nccl, but the trainer has no"):
-        senders.for_transport("nccl")
+        make("nccl")
     with pytest.raises(ConfigError, match="must be gloo, nccl or ipc, got 'mpi'"):
-        senders.for_transport("mpi")
-    assert senders.for_transport("gloo") is senders.for_transport("gloo")
+        make("mpi")
+    publisher: Any = WeightPublisher(None, make, ranks=None, client=None)  # type: ignore[arg-type]
+    assert publisher._sender_of("gloo") is publisher._sender_of("gloo")
     elsewhere = GlooSender(WeightsSection(), host="192.0.2.1")
     with pytest.raises(ConfigError, match=r"learner\.master must be an address of this machine"):
         announce(elsewhere)
