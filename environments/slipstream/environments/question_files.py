@@ -277,6 +277,7 @@ def read_rows(path: Path) -> Iterable[Row]:
         what = "is a pipe or a device, no regular file" if path.exists() else "does not exist"
         what = "is a folder, not a file" if path.is_dir() else what
         hint = f"; on the hub: {DATA_PREFIX}{path}" if _NAME.fullmatch(str(path)) else ""
+        hint = _from_saved(path) or hint
         raise ConfigError(f"{path} {what}; the working directory is {Path.cwd()}{hint}")
     match path.suffix:
         case ".jsonl":
@@ -288,7 +289,16 @@ def read_rows(path: Path) -> Iterable[Row]:
         rows = f"import csv, json; print(*map(json.dumps, {_ROWS[path.suffix]}), sep='\\n')"
         what += "; name it .jsonl if each line is an object" * (path.suffix == ".json")
         what += f'; convert it by: python -c "{rows}" < {path} > {path.with_suffix(".jsonl")}'
-    raise ConfigError(what)
+    raise ConfigError(what + _from_saved(path.parent))
+
+
+def _from_saved(folder: Path) -> str:
+    """Returns the command that converts what `save_to_disk` of datasets wrote, or ""."""
+    for name, split in (("state.json", ""), ("dataset_dict.json", "['train']")):
+        if (folder / name).is_file():
+            saved = f"load_from_disk('{folder}'){split}.to_parquet('{folder}.parquet')"
+            return f'; convert it by: python -c "from datasets import load_from_disk; {saved}"'
+    return ""
 
 
 def _json_lines(path: Path) -> Iterator[Row]:

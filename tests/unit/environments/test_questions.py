@@ -292,6 +292,13 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
     )
     assert refusal([1]) == "path must be a file, a pattern, a list of these or of rows, got 1"
     assert refusal(str(tmp_path)).startswith(f"{tmp_path} is a folder, not a file; the working")
+    for name, split in (("state.json", ""), ("dataset_dict.json", "['train']")):
+        (saved := tmp_path / name.partition("_")[0]).mkdir()
+        (saved / name).touch()
+        (arrow := saved / "data-00000-of-00001.arrow").touch()
+        converted = f"load_from_disk('{saved}'){split}.to_parquet('{saved}.parquet')\""
+        assert refusal(str(saved)).endswith(converted)
+        assert refusal(str(arrow)).endswith(converted)
     json_lines(tmp_path, [{"prompt": "a", "solution": "b"}])
     assert refusal("data.jsonl") == (
         "data.jsonl, row 1 has no column 'question'; its columns are 'prompt', 'solution'"
