@@ -240,6 +240,11 @@ class Requests(Protocol):
         records experts returns the experts of the tokens from index `experts_from` on. Raises
         GenerationFailed if this request cannot be served, and EngineDied if no request can be.
         """
+        asked = (request_id, prompt_token_ids, sampling, max_tokens)
+        parts = self.stream(*asked, options=None, experts_from=experts_from, images=images)
+        (end,) = [part.generation async for part in parts]
+        assert end is not None
+        return end
 
     def stream(
         self,
@@ -248,11 +253,14 @@ class Requests(Protocol):
         sampling: Sampling,
         max_tokens: int,
         *,
-        options: TextOptions,
+        options: TextOptions | None,
         experts_from: int = 0,
         images: Sequence[PlacedImage] = (),
     ) -> AsyncGenerator[TextPart, None]:
-        """Samples like `generate`; yields tokens and text in parts, all of which must be read."""
+        """Samples like `generate`; yields tokens and text in parts, all of which must be read.
+
+        `options` None asks for a single part without a text.
+        """
 
     async def cancel(self, request_id: str) -> None:
         """Ends an open request soon, paused or not; `generate` returns the tokens so far.

@@ -20,6 +20,7 @@ from slipstream.core.models.vision import PlacedImage, load_processor
 from slipstream.rollout_server.engine_interface import (
     EngineUse,
     Generation,
+    Requests,
     Sampling,
     TextOptions,
     TextPart,
@@ -51,7 +52,7 @@ PROBE_PREFIX = "probe/"
 _KEPT_IMAGES = 32
 
 
-class EngineRequests:
+class EngineRequests(Requests):
     """Requests of one engine, by id; during a pause they wait to be admitted."""
 
     def __init__(self, llm: AsyncLLM, pauses: EnginePause, adapters: AdapterRequests) -> None:
@@ -103,22 +104,6 @@ class EngineRequests:
             ("preemptions", "Requests whose memory was taken away.", counter.preemptions),
         ):
             yield CounterMetricFamily(f"slipstream_engine_{name}", meaning, total)
-
-    async def generate(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: Sampling,
-        max_tokens: int,
-        *,
-        experts_from: int = 0,
-        images: Sequence[PlacedImage] = (),
-    ) -> Generation:
-        asked = (request_id, prompt_token_ids, sampling, max_tokens)
-        parts = self.stream(*asked, options=None, experts_from=experts_from, images=images)
-        (end,) = [part.generation async for part in parts]
-        assert end is not None
-        return end
 
     async def stream(
         self,
