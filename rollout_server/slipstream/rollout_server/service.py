@@ -51,13 +51,7 @@ from slipstream.rollout_server.episodes.environments import ClientEnvironments, 
 from slipstream.rollout_server.episodes.play import EpisodeServices, Identity, Model
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.parts import open_fetches, open_reference, open_sender
-from slipstream.rollout_server.session import (
-    JoinCall,
-    OutgoingMessages,
-    Session,
-    SessionServices,
-    hello,
-)
+from slipstream.rollout_server.session import JoinCall, OutgoingMessages, Session, hello
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -115,10 +109,10 @@ class RolloutServer:
         async with AsyncExitStack() as stack:
             channel = open_channel(self._address, self._credentials)
             stack.push_async_callback(channel.close, None)
-            joined = await self._join(channel, stop)
-            if joined is None:
+            following = await self._join(channel, stop)
+            if following is None:
                 return
-            config, run_id = self._config, joined.welcome.run_id
+            config, run_id = self._config, following.welcome.run_id
             sender = await open_sender(stack, config, channel, self._credentials, run_id)
             await stack.enter_async_context(self._gateway)
             async with asyncio.TaskGroup() as group:
@@ -131,44 +125,42 @@ class RolloutServer:
                         fleet_pb2.ServerMessage(environment=report)
                     ),
                 )
-                reference = open_reference(stack, config)
-                of_episodes = EpisodeServices(self._model, environments, reference)
-                services = SessionServices(config, sender, self._open_fetches, of_episodes)
+                services = EpisodeServices(self._model, environments, open_reference(stack, config))
                 watches = [
                     group.create_task(self._model.engine.watch()),
                     group.create_task(self._gateway.logs.watch()),
                 ]
-                await self._serve(joined, channel, services, stop, group)
+                # Sessions whose last trajectories wait for room in the queue: a controller may make
+                # room.
+                waiting: list[Session] = []
+                while following is not None:
+                    call, epoch, welcome = following
+                    identity = Identity(run_id, self._server_id, epoch, welcome.delivery_key)
+                    session = Session(
+                        identity,
+                        welcome,
+                        self._outbox,
+                        config,
+                        sender,
+                        services,
+                        group,
+                        self._open_fetches,
+                    )
+                    try:
+                        is_lost = await session.serve(call, stop)
+                    finally:
+                        call.cancel()
+                    waiting = [
+                        one for one in (*waiting, session) if not one.dispatcher.idle.is_set()
+                    ]
+                    held = sender.undelivered
+                    following = await self._join(channel, stop, held) if is_lost else None
+                for session in waiting:
+                    session.dispatcher.abandon()
                 for watch in watches:
                     watch.cancel()
                 environments.close()
         log.info("drained")
-
-    async def _serve(
-        self,
-        joined: _Joined,
-        channel: grpc.aio.Channel,
-        services: SessionServices,
-        stop: asyncio.Event,
-        group: asyncio.TaskGroup,
-    ) -> None:
-        """Runs one session after another, until one ends drained or `stop` is set between two."""
-        following: _Joined | None = joined
-        # Sessions whose last trajectories wait for room in the queue: a controller may make room.
-        waiting: list[Session] = []
-        while following is not None:
-            call, epoch, welcome = following
-            identity = Identity(joined.welcome.run_id, self._server_id, epoch, welcome.delivery_key)
-            session = Session(identity, welcome, self._outbox, services, group)
-            try:
-                is_lost = await session.serve(call, stop)
-            finally:
-                call.cancel()
-            waiting = [each for each in (*waiting, session) if not each.dispatcher.idle.is_set()]
-            held = services.sender.undelivered
-            following = await self._join(channel, stop, held) if is_lost else None
-        for session in waiting:
-            session.dispatcher.abandon()
 
     async def _join(
         self,

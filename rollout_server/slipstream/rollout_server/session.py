@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -57,21 +56,28 @@ class Session:
         identity: Identity,
         welcome: fleet_pb2.Welcome,
         outbox: OutgoingMessages,
-        services: SessionServices,
+        config: Config,
+        sender: TrajectorySender,
+        services: EpisodeServices,
         group: asyncio.TaskGroup,
+        open_fetches: OpenFetches | None,
     ) -> None:
-        """Runs its tasks in `group`; the engine must be paused and have no open request."""
-        self._welcome, self._outbox, self._services = welcome, outbox, services
-        self._engine = services.of_episodes.model.engine
+        """Runs its tasks in `group`; the engine must be paused and have no open request.
+
+        `open_fetches` is None if the trainer sends the weights.
+        """
+        self._welcome, self._outbox, self._config = welcome, outbox, config
+        self._sender, self._environments = sender, services.environments
+        self._engine = services.model.engine
         self._counters = EpochCounters(self._engine.requests.use())
         self._epoch = f"{identity.server_epoch:x}"
         self.dispatcher = Dispatcher(
             group,
             identity,
-            services.of_episodes,
+            services,
             self._counters,
-            services.sender,
-            max_episodes=services.config.rollout_server.max_episodes,
+            sender,
+            max_episodes=config.rollout_server.max_episodes,
             closed=lambda report: outbox.put_nowait(fleet_pb2.ServerMessage(lease=report)),
         )
         self._orders = WeightOrders(
@@ -80,7 +86,6 @@ class Session:
             self._publish_report,
             rested=lambda answer: outbox.put_nowait(fleet_pb2.ServerMessage(rested=answer)),
         )
-        open_fetches = services.open_fetches
         self._fetches = open_fetches and open_fetches(self._tell_publish, group)
         self._group = group
         self._drain_ordered = asyncio.Event()
@@ -101,7 +106,7 @@ class Session:
             draining = fleet_pb2.Draining(reason=self._reason)
             self._outbox.put_nowait(fleet_pb2.ServerMessage(draining=draining))
             self.dispatcher.drain()
-            limit_s = self._services.config.rollout_server.drain_timeout_s
+            limit_s = self._config.rollout_server.drain_timeout_s
             await _within(_any_of(reader, self.dispatcher.idle, self._leave_at_once), limit_s)
         if reader.done():
             log.warning("lost the controller; running episodes may end within its heartbeat limit")
@@ -129,13 +134,12 @@ class Session:
     async def _take(self, message: fleet_pb2.ControllerMessage) -> None:
         match message.WhichOneof("message"):
             case "lease":
-                defaults = self._services.config.sampling
-                self.dispatcher.start(Lease.from_pb(message.lease, defaults))
+                self.dispatcher.start(Lease.from_pb(message.lease, self._config.sampling))
             case "cancel":
                 log.info("lease %s: %s", message.cancel.group_id, message.cancel.reason)
                 await self.dispatcher.cancel(GroupId(message.cancel.group_id))
             case "environment":
-                self._services.of_episodes.environments.order(message.environment)
+                self._environments.order(message.environment)
             case "drain":
                 log.info("draining: %s", message.drain.reason)
                 self._reason = message.drain.reason
@@ -163,15 +167,14 @@ class Session:
         await _within(self.dispatcher.idle.wait(), CANCEL_S)
 
     async def _flush(self) -> None:
-        while self._services.sender.queued_bytes:
+        while self._sender.queued_bytes:
             await asyncio.sleep(_FLUSH_PERIOD_S)
 
     def _report(self) -> fleet_pb2.ServerReport:
-        sender = self._services.sender
         return self._counters.report(
             self._engine.requests.use(),
-            sent=sender.taken.get(self._epoch, Amount()),
-            queued_bytes=sender.queued_bytes,
+            sent=self._sender.taken.get(self._epoch, Amount()),
+            queued_bytes=self._sender.queued_bytes,
         )
 
     def _publish_report(self, report: fleet_pb2.PublishReport) -> None:
@@ -193,17 +196,6 @@ class OutgoingMessages(asyncio.Queue[fleet_pb2.ServerMessage | None]):
         """Yields the messages in order, until None."""
         while (message := await self.get()) is not None:
             yield message
-
-
-@dataclass(frozen=True)
-class SessionServices:
-    """The parts of a server that a session uses but does not close."""
-
-    config: Config
-    sender: TrajectorySender
-    # None if the trainer sends the weights.
-    open_fetches: OpenFetches | None
-    of_episodes: EpisodeServices
 
 
 def hello(
