@@ -24,83 +24,71 @@ from slipstream.v1 import environment_pb2, trajectory_pb2
 log = logging.getLogger(__name__)
 
 
-class AgentTalk:
-    """Serves one agent; `run` may be called once, and leaves no call of the agent open."""
+async def answer_calls(
+    session: StreamSession, answering: Answering, recorder: Recorder, *, timeout_s: float
+) -> environment_pb2.AgentResult:
+    """Answers the calls of one agent until it returns its result; leaves none of them open.
 
-    def __init__(
-        self, session: StreamSession, answering: Answering, recorder: Recorder, *, timeout_s: float
-    ) -> None:
-        """`timeout_s` limits the time that the agent takes while it has no open call."""
-        self._session, self._answering = session, answering
-        self._recorder, self._timeout_s = recorder, timeout_s
-        self._calls: dict[int, asyncio.Task[None]] = {}
-        self._last_call = 0
+    Raises EnvironmentFailed if the agent fails, or if it neither calls nor returns within
+    `timeout_s` while it has no open call.
+    """
+    calls: dict[int, asyncio.Task[None]] = {}
+    last_call = 0
 
-    async def run(self) -> environment_pb2.AgentResult:
-        """Answers calls until the agent returns its result.
-
-        Raises EnvironmentFailed if the agent fails, or neither calls nor returns within
-        `timeout_s`.
-        """
-        waiting = asyncio.ensure_future(self._session.next_call())
-        try:
-            while True:
-                limit_s = None if self._calls else self._timeout_s
-                done, _ = await asyncio.wait(
-                    {waiting, *self._calls.values()},
-                    timeout=limit_s,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                if not done:
-                    late = (
-                        f"the agent neither called the model nor returned a result within "
-                        f"{self._timeout_s:g} s, the environment's timeout_s"
-                    )
-                    kind = trajectory_pb2.FAILURE_KIND_TIMEOUT
-                    raise await self._session.examine(EnvironmentFailed(kind, late))
-                for number, answered in list(self._calls.items()):
-                    if answered.done():
-                        del self._calls[number]
-                        if not answered.cancelled():
-                            answered.result()
-                if not waiting.done():
-                    continue
-                message = waiting.result()
-                if isinstance(message, environment_pb2.AgentResult):
-                    return message
-                self._take(message)
-                waiting = asyncio.ensure_future(self._session.next_call())
-        finally:
-            self._recorder.cancel()
-            open_tasks = [waiting, *self._calls.values()]
-            for task in open_tasks:
-                task.cancel()
-            await asyncio.wait(open_tasks)
-            await self._recorder.settled()
-
-    def _take(self, message: environment_pb2.AgentCall) -> None:
-        if message.is_abandoned:
-            if message.call in self._calls:
-                self._calls[message.call].cancel()
-            return
-        if message.call <= self._last_call:
-            raise misused(
-                f"calls of an agent are counted up, got {message.call} behind {self._last_call}"
-            )
-        self._last_call = message.call
-        self._calls[message.call] = asyncio.ensure_future(self._answer(message))
-
-    async def _answer(self, message: environment_pb2.AgentCall) -> None:
-        answer = self._answering.answer(self._recorder, message)
-        async with contextlib.aclosing(answer) as parts:
+    async def answer(message: environment_pb2.AgentCall) -> None:
+        async with contextlib.aclosing(answering.answer(recorder, message)) as parts:
             async for part in parts:
                 try:
-                    await self._session.reply_part(message.call, part)
+                    await session.reply_part(message.call, part)
                 except EnvironmentFailed as error:
                     if error.kind != trajectory_pb2.FAILURE_KIND_TIMEOUT:
                         raise
                     log.warning("call %d of an agent is not read: %s", message.call, error)
                     return
+
+    waiting = asyncio.ensure_future(session.next_call())
+    try:
+        while True:
+            done, _ = await asyncio.wait(
+                {waiting, *calls.values()},
+                timeout=None if calls else timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not done:
+                late = (
+                    f"the agent neither called the model nor returned a result within "
+                    f"{timeout_s:g} s, the environment's timeout_s"
+                )
+                kind = trajectory_pb2.FAILURE_KIND_TIMEOUT
+                raise await session.examine(EnvironmentFailed(kind, late))
+            for number, answered in list(calls.items()):
+                if answered.done():
+                    del calls[number]
+                    if not answered.cancelled():
+                        answered.result()
+            if not waiting.done():
+                continue
+            message = waiting.result()
+            if isinstance(message, environment_pb2.AgentResult):
+                return message
+            if message.is_abandoned:
+                if message.call in calls:
+                    calls[message.call].cancel()
+            elif message.call > last_call:
+                last_call = message.call
+                calls[last_call] = asyncio.ensure_future(answer(message))
+            else:
+                raise misused(
+                    f"calls of an agent are counted up, got {message.call} behind {last_call}"
+                )
+            waiting = asyncio.ensure_future(session.next_call())
+    finally:
+        recorder.cancel()
+        open_tasks = [waiting, *calls.values()]
+        for task in open_tasks:
+            task.cancel()
+        await asyncio.wait(open_tasks)
+        await recorder.settled()
 
 
 async def serve_agent(
@@ -122,11 +110,10 @@ async def serve_agent(
         sampled=play.counters.sampled,
         template_values=values,
     )
-    talk = AgentTalk(session, api, recorder, timeout_s=lease.timeout_s)
     shares: dict[str, float] = {}
     rewards: dict[str, float] = {}
     try:
-        end = await play.ask(talk.run())
+        end = await play.ask(answer_calls(session, api, recorder, timeout_s=lease.timeout_s))
         shares = dict(end.shares)
         recording.reward, rewards = _earned(recorder, end)
         for total in (recording.reward, *rewards.values()):

@@ -8,7 +8,7 @@ import pytest
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.engine_interface import Sampling
-from slipstream.rollout_server.episodes.agent_talk import AgentTalk
+from slipstream.rollout_server.episodes.agent_talk import answer_calls
 from slipstream.v1 import environment_pb2, trajectory_pb2
 from support.fakes.fake_engine import FakeEngine
 from support.rigs.waiting import LIMIT_S, until
@@ -76,14 +76,15 @@ def recorder(key: str) -> Recorder:
 class Talk:
     def __init__(self, timeout_s: float = LIMIT_S) -> None:
         self.session, self.answering, self.recorder = Session(), Answering(), recorder("e")
-        self._talk = AgentTalk(self.session, self.answering, self.recorder, timeout_s=timeout_s)
+        self.timeout_s = timeout_s
 
     def say(self, *messages: object) -> None:
         for message in messages:
             self.session.calls.put_nowait(message)
 
     async def run(self) -> environment_pb2.AgentResult:
-        return await asyncio.wait_for(self._talk.run(), LIMIT_S)
+        parts = self.session, self.answering, self.recorder
+        return await asyncio.wait_for(answer_calls(*parts, timeout_s=self.timeout_s), LIMIT_S)
 
     async def with_open(self, *calls: object) -> asyncio.Task[environment_pb2.AgentResult]:
         """The talk as it runs with calls that get no answer."""
