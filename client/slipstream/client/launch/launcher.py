@@ -213,18 +213,12 @@ async def run_rollout_server(
     refusal = f"rollout server {name} runs already in {folder}; choose another --server-id"
     address, log = config.controller.address, folder / "server.log"
     with run_folder.hold_folder(folder, refusal=refusal):
-        config, stated = run_folder.identified(config, address, await running_id(scene)), config
-        arguments = [
-            "--config",
-            str(run_folder.write_config(stated, folder)),
-            *run_folder.identity_overrides(config),
-        ]
-        arguments += ["--controller", address]
-        arguments += ["--server-id", name]
-        environ = placement.server_environment(0)
-        child = await start_child(
-            name, SERVER_PROGRAM.module, arguments, log_path=log, environ=environ
-        )
+        identified = run_folder.identified(config, address, await running_id(scene))
+        settings = run_folder.write_config(config, folder)
+        arguments = ["--config", str(settings), *run_folder.identity_overrides(identified)]
+        arguments += ["--controller", address, "--server-id", name]
+        environ, module = placement.server_environment(0), SERVER_PROGRAM.module
+        child = await start_child(name, module, arguments, log_path=log, environ=environ)
         say(f"rollout server {name} joins {address}; its log is {log}")
         stop = asyncio.ensure_future(stop_signal())
         ended = asyncio.ensure_future(child.process.wait())
