@@ -277,7 +277,8 @@ def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(start, overl
 
 def gathering(engine: Engine, most_steps: int) -> Engine:
     """Returns `engine` whose prompts wait until there is one for every two replies."""
-    engine.scheduler._gathering = PromptGathering(most_steps, replies_per_prompt=2)
+    engine.scheduler._gathering = PromptGathering(most_steps)
+    engine.scheduler._gathering.replies_per_prompt = 2
     return engine
 
 

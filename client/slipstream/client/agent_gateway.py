@@ -182,9 +182,7 @@ def bounded_server(
 class Gateway:
     """Serves the endpoints of a process's open episodes, as a task of the running event loop."""
 
-    def __init__(
-        self, *, request_limit_s: float = REQUEST_LIMIT_S, max_connections: int = MAX_CONNECTIONS
-    ) -> None:
+    def __init__(self) -> None:
         """Listens on a free port of loopback; raises OSError if there is none."""
         self._exchanges: dict[str, tuple[CallExchange, Endpoint]] = {}
         # asyncio sets TCP_NODELAY only where the protocol is named; without it every answer of two
@@ -192,9 +190,7 @@ class Gateway:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.bind((LOOPBACK, 0))
         self._socket.listen(2048)
-        self._server = _Server(
-            bounded_server(self._serve, limit_s=request_limit_s, max_connections=max_connections)
-        )
+        self._server = _Server(bounded_server(self._serve))
         self._serving = asyncio.get_running_loop().create_task(
             self._server.serve(sockets=[self._socket])
         )

@@ -31,9 +31,9 @@ class PromptGathering:
     held for more than `most_steps` steps.
     """
 
-    def __init__(self, most_steps: int, *, replies_per_prompt: int = REPLIES_PER_PROMPT) -> None:
-        """Sets the limits of the wait; with `most_steps` 0 no prompt waits."""
-        self.most_steps, self.replies_per_prompt = most_steps, replies_per_prompt
+    def __init__(self, most_steps: int) -> None:
+        """Sets the limit of the wait; with `most_steps` 0 no prompt waits."""
+        self.most_steps, self.replies_per_prompt = most_steps, REPLIES_PER_PROMPT
         self._num_steps = 0
 
     def holds(self, *, num_ready: int, num_replies: int) -> bool:

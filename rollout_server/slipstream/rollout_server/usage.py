@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Callable
 
 from slipstream.core.machine import process
 from slipstream.core.types import TrajectoryId
@@ -14,13 +13,12 @@ from slipstream.v1 import fleet_pb2
 class UseClock:
     """Adds up the seconds of pauses, and those with at least one open request outside pauses."""
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._now_s = now_s
+    def __init__(self) -> None:
         self._open = 0
         # A pause counts after the first `resume`: before it there is nothing to pause.
         self.is_paused = self._has_served = False
         # Both sums count up to the time `_counted_s`.
-        self._counted_s = now_s()
+        self._counted_s = time.monotonic()
         self._busy_s = self._paused_s = 0.0
 
     @property
@@ -55,7 +53,7 @@ class UseClock:
         self.is_paused, self._has_served = False, True
 
     def _count(self) -> None:
-        before_s, self._counted_s = self._counted_s, self._now_s()
+        before_s, self._counted_s = self._counted_s, time.monotonic()
         if self.is_paused and self._has_served:
             self._paused_s += self._counted_s - before_s
         elif self._open and not self.is_paused:

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
 import pytest
+from slipstream.client import agent_gateway
 from slipstream.client.agent_exchange import MAX_OPEN_CALLS, MAX_WAITING_BYTES, CallExchange
 from slipstream.client.agent_gateway import MAX_AHEAD, MAX_BODY_BYTES, REQUEST_LIMIT_S, Gateway
 from slipstream.v1 import environment_pb2 as pb
@@ -46,8 +48,8 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def opened(**limits: float) -> AsyncIterator[Rig]:
-    gateway, exchange = Gateway(**limits), CallExchange(on_waiting=lambda _: None)
+async def opened() -> AsyncIterator[Rig]:
+    gateway, exchange = Gateway(), CallExchange(on_waiting=lambda _: None)
     endpoint = gateway.open(exchange)
     url = urlsplit(endpoint.base_url)
     head = f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: x\r\n"
@@ -171,8 +173,12 @@ async def test_a_request_that_came_early_is_given_up_too() -> None:
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
-async def test_the_connection_that_rests_longest_makes_room_for_a_new_one(is_refused: bool) -> None:
-    async with opened(max_connections=4) as rig:
+async def test_the_connection_that_rests_longest_makes_room_for_a_new_one(
+    is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = partial(agent_gateway.bounded_server, max_connections=4)
+    monkeypatch.setattr(agent_gateway, "bounded_server", few)
+    async with opened() as rig:
         working = await rig.connected(rig.begun(2) + b"{}")
         call = await rig.exchange.next()
         resting = []

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from slipstream.client.launch import children
 from slipstream.client.launch.children import stop_signal
 from support.rigs.waiting import LIMIT_S
 
@@ -29,8 +30,11 @@ async def test_a_signal_stops_in_order(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-async def test_a_scheduler_or_terminal_may_send_its_signal_twice(number: signal.Signals) -> None:
-    stop = asyncio.ensure_future(stop_signal(same_order_s=30.0))
+async def test_a_scheduler_or_terminal_may_send_its_signal_twice(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "SAME_ORDER_S", 30.0)
+    stop = asyncio.ensure_future(stop_signal())
     await asyncio.sleep(0)
     os.kill(os.getpid(), number)
     await asyncio.wait_for(stop, LIMIT_S)
@@ -39,8 +43,9 @@ async def test_a_scheduler_or_terminal_may_send_its_signal_twice(number: signal.
     assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
-async def test_a_later_signal_ends_at_once() -> None:
-    stop = asyncio.ensure_future(stop_signal(same_order_s=0.0))
+async def test_a_later_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "SAME_ORDER_S", 0.0)
+    stop = asyncio.ensure_future(stop_signal())
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
     async with asyncio.timeout(LIMIT_S):

@@ -1,6 +1,7 @@
 import dataclasses
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 from slipstream.core.machine import process
@@ -10,9 +11,11 @@ from slipstream.rollout_server.usage import EpochCounters, UseClock
 
 
 @pytest.fixture
-def clock():
+def clock(monkeypatch):
     now = [100.0]
-    clock = UseClock(lambda: now[0])
+    time_of = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("slipstream.rollout_server.usage.time", time_of)
+    clock = UseClock()
     clock.advance = lambda seconds: now.__setitem__(0, now[0] + seconds)
     return clock
 

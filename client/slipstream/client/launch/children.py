@@ -273,10 +273,10 @@ class RestartPolicy:
         return max(0.0, min(self._first_pause_s * 2.0 ** (self.restarts - 1), MAX_PAUSE_S) - age_s)
 
 
-async def stop_signal(*, same_order_s: float = SAME_ORDER_S) -> signal.Signals:
+async def stop_signal() -> signal.Signals:
     """Waits for the first SIGINT, SIGTERM or SIGHUP and returns it.
 
-    After that, SIGINT and SIGTERM have their usual effect, but a SIGTERM within `same_order_s` has
+    After that, SIGINT and SIGTERM have their usual effect, but a SIGTERM within `SAME_ORDER_S` has
     none. A second SIGHUP has none either: a terminal that closes and its shell both send one. A
     SIGHUP that the process ignored before, as under nohup, stays ignored.
     """
@@ -287,7 +287,7 @@ async def stop_signal(*, same_order_s: float = SAME_ORDER_S) -> signal.Signals:
         loop.remove_signal_handler(signal.SIGINT)
         if not came.done():
             came.set_result(number)
-            loop.call_later(same_order_s, loop.remove_signal_handler, signal.SIGTERM)
+            loop.call_later(SAME_ORDER_S, loop.remove_signal_handler, signal.SIGTERM)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:

@@ -13,7 +13,6 @@ from typing import Self
 
 import grpc.aio
 from slipstream.client.launch.children import (
-    FIRST_PAUSE_S,
     Child,
     RestartPolicy,
     first_failed,
@@ -108,35 +107,31 @@ class RunCalls:
         return None
 
 
-async def end_in_order(
-    ends: asyncio.Future[Child | None], calls: RunCalls, *, grace_s: float, look_s: float = LOOK_S
-) -> None:
+async def end_in_order(ends: asyncio.Future[Child | None], calls: RunCalls) -> None:
     """Asks the controller to stop the run, and waits for `ends`, the end of this node's ranks.
 
-    Stops waiting when the controller has not reported for `grace_s` that it is stopping. A
+    Stops waiting when the controller has not reported for `GRACE_S` that it is stopping. A
     scheduler may stop all nodes or only this one; in both cases rank 0 lets all ranks save and
     export.
     """
     stop = asyncio.ensure_future(calls.stop("a node of the learner leaves", failed=False))
     looks = 0
-    while not ends.done() and looks < grace_s / look_s:
+    while not ends.done() and looks < GRACE_S / LOOK_S:
         # While it stops, the trainer saves and exports.
         run = await calls.look()
         is_stopping = run is not None and run.state == status_pb2.RUN_STATE_STOPPING
         looks = 0 if is_stopping else looks + 1
-        await asyncio.wait((ends,), timeout=look_s)
+        await asyncio.wait((ends,), timeout=LOOK_S)
     stop.cancel()
     await asyncio.gather(stop, return_exceptions=True)
 
 
-async def tell_waits(
-    display: Display, calls: RunCalls, *, first_s: float = FIRST_S, longest_s: float = LIMIT_S
-) -> None:
-    """Says why the run waits after `first_s` without a line, then after twice as long."""
-    patience_s, last_line_s = first_s, 0.0
+async def tell_waits(display: Display, calls: RunCalls) -> None:
+    """Says why the run waits after `FIRST_S` without a line, then after twice as long."""
+    patience_s, last_line_s = FIRST_S, 0.0
     while True:
         if display.spoke_s != last_line_s:
-            patience_s = first_s
+            patience_s = FIRST_S
         if display.quiet_s < patience_s:
             last_line_s = display.spoke_s
             await asyncio.sleep(patience_s - display.quiet_s)
@@ -146,7 +141,7 @@ async def tell_waits(
         except grpc.aio.AioRpcError as error:
             display.warn(f"the controller gives no answer: {error.code().name}")
         last_line_s = display.spoke_s
-        patience_s = min(2 * patience_s, longest_s)
+        patience_s = min(2 * patience_s, LIMIT_S)
 
 
 def wait_line(run: RunStatus) -> str:
@@ -274,7 +269,7 @@ class RunProcesses:
             ends = asyncio.ensure_future(self.keep_ranks())
             await asyncio.wait((self._stopping, ends), return_when=asyncio.FIRST_COMPLETED)
             if not ends.done():
-                await end_in_order(ends, self._calls, grace_s=GRACE_S)
+                await end_in_order(ends, self._calls)
             self._stopping.cancel()
             ends.cancel()
             await asyncio.gather(ends, return_exceptions=True)
@@ -424,14 +419,14 @@ class RunProcesses:
         await asyncio.sleep(pause_s)
         return True
 
-    async def keep_ranks(self, *, first_pause_s: float = FIRST_PAUSE_S) -> Child | None:
+    async def keep_ranks(self) -> Child | None:
         """Keeps ranks up; returns None when all ended normally, or the one whose death is final.
 
         When one dies, all start again from the last checkpoint. They may die `TRAINER.restarts`
         times before a new version or checkpoint: ranks that train the same steps again after each
         death reach neither, however long they run.
         """
-        policy, newest = RestartPolicy(TRAINER.restarts, first_pause_s=first_pause_s), (0, 0)
+        policy, newest = RestartPolicy(TRAINER.restarts), (0, 0)
         while True:
             await self.start_ranks()
             failed = await first_failed(self._ranks, fine=(0,))

@@ -328,12 +328,13 @@ class Stopping(Listening):
         return status_pb2.RunStatus(state=state)
 
 
-async def test_a_node_that_must_leave_stops_the_run_and_leaves_ranks_their_time():
+async def test_a_node_that_must_leave_stops_the_run_and_leaves_ranks_their_time(monkeypatch):
+    monkeypatch.setattr(run_processes, "GRACE_S", 0.02)
+    monkeypatch.setattr(run_processes, "LOOK_S", 0.01)
     controller = Stopping()
     async with at_an_address(controller) as address, asyncio.timeout(LIMIT_S):
         ranks: asyncio.Future[Child | None] = asyncio.get_running_loop().create_future()
-        ending = end_in_order(ranks, RunCalls(address, OPEN), grace_s=0.02, look_s=0.01)
-        waiting = asyncio.ensure_future(ending)
+        waiting = asyncio.ensure_future(end_in_order(ranks, RunCalls(address, OPEN)))
         request = await controller.stopped.get()
         for _ in range(3):
             await controller.asked.acquire()

@@ -1,9 +1,12 @@
 """How often the trainer ranks are started again."""
 
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from slipstream.client.launch.children import start_child
+from slipstream.client.launch import run_processes
+from slipstream.client.launch.children import RestartPolicy, start_child
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.run_processes import RunProcesses
 from slipstream.protocol.access.security import Credentials
@@ -42,7 +45,9 @@ async def kept(folder, *codes, reached=()):
 
     ranks = ScriptedRanks(config_of(folder), Credentials(None, None, None, None), Placement())
     ranks.codes, ranks.warn, ranks._calls.look = codes, told.append, look
-    return await ranks.keep_ranks(first_pause_s=0.01), told
+    soon = partial(RestartPolicy, first_pause_s=0.01)
+    with mock.patch.object(run_processes, "RestartPolicy", soon):
+        return await ranks.keep_ranks(), told
 
 
 async def test_what_fails_while_it_loads_is_started_once_more(tmp_path: Path) -> None:

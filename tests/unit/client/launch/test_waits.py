@@ -5,6 +5,7 @@ import io
 from pathlib import Path
 
 import pytest
+from slipstream.client.launch import run_processes
 from slipstream.client.launch.display import Display
 from slipstream.client.launch.run_processes import RunCalls, tell_waits, wait_line
 from slipstream.client.status import run_from_pb
@@ -52,7 +53,11 @@ def test_the_line_names_what_is_waited_for_and_servers_that_do_not_serve(run, se
     assert wait_line(run_from_pb(told)) == line
 
 
-async def test_silence_is_broken_again_and_again_less_often(tmp_path: Path) -> None:
+async def test_silence_is_broken_again_and_again_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_processes, "FIRST_S", 0.01)
+    monkeypatch.setattr(run_processes, "LIMIT_S", 0.02)
     out = io.StringIO()
     display = Display(config_of(tmp_path), out)
     server, controller = create_server(OPEN), Waiting()
@@ -60,7 +65,7 @@ async def test_silence_is_broken_again_and_again_less_often(tmp_path: Path) -> N
     address = f"127.0.0.1:{bind(server, '127.0.0.1:0', OPEN)}"
     await server.start()
     calls = RunCalls(address, OPEN)
-    telling = asyncio.create_task(tell_waits(display, calls, first_s=0.01, longest_s=0.02))
+    telling = asyncio.create_task(tell_waits(display, calls))
     await asyncio.wait_for(controller.asked.wait(), LIMIT_S)
     telling.cancel()
     await asyncio.gather(telling, return_exceptions=True)
@@ -72,10 +77,13 @@ async def test_silence_is_broken_again_and_again_less_often(tmp_path: Path) -> N
     )
 
 
-async def test_a_controller_without_an_answer_is_told(tmp_path: Path) -> None:
+async def test_a_controller_without_an_answer_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_processes, "FIRST_S", 0.01)
     out = io.StringIO()
     display = Display(config_of(tmp_path), out)
-    telling = asyncio.create_task(tell_waits(display, RunCalls("127.0.0.1:1", OPEN), first_s=0.01))
+    telling = asyncio.create_task(tell_waits(display, RunCalls("127.0.0.1:1", OPEN)))
     await until(out.getvalue, 20)
     telling.cancel()
     await asyncio.gather(telling, return_exceptions=True)
