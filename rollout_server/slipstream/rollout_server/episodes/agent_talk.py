@@ -104,7 +104,7 @@ async def serve_agent(
     turns = lease.sampling.max_turns or MAX_TURNS
     recorder = Recorder(
         play.model.engine.requests,
-        play.task.key,
+        play.key,
         dataclasses.replace(lease.sampling, max_reply_tokens=int(most), max_turns=turns),
         as_messages=api.as_messages,
         sampled=play.counters.sampled,

@@ -38,7 +38,6 @@ from slipstream.rollout_server.episodes.kinds import talk
 from slipstream.rollout_server.episodes.play import (
     Cancelled,
     EpisodeServices,
-    EpisodeTask,
     Identity,
     Lease,
     Play,
@@ -201,11 +200,12 @@ class Dispatcher:
             if group.cancelled.is_set() or self._draining:
                 return None
             group.next_attempt = max(group.next_attempt, attempt + 1)
-            task = EpisodeTask(self._identity, group.lease, member, attempt)
-            episode = Play(task, self._services, self._counters)
+            episode = Play(
+                self._identity, group.lease, member, attempt, self._services, self._counters
+            )
             group.episodes.add(episode)
             try:
-                return await run_episode(episode, self._services)
+                return await run_episode(episode)
             finally:
                 group.episodes.discard(episode)
         finally:
@@ -249,7 +249,7 @@ class _Group:
     task: asyncio.Task[None] = field(init=False)
 
 
-async def run_episode(play: Play, services: EpisodeServices) -> Trajectory:
+async def run_episode(play: Play) -> Trajectory:
     """Runs an episode to its end; returns the trajectory, with the cause of a failure.
 
     `Play.cancel` ends it early, with the tokens sampled so far. Raises only EngineDied and
@@ -259,7 +259,7 @@ async def run_episode(play: Play, services: EpisodeServices) -> Trajectory:
     counters.open_episodes += 1
     status, failure = Status.FAILED, None
     try:
-        status = await _played(play, services)
+        status = await _played(play)
     except Cancelled:
         status = Status.CANCELLED
     except (EngineDied, ConfigError):
@@ -278,21 +278,21 @@ async def run_episode(play: Play, services: EpisodeServices) -> Trajectory:
         return trajectory_of(play, Status.FAILED, _failure(error))
 
 
-async def _played(play: Play, services: EpisodeServices) -> Status:
+async def _played(play: Play) -> Status:
     """Plays an episode: alone, against its environment or with its agent; returns how it ended."""
-    lease, task, recording, session = play.lease, play.task, play.recording, None
+    lease, services, recording, session = play.lease, play.services, play.recording, None
     if lease.prompt:
         return await reply_alone(play)
     try:
         opened = services.environments.open(
-            lease.environment, task.key, lease.task_index, lease.timeout_s
+            lease.environment, play.key, lease.task_index, lease.timeout_s
         )
         session = await play.ask(opened)
         opening = await play.ask(session.reset(lease.task_index, lease.seed))
         recording.max_reply_tokens = opening.max_reply_tokens
         recording.expected_answer = opening.expected_answer
         status = await talk(play, session, opening)
-        if services.reference is not None and task.is_trained(status):
+        if services.reference is not None and play.is_trained(status):
             recording.close()
             before_s = recording.environment_s
             scored = services.reference.logprobs(recording.sequences())

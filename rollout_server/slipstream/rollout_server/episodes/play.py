@@ -50,12 +50,21 @@ Answer = TypeVar("Answer")
 
 
 class Play:
-    """One episode under way: what is recorded of it, and all that it may wait for."""
+    """One attempt at a member of a group: what is recorded of it, and all that it may wait for."""
 
     def __init__(
-        self, task: EpisodeTask, services: EpisodeServices, counters: EpochCounters
+        self,
+        identity: Identity,
+        lease: Lease,
+        member: int,
+        attempt: int,
+        services: EpisodeServices,
+        counters: EpochCounters,
     ) -> None:
-        self.task, self.lease, self.model = task, task.lease, services.model
+        self.identity, self.lease, self.member, self.attempt = identity, lease, member, attempt
+        # The name of the episode for its environment; unique in the run.
+        self.key = f"{lease.group_id}.{member}.{attempt}.{identity.server_epoch:x}"
+        self.services, self.model = services, services.model
         self.recording, self.counters = Recording(), counters
         self._requests = services.model.engine.requests
         self._is_cancelled = False
@@ -89,7 +98,7 @@ class Play:
         recording, started_s = self.recording, time.monotonic()
         try:
             generation = await self._requests.generate(
-                self.task.key,
+                self.key,
                 recording.conversation,
                 self.lease.sampling,
                 max_tokens,
@@ -130,7 +139,12 @@ class Play:
         self._is_cancelled = True
         if self._waiting is not None:
             self._waiting.cancel()
-        await self._requests.cancel(self.task.key)
+        await self._requests.cancel(self.key)
+
+    def is_trained(self, status: Status) -> bool:
+        """Returns whether the episode is trained on if it ends with `status`."""
+        has_reward = status in (Status.COMPLETED, Status.TRUNCATED)
+        return self.lease.purpose is Purpose.TRAINING and has_reward
 
 
 class Reader(Protocol):
@@ -277,27 +291,6 @@ class Identity:
     delivery_key: bytes
 
 
-@dataclass(frozen=True)
-class EpisodeTask:
-    """One attempt at one member of a leased group."""
-
-    identity: Identity
-    lease: Lease
-    member: int
-    attempt: int
-
-    @property
-    def key(self) -> str:
-        """The key that names the episode to its environment; unique in the run."""
-        epoch = self.identity.server_epoch
-        return f"{self.lease.group_id}.{self.member}.{self.attempt}.{epoch:x}"
-
-    def is_trained(self, status: Status) -> bool:
-        """Returns whether an episode that ends with `status` is trained on."""
-        has_reward = status in (Status.COMPLETED, Status.TRUNCATED)
-        return self.lease.purpose is Purpose.TRAINING and has_reward
-
-
 async def reply_alone(play: Play) -> Status:
     """Samples the only reply to the prompt of the lease; returns how it ended."""
     recording, lease = play.recording, play.lease
@@ -316,15 +309,15 @@ async def reply_alone(play: Play) -> Status:
 
 def trajectory_of(play: Play, status: Status, failure: Failure | None) -> Trajectory:
     """Closes the recording, and returns the trajectory of the attempt."""
-    task, lease, recording = play.task, play.lease, play.recording
-    identity, renderer = task.identity, play.model.renderer
+    lease, recording = play.lease, play.recording
+    identity, renderer = play.identity, play.model.renderer
     recording.close()
     prompt = recording.token_ids[: recording.prompt_tokens]
     if recording.num_turns > 1:
         reply_text = renderer.decode_all(recording.token_ids[recording.prompt_tokens :])
     else:
         reply_text = recording.last_text or renderer.decode(recording.last_reply)
-    is_trained, num_tokens = task.is_trained(status), len(recording.token_ids)
+    is_trained, num_tokens = play.is_trained(status), len(recording.token_ids)
     routed_experts = None
     if is_trained and recording.expert_ids:
         # Only training replays the experts, and they take more bytes than all else.
@@ -335,8 +328,8 @@ def trajectory_of(play: Play, status: Status, failure: Failure | None) -> Trajec
     return Trajectory(
         run_id=identity.run_id,
         group_id=lease.group_id,
-        member=task.member,
-        attempt=task.attempt,
+        member=play.member,
+        attempt=play.attempt,
         server_id=identity.server_id,
         server_epoch=identity.server_epoch,
         environment=lease.environment,
