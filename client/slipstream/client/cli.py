@@ -90,13 +90,7 @@ class _Parser(argparse.ArgumentParser):
 class _Version(argparse.Action):
     """Looks the version up only when the option is given."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: object,
-        values: object,
-        option_string: str | None = None,
-    ) -> NoReturn:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
         from importlib.metadata import version
 
         print(f"slipstream {version('slipstream-rl')}")
