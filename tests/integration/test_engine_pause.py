@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.settings.role_sections import LoraSection
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.rollout_server.engine_interface import EngineDied, FinishReason, Sampling
 from slipstream.rollout_server.vllm import engine, engine_pause
+from slipstream.rollout_server.vllm.adapter_slot import AdapterRequests
 from slipstream.rollout_server.vllm.engine import VllmEngine
 from slipstream.rollout_server.vllm.engine_requests import TokenCounter
 from slipstream.v1 import weights_pb2
@@ -93,7 +95,10 @@ class Rig:
 
     def __init__(self) -> None:
         self.llm = NotedCalls()
-        self.engine = VllmEngine(self.llm, [], may_stage=False)
+        adapters = AdapterRequests(LoraSection())
+        self.engine = VllmEngine(
+            self.llm, [], may_stage=False, adapters=adapters, recompute_context=True
+        )
         self.requests: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:

@@ -16,7 +16,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -24,7 +24,6 @@ from typing import ClassVar, Self
 import grpc
 import grpc.aio
 from slipstream.core.machine.files import OwnedFolder, remove_abandoned
-from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import is_reaper, kill_orphans, open_variables, send_signal
 from slipstream.protocol.access.security import SERVER_OPTIONS
 from slipstream.protocol.access.tokens import TOKEN_KEY
@@ -237,19 +236,17 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         log_dir: Path,
         *,
         server: str = "rollout-server",
-        program: Callable[[str], Sequence[str]] = worker_program,
         log_bytes: int,
         limits: WorkerLimits = NO_LIMITS,
         takes_tools: bool = True,
     ) -> None:
-        """`server` is the id of this server; `program` returns the command of a worker.
+        """`server` is the id of this server; `log_bytes` limits the log of one worker.
 
-        `log_bytes` limits the log of one worker, `limits` hold for each worker. `takes_tools` says
-        that environments may offer tools to the model.
+        `limits` hold for each worker. `takes_tools` says that environments may offer tools to the
+        model.
         """
         self.limits, self.takes_tools = limits, takes_tools
-        self.server, self.program = server, program
-        self.logs = WorkerLogs(log_dir, log_bytes)
+        self.server, self.logs = server, WorkerLogs(log_dir, log_bytes)
         self._folder: OwnedFolder
         # Streams of workers that have not attached yet, by token.
         self._expected: dict[str, WorkerStream] = {}

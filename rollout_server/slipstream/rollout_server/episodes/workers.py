@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.machine.other_python import worker_program
 from slipstream.rollout_server.episodes.calls import StreamSession, check_tools, misused
 from slipstream.rollout_server.episodes.worker_gateway import (
     WorkerGateway,
@@ -132,7 +133,7 @@ class EnvironmentWorker:
         name = re.sub(r"[^\w.-]", "_", self._spec.name)
         # The servers of one machine write into the same folder.
         log_name = f"{self._gateway.server}-environment-{name}-{index}.log"
-        command = [*self._gateway.program(self._spec.python), "--connect", self._gateway.address]
+        command = [*worker_program(self._spec.python), "--connect", self._gateway.address]
         with self._gateway.logs.output(log_name) as log:
             return await WorkerProcess.start(
                 command, limits=self._gateway.limits, token=self._stream.token, log=log

@@ -64,9 +64,6 @@ class AdapterRequests:
             )
 
 
-WITHOUT_ADAPTERS = AdapterRequests(LoraSection())
-
-
 def lora_arguments(lora: LoraSection, *, on_cpu: bool) -> dict[str, object]:
     """Returns vLLM's arguments for the adapters of `lora`; {} if they are published merged.
 

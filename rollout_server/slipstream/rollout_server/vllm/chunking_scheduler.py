@@ -348,14 +348,12 @@ def draft_switch(settings: VllmConfig, num_tokens: int) -> "DraftSwitch | None":
     return DraftSwitch(num_tokens, int(settings.scheduler_config.max_num_seqs))
 
 
-def scheduler_class(
-    *, async_scheduling: bool, fields: Iterable[str] = EngineCoreOutput.__struct_fields__
-) -> type[Scheduler]:
+def scheduler_class(*, async_scheduling: bool) -> type[Scheduler]:
     """Returns the class for vLLM's `scheduler_cls`.
 
-    Raises ConfigError if `fields`, those of vLLM's outputs, are not those that this module handles.
+    Raises ConfigError if the fields of vLLM's outputs are not those that this module handles.
     """
-    if different := sorted(_FIELDS.symmetric_difference(fields)):
+    if different := sorted(_FIELDS.symmetric_difference(EngineCoreOutput.__struct_fields__)):
         names = ", ".join(different)
         raise ConfigError(f"this vLLM's engine outputs differ from 0.32.0's in: {names}")
     return AsyncChunkingScheduler if async_scheduling else ChunkingScheduler

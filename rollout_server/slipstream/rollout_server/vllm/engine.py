@@ -18,7 +18,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
-from slipstream.rollout_server.vllm.adapter_slot import WITHOUT_ADAPTERS, AdapterRequests
+from slipstream.rollout_server.vllm.adapter_slot import AdapterRequests
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
 from slipstream.rollout_server.vllm.engine_pause import EnginePause
 from slipstream.rollout_server.vllm.engine_requests import (
@@ -50,8 +50,8 @@ class VllmEngine:
         processes: list[psutil.Process],
         *,
         may_stage: bool,
-        adapters: AdapterRequests = WITHOUT_ADAPTERS,
-        recompute_context: bool = True,
+        adapters: AdapterRequests,
+        recompute_context: bool,
     ) -> None:
         # Closed when the engine's processes are gone.
         self._files = contextlib.ExitStack()

@@ -30,7 +30,7 @@ class EnginePause:
     `resume` with the previous version.
     """
 
-    def __init__(self, llm: AsyncLLM, *, recompute_context: bool = True) -> None:
+    def __init__(self, llm: AsyncLLM, *, recompute_context: bool) -> None:
         """`recompute_context` is the setting of that name in `rollout_server`."""
         self._llm = llm
         self._recompute = recompute_context

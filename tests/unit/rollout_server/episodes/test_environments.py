@@ -14,7 +14,6 @@ import grpc.aio
 import psutil
 import pytest
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.core.machine.other_python import worker_program
 from slipstream.protocol.access.tokens import TOKEN_KEY
 from slipstream.rollout_server.chat import ChatMessage, chat_messages
 from slipstream.rollout_server.episodes import workers
@@ -80,9 +79,9 @@ class Hosted:
 
 
 @contextlib.asynccontextmanager
-async def hosting(tmp_path, *, limits=NO_LIMITS, program=worker_program):
+async def hosting(tmp_path, *, limits=NO_LIMITS):
     reports: asyncio.Queue[fleet_pb2.EnvironmentReport] = asyncio.Queue()
-    gateway = WorkerGateway(tmp_path / "logs", log_bytes=4096, limits=limits, program=program)
+    gateway = WorkerGateway(tmp_path / "logs", log_bytes=4096, limits=limits)
     async with gateway, asyncio.TaskGroup() as group:
         environments = Environments(group, gateway, NoClients(), reports.put_nowait)
         yield Hosted(environments, reports)
@@ -442,8 +441,11 @@ def late(_: str) -> tuple[str, ...]:
     return sys.executable, "-c", "import time; time.sleep(600)"
 
 
-async def test_unloading_ends_a_worker_that_did_not_attach_yet_and_who_waits_for_it(tmp_path):
-    async with hosting(tmp_path, program=late) as hosted:
+async def test_unloading_ends_a_worker_that_did_not_attach_yet_and_who_waits_for_it(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(workers, "worker_program", late)
+    async with hosting(tmp_path) as hosted:
         hosted.load("Good")
         waiting = [asyncio.create_task(hosted.open("Good", name)) for name in "ab"]
         await until(lambda: child_processes("--connect"), LIMIT_S)
@@ -453,8 +455,11 @@ async def test_unloading_ends_a_worker_that_did_not_attach_yet_and_who_waits_for
     assert not child_processes("--connect")
 
 
-async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(tmp_path: Path) -> None:
-    async with hosting(tmp_path, program=late, limits=WorkerLimits(start_s=0.2)) as hosted:
+async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "worker_program", late)
+    async with hosting(tmp_path, limits=WorkerLimits(start_s=0.2)) as hosted:
         report = await hosted.loaded("Good")
         assert report.failure.message == "worker did not attach within 0.2 s"
         assert not child_processes("--connect")
