@@ -310,6 +310,9 @@ async def test_a_request_that_cannot_be_served_fails_alone(rig) -> None:
     # Its client is at fault.
     with pytest.raises(RequestRefused):
         await rig.generate("none", num_tokens=0)
+    vocabulary = rig.engine.parts.vllm_config.model_config.get_vocab_size()
+    with pytest.raises(RequestRefused, match=f"token {vocabulary}: the model has {vocabulary} "):
+        await rig.generate("unknown", [4, vocabulary])
     for options in (TextOptions(num_logprobs=10**9), TextOptions(stop=("\ud800",))):
         with pytest.raises(RequestRefused):
             async for _ in rig.engine.requests.stream("odd", [4], SAMPLING, 1, options=options):

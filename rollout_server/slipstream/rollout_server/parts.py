@@ -60,7 +60,7 @@ def open_reference(stack: AsyncExitStack, config: Config) -> "ReferenceServer | 
     opened = ReferenceServer(
         section.server,
         top_k=section.top_k,
-        vocab_size=vocabulary_size(config),
+        vocab_size=vocabulary_size(config.model.path),
         max_tokens=config.sampling.max_episode_tokens,
     )
     stack.push_async_callback(opened.aclose)

@@ -403,11 +403,14 @@ async def test_members_that_could_not_start_before_their_lease_ended_are_unfinis
         connection.lease(f"g{number}")
     await connection.wait_for("heartbeat", lambda beat: beat.in_flight_tokens == 8)
     connection.send(cancel=fleet_pb2.CancelLease(group_id="g2", reason="test"))
+    # The server reads its orders in turn: where it has this one, it has the one before.
+    connection.lease("g3", members=[0])
+    await connection.wait_for("heartbeat", lambda beat: beat.waiting_episodes == 5)
     server.engine.let_go()
     report = await connection.wait_for("lease", lambda report: report.group_id == "g2")
-    trajectories = await server.fleet.wait_trajectories(8)
+    trajectories = await server.fleet.wait_trajectories(9)
     assert list(report.unfinished) == [0, 1, 2, 3]
-    assert {t.group_id for t in trajectories} == {"g0", "g1"}
+    assert {t.group_id for t in trajectories} == {"g0", "g1", "g3"}
 
 
 async def test_an_episode_whose_client_was_lost_begins_again_when_that_is_back(

@@ -289,11 +289,9 @@ def largest_trajectory_bytes(config: Config) -> int:
     return config.trajectory_bytes(routing_bytes_per_token=per_token)
 
 
-def vocabulary_size(config: Config) -> int:
-    """Returns the number of the model's token ids, or 0 if there is no config.json or number."""
-    if not (config.model.path / "config.json").is_file():
-        return 0
-    return read_model_sizes(config.model.path).vocab
+def vocabulary_size(folder: Path) -> int:
+    """Returns the number of a model's token ids, or 0 if there is no config.json or number."""
+    return read_model_sizes(folder).vocab if (folder / "config.json").is_file() else 0
 
 
 def _apply_override(table: Table, override: str) -> None:

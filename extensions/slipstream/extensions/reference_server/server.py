@@ -161,7 +161,7 @@ async def check_reference_server(config: Config) -> None:
     assert config.reference is not None
     settings, top_k = config.reference.server, config.reference.top_k
     assert settings is not None
-    vocab_size, max_tokens = vocabulary_size(config), config.sampling.max_episode_tokens
+    vocab_size, max_tokens = vocabulary_size(config.model.path), config.sampling.max_episode_tokens
     server = ReferenceServer(
         settings, top_k=top_k, vocab_size=vocab_size, max_tokens=max_tokens, max_retries=1
     )

@@ -89,7 +89,7 @@ class Front:
         """Takes the stub of the controller's service; `in_flight` is said of all publishes."""
         self._config, self._stub = config, stub
         self._call = {"metadata": metadata, "timeout": CALL_S}
-        self._vocabulary = vocabulary_size(config)
+        self._vocabulary = vocabulary_size(config.model.path)
         self._archives, self.samples = Archives(config), SampleStream(stub, metadata)
         self._open: Counter[bytes] = Counter()
         self._orders: Mapping[str, Callable[[Body], pb.Operation]] = {

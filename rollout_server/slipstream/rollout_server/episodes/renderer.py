@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 from pydantic import JsonValue
+from slipstream.core.configuration.config_file import vocabulary_size
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.thoughts import begins_thoughts, marks_thoughts, split_thoughts
 from slipstream.core.models.vision import ImageTokens, PlacedImage
@@ -76,6 +77,7 @@ class Renderer:
             # The tokenizer's own call would set these again for each text.
             self._backend.no_truncation()
             self._backend.no_padding()
+        self._vocabulary = vocabulary_size(folder)
         self._values = dict(values)
         self.images = images
         if template is not None:
@@ -142,7 +144,10 @@ class Renderer:
         return self.tokens(tail.lstrip())[said:] if said else self.tokens(tail)
 
     def tokens(self, text: str) -> list[int]:
-        """Returns the tokens of a rendered text, which has its special tokens already."""
+        """Returns the tokens of a rendered text, which has its special tokens already.
+
+        Raises RenderingFailed for a token that the model lacks.
+        """
         is_short = len(text) <= _CACHED_CHARACTERS
         return list(self._tokens(text) if is_short else self._tokenise(text))
 
@@ -402,9 +407,17 @@ class Renderer:
         return None
 
     def _tokenise(self, text: str) -> tuple[int, ...]:
+        """Returns the tokens of a text; raises RenderingFailed for one that the model lacks."""
         if self._backend is not None:
-            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+            found = tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        else:
+            found = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        if (most := max(found, default=0)) >= self._vocabulary > 0:
+            raise RenderingFailed(
+                f"{self._tokenizer.convert_ids_to_tokens(most)!r} is token {most} of the "
+                f"tokenizer, and the model has only {self._vocabulary}"
+            )
+        return found
 
 
 class RenderingFailed(Exception):

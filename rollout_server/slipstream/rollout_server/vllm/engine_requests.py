@@ -20,6 +20,7 @@ from slipstream.core.models.vision import PlacedImage, load_processor
 from slipstream.rollout_server.engine_interface import (
     EngineUse,
     Generation,
+    RequestRefused,
     Requests,
     Sampling,
     TextOptions,
@@ -59,6 +60,7 @@ class EngineRequests(Requests):
         self._llm, self._pauses, self._adapters = llm, pauses, adapters
         loggers = llm.logger_manager.stat_loggers
         (self.counter,) = (each for each in loggers if isinstance(each, TokenCounter))
+        self._vocabulary = llm.model_config.get_vocab_size()
         self._item = lru_cache(_KEPT_IMAGES)(self._new_item)
         self._returned_tokens = 0
         # Open requests; True marks one to be cancelled, also before the engine knows it.
@@ -176,10 +178,13 @@ class EngineRequests(Requests):
     ) -> RequestOutputCollector:
         """Passes a request to vLLM; returns the collector of its outputs.
 
-        Raises RequestRefused for an image that cannot be read.
+        Raises RequestRefused for an image that cannot be read, and for a token that the model
+        lacks: vLLM lets those of a larger tokenizer pass, and its engine ends by them.
         """
         with as_ours():
             tokens = list(prompt_token_ids)
+            if not images and (most := max(tokens, default=0)) >= self._vocabulary:
+                raise RequestRefused(f"token {most}: the model has {self._vocabulary} tokens")
             items = [await asyncio.to_thread(self._item, image.data) for image in images]
             version, salt = self._pauses.version, self._pauses.salt
             prompt: TokensInput | MultiModalInput = tokens_input(tokens, cache_salt=salt)

@@ -1,3 +1,4 @@
+import json
 import resource
 from pathlib import Path
 
@@ -185,6 +186,19 @@ def test_what_the_template_writes_itself_is_refused_in_a_text(tmp_path: Path) ->
     with pytest.raises(RenderingFailed, match="ends with '<|im_start|>assistant', as a template"):
         chat.prompt([user(written)])
     assert chat.prompt([user("What is <|im_end|>?")])
+
+
+def test_a_token_that_the_model_lacks_is_named(tmp_path: Path) -> None:
+    size = make_chat_tokenizer(tmp_path, words=["<|new|>"])
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": size}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert size - 1 in Renderer(tmp_path).prompt([user("<|new|>")])
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": size - 1}))
+    chat = Renderer(tmp_path)
+    said = rf"'<\|new\|>' is token {size - 1} of the tokenizer, and the model has only {size - 1}"
+    with pytest.raises(RenderingFailed, match=said):
+        chat.prompt([user("<|new|>")])
+    assert chat.prompt([user("a")])
 
 
 def test_texts_in_parts_are_one_text_and_a_name_is_written_or_refused(tmp_path: Path) -> None:

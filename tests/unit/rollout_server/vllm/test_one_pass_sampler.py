@@ -75,21 +75,20 @@ def test_tokens_and_log_probabilities_have_vllms_form(sampler: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("name", "value"),
     [
-        {"get_logprobs_dims": lambda _: None},
-        {"get_logprobs_dims": lambda _: (5, 0)},
-        {"get_logprobs_dims": lambda _: (0, 2)},
-        {"logprobs_mode": "raw_logprobs"},
-        {"use_fp64_gumbel": True},
-        {"compute_nans": True},
-        {"return_sampling_mask": True},
-        {"trace_replay_state": object()},
+        ("get_logprobs_dims", None),
+        ("get_logprobs_dims", (5, 0)),
+        ("get_logprobs_dims", (0, 2)),
+        ("logprobs_mode", "raw_logprobs"),
+        ("use_fp64_gumbel", True),
+        ("compute_nans", True),
+        ("return_sampling_mask", True),
+        ("trace_replay_state", "a trace"),
     ],
-    ids=str,
 )
-def test_whatever_else_is_asked_for_is_vllms(sampler: Any, other: dict[str, object]) -> None:
-    vars(sampler).update(other)
+def test_whatever_else_is_asked_for_is_vllms(sampler: Any, name: str, value: object) -> None:
+    setattr(sampler, name, (lambda _: value) if name == "get_logprobs_dims" else value)
     assert sampler(torch.zeros(ROWS, VOCABULARY), batch()) == "vllm"
 
 

@@ -195,7 +195,7 @@ class Inspector:
         self._again = run_again
         self._largest_bytes = largest_trajectory_bytes(run.config) + NAMES_BYTES
         # Number of token ids. 0 if it is unknown.
-        self._vocabulary = vocabulary_size(run.config)
+        self._vocabulary = vocabulary_size(run.config.model.path)
         # What earlier starts have journaled may be delivered again.
         self.earlier = EarlierIds(RunHistory(), books.journal)
         # The deliveries that were quarantined: all, and those in a row of each server.
