@@ -100,7 +100,7 @@ class Renderer:
         self._left_out = lru_cache(_CACHED_PROMPTS)(self._find_left_out)
         try:
             with limited_memory():
-                self._text((_ASKED,), NO_INPUTS)
+                self._tokenise(self._text((_ASKED,), NO_INPUTS))
         except RenderingFailed as error:
             where = f"model.path: the chat template in {folder}"
             if template is not None:

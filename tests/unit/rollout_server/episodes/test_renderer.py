@@ -199,6 +199,10 @@ def test_a_token_that_the_model_lacks_is_named(tmp_path: Path) -> None:
     with pytest.raises(RenderingFailed, match=said):
         chat.prompt([user("<|new|>")])
     assert chat.prompt([user("a")])
+    template = tmp_path / "mine.jinja"
+    template.write_text("<|new|>{{ messages }}")
+    with pytest.raises(ConfigError, match=f"chat_template: {template} fails: {said}"):
+        Renderer(tmp_path, template=template)
 
 
 def test_texts_in_parts_are_one_text_and_a_name_is_written_or_refused(tmp_path: Path) -> None:
