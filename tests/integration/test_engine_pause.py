@@ -42,7 +42,10 @@ class NotedCalls:
         parallel = SimpleNamespace(world_size=1)
         self.vllm_config = SimpleNamespace(lora_config=None, parallel_config=parallel)
         self.model_config = SimpleNamespace(
-            model="model", max_model_len=64, get_num_experts=lambda: 0
+            model="model",
+            max_model_len=64,
+            get_num_experts=lambda: 0,
+            get_vocab_size=lambda: 100,
         )
         self.logger_manager = SimpleNamespace(stat_loggers=[TokenCounter(None)])
         self.engine_core = self
