@@ -477,14 +477,20 @@ def token_statistics(
     }
     for lag in range(1, NUM_LAGS):
         values_of[f"logprob_gap_lag_{lag}"] = gaps, is_sampled & (lags == lag)
-    every = [*OF_ALL_STEPS, *columns]
-    table, places = _new_table(every, mask.device), {c: place for place, c in enumerate(every)}
-    of_all_steps = [(column, *values_of[column.name]) for column in OF_ALL_STEPS]
-    for column, values, own in (*of_all_steps, *reports):
-        total, number, largest = table[:, places[column]]
+    # One kernel for all columns: the host starts each, for each micro batch.
+    chosen = [values_of[column.name] for column in OF_ALL_STEPS]
+    values = torch.stack([found.double() for found, _ in chosen])
+    masks = torch.stack([own for _, own in chosen])
+    table = _new_table([*OF_ALL_STEPS, *columns], mask.device)
+    of_all_steps, of_reports = table[:, : len(chosen)], table[:, len(chosen) :]
+    of_all_steps[0] = torch.where(masks, values, 0.0).sum(1)
+    of_all_steps[1] = masks.sum(1)
+    of_all_steps[2] = torch.where(masks, values, -math.inf).amax(1)
+    for column, found, own in reports:
+        total, number, largest = of_reports[:, columns.index(column)]
         if column.reduce is Reduce.LARGEST:
-            torch.maximum(largest, torch.where(own, values, -math.inf).max(), out=largest)
+            torch.maximum(largest, torch.where(own, found, -math.inf).max(), out=largest)
         else:
-            total += torch.where(own, values, 0).sum(dtype=torch.float64)
+            total += torch.where(own, found, 0).sum(dtype=torch.float64)
             number += own.sum()
     return table

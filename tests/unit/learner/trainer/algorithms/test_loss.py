@@ -78,13 +78,13 @@ def test_statistics_are_sums_over_the_trained_tokens() -> None:
         "kl": [0.5 - math.log(1.5) + 3 - math.log(4), 2],
         "kl_reference": [math.exp(-1) - 1 + 1, 2],
         "logprob_gap_mean": [math.log(1.5), 1],
+        "logprob_gap_max": [math.log(1.5), 1],
         "logprob_gap_tokens": [1, 1],
         "logprob_gap_lag_7": [math.log(4), 1],
     }
     assert {name: sums.pop(name) for name in expected} == {
         name: pytest.approx(pair, rel=1e-5) for name, pair in expected.items()
     }
-    # The largest gap has no sum.
     assert not any(map(any, sums.values()))
     largest = [column.name for column in OF_ALL_STEPS].index("logprob_gap_max")
     assert loss.statistics[2, largest] == pytest.approx(math.log(1.5))
