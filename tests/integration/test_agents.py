@@ -14,7 +14,16 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.template_values import NEED_PARSER
 from slipstream.rollout_server.engine_interface import RequestRefused
 from slipstream.rollout_server.vllm.agent_services import AgentServices
-from support.fakes.agent_rig import CALL, SAMPLING, AgentRig, agent_config, agent_rig, script
+from support.fakes.agent_rig import (
+    CALL,
+    SAMPLING,
+    AgentRig,
+    agent_config,
+    agent_rig,
+    script,
+    scripted_engine,
+)
+from support.fakes.chat_models import make_chat_model
 from support.fakes.example_agents import TOOLS
 from support.rigs.waiting import LIMIT_S, until
 
@@ -469,6 +478,21 @@ async def test_an_error_of_the_engine_says_whether_and_when_to_come_again(
     rig.engine.fail_with = None
     assert (await chat(rig, [QUESTION]))["content"]
     assert rig.runs() == [1]
+
+
+async def test_a_message_with_a_token_that_the_model_lacks_is_the_agents_fault(tmp_path) -> None:
+    folder = make_chat_model(tmp_path, with_weights=False, words=["<|new|>"])
+    table = json.loads((folder / "config.json").read_text())
+    lacking = table["vocab_size"] = table["vocab_size"] - 1
+    (folder / "config.json").write_text(json.dumps(table))
+    engine = scripted_engine(agent_config(folder), script)
+    small = AgentRig(engine, await engine.agents.api())
+    for stream in (False, True):
+        body = {"messages": [{"role": "user", "content": "<|new|>"}], "stream": stream}
+        answer = await small.http().post("/v1/chat/completions", json={"model": "m", **body})
+        assert answer.status_code == 400
+        assert f"'<|new|>' is token {lacking} of the tokenizer" in answer.json()["error"]["message"]
+    assert (await chat(small, [QUESTION]))["content"]
 
 
 async def test_a_client_that_hangs_up_ends_its_reply_and_its_tokens_are_kept(rig) -> None:

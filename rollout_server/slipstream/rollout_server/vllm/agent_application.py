@@ -36,7 +36,7 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
     TextPart,
 )
-from slipstream.rollout_server.episodes.renderer import Renderer, limited_time
+from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed, limited_time
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
@@ -255,15 +255,16 @@ class PromptRenderer:
         if len(text) > most_characters:
             # Tokenizing it would only delay the answer that it is too long.
             return [0] * (most_characters // self._own.longest_token + 1)
-        return self._own.tokens(text.replace(MARK, self._image_text))
+        with _refusals():
+            return self._own.tokens(text.replace(MARK, self._image_text))
 
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Re-raises a ValueError about messages as vLLM's error, which is reported to the agent."""
+    """Re-raises an error about messages as vLLM's error, which is reported to the agent."""
     try:
         yield
-    except ValueError as error:
+    except (RenderingFailed, ValueError) as error:
         raise VLLMValidationError(str(error), parameter="messages") from error
 
 

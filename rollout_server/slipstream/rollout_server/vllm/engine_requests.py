@@ -183,7 +183,7 @@ class EngineRequests(Requests):
         """
         with as_ours():
             tokens = list(prompt_token_ids)
-            if not images and (most := max(tokens, default=0)) >= self._vocabulary:
+            if (most := max(tokens, default=0)) >= self._vocabulary:
                 raise RequestRefused(f"token {most}: the model has {self._vocabulary} tokens")
             items = [await asyncio.to_thread(self._item, image.data) for image in images]
             version, salt = self._pauses.version, self._pauses.salt

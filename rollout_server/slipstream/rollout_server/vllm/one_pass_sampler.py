@@ -6,6 +6,8 @@ nobody here looks at. The noise is vLLM's own: the same seed samples the same to
 installed only with torch's CUDA build, so vLLM's workers import this module by its name.
 """
 
+import logging
+
 import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
@@ -15,6 +17,8 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu_worker import Worker
+
+logger = logging.getLogger(__name__)
 
 # Logits that one program reads.
 _BLOCK = 4096
@@ -30,6 +34,8 @@ class OnePassWorker(Worker):  # type: ignore[misc]
         # vLLM's older runner and a user's arguments bring other classes.
         if type(sampler) is Sampler:
             sampler.__class__ = OnePassSampler
+        else:
+            logger.info("tokens are sampled by %s of vLLM", type(sampler).__name__)
 
 
 class OnePassSampler(Sampler):  # type: ignore[misc]
