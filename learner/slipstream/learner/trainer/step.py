@@ -48,6 +48,7 @@ from slipstream.learner.trainer.model.model import ParallelModel, Part
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.model.schedule import (
     Forward,
+    early_norm,
     forward_backward,
     forward_logprobs,
     masked_outputs,
@@ -134,6 +135,7 @@ class TrainingStep:
                 gradients = self._gradients_of(share, old, batch.step)
                 started = time.monotonic()
                 losses = gradients()
+                norm = early_norm(policy)
                 total = totals.statistics.add([one.statistics for one in losses], ranks)
                 totals.forward_backward_s += time.monotonic() - started
                 fault = totals.statistics.fault
@@ -147,7 +149,7 @@ class TrainingStep:
                     raise bits_fault(batch.step, totals.statistics)
                 totals.num_micro_batches += len(share) * ranks.dp_size
                 started = time.monotonic()
-                totals.grad_norms.append(update_weights(policy, rate, gradients))
+                totals.grad_norms.append(update_weights(policy, rate, gradients, norm=norm))
                 totals.loss_scale = min(totals.loss_scale, policy.loss_scale)
                 totals.optimizer_s += time.monotonic() - started
                 self.num_updates += 1

@@ -167,8 +167,7 @@ class _Logprobs(torch.autograd.Function):
         slopes = logprob_grad / projection.temperature
         bends = entropy_grad / projection.temperature if projection.entropy_gradient else None
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        weight_grad: Tensor | None = None
-        is_exact = weight.dtype == torch.promote_types(weight.dtype, torch.float32)
+        weight_grad = gradient_sum(weight) if ctx.needs_input_grad[1] else None
         # Kept logits are overwritten by their gradient; a second backward pass projects again.
         kept, ctx.kept = ctx.kept, None
 
@@ -182,17 +181,36 @@ class _Logprobs(torch.autograd.Function):
             grad = logits_grad(chunk)
             if hidden_grad is not None:
                 torch.mm(grad, weight, out=hidden_grad[chunk])
-            if ctx.needs_input_grad[1]:
-                # Several chunks are summed in float32.
-                if weight_grad is None:
-                    weight_grad = grad.t() @ hidden[chunk]
-                elif is_exact:
-                    weight_grad.addmm_(grad.t(), hidden[chunk])
-                else:
-                    weight_grad = weight_grad.float().add_(grad.t() @ hidden[chunk])
+            if weight_grad is not None:
+                _add_product(weight_grad, grad.t(), hidden[chunk])
             del grad
-        total = None if weight_grad is None else weight_grad.to(weight.dtype)
-        return hidden_grad, total, None, None, None
+        found = None if weight_grad is None else as_gradient(weight, weight_grad)
+        return hidden_grad, found, None, None, None
+
+
+def gradient_sum(weight: Tensor) -> Tensor:
+    """Returns what gradients of `weight` are added to: its share of Megatron's buffer, or zeros."""
+    if hasattr(weight, "main_grad"):
+        buffer: Tensor = weight.main_grad
+        return buffer
+    return torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+
+
+def as_gradient(weight: Tensor, total: Tensor) -> Tensor:
+    """Returns what autograd gets for `weight`, whose gradient was added to its `gradient_sum`."""
+    if not hasattr(weight, "main_grad"):
+        return total.to(weight.dtype)
+    # Megatron does not read the gradient of a weight with this mark, but waits for one.
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(weight)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds the product of two matrices to `total`, which may be wider than they are."""
+    if total.is_cuda and total.dtype != left.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 class Sums(NamedTuple):

@@ -56,6 +56,7 @@ def provider_of(
 ) -> Megatron:
     """Returns Bridge's model provider; raises ConfigError if Megatron rejects a setting."""
     from slipstream.learner.trainer.layers import heads
+    from slipstream.learner.trainer.model.embedding import add_rows_alone
 
     parallel = config.learner.parallel
     provider = bridge.to_megatron_provider(load_weights=load_weights)
@@ -97,6 +98,7 @@ def provider_of(
     frequencies = functools.partial(rotary.set_frequencies, hf_config=hf_config)
     provider.register_pre_wrap_hook(frequencies)
     provider.register_pre_wrap_hook(heads.fuse_heads)
+    provider.register_pre_wrap_hook(add_rows_alone)
     is_latent = provider.multi_latent_attention and not compat.has_transformer_engine()
     if is_latent and parallel.tp > 1:
         from slipstream.learner.trainer.layers.attention import make_whole_vectors
@@ -126,9 +128,9 @@ def provider_of(
         )
     if compat.has_transformer_engine() and not is_equal:
         # Bridge leaves some of these fusions off for Qwen. Without the fused rotary embedding,
-        # packed sequences make the host wait twice in each layer.
-        # Megatron's experts with biases refuse this fusion.
-        values["bias_dropout_fusion"] = not provider.add_bias_linear
+        # packed sequences make the host wait twice in each layer. To call what torch compiles for
+        # a sum with the residual takes the host longer than to start the sum alone.
+        values["bias_dropout_fusion"] = False
         # Megatron's fused rotary embedding supports only YaRN in latent attention, and only
         # positions of text: positions of images have three axes.
         is_plain = "mrope_section" not in hf_config.rope_parameters

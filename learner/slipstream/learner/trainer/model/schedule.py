@@ -86,15 +86,29 @@ def forward_backward(
     return run_schedule(model, micro_batches, finish, forward_only=False)
 
 
+def early_norm(model: TrainedModel) -> float | None:
+    """Returns the norm of the gradients, prepared for the update, or None; collective.
+
+    The host does so while the device still computes gradients: what it reads next is there. None
+    stands for gradients that are scaled, and for optimizer state that would have to be brought.
+    """
+    if model.scaler is not None or model.memory.offloads(Part.OPTIMIZER):
+        return None
+    model.optimizer.prepare_grads()
+    return float(model.optimizer.get_grad_norm())
+
+
 def update_weights(
     model: TrainedModel,
     learning_rate: float,
     again: Callable[[], object],
     *,
+    norm: float | None = None,
     adam: trainer_pb2.AdamNumbers | None = None,
 ) -> float:
     """Clips and applies the gradients; returns their norm before clipping. Collective.
 
+    `norm` is that of `early_norm`, if it was called since the gradients were computed.
     `adam` has the numbers of this step; None takes those of the settings.
     `again` recomputes the same gradients. It is called, at a lower loss scale, as long as
     float16 gradients overflow on any rank, so no batch is skipped. Raises UntrainableBatch,
@@ -104,8 +118,9 @@ def update_weights(
     scaler = model.scaler
     if scaler is None:
         with resident():
-            model.optimizer.prepare_grads()
-            return _step(model, learning_rate, adam)
+            if norm is None:
+                model.optimizer.prepare_grads()
+            return _step(model, learning_rate, adam, norm)
     before = scaler.state_dict()
     try:
         while True:
@@ -129,11 +144,16 @@ def update_weights(
         raise
 
 
-def _step(model: TrainedModel, learning_rate: float, adam: trainer_pb2.AdamNumbers | None) -> float:
+def _step(
+    model: TrainedModel,
+    learning_rate: float,
+    adam: trainer_pb2.AdamNumbers | None,
+    norm: float | None = None,
+) -> float:
     """Replaces the rest of Megatron's `step`, after the gradients are prepared."""
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-    norm = float(model.optimizer.get_grad_norm())
+    norm = float(model.optimizer.get_grad_norm()) if norm is None else norm
     # No rank may wait for one that has refused the batch.
     if model.ranks.max(torch.tensor([0.0 if math.isfinite(norm) else 1.0])).item():
         gradients = {

@@ -177,6 +177,28 @@ def test_logits_that_may_be_kept_are_projected_once(
         assert lengths == projected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_logits", [2 * VOCAB, 1000])
+def test_the_gradient_of_the_weight_is_added_to_megatrons_buffer(
+    chunk_logits: int, dtype: torch.dtype
+) -> None:
+    hidden, weight, targets, _ = make_case(dtype)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    weight.main_grad = torch.ones(VOCAB, HIDDEN)
+    computed(hidden, weight, targets, chunk_logits=chunk_logits)[0].sum().backward()
+    wide, wide_weight = (each.detach().double().requires_grad_() for each in (hidden, weight))
+    rows = torch.arange(TOKENS)
+    dense(wide, wide_weight, targets, rows, 1.0)[0].sum().backward()
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(
+        (weight.main_grad - 1).double(), wide_weight.grad, atol=limit, rtol=limit
+    )
+    # Megatron adds no gradient with this mark, but asks for one.
+    assert weight.grad_added_to_main_grad
+    assert weight.grad.shape == weight.shape
+
+
 def peak_bytes(profile: torch.profiler.profile) -> int:
     """Most that was allocated at one time, over what was before."""
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
