@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from slipstream.rollout_server.engine_rules import PromptGathering
-from slipstream.rollout_server.vllm import chunking_scheduler, steady_decoding
+from slipstream.rollout_server.vllm import chunking_scheduler
 from slipstream.rollout_server.vllm.chunking_scheduler import Chunk, scheduler_class
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
 from slipstream.rollout_server.vllm.steady_decoding import decodes_plainly
@@ -134,43 +134,6 @@ def counted_plans(engine: Engine) -> list[int]:
 
         planner.plan = counted
     return sizes
-
-
-@pytest.mark.parametrize("num_blocks", [100, 17], ids=["roomy", "preempting"])
-@pytest.mark.parametrize("newer_runner", [False, True], ids=["older-runner", "newer-runner"])
-def test_blocks_that_all_need_at_once_are_given_in_the_steps_before(
-    pair, num_blocks: int, newer_runner: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(steady_decoding, "MOST_BLOCKS", 2)
-    most = []
-    engines = pair(overlapping=True, num_blocks=num_blocks, newer_runner=newer_runner)
-    for engine in engines:
-        for number in range(8):
-            add(engine, f"r{number}", 50)
-        engine.drain()
-        held: dict[str, int] = {}
-        numbers = []
-        for new, cached, scheduled, _, _ in engine.plans:
-            held |= {name: len(blocks[0]) for name, blocks, _ in new}
-            numbers.append(0)
-            rows = zip(
-                *(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens), strict=True
-            )
-            for name, blocks, computed in rows:
-                number = len(blocks[0]) if blocks else 0
-                again = name in cached.resumed_req_ids
-                held[name] = number if again else held[name] + number
-                numbers[-1] += number if not again else 0
-                # Each token has a place in the cache when it is computed.
-                assert held[name] * BLOCK >= computed + scheduled[name]
-        most.append(max(numbers))
-        assert engine.state()[0] == {}
-    ours, theirs = engines
-    assert ours.tokens == theirs.tokens
-    assert ours.logprobs == theirs.logprobs
-    assert (ours.preempted > 0) == (theirs.preempted > 0) == (num_blocks == 17)
-    if num_blocks == 100:
-        assert most == [2, 8]
 
 
 @both

@@ -37,9 +37,6 @@ log = logging.getLogger(__name__)
 _RUNNING = RequestStatus.RUNNING
 # Most tokens of a reply that are held back.
 CHUNK_TOKENS = 16
-# Requests of one step that get a block; more that need one at once, such as those of prompts of the
-# same length, get it in the steps before.
-MOST_BLOCKS = 64
 # The digest of vLLM 0.32.0's modules that this one follows; they are no public interface.
 _FOLLOWED = "1e4a9d611bea13a4d06bf5e90383347a05a564c488df47325cf193f59d0e5f3d"
 _SOURCES = (Scheduler, AsyncScheduler, KVCacheManager, FullAttentionManager, Request)
@@ -158,8 +155,6 @@ class SteadyBatch:
         # The rows that the next step samples a token of.
         self.live = np.empty(0, dtype=np.int64)
         self.computed, self._prompts, self._ends = (np.empty(0, np.int64) for _ in range(3))
-        # Rows whose next block was given to them before they need it.
-        self.has_next_block = np.empty(0, dtype=np.bool_)
         # The last step that each is planned in.
         self._steps = np.empty(0, dtype=np.int64)
         # How many tokens of each are known, those in `_tokens` included.
@@ -186,7 +181,6 @@ class SteadyBatch:
             ("_ids", np.array(names, dtype=object)),
             ("live", np.arange(first, first + number)),
             ("computed", [each.num_computed_tokens for each in requests]),
-            ("has_next_block", np.zeros(number, np.bool_)),
             ("_steps", np.zeros(number, np.int64)),
             ("known", [each.num_tokens for each in requests]),
             ("_prompts", prompts),
@@ -345,24 +339,16 @@ class SteadyPlanner:
         if not len(rows) or room < 0 or ((prompts or takes_prompts) and scheduler.lora_config):
             return None
         phases = batch.computed[rows] % block_size
-        begun = (phases == 0) & ~batch.has_next_block[rows]
-        batch.has_next_block[rows[phases == 0]] = False
-        num_free = manager.block_pool.get_num_free_blocks() // self._num_groups
-        if begun.sum() > num_free:
+        begun = phases == 0
+        if begun.sum() * self._num_groups > manager.block_pool.get_num_free_blocks():
             return None
         # Where no step is planned ahead, vLLM caches a block as soon as its last token is planned.
-        is_due = begun.copy() if batch.is_ahead else begun | (phases == block_size - 1)
-        if batch.is_ahead:
-            early = self._early(phases, batch.has_next_block[rows], num_free - int(begun.sum()))
-            is_due[early] = True
-            batch.has_next_block[rows[early]] = True
-        places = np.flatnonzero(is_due).tolist()
+        is_due = begun if batch.is_ahead else begun | (phases == block_size - 1)
         due = rows[is_due].tolist()
         batch.sync(due)
         new_blocks: list[tuple[list[int], ...] | None] = [None] * len(rows)
-        for place, row, phase in zip(places, due, phases[is_due].tolist(), strict=True):
-            ahead = (block_size - phase) % block_size if batch.is_ahead else 0
-            new = manager.allocate_slots(batch.members[row][0], 1, num_lookahead_tokens=ahead)
+        for place, row in zip(np.flatnonzero(is_due).tolist(), due, strict=True):
+            new = manager.allocate_slots(batch.members[row][0], 1, num_lookahead_tokens=0)
             new_blocks[place] = new.get_block_ids(allow_none=True)
         plan = self._planned_beside(room, prompts, schedule, takes_prompts=takes_prompts)
         ids, computed, outputs = batch.cached_requests(rows)
@@ -377,18 +363,6 @@ class SteadyPlanner:
         if not scheduler.use_v2_model_runner:
             scheduler.prev_step_scheduled_req_ids.update(ids)
         return plan
-
-    @staticmethod
-    def _early(phases: np.ndarray, has_next: np.ndarray, num_free: int) -> np.ndarray:
-        """Returns the places of requests that get their next block before they need it.
-
-        They are of the most that would need it in the same step.
-        """
-        waiting = ~has_next & (phases > 0)
-        numbers = np.bincount(phases[waiting], minlength=1)
-        if numbers.max() <= MOST_BLOCKS or num_free < MOST_BLOCKS:
-            return np.empty(0, np.int64)
-        return np.flatnonzero(waiting & (phases == numbers.argmax()))[:MOST_BLOCKS]
 
     def _planned_beside(
         self,
