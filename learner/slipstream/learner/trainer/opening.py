@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from typing import TYPE_CHECKING
@@ -118,6 +119,10 @@ def load_trained(
     # Without this function the schedule silently leaves out the sum over replicas and over the
     # gradients of shared parameters.
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
+    for chunk in chunks:
+        # The update multiplies by the factor when it clips, in one pass over its gradients.
+        chunk.gradient_factor = 1.0
+        chunk.scale_gradients = functools.partial(setattr, chunk, "gradient_factor")
     chunks[0].config.grad_scale_func = optimizer.scale_loss
     if chunks[0].ddp_config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]

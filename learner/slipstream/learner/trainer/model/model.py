@@ -111,6 +111,11 @@ class TrainedModel(ParallelModel):
         self.optimizer.zero_grad()
 
     @property
+    def gradient_factor(self) -> float:
+        """What the gradients have yet to be multiplied by: 1 / trained tokens of all ranks."""
+        return float(self.chunks[0].gradient_factor)
+
+    @property
     def loss_scale(self) -> float:
         return 1.0 if self.scaler is None else float(self.scaler.scale)
 

@@ -95,7 +95,7 @@ def early_norm(model: TrainedModel) -> float | None:
     if model.scaler is not None or model.memory.offloads(Part.OPTIMIZER):
         return None
     model.optimizer.prepare_grads()
-    return float(model.optimizer.get_grad_norm())
+    return model.gradient_factor * float(model.optimizer.get_grad_norm())
 
 
 def update_weights(
@@ -153,7 +153,8 @@ def _step(
     """Replaces the rest of Megatron's `step`, after the gradients are prepared."""
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-    norm = float(model.optimizer.get_grad_norm()) if norm is None else norm
+    if norm is None:
+        norm = model.gradient_factor * float(model.optimizer.get_grad_norm())
     # No rank may wait for one that has refused the batch.
     if model.ranks.max(torch.tensor([0.0 if math.isfinite(norm) else 1.0])).item():
         gradients = {
@@ -178,13 +179,16 @@ def _step(
             group["betas"], group["eps"] = (adam.beta1, adam.beta2), adam.eps
             group["weight_decay"] = adam.weight_decay * group["wd_mult"]
     most = base.clip_grad if adam is None else adam.max_grad_norm
+    factor = model.gradient_factor * (min(1.0, most / (norm + 1e-6)) if most > 0 else 1.0)
     for part in model.optimizer.chained_optimizers:
         trained = [] if part.is_stub_optimizer else part.get_parameters()
-        if trained and most > 0:
+        if trained:
+            # Megatron multiplies by the ratio, if it is below 1, of a limit and a norm to which it
+            # adds 1e-6.
             clip_grad_by_total_norm_fp32(
                 trained,
-                max_norm=most,
-                total_norm=norm,
+                max_norm=factor,
+                total_norm=1.0 - 1e-6,
                 use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
             )
     model.optimizer.step_with_ready_grads()
