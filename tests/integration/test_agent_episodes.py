@@ -65,7 +65,7 @@ async def test_rewards_of_replies_stand_at_their_tokens_whatever_api_gave_them(s
     assert trajectory.branches == (*[Branch(2)] * 3, reviewer, Branch(2))
     # What the agent told of all stands at the end of each side.
     assert trajectory.turn_rewards() == [1.0, 2.0, 4.0, 48.0, 8.5]
-    ends = [part.sampled.stop - 1 for part in trajectory.sequences()]
+    ends = [part.sampled.stop - 1 for part in trajectory.sequences]
     assert np.flatnonzero(trajectory.token_rewards).tolist() == ends
 
 
@@ -118,7 +118,7 @@ async def test_an_episode_that_reached_a_limit_is_truncated_and_keeps_its_reward
     assert (trajectory.status, trajectory.reward) == (Status.TRUNCATED, 1.0)
     assert all(
         trajectory.token_ids[sequence.tokens].size <= SAMPLING["max_episode_tokens"]
-        for sequence in trajectory.sequences()
+        for sequence in trajectory.sequences
     )
 
 

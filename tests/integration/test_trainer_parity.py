@@ -179,7 +179,7 @@ def test_each_rank_gets_its_part_of_its_replicas_share(layout, folder, several_r
     sequences = [
         t.token_ids[part.tokens].tolist()
         for t in batches(config)[0].trajectories
-        for part in t.sequences()
+        for part in t.sequences
     ]
     padded = [tokens + [0] * (-len(tokens) % (2 * cp if cp > 1 else 1)) for tokens in sequences]
     # Before the first of several mini-batches the policy scores the whole batch.

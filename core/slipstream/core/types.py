@@ -232,12 +232,12 @@ class Trajectory:
     # reply but the first token; b"" if the lease did not ask for them.
     prompt_logprobs: bytes = b""
 
-    @property
+    @functools.cached_property
     def trajectory_id(self) -> TrajectoryId:
         """The id; two deliveries of one attempt on one server epoch have the same id."""
         return TrajectoryId(f"{self.group_id}.{self.member}.{self.attempt}.{self.server_epoch:x}")
 
-    @property
+    @functools.cached_property
     def num_sampled_tokens(self) -> int:
         return sum(self.run_lengths[1::2])
 
@@ -246,8 +246,9 @@ class Trajectory:
         """Whether the environment gave a reward: only then may the episode be trained."""
         return self.status in (Status.COMPLETED, Status.TRUNCATED)
 
+    @functools.cached_property
     def sequences(self) -> tuple[TokenSequence, ...]:
-        """Returns the token sequences of the episode: one for each branch, or one of all runs."""
+        """The token sequences of the episode: one for each branch, or one of all runs."""
         found, run, token, sampled = [], 0, 0, 0
         for branch in self.branches or (Branch(len(self.run_lengths)),):
             lengths = self.run_lengths[run : run + branch.num_runs]
@@ -267,7 +268,7 @@ class Trajectory:
         """Returns the indices of sampled tokens that begin a sequence: nothing predicts them."""
         return [
             part.sampled.start
-            for part in self.sequences()
+            for part in self.sequences
             if part.sampled.stop > part.sampled.start and not self.run_lengths[part.runs.start]
         ]
 

@@ -337,7 +337,7 @@ def with_experts(batch: Batch) -> Batch:
         shape = (len(trajectory.token_ids), NUM_LAYERS, NUM_EXPERTS)
         ids = random.random(shape).argsort(axis=-1)[..., :EXPERTS_PER_TOKEN].astype(np.uint8)
         ids[random.random(len(ids)) < 0.1] = 255
-        for part in trajectory.sequences():
+        for part in trajectory.sequences:
             ids[part.tokens.stop - 1] = 255
         return dataclasses.replace(trajectory, routed_experts=RoutedExperts(ids, NUM_EXPERTS))
 
@@ -345,5 +345,5 @@ def with_experts(batch: Batch) -> Batch:
 
 
 def probe(config: Config) -> list[np.ndarray]:
-    first = [(t, t.sequences()[0]) for t in batches(config)[0].trajectories[:6]]
+    first = [(t, t.sequences[0]) for t in batches(config)[0].trajectories[:6]]
     return [trajectory.token_ids[part.tokens] for trajectory, part in first]

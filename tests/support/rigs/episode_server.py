@@ -103,7 +103,7 @@ class EpisodeServer:
 def recorded(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
     """The prompt and the reply of each turn."""
     found = []
-    for sequence in trajectory.sequences():
+    for sequence in trajectory.sequences:
         tokens, end = trajectory.token_ids[sequence.tokens].tolist(), 0
         lengths = trajectory.run_lengths[sequence.runs]
         for context, sampled in zip(lengths[::2], lengths[1::2], strict=True):

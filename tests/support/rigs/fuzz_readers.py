@@ -164,7 +164,7 @@ def _with_reference(trajectory: trajectory_pb2.Trajectory) -> bytes:
 
 def _told(trajectory: Trajectory) -> object:
     """What is said of a trajectory in trajectories.jsonl; its sequences have all its tokens."""
-    parts = trajectory.sequences()
+    parts = trajectory.sequences
     assert sum(part.tokens.stop - part.tokens.start for part in parts) == len(trajectory.token_ids)
     assert parts[-1].sampled.stop == len(trajectory.behavior_logprobs)
     # A run takes no more.

@@ -38,7 +38,7 @@ def plain(value: object) -> object:
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, value.tobytes()
     if isinstance(value, Trajectory | RoutedExperts | ReferenceLogprobs):
-        return {name: plain(part) for name, part in vars(value).items()}
+        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
     return value
 
 
@@ -192,12 +192,12 @@ def test_a_trajectory_knows_its_identity_and_its_sampled_tokens() -> None:
 
 def test_a_trajectory_is_one_sequence_for_each_branch() -> None:
     plain = make_trajectory(4, 6)
-    assert plain.sequences() == (
+    assert plain.sequences == (
         TokenSequence(Branch(2), tokens=slice(0, 10), runs=slice(0, 2), sampled=slice(0, 6)),
     )
     branches = (Branch(4), Branch(2, 0.5, "reviewer"))
     tree = dataclasses.replace(plain, run_lengths=(1, 2, 1, 3, 2, 1), branches=branches)
-    first, second = tree.sequences()
+    first, second = tree.sequences
     assert first == (branches[0], slice(0, 7), slice(0, 4), slice(0, 5))
     assert second == (branches[1], slice(7, 10), slice(4, 6), slice(5, 6))
 

@@ -223,7 +223,7 @@ def batch_outputs(
     found: list[LogprobArray] = []
     for trajectory in batch.trajectories:
         parts = []
-        for part in trajectory.sequences():
+        for part in trajectory.sequences:
             own = next(outputs)
             unpredicted = part.sampled.stop - part.sampled.start - len(own)
             parts += [np.zeros((unpredicted, *own.shape[1:]), dtype=np.float32), own]

@@ -93,7 +93,7 @@ def readable(
     }
     tokens, runs, rewards = trajectory.token_ids, trajectory.run_lengths, trajectory.turn_rewards()
     branches: list[JsonValue] = []
-    for part in trajectory.sequences() if trajectory.branches else ():
+    for part in trajectory.sequences if trajectory.branches else ():
         branch: dict[str, JsonValue] = {
             "name": part.branch.name,
             "share": part.branch.share,

@@ -281,7 +281,7 @@ def batch_statistics(batch: FormedBatch) -> dict[str, float]:
         "episode_tokens_mean": statistics.fmean(sizes),
         "episode_tokens_max": float(max(sizes)),
         "turns_mean": statistics.fmean(t.num_turns for t in trajectories),
-        "branches_mean": statistics.fmean(len(t.sequences()) for t in trajectories),
+        "branches_mean": statistics.fmean(len(t.sequences) for t in trajectories),
         "truncated_fraction": statistics.fmean(t.status is Status.TRUNCATED for t in trajectories),
         "generation_s_mean": statistics.fmean(t.generation_s for t in trajectories),
         "environment_s_mean": statistics.fmean(t.environment_s for t in trajectories),

@@ -78,7 +78,7 @@ def _excess(trajectory: Trajectory, sampling: SamplingSection) -> str:
     if number > most:
         return f"it has {number} branches, sampling.max_branches is {most}"
     size, most = len(trajectory.token_ids), sampling.max_episode_tokens
-    for place, part in enumerate(trajectory.sequences() if number else (), 1):
+    for place, part in enumerate(trajectory.sequences if number else (), 1):
         own = part.tokens.stop - part.tokens.start
         if own > most:
             return f"branch {place} has {own} tokens, sampling.max_episode_tokens is {most}"

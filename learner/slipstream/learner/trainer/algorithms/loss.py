@@ -111,7 +111,7 @@ def training_sequences(
         worth = found.get(index, TokenAdvantages(zeros, zeros))
         shared, reference = worth.advantages, own.reference
         if trajectory.branches:
-            parts = trajectory.sequences()
+            parts = trajectory.sequences
             shared = np.concatenate([p.branch.share * shared[p.sampled] for p in parts])
         fields: dict[str, NumpyArray | None] = {}
         if reference is not None:
@@ -195,6 +195,8 @@ def _advantages(
 ) -> dict[int, TokenAdvantages]:
     """Returns the advantages of each episode that is not left out, by its index in the batch."""
     shaped = shaped_rewards(batch.trajectories, config)
+    lengths = [trajectory.num_sampled_tokens for trajectory in batch.trajectories]
+    every_lag = np.split(token_lags(batch.trajectories, batch.step), np.cumsum(lengths[:-1]))
     episodes: list[ScoredEpisode] = []
     # The trajectory of each of the `episodes`, and the places of its tokens among those sampled.
     owners: list[tuple[int, npt.NDArray[np.int64]]] = []
@@ -215,13 +217,12 @@ def _advantages(
                 kl.estimator,
             )
             costs = kl.coefficient * divergence.numpy()
-        lags = token_lags([trajectory], batch.step)
-        values = known[index].values
+        lags, values = every_lag[index], known[index].values
         # A side is the branches of an episode that share a reward; estimators take them as one
         # episode, which is compared with the same side of its group's episodes. An episode has one
         # side, unless its agent gave a named branch a reward of its own.
         found_sides: dict[str, list[npt.NDArray[np.int64]]] = {}
-        for part in trajectory.sequences():
+        for part in trajectory.sequences:
             own = np.arange(part.sampled.start, part.sampled.stop)
             found_sides.setdefault(side_of(part.branch), []).append(own)
         for side, parts in found_sides.items():
@@ -270,7 +271,7 @@ def _advantages(
 def _turns_of(trajectory: Trajectory) -> dict[str, list[Turn]]:
     """Returns the turns of each side that sampled tokens; spans count the tokens of the side."""
     turns: dict[str, list[Turn]] = {}
-    for part in trajectory.sequences():
+    for part in trajectory.sequences:
         own = turns.setdefault(side_of(part.branch), [])
         begin = end = part.tokens.start
         for is_reply, length in zip(

@@ -47,12 +47,12 @@ class Batch:
 
     @functools.cached_property
     def owners(self) -> list[int]:
-        return [index for index, t in enumerate(self.trajectories) for _ in t.sequences()]
+        return [index for index, t in enumerate(self.trajectories) for _ in t.sequences]
 
     @functools.cached_property
     def lengths(self) -> list[int]:
         """The number of tokens of each sequence."""
-        parts = [part.tokens for t in self.trajectories for part in t.sequences()]
+        parts = [part.tokens for t in self.trajectories for part in t.sequences]
         return [tokens.stop - tokens.start for tokens in parts]
 
     @property
@@ -62,7 +62,7 @@ class Batch:
         for trajectory in self.trajectories:
             routed = trajectory.routed_experts
             is_recorded = None if routed is None else routed.is_recorded
-            for part in trajectory.sequences():
+            for part in trajectory.sequences:
                 total += max(0, part.tokens.stop - part.tokens.start - 1)
                 if is_recorded is not None:
                     recorded += int(np.count_nonzero(is_recorded[part.tokens][:-1]))

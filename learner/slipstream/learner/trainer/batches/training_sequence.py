@@ -297,7 +297,7 @@ class TrainingSequence(TokenFields[NumpyArray]):
             return []
         if estimates is None:
             estimates = [TokenEstimates(np.zeros(t.num_sampled_tokens)) for t in trajectories]
-        parts = [(t, part.tokens) for t in trajectories for part in t.sequences()]
+        parts = [(t, part.tokens) for t in trajectories for part in t.sequences]
         ends = np.cumsum([tokens.stop - tokens.start for _, tokens in parts])
         sampled = np.concatenate([t.sampled_mask() for t in trajectories])
         lengths = [t.num_sampled_tokens for t in trajectories]

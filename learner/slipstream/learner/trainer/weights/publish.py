@@ -237,7 +237,7 @@ def probe_sequences(batch: Batch | None, *, vocab_size: int, max_tokens: int) ->
         random = np.random.default_rng(0)
         lengths = np.linspace(8, 32, NUM_SEQUENCES).astype(int).clip(2, max_tokens)
         return [random.integers(0, vocab_size, n).astype(np.uint32) for n in lengths]
-    sequences = [t.token_ids[part.tokens] for t in batch.trajectories for part in t.sequences()]
+    sequences = [t.token_ids[part.tokens] for t in batch.trajectories for part in t.sequences]
     long_enough = [token_ids for token_ids in sequences if len(token_ids) >= 2]
     stride = max(1, len(long_enough) // NUM_SEQUENCES)
     chosen = long_enough[::stride][:NUM_SEQUENCES]

@@ -210,7 +210,7 @@ def test_branches_of_a_batch_are_those_of_each_branch_alone() -> None:
     together = iter(TrainingSequence.of_trajectories(batch.trajectories, known, step=3))
     for trajectory in batch.trajectories:
         lags = token_lags([trajectory], 3)
-        for part in trajectory.sequences():
+        for part in trajectory.sequences:
             found, sampled = next(together), trajectory.sampled_mask()[part.tokens]
             assert found.token_ids.tolist() == trajectory.token_ids[part.tokens].tolist()
             assert found.loss_mask.tolist() == [*sampled[1:], False]
