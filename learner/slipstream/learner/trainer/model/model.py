@@ -115,6 +115,10 @@ class TrainedModel(ParallelModel):
         """What the gradients have yet to be multiplied by: 1 / trained tokens of all ranks."""
         return float(self.chunks[0].gradient_factor)
 
+    def gradient_norm(self) -> float:
+        """Returns the norm of the gradients, which must be prepared for the update; collective."""
+        return self.gradient_factor * float(self.optimizer.get_grad_norm())
+
     @property
     def loss_scale(self) -> float:
         return 1.0 if self.scaler is None else float(self.scaler.scale)

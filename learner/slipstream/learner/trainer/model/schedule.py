@@ -95,7 +95,7 @@ def early_norm(model: TrainedModel) -> float | None:
     if model.scaler is not None or model.memory.offloads(Part.OPTIMIZER):
         return None
     model.optimizer.prepare_grads()
-    return model.gradient_factor * float(model.optimizer.get_grad_norm())
+    return model.gradient_norm()
 
 
 def update_weights(
@@ -120,6 +120,7 @@ def update_weights(
         with resident():
             if norm is None:
                 model.optimizer.prepare_grads()
+                norm = model.gradient_norm()
             return _step(model, learning_rate, adam, norm)
     before = scaler.state_dict()
     try:
@@ -137,7 +138,7 @@ def update_weights(
                 scaler.update(overflowed)
                 # After an overflow at the lowest scale the step refuses the batch.
                 if not (overflowed and can_fall):
-                    return _step(model, learning_rate, adam)
+                    return _step(model, learning_rate, adam, model.gradient_norm())
             again()
     except UntrainableBatch:
         scaler.load_state_dict(before)
@@ -145,16 +146,11 @@ def update_weights(
 
 
 def _step(
-    model: TrainedModel,
-    learning_rate: float,
-    adam: trainer_pb2.AdamNumbers | None,
-    norm: float | None = None,
+    model: TrainedModel, learning_rate: float, adam: trainer_pb2.AdamNumbers | None, norm: float
 ) -> float:
     """Replaces the rest of Megatron's `step`, after the gradients are prepared."""
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-    if norm is None:
-        norm = model.gradient_factor * float(model.optimizer.get_grad_norm())
     # No rank may wait for one that has refused the batch.
     if model.ranks.max(torch.tensor([0.0 if math.isfinite(norm) else 1.0])).item():
         gradients = {
