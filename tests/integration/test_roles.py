@@ -207,6 +207,10 @@ def test_the_policy_waits_until_the_critic_is_warm(one_rank: dict[str, list[dict
     assert found["is_policy_same"] == [True, False, False]
     assert [metrics["learning_rate"] for metrics in found["metrics"]] == [0.0, 5e-4, 1e-3]
     assert all(metrics["critic_grad_norm"] > 0 for metrics in found["metrics"])
+    # Adam's average holds a tenth of the first gradient that moved the policy, which was clipped,
+    # and nothing of those by values that the critic had not learnt.
+    gradient = min(found["metrics"][1]["grad_norm"], 1.0)
+    assert found["momentum"][1] == pytest.approx(0.1 * gradient, rel=1e-4)
 
 
 @pytest.fixture(scope="module")

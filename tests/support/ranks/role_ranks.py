@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -183,17 +184,22 @@ def roles(folder: Path, job: str) -> None:
 
 def train(policy: Policy, opened: Roles, config: Config) -> dict:
     """Three steps: the critic alone, then both until the reference is refreshed, then again."""
+    from slipstream.learner.trainer.model.model import Part, torch_optimizers
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
     from slipstream.learner.trainer.step import TrainingStep
 
     reference = opened.reference
     assert reference is not None
     step = TrainingStep(policy, config, [opened])
-    found: dict = {"metrics": [], "references": [], "weights": []}
+    found: dict = {"metrics": [], "references": [], "weights": [], "momentum": []}
     for batch in batches(config):
         found["metrics"].append(step.run(batch).metrics)
         found["references"].append(_joined(_sampled(reference.logprobs(batches(config)[0]))))
         found["weights"].append(weights_of(policy))
+        with policy.memory.resident(Part.OPTIMIZER):
+            states = [s for part in torch_optimizers(policy.optimizer) for s in part.state.values()]
+            squares = [float(state["exp_avg"].square().sum()) for state in states]
+            found["momentum"].append(math.sqrt(sum(squares)))
         if batch.step + 1 == REFRESH_STEPS:
             found["policy"] = _joined(sequence_logprobs(policy, probe(config)))
             with reference.model.ranks.in_force():

@@ -92,6 +92,10 @@ class TrainingStep:
         metrics: dict[str, float] = {}
         try:
             check_batch(batch, policy, self._config)
+            if self._config.critic and batch.step == self._config.critic.warmup_steps:
+                # They are of gradients by values that the critic had not learnt.
+                with policy.memory.resident(Part.OPTIMIZER):
+                    policy.forget_moments()
             for name, own_batch in batch.by_adapter(adapters.names):
                 with adapters.active(name):
                     own = self._train(own_batch, rate)

@@ -130,8 +130,10 @@ class TrainedModel(ParallelModel):
                 group["step"] = 0
         for part in torch_optimizers(self.optimizer):
             for state in part.state.values():
-                for value in state.values():
-                    value.zero_()
+                for name, value in state.items():
+                    # Some optimizers keep the weights themselves there, unrounded.
+                    if name != "master_param":
+                        value.zero_()
 
     def gather_parameters(self) -> None:
         """Runs an all-gather that was deferred to the next forward pass, for exports before it."""
