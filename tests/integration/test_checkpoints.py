@@ -51,6 +51,10 @@ SAVED = {
     # A vision tower, and delta nets whose ranks do not share the tokens.
     "tp2-qwen35": {"learner": SAME_TOKENS, "model": "qwen35"},
 }
+# Masters and momenta, or masters alone.
+SGD = {"optimizer": {"optimizer": "sgd"}}
+SAVED["tp2-sgd-bf16"] = {"learner": TP2 | SGD, "dtype": "bfloat16"}
+SAVED["one-sgd"] = {"learner": {"optimizer": SGD["optimizer"] | {"sgd_momentum": 0.0}}}
 # Momenta of matrices beside Adam's moments, and float32 masters of both.
 SAVED["tp2-muon"] = {"learner": TP2 | MUON}
 SAVED["dp2-muon-bf16"] = {"learner": DP2 | MUON, "dtype": "bfloat16"}
@@ -78,6 +82,8 @@ LOADED = {
     "dp2-from-one": ("one", DP2),
     "tp2-muon-again": ("tp2-muon", TP2 | MUON),
     "pp2-from-tp2-muon": ("tp2-muon", PP2 | MUON),
+    "tp2-sgd-bf16-again": ("tp2-sgd-bf16", TP2 | SGD),
+    "one-sgd-again": ("one-sgd", SAVED["one-sgd"]["learner"]),
     "dp2-muon-bf16-again": ("dp2-muon-bf16", DP2 | MUON),
     "one-from-dp2-muon-bf16": ("dp2-muon-bf16", MUON),
     "dp2-split-muon-bf16-again": ("dp2-split-muon-bf16", DISTOPT | MUON),

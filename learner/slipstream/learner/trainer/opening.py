@@ -116,6 +116,10 @@ def load_trained(
     scaler = scaler if isinstance(scaler, DynamicGradScaler) else None
     for part in parts if scaler is not None else ():
         part.grad_scaler = scaler
+    if optimizer.config.optimizer == "sgd":
+        # Megatron has no such function for it, and calls it before it loads a checkpoint.
+        for part in parts:
+            part.init_state_fn = _begin_momenta
     # Without this function the schedule silently leaves out the sum over replicas and over the
     # gradients of shared parameters.
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
@@ -144,6 +148,12 @@ def load_trained(
     if load_weights:
         check_attention(model)
     return TrainedModel(**vars(model), optimizer=optimizer, scaler=scaler, recompute=recompute)
+
+
+def _begin_momenta(optimizer: torch.optim.Optimizer, _: Megatron) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def load_frozen(config: Config, ranks: Ranks) -> ParallelModel:
