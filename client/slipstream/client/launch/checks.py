@@ -406,7 +406,7 @@ CHECKS = (
     Check("tracking", Stage.SETTINGS, CONTROLLER, lambda s: check_trackers(s.config.tracking)),
     Check("engine", Stage.SETTINGS, SERVER, fit.check_engine),
     Check("for vLLM", Stage.SETTINGS, WHOLE_RUN, preflight.check_vllm),
-    Check("algorithm", Stage.SETTINGS, ANY - SERVER, preflight.check_functions),
+    Check("algorithm", Stage.SETTINGS, ANY - SERVER - {"export"}, preflight.check_functions),
     Check("for Megatron", Stage.SETTINGS, LEARNER, preflight.check_megatron),
     Check("imports", Stage.PLACE, SERVER, machine.check_companions, of_machine=True),
     Check(

@@ -7,10 +7,10 @@ from typing import Literal
 from slipstream.client.launch.placement import Share
 from slipstream.core.settings.config import Config
 
-# `replay`: trainer ranks without a run around them, for the commands that read a run's folder.
-Part = Literal["controller", "learner", "rollout_server", "replay"]
+# `replay`, `export`: trainer ranks without a run, which train its steps again or write its model.
+Part = Literal["controller", "learner", "rollout_server", "replay", "export"]
 WHOLE_RUN: frozenset[Part] = frozenset({"controller", "learner", "rollout_server"})
-ANY: frozenset[Part] = WHOLE_RUN | {"replay"}
+ANY: frozenset[Part] = WHOLE_RUN | {"replay", "export"}
 CONTROLLER: frozenset[Part] = frozenset({"controller"})
 LEARNER: frozenset[Part] = frozenset({"learner"})
 SERVER: frozenset[Part] = frozenset({"rollout_server"})

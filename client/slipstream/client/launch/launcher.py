@@ -52,7 +52,7 @@ from slipstream.core.configuration.config_file import (
     load_config,
     model_warnings,
 )
-from slipstream.core.configuration.roles import role_settings
+from slipstream.core.configuration.roles import of_policy, role_settings
 from slipstream.core.errors import (
     USAGE_ERROR,
     ConfigError,
@@ -362,8 +362,8 @@ async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
 async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     """Runs `slipstream export`: one trainer rank writes a checkpoint as a Hugging Face folder."""
     path = run_folder.settings_of(folder)
-    config = load_config(path)
-    await require(Scene(config, frozenset({"replay"})), Stage.SETTINGS)
+    config = of_policy(load_config(path))
+    await require(Scene(config, frozenset({"export"})), Stage.SETTINGS)
     chosen = run_folder.version_to_export(folder, step)
     target = out or folder / CHECKPOINTS / f"hf-{chosen:06d}"
     written = target.with_name(f"{target.name}-adapters") if config.lora.adapters else target

@@ -190,7 +190,7 @@ def tested_versions(stack: str) -> dict[str, str]:
 def check_packages(scene: Scene) -> list[Finding]:
     """Checks the packages of the parts that start here."""
     needed = {
-        "learner": scene.parts & {"learner", "replay"},
+        "learner": scene.parts & {"learner", "replay", "export"},
         "rollout server": scene.parts & SERVER,
     }
     return [_describe_packages(what) for what, is_here in needed.items() if is_here]

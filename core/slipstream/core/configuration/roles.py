@@ -77,6 +77,13 @@ def role_folders(config: Config) -> list[tuple[str, Path]]:
     return [(name, role.path) for name, role in config.roles.items() if role.path is not None]
 
 
+def of_policy(config: Config) -> Config:
+    """Returns the settings without the folders of other models, which only training reads."""
+    roles = {name: role.model_copy(update={"path": None}) for name, role in config.roles.items()}
+    checkpoint = config.checkpoint.model_copy(update={"load": None})
+    return config.model_copy(update={**roles, "checkpoint": checkpoint})
+
+
 def missing_weights(config: Config) -> list[str]:
     """Returns one message for each fault of the weights in the roles' own folders."""
     return [

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.core.configuration.config_file import check_model, load_config, parse_config
+from slipstream.core.configuration.roles import of_policy
 from slipstream.core.errors import USAGE_ERROR, CheckpointError, SlipstreamError
 from slipstream.core.machine.process import leave
 from slipstream.core.run_folder import CHECKPOINTS
@@ -40,7 +41,7 @@ def main() -> int:
     arguments = parser.parse_args()
     path = checkpoint_path(arguments.config.parent / CHECKPOINTS, arguments.step)
     try:
-        config = load_config(arguments.config)
+        config = of_policy(load_config(arguments.config))
         check_model(config)
         try:
             export(config, path, arguments.out)
@@ -134,8 +135,6 @@ def on_one_rank(config: Config, path: Path) -> Config:
     settings = learner.get("transformer", {})
     for name in [name for name in settings if any(part in name for part in _OF_LAYOUT)]:
         del settings[name]
-    # These were the run's starting weights; the checkpoint replaces them.
-    table["checkpoint"].pop("load", None)
     table.pop("debug", None)
     return parse_config(table, source=str(path))
 

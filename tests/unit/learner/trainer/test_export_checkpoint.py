@@ -1,9 +1,11 @@
 """The settings with which one rank exports what many trained."""
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from slipstream.client.launch import launcher
 from slipstream.core.errors import CheckpointError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import ParallelSection
@@ -80,6 +82,38 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_told_as_that(tmp_path, m
         f"slipstream: {folder} was removed before it was exported: its run goes on and keeps the "
         "newest 2 (checkpoint.keep_last); export again for a newer version\n"
     )
+
+
+def test_what_only_training_reads_may_be_gone_before_an_export(tmp_path, monkeypatch) -> None:
+    model, gone = empty_model(tmp_path), tmp_path / "gone"
+    settings = write_config(
+        tmp_path,
+        model,
+        checkpoint__load=str(gone),
+        reference__path=str(gone),
+        critic={"learning_rate": 1e-3, "path": str(gone)},
+        algorithm__advantage="gone_with_its_folder:advantage",
+        algorithm__kl={"coefficient": 0.1},
+        sources={},
+    )
+    exported: list[Config] = []
+    monkeypatch.setattr(export_checkpoint, "export", lambda *given: exported.append(given[0]))
+    written: list[str] = []
+
+    async def write(name: str, *_: object, **__: object) -> None:
+        written.append(name)
+
+    monkeypatch.setattr(launcher, "_run_program", write)
+    monkeypatch.setattr(launcher.run_folder, "settings_of", lambda _: settings)
+    monkeypatch.setattr(launcher.run_folder, "version_to_export", lambda *_: 1)
+    words = ["--config", str(settings), "--step", "1", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", ["export", *words])
+    assert asyncio.run(launcher.run_export(tmp_path, None, None)) == 0
+    assert export_checkpoint.main() == 0
+    (found,) = exported
+    assert written == ["export"]
+    assert found.checkpoint.load is found.reference.path is found.critic.path is None
+    assert found.critic.learning_rate == 1e-3
 
 
 def test_one_process_at_a_time_writes_a_folder_and_the_other_says_so(tmp_path, capsys) -> None:
