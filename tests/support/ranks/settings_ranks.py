@@ -12,7 +12,7 @@ from support.ranks.parity_layouts import config_of
 
 PASSED = {
     "ddp": {"overlap_grad_reduce": True, "bucket_size": 12345, "grad_reduce_in_fp32": False},
-    "optimizer": {"adam_beta2": 0.5, "min_lr": 1e-7, "log_num_zeros_in_grad": True},
+    "optimizer": {"adam_beta2": 0.5, "decoupled_lr": 1e-7, "apply_wd_to_qk_layernorm": True},
     "transformer": {
         "moe_aux_loss_coeff": 0.01,
         "moe_router_dtype": "fp64",
@@ -69,7 +69,7 @@ def run_rank(folder: Path, job: str) -> None:
     if job == "passed":
         answer = built(config_of("one-moe", folder, learner=PASSED))
     elif job == "names":
-        answer = names_of_the_provider()
+        answer = names_of_fields()
     elif job.endswith(".toml"):
         answer = refusal(load_config(folder / job))
     elif job == "mixture":
@@ -102,17 +102,26 @@ def mixture(config: Config) -> dict:
     return found
 
 
-def names_of_the_provider() -> list[str]:
-    """What `learner.transformer` may name in the tested version of Megatron."""
+def names_of_fields() -> dict[str, list[str]]:
+    """What each table of the learner may name in the tested version of Megatron."""
     from slipstream.learner.trainer.ranks import compat, cpu
 
     cpu.install()
     compat.install()
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.models.mla_provider import MLAModelProvider
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
 
-    fields = (*dataclasses.fields(GPTModelProvider), *dataclasses.fields(MLAModelProvider))
-    return sorted({field.name for field in fields if field.init})
+    kinds = {
+        "ddp": [DistributedDataParallelConfig],
+        "optimizer": [OptimizerConfig],
+        "transformer": [GPTModelProvider, MLAModelProvider],
+    }
+    return {
+        table: sorted({f.name for kind in own for f in dataclasses.fields(kind) if f.init})
+        for table, own in kinds.items()
+    }
 
 
 def built(config: Config) -> dict:

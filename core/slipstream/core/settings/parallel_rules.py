@@ -258,11 +258,19 @@ def policy_problems(transformer: Mapping[str, JsonValue]) -> Iterator[str]:
             )
 
 
-# Megatron's features that need more than settings: other groups, wrappers or training loops.
+# How settings of Megatron's features begin that need more: other groups, wrappers, training loops.
 _NOT_OURS = {
-    "ddp": ("use_megatron_fsdp", "use_custom_fsdp", "nccl_ub"),
+    "ddp": (
+        *("use_megatron_fsdp", "use_custom_fsdp", "nccl_ub", "fsdp_", "megatron_fsdp_"),
+        *("data_parallel_sharding_strategy", "outer_dp_sharding_strategy"),
+        *("disable_symmetric_registration", "gradient_reduce_div_fusion"),
+        *("keep_fp8_transpose_cache", "suggested_communication_unit_size", "delay_wgrad_compute"),
+    ),
     "optimizer": (
+        "barrier_with_L1_time",
+        "config_logger_dir",
         "grad_norm_skip_threshold",
+        "log_num_zeros_in_grad",
         "optimizer_cuda_graph",
         "overlap_param_gather_with_optimizer_step",
         "use_layer_wise_distributed_optimizer",
@@ -303,9 +311,9 @@ def table_problems(learner: LearnerSection) -> Iterator[str]:
         "optimizer": learner.optimizer,
         "transformer": learner.transformer,
     }
-    for section, keys in _NOT_OURS.items():
-        for key in keys:
-            if tables[section].get(key):
+    for section, beginnings in _NOT_OURS.items():
+        for key, value in tables[section].items():
+            if value and key.startswith(beginnings):
                 yield f"learner.{section}.{key} is not supported: the trainer's loop lacks it"
     yield from _optimizer_problems(learner)
     # Megatron would ignore the method with any other granularity, and both without one.

@@ -186,6 +186,12 @@ ddp = {overlap_param_gather = true, use_distributed_optimizer = true}
     learner.ddp.overlap_param_gather needs learner.ddp.overlap_grad_reduce = true
 ddp.num_distributed_optimizer_instances = 2
     num_distributed_optimizer_instances must be 1, got 2
+ddp.data_parallel_sharding_strategy = "optim_grads_params"
+    learner.ddp.data_parallel_sharding_strategy is not supported
+ddp.megatron_fsdp_main_params_dtype = "bfloat16"
+    learner.ddp.megatron_fsdp_main_params_dtype is not supported
+optimizer.log_num_zeros_in_grad = true
+    learner.optimizer.log_num_zeros_in_grad is not supported
 optimizer.overlap_param_gather = true
     learner.optimizer.overlap_param_gather: set learner.ddp.overlap_param_gather instead
 optimizer.use_precision_aware_optimizer = true

@@ -45,6 +45,8 @@ _MUON_VALUES = {
     "muon_fp32_matmul_prec": ("highest", "high", "medium"),
     "muon_scalar_optimizer": ("adam",),
 }
+# How names of settings begin that act with the optimizer on the host alone.
+_OF_OFFLOAD = ("optimizer_offload_", "use_torch_optimizer_", "overlap_cpu_", "pin_cpu_")
 # Ways of exchanging keys and values between context parallel ranks; None stands for p2p.
 _KINDS_FOR_PACKED = (None, "p2p", "a2a")
 # Without TransformerEngine these settings fail late, or change nothing.
@@ -311,10 +313,29 @@ def check_optimizer(config: Config, values: Mapping[str, object]) -> None:
             f"learner.optimizer.optimizer must be adam, sgd or muon, got {kind!r}: nobody has "
             "tried others of the package emerging-optimizers"
         )
-    others = ("adaptive_muon_", "soap_", "lion_", *(() if kind == "muon" else ("muon_",)))
+    others = {
+        "muon": ("sgd_",),
+        "adam": ("muon_", "sgd_"),
+        "sgd": ("muon_", "adam_", "decoupled_w"),
+    }
+    idle = {
+        f"the optimizer is {kind}": ("adaptive_muon_", "soap_", "lion_", *others[str(kind)]),
+        "the learning rate falls as algorithm.decay says": ("min_lr", "decoupled_min_lr"),
+    }
+    if config.model.dtype != "float16":
+        scales = ("loss_scale", "initial_loss_scale", "min_loss_scale", "hysteresis")
+        idle[f"the loss has no scale in {config.model.dtype}"] = scales
+    if not values.get("optimizer_cpu_offload"):
+        idle["optimizer_cpu_offload is off"] = _OF_OFFLOAD
     for name in config.learner.optimizer:
-        if name.startswith(others):
-            raise ConfigError(f"learner.optimizer.{name} has no effect: the optimizer is {kind}")
+        for cause, beginnings in idle.items():
+            if name.startswith(beginnings):
+                raise ConfigError(f"learner.optimizer.{name} has no effect: {cause}")
+    if not values.get("decoupled_weight_decay", True) and not compat.has_transformer_engine():
+        raise ConfigError(
+            "learner.optimizer.decoupled_weight_decay = false needs TransformerEngine, which is "
+            "not installed"
+        )
     if values.get("optimizer_cpu_offload"):
         if not torch.cuda.is_available():
             raise ConfigError("learner.optimizer.optimizer_cpu_offload needs a GPU, there is none")

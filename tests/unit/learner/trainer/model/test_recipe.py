@@ -91,6 +91,15 @@ def test_optimizer_on_the_host_is_refused_where_it_cannot_work(monkeypatch):
         ),
         ({"muon_momentum": 0.9}, "learner.optimizer.muon_momentum has no effect: the optimizer is"),
         ({"lion_beta1": 0.9}, "learner.optimizer.lion_beta1 has no effect: the optimizer is adam"),
+        ({"sgd_momentum": 0.5}, "learner.optimizer.sgd_momentum has no effect: the optimizer is"),
+        (
+            {"optimizer": "sgd", "adam_eps": 1e-6},
+            "learner.optimizer.adam_eps has no effect: the optimizer is sgd",
+        ),
+        ({"min_lr": 1e-7}, "learner.optimizer.min_lr has no effect: the learning rate falls as a"),
+        ({"loss_scale": 8.0}, "learner.optimizer.loss_scale has no effect: the loss has no scale"),
+        ({"pin_cpu_grads": False}, "learner.optimizer.pin_cpu_grads has no effect: optimizer_cpu_"),
+        ({"decoupled_weight_decay": False}, "learner.optimizer.decoupled_weight_decay = false nee"),
     ],
 )
 def test_other_optimizers_and_their_settings_are_refused(table: dict, cause: str) -> None:
