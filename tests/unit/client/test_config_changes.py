@@ -40,6 +40,8 @@ CHANGED = {
 }
 # What a setting cannot be changed without.
 BESIDE = {
+    "lora.alpha": {"lora__rank": 8},
+    "lora.target_modules": {"lora__rank": 8},
     "lora.publish": {"lora__rank": 8},
     "lora.adapters": {"lora__rank": 8, "lora__publish": "adapters"},
 }

@@ -287,6 +287,9 @@ class AlgorithmSection(Section):
         """Yields one line for each rule that these settings break."""
         if self.group_size == 1 and self.advantage in (*GROUP_ADVANTAGES, "return_to_go"):
             yield f"advantage = {self.advantage!r} compares a group: group_size must be >= 2, got 1"
+        if (told := self.kl.model_fields_set) and "coefficient" not in told:
+            named = f"kl.{min(told)}"
+            yield f"kl.coefficient must be given with {named}: without it nothing is added (0)"
         divergence_trains = self.kl.coefficient > 0 and self.kl.placement == "loss"
         if self.advantage == "none" and not divergence_trains:
             yield (

@@ -88,6 +88,11 @@ class LoraSection(Section):
     def _whole(self) -> Self:
         if not self.target_modules:
             raise ValueError("lora.target_modules must name a matrix, got none")
+        if self.model_fields_set and "rank" not in self.model_fields_set:
+            raise ValueError(
+                f"lora.rank must be given with lora.{min(self.model_fields_set)}: without it all "
+                "parameters are trained, and no adapter (0)"
+            )
         if self.publishes_adapters and not 1 <= self.rank <= MAX_SERVED_RANK:
             raise ValueError(
                 f"lora.rank must be 1 to {MAX_SERVED_RANK} with lora.publish = adapters, "

@@ -9,24 +9,32 @@ NAMED = {"rank": 8, "publish": "adapters", "adapters": ("code", "math")}
 
 def test_targets_go_by_either_name() -> None:
     assert LoraSection().modules == ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-    assert LoraSection(target_modules=("o_proj", "down_proj")).modules == (
+    assert LoraSection(rank=8, target_modules=("o_proj", "down_proj")).modules == (
         "linear_proj",
         "linear_fc2",
     )
-    fused = LoraSection(target_modules=("k_proj", "v_proj", "q_proj", "linear_fc1"))
+    fused = LoraSection(rank=8, target_modules=("k_proj", "v_proj", "q_proj", "linear_fc1"))
     assert fused.modules == ("linear_qkv", "linear_fc1")
+
+
+@pytest.mark.parametrize("table", [{"alpha": 64.0}, {"target_modules": ("o_proj",)}], ids=str)
+def test_adapters_that_would_not_be_trained_are_refused(table: dict) -> None:
+    (name,) = table
+    with pytest.raises(ValidationError, match=f"rank must be given with lora.{name}: without it"):
+        LoraSection(**table)
+    assert LoraSection(rank=0, **table).rank == 0
 
 
 def test_part_of_a_fused_matrix_is_refused_with_what_is_missing() -> None:
     with pytest.raises(ValidationError, match="all of q_proj, k_proj, v_proj .* k_proj is missing"):
-        LoraSection(target_modules=("q_proj", "v_proj"))
+        LoraSection(rank=8, target_modules=("q_proj", "v_proj"))
 
 
 def test_no_target_and_an_unknown_one_are_refused() -> None:
     with pytest.raises(ValidationError, match="must name a matrix"):
-        LoraSection(target_modules=())
+        LoraSection(rank=8, target_modules=())
     with pytest.raises(ValidationError, match="target_modules"):
-        LoraSection(target_modules=("lm_head",))
+        LoraSection(rank=8, target_modules=("lm_head",))
 
 
 PUBLISHED = {"rank": 8, "publish": "adapters"}

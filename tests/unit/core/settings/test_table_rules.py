@@ -261,6 +261,8 @@ algorithm.group_size = 1
     algorithm: advantage = 'grpo' compares a group: group_size must be >= 2, got 1
 algorithm.group_size = 1, algorithm.advantage = "reinforce_pp", algorithm.filter = "unequal_rewards"
     algorithm: filter = 'unequal_rewards' would leave out every group of group_size = 1
+algorithm.kl = {estimator = "k2"}
+    algorithm: kl.coefficient must be given with kl.estimator: without it nothing is added (0)
 algorithm.advantage = "none", algorithm.kl = {coefficient = 1, placement = "reward"}
     algorithm: advantage = 'none' trains no reward: it needs kl.coefficient > 0 and kl.placement =
     'loss', got 1.0 and 'reward'
