@@ -188,11 +188,21 @@ class CheckpointSection(Section):
     every_steps: int = Field(50, ge=0)
     # Number of newest checkpoints that are kept.
     keep_last: Positive = 2
-    # Also keep checkpoints whose version is a multiple of this. 0 keeps no others.
+    # Also keep checkpoints whose version is a multiple of this, which is one of `every_steps`. 0
+    # keeps no others.
     keep_every: int = Field(0, ge=0)
     # Folder of Megatron's checkpoint files (torch_dist) to start from. `model.path` still gives
     # shape and tokenizer.
     load: Path | None = None
+
+    @model_validator(mode="after")
+    def _saved(self) -> Self:
+        if self.keep_every and (not self.every_steps or self.keep_every % self.every_steps):
+            raise ValueError(
+                f"keep_every must be a multiple of every_steps, got {self.keep_every} and "
+                f"{self.every_steps}: other versions are not saved"
+            )
+        return self
 
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"

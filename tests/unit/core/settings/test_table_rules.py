@@ -261,6 +261,10 @@ algorithm.group_size = 1
     algorithm: advantage = 'grpo' compares a group: group_size must be >= 2, got 1
 algorithm.group_size = 1, algorithm.advantage = "reinforce_pp", algorithm.filter = "unequal_rewards"
     algorithm: filter = 'unequal_rewards' would leave out every group of group_size = 1
+checkpoint = {every_steps = 30, keep_every = 100}
+    checkpoint: keep_every must be a multiple of every_steps, got 100 and 30: other versions are not
+checkpoint = {every_steps = 0, keep_every = 100}
+    checkpoint: keep_every must be a multiple of every_steps, got 100 and 0: other versions are not
 algorithm.kl = {estimator = "k2"}
     algorithm: kl.coefficient must be given with kl.estimator: without it nothing is added (0)
 algorithm.advantage = "none", algorithm.kl = {coefficient = 1, placement = "reward"}
