@@ -114,12 +114,8 @@ FROM_MODEL = frozenset(
     {
         "activation_func",
         "activation_func_clamp_value",
-        "add_bias_linear",
-        "add_qkv_bias",
         "apply_residual_connection_post_layernorm",
         "attention_output_gate",
-        "beta_fast",
-        "beta_slow",
         "experimental_attention_variant",
         "gated_linear_unit",
         "glu_linear_offset",
@@ -127,11 +123,7 @@ FROM_MODEL = frozenset(
         "hf_model_revision",
         "is_hybrid_model",
         "kv_lora_rank",
-        "layernorm_epsilon",
-        "layernorm_zero_centered_gamma",
         "mamba_head_dim",
-        "mamba_num_groups",
-        "mamba_num_heads",
         "mamba_state_dim",
         "moe_apply_probs_on_input",
         "moe_latent_size",
@@ -147,8 +139,6 @@ FROM_MODEL = frozenset(
         "moe_shared_expert_glu_interleave_size",
         "moe_shared_expert_intermediate_size",
         "mrope_section",
-        "mscale",
-        "mscale_all_dim",
         "mtp_hybrid_override_pattern",
         "mtp_use_repeated_layer",
         "multi_latent_attention",
@@ -162,19 +152,17 @@ FROM_MODEL = frozenset(
         "qk_l2_norm",
         "qk_layernorm",
         "qk_pos_emb_head_dim",
-        "rotary_interleaved",
-        "rotary_percent",
-        "rotary_scaling_factor",
         "scatter_embedding_sequence_parallel",
         "seq_len_interpolation_factor",
-        "softmax_scale",
-        "softmax_type",
         "use_arbitrary_attention_mask",
         "use_mup",
         "v_head_dim",
     }
 )
-_FROM_MODEL = ("dsa_", "linear_", "mup_", "rope_", "window_", "yarn_")
+_FROM_MODEL = (
+    *("add_", "beta_", "dsa_", "layernorm_", "linear_", "mamba_num_", "mscale", "mup_", "rope_"),
+    *("rotary_", "softmax_", "window_", "yarn_"),
+)
 # Settings that change training only: noise, forced routing, experts that drop tokens.
 OFF = frozenset(
     {
@@ -338,8 +326,8 @@ def table_problems(learner: LearnerSection) -> Iterator[str]:
 
 def _optimizer_problems(learner: LearnerSection) -> Iterator[str]:
     ddp, optimizer = learner.ddp, learner.optimizer
-    is_muon = optimizer.get("optimizer") == "muon"
-    if ddp.get("overlap_param_gather") and is_muon:
+    kind = optimizer.get("optimizer", "adam")
+    if ddp.get("overlap_param_gather") and kind == "muon":
         yield "learner.ddp.overlap_param_gather must be false with learner.optimizer.optimizer muon"
     elif ddp.get("overlap_param_gather"):
         if not learner.use_distributed_optimizer:
@@ -353,9 +341,11 @@ def _optimizer_problems(learner: LearnerSection) -> Iterator[str]:
             f"learner.ddp.num_distributed_optimizer_instances must be 1, "
             f"got {ddp['num_distributed_optimizer_instances']}"
         )
+    if kind == "sgd" and learner.use_distributed_optimizer:
+        yield "learner.ddp.use_distributed_optimizer must be false with optimizer.optimizer sgd"
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-        if optimizer.get(name) and is_muon:
-            yield f"learner.optimizer.{name} needs learner.optimizer.optimizer adam, got 'muon'"
+        if optimizer.get(name) and kind != "adam":
+            yield f"learner.optimizer.{name} needs learner.optimizer.optimizer adam, got {kind!r}"
         elif optimizer.get(name) and not learner.use_distributed_optimizer:
             yield f"learner.optimizer.{name} needs learner.ddp.use_distributed_optimizer = true"
     share = optimizer.get("optimizer_offload_fraction", 0.0)

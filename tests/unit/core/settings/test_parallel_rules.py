@@ -186,6 +186,8 @@ ddp = {overlap_param_gather = true, use_distributed_optimizer = true}
     learner.ddp.overlap_param_gather needs learner.ddp.overlap_grad_reduce = true
 ddp.num_distributed_optimizer_instances = 2
     num_distributed_optimizer_instances must be 1, got 2
+optimizer.optimizer = "sgd", ddp.use_distributed_optimizer = true
+    learner.ddp.use_distributed_optimizer must be false with optimizer.optimizer sgd
 ddp.data_parallel_sharding_strategy = "optim_grads_params"
     learner.ddp.data_parallel_sharding_strategy is not supported
 ddp.megatron_fsdp_main_params_dtype = "bfloat16"

@@ -328,10 +328,7 @@ class NamedAdapters:
         for group in self._groups():
             group["lr"] = group["weight_decay"] = 0.0
         optimizer.step_with_ready_grads()
-        for part in torch_optimizers(optimizer):
-            for counted in (*part.state.values(), *part.param_groups):
-                if "step" in counted:
-                    counted["step"] = counted["step"] * 0
+        self._model.forget_moments()
 
 
 def optimizer_state(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[Tensor]:

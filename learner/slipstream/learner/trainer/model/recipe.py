@@ -345,11 +345,6 @@ def check_optimizer(config: Config, values: Mapping[str, object]) -> None:
                 "learner.optimizer.optimizer_cpu_offload needs model.dtype bfloat16, "
                 f"got {config.model.dtype}"
             )
-    if kind == "sgd" and config.learner.use_distributed_optimizer:
-        raise ConfigError(
-            "learner.ddp.use_distributed_optimizer must be false with learner.optimizer.optimizer "
-            "sgd: Megatron splits only moments of Adam over the ranks"
-        )
     if kind != "muon":
         return
     compat.check_installed(compat.MUON_VERSIONS)

@@ -110,12 +110,6 @@ def test_other_optimizers_and_their_settings_are_refused(table: dict, cause: str
     assert str(caught.value).startswith(cause)
 
 
-def test_sgd_has_no_state_that_ranks_could_split() -> None:
-    learner = {"optimizer": {"optimizer": "sgd"}, "ddp": {"use_distributed_optimizer": True}}
-    with pytest.raises(ConfigError, match="use_distributed_optimizer must be false with .*sgd"):
-        recipe.check_optimizer(small_config(learner=learner), {"optimizer": "sgd"})
-
-
 MUON: dict = {"learner": {"optimizer": {"optimizer": "muon"}}}
 
 
