@@ -12,7 +12,6 @@ servers get its values of its newest publish, not its newest ones. All have the 
 largest rank; what is beyond an adapter's rank is 0, gets gradients of 0, and so stays 0.
 """
 
-import copy
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -176,7 +175,7 @@ class _Waiting:
     # The adapter's parameters, master weights and moments.
     values: list[Tensor]
     # The update count of each parameter group of the torch optimizers.
-    counts: list[Any]
+    counts: list[int]
     # The state of the loss's scaler; None if there is none.
     scale: dict[str, Any] | None
 
@@ -212,7 +211,7 @@ class NamedAdapters:
             for name in self.names[1:]:
                 self._waiting[name] = _Waiting(
                     [tensor.detach().clone() for tensor in self._tensors()],
-                    [copy.deepcopy(group.get("step")) for group in self._groups()],
+                    [group["step"] for group in self._groups()],
                     None if model.scaler is None else model.scaler.state_dict(),
                 )
         if are_clients:
@@ -297,8 +296,7 @@ class NamedAdapters:
             other = self._waiting.pop(name)
             _exchange(self._tensors(), other.values)
             for place, group in enumerate(self._groups()):
-                if "step" in group:
-                    group["step"], other.counts[place] = other.counts[place], group["step"]
+                group["step"], other.counts[place] = other.counts[place], group["step"]
             if other.scale is not None:
                 scale = self._model.scaler.state_dict()
                 self._model.scaler.load_state_dict(other.scale)
@@ -318,17 +316,12 @@ class NamedAdapters:
         return [group for part in parts for group in part.param_groups]
 
     def _make_moments(self) -> None:
-        """Creates moments of zeros by an uncounted update: an untrained adapter is saved too."""
-        optimizer, scaler = self._model.optimizer, self._model.scaler
-        scale = None if scaler is None else scaler.state_dict()
-        self._model.zero_grad()
-        optimizer.prepare_grads()
-        if scale is not None:
-            scaler.load_state_dict(scale)
+        """Creates moments of zeros: an untrained adapter is saved too."""
+        for part in self._model.optimizer.chained_optimizers:
+            if not part.is_stub_optimizer:
+                part.init_state_fn(part.optimizer, part.config)
         for group in self._groups():
-            group["lr"] = group["weight_decay"] = 0.0
-        optimizer.step_with_ready_grads()
-        self._model.forget_moments()
+            group.setdefault("step", 0)
 
 
 def optimizer_state(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[Tensor]:
