@@ -331,11 +331,6 @@ def check_optimizer(config: Config, values: Mapping[str, object]) -> None:
         for cause, beginnings in idle.items():
             if name.startswith(beginnings):
                 raise ConfigError(f"learner.optimizer.{name} has no effect: {cause}")
-    if not values.get("decoupled_weight_decay", True) and not compat.has_transformer_engine():
-        raise ConfigError(
-            "learner.optimizer.decoupled_weight_decay = false needs TransformerEngine, which is "
-            "not installed"
-        )
     if values.get("optimizer_cpu_offload"):
         if not torch.cuda.is_available():
             raise ConfigError("learner.optimizer.optimizer_cpu_offload needs a GPU, there is none")

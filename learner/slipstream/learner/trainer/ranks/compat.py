@@ -21,7 +21,7 @@ from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.ranks import cpu
 from slipstream.learner.trainer.ranks.cpu import hide_transformer_engine, substitute
 from torch import Tensor
-from torch.optim.adamw import adamw
+from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 TESTED_VERSIONS = {"megatron-core": "0.19.2", "megatron-bridge": "0.6.2"}
@@ -89,9 +89,9 @@ def _install() -> Megatron:
     elif importlib.util.find_spec("apex") is None:
         optimizer: Megatron = importlib.import_module("megatron.core.optimizer")
         distributed: Megatron = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-        substitute(optimizer, {"Adam": GroupStepAdamW, "USING_PYTORCH_OPTIMIZER": False})
+        substitute(optimizer, {"Adam": GroupStepAdam, "USING_PYTORCH_OPTIMIZER": False})
         flags = dict.fromkeys(("HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"), True)
-        substitute(distributed, {"Adam": GroupStepAdamW, **flags})
+        substitute(distributed, {"Adam": GroupStepAdam, **flags})
     auto_bridge = _import_bridge()
     # These imports register kinds of models and recipes that transformers and Bridge lack.
     importlib.import_module("slipstream.core.models.kinds")
@@ -174,10 +174,10 @@ def _read_config(path: str, *, trust_remote_code: bool, **named: object) -> Mega
         raise ValueError(f"{path}/config.json cannot be used: {error}") from error
 
 
-class GroupStepAdamW(torch.optim.Optimizer):
-    """AdamW that counts its steps per parameter group, as apex and TransformerEngine do.
+class GroupStepAdam(torch.optim.Optimizer):
+    """Adam that counts its steps per parameter group, as apex and TransformerEngine do.
 
-    The distributed optimizer saves and restores only that count. torch's AdamW counts per
+    The distributed optimizer saves and restores only that count. torch's Adam counts per
     parameter: after a resume all parameters would share one counter, and the bias correction would
     be wrong.
     """
@@ -189,12 +189,10 @@ class GroupStepAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        bias_correction: bool = True,
         adam_w_mode: bool = True,
         **_: object,
     ) -> None:
-        assert bias_correction
-        assert adam_w_mode, "only decoupled weight decay is implemented"
+        self._is_decoupled = adam_w_mode
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
@@ -213,7 +211,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 if not self.state[param]:
                     self.state[param]["exp_avg"] = torch.zeros_like(param)
                     self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
-            adamw(
+            adam(
                 params,
                 [param.grad for param in params],
                 [self.state[param]["exp_avg"] for param in params],
@@ -221,6 +219,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 [],
                 [torch.tensor(float(group["step"] - 1)) for _ in params],
                 foreach=True,
+                decoupled_weight_decay=self._is_decoupled,
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],

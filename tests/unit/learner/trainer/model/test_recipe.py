@@ -99,7 +99,6 @@ def test_optimizer_on_the_host_is_refused_where_it_cannot_work(monkeypatch):
         ({"min_lr": 1e-7}, "learner.optimizer.min_lr has no effect: the learning rate falls as a"),
         ({"loss_scale": 8.0}, "learner.optimizer.loss_scale has no effect: the loss has no scale"),
         ({"pin_cpu_grads": False}, "learner.optimizer.pin_cpu_grads has no effect: optimizer_cpu_"),
-        ({"decoupled_weight_decay": False}, "learner.optimizer.decoupled_weight_decay = false nee"),
     ],
 )
 def test_other_optimizers_and_their_settings_are_refused(table: dict, cause: str) -> None:

@@ -73,3 +73,18 @@ def test_swiglus_gradient_comes_from_the_kernel_that_transformer_engine_has(
     found, *others = fused.SwiGLUFunction.backward(saved, outer)
     assert torch.equal(found, 30 * x.bfloat16())
     assert others == [None, None]
+
+
+@pytest.mark.parametrize("is_decoupled", [True, False])
+def test_weights_decay_beside_the_moments_or_within_them(is_decoupled: bool) -> None:
+    numbers = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.3}
+    torchs = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    found = []
+    for kind, own in ((compat.GroupStepAdam, {"adam_w_mode": is_decoupled}), (torchs, {})):
+        weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+        optimizer = kind([weight], **numbers, **own)
+        for step in range(3):
+            weight.grad = torch.tensor([0.5, 1.0, -1.0]) * (step + 1)
+            optimizer.step()
+        found.append(weight.detach())
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
