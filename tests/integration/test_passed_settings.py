@@ -27,8 +27,8 @@ FREE_FIELDS = Path(__file__).parents[1] / "data" / "free_megatron_fields.txt"
 # Fields of the other tables that have an effect with Adam, alone or beside another of them.
 FREE = {
     "ddp": """
-        align_param_gather bucket_size check_for_large_grads check_for_nan_in_grad fp4_param_gather
-        fp8_param_gather grad_reduce_in_fp32 num_buckets num_distributed_optimizer_instances
+        align_param_gather bucket_size fp4_param_gather fp8_param_gather grad_reduce_in_fp32
+        num_buckets num_distributed_optimizer_instances
         overlap_grad_reduce overlap_param_gather pad_buckets_for_high_nccl_busbw
         param_name_patterns_for_fp32_local_accumulation reduce_scatter_with_fp32_accumulation
         reuse_grad_buf_for_mxfp8_param_ag

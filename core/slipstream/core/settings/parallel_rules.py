@@ -253,6 +253,8 @@ _NOT_OURS = {
         *("data_parallel_sharding_strategy", "outer_dp_sharding_strategy"),
         *("disable_symmetric_registration", "gradient_reduce_div_fusion"),
         *("keep_fp8_transpose_cache", "suggested_communication_unit_size", "delay_wgrad_compute"),
+        # A rank would end where the trainer sets a batch aside.
+        "check_for_",
     ),
     "optimizer": (
         "barrier_with_L1_time",
@@ -302,7 +304,7 @@ def table_problems(learner: LearnerSection) -> Iterator[str]:
     for section, beginnings in _NOT_OURS.items():
         for key, value in tables[section].items():
             if value and key.startswith(beginnings):
-                yield f"learner.{section}.{key} is not supported: the trainer's loop lacks it"
+                yield f"learner.{section}.{key} is not supported: the trainer's loop does without"
     yield from _optimizer_problems(learner)
     # Megatron would ignore the method with any other granularity, and both without one.
     is_full = learner.transformer.get("recompute_granularity") == "full"

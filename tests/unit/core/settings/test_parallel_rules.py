@@ -179,6 +179,7 @@ def test_layers_are_shared_out_over_the_stages_as_megatron_does(
 # settings of the learner, part of the message
 TABLES: list[tuple[dict[str, Any], str]] = [
     ({"ddp": {"use_megatron_fsdp": True}}, "learner.ddp.use_megatron_fsdp is not supported"),
+    ({"ddp": {"check_for_nan_in_grad": True}}, "ddp.check_for_nan_in_grad is not supported"),
     *refusals("""
 ddp = {overlap_param_gather = true, overlap_grad_reduce = true}
     learner.ddp.overlap_param_gather needs ddp.use_distributed_optimizer = true
