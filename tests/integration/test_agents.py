@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from slipstream.core.errors import ConfigError
 from slipstream.core.template_values import NEED_PARSER
+from slipstream.rollout_server.agents import agent_api
 from slipstream.rollout_server.engine_interface import RequestRefused
 from slipstream.rollout_server.vllm.agent_services import AgentServices
 from support.fakes.agent_rig import (
@@ -130,7 +131,7 @@ async def test_tools_in_several_turns_are_one_branch(rig, streams) -> None:
 @pytest.mark.parametrize("word", ["call", "space"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_anthropics_messages_with_tools_are_one_branch(rig, stream, word) -> None:
-    """Claude Code drops blocks that are white space alone, when it sends a message back."""
+    """White space alone before a call is no text, which Claude Code would not send back."""
     messages = [{"role": "user", "content": f"{word} 4"}]
     for turn in range(3):
         final = await send(rig, messages, stream=stream, tools=SCHEMA_TOOLS)
@@ -139,9 +140,7 @@ async def test_anthropics_messages_with_tools_are_one_branch(rig, stream, word) 
             block.pop("parsed_output", None)
         (use,) = [block for block in blocks if block["type"] == "tool_use"]
         assert use["input"] == {"a": 4 + turn}
-        if word == "space":
-            assert (blocks[0] == {"type": "text", "text": "\n\n"}) is stream
-            blocks = [use]
+        assert (len(blocks), blocks[-1]) == (1 if word == "space" else 2, use)
         result = {"type": "tool_result", "tool_use_id": use["id"], "content": f"{word} {5 + turn}"}
         messages += [
             {"role": "assistant", "content": blocks},
@@ -737,22 +736,121 @@ async def test_reasoning_comes_apart_and_may_be_left_out_when_it_is_sent_back(sh
     rig.check()
 
 
-async def test_a_parser_that_loses_calls_in_longer_parts_gets_one_token_at_a_time(tmp_path: Path):
-    """vLLM's parser `xlam` finds no call in a stream whose parts hold 16 tokens."""
-    call = [{"name": "add", "arguments": {"a": 1234567890}}]
-    rig = await agent_rig(tmp_path, lambda _: json.dumps(call), tool_parser="xlam")
-    for stream in (True, False):
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("template_values", [{}, {"enable_thinking": False}])
+async def test_thoughts_are_told_apart_in_every_turn(shared, template_values, stream) -> None:
+    """Neither the thoughts of an earlier reply nor those that a template has ended are the next's.
+
+    In a stream vLLM takes new thoughts for text behind the end of earlier ones; elsewhere it takes
+    an answer for thoughts where the template has ended them.
+    """
+    settings = agent_config(Path("models/any"), reasoning_parser="deepseek_r1").rollout_server
+    rig = AgentRig(shared.engine, await AgentServices(shared.engine.parts, settings).api())
+    rig.begin(template_values=template_values)
+    asked = "hi" if template_values else "think"
+    messages: list = []
+    for _ in range(3):
+        messages.append({"role": "user", "content": asked})
+        message = await chat(rig, messages, stream=stream)
+        reasoning, content = message.get("reasoning"), message["content"]
+        if template_values:
+            assert (reasoning, content[:8]) == (None, "You said")
+        else:
+            assert (reasoning, content) == ("Hm.", "Yes.")
+        messages.append(message)
+    await rig.closed()
+    assert rig.runs() == [3]
+    rig.check()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_marks_of_thoughts_may_be_special_tokens(tmp_path: Path, stream) -> None:
+    folder = make_chat_model(tmp_path, with_weights=False)
+    path = folder / "tokenizer.json"
+    saved = json.loads(path.read_text())
+    for token in saved["added_tokens"]:
+        token["special"] = token["special"] or "think" in token["content"]
+    path.write_text(json.dumps(saved))
+    engine = scripted_engine(agent_config(folder, reasoning_parser="deepseek_r1"), script)
+    rig = AgentRig(engine, await engine.agents.api())
+    message = await chat(rig, [{"role": "user", "content": "think"}], stream=stream)
+    assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
+
+
+_STEP = [f"<\uff5ctool_{name}\uff5c>" for name in ("calls_begin", "call_begin", "sep")]
+_STEP += [f"<\uff5ctool_{name}\uff5c>" for name in ("call_end", "calls_end")]
+CALLED: dict[str, Any] = {"a": 1234567890, "b": "two words"}
+OF_CALLS = [{"name": "add", "arguments": CALLED}, {"name": "add", "arguments": {"a": 5}}]
+
+
+@pytest.mark.parametrize(
+    ("tool_parser", "words", "text"),
+    [
+        ("llama3_json", ["<|python_tag|>"], json.dumps({"name": "add", "parameters": {}})),
+        ("xlam", [], json.dumps(OF_CALLS)),
+        ("phi4_mini_json", [], f"functools{json.dumps(OF_CALLS)}"),
+        ("hunyuan_a13b", [], f"Now.<tool_calls>{json.dumps(OF_CALLS)}</tool_calls>"),
+        (
+            "jamba",
+            ["<tool_calls>", "</tool_calls>"],
+            f"<tool_calls>{json.dumps(OF_CALLS)}</tool_calls>",
+        ),
+        (
+            "step3",
+            _STEP,
+            f"Now.{_STEP[0]}{_STEP[1]}function{_STEP[2]}"
+            '<steptml:invoke name="add"><steptml:parameter name="a">5</steptml:parameter>'
+            f"</steptml:invoke>{_STEP[3]}{_STEP[4]}",
+        ),
+    ],
+)
+async def test_a_stream_has_the_calls_that_the_whole_reply_has(tmp_path, tool_parser, words, text):
+    """These parsers of vLLM read other calls in a reply in parts, or none, or lose the text."""
+    rig = await agent_rig(tmp_path, lambda _: text, words=words, tool_parser=tool_parser)
+    found = []
+    for stream in (False, True):
         message = await chat(rig, [QUESTION], stream=stream, tools=TOOLS)
-        (found,) = message["tool_calls"]
-        assert found["function"]["name"] == "add"
-        assert json.loads(found["function"]["arguments"]) == {"a": 1234567890}
-    message = await chat(rig, [QUESTION], stream=True)
-    assert message["content"] == json.dumps(call)
-    await rig.recorder.settled()
-    assert [sample.options.parts for sample in rig.engine.samples] == ["tokens", "tokens", "large"]
+        calls = [call["function"] for call in message["tool_calls"]]
+        read = [(call["name"], json.loads(call["arguments"])) for call in calls]
+        found.append((message.get("content") or None, read))
+        final = await send(rig, [QUESTION], stream=stream, tools=SCHEMA_TOOLS)
+        uses = [block for block in final.content if block.type == "tool_use"]
+        assert [(use.name, use.input) for use in uses] == read
+        assert [block.text for block in final.content if block.type == "text"] == (
+            [message["content"]] if message.get("content") else []
+        )
+        if tool_parser == "step3":
+            # vLLM's reads no tools of this API's form.
+            continue
+        answer = await respond(rig, stream=stream, input=[QUESTION], tools=ITEM_TOOLS)
+        items = [item for item in answer.output if item.type == "function_call"]
+        assert [(item.name, json.loads(item.arguments)) for item in items] == read
+    assert found[0] == found[1]
+    assert found[0][1][0][0] == "add"
 
 
-async def test_parts_are_large_where_nothing_looks_for_calls_of_tools(rig) -> None:
+async def test_a_reply_is_streamed_in_parts_where_no_parser_reads_it(rig) -> None:
     for tools in (TOOLS, None):
         await chat(rig, [QUESTION], stream=True, **({"tools": tools} if tools else {}))
-    assert [sample.options.parts for sample in rig.engine.samples[-2:]] == ["chunks", "large"]
+    assert [sample.options.is_streamed for sample in rig.engine.samples[-2:]] == [False, True]
+
+
+async def test_a_stream_that_is_silent_has_comments(rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients such as Codex give up a stream that sends nothing for minutes."""
+    monkeypatch.setattr(agent_api, "QUIET_S", 0.001)
+    rig.engine.may_end.clear()
+    asked = {"model": "m", "messages": [QUESTION], "tools": TOOLS, "stream": True}
+    async with rig.http() as client:
+        call = client.stream("POST", "/v1/chat/completions", json=asked)
+        async with call as answer:
+            lines = answer.aiter_lines()
+            assert (await anext(lines)).startswith(":")
+            rig.engine.may_end.set()
+            rest = [line async for line in lines]
+    assert rest[-2:] == ["data: [DONE]", ""]
+    # The SDKs do not show them.
+    rig.engine.may_end.clear()
+    calling = asyncio.ensure_future(chat(rig, [QUESTION], stream=True, tools=TOOLS))
+    await until(lambda: [c for c in rig.recorder.open_calls.values() if c.body[:1] == b":"])
+    rig.engine.may_end.set()
+    assert (await calling)["content"].startswith("You said")

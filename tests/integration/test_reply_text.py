@@ -4,7 +4,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from slipstream.rollout_server.engine_interface import TextOptions, TextPart
+from slipstream.rollout_server.engine_interface import TextOptions
 from slipstream.rollout_server.vllm.vllm_requests import ReplyText
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -64,19 +64,3 @@ def test_a_reply_that_is_read_in_parts_is_read_alike(kind, with_stop, skip_speci
             one_by_one.update(list(part), stopped and not reply)
             expected = one_by_one.get_next_output_text(finished=not reply, delta=True)
             assert text.read(part, reason) == expected
-
-
-def test_a_part_of_several_tokens_becomes_parts_of_one_token() -> None:
-    words = tokenizer("bytes")
-    reply = words.encode("the wörld 🍎 is", add_special_tokens=False)
-    options = TextOptions(is_streamed=True, parts="tokens")
-    whole = ReplyText(words, [], options).read(reply, "length")
-    # A reply that is not streamed has one part.
-    (part,) = ReplyText(words, [], TextOptions(parts="tokens")).parts(TextPart(reply, ""), "length")
-    assert (part.token_ids, part.text) == (reply, whole)
-    text = ReplyText(words, [], options)
-    parts = text.parts(TextPart(reply[:-3], ""), None)
-    parts += text.parts(TextPart(reply[-3:], "", stop_reason="x"), "length")
-    assert [part.token_ids for part in parts] == [[token] for token in reply]
-    assert "".join(part.text for part in parts) == whole == "the wörld 🍎 is"
-    assert [part.stop_reason for part in parts] == [None] * (len(reply) - 1) + ["x"]

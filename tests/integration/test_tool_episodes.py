@@ -173,9 +173,15 @@ async def test_a_reply_to_an_environment_without_tools_keeps_its_whole_text(tmp_
     inputs = TemplateInputs("", "")
     reader = await AgentServices(engine.parts, config.rollout_server).reader(inputs)
     text = "I call. <tool_call>\n<function=add>\n</function>\n</tool_call>"
-    tokens = engine.parts.renderer.get_tokenizer().encode(f"<think>Hm.</think>{text}")
-    read = reader.read([], tokens, inputs)
+    tokenizer = engine.parts.renderer.get_tokenizer()
+    read = reader.read([], tokenizer.encode(f"<think>Hm.</think>{text}"), inputs)
     assert (read.reasoning, read.content, read.tool_calls) == ("Hm.", text, ())
+    # An answer is none of the thoughts that the template has ended, or that nobody has begun.
+    for prompt in "<think>\n\n</think>\n\n", "":
+        read = reader.read(tokenizer.encode(prompt), tokenizer.encode(text), inputs)
+        assert (read.reasoning, read.content) == ("", text)
+    read = reader.read(tokenizer.encode("<think>\n"), tokenizer.encode("Hm."), inputs)
+    assert (read.reasoning, read.content) == ("Hm.", "")
 
 
 async def test_tools_without_a_parser_are_refused_when_they_are_first_named(tmp_path: Path) -> None:

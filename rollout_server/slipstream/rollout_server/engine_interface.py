@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -147,21 +147,17 @@ class Generation:
 
 
 # Sizes of a streamed reply's parts: a chunk of the engine, several chunks, or one token.
-PartSize: TypeAlias = Literal["chunks", "large", "tokens"]
-
-
 @dataclass(frozen=True)
 class TextOptions:
     """The options of a single request, and of the decoding of its reply's text.
 
     `stop` has stop texts in addition to those in `Sampling`. `num_logprobs` is the number of most
     probable tokens that are returned for each position in addition to the sampled token; with None,
-    parts have no `top_logprobs`. With `is_streamed`, parts of the size `parts` are yielded while
-    the reply is sampled. With `with_stop` the text includes the stop text.
+    parts have no `top_logprobs`. With `is_streamed`, parts are yielded while the reply is
+    sampled. With `with_stop` the text includes the stop text.
     """
 
     is_streamed: bool = False
-    parts: PartSize = "chunks"
     stop: tuple[str, ...] = ()
     seed: int | None = None
     num_logprobs: int | None = None

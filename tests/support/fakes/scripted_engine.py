@@ -75,24 +75,24 @@ class ScriptedEngine(FakeEngine):
             reason = FinishReason.LENGTH
         done: list[int] = []
         said, handed_out = "", 0
-        size = 1 if options.parts == "tokens" else CHUNK
         spans: list[VersionSpan] = []
         try:
-            for start in range(0, len(tokens), size):
+            for start in range(0, len(tokens), CHUNK):
                 await asyncio.sleep(0)
                 while not self.running.is_set():
                     await self._changed.wait()
-                while start + size >= len(tokens) and not self.may_end.is_set():
+                while start + CHUNK >= len(tokens) and not self.may_end.is_set():
                     if request_id in self._cancelled:
                         break
                     await asyncio.sleep(0.001)
                 if request_id in self._cancelled:
                     break
-                chunk = tokens[start : start + size]
+                chunk = tokens[start : start + CHUNK]
                 done += chunk
                 spans.append(VersionSpan(len(chunk), self.version))
-                if start + size < len(tokens) and options.is_streamed:
-                    text = self.tokenizer.decode(done, skip_special_tokens=True)
+                if start + CHUNK < len(tokens) and options.is_streamed:
+                    skip = options.skip_special_tokens
+                    text = self.tokenizer.decode(done, skip_special_tokens=skip)
                     text = text.rstrip("\ufffd")
                     yield TextPart(chunk, text[len(said) :])
                     said, handed_out = text, len(done)

@@ -5,6 +5,7 @@ the application's next message, or its end.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
@@ -43,6 +44,8 @@ _NOT_FOUND, _BROKEN, _BUSY = 404, 500, 503
 _BYTES_PER_TOKEN, _OTHER_BYTES = 32, 1 << 16
 # Largest part of an answer; a message that carries one must stay below 16 MiB.
 _MAX_PART = 4 << 20
+# Seconds without a part after which a stream gets a comment: clients give up a silent one.
+QUIET_S = 15.0
 # Most characters of a header of ours.
 _MAX_HEADER = 1000
 
@@ -210,7 +213,7 @@ async def _exchange(
     # Set when the application sends or ends; set when nobody takes its answer any more.
     changed, ended = asyncio.Event(), asyncio.Event()
     first, waiting = ReplyPart(), bytearray()
-    is_read = is_whole = False
+    is_read = is_stream = is_whole = False
 
     async def receive() -> Message:
         nonlocal is_read
@@ -221,11 +224,13 @@ async def _exchange(
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
-        nonlocal is_whole
+        nonlocal is_stream, is_whole
         if message["type"] == "http.response.start":
             first.status = int(message["status"])
             for name, value in message["headers"]:
                 first.headers.add(name=name.decode(), value=value.decode())
+                is_stream = is_stream or value.startswith(b"text/event-stream")
+            changed.set()
             if first.status == _BUSY:
                 first.headers.add(name="retry-after", value="1")
         elif message["type"] == "http.response.body":
@@ -240,7 +245,11 @@ async def _exchange(
     try:
         while not work.done() or waiting:
             if not waiting:
-                await changed.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(QUIET_S if is_stream else None) as quiet:
+                        await changed.wait()
+                if quiet.expired():
+                    waiting.extend(b": a reply is being sampled\n\n")
                 changed.clear()
                 continue
             assert first.status, "an application starts its answer before the body"

@@ -239,9 +239,9 @@ class MessageKey(NamedTuple):
     """A message in normalised form, equal for all notations of the same message.
 
     Text in one part equals plain text, no text equals empty text, and the arguments of a tool call
-    are compared as JSON. A part of a reply that is only white space is ignored: streams have such a
-    part before a tool call, and clients drop it. So is the name that a client gives the author of a
-    reply. `reasoning` is None if the message has none.
+    are compared as JSON. A part of a reply that is only white space is ignored, since clients drop
+    it. So is the name that a client gives the author of a reply. `reasoning` is None if the message
+    has none.
     """
 
     role: str

@@ -30,13 +30,9 @@ from slipstream.rollout_server.agents.recorder import (
 )
 from slipstream.rollout_server.agents.request_rules import ServedCall
 from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT
-from slipstream.rollout_server.engine_interface import (
-    PartSize,
-    RequestRefused,
-    TextOptions,
-    TextPart,
-)
+from slipstream.rollout_server.engine_interface import RequestRefused, TextOptions, TextPart
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed, limited_time
+from slipstream.rollout_server.vllm.reply_reader import of_whole_replies
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
@@ -66,8 +62,6 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 # The name of the only model; requests may name any.
 MODEL = "policy"
-# vLLM's parsers of tools that lose calls in a stream whose parts hold several tokens.
-ONE_TOKEN_PARSERS = ("deepseek_v3", "deepseek_v31", "hunyuan_a13b", "xlam")
 # Stands for an image in the messages that are rendered; no template may change its text.
 MARK = "slipstreamimageplaceholder"
 _IMAGE_PARTS = {"image_url", "input_image"}
@@ -310,8 +304,9 @@ class RecordingClient:
     is_running = True
     input_processor = None
 
-    def __init__(self, parts: VllmParts, tool_parser: str | None = None) -> None:
-        self._tool_parser = tool_parser
+    def __init__(self, parts: VllmParts, *, is_parsed: bool) -> None:
+        """A parser reads the replies, as a whole, if `is_parsed`."""
+        self._is_parsed = is_parsed
         self.vllm_config = parts.vllm_config
         self.model_config = parts.vllm_config.model_config
         self.renderer = parts.renderer
@@ -336,12 +331,9 @@ class RecordingClient:
         if current is None or call is None:
             raise VLLMValidationError("an agent's prompt must be messages", parameter="prompt")
         recorder, opened = current
-        size: PartSize = "large"
-        if opened.has_tools:
-            size = "tokens" if self._tool_parser in ONE_TOKEN_PARSERS else "chunks"
+        is_streamed = sampling_params.output_kind is RequestOutputKind.DELTA
         options = TextOptions(
-            is_streamed=sampling_params.output_kind is RequestOutputKind.DELTA,
-            parts=size,
+            is_streamed=is_streamed and not self._is_parsed,
             stop=tuple(sampling_params.stop or ()),
             seed=sampling_params.seed,
             num_logprobs=sampling_params.logprobs,
@@ -434,33 +426,39 @@ def _open_application(
     init_exception_handler(app)
     # vLLM logs a traceback for each request that it refuses; the agent has the cause in its answer.
     logging.getLogger("vllm.entrypoints").setLevel(logging.CRITICAL)
-    client: Any = RecordingClient(parts, settings.tool_parser)
+    is_parsed = settings.tool_parser is not None or settings.reasoning_parser is not None
+    client: Any = RecordingClient(parts, is_parsed=is_parsed)
     asyncio.run(init_app_state(client, app.state, arguments, ("generate",)))
     app.state.online_renderer.renderer = renderer
-    _answer_as_openai(app.state.openai_serving_responses)
-    stream = app.state.openai_serving_chat.chat_completion_stream_generator
+    responses, chat = app.state.openai_serving_responses, app.state.openai_serving_chat
+    _answer_as_openai(responses)
+    for reading in (responses, app.state.online_renderer):
+        reading.parser = of_whole_replies(reading.parser)
+    for serving in (chat, app.state.anthropic_serving_messages):
+        serving.parser_cls = of_whole_replies(serving.parser_cls)
+    stream = chat.chat_completion_stream_generator
 
     async def streamed(*arguments: Any, **named: Any) -> AsyncGenerator[str, None]:  # noqa: ANN401
         async for event in stream(*arguments, **named):
             for part in _single_parts(event):
                 yield part
 
-    app.state.openai_serving_chat.chat_completion_stream_generator = streamed
+    chat.chat_completion_stream_generator = streamed
     return app
 
 
 def _single_parts(event: str) -> Iterator[str]:
-    """Yields a chunk of vLLM's stream as OpenAI's: each has a part of the text or of one call.
+    """Yields a chunk of vLLM's stream as OpenAI's: each has thoughts, a text or one call.
 
-    A chunk of several tokens may have both, or parts of several calls, of which clients read one.
+    The chunk of a reply that a parser has read may have all of them; clients read one.
     """
-    if '"tool_calls":[{' not in event:
+    if '"tool_calls":[{' not in event and '"reasoning":"' not in event:
         yield event
         return
     chunk = json.loads(event.removeprefix("data: "))
     (choice,) = chunk["choices"]
-    calls = choice["delta"].pop("tool_calls")
-    deltas = [choice["delta"]] if any(choice["delta"].values()) else []
+    calls = choice["delta"].pop("tool_calls", ())
+    deltas = [{name: value} for name, value in choice["delta"].items() if value]
     deltas += [{"tool_calls": [call]} for call in calls]
     for number, delta in enumerate(deltas, start=1):
         part = {**choice, "delta": delta}

@@ -125,27 +125,23 @@ class EngineRequests(Requests):
         if options is not None and not asked.detokenize:
             text = ReplyText(self._llm.renderer.get_tokenizer(), prompt_token_ids, options)
 
-        def read(output: RequestOutput) -> list[TextPart]:
+        def read(output: RequestOutput) -> TextPart:
             new = record.take(output)
             tops = new.logprobs if with_tops else None
-            part = TextPart(new.token_ids, new.text, tops, new.stop_reason)
-            return [part] if text is None else text.parts(part, new.finish_reason)
+            said = new.text if text is None else text.read(new.token_ids, new.finish_reason)
+            return TextPart(new.token_ids, said, tops, new.stop_reason)
 
         async with self._admitted(request_id) as is_wanted:
             if is_wanted:
                 adapter = self._adapters.request(sampling.adapter, by_start=sampling.by_start)
                 collector = await self.add(request_id, prompt_token_ids, asked, adapter, images)
                 while not (output := await self.next(request_id, collector)).finished:
-                    for part in read(output):
-                        yield part
+                    yield read(output)
         if not is_wanted:
             yield TextPart((), "", generation=Generation.unbegun())
             return
-        *others, last = read(output)
-        for part in others:
-            yield part
-        end = self._returned(record, output, asked)
-        yield dataclasses.replace(last, generation=end)
+        last = read(output)
+        yield dataclasses.replace(last, generation=self._returned(record, output, asked))
 
     @contextlib.asynccontextmanager
     async def _admitted(self, request_id: str) -> AsyncIterator[bool]:

@@ -8,11 +8,13 @@ from typing import Any
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.models.families import family_of
+from slipstream.core.models.thoughts import marks_thoughts
 from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.chat import ParsedReply, ParsedToolCall, TemplateInputs
 from slipstream.rollout_server.engine_interface import GenerationFailed
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from slipstream.v1 import trajectory_pb2
+from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
 from vllm.parser.abstract_parser import Parser
@@ -21,6 +23,79 @@ from vllm.renderers.chat_utils import make_tool_call_id
 _CACHED_REQUESTS = 128
 # A longer id, which some models write themselves, does not fit into a message and is replaced.
 _MAX_ID_BYTES = 1024
+# Tokens at the end of a prompt in which a template may begin thoughts.
+_LAST_TOKENS = 16
+
+
+class WholeReply(Parser):  # type: ignore[misc]
+    """Reads whole replies with the parser of vLLM behind it in a class's bases.
+
+    A stream gets its reply in one part: from replies in parts many parsers of vLLM lose calls, and
+    behind a prompt with ended thoughts of an earlier reply they take new thoughts for text.
+    """
+
+    _prompt: Sequence[int] = ()
+
+    def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
+        """Implements vLLM's method."""
+        self._prompt = prompt_token_ids
+        super().set_prompt_token_ids(prompt_token_ids)
+
+    def adjust_request(self, request: Any) -> Any:  # noqa: ANN401 - vLLM's own
+        """Implements vLLM's method; marks of thoughts stay in the text that is read."""
+        request = super().adjust_request(request)
+        added = self.model_tokenizer.added_tokens_decoder.values()
+        if any(token.special and marks_thoughts(token.content) for token in added):
+            request.skip_special_tokens = False
+        return request
+
+    def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:  # noqa: ANN401 - vLLM's own
+        """Implements vLLM's method; without a mark of thoughts the reply is an answer."""
+        parser = self.reasoning_parser
+        start, end = parser and parser.reasoning_start_str, parser and parser.reasoning_end_str
+        if start and end and start not in model_output and end not in model_output:
+            before: str = self.model_tokenizer.decode(self._prompt[-_LAST_TOKENS:])
+            if before.rfind(start) <= before.rfind(end):
+                return None, model_output
+        found: tuple[str | None, str | None] = super().extract_reasoning(model_output, request)
+        return found
+
+    def parse_delta(
+        self,
+        delta_text: str,
+        delta_token_ids: list[int],
+        request: Any,  # noqa: ANN401 - vLLM's own
+        prompt_token_ids: list[int] | None = None,
+        *,
+        finished: bool,
+    ) -> DeltaMessage:
+        """Implements vLLM's method for a part that is the whole reply."""
+        assert finished, "what is parsed is not streamed in parts"
+        self.set_prompt_token_ids(prompt_token_ids or ())
+        reasoning, content, calls = self.parse(
+            delta_text,
+            request,
+            enable_auto_tools=self.tool_parser is not None,
+            model_output_token_ids=delta_token_ids,
+        )
+        return DeltaMessage(
+            reasoning=(reasoning or None) if request.include_reasoning else None,
+            content=content or None,
+            tool_calls=[
+                DeltaToolCall(
+                    index=index,
+                    id=call.id or make_tool_call_id(),
+                    type="function",
+                    function=DeltaFunctionCall(name=call.name, arguments=call.arguments),
+                )
+                for index, call in enumerate(calls or ())
+            ],
+        )
+
+
+def of_whole_replies(kind: type[Parser] | None) -> type[Parser] | None:
+    """Returns a class of vLLM's parsers as one that reads whole replies alone."""
+    return kind and type(kind.__name__, (WholeReply, kind), {})
 
 
 class ReplyReader:
@@ -51,7 +126,7 @@ class ReplyReader:
             is_harmony=family_of(self._model.hf_config.to_dict()).engine.is_harmony,
             tokenizer=self._tokenizer,
         )
-        return kind
+        return of_whole_replies(kind)
 
     def check(self, inputs: TemplateInputs) -> None:
         try:

@@ -1,7 +1,6 @@
 """Builds vLLM's sampling parameters; converts vLLM's outputs to `Generation` and to texts."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ from slipstream.rollout_server.engine_interface import (
     RequestRefused,
     Sampling,
     TextOptions,
-    TextPart,
 )
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -26,9 +24,9 @@ from vllm.renderers import BaseRenderer
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-# Tokens of each large part of a streamed reply after its first one. vLLM's application takes 0.1 to
+# Tokens of each part of a streamed reply after its first one. vLLM's application takes 0.1 to
 # 0.2 ms for a part.
-LARGE_PART_TOKENS = 64
+PART_TOKENS = 64
 # Tokens of the prompt that are decoded with the first ones of a reply.
 _CONTEXT = 8
 # What a decoder writes for bytes that are no character, or not yet.
@@ -75,7 +73,7 @@ def parameters(
         prompt_logprobs=0 if sampling.prompt_logprobs else None,
         flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
-        stream_interval=LARGE_PART_TOKENS if is_streamed and text.parts == "large" else None,
+        stream_interval=PART_TOKENS if is_streamed else None,
         skip_clone=True,
         routed_experts_prompt_start=experts_from,
     )
@@ -216,16 +214,6 @@ class ReplyText:
             self._start = self._told
         self._told, self._said = len(self._ids), 0
         return new
-
-    def parts(self, new: TextPart, finish_reason: str | None) -> list[TextPart]:
-        """Returns `new` with its text, or one part for each token if the request streams tokens."""
-        is_split = self._options.is_streamed and self._options.parts == "tokens"
-        if not is_split or not new.token_ids:
-            return [dataclasses.replace(new, text=self.read(new.token_ids, finish_reason))]
-        *others, last = new.token_ids
-        found = [TextPart([token], self.read([token], None)) for token in others]
-        text = self.read([last], finish_reason)
-        return [*found, dataclasses.replace(new, token_ids=[last], text=text)]
 
     def _decoded(self, ids: Sequence[int]) -> str:
         skip = self._options.skip_special_tokens
