@@ -24,7 +24,7 @@ from support.fakes.agent_rig import (
     script,
     scripted_engine,
 )
-from support.fakes.chat_models import make_chat_model
+from support.fakes.chat_models import CHAT_TEMPLATE, make_chat_model
 from support.fakes.example_agents import TOOLS
 from support.rigs.waiting import LIMIT_S, until
 
@@ -689,6 +689,27 @@ async def test_a_result_that_a_template_writes_into_the_reply_is_read(tmp_path: 
     _, second = (rig.engine.tokenizer.decode(sample.prompt) for sample in rig.engine.samples)
     assert "<result>It is 7.</result>" in second
     assert rig.runs() == [1, 1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_template_without_a_generation_prompt_begins_replies_too(tmp_path, stream) -> None:
+    folder = make_chat_model(tmp_path, with_weights=False)
+    template = tmp_path / "template.jinja"
+    template.write_text(CHAT_TEMPLATE.partition("{%- if add_generation_prompt")[0])
+    engine = scripted_engine(agent_config(folder, chat_template=str(template)), lambda _: "Yes.")
+    rig = AgentRig(engine, await engine.agents.api())
+    messages: list = []
+    for _ in range(2):
+        messages.append(QUESTION)
+        messages.append(await chat(rig, messages, stream=stream))
+    text = engine.tokenizer.decode(engine.samples[-1].prompt)
+    begins = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert text == f"{begins}Yes.<|im_end|>\n{begins}"
+    await rig.closed()
+    assert rig.runs() == [2]
+    # A client may still say how its prompt ends.
+    await chat(rig, [QUESTION], extra_body={"add_generation_prompt": False})
+    assert engine.tokenizer.decode(engine.samples[-1].prompt) == "<|im_start|>user\nhi<|im_end|>\n"
 
 
 async def test_values_of_the_environment_come_before_the_runs_and_behind_the_requests(shared):

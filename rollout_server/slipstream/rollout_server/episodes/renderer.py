@@ -9,7 +9,7 @@ import json
 import resource
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -106,6 +106,20 @@ class Renderer:
             if template is not None:
                 where = f"rollout_server.chat_template: {template}"
             raise ConfigError(f"{where} fails: {error}") from error
+        # What the template writes first behind a reply, where that is a special token.
+        self._ends: list[str] = []
+        with contextlib.suppress(RenderingFailed):
+            self._ends = self._leading(self._tail((_ASKED, REPLY), NO_INPUTS, is_closed=True))[:1]
+
+    def asking(self, text: str, before_reply: Callable[[], str]) -> str:
+        """Returns the text of a prompt with what begins a reply, where the template leaves it out.
+
+        `before_reply` returns what the template writes before a reply to the same messages.
+        """
+        if not any(map(text.rstrip().endswith, self._ends)):
+            return text
+        before = before_reply()
+        return before if before.startswith(text) else text
 
     def prompt(
         self, messages: Sequence[ChatMessage], inputs: TemplateInputs = NO_INPUTS
@@ -140,6 +154,8 @@ class Renderer:
             written = self._text(tuple(whole), inputs) if whole else tail
         if not written.endswith(tail):
             raise RenderingFailed("the chat template writes messages otherwise behind calls")
+        seen = (*history, *messages, REPLY)
+        tail = self.asking(tail, lambda: self._before(seen, inputs).rpartition(PLACEHOLDER)[2])
         said = self._num_said(history, tail, self.added.get(last_token, ""), inputs)
         return self.tokens(tail.lstrip())[said:] if said else self.tokens(tail)
 
@@ -333,6 +349,10 @@ class Renderer:
             raise RenderingFailed("the chat template leaves out the assistant's replies")
         return tail
 
+    def _before(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> str:
+        """Returns the rendered text before the last placeholder for a reply."""
+        return self._text(messages, inputs, is_closed=True).rpartition(PLACEHOLDER)[0]
+
     def _text(
         self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs, *, is_closed: bool = False
     ) -> str:
@@ -362,6 +382,7 @@ class Renderer:
 
     def _render(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> tuple[int, ...]:
         text = self._text(messages, inputs)
+        text = self.asking(text, lambda: self._before((*messages, REPLY), inputs))
         self._check_written(messages, inputs)
         asks, *_ = text.removeprefix(self._text(messages, inputs, is_closed=True)).split() or [""]
         if asks and messages[-1].content.rstrip().endswith(asks):

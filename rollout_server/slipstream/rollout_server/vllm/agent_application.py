@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,15 @@ class PromptRenderer:
         If `found` is None, all messages are tokenized. A text of more than `most` characters is not
         tokenized: the result is then more placeholder tokens than any limit allows.
         """
+        values = params.chat_template_kwargs
+        closed = replace(params, chat_template_kwargs={**values, "add_generation_prompt": False})
         if found is None:
             text = self._text(messages, params)
+            if values.get("add_generation_prompt") and not values.get("continue_final_message"):
+                said = [*messages, _REPLY]
+                text = self._own.asking(
+                    text, lambda: self._text(said, closed).rpartition(PLACEHOLDER)[0]
+                )
             self._check_written(messages, messages, text, params)
             return self._tokens(text, most)
         known = found.num_messages
@@ -183,6 +191,8 @@ class PromptRenderer:
             with contextlib.suppress(VLLMValidationError):
                 if not self._text(messages, params).endswith(tail):
                     return None
+        said = [*messages[: known - 1], _REPLY, *new, _REPLY]
+        tail = self._own.asking(tail, lambda: self._text(said, closed).split(PLACEHOLDER)[-2])
         last = found.turn.branch.token_ids[found.turn.end - 1]
         if last in self._own.added:
             # The reply has ended: what is left out of the template's end is the token itself, with

@@ -358,6 +358,25 @@ def test_a_later_message_that_the_template_leaves_out_is_refused(tmp_path: Path)
         renderer.continuation(said, [user("b"), ChatMessage("system", "a")], EOS)
 
 
+def test_a_prompt_gets_what_begins_a_reply_where_the_template_leaves_it_out(tmp_path: Path) -> None:
+    """Such templates know no generation prompt, and end a prompt as they end a reply."""
+    whole = FIRST_SYSTEM + "{% if add_generation_prompt %}<s> {% endif %}"
+    said = [user("a"), REPLY]
+    asked, asked_again = (
+        renderer.decode_all(tokens)
+        for renderer in [with_template(tmp_path, whole)]
+        for tokens in (renderer.prompt(said[:1]), renderer.continuation(said, [user("b")], EOS))
+    )
+    assert (asked, asked_again) == ("<s> a </s> <s>", "<s> b </s> <s>")
+    renderer = with_template(tmp_path, FIRST_SYSTEM)
+    assert renderer.decode_all(renderer.prompt(said[:1])) == asked
+    assert renderer.decode_all(renderer.continuation(said, [user("b")], EOS)) == asked_again
+    # Nothing begins a reply in this one, as in DialoGPT's.
+    renderer = with_template(tmp_path, "{% for m in messages %}{{ m.content }} </s> {% endfor %}")
+    assert renderer.decode_all(renderer.prompt(said[:1])) == "a </s>"
+    assert renderer.decode_all(renderer.continuation(said, [user("b")], EOS)) == "b </s>"
+
+
 # A reply is ended by what follows it, as GLM's are.
 NEXT_ENDS = (
     "{% for m in messages %}{{ {'user': '<|user|>', 'tool': '<|observation|>', 'assistant': "
