@@ -137,7 +137,7 @@ class Answering:
         previous = recorder.expand(served) if path == RESPONSES_PATH else None
         body = _encoded(served)
         recorder.ignored.update(told.keys())
-        opened = recorder.open(http, path, is_stream=bool(served.get("stream")))
+        opened = recorder.open(http, path)
         opened.previous, opened.has_tools = previous, uses_tools
         if path == RESPONSES_PATH and served.get("store") is not False:
             opened.stored_items = items_of(served)
@@ -153,7 +153,6 @@ class Answering:
                     part.headers.add(name=SAMPLING_HEADER, value=header[:_MAX_HEADER])
                 opened.status = part.status or opened.status
                 opened.body += part.body
-                opened.is_whole = part.is_last
                 yield part
         finally:
             recorder.close(opened)

@@ -4,8 +4,9 @@ Consumes: requests of the agent, replies of the engine. Produces: the branches o
 for: the engine; room within the limits of the episode. Unblocked by: the engine's answers, the end
 of another call, `close`, `cancel`.
 
-Replies are read from the HTTP answers that the client got, in the form in which the client sends
-them back: a chat message, content blocks of Anthropic's messages, or output items of responses.
+The application tells each reply as the chat message that vLLM makes of it when a client sends it
+back. Of the API of responses the output items are read from the HTTP answer, since later requests
+may name them by their ids.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -40,8 +41,8 @@ from slipstream.rollout_server.engine_interface import (
 from slipstream.rollout_server.usage import UseClock
 from slipstream.v1.environment_pb2 import AgentCall
 
-# Turns a reply in the form of the API at a path into chat messages.
-AsMessages: TypeAlias = Callable[[str, Any], Sequence[Mapping[str, Any]]]
+# Turns the output items of a response into chat messages.
+AsMessages: TypeAlias = Callable[[Any], Sequence[Mapping[str, Any]]]
 log = logging.getLogger(__name__)
 
 _OK = 200
@@ -111,9 +112,9 @@ class Recorder:
         """
         return self.was_refused or any(self._is_cut.values())
 
-    def open(self, http: AgentCall, path: str, *, is_stream: bool) -> ServedCall:
+    def open(self, http: AgentCall, path: str) -> ServedCall:
         """Registers an HTTP call that asks for a reply; `close` ends it."""
-        opened = ServedCall(http, f"{self._key}.{http.call}", path, is_stream)
+        opened = ServedCall(http, f"{self._key}.{http.call}", path)
         self.open_calls[http.call] = opened
         return opened
 
@@ -321,22 +322,14 @@ class Recorder:
         self._unread = waiting
 
     def _read_reply(self, opened: ServedCall) -> tuple[Any, list[tuple[MessageKey, ...]]] | None:
-        """Returns the reply to a call and its messages' keys, or None if it cannot be continued.
-
-        A tool call that is malformed or cut off cannot be sent back as it was sampled; the next
-        request then begins a branch.
-        """
-        is_readable = opened.status == _OK and (opened.is_stream or opened.is_whole)
-        if not is_readable or not opened.body:
+        """Returns the output items of a reply, and its messages' keys; None if it is not whole."""
+        if opened.status != _OK:
             return None
+        if opened.path != RESPONSES_PATH:
+            return None if opened.reply is None else ([], reply_keys([opened.reply]))
         try:
-            reply = reply_of(opened.path, bytes(opened.body), is_stream=opened.is_stream)
-            if reply is None:
-                return None
-            return reply, reply_keys(self._as_messages(opened.path, reply))
-        except (ValueError, RecursionError) as error:
-            log.info("the reply to call %s cannot be continued: %s", opened.request_id, error)
-            return None
+            items = output_items(bytes(opened.body))
+            return None if items is None else (items, reply_keys(self._as_messages(items)))
         except Exception:
             log.exception("vLLM cannot read its own reply to call %s", opened.request_id)
             return None
@@ -356,61 +349,11 @@ async def _read(parts: _Parts) -> AsyncGenerator[TextPart, None]:
             return
 
 
-def reply_of(path: str, body: bytes, *, is_stream: bool) -> Any | None:  # noqa: ANN401 - JSON
-    """Returns the reply in the HTTP answer `body`: a message, content blocks or output items.
-
-    Returns None if the answer was cut off or has no reply. Raises ValueError for a tool call with
-    invalid JSON arguments in an API that sends arguments parsed.
-    """
-    if path == CHAT_PATH:
-        return _chat_message(body) if is_stream else json.loads(body)["choices"][0]["message"]
-    if path == MESSAGES_PATH:
-        return _content_blocks(body) if is_stream else json.loads(body)["content"]
-    if not is_stream:
-        return json.loads(body)["output"]
-    ends = [event for event in _events(body) if event.get("type") == "response.completed"]
-    return ends[-1]["response"]["output"] if ends else None
-
-
-def _events(body: bytes) -> Iterator[dict[str, Any]]:
-    for line in body.split(b"\n"):
-        if line.startswith(b"data: ") and line != b"data: [DONE]":
-            event = json.loads(line[len(b"data: ") :])
-            if isinstance(event, dict):
-                yield event
-
-
-def _chat_message(body: bytes) -> dict[str, Any] | None:
-    said, is_whole = {"content": "", "reasoning": ""}, False
-    calls: dict[int, dict[str, Any]] = {}
-    for choice in [choice for event in _events(body) for choice in event.get("choices") or ()]:
-        delta = choice.get("delta") or {}
-        for name in said:
-            said[name] += delta.get(name) or ""
-        for part in delta.get("tool_calls") or ():
-            new = {"id": part.get("id"), "function": {"name": "", "arguments": ""}}
-            function = calls.setdefault(part["index"], new)["function"]
-            for name in function:
-                function[name] += (part.get("function") or {}).get(name) or ""
-        is_whole = is_whole or choice.get("finish_reason") is not None
-    tool_calls = [call for _, call in sorted(calls.items())]
-    return {"role": "assistant", **said, "tool_calls": tool_calls} if is_whole else None
-
-
-def _content_blocks(body: bytes) -> list[dict[str, Any]] | None:
-    blocks: dict[int, dict[str, Any]] = {}
-    event: dict[str, Any] = {}
-    for event in _events(body):
-        if event.get("type") == "content_block_start":
-            blocks[event["index"]] = {**event["content_block"], "partial_json": ""}
-        elif event.get("type") == "content_block_delta":
-            block = blocks[event["index"]]
-            for name in ("text", "thinking", "partial_json"):
-                if name in event["delta"]:
-                    block[name] = (block.get(name) or "") + event["delta"][name]
-    if event.get("type") != "message_stop":
-        return None
-    for block in blocks.values():
-        if text := block.pop("partial_json"):
-            block["input"] = json.loads(text)
-    return [block for _, block in sorted(blocks.items())]
+def output_items(body: bytes) -> Any | None:  # noqa: ANN401 - JSON
+    """Returns the output items in the HTTP answer `body`, or None if the answer is not whole."""
+    if body.startswith(b"{"):
+        return json.loads(body)["output"] if body.endswith(b"}") else None
+    for line in reversed(body.split(b"\n")):
+        if line.startswith(b"data: ") and b'"response.completed"' in line:
+            return json.loads(line.removeprefix(b"data: "))["response"]["output"]
+    return None

@@ -96,7 +96,6 @@ class ServedCall:
     http: environment_pb2.AgentCall
     request_id: str
     path: str
-    is_stream: bool
     # Whether the reply may call tools.
     has_tools: bool = False
     settings: str = ""
@@ -113,11 +112,11 @@ class ServedCall:
     sampling: asyncio.Task[None] | None = None
     turn: AgentTurn | None = None
     refusal: Refusal | None = None
+    # The reply as a chat message, once the application has all of it.
+    reply: dict[str, Any] | None = None
     # The answer that the client was sent; it is parsed when a later call may continue this call.
     status: int = 0
     body: bytearray = field(default_factory=bytearray)
-    # Whether `body` has its last part; the end of a stream is seen by its events.
-    is_whole: bool = False
     is_answered: bool = False
 
 

@@ -33,11 +33,11 @@ from slipstream.rollout_server.agents.request_rules import ServedCall
 from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT
 from slipstream.rollout_server.engine_interface import RequestRefused, TextOptions, TextPart
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed, limited_time
-from slipstream.rollout_server.vllm.reply_reader import of_whole_replies
+from slipstream.rollout_server.vllm.reply_reader import WholeReply, of_whole_replies
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.generate.base.protocol import FunctionCall
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.api_router import attach_router as attach_chat
@@ -353,15 +353,19 @@ class RecordingClient:
         )
         most = sampling_params.max_tokens or recorder.sampling.max_reply_tokens
         parts = recorder.sample(opened, most, options)
-        return _outputs(parts, request_id, call.prompt)
+        return _outputs(parts, request_id, call.prompt, opened)
 
 
 async def _outputs(
-    parts: AsyncGenerator[TextPart, None], request_id: str, prompt: list[int]
+    parts: AsyncGenerator[TextPart, None], request_id: str, prompt: list[int], opened: ServedCall
 ) -> AsyncGenerator[RequestOutput, None]:
+    said = ""
     try:
         async for part in parts:
-            end = part.generation
+            end, said = part.generation, said + part.text
+            if end is not None:
+                # A parser that reads the reply tells it anew.
+                opened.reply = {"role": "assistant", "content": said}
             completion = CompletionOutput(
                 index=0,
                 text=part.text,
@@ -381,6 +385,25 @@ async def _outputs(
     except SlipstreamError as error:
         # The engine could not serve this request, or is gone: a client may try again.
         raise RetryableRequestError(str(error)) from error
+
+
+class ToldReply(WholeReply):
+    """Tells the reply that it reads to the current call, as the client gets it."""
+
+    def parse(
+        self,
+        model_output: str,
+        request: Any,
+        **named: Any,  # noqa: ANN401 - vLLM's own
+    ) -> tuple[str | None, str | None, list[FunctionCall]]:
+        """Implements vLLM's method."""
+        reasoning, content, calls = super().parse(model_output, request, **named)
+        told = calls[:1] if request.parallel_tool_calls is False else calls
+        functions = [{"id": each.id, "function": each.model_dump()} for each in told]
+        message = {"role": "assistant", "content": content, "reasoning": reasoning}
+        if (current := CURRENT.get()) is not None:
+            current[1].reply = {**message, "tool_calls": functions}
+        return reasoning, content, calls
 
 
 def open_answering(parts: VllmParts, settings: RolloutServerSection) -> Answering:
@@ -443,9 +466,9 @@ def _open_application(
     responses, chat = app.state.openai_serving_responses, app.state.openai_serving_chat
     _answer_as_openai(responses)
     for reading in (responses, app.state.online_renderer):
-        reading.parser = of_whole_replies(reading.parser)
+        reading.parser = of_whole_replies(reading.parser, ToldReply)
     for serving in (chat, app.state.anthropic_serving_messages):
-        serving.parser_cls = of_whole_replies(serving.parser_cls)
+        serving.parser_cls = of_whole_replies(serving.parser_cls, ToldReply)
     stream = chat.chat_completion_stream_generator
 
     async def streamed(*arguments: Any, **named: Any) -> AsyncGenerator[str, None]:  # noqa: ANN401
@@ -529,16 +552,6 @@ def _has_text_or_call(items: Sequence[Any]) -> bool:
     return any(item.type != "reasoning" and getattr(item, "content", True) for item in items)
 
 
-def as_messages(path: str, reply: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
-    """Returns the chat messages that vLLM makes of `reply` when it is sent back to `path`."""
-    if path == MESSAGES_PATH:
-        request = AnthropicMessagesRequest(
-            model="policy", max_tokens=1, messages=[{"role": "assistant", "content": reply}]
-        )
-        messages: list[dict[str, Any]] = []
-        AnthropicServingMessages._convert_messages(request.messages, messages)
-        return messages
-    if path == RESPONSES_PATH:
-        items = ResponsesRequest(input=reply).input
-        return list(construct_input_messages(request_input=items))
-    return [reply]
+def as_messages(items: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
+    """Returns the chat messages that vLLM makes of the output items of a response."""
+    return list(construct_input_messages(request_input=ResponsesRequest(input=items).input))

@@ -14,7 +14,12 @@ from slipstream.rollout_server.chat import ParsedReply, ParsedToolCall, Template
 from slipstream.rollout_server.engine_interface import GenerationFailed
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from slipstream.v1 import trajectory_pb2
-from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall
+from vllm.entrypoints.generate.base.protocol import (
+    DeltaFunctionCall,
+    DeltaMessage,
+    DeltaToolCall,
+    FunctionCall,
+)
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import ParserManager
 from vllm.parser.abstract_parser import Parser
@@ -60,6 +65,17 @@ class WholeReply(Parser):  # type: ignore[misc]
         found: tuple[str | None, str | None] = super().extract_reasoning(model_output, request)
         return found
 
+    def parse(
+        self,
+        *arguments: Any,
+        **named: Any,  # noqa: ANN401 - vLLM's own
+    ) -> tuple[str | None, str | None, list[FunctionCall]]:
+        """Implements vLLM's method; each call gets an id that all APIs tell."""
+        reasoning, content, calls = super().parse(*arguments, **named)
+        for call in calls or ():
+            call.id = call.id or make_tool_call_id()
+        return reasoning, content, calls or []
+
     def parse_delta(
         self,
         delta_text: str,
@@ -84,18 +100,20 @@ class WholeReply(Parser):  # type: ignore[misc]
             tool_calls=[
                 DeltaToolCall(
                     index=index,
-                    id=call.id or make_tool_call_id(),
+                    id=call.id,
                     type="function",
                     function=DeltaFunctionCall(name=call.name, arguments=call.arguments),
                 )
-                for index, call in enumerate(calls or ())
+                for index, call in enumerate(calls)
             ],
         )
 
 
-def of_whole_replies(kind: type[Parser] | None) -> type[Parser] | None:
-    """Returns a class of vLLM's parsers as one that reads whole replies alone."""
-    return kind and type(kind.__name__, (WholeReply, kind), {})
+def of_whole_replies(
+    kind: type[Parser] | None, reader: type[WholeReply] = WholeReply
+) -> type[Parser] | None:
+    """Returns a class of vLLM's parsers as one that reads whole replies alone, like `reader`."""
+    return kind and type(kind.__name__, (reader, kind), {})
 
 
 class ReplyReader:

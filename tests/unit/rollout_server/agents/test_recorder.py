@@ -8,7 +8,13 @@ from collections.abc import AsyncGenerator
 import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.rollout_server.agents.conversations import MessageKey
-from slipstream.rollout_server.agents.recorder import CHAT_PATH, AsMessages, LimitReached, Recorder
+from slipstream.rollout_server.agents.recorder import (
+    CHAT_PATH,
+    RESPONSES_PATH,
+    AsMessages,
+    LimitReached,
+    Recorder,
+)
 from slipstream.rollout_server.agents.request_rules import ServedCall
 from slipstream.rollout_server.engine_interface import (
     GenerationFailed,
@@ -27,7 +33,7 @@ class Calls:
     """Calls of one episode, by hand."""
 
     def __init__(
-        self, sampling: Sampling = SAMPLING, as_messages: AsMessages = lambda _, reply: [reply]
+        self, sampling: Sampling = SAMPLING, as_messages: AsMessages = lambda items: items
     ) -> None:
         self.engine = FakeEngine()
         self.engine.version = PolicyVersion(0, 1)
@@ -38,10 +44,9 @@ class Calls:
         )
         self.number = 0
 
-    def open(self) -> ServedCall:
+    def open(self, path: str = CHAT_PATH) -> ServedCall:
         self.number += 1
-        http = AgentCall(call=self.number, method="POST", path=CHAT_PATH)
-        return self.recorder.open(http, CHAT_PATH, is_stream=False)
+        return self.recorder.open(AgentCall(call=self.number, method="POST", path=path), path)
 
     async def begin(self, opened: ServedCall, *texts: str) -> list[int]:
         keys = [MessageKey("assistant" if text[0] == "r" else "user", text) for text in texts]
@@ -53,9 +58,9 @@ class Calls:
         parts = self.recorder.sample(opened, max_tokens, TextOptions())
         return [part async for part in parts][-1].generation
 
-    async def talk(self, *texts: str, reply: str) -> list[int]:
+    async def talk(self, *texts: str, reply: str, path: str = CHAT_PATH) -> list[int]:
         """A whole call with its answer; returns the tokens of the reply."""
-        opened = self.open()
+        opened = self.open(path)
         await self.begin(opened, *texts)
         generation = await self.sample(opened)
         self.answer(opened, reply)
@@ -63,9 +68,8 @@ class Calls:
 
     def answer(self, opened: ServedCall, text: str) -> None:
         opened.status = 200
-        message = {"role": "assistant", "content": text}
-        opened.body += json.dumps({"choices": [{"message": message}]}).encode()
-        opened.is_whole = True
+        opened.reply = {"role": "assistant", "content": text}
+        opened.body += json.dumps({"id": text, "output": [opened.reply]}).encode()
         self.recorder.close(opened)
 
 
@@ -76,7 +80,7 @@ async def test_a_call_is_recorded_and_continued() -> None:
     assert calls.told == [len(reply)]
 
 
-WHOLE = b'{"choices": [{"message": {"role": "assistant", "content": "r1"}}]}'
+WHOLE = b'{"id": "1", "output": [{"role": "assistant", "content": "r1"}]}'
 HALF = WHOLE[:19]
 
 
@@ -87,12 +91,11 @@ HALF = WHOLE[:19]
 )
 async def test_no_error_and_no_half_of_an_answer_is_known(status, body, is_closed) -> None:
     calls = Calls()
-    first = calls.open()
+    first = calls.open(RESPONSES_PATH)
     await calls.begin(first, "u1")
     await calls.sample(first)
     first.status = status
     first.body += body
-    first.is_whole = body == WHOLE
     if is_closed:
         calls.recorder.close(first)
     assert await calls.begin(calls.open(), "u1", "r1", "u2") == [9, 9, 9]
@@ -171,11 +174,11 @@ async def test_a_call_that_the_engine_could_not_serve_leaves_its_branch_free() -
 
 
 async def test_a_reply_that_vllm_cannot_read_begins_a_branch() -> None:
-    def broken(_path: str, _reply: object) -> list:
+    def broken(_items: object) -> list:
         raise IndexError("list index out of range")
 
     calls = Calls(as_messages=broken)
-    await calls.talk("u1", reply="r1")
+    await calls.talk("u1", reply="r1", path=RESPONSES_PATH)
     await calls.talk("u1", "r1", "u2", reply="r2")
     assert len(calls.recorder.conversations.branches) == 2
 

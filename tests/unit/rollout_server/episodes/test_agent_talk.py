@@ -69,7 +69,7 @@ class Answering:
 def recorder(key: str) -> Recorder:
     sampling = Sampling(1.0, 1.0, 0, 10, 20, 30)
     return Recorder(
-        FakeEngine(), key, sampling, as_messages=lambda _, r: [r], sampled=lambda _: None
+        FakeEngine(), key, sampling, as_messages=lambda items: items, sampled=lambda _: None
     )
 
 
