@@ -13,6 +13,7 @@ import pytest_asyncio
 from slipstream.core.errors import ConfigError
 from slipstream.core.template_values import NEED_PARSER
 from slipstream.rollout_server.agents import agent_api
+from slipstream.rollout_server.chat import TemplateInputs
 from slipstream.rollout_server.engine_interface import RequestRefused
 from slipstream.rollout_server.vllm.agent_services import AgentServices
 from support.fakes.agent_rig import (
@@ -848,6 +849,21 @@ async def test_a_stream_has_the_calls_that_the_whole_reply_has(tmp_path, tool_pa
         assert [(item.name, json.loads(item.arguments)) for item in items] == read
     assert found[0] == found[1]
     assert found[0][1][0][0] == "add"
+
+
+@pytest.mark.parametrize("name", ['"add", "param', '7, "parameters": {}}<|action_end|>'])
+async def test_a_call_that_the_model_wrote_wrongly_is_text(tmp_path: Path, name: str) -> None:
+    """Some parsers of vLLM raise then: the agent got an error, an environment's episode failed."""
+    words = ["<|action_start|>", "<|plugin|>", "<|action_end|>"]
+    text = f'Now.<|action_start|><|plugin|>{{"name": {name}'
+    rig = await agent_rig(tmp_path, lambda _: text, words=words, tool_parser="internlm")
+    for stream in (False, True):
+        message = await chat(rig, [QUESTION], stream=stream, tools=TOOLS)
+        assert (message["content"], message.get("tool_calls")) == (text, None)
+    inputs = TemplateInputs(json.dumps(TOOLS))
+    reader = await rig.engine.agents.reader(inputs)
+    read = reader.read([], rig.engine.tokenizer.encode(text), inputs)
+    assert (read.content, read.tool_calls) == (text, ())
 
 
 async def test_a_reply_is_streamed_in_parts_where_no_parser_reads_it(rig) -> None:

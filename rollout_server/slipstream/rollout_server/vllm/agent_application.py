@@ -393,7 +393,7 @@ class ToldReply(WholeReply):
     def parse(
         self,
         model_output: str,
-        request: Any,
+        request: Any,  # noqa: ANN401 - vLLM's own
         **named: Any,  # noqa: ANN401 - vLLM's own
     ) -> tuple[str | None, str | None, list[FunctionCall]]:
         """Implements vLLM's method."""

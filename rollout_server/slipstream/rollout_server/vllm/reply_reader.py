@@ -18,6 +18,7 @@ from vllm.entrypoints.generate.base.protocol import (
     DeltaFunctionCall,
     DeltaMessage,
     DeltaToolCall,
+    ExtractedToolCallInformation,
     FunctionCall,
 )
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -65,9 +66,22 @@ class WholeReply(Parser):  # type: ignore[misc]
         found: tuple[str | None, str | None] = super().extract_reasoning(model_output, request)
         return found
 
+    def extract_tool_calls(
+        self,
+        model_output: str,
+        request: Any,  # noqa: ANN401 - vLLM's own
+    ) -> ExtractedToolCallInformation:
+        """Implements vLLM's method; calls that the model wrote wrongly are text with any parser."""
+        try:
+            return super().extract_tool_calls(model_output, request)
+        except (ValueError, LookupError, TypeError):
+            return ExtractedToolCallInformation(
+                tools_called=False, tool_calls=[], content=model_output
+            )
+
     def parse(
         self,
-        *arguments: Any,
+        *arguments: Any,  # noqa: ANN401 - vLLM's own
         **named: Any,  # noqa: ANN401 - vLLM's own
     ) -> tuple[str | None, str | None, list[FunctionCall]]:
         """Implements vLLM's method; each call gets an id that all APIs tell."""
