@@ -92,7 +92,6 @@ class AgentRig:
             self.engine.requests,
             f"episode-{self._number}",
             sampling,
-            as_messages=self.api.as_messages,
             sampled=sampled,
             template_values=template_values,
         )

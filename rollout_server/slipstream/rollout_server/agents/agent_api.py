@@ -17,7 +17,6 @@ from slipstream.rollout_server.agents.recorder import (
     CHAT_PATH,
     MESSAGES_PATH,
     RESPONSES_PATH,
-    AsMessages,
     Recorder,
 )
 from slipstream.rollout_server.agents.request_rules import (
@@ -59,7 +58,6 @@ class Answering:
         with_tools: Application,
         current: ContextVar[tuple[Recorder, ServedCall] | None],
         *,
-        as_messages: AsMessages,
         fields: Mapping[str, set[str]],
         model: str,
         has_tools: bool,
@@ -68,12 +66,12 @@ class Answering:
         """Takes the applications for requests without tools (`plain`) and with tools.
 
         Both take the recorder and the state of the present call from the context variable
-        `current`. `as_messages` converts replies for recorders. `fields` are those that the
-        applications read of a request, by its path. `has_tools` says that `with_tools`
-        can parse tool calls, `has_drafts` that the engine decodes speculatively.
+        `current`. `fields` are those that the applications read of a request, by its path.
+        `has_tools` says that `with_tools` can parse tool calls, `has_drafts` that the engine
+        decodes speculatively.
         """
-        self._plain, self._with_tools, self.as_messages = plain, with_tools, as_messages
-        self._current, self._fields, self._model = current, fields, model
+        self._plain, self._with_tools, self._current = plain, with_tools, current
+        self._fields, self._model = fields, model
         self._has_tools, self._has_drafts = has_tools, has_drafts
 
     async def answer(self, recorder: Recorder, http: AgentCall) -> AsyncGenerator[ReplyPart, None]:

@@ -216,18 +216,17 @@ class Conversations:
         turn: AgentTurn,
         settings: str,
         messages: Sequence[MessageKey],
-        reply: Sequence[Sequence[MessageKey]],
+        reply: Sequence[MessageKey],
     ) -> None:
-        """Adds a finished turn to the tree, below `messages` and the messages of its own reply.
+        """Adds a finished turn to the tree, below `messages` and its own reply.
 
-        `reply` has the possible keys of each message of the reply; any of them leads to the turn.
+        `reply` has the possible keys of the reply; any of them leads to the turn.
         """
-        start = self._roots.setdefault(settings, _Node())
-        for path in itertools.product(*([(key,) for key in messages] + list(reply))):
-            node = start
-            for key in path:
-                node = node.children.setdefault(key, _Node())
-            node.turns.append(turn)
+        node = self._roots.setdefault(settings, _Node())
+        for key in messages:
+            node = node.children.setdefault(key, _Node())
+        for key in reply:
+            node.children.setdefault(key, _Node()).turns.append(turn)
 
 
 def _can_append(turn: AgentTurn, name: str) -> bool:
@@ -274,13 +273,13 @@ def message_key(message: Mapping[str, Any]) -> MessageKey:
     )
 
 
-def reply_keys(messages: Sequence[Mapping[str, Any]]) -> list[tuple[MessageKey, ...]]:
-    """Returns the keys that each message of a reply may have when a client sends it back.
+def reply_keys(message: Mapping[str, Any]) -> tuple[MessageKey, ...]:
+    """Returns the keys that a reply may have when a client sends it back.
 
     These are the key of the message and, if it has reasoning, the key without the reasoning.
     """
-    keys = map(message_key, messages)
-    return [(key, key._replace(reasoning=None)) if key.reasoning else (key,) for key in keys]
+    key = message_key(message)
+    return (key, key._replace(reasoning=None)) if key.reasoning else (key,)
 
 
 def _part(part: object) -> str:

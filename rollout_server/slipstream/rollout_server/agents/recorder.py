@@ -5,11 +5,12 @@ for: the engine; room within the limits of the episode. Unblocked by: the engine
 of another call, `close`, `cancel`.
 
 The application tells each reply as the chat message that vLLM makes of it when a client sends it
-back. Of the API of responses the output items are read from the HTTP answer, since later requests
-may name them by their ids.
+back. The output items of responses are read from the HTTP answer too, since later requests may name
+them by their ids.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -41,8 +42,6 @@ from slipstream.rollout_server.engine_interface import (
 from slipstream.rollout_server.usage import UseClock
 from slipstream.v1.environment_pb2 import AgentCall
 
-# Turns the output items of a response into chat messages.
-AsMessages: TypeAlias = Callable[[Any], Sequence[Mapping[str, Any]]]
 log = logging.getLogger(__name__)
 
 _OK = 200
@@ -70,7 +69,6 @@ class Recorder:
         key: str,
         sampling: Sampling,
         *,
-        as_messages: AsMessages,
         sampled: Callable[[int], None],
         template_values: Mapping[str, JsonValue] = MappingProxyType({}),
     ) -> None:
@@ -95,7 +93,7 @@ class Recorder:
         # Whether the last reply of a branch was cut off at a limit of the run.
         self._is_cut: dict[ConversationBranch, bool] = {}
         self._requests, self._key = requests, key
-        self._as_messages, self._sampled = as_messages, sampled
+        self._sampled = sampled
         # Calls being served, by their numbers.
         self.open_calls: dict[int, ServedCall] = {}
         # Calls whose replies the conversations do not know yet.
@@ -309,30 +307,17 @@ class Recorder:
             if opened.turn is not None and name:
                 self._turns[name] = opened.turn
             is_over = opened.is_answered and opened.call is not None and opened.call.is_over
-            found = None if opened.turn is None else self._read_reply(opened)
-            if found is not None and opened.turn is not None:
-                reply, keys = found
+            items = None if opened.turn is None else output_items(opened)
+            if items is not None and opened.turn is not None and opened.reply is not None:
+                keys = reply_keys(opened.reply)
                 self.conversations.remember(opened.turn, opened.settings, opened.keys, keys)
                 if opened.stored_items is not None:
-                    self._stored[name] = [*opened.stored_items, *reply], opened.turn
-                    self._items |= {str(item.get("id")): item for item in reply}
+                    self._stored[name] = [*opened.stored_items, *items], opened.turn
+                    self._items |= {str(item.get("id")): item for item in items}
                 opened.body.clear()
             elif not is_over:
                 waiting.append(opened)
         self._unread = waiting
-
-    def _read_reply(self, opened: ServedCall) -> tuple[Any, list[tuple[MessageKey, ...]]] | None:
-        """Returns the output items of a reply, and its messages' keys; None if it is not whole."""
-        if opened.status != _OK:
-            return None
-        if opened.path != RESPONSES_PATH:
-            return None if opened.reply is None else ([], reply_keys([opened.reply]))
-        try:
-            items = output_items(bytes(opened.body))
-            return None if items is None else (items, reply_keys(self._as_messages(items)))
-        except Exception:
-            log.exception("vLLM cannot read its own reply to call %s", opened.request_id)
-            return None
 
 
 class LimitReached(Exception):
@@ -349,11 +334,20 @@ async def _read(parts: _Parts) -> AsyncGenerator[TextPart, None]:
             return
 
 
-def output_items(body: bytes) -> Any | None:  # noqa: ANN401 - JSON
-    """Returns the output items in the HTTP answer `body`, or None if the answer is not whole."""
-    if body.startswith(b"{"):
-        return json.loads(body)["output"] if body.endswith(b"}") else None
-    for line in reversed(body.split(b"\n")):
-        if line.startswith(b"data: ") and b'"response.completed"' in line:
-            return json.loads(line.removeprefix(b"data: "))["response"]["output"]
+def output_items(opened: ServedCall) -> list[Any] | None:
+    """Returns the output items in the HTTP answer to a call; None if it has failed or is not whole.
+
+    Answers of other APIs than that of responses have no items.
+    """
+    if opened.status != _OK or opened.reply is None:
+        return None
+    if opened.path != RESPONSES_PATH:
+        return []
+    body = bytes(opened.body)
+    with contextlib.suppress(ValueError):
+        if body.startswith(b"{"):
+            return list(json.loads(body)["output"])
+        for line in reversed(body.split(b"\n")):
+            if line.startswith(b"data: ") and b'"response.completed"' in line:
+                return list(json.loads(line.removeprefix(b"data: "))["response"]["output"])
     return None

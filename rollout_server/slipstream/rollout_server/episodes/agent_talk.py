@@ -106,7 +106,6 @@ async def serve_agent(
         play.model.engine.requests,
         play.key,
         dataclasses.replace(lease.sampling, max_reply_tokens=int(most), max_turns=turns),
-        as_messages=api.as_messages,
         sampled=play.counters.sampled,
         template_values=values,
     )

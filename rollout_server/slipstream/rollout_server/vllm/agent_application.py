@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,10 @@ from slipstream.rollout_server.agents.request_rules import ServedCall
 from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT
 from slipstream.rollout_server.engine_interface import RequestRefused, TextOptions, TextPart
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed, limited_time
-from slipstream.rollout_server.vllm.reply_reader import WholeReply, of_whole_replies
+from slipstream.rollout_server.vllm.reply_reader import CURRENT, of_whole_replies
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-from vllm.entrypoints.generate.base.protocol import FunctionCall
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.api_router import attach_router as attach_chat
@@ -51,7 +49,6 @@ from vllm.entrypoints.openai.responses.streaming_events import (
     SimpleStreamingState,
     _StateType,
 )
-from vllm.entrypoints.openai.responses.utils import construct_input_messages
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import RetryableRequestError, VLLMValidationError
 from vllm.inputs import EngineInput
@@ -69,8 +66,6 @@ _IMAGE_PARTS = {"image_url", "input_image"}
 # Types of message parts whose text vLLM reads. vLLM would fetch the images and files of others.
 _TEXT_PARTS = {"text", "input_text", "output_text", "refusal", "thinking"}
 
-# The recorder and the call that the current task works for; vLLM's own tasks inherit it.
-CURRENT: ContextVar[tuple[Recorder, ServedCall] | None] = ContextVar("agent_call", default=None)
 _REPLY, _RESULT = REPLY.for_template(), RESULT.for_template()
 # Texts with more characters are rendered in a thread, so that they do not hold up other episodes.
 _INLINE_CHARACTERS = 20_000
@@ -387,25 +382,6 @@ async def _outputs(
         raise RetryableRequestError(str(error)) from error
 
 
-class ToldReply(WholeReply):
-    """Tells the reply that it reads to the current call, as the client gets it."""
-
-    def parse(
-        self,
-        model_output: str,
-        request: Any,  # noqa: ANN401 - vLLM's own
-        **named: Any,  # noqa: ANN401 - vLLM's own
-    ) -> tuple[str | None, str | None, list[FunctionCall]]:
-        """Implements vLLM's method."""
-        reasoning, content, calls = super().parse(model_output, request, **named)
-        told = calls[:1] if request.parallel_tool_calls is False else calls
-        functions = [{"id": each.id, "function": each.model_dump()} for each in told]
-        message = {"role": "assistant", "content": content, "reasoning": reasoning}
-        if (current := CURRENT.get()) is not None:
-            current[1].reply = {**message, "tool_calls": functions}
-        return reasoning, content, calls
-
-
 def open_answering(parts: VllmParts, settings: RolloutServerSection) -> Answering:
     """Returns the API for agents, of vLLM's applications for requests without and with tools.
 
@@ -427,7 +403,6 @@ def open_answering(parts: VllmParts, settings: RolloutServerSection) -> Answerin
         plain,
         _open_application(parts, settings, renderer) if has_tools else plain,
         CURRENT,
-        as_messages=as_messages,
         fields={
             CHAT_PATH: {*ChatCompletionRequest.model_fields},
             RESPONSES_PATH: {*ResponsesRequest.model_fields},
@@ -466,9 +441,9 @@ def _open_application(
     responses, chat = app.state.openai_serving_responses, app.state.openai_serving_chat
     _answer_as_openai(responses)
     for reading in (responses, app.state.online_renderer):
-        reading.parser = of_whole_replies(reading.parser, ToldReply)
+        reading.parser = of_whole_replies(reading.parser)
     for serving in (chat, app.state.anthropic_serving_messages):
-        serving.parser_cls = of_whole_replies(serving.parser_cls, ToldReply)
+        serving.parser_cls = of_whole_replies(serving.parser_cls)
     stream = chat.chat_completion_stream_generator
 
     async def streamed(*arguments: Any, **named: Any) -> AsyncGenerator[str, None]:  # noqa: ANN401
@@ -550,8 +525,3 @@ def _empty_message(index: int) -> tuple[list[Any], list[Any]]:
 
 def _has_text_or_call(items: Sequence[Any]) -> bool:
     return any(item.type != "reasoning" and getattr(item, "content", True) for item in items)
-
-
-def as_messages(items: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
-    """Returns the chat messages that vLLM makes of the output items of a response."""
-    return list(construct_input_messages(request_input=ResponsesRequest(input=items).input))

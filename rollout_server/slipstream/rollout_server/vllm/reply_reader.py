@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +11,8 @@ from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.models.families import family_of
 from slipstream.core.models.thoughts import marks_thoughts
 from slipstream.core.settings.sections import RolloutServerSection
+from slipstream.rollout_server.agents.recorder import Recorder
+from slipstream.rollout_server.agents.request_rules import ServedCall
 from slipstream.rollout_server.chat import ParsedReply, ParsedToolCall, TemplateInputs
 from slipstream.rollout_server.engine_interface import GenerationFailed
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
@@ -29,6 +32,8 @@ from vllm.renderers.chat_utils import make_tool_call_id
 _CACHED_REQUESTS = 128
 # A longer id, which some models write themselves, does not fit into a message and is replaced.
 _MAX_ID_BYTES = 1024
+# The recorder and the call that the current task works for; vLLM's own tasks inherit it.
+CURRENT: ContextVar[tuple[Recorder, ServedCall] | None] = ContextVar("agent_call", default=None)
 # Tokens at the end of a prompt in which a template may begin thoughts.
 _LAST_TOKENS = 16
 
@@ -81,14 +86,21 @@ class WholeReply(Parser):  # type: ignore[misc]
 
     def parse(
         self,
-        *arguments: Any,  # noqa: ANN401 - vLLM's own
+        model_output: str,
+        request: Any,  # noqa: ANN401 - vLLM's own
         **named: Any,  # noqa: ANN401 - vLLM's own
     ) -> tuple[str | None, str | None, list[FunctionCall]]:
-        """Implements vLLM's method; each call gets an id that all APIs tell."""
-        reasoning, content, calls = super().parse(*arguments, **named)
-        for call in calls or ():
-            call.id = call.id or make_tool_call_id()
-        return reasoning, content, calls or []
+        """Implements vLLM's method; tells the current call what its client gets."""
+        reasoning, content, found = super().parse(model_output, request, **named)
+        calls = [
+            call.model_copy(update={"id": call.id or make_tool_call_id()}) for call in found or ()
+        ]
+        if (current := CURRENT.get()) is not None:
+            told = calls[:1] if request.parallel_tool_calls is False else calls
+            functions = [{"id": each.id, "function": each.model_dump()} for each in told]
+            message = {"role": "assistant", "content": content, "reasoning": reasoning}
+            current[1].reply = {**message, "tool_calls": functions}
+        return reasoning, content, calls
 
     def parse_delta(
         self,
@@ -123,11 +135,9 @@ class WholeReply(Parser):  # type: ignore[misc]
         )
 
 
-def of_whole_replies(
-    kind: type[Parser] | None, reader: type[WholeReply] = WholeReply
-) -> type[Parser] | None:
-    """Returns a class of vLLM's parsers as one that reads whole replies alone, like `reader`."""
-    return kind and type(kind.__name__, (reader, kind), {})
+def of_whole_replies(kind: type[Parser] | None) -> type[Parser] | None:
+    """Returns a class of vLLM's parsers as one that reads whole replies alone."""
+    return kind and type(kind.__name__, (WholeReply, kind), {})
 
 
 class ReplyReader:

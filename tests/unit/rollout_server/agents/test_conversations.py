@@ -51,7 +51,7 @@ class Talk:
     def reply(self, call, keys, text, *, tools=TOOLS):
         turn = self.all.finish(call, generation([next(self.numbers), next(self.numbers)]))
         assert turn is not None
-        self.all.remember(turn, tools, keys, [(key("assistant", text),)])
+        self.all.remember(turn, tools, keys, [key("assistant", text)])
         return turn
 
     def talk(self, *texts: str, reply: str, name: str = "", tools: str = TOOLS) -> AgentTurn:
@@ -149,7 +149,7 @@ def test_replies_of_equal_text_are_told_apart_by_their_reasoning() -> None:
         call, keys = talk.ask("u1")
         turn = talk.all.finish(call, generation([next(talk.numbers)]))
         whole = MessageKey("assistant", "r1", reasoning=reasoning)
-        talk.all.remember(turn, TOOLS, keys, [(whole, whole._replace(reasoning=None))])
+        talk.all.remember(turn, TOOLS, keys, [whole, whole._replace(reasoning=None)])
         turns.append(turn)
     for turn, reasoning in zip(turns, ("one", "two"), strict=True):
         keys = [key("user", "u1"), MessageKey("assistant", "r1", reasoning=reasoning)]
@@ -176,7 +176,7 @@ def test_recorded_tokens_are_those_that_were_sampled_for_any_interleaving(data) 
             assert (turn is None) == (count == 0)
             if turn is not None:
                 sampled[tuple(call.prompt)] = sampled.get(tuple(call.prompt), []) + [tokens]
-                talk.all.remember(turn, TOOLS, keys, [(key("assistant", f"r{number}"),)])
+                talk.all.remember(turn, TOOLS, keys, [key("assistant", f"r{number}")])
                 known.append(_Known((*texts, f"r{number}"), call.prompt + tokens))
             continue
         start = data.draw(st.sampled_from(known))

@@ -72,7 +72,7 @@ def test_other_messages_have_other_keys(one, other) -> None:
 
 
 def test_a_reply_may_come_back_without_its_reasoning_but_not_with_another() -> None:
-    ((whole, plain),) = reply_keys([said("a", reasoning="r")])
+    whole, plain = reply_keys(said("a", reasoning="r"))
     assert message_key(said("a", reasoning="r")) == whole
     assert message_key(said("a")) == plain
     other = message_key(said("a", reasoning="s"))

@@ -11,7 +11,6 @@ from slipstream.rollout_server.agents.conversations import MessageKey
 from slipstream.rollout_server.agents.recorder import (
     CHAT_PATH,
     RESPONSES_PATH,
-    AsMessages,
     LimitReached,
     Recorder,
 )
@@ -32,16 +31,12 @@ SAMPLING = Sampling(1.0, 1.0, 0, 10, 20, 30, max_total_tokens=45, max_branches=4
 class Calls:
     """Calls of one episode, by hand."""
 
-    def __init__(
-        self, sampling: Sampling = SAMPLING, as_messages: AsMessages = lambda items: items
-    ) -> None:
+    def __init__(self, sampling: Sampling = SAMPLING) -> None:
         self.engine = FakeEngine()
         self.engine.version = PolicyVersion(0, 1)
         self.engine.running.set()
         self.told: list[int] = []
-        self.recorder = Recorder(
-            self.engine, "e", sampling, as_messages=as_messages, sampled=self.told.append
-        )
+        self.recorder = Recorder(self.engine, "e", sampling, sampled=self.told.append)
         self.number = 0
 
     def open(self, path: str = CHAT_PATH) -> ServedCall:
@@ -94,7 +89,7 @@ async def test_no_error_and_no_half_of_an_answer_is_known(status, body, is_close
     first = calls.open(RESPONSES_PATH)
     await calls.begin(first, "u1")
     await calls.sample(first)
-    first.status = status
+    first.status, first.reply = status, {"role": "assistant", "content": "r1"}
     first.body += body
     if is_closed:
         calls.recorder.close(first)
@@ -171,16 +166,6 @@ async def test_a_call_that_the_engine_could_not_serve_leaves_its_branch_free() -
     third = calls.open()
     await calls.begin(third, "u1", "r1", "u2")
     assert third.call.is_append
-
-
-async def test_a_reply_that_vllm_cannot_read_begins_a_branch() -> None:
-    def broken(_items: object) -> list:
-        raise IndexError("list index out of range")
-
-    calls = Calls(as_messages=broken)
-    await calls.talk("u1", reply="r1", path=RESPONSES_PATH)
-    await calls.talk("u1", "r1", "u2", reply="r2")
-    assert len(calls.recorder.conversations.branches) == 2
 
 
 async def test_no_more_tokens_are_sampled_than_there_is_room() -> None:

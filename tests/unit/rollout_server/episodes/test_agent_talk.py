@@ -68,9 +68,7 @@ class Answering:
 
 def recorder(key: str) -> Recorder:
     sampling = Sampling(1.0, 1.0, 0, 10, 20, 30)
-    return Recorder(
-        FakeEngine(), key, sampling, as_messages=lambda items: items, sampled=lambda _: None
-    )
+    return Recorder(FakeEngine(), key, sampling, sampled=lambda _: None)
 
 
 class Talk:
