@@ -111,15 +111,18 @@ class Renderer:
         with contextlib.suppress(RenderingFailed):
             self._ends = self._leading(self._tail((_ASKED, REPLY), NO_INPUTS, is_closed=True))[:1]
 
-    def asking(self, text: str, before_reply: Callable[[], str]) -> str:
+    def asking(self, text: str, answered: Callable[[], str]) -> str:
         """Returns the text of a prompt with what begins a reply, where the template leaves it out.
 
-        `before_reply` returns what the template writes before a reply to the same messages.
+        `answered` returns the text of the prompt's messages with `REPLY` behind them.
         """
         if not any(map(text.rstrip().endswith, self._ends)):
             return text
-        before = before_reply()
+        before = answered().split(PLACEHOLDER)[-2]
         return before if before.startswith(text) else text
+
+    def _asking(self, text: str, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> str:
+        return self.asking(text, lambda: self._text((*messages, REPLY), inputs, is_closed=True))
 
     def prompt(
         self, messages: Sequence[ChatMessage], inputs: TemplateInputs = NO_INPUTS
@@ -154,8 +157,7 @@ class Renderer:
             written = self._text(tuple(whole), inputs) if whole else tail
         if not written.endswith(tail):
             raise RenderingFailed("the chat template writes messages otherwise behind calls")
-        seen = (*history, *messages, REPLY)
-        tail = self.asking(tail, lambda: self._before(seen, inputs).rpartition(PLACEHOLDER)[2])
+        tail = self._asking(tail, (*history, *messages), inputs)
         said = self._num_said(history, tail, self.added.get(last_token, ""), inputs)
         return self.tokens(tail.lstrip())[said:] if said else self.tokens(tail)
 
@@ -349,10 +351,6 @@ class Renderer:
             raise RenderingFailed("the chat template leaves out the assistant's replies")
         return tail
 
-    def _before(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> str:
-        """Returns the rendered text before the last placeholder for a reply."""
-        return self._text(messages, inputs, is_closed=True).rpartition(PLACEHOLDER)[0]
-
     def _text(
         self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs, *, is_closed: bool = False
     ) -> str:
@@ -382,7 +380,7 @@ class Renderer:
 
     def _render(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> tuple[int, ...]:
         text = self._text(messages, inputs)
-        text = self.asking(text, lambda: self._before((*messages, REPLY), inputs))
+        text = self._asking(text, messages, inputs)
         self._check_written(messages, inputs)
         asks, *_ = text.removeprefix(self._text(messages, inputs, is_closed=True)).split() or [""]
         if asks and messages[-1].content.rstrip().endswith(asks):

@@ -161,10 +161,7 @@ class PromptRenderer:
         if found is None:
             text = self._text(messages, params)
             if values.get("add_generation_prompt") and not values.get("continue_final_message"):
-                said = [*messages, _REPLY]
-                text = self._own.asking(
-                    text, lambda: self._text(said, closed).rpartition(PLACEHOLDER)[0]
-                )
+                text = self._own.asking(text, lambda: self._text([*messages, _REPLY], closed))
             self._check_written(messages, messages, text, params)
             return self._tokens(text, most)
         known = found.num_messages
@@ -187,7 +184,7 @@ class PromptRenderer:
                 if not self._text(messages, params).endswith(tail):
                     return None
         said = [*messages[: known - 1], _REPLY, *new, _REPLY]
-        tail = self._own.asking(tail, lambda: self._text(said, closed).split(PLACEHOLDER)[-2])
+        tail = self._own.asking(tail, lambda: self._text(said, closed))
         last = found.turn.branch.token_ids[found.turn.end - 1]
         if last in self._own.added:
             # The reply has ended: what is left out of the template's end is the token itself, with
