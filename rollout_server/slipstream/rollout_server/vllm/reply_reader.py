@@ -204,7 +204,7 @@ class ReplyReader:
         return ParsedReply(
             content or "",
             reasoning or "",
-            tuple(ParsedToolCall(_id(call.id), call.name, call.arguments) for call in calls or ()),
+            tuple(ParsedToolCall(call.id, call.name, call.arguments) for call in calls),
         )
 
     def _parser(self, request: ChatCompletionRequest, inputs: TemplateInputs) -> Parser:
@@ -226,9 +226,3 @@ class ReplyReader:
         adjusted = self._parser(request, inputs).adjust_request(request)
         assert isinstance(adjusted, ChatCompletionRequest)
         return adjusted
-
-
-def _id(given: str | None) -> str:
-    if given and len(given.encode()) <= _MAX_ID_BYTES:
-        return given
-    return str(make_tool_call_id())
