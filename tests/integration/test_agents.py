@@ -851,12 +851,20 @@ async def test_a_stream_has_the_calls_that_the_whole_reply_has(tmp_path, tool_pa
     assert found[0][1][0][0] == "add"
 
 
-@pytest.mark.parametrize("name", ['"add", "param', '7, "parameters": {}}<|action_end|>'])
-async def test_a_call_that_the_model_wrote_wrongly_is_text(tmp_path: Path, name: str) -> None:
-    """Some parsers of vLLM raise then: the agent got an error, an environment's episode failed."""
-    words = ["<|action_start|>", "<|plugin|>", "<|action_end|>"]
-    text = f'Now.<|action_start|><|plugin|>{{"name": {name}'
-    rig = await agent_rig(tmp_path, lambda _: text, words=words, tool_parser="internlm")
+_ACTION = ["<|action_start|>", "<|plugin|>", "<|action_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("tool_parser", "words", "text"),
+    [
+        ("internlm", _ACTION, 'Now.<|action_start|><|plugin|>{"name": "add", "param'),
+        ("internlm", _ACTION, '<|action_start|><|plugin|>{"name": 7}<|action_end|>'),
+        ("phi4_mini_json", [], 'functools[{"name": "add", "arguments": {"b": [1]}}]'),
+    ],
+)
+async def test_a_call_that_a_parser_cannot_read_is_text(tmp_path, tool_parser, words, text) -> None:
+    """Parsers of vLLM raised, so that episodes failed, or gave neither a text nor a call."""
+    rig = await agent_rig(tmp_path, lambda _: text, words=words, tool_parser=tool_parser)
     for stream in (False, True):
         message = await chat(rig, [QUESTION], stream=stream, tools=TOOLS)
         assert (message["content"], message.get("tool_calls")) == (text, None)

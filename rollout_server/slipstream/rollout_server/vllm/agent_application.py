@@ -340,7 +340,8 @@ class RecordingClient:
             seed=sampling_params.seed,
             num_logprobs=sampling_params.logprobs,
             with_stop=sampling_params.include_stop_str_in_output,
-            skip_special_tokens=sampling_params.skip_special_tokens,
+            # Parsers look for marks, some of which are special tokens.
+            skip_special_tokens=sampling_params.skip_special_tokens and not self._is_parsed,
             spaces_between_special_tokens=sampling_params.spaces_between_special_tokens,
         )
         most = sampling_params.max_tokens or recorder.sampling.max_reply_tokens

@@ -1,5 +1,6 @@
 """Reads reasoning and tool calls in replies, with the parsers that vLLM uses for agents."""
 
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
@@ -9,7 +10,6 @@ from typing import Any
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.models.families import family_of
-from slipstream.core.models.thoughts import marks_thoughts
 from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.agents.request_rules import ServedCall
@@ -52,14 +52,6 @@ class WholeReply(Parser):  # type: ignore[misc]
         self._prompt = prompt_token_ids
         super().set_prompt_token_ids(prompt_token_ids)
 
-    def adjust_request(self, request: Any) -> Any:  # noqa: ANN401 - vLLM's own
-        """Implements vLLM's method; marks of thoughts stay in the text that is read."""
-        request = super().adjust_request(request)
-        added = self.model_tokenizer.added_tokens_decoder.values()
-        if any(token.special and marks_thoughts(token.content) for token in added):
-            request.skip_special_tokens = False
-        return request
-
     def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:  # noqa: ANN401 - vLLM's own
         """Implements vLLM's method; without a mark of thoughts the reply is an answer."""
         parser = self.reasoning_parser
@@ -76,13 +68,12 @@ class WholeReply(Parser):  # type: ignore[misc]
         model_output: str,
         request: Any,  # noqa: ANN401 - vLLM's own
     ) -> ExtractedToolCallInformation:
-        """Implements vLLM's method; calls that the model wrote wrongly are text with any parser."""
-        try:
-            return super().extract_tool_calls(model_output, request)
-        except (ValueError, LookupError, TypeError):
-            return ExtractedToolCallInformation(
-                tools_called=False, tool_calls=[], content=model_output
-            )
+        """Implements vLLM's method; calls that a parser cannot read are text with any parser."""
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            found: ExtractedToolCallInformation = super().extract_tool_calls(model_output, request)
+            if found.tool_calls or not found.tools_called:
+                return found
+        return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=model_output)
 
     def parse(
         self,
@@ -185,7 +176,7 @@ class ReplyReader:
         tokens = list(token_ids)
         if tokens and tokens[-1] in self._special_ids:
             tokens.pop()
-        text = self._tokenizer.decode(tokens, skip_special_tokens=request.skip_special_tokens)
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False)
         try:
             parser = self._parser(request, inputs)
             parser.set_prompt_token_ids(prompt)
