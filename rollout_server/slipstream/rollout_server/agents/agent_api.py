@@ -125,10 +125,8 @@ class Answering:
         if not served.get("tools"):
             # vLLM refuses an empty list, and demands its parser of tool calls for a choice.
             served = {name: served[name] for name in served if name not in ("tools", "tool_choice")}
-        uses_tools = "tools" in served and served.get("tool_choice") not in (
-            "none",
-            {"type": "none"},
-        )
+        asks_none = served.get("tool_choice") in ("none", {"type": "none"})
+        uses_tools = "tools" in served and not asks_none
         if uses_tools and not self._has_tools:
             raise Refusal(NEED_PARSER)
         served = self._filled(recorder, served)
@@ -136,7 +134,7 @@ class Answering:
         body = _encoded(served)
         recorder.ignored.update(told.keys())
         opened = recorder.open(http, path)
-        opened.previous, opened.has_tools = previous, uses_tools
+        opened.previous = previous
         if path == RESPONSES_PATH and served.get("store") is not False:
             opened.stored_items = items_of(served)
         context = copy_context()

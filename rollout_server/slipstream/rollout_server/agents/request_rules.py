@@ -96,8 +96,6 @@ class ServedCall:
     http: environment_pb2.AgentCall
     request_id: str
     path: str
-    # Whether the reply may call tools.
-    has_tools: bool = False
     settings: str = ""
     keys: Sequence[MessageKey] = ()
     # The turn that the request names as the previous one, or None.
