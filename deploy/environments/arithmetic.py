@@ -5,11 +5,12 @@ import itertools
 import random
 import re
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from slipstream.client.environment import Environment, Message, StepResult, answer_of
+from slipstream.core.arguments import Count, checked, within
+from slipstream.core.errors import ConfigError
 from slipstream.environments.answers import final_of, number_of, numbers, plain
-from slipstream.environments.arguments import check_at_least, check_choice
 
 OPERATIONS = ("+", "-", "*")
 MAX_DIGITS = 9
@@ -56,11 +57,12 @@ class Arithmetic(Environment[Addition]):
     all tasks, whatever the seed is.
     """
 
+    @checked
     def __init__(
         self,
-        digits: int = 2,
+        digits: Annotated[int, within(1, MAX_DIGITS)] = 2,
         operations: Sequence[str] = ("+", "-"),
-        num_tasks: int | None = None,
+        num_tasks: Count | None = None,
         split: Literal["train", "heldout"] = "train",
         seed: int = 0,
         *,
@@ -68,16 +70,12 @@ class Arithmetic(Environment[Addition]):
     ) -> None:
         """`num_tasks` is the number of different tasks; None means an endless iterator of tasks.
 
-        Raises ValueError for arguments that cannot work.
+        Raises ConfigError for arguments that cannot work.
         """
-        if not 1 <= digits <= MAX_DIGITS:
-            raise ValueError(f"digits must be from 1 to {MAX_DIGITS}, got {digits}")
         if not operations or not set(operations) <= set(OPERATIONS):
-            raise ValueError(f"operations must be some of {OPERATIONS}, got {operations}")
-        check_choice("split", split, ("train", "heldout"))
+            raise ConfigError(f"operations must be some of {OPERATIONS}, got {operations}")
         if not 0 <= format_credit < 1:
-            raise ValueError(f"format_credit must be from 0 to below 1, got {format_credit}")
-        check_at_least("num_tasks", num_tasks, 1)
+            raise ConfigError(f"format_credit must be from 0 to below 1, got {format_credit}")
         self._digits, self._operations = digits, tuple(operations)
         self._is_heldout, self._seed = split == "heldout", seed
         self._format_credit = format_credit

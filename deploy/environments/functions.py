@@ -19,20 +19,13 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from slipstream.client.environment import Environment, Message, StepResult, answer_of
+from slipstream.core.arguments import AboveZero, Count, checked, within
 from slipstream.core.errors import ConfigError
 from slipstream.environments.answers import TAGGED
-from slipstream.environments.arguments import (
-    FIELD,
-    check_above_0,
-    check_at_least,
-    check_choice,
-    check_filled,
-    check_holds,
-    filled,
-)
+from slipstream.environments.arguments import FIELD, check_filled, check_holds, filled
 from slipstream.environments.question_files import (
     UNREAD,
     Row,
@@ -209,9 +202,10 @@ class Functions(Environment[Exam]):
     value, but to a function that returns nothing and changes a list, dictionary or set.
     """
 
+    @checked
     def __init__(
         self,
-        path: str,
+        path: str | Path,
         *,
         question: str = "question",
         tests: str = "tests",
@@ -220,9 +214,9 @@ class Functions(Environment[Exam]):
         solution: str | None = None,
         instruction: str = "{question}",
         reward: Literal["share", "all"] = "share",
-        limit_s: float = 5.0,
-        memory_mib: int = 512,
-        max_running: int = 0,
+        limit_s: AboveZero = 5.0,
+        memory_mib: Count = 512,
+        max_running: Annotated[int, within(0)] = 0,
     ) -> None:
         """Reads tasks from `path`, .jsonl or .parquet. Raises ConfigError for invalid arguments.
 
@@ -237,10 +231,7 @@ class Functions(Environment[Exam]):
         "all" 1 if all pass, else 0. `limit_s` limits one call, `memory_mib` each sandbox. At most
         `max_running` replies are tested at once; 0 means one more than cores.
         """
-        check_choice("reward", reward, ("share", "all"))
         check_holds("instruction", instruction, "{question}")
-        check_above_0("limit_s", limit_s)
-        check_at_least("max_running", max_running, 0)
         self._reward, self._limit_s = reward, limit_s
         rows = list(named_rows(Path(path)))
         check_filled("instruction", [instruction], [{"question": "", **row} for _, row in rows])

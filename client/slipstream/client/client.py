@@ -6,18 +6,16 @@ run lasts; a lost controller has `reconnect_timeout_s` to come back.
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import os
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Annotated, Self, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
 from pydantic import JsonValue
 from slipstream.client.environment import AnyEnvironment
 from slipstream.client.episode_host import EpisodeHost, WorkerCall, answer_commands, open_stream
@@ -30,11 +28,13 @@ from slipstream.client.status import (
     event_from_pb,
     run_from_pb,
 )
+from slipstream.core.arguments import Count, Identity, Patience, checked, within
 from slipstream.core.backoff import Backoff
+from slipstream.core.configuration.config_file import parse_section
 from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.sections import SecuritySection
-from slipstream.core.template_values import values_json
+from slipstream.core.template_values import json_object, values_json
 from slipstream.protocol.access.security import (
     Credentials,
     call_metadata,
@@ -75,23 +75,6 @@ LOOK_S = 0.5
 logger = logging.getLogger(__name__)
 
 
-def _spec(**values: object) -> environment_pb2.EnvironmentSpec:
-    """Returns the message of an environment that is trained on, with `values` as its fields."""
-    spec = environment_pb2.EnvironmentSpec(purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING)
-    for name, value in values.items():
-        _set(spec, name, value, told_as=name)
-    return spec
-
-
-def _set(message: Message, name: str, value: object, *, told_as: str) -> None:
-    """Sets a field of `message`; raises ConfigError for a value that is of no kind for it."""
-    try:
-        setattr(message, name, value)
-    except (TypeError, ValueError) as error:
-        kind = type(getattr(message, name)).__name__
-        raise ConfigError(f"{told_as} must be a valid {kind}, got {value!r}") from error
-
-
 class Client:
     """A connection to the controller of one run, open inside an `async with` block.
 
@@ -100,16 +83,17 @@ class Client:
     one line.
     """
 
+    @checked
     def __init__(
         self,
         address: str,
         *,
-        token_file: Path | None = None,
-        tls_ca: Path | None = None,
-        tls_certificate: Path | None = None,
-        tls_key: Path | None = None,
-        reconnect_timeout_s: float = RECONNECT_TIMEOUT_S,
-        run_id: str | None = None,
+        token_file: str | Path | None = None,
+        tls_ca: str | Path | None = None,
+        tls_certificate: str | Path | None = None,
+        tls_key: str | Path | None = None,
+        reconnect_timeout_s: Patience = RECONNECT_TIMEOUT_S,
+        run_id: Identity | None = None,
     ) -> None:
         """Takes the controller's `address`, host:port; other hosts need `token_file` and `tls_ca`.
 
@@ -121,9 +105,9 @@ class Client:
         address_parts(address)
         self._run_id = run_id
         self._address, self._reconnect_timeout_s = address, reconnect_timeout_s
-        self._security = SecuritySection(
-            token_file=token_file, tls_ca=tls_ca, tls_certificate=tls_certificate, tls_key=tls_key
-        )
+        files = {"token_file": token_file, "tls_ca": tls_ca}
+        files |= {"tls_certificate": tls_certificate, "tls_key": tls_key}
+        self._security = parse_section(SecuritySection, files)
         self._credentials = Credentials.load(self._security)
         self._no_answer = f"no controller answers at {address}"
         self._to_do = "; start a run, or give the address of its controller, HOST:PORT"
@@ -146,7 +130,8 @@ class Client:
         await self._channel.close(None)
 
     @classmethod
-    def of_run(cls, run: str | FoundRun | None = None) -> Self:
+    @checked
+    def of_run(cls, run: str | Path | FoundRun | None = None) -> Self:
         """Returns the client of the run whose folder, or name below `runs`, is `run`.
 
         None means the only run that goes on there. The credentials are those of the run's settings.
@@ -167,6 +152,7 @@ class Client:
             client._no_answer, client._to_do = f"{found.told}: {client._no_answer}", ""
         return client
 
+    @checked
     async def submit(
         self,
         reference: str,
@@ -175,10 +161,10 @@ class Client:
         args: Mapping[str, JsonValue] | None = None,
         weight: float = 1.0,
         timeout_s: float = 60.0,
-        num_workers: int = 1,
-        search_path: Path | None = None,
+        num_workers: Count = 1,
+        search_path: str | Path | None = None,
         chat_template_kwargs: Mapping[str, JsonValue] | None = None,
-        python: Path | None = None,
+        python: str | Path | None = None,
         adapter: str = "",
     ) -> EnvironmentStatus:
         """Adds an environment that the rollout servers run in worker processes; returns its status.
@@ -193,20 +179,17 @@ class Client:
         interpreter there, by default the servers' own. Raises EnvironmentFailed when no worker
         could load the environment and reset its first task.
         """
-        try:
-            args_json = json.dumps(dict(args or {}))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"args must be a JSON object: {error}") from error
-        spec = _spec(
+        spec = environment_pb2.EnvironmentSpec(
+            purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
             reference=reference,
-            name=name or str(reference).rpartition(":")[2].lower(),
-            args_json=args_json,
+            name=name or reference.rpartition(":")[2].lower(),
+            args_json=json_object("args", args, allow_nan=True),
             weight=weight,
             timeout_s=timeout_s,
             num_workers=num_workers,
             search_path=str(search_path or (os.getcwd() if is_loopback(self._address) else "")),
             python=str(Path(search_path or os.getcwd(), python)) if python else "",
-            chat_template_kwargs_json=values_json(chat_template_kwargs or {}),
+            chat_template_kwargs_json=values_json(chat_template_kwargs),
             adapter=adapter,
         )
         # The controller refuses a value that is no limit.
@@ -222,15 +205,16 @@ class Client:
             )
         return status
 
+    @checked
     async def serve(
         self,
         environment: AnyEnvironment,
         *,
         name: str | None = None,
-        episodes: int = 64,
+        episodes: Count = 64,
         weight: float = 1.0,
         timeout_s: float = 60.0,
-        connect_timeout_s: float = 60.0,
+        connect_timeout_s: Patience = 60.0,
         chat_template_kwargs: Mapping[str, JsonValue] | None = None,
         adapter: str = "",
     ) -> None:
@@ -243,18 +227,18 @@ class Client:
         EnvironmentFailed if the environment gives no tasks.
         """
         host = EpisodeHost(environment)
-        spec = _spec(
+        spec = environment_pb2.EnvironmentSpec(
+            purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
             name=name or type(environment).__name__.lower(),
             weight=weight,
             timeout_s=timeout_s,
             num_workers=1,
-            chat_template_kwargs_json=values_json(chat_template_kwargs or {}),
+            chat_template_kwargs_json=values_json(chat_template_kwargs),
             adapter=adapter,
         )
         hello = environment_pb2.WorkerHello(
-            spec=spec, num_tasks=host.num_tasks, digest=host.digest()
+            spec=spec, num_tasks=host.num_tasks, digest=host.digest(), max_episodes=episodes
         )
-        _set(hello, "max_episodes", episodes, told_as="episodes")
         loop, no_answer = asyncio.get_running_loop(), self._no_answer
         began_s, is_told = loop.time(), math.isinf(connect_timeout_s)
         while True:
@@ -310,10 +294,12 @@ class Client:
             self._metadata = call_metadata(self._credentials, run.run_id)
         return run
 
+    @checked
     async def stop(self, reason: str) -> None:
         """Asks the run to end normally, after the current step."""
         await self._ask(self._status.StopRun, status_pb2.StopRunRequest(reason=reason))
 
+    @checked
     async def drain(self, server_id: str, reason: str) -> str:
         """Asks one rollout server to end or return its episodes, and to leave the run.
 
@@ -322,7 +308,8 @@ class Client:
         request = status_pb2.DrainServerRequest(server_id=server_id, reason=reason)
         return str((await self._ask(self._status.DrainServer, request)).warning)
 
-    async def watch(self, after: int = 0) -> AsyncIterator[Event]:
+    @checked
+    async def watch(self, after: Annotated[int, within(0)] = 0) -> AsyncIterator[Event]:
         """Yields events with a larger number than `after`, as they happen, until the run ends."""
         patience = ReconnectLimit(self._reconnect_timeout_s)
         while True:

@@ -103,6 +103,9 @@ class Reply(str):
         token_ids: Sequence[int] = (),
     ) -> Self:
         """Makes a reply of `text`, whose thoughts are told apart here if `content` is None."""
+        if not isinstance(text, str) or not isinstance(content, str | None):
+            # Python would write None as a text.
+            raise TypeError(f"a reply and its content are texts, got {text!r:.60}, {content!r:.60}")
         reply = super().__new__(cls, text)
         if content is None:
             reasoning, content = split_thoughts(text)
@@ -314,7 +317,7 @@ class Endpoint:
 
         Raises ValueError unless `name` has 1 to 64 letters, digits and characters of "._:+-".
         """
-        if BRANCH_NAME.fullmatch(name) is None:
+        if not isinstance(name, str) or BRANCH_NAME.fullmatch(name) is None:
             raise ValueError(f"a branch has 1 to 64 letters, digits and ._:+-, got {name!r}")
         root = self.anthropic_url.partition("/b/")[0]
         return replace(self, anthropic_url=f"{root}/b/{name}")

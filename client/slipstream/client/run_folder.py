@@ -25,6 +25,7 @@ from slipstream.core.configuration.config_file import (
     REMEDY,
     dump_config,
     load_config,
+    parse_section,
     with_first_line,
 )
 from slipstream.core.configuration.toml_text import parse_toml
@@ -302,14 +303,14 @@ class FoundRun:
     told: str = field(default="", compare=False)
 
 
-def named_folder(run: str, runs: Path = Path("runs")) -> Path:
+def named_folder(run: str | Path, runs: Path = Path("runs")) -> Path:
     """Returns the folder of the run `run`: a run's folder, or else a name below `runs`."""
     # Unlike Path's, these methods raise nothing where a folder may not be read.
     is_name = not os.path.isfile(Path(run, CONFIG)) and os.path.isdir(runs / run)
     return runs / run if is_name else Path(run)
 
 
-def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
+def find_run(run: str | Path | None, runs: Path = Path("runs")) -> FoundRun:
     """Returns the run whose folder, or name below `runs`, is `run`.
 
     None means the only run of a command that goes on there. Raises ConfigError if there is no such
@@ -345,7 +346,7 @@ def find_run(run: str | None, runs: Path = Path("runs")) -> FoundRun:
     # A run of an earlier version may have had other settings, too.
     stated = settings.get("security", {})
     known = {name: stated[name] for name in SecuritySection.model_fields if name in stated}
-    security = SecuritySection.model_validate(known)
+    security = parse_section(SecuritySection, known)
     return FoundRun(address, security, journaled_run_id(folder), _told_by_files(folder, address))
 
 

@@ -44,6 +44,7 @@ from slipstream.client.page import PAGE
 from slipstream.client.run_folder import FoundRun, parsed, read_summary
 from slipstream.client.status import RunStatus
 from slipstream.client.terminal import complain
+from slipstream.core.arguments import checked
 from slipstream.core.configuration.automatic import add_names
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.configuration.toml_text import check_values
@@ -52,6 +53,7 @@ from slipstream.core.machine.process import die_with_parent, send_signal
 from slipstream.core.run_folder import ADDRESS, METRICS
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import EnvironmentSection
+from slipstream.core.template_values import plain
 from slipstream.v1 import environment_pb2 as pb
 
 SOURCE = "slipstream.run"
@@ -73,6 +75,7 @@ COMMANDS, ENVIRONMENTS = "slipstream-commands", "slipstream"
 Result = TypeVar("Result")
 
 
+@checked
 def run(*, environments: object = None, show: bool = True, **settings: object) -> Run:
     """Starts a run on this machine, plays its own objects before, and returns its handle.
 
@@ -452,6 +455,7 @@ def _table(settings: Mapping[str, object]) -> dict[str, Any]:
 
 def _plain(value: object, place: str) -> JsonValue:
     """Returns a copy of a setting with lists for tuples and texts for paths."""
+    value = plain(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(each, f"{place}: {key}") for key, each in value.items()}
     if isinstance(value, list | tuple):

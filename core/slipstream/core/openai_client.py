@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,14 @@ def openai_client(
     A call fails if its whole answer takes longer than `timeout_s` or has more than `most_bytes`.
     The client retries a call up to `max_retries` times after an exceeded limit, a broken
     connection, an answer that is no JSON, or status 408, 409, 429 or 5xx. It follows no redirect,
-    so texts go only to `base_url`. Raises ConfigError if the package openai is not installed.
+    so texts go only to `base_url`. Raises ConfigError for a `base_url` that is no URL, for an empty
+    key, in whose place openai would send that of OPENAI_API_KEY, or without the package openai.
     """
+    if re.fullmatch(r"https?://[^\s/?#]+(/[!-~]*)?", base_url) is None:
+        what = "the address of an API is http://HOST:PORT/v1, or with https"
+        raise ConfigError(f"{what}, got {base_url!r}")
+    if not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
+        raise ConfigError(f"the key of the API at {base_url} must be one line of ASCII, not empty")
     try:
         import openai
     except ModuleNotFoundError as error:

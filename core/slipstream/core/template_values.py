@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, JsonValue
 from slipstream.core.errors import ConfigError
@@ -35,14 +35,30 @@ def check_values(values: dict[str, JsonValue]) -> dict[str, JsonValue]:
     return values
 
 
-def values_json(values: Mapping[str, JsonValue]) -> str:
+def json_object(name: str, values: Mapping[str, JsonValue] | None, *, allow_nan: bool) -> str:
+    """Returns `values` as JSON; raises ConfigError, with the argument's `name`, if it cannot."""
+
+    def default(value: object) -> object:
+        if (found := plain(value)) is value:
+            raise TypeError(f"{show(value)} is no value of JSON")
+        return found
+
+    try:
+        return json.dumps(dict(values or {}), allow_nan=allow_nan, default=default)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} must be a JSON object: {error}") from None
+
+
+def plain(value: object) -> object:
+    """Returns the number or text that a scalar of numpy or torch holds, or else `value`."""
+    return cast(Any, value).item() if getattr(value, "shape", None) == () else value
+
+
+def values_json(values: Mapping[str, JsonValue] | None) -> str:
     """Returns `values` as JSON text, or "" if empty. Raises ConfigError if they are invalid."""
     if not values:
         return ""
-    try:
-        text = json.dumps(dict(values), allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"chat_template_kwargs must be a JSON object: {error}") from None
+    text = json_object("chat_template_kwargs", values, allow_nan=False)
     try:
         read_values(text)
     except ValueError as error:

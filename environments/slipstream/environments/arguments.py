@@ -1,44 +1,16 @@
-"""Checks of an environment's arguments; each raises ConfigError with the argument and the rule.
+"""Checks the texts among an environment's arguments; ConfigError has the argument and the rule.
 
 `filled` puts fields into texts, and `is_heldout` divides tasks into training and held-out tasks.
 """
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from slipstream.core.errors import ConfigError, did_you_mean, near_names
 
 FIELD = re.compile(r"\{(\w+)\}")
-
-
-def check_choice(argument: str, value: object, allowed: Iterable[str]) -> None:
-    """Raises ConfigError, which names `argument`, if `value` is not in `allowed`."""
-    if value not in (allowed := tuple(allowed)):
-        raise ConfigError(f"{argument} must be one of {', '.join(allowed)}, got {value!r}")
-
-
-def check_at_least(argument: str, value: int | None, least: int) -> None:
-    """Raises ConfigError, which names `argument`, unless `value` is None or at least `least`."""
-    if value is not None and type(value) is not int:
-        raise ConfigError(f"{argument} must be a whole number, got {value!r}")
-    if value is not None and value < least:
-        raise ConfigError(f"{argument} must be at least {least}, got {value}")
-
-
-def check_above_0(argument: str, value: float) -> None:
-    """Raises ConfigError, which names `argument`, unless `value` is finite and above 0."""
-    if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-        raise ConfigError(f"{argument} must be above 0, got {value!r}")
-
-
-def check_texts(**values: object) -> None:
-    """Raises ConfigError, which names the argument, for a value that is no text."""
-    for argument, value in values.items():
-        if not isinstance(value, str):
-            raise ConfigError(f"{argument} must be a text, got {value!r}")
 
 
 def check_holds(argument: str, text: str, field: str) -> None:

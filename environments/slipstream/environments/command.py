@@ -9,13 +9,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from slipstream.client.environment import AgentEnvironment, AgentOutcome, Endpoint
+from slipstream.core.arguments import AboveZero, checked, within
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.files import OwnedFolder, read_regular
 from slipstream.core.machine.process import open_variables
-from slipstream.environments.arguments import FIELD, check_above_0, check_filled, filled
+from slipstream.environments.arguments import FIELD, check_filled, filled
 from slipstream.environments.question_files import Row, named_rows
 from slipstream.environments.sandbox.kept_program import ProgramEnd, run_program
 from slipstream.environments.sandbox.plan import Limits, Plan
@@ -50,22 +52,23 @@ class Command(AgentEnvironment[Row]):
     0 is no score. A program that reaches a limit is ended, and scored like any other.
     """
 
+    @checked
     def __init__(
         self,
         command: Sequence[str],
-        tasks: str | Sequence[str | Row],
+        tasks: str | Path | Sequence[Any],
         *,
         files: Mapping[str, str] | None = None,
         variables: Mapping[str, str] | None = None,
         score_command: Sequence[str] | None = None,
         score_file: str | None = None,
-        limit_s: float = 600.0,
-        score_limit_s: float = 60.0,
-        max_output_mib: float = 16.0,
-        memory_gib: float = 0.0,
-        max_processes: int = 0,
+        limit_s: AboveZero = 600.0,
+        score_limit_s: AboveZero = 60.0,
+        max_output_mib: AboveZero = 16.0,
+        memory_gib: Annotated[float, within(0)] = 0.0,
+        max_processes: Annotated[int, within(0)] = 0,
         sandbox: bool = False,
-        readable: Sequence[str] = (),
+        readable: Sequence[str | Path] = (),
     ) -> None:
         """`tasks` is a list, or the path of a .jsonl or .parquet file.
 
@@ -78,11 +81,6 @@ class Command(AgentEnvironment[Row]):
             raise ConfigError("give score_command or score_file, one of them: it has the reward")
         if score_file in (files or {}):
             raise ConfigError(f"score_file {score_file} is among files: it would be its own score")
-        if isinstance(command, str) or isinstance(score_command, str):
-            raise ConfigError("a command is a list: the program, then each of its arguments")
-        limits = {"limit_s": limit_s, "score_limit_s": score_limit_s}
-        for name, value in (limits | {"max_output_mib": max_output_mib}).items():
-            check_above_0(name, value)
         for program in (command, score_command):
             if program is not None:
                 _check_program(program)
@@ -91,7 +89,7 @@ class Command(AgentEnvironment[Row]):
         self._score_file = _inside(score_file or "")
         self._files = {_inside(name): text for name, text in (files or {}).items()}
         self._variables = dict(variables or {})
-        if isinstance(tasks, str):
+        if isinstance(tasks, str | Path):
             self._tasks = [row for _, row in named_rows(Path(tasks))]
         else:
             self._tasks = [{"task": each} if isinstance(each, str) else each for each in tasks]
@@ -238,8 +236,8 @@ def _with_home(folder: Path) -> dict[str, str]:
 
 
 def _check_program(command: Sequence[str]) -> None:
-    if not command or not all(isinstance(part, str) for part in command):
-        raise ConfigError(f"a command is a list of texts, got {list(command)!r}")
+    if not command:
+        raise ConfigError("a command must name a program, got []")
     program = command[0]
     # A relative path leads into the folder of the episode, which does not exist yet.
     is_known = FIELD.search(program) is None and ("/" not in program or program.startswith("/"))

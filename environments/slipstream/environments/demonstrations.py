@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from slipstream.client.answers import TRAINED, holds_null, trains
 from slipstream.client.environment import Environment, Message, ResetResult, StepResult
+from slipstream.core.arguments import Count, checked
 from slipstream.core.errors import ConfigError
 from slipstream.core.template_values import tools_json
 from slipstream.environments import question_files
-from slipstream.environments.arguments import check_at_least
 
 REPLY_ROLE = "assistant"
 
@@ -41,16 +41,17 @@ class Demonstrations(Environment[Conversation]):
     `algorithm.advantage = "score"`, `loss = "reinforce"` and `weight = "none"`.
     """
 
+    @checked
     def __init__(
         self,
-        path: str,
+        path: str | Path,
         *,
         messages: str = "messages",
         prompt: str | None = None,
         reply: str | None = None,
         system: str | None = None,
         shuffle_seed: int | None = None,
-        limit: int | None = None,
+        limit: Count | None = None,
     ) -> None:
         """Takes conversations from the column `messages`, or from the columns `prompt` and `reply`.
 
@@ -61,7 +62,6 @@ class Demonstrations(Environment[Conversation]):
             raise ConfigError(
                 f"prompt and reply name columns together, got {prompt!r} and {reply!r}"
             )
-        check_at_least("limit", limit, 1)
         first = [] if system is None else [Message("system", system)]
         self._conversations = []
         for where, row in question_files.named_rows(Path(path)):

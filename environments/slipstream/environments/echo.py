@@ -7,10 +7,10 @@ import itertools
 import random
 import string
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from slipstream.client.environment import Environment, Message, StepResult, answer_of
-from slipstream.environments.arguments import check_at_least, check_choice
+from slipstream.core.arguments import checked, within
 
 Pair: TypeAlias = tuple[str, str]
 
@@ -27,21 +27,18 @@ class Echo(Environment[Pair]):
     positions.
     """
 
+    @checked
     def __init__(
         self,
-        num_symbols: int = 12,
-        reply_length: int = 4,
+        num_symbols: Annotated[int, within(3, len(string.ascii_lowercase))] = 12,
+        reply_length: Annotated[int, within(2)] = 4,
         split: Literal["train", "heldout"] = "train",
         seed: int = 0,
     ) -> None:
         """The letters are the first `num_symbols` of the alphabet.
 
-        Raises ValueError, which names the argument, for invalid arguments.
+        Raises ConfigError, which names the argument, for invalid arguments.
         """
-        if not 3 <= num_symbols <= len(string.ascii_lowercase):
-            raise ValueError(f"num_symbols must be from 3 to 26, got {num_symbols}")
-        check_at_least("reply_length", reply_length, 2)
-        check_choice("split", split, ("train", "heldout"))
         self._reply_length = reply_length
         train, heldout = split_pairs(num_symbols, seed)
         self._pairs = train if split == "train" else heldout

@@ -11,9 +11,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 from slipstream.client.environment import Message, StepResult, answer_of
+from slipstream.core.arguments import AboveZero, Count, checked, within
 from slipstream.core.errors import ConfigError
 from slipstream.core.openai_client import faults_as, in_one_line, key_in, openai_client
 from slipstream.environments import arguments
@@ -29,9 +30,9 @@ MAX_ANSWER_BYTES = 4 << 20
 class CallLimits(TypedDict, total=False):
     """Limits of calls to a scoring server; by default 16 open calls, 60 s each, 5 retries."""
 
-    max_open: int
-    timeout_s: float
-    max_retries: int
+    max_open: Count
+    timeout_s: AboveZero
+    max_retries: Annotated[int, within(0)]
 
 
 class JudgeOptions(CallLimits, total=False):
@@ -40,7 +41,7 @@ class JudgeOptions(CallLimits, total=False):
     answer: Literal["number", "json"]
     lowest: float
     highest: float
-    max_tokens: int
+    max_tokens: Count
 
 
 class JudgeError(RuntimeError):
@@ -60,9 +61,6 @@ class _ScoringServer:
         timeout_s: float = 60.0,
         max_retries: int = 5,
     ) -> None:
-        arguments.check_at_least("max_open", max_open, 1)
-        arguments.check_at_least("max_retries", max_retries, 0)
-        arguments.check_above_0("timeout_s", timeout_s)
         self._name = name
         self._open = asyncio.Semaphore(max_open)
         self._client = openai_client(
@@ -95,6 +93,7 @@ class Judge(_ScoringServer):
     pauses or by `retry-after`.
     """
 
+    @checked
     def __init__(
         self,
         base_url: str,
@@ -105,7 +104,7 @@ class Judge(_ScoringServer):
         answer: Literal["number", "json"] = "number",
         lowest: float = 0.0,
         highest: float = 10.0,
-        max_tokens: int = 1024,
+        max_tokens: Count = 1024,
         **limits: Unpack[CallLimits],
     ) -> None:
         """`prompt` is the text for the judge; {NAME} in it stands for `fields["NAME"]`.
@@ -115,7 +114,6 @@ class Judge(_ScoringServer):
         the object from the reply's first { to its last }. Raises ConfigError for arguments that
         cannot work.
         """
-        arguments.check_choice("answer", answer, ANSWERS)
         if not (math.isfinite(lowest) and math.isfinite(highest) and lowest < highest):
             raise ConfigError(f"lowest must be below highest, got {lowest} and {highest}")
         if arguments.FIELD.search(prompt) is None:
@@ -126,6 +124,7 @@ class Judge(_ScoringServer):
         self.lowest, self._highest = lowest, highest
         self._max_tokens = max_tokens
 
+    @checked
     async def score(self, fields: Mapping[str, object]) -> float:
         """Returns the judge's score. Raises JudgeError with the reason if there is none.
 
@@ -171,6 +170,7 @@ class Judge(_ScoringServer):
             )
         return float(score)
 
+    @checked
     def share(self, score: float) -> float:
         """Returns a score scaled so that `lowest` is 0 and `highest` is 1."""
         return (score - self.lowest) / (self._highest - self.lowest)
@@ -179,16 +179,17 @@ class Judge(_ScoringServer):
 class Judged(Asked):
     """Asks the questions of a .jsonl or .parquet file; the reward is the judge's score, 0 to 1."""
 
+    @checked
     def __init__(
         self,
-        path: str,
+        path: str | Path,
         base_url: str,
         model: str,
         rubric: str,
         *,
         question: str = "question",
         instruction: str = "{question}",
-        api_key_file: str | None = None,
+        api_key_file: str | Path | None = None,
         **options: Unpack[JudgeOptions],
     ) -> None:
         """`base_url` and `model` name the judge, whose key is in `api_key_file`.
@@ -222,16 +223,17 @@ class Judged(Asked):
 class Rewarded(Asked):
     """Asks the questions of a .jsonl or .parquet file; the reward is a reward model's score."""
 
+    @checked
     def __init__(
         self,
-        path: str,
+        path: str | Path,
         base_url: str,
         model: str,
         *,
         question: str = "question",
         instruction: str = "{question}",
-        api_key_file: str | None = None,
-        label: int = 0,
+        api_key_file: str | Path | None = None,
+        label: Annotated[int, within(0)] = 0,
         as_probability: bool = False,
         **limits: Unpack[CallLimits],
     ) -> None:
@@ -268,12 +270,13 @@ class RewardModel(_ScoringServer):
     most `max_open` calls are open at one time; failed calls are repeated as in `Judge`.
     """
 
+    @checked
     def __init__(
         self,
         base_url: str,
         model: str,
         *,
-        label: int = 0,
+        label: Annotated[int, within(0)] = 0,
         as_probability: bool = False,
         api_key: str = "none",
         **limits: Unpack[CallLimits],
@@ -283,13 +286,13 @@ class RewardModel(_ScoringServer):
         It is the raw output, or a probability if `as_probability`. Raises ConfigError for arguments
         that cannot work.
         """
-        arguments.check_at_least("label", label, 0)
         name = f"the reward model {model} at {base_url}"
         super().__init__(name, base_url, api_key=api_key, **limits)
         # vLLM serves this path next to /v1, not below it.
         self._url = base_url.rstrip("/").removesuffix("/v1") + "/classify"
         self._model, self._label, self._as_probability = model, label, as_probability
 
+    @checked
     async def score(self, messages: Sequence[Mapping[str, Any]]) -> float:
         """Returns the model's score of a conversation. Raises JudgeError if there is none."""
         body = {

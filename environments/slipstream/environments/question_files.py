@@ -63,10 +63,11 @@ def files_of(paths: Iterable[object]) -> list[Path]:
     """
     found: list[str] = []
     for path in paths:
-        if not isinstance(path, str):
+        if not isinstance(path, str | Path):
             raise ConfigError(
                 f"path must be a file, a pattern, a list of these or of rows, got {path!r:.80}"
             )
+        path = str(path)
         if path.startswith(DATA_PREFIX):
             raise ConfigError(f"a data set of the hub stands alone in path, got {path!r} in a list")
         is_pattern = glob.has_magic(path) and not Path(path).exists()

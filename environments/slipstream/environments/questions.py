@@ -14,21 +14,17 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Literal, SupportsFloat, cast
+from pathlib import Path
+from typing import Annotated, Literal, SupportsFloat, cast
 
 from slipstream.client.environment import Message, Reply, StepResult, answer_of
 from slipstream.client.environment_loader import environment_failed
+from slipstream.core.arguments import AboveZero, Count, checked, within
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX
 from slipstream.core.machine.process import send_signal
 from slipstream.environments.answers import bare, contains, number_of, other_money
-from slipstream.environments.arguments import (
-    check_above_0,
-    check_at_least,
-    check_choice,
-    check_texts,
-    is_heldout,
-)
+from slipstream.environments.arguments import is_heldout
 from slipstream.environments.question_files import (
     Asked,
     Columns,
@@ -68,22 +64,23 @@ class Questions(Asked):
     `split` "heldout" takes the held-out questions, "train" all others, and "all" both.
     """
 
+    @checked
     def __init__(
         self,
-        path: str | Iterable[str] | Iterable[Row],
+        path: str | Path | Iterable[str] | Iterable[Row],
         *,
         question: str = "question",
-        answer: str = "answer",
+        answer: str | None = "answer",
         judge: str | Callable[..., object] = "math_verify",
         system: str | None = None,
         instruction: str = "{question}",
         answer_after: str | None = None,
         split: Literal["all", "train", "heldout"] = "all",
-        heldout_one_in: int = 10,
+        heldout_one_in: Annotated[int, within(2)] = 10,
         shuffle_seed: int | None = None,
-        limit: int | None = None,
+        limit: Count | None = None,
         duplicates: Literal["refuse", "drop"] = "refuse",
-        judge_timeout_s: float = 10.0,
+        judge_timeout_s: AboveZero = 10.0,
         hub_config: str | None = None,
         hub_split: str = "train",
         hub_revision: str | None = None,
@@ -104,15 +101,9 @@ class Questions(Asked):
         """
         is_named = isinstance(judge, str) and ":" not in judge
         self._function = None if is_named else JudgeFunction(judge)
-        if is_named:
-            check_choice("judge", judge, (*JUDGES, "module:function"))
-        check_choice("split", split, ("all", "train", "heldout"))
-        check_choice("duplicates", duplicates, ("refuse", "drop"))
-        check_at_least("heldout_one_in", heldout_one_in, 2)
-        check_at_least("limit", limit, 1)
-        check_above_0("judge_timeout_s", judge_timeout_s)
-        check_texts(question=question, instruction=instruction)
-        check_texts(answer=answer or "", system=system or "", answer_after=answer_after or "")
+        if is_named and judge not in JUDGES:
+            allowed = ", ".join(JUDGES)
+            raise ConfigError(f"judge must be one of {allowed}, module:function, got {judge!r}")
         if judge == "math_verify" and importlib.util.find_spec("math_verify") is None:
             raise ConfigError(
                 "judge 'math_verify' needs the package math-verify: "
@@ -121,8 +112,8 @@ class Questions(Asked):
         self._judge, self._answer_after = judge, answer_after
         self._math = MathJudge(timeout_s=judge_timeout_s)
         rows: Iterable[tuple[str, Row]]
-        is_one = isinstance(path, str) or not isinstance(path, Iterable)
-        given: tuple[object, ...] = (path,) if is_one else tuple(path)
+        is_file = isinstance(path, str | Path)
+        given = tuple[object, ...](path if isinstance(path, Iterable) and not is_file else (path,))
         if isinstance(path, str) and path.startswith(DATA_PREFIX):
             rows = hub_rows(path.removeprefix(DATA_PREFIX), hub_config, hub_split, hub_revision)
         elif (hub_config, hub_split, hub_revision) != (None, "train", None):
@@ -131,7 +122,7 @@ class Questions(Asked):
             )
         elif given and all(isinstance(each, Mapping) for each in given):
             rows = numbered("the given rows", cast(Iterable[Row], given))
-        elif not isinstance(path, str | list | tuple):
+        elif not is_file and not isinstance(path, list | tuple):
             raise ConfigError(
                 f"rows are a list of dicts, got a {type(path).__name__} of {given[:1]!r:.80}; "
                 'columns become rows by to_dict("records") of a DataFrame'

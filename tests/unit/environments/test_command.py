@@ -195,9 +195,9 @@ UNSCORED = {"score_command": None}
 @pytest.mark.parametrize(
     ("given", "cause"),
     [
-        ({"command": "true"}, "a command is a list: the program, then each of its arguments"),
-        ({"command": ["true", 3]}, "a command is a list of texts, got \\['true', 3]"),
-        ({"command": []}, "a command is a list of texts, got \\[]"),
+        ({"command": "true"}, "command must be a list, each item a text, got 'true'"),
+        ({"command": ["true", 3]}, "command must be a list, each item a text, got \\['true', 3]"),
+        ({"command": []}, "a command must name a program, got \\[]"),
         ({"command": ["true"]}, "nothing of a task reaches the program: name one of its fields"),
         ({"command": ["no-such-program", "{task}"]}, "there is no program 'no-such-program' in"),
         ({"command": ["/no/such", "{task}"]}, "there is no program '/no/such'$"),

@@ -401,7 +401,7 @@ def test_duplicates_may_be_dropped(tmp_path: Path):
         ({"limit": 0}, "limit must be at least 1, got 0"),
         ({"limit": 1.5}, "limit must be a whole number, got 1.5"),
         ({"judge_timeout_s": 0.0}, "judge_timeout_s must be above 0, got 0.0"),
-        ({"judge_timeout_s": "9"}, "judge_timeout_s must be above 0, got '9'"),
+        ({"judge_timeout_s": "9"}, "judge_timeout_s must be a number, got '9'"),
         ({"question": ["a"]}, "question must be a text, got ['a']"),
         ({"answer": 3}, "answer must be a text, got 3"),
         ({"instruction": None}, "instruction must be a text, got None"),

@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import math
 import multiprocessing
 import os
 import platform
@@ -368,9 +369,12 @@ async def test_a_file_outside_of_the_folder_is_refused(backend: str) -> None:
 
 
 def test_a_limit_must_be_above_0() -> None:
-    for value in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="memory_bytes must be above 0"):
+    for value, rule in ((0, "at least 1"), (-1, "at least 1"), (2.5, "a whole number")):
+        with pytest.raises(ConfigError, match=f"memory_bytes must be {rule}, got {value}"):
             Sandbox(Limits(memory_bytes=value))
+    for seconds, rule in ((0, "above 0"), (math.nan, "a number"), (math.inf, "at most 1e\\+30")):
+        with pytest.raises(ConfigError, match=f"seconds must be {rule}, got {seconds}"):
+            Sandbox(Limits(seconds=seconds))
 
 
 def test_a_machine_without_a_sandbox_is_refused_in_one_line(monkeypatch):

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
@@ -40,6 +40,8 @@ from slipstream.core.settings.config import NOTES, Config
 from slipstream.core.settings.sections import RUN_NAME
 from slipstream.core.settings.table_rules import trajectory_problems
 from slipstream.core.settings.tables import Tables
+
+AnySection = TypeVar("AnySection", bound=BaseModel)
 
 logger = logging.getLogger(__name__)
 _PREFIX = b"# Settings of a run"
@@ -160,6 +162,14 @@ def parse_config(table: Mapping[str, JsonValue], *, source: str, complete: bool 
         return Config.model_validate(table if complete else completed(table))
     except ValidationError as error:
         raise ConfigError(f"{source}: {_explained(error)[1]}") from None
+
+
+def parse_section(section: type[AnySection], table: Mapping[str, object]) -> AnySection:
+    """Returns the checked settings of `table`; raises ConfigError for the first fault."""
+    try:
+        return section.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(_explained(error)[1]) from None
 
 
 def run_check(check: Callable[[Config], None]) -> int:

@@ -22,10 +22,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Annotated
 
+from slipstream.core.arguments import AboveZero, checked, of_kind, within
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.files import OwnedFolder
-from slipstream.environments.arguments import check_above_0
 from slipstream.environments.sandbox.kept_program import own_program
 from slipstream.environments.sandbox.plan import Backend, Limits, Plan
 from slipstream.environments.sandbox.starter import described
@@ -69,11 +70,12 @@ class Sandbox:
     `readable`.
     """
 
+    @checked
     def __init__(
         self,
         limits: Limits | None = None,
         *,
-        readable: Sequence[str] = (),
+        readable: Sequence[str | Path] = (),
         backend: Backend | None = None,
     ) -> None:
         """Uses `backend`, or the first of `BACKENDS` that works here.
@@ -81,14 +83,16 @@ class Sandbox:
         `limits` None means the defaults of `Limits`. `readable` are further paths that programs may
         read. Raises ConfigError if a limit is not above 0, or the backend does not work.
         """
-        self.limits = limits or Limits()
-        for name, limit in asdict(self.limits).items():
-            check_above_0(name, limit)
+        kinds = {float: AboveZero, int: Annotated[int, within(1)]}
+        given = asdict(limits or Limits())
+        types = {name: kinds[type(value)] for name, value in asdict(Limits()).items()}
+        self.limits = Limits(**{name: of_kind(name, given[name], types[name]) for name in types})
         self._readable = [os.path.abspath(path) for path in readable]
         self.backend: Backend = backend or first_backend()
         if backend is not None and (reason := why_not(backend)):
             raise ConfigError(f"the sandbox {backend} does not work here: {reason}")
 
+    @checked
     async def run(
         self,
         program: str | Sequence[str],
@@ -107,6 +111,7 @@ class Sandbox:
             started.stdin.close()
             return await started.finish()
 
+    @checked
     @asynccontextmanager
     async def start(
         self, program: str | Sequence[str], *, files: Mapping[str, str | bytes] | None = None
