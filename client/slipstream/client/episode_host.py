@@ -11,8 +11,9 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -100,7 +101,8 @@ class EpisodeHost:
                 case "load":
                     spec = command.load.spec
                     given = spec.reference, spec.args_json, spec.search_path
-                    self._tasks = _task_source(load_environment(*given))
+                    with _ending_children():
+                        self._tasks = _task_source(load_environment(*given))
                     loaded = pb.Loaded(num_tasks=self.num_tasks, digest=self.digest())
                     message.loaded.CopyFrom(loaded)
                 case "reset":
@@ -270,7 +272,8 @@ class EpisodeHost:
         if tracker is not None:
             tracker.begin(episode.key, this)
         try:
-            return await call()
+            with _ending_children():
+                return await call()
         except EnvironmentFailed:
             raise
         except asyncio.CancelledError as error:
@@ -352,6 +355,20 @@ async def answer_commands(
         await host.close_all()
     if failure is not None:
         raise failure
+
+
+@contextlib.contextmanager
+def _ending_children() -> Iterator[None]:
+    """Ends a process that the block has forked, and that would go on as this one behind it."""
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            # What loads an environment has given SystemExit a cause in words.
+            error = getattr(sys.exception(), "__cause__", None) or sys.exception()
+            status = error.code if isinstance(error, SystemExit) else error
+            os._exit(status if isinstance(status, int) else status is not None)
 
 
 async def _result(value: Answer | Awaitable[Answer]) -> Answer:

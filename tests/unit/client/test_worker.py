@@ -278,6 +278,43 @@ async def test_a_failed_check_says_why_in_one_line(tmp_path: Path) -> None:
         assert error.startswith(cause)
 
 
+FORKS = """
+import os, sys
+from slipstream.client import Environment, StepResult
+
+def forked(leave):
+    child = os.fork()
+    if child == 0:
+        leave()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+class Forks(Environment):
+    def __init__(self):
+        assert forked(lambda: sys.exit(7)) == 7
+
+    def tasks(self):
+        return ["a"]
+
+    def reset(self, task):
+        assert forked(lambda: 1 / 0) == 1
+        return [{"role": "user", "content": task}]
+
+    def step(self, reply):
+        child = os.fork()
+        if child:
+            assert os.waitpid(child, 0)[1] == 0
+        return StepResult(1.0)
+"""
+
+
+async def test_a_child_that_an_environment_has_forked_ends_where_it_comes_back(tmp_path) -> None:
+    (tmp_path / "forks.py").write_text(FORKS)
+    given = ("forks:Forks", "--search-path", str(tmp_path), "--timeout-s", "20", "--tell")
+    code, out, error = await check(*given)
+    assert (code, error) == (0, "")
+    assert out.startswith("environment forks:Forks is ready: 1 task")
+
+
 async def test_importing_the_package_does_not_import_grpc_or_torch() -> None:
     program = (
         "import sys, slipstream.client\n"
