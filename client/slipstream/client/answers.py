@@ -23,7 +23,8 @@ from slipstream.client.environment import (
     ToolCall,
 )
 from slipstream.client.environment_loader import environment_failed
-from slipstream.core.errors import ProtocolError, did_you_mean, near_names
+from slipstream.core.arguments import Count, of_kind
+from slipstream.core.errors import ConfigError, ProtocolError, did_you_mean, near_names
 from slipstream.core.machine.files import read_regular
 from slipstream.core.models.vision import data_of_url
 from slipstream.core.template_values import show, tools_json
@@ -160,11 +161,10 @@ Made = TypeVar("Made", pb.Observation, pb.Verdict, pb.AgentResult)
 
 
 def _reply_limit(limit: object) -> int:
-    if limit is None:
-        return 0
-    if isinstance(limit, int) and limit >= 1:
-        return limit
-    raise environment_failed(f"max_reply_tokens must be None or at least 1, got {show(limit)}")
+    try:
+        return int(of_kind("max_reply_tokens", limit, Count | None) or 0)
+    except ConfigError as error:
+        raise environment_failed(str(error)) from None
 
 
 def check_replies(right: object, wrong: object) -> None:

@@ -32,6 +32,9 @@ _ROWS = {
     ".tsv": "csv.DictReader(open(0, newline='', encoding='utf-8-sig'), delimiter='\\t')",
     ".json": "json.load(open(0))",
 }
+# What else may be done, by the ending of a file's name in small letters.
+_LINES = "name it .jsonl if each line is an object"
+_OTHER_NAMES = {".json": _LINES, ".jsonl": _LINES, ".ndjson": _LINES, ".gz": "unpack it by gunzip"}
 # The start of messages that were written as text, as JSON, Python or numpy write them.
 _MESSAGES = re.compile(
     r"""(?=.*['"](?:role|from)['"]\s*:)(?=.*['"](?:content|value)['"]\s*:)"""
@@ -286,9 +289,9 @@ def read_rows(path: Path) -> Iterable[Row]:
         case ".parquet":
             return _parquet(path)
     what = f"the name of a file of questions ends in .jsonl or .parquet, got {path}"
+    what += f"; {_OTHER_NAMES[kind]}" if (kind := path.suffix.lower()) in _OTHER_NAMES else ""
     if path.suffix in _ROWS:
         rows = f"import csv, json; print(*map(json.dumps, {_ROWS[path.suffix]}), sep='\\n')"
-        what += "; name it .jsonl if each line is an object" * (path.suffix == ".json")
         what += f'; convert it by: python -c "{rows}" < {path} > {path.with_suffix(".jsonl")}'
     raise ConfigError(what + _from_saved(path.parent))
 
@@ -314,8 +317,11 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 if b"\\ud" in line.lower():
                     # Half of a character, as JSON may write it, cannot be sent to a model.
                     json.dumps(row, ensure_ascii=False).encode()
-            except UnicodeError as error:
+            except UnicodeDecodeError as error:
                 raise ConfigError(f"{path} must be UTF-8, but line {number} is not") from error
+            except UnicodeEncodeError as error:
+                what = f"line {number} holds half of a character, {error.object[error.start]!a}"
+                raise ConfigError(f"{path}, {what}") from error
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
             if not isinstance(row, dict):

@@ -242,7 +242,7 @@ class JudgeFunction:
         if inspect.isawaitable(found):
             found = await found
         if isinstance(found, SupportsFloat):
-            return StepResult(float(found))
+            return StepResult(cast(float, found))
         if not isinstance(found, Mapping) or "reward" not in found:
             raise environment_failed(
                 f"judge {self._reference} must return a number, or metrics with 'reward', "

@@ -1,6 +1,7 @@
 import asyncio
 import dataclasses
 
+import numpy as np
 import pytest
 from slipstream.client import Environment, Message, StepResult
 from slipstream.client.episode_host import EpisodeHost, answer_commands
@@ -195,11 +196,9 @@ async def test_an_environment_that_cannot_be_copied_fails_its_episodes() -> None
 
 
 async def test_numbers_of_other_libraries_are_rewards() -> None:
-    numpy = pytest.importorskip("numpy")
-
     class Numbers(Plain):
         def step(self, reply: str) -> StepResult:
-            return StepResult({"bool": numpy.bool_(True), "float": numpy.float32(0.5)}[reply])
+            return StepResult({"bool": np.bool_(True), "float": np.float32(0.5)}[reply])
 
     host = EpisodeHost(Numbers())
     await reset(host)
@@ -305,7 +304,7 @@ async def test_commands_are_answered_side_by_side_and_given_up_at_the_end() -> N
 async def test_an_environment_may_shorten_the_replies_of_an_episode():
     class Short(One):
         def tasks(self):
-            return [3, 0]
+            return [3, np.int64(4), 0, True, 2**40]
 
         def reset(self, task):
             self.max_reply_tokens = task
@@ -313,8 +312,15 @@ async def test_an_environment_may_shorten_the_replies_of_an_episode():
 
     host = EpisodeHost(Short())
     assert (await reset(host)).observation.max_reply_tokens == 3
-    said = (await reset(host, "b", task_index=1)).failure.message
-    assert "max_reply_tokens must be None or at least 1, got 0" in said
+    assert (await reset(host, "b", task_index=1)).observation.max_reply_tokens == 4
+    rules = (
+        "at least 1, got 0",
+        "a whole number, got True",
+        "at most 2147483647, got 1099511627776",
+    )
+    for place, rule in enumerate(rules, start=2):
+        said = (await reset(host, f"c{place}", task_index=place)).failure.message
+        assert said == f"max_reply_tokens must be {rule}"
 
 
 @pytest.mark.parametrize(

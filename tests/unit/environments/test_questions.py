@@ -8,15 +8,19 @@ from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from make_question_files import main as make_question_files
 from slipstream.client.environment import Message, Reply, StepResult, ToolCall
+from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.core.hub import HubFiles
+from slipstream.core.template_values import show
 from slipstream.environments.arguments import is_heldout
 from slipstream.environments.question_files import cell_in, check_read, text_of
 from slipstream.environments.questions import MathJudge, MathVerdict, Questions
+from slipstream.v1 import environment_pb2 as pb
 from support.fakes.fake_workers import worker_process
 from support.rigs.waiting import until
 
@@ -194,7 +198,7 @@ def test_a_time_that_python_cannot_hold_is_one_line(tmp_path: Path):
     [
         ('{"question": "q", "answer": "1", "answer": "2"}', "'answer' stands twice in one object"),
         ('{"question": "q", "answer": 1e400}', "must hold a finite number, got inf"),
-        ('{"question": "q \\ud800", "answer": "1"}', "must be UTF-8, but line 1 is not"),
+        ('{"question": "q \\ud800", "answer": "1"}', r"line 1 holds half of a character, '\ud800'"),
         ('{"question": true, "answer": "1"}', "must hold a text or a number, got True"),
         ('{"question": "q", "answer": "1", "tools": [{"type": "x"}]}', "'tools' is not read"),
         ('{"question": "<image>?", "answer": "1", "images": ["a.png"]}', "'images' is not read"),
@@ -344,6 +348,9 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
     assert refusal("data.xlsx") == (
         "the name of a file of questions ends in .jsonl or .parquet, got data.xlsx"
     )
+    for name, remedy in (("a.JSONL", "name it .jsonl if"), ("a.jsonl.gz", "unpack it by gunzip")):
+        (tmp_path / name).write_text("")
+        assert f"got {name}; {remedy}" in refusal(name)
 
 
 @pytest.mark.process
@@ -526,6 +533,15 @@ async def test_a_function_judges_by_the_arguments_that_it_takes(tmp_path: Path, 
     for wrong in (None, "good", []):
         with pytest.raises(EnvironmentFailed, match="must return a number, or metrics with 'rew"):
             await verdict(lambda reply, said=wrong: said, "x")
+
+
+@pytest.mark.parametrize("given", [np.array([1, 2]), 10**400, math.nan])
+async def test_a_reward_that_is_no_number_is_named(given) -> None:
+    rows = [{"question": "What is 1 + 1?"}]
+    host = EpisodeHost(Questions(rows, judge=lambda reply: given))
+    await host.answer(pb.WorkerCommand(reset=pb.ResetCommand(episode_key="a")))
+    answer = await host.answer(pb.WorkerCommand(step=pb.StepCommand(episode_key="a", reply="2")))
+    assert answer.failure.message == f"the reward must be a finite number, got {show(given)}"
 
 
 async def test_a_function_that_changes_its_row_changes_it_for_one_reply(tmp_path: Path):
