@@ -69,6 +69,8 @@ CALL_TIMEOUT_S = 15.0
 # Seconds in which rollout servers load a submitted environment before it is accepted. They also
 # reset its first task, for which the environment's own limit is added.
 SUBMIT_TIMEOUT_S = 150.0
+# No environment has a limit as long as this, beyond which calls of gRPC have no deadline either.
+MOST_TIMEOUT_S = 1e9
 # Seconds between two attempts to reach a controller that is not there yet.
 LOOK_S = 0.5
 
@@ -193,7 +195,7 @@ class Client:
             adapter=adapter,
         )
         # The controller refuses a value that is no limit.
-        reset_s = timeout_s if math.isfinite(timeout_s) and timeout_s > 0 else 0.0
+        reset_s = timeout_s if 0 < timeout_s < MOST_TIMEOUT_S else 0.0
         request = environment_pb2.SubmitEnvironmentRequest(spec=spec)
         submit = self._environments.SubmitEnvironment
         response = await self._ask(submit, request, limit_s=SUBMIT_TIMEOUT_S + reset_s)

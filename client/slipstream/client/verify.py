@@ -8,7 +8,7 @@ import fcntl
 import math
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,8 @@ Record = Mapping[str, Any]
 MOST_BATCH_BYTES, MOST_BYTES = (2 << 30) - 1, 64 << 20
 # Most faults that are printed, and most characters of one.
 MOST_FAULTS, MOST_CHARACTERS = 100, 500
+# Most steps that one fault names.
+_MOST_STEPS = 20
 _START = (0, 0)
 # Where generated tokens end, as journal and summary have it; what the summary alone knows.
 _ENDS = ("filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside")
@@ -201,6 +203,12 @@ class _Oracle:
     def _same(self, what: str, one: object, other: object) -> None:
         self._wrong(f"{what}: {one} and {other}", unless=one == other)
 
+    def _same_steps(self, what: str, found: Iterable[float], wanted: Iterable[float]) -> None:
+        one, other = Counter([*found]), Counter([*wanted])
+        lacking, beyond = sorted((other - one).elements()), sorted((one - other).elements())
+        told = f"without {lacking[:_MOST_STEPS]}, beyond {beyond[:_MOST_STEPS]}"
+        self._wrong(f"{what}: {told}", unless=one == other)
+
     def _same_weights(self, what: str, version: tuple[int, ...], digest: str) -> None:
         # Nobody records the weights with which a run begins.
         told = digest if version == _START else self._weights.get(version)
@@ -264,8 +272,8 @@ class _Oracle:
     def check_order(self) -> None:
         self._same("the runs of the journal", len(set(self._run_ids)), 1)
         num, trained = len(self._batches), len(self.steps)
-        self._same("steps of batches", sorted(self._batches), list(range(num)))
-        self._same("trained steps", sorted(self.steps), list(range(trained)))
+        self._same_steps("steps of batches", self._batches, range(num))
+        self._same_steps("trained steps", self.steps, range(trained))
         # The run may have ended before the trainer took its last batch.
         self._wrong(f"{num} batches made {trained} versions", unless=num - 1 <= trained <= num)
         for group in sorted(self._open):
@@ -350,8 +358,7 @@ class _Oracle:
             is_close = math.isclose(row["reward_mean"], mean, abs_tol=1e-12)
             told = f"{METRICS} has reward {row['reward_mean']} at step {row['step']}"
             self._wrong(f"{told}, its batch {mean}", unless=is_close)
-        rows = sorted(steps.elements())
-        self._same(f"steps of {METRICS}", rows, [step + 1 for step in sorted(self.steps)])
+        self._same_steps(f"steps of {METRICS}", steps.elements(), (step + 1 for step in self.steps))
         for version, reward in heldout.items():
             # A crash may have lost the record of a round.
             lost = reward if len(self._run_ids) > 1 else math.nan

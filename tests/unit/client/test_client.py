@@ -541,3 +541,12 @@ async def test_scalars_of_numpy_are_sent_as_the_numbers_that_they_hold(
     assert spec.num_workers == 4
     with pytest.raises(ConfigError, match=r"args must be a JSON object: array\(.* is no value of"):
         await client.submit("m:C", args={"a": np.zeros(2)})
+
+
+@pytest.mark.parametrize("timeout_s", [1e15, float("inf"), -1])
+async def test_a_limit_that_is_none_reaches_the_controller_which_refuses_it(
+    client: Client, timeout_s: float
+) -> None:
+    # A deadline that gRPC cannot have would have passed before the call.
+    with pytest.raises(ConfigError, match="timeout_s must be between 0 and 1e.07, got"):
+        await client.submit("m:C", timeout_s=timeout_s)

@@ -43,9 +43,9 @@ def check_values(table: JsonValue, source: str) -> None:
                 f"{source}: {place[:40]}... is nested more than {MOST_DEEP} tables or lists deep"
             )
         if isinstance(value, int) and not -(2**63) <= value < 2**64:
-            raise ConfigError(
-                f"{source}: {place} must fit 64 bits, got a number of {value.bit_length()} bits"
-            )
+            named = f"{source}: {place}" if place else source
+            what = f"got a number of {value.bit_length()} bits"
+            raise ConfigError(f"{named} must fit 64 bits, {what}")
         inner: list[tuple[object, JsonValue]] = []
         if isinstance(value, dict):
             inner = list(value.items())
