@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import slipstream
@@ -159,11 +160,14 @@ def test_what_cannot_work_is_refused_before_anything_starts(quick) -> None:
         {"reference": Repeat, "weight": -1}
     )
 
-    for number in ("4", 0, -1, 1.5, True, float("nan"), None, 2**31):
+    numbers = dict.fromkeys(("4", 1.5, True, float("nan"), None), "a whole number")
+    numbers |= {0: "at least 1", -1: "at least 1", 2**31: "at most 2147483647"}
+    for number, rule in numbers.items():
         assert refusal({"reference": Repeat, "episodes": number}) == (
-            "slipstream.run: environments: episodes of repeat must be a whole number from 1 to "
-            f"2147483647, got {number!r}"
+            f"slipstream.run: environments: episodes of repeat must be {rule}, got {number!r}"
         )
+    # A number of numpy is refused for its size alone.
+    assert "must be at least 1, got 0" in refusal({"reference": Repeat, "episodes": np.int64(0)})
 
     class Needs(Repeat):
         def __init__(self, letters: str) -> None:

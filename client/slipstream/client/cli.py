@@ -98,10 +98,10 @@ class _Version(argparse.Action):
 
 
 def seconds(text: str) -> float:
-    """Returns the time that an option states; raises ArgumentTypeError unless it is above 0."""
+    """Returns the time that an option states; raises ArgumentTypeError for none, or 30 years."""
     value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"a time is a number of seconds above 0, got {text}")
+    if not 0 < value <= 1e9:
+        raise argparse.ArgumentTypeError(f"a time is above 0 and at most 1e9 seconds, got {text}")
     return value
 
 

@@ -44,7 +44,7 @@ from slipstream.client.page import PAGE
 from slipstream.client.run_folder import FoundRun, parsed, read_summary
 from slipstream.client.status import RunStatus
 from slipstream.client.terminal import complain
-from slipstream.core.arguments import checked
+from slipstream.core.arguments import Count, checked, of_kind
 from slipstream.core.configuration.automatic import add_names
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.configuration.toml_text import check_values
@@ -241,12 +241,8 @@ class _Served:
 
     def checked(self, section: EnvironmentSection) -> _Served:
         """Returns it with the options as its section of the settings has checked them."""
-        number = self.options.get("episodes", 64)
-        if type(number) is not int or not 0 < number < 2**31:
-            raise ConfigError(
-                f"{SOURCE}: environments: episodes of {self.name} must be a whole number from 1 to "
-                f"{2**31 - 1}, got {number!r}"
-            )
+        what = f"{SOURCE}: environments: episodes of {self.name}"
+        number = of_kind(what, self.options.get("episodes", 64), Count)
         values = section.model_dump(include={*OPTIONS} - {"args", "reference"}, exclude_none=True)
         return _Served(self.environment, self.name, values | {"episodes": number})
 

@@ -15,8 +15,8 @@ from slipstream.core.template_values import plain, show
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Numbers up to these can be sent, and waited for.
-_LARGEST_WHOLE, _LARGEST = 2**63 - 1, 1e30
+# Numbers up to these can be sent; clocks of threads cannot wait longer.
+_LARGEST_WHOLE, _LARGEST, _LONGEST_S = 2**63 - 1, 1e30, 1e9
 # Kinds of values: each in words, and its classes.
 _KINDS: dict[object, tuple[str, tuple[type, ...]]] = {
     str: ("a text", (str,)),
@@ -43,7 +43,7 @@ def within(least: float, most: float = _LARGEST) -> Callable[[float], str]:
 
 
 def _above_0(value: float) -> str:
-    return within(-math.inf)(value) if value > 0 else "above 0"
+    return within(-math.inf, _LONGEST_S)(value) if value > 0 else "above 0"
 
 
 # Counts are sent in 32 bits.

@@ -137,8 +137,10 @@ async def test_one_environment_is_checked_without_settings(tmp_path, monkeypatch
                 await arguments.execute(arguments)
 
 
-@pytest.mark.parametrize("text", ["-3", "0", "nan", "inf", "soon"])
-def test_a_time_is_above_nothing(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", ["-3", "0", "nan", "inf", "1e308", "soon"])
+def test_a_time_is_above_nothing_and_no_eternity(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for command in ("rollout-server x.toml --connect-timeout-s", "submit m:C --timeout-s"):
         with pytest.raises(SystemExit, match="2"):
             parse([*command.split(), text])
