@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal, NamedTuple
 
+from pydantic import Field
 from slipstream.client.environment import Environment, Message, StepResult, answer_of
-from slipstream.core.arguments import Count, checked, within
+from slipstream.core.arguments import Count, checked
 from slipstream.core.errors import ConfigError
 from slipstream.environments.answers import final_of, number_of, numbers, plain
 
@@ -60,7 +61,7 @@ class Arithmetic(Environment[Addition]):
     @checked
     def __init__(
         self,
-        digits: Annotated[int, within(1, MAX_DIGITS)] = 2,
+        digits: Annotated[int, Field(ge=1, le=MAX_DIGITS)] = 2,
         operations: Sequence[str] = ("+", "-"),
         num_tasks: Count | None = None,
         split: Literal["train", "heldout"] = "train",

@@ -19,10 +19,10 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from slipstream.client.environment import Environment, Message, StepResult, answer_of
-from slipstream.core.arguments import AboveZero, Count, checked, within
+from slipstream.core.arguments import AboveZero, Count, NotNegative, checked
 from slipstream.core.errors import ConfigError
 from slipstream.environments.answers import TAGGED
 from slipstream.environments.arguments import FIELD, check_filled, check_holds, filled
@@ -216,7 +216,7 @@ class Functions(Environment[Exam]):
         reward: Literal["share", "all"] = "share",
         limit_s: AboveZero = 5.0,
         memory_mib: Count = 512,
-        max_running: Annotated[int, within(0)] = 0,
+        max_running: NotNegative = 0,
     ) -> None:
         """Reads tasks from `path`, .jsonl or .parquet. Raises ConfigError for invalid arguments.
 

@@ -23,7 +23,7 @@ from slipstream.client.environment import (
     ToolCall,
 )
 from slipstream.client.environment_loader import environment_failed
-from slipstream.core.arguments import Count, of_kind
+from slipstream.core.arguments import Count, kind_of, of_kind
 from slipstream.core.errors import ConfigError, ProtocolError, did_you_mean, near_names
 from slipstream.core.machine.files import read_regular
 from slipstream.core.models.vision import data_of_url
@@ -160,9 +160,12 @@ _FIELDS = {
 Made = TypeVar("Made", pb.Observation, pb.Verdict, pb.AgentResult)
 
 
+_LIMIT = kind_of(Count | None)
+
+
 def _reply_limit(limit: object) -> int:
     try:
-        return int(of_kind("max_reply_tokens", limit, Count | None) or 0)
+        return int(of_kind("max_reply_tokens", limit, _LIMIT) or 0)
     except ConfigError as error:
         raise environment_failed(str(error)) from None
 

@@ -12,11 +12,10 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
-from pydantic import JsonValue
 from slipstream.client.environment import AnyEnvironment
 from slipstream.client.episode_host import EpisodeHost, WorkerCall, answer_commands, open_stream
 from slipstream.client.run_folder import FoundRun, find_run
@@ -28,7 +27,7 @@ from slipstream.client.status import (
     event_from_pb,
     run_from_pb,
 )
-from slipstream.core.arguments import Count, Identity, Patience, checked, within
+from slipstream.core.arguments import Count, NotNegative, Patience, checked
 from slipstream.core.backoff import Backoff
 from slipstream.core.configuration.config_file import parse_section
 from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
@@ -95,7 +94,7 @@ class Client:
         tls_certificate: str | Path | None = None,
         tls_key: str | Path | None = None,
         reconnect_timeout_s: Patience = RECONNECT_TIMEOUT_S,
-        run_id: Identity | None = None,
+        run_id: str | None = None,
     ) -> None:
         """Takes the controller's `address`, host:port; other hosts need `token_file` and `tls_ca`.
 
@@ -105,6 +104,8 @@ class Client:
         Raises ConfigError for an invalid address or file, or a missing one.
         """
         address_parts(address)
+        if run_id is not None and not (run_id.isascii() and run_id.isprintable()):
+            raise ConfigError(f"run_id must be one line of ASCII, got {run_id!r}")
         self._run_id = run_id
         self._address, self._reconnect_timeout_s = address, reconnect_timeout_s
         files = {"token_file": token_file, "tls_ca": tls_ca}
@@ -160,12 +161,12 @@ class Client:
         reference: str,
         *,
         name: str | None = None,
-        args: Mapping[str, JsonValue] | None = None,
+        args: Mapping[str, Any] | None = None,
         weight: float = 1.0,
         timeout_s: float = 60.0,
         num_workers: Count = 1,
         search_path: str | Path | None = None,
-        chat_template_kwargs: Mapping[str, JsonValue] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         python: str | Path | None = None,
         adapter: str = "",
     ) -> EnvironmentStatus:
@@ -217,7 +218,7 @@ class Client:
         weight: float = 1.0,
         timeout_s: float = 60.0,
         connect_timeout_s: Patience = 60.0,
-        chat_template_kwargs: Mapping[str, JsonValue] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         adapter: str = "",
     ) -> None:
         """Runs the episodes of `environment` in this process until the run ends.
@@ -311,7 +312,7 @@ class Client:
         return str((await self._ask(self._status.DrainServer, request)).warning)
 
     @checked
-    async def watch(self, after: Annotated[int, within(0)] = 0) -> AsyncIterator[Event]:
+    async def watch(self, after: NotNegative = 0) -> AsyncIterator[Event]:
         """Yields events with a larger number than `after`, as they happen, until the run ends."""
         patience = ReconnectLimit(self._reconnect_timeout_s)
         while True:

@@ -44,7 +44,7 @@ from slipstream.client.page import PAGE
 from slipstream.client.run_folder import FoundRun, parsed, read_summary
 from slipstream.client.status import RunStatus
 from slipstream.client.terminal import complain
-from slipstream.core.arguments import Count, checked, of_kind
+from slipstream.core.arguments import Count, checked, kind_of, of_kind
 from slipstream.core.configuration.automatic import add_names
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.configuration.toml_text import check_values
@@ -242,7 +242,7 @@ class _Served:
     def checked(self, section: EnvironmentSection) -> _Served:
         """Returns it with the options as its section of the settings has checked them."""
         what = f"{SOURCE}: environments: episodes of {self.name}"
-        number = of_kind(what, self.options.get("episodes", 64), Count)
+        number = of_kind(what, self.options.get("episodes", 64), kind_of(Count))
         values = section.model_dump(include={*OPTIONS} - {"args", "reference"}, exclude_none=True)
         return _Served(self.environment, self.name, values | {"episodes": number})
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+from pydantic import Field
 from slipstream.client.environment import AgentEnvironment, AgentOutcome, Endpoint
-from slipstream.core.arguments import AboveZero, checked, within
+from slipstream.core.arguments import AboveZero, NotNegative, checked
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.files import OwnedFolder, read_regular
 from slipstream.core.machine.process import open_variables
@@ -65,8 +66,8 @@ class Command(AgentEnvironment[Row]):
         limit_s: AboveZero = 600.0,
         score_limit_s: AboveZero = 60.0,
         max_output_mib: AboveZero = 16.0,
-        memory_gib: Annotated[float, within(0)] = 0.0,
-        max_processes: Annotated[int, within(0)] = 0,
+        memory_gib: Annotated[float, Field(ge=0)] = 0.0,
+        max_processes: NotNegative = 0,
         sandbox: bool = False,
         readable: Sequence[str | Path] = (),
     ) -> None:

@@ -9,8 +9,9 @@ import string
 from collections.abc import Sequence
 from typing import Annotated, Literal, TypeAlias
 
+from pydantic import Field
 from slipstream.client.environment import Environment, Message, StepResult, answer_of
-from slipstream.core.arguments import checked, within
+from slipstream.core.arguments import checked
 
 Pair: TypeAlias = tuple[str, str]
 
@@ -30,8 +31,8 @@ class Echo(Environment[Pair]):
     @checked
     def __init__(
         self,
-        num_symbols: Annotated[int, within(3, len(string.ascii_lowercase))] = 12,
-        reply_length: Annotated[int, within(2)] = 4,
+        num_symbols: Annotated[int, Field(ge=3, le=len(string.ascii_lowercase))] = 12,
+        reply_length: Annotated[int, Field(ge=2)] = 4,
         split: Literal["train", "heldout"] = "train",
         seed: int = 0,
     ) -> None:

@@ -11,10 +11,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 from slipstream.client.environment import Message, StepResult, answer_of
-from slipstream.core.arguments import AboveZero, Count, checked, within
+from slipstream.core.arguments import AboveZero, Count, NotNegative, checked
 from slipstream.core.errors import ConfigError
 from slipstream.core.openai_client import faults_as, in_one_line, key_in, openai_client
 from slipstream.environments import arguments
@@ -32,7 +32,7 @@ class CallLimits(TypedDict, total=False):
 
     max_open: Count
     timeout_s: AboveZero
-    max_retries: Annotated[int, within(0)]
+    max_retries: NotNegative
 
 
 class JudgeOptions(CallLimits, total=False):
@@ -233,7 +233,7 @@ class Rewarded(Asked):
         question: str = "question",
         instruction: str = "{question}",
         api_key_file: str | Path | None = None,
-        label: Annotated[int, within(0)] = 0,
+        label: NotNegative = 0,
         as_probability: bool = False,
         **limits: Unpack[CallLimits],
     ) -> None:
@@ -276,7 +276,7 @@ class RewardModel(_ScoringServer):
         base_url: str,
         model: str,
         *,
-        label: Annotated[int, within(0)] = 0,
+        label: NotNegative = 0,
         as_probability: bool = False,
         api_key: str = "none",
         **limits: Unpack[CallLimits],

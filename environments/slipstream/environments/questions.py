@@ -17,9 +17,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Literal, SupportsFloat, cast
 
+from pydantic import Field
 from slipstream.client.environment import Message, Reply, StepResult, answer_of
 from slipstream.client.environment_loader import environment_failed
-from slipstream.core.arguments import AboveZero, Count, checked, within
+from slipstream.core.arguments import AboveZero, Count, checked
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX
 from slipstream.core.machine.process import send_signal
@@ -76,7 +77,7 @@ class Questions(Asked):
         instruction: str = "{question}",
         answer_after: str | None = None,
         split: Literal["all", "train", "heldout"] = "all",
-        heldout_one_in: Annotated[int, within(2)] = 10,
+        heldout_one_in: Annotated[int, Field(ge=2)] = 10,
         shuffle_seed: int | None = None,
         limit: Count | None = None,
         duplicates: Literal["refuse", "drop"] = "refuse",

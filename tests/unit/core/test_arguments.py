@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import slipstream
 import torch
+from pydantic import Field
 from slipstream.client import Client
-from slipstream.core.arguments import AboveZero, Count, Patience, checked, within
+from slipstream.core.arguments import AboveZero, Count, Patience, checked
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.environments.command import Command
 from slipstream.environments.demonstrations import Demonstrations
@@ -42,7 +43,7 @@ def example(
     path: str | Path = "",
     *,
     limit: Count | None = None,
-    rate: Annotated[float, within(0, 1)] = 0.0,
+    rate: Annotated[float, Field(ge=0, le=1)] = 0.0,
     wait_s: Patience = 0.0,
     time_s: AboveZero = 1.0,
     split: Literal["train", "all"] = "all",
@@ -60,26 +61,26 @@ def example(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"path": 3}, "path must be a text or a path, got 3"),
-        ({"path": b"x"}, "path must be a text or a path, got b'x'"),
-        ({"path": "a\0b"}, r"path must be a text without surrogates and NUL or a path, got"),
+        ({"path": 3}, "path must be a text or an instance of Path, got 3"),
+        ({"path": b"x"}, "path must be a text or an instance of Path, got b'x'"),
+        ({"path": "a\0b"}, "path must be without surrogates and NUL, got"),
         ({"limit": 0}, "limit must be at least 1, got 0"),
         ({"limit": True}, "limit must be a whole number, got True"),
         ({"limit": np.float32(2.5)}, "limit must be a whole number, got 2.5"),
-        ({"limit": HUGE}, "limit must be at most .*, got 1000"),
+        ({"limit": HUGE}, "limit must be at most 2147483647, got 1000"),
         ({"rate": 1.5}, "rate must be at most 1, got 1.5"),
-        ({"rate": math.nan}, "rate must be a number, got nan"),
+        ({"rate": math.nan}, "rate must be a finite number, got nan"),
         ({"wait_s": -1}, "wait_s must be at least 0, got -1"),
         ({"time_s": 0}, "time_s must be above 0, got 0"),
-        ({"time_s": math.inf}, r"time_s must be at most 1000000000.0, got inf"),
-        ({"split": "test"}, "split must be one of train, all, got 'test'"),
-        ({"names": "train"}, "names must be a list, each item a text, got 'train'"),
-        ({"names": ["a", 3]}, r"names must be a list, each item a text, got \['a', 3\]"),
-        ({"files": {"a": 3}}, "files must be a mapping, each value a text or bytes, got {'a': 3}"),
-        ({"echo": Echo}, "echo must be of the class Echo, got <class"),
-        ({"sure": "no"}, "sure must be True or False, got 'no'"),
+        ({"time_s": math.inf}, r"time_s must be a finite number, got inf"),
+        ({"split": "test"}, "split must be 'train' or 'all', got 'test'"),
+        ({"names": "train"}, "names must be a list, got 'train'"),
+        ({"names": ["a", 3]}, r"names, number 2, must be a text, got 3"),
+        ({"files": {"a": 3}}, "files must be a text or a valid bytes, got 3"),
+        ({"echo": Echo}, "echo must be an instance of Echo, got <class"),
+        ({"sure": "no"}, "sure must be a valid boolean, got 'no'"),
         ({"text": None}, "text must be a text, got None"),
-        ({"text": "\ud800"}, "text must be a text without surrogates and NUL, got '.ud800'"),
+        ({"text": "\ud800"}, "text must be without surrogates and NUL, got '.ud800'"),
         ({"most": 0}, "most must be at least 1, got 0"),
     ],
 )
@@ -98,7 +99,7 @@ def test_values_of_the_signature_and_scalars_of_numpy_and_torch_are_passed_on() 
         sure=np.bool_(True),
         text=np.str_("é"),
         most=np.array(2),
-        call=3,  # type: ignore[arg-type] # an abstract type is the function's own matter
+        call=print,
     )
     assert (path, limit, rate, sure, text, options) == ("x", 3, 0.5, True, "é", {"most": 2})
     assert [type(each) for each in (path, limit, rate, sure, text)] == [str, int, float, bool, str]

@@ -104,7 +104,7 @@ def test_arithmetic_rewards_the_right_answer_and_a_little_the_right_form() -> No
     [
         (Echo, {"num_symbols": 27}, "num_symbols must be at most 26, got 27"),
         (Echo, {"reply_length": 0}, "reply_length must be at least 2, got 0"),
-        (Echo, {"split": "test"}, "split must be one of train, heldout, got 'test'"),
+        (Echo, {"split": "test"}, "split must be 'train' or 'heldout', got 'test'"),
         (Arithmetic, {"digits": 0}, "digits must be at least 1, got 0"),
         (Arithmetic, {"operations": ["/"]}, "operations must be some of"),
         (Arithmetic, {"num_tasks": 0}, "num_tasks must be at least 1, got 0"),

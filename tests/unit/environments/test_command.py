@@ -195,8 +195,8 @@ UNSCORED = {"score_command": None}
 @pytest.mark.parametrize(
     ("given", "cause"),
     [
-        ({"command": "true"}, "command must be a list, each item a text, got 'true'"),
-        ({"command": ["true", 3]}, "command must be a list, each item a text, got \\['true', 3]"),
+        ({"command": "true"}, "command must be a list, got 'true'"),
+        ({"command": ["true", 3]}, "command, number 2, must be a text, got 3"),
         ({"command": []}, "a command must name a program, got \\[]"),
         ({"command": ["true"]}, "nothing of a task reaches the program: name one of its fields"),
         ({"command": ["no-such-program", "{task}"]}, "there is no program 'no-such-program' in"),

@@ -430,7 +430,7 @@ async def test_a_test_that_cannot_run_fails_the_episode(tmp_path: Path) -> None:
         ({"question": "?", "tests": ["assert 1 == 1"]}, {}, "the tests use no name"),
         ({"question": "?", "tests": "def check(f):\n    f()"}, {}, "function = 'entry_point'"),
         (MBPP | {"image": "a.png"}, MBPP_COLUMNS, "column 'image' is not read, got a.png"),
-        (MBPP, {"reward": "some"}, "reward must be one of share, all, got 'some'"),
+        (MBPP, {"reward": "some"}, "reward must be 'share' or 'all', got 'some'"),
         (MBPP, {"limit_s": 0.0}, "limit_s must be above 0, got 0.0"),
         (MBPP, {"instruction": "x"}, "instruction must contain {question}"),
         (MBPP, {"max_running": -1}, "max_running must be at least 0, got -1"),

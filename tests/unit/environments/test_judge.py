@@ -273,7 +273,7 @@ async def test_a_judge_has_no_more_calls_open_than_it_may(endpoint: Endpoint) ->
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"answer": "words"}, "answer must be one of number, json, got 'words'"),
+        ({"answer": "words"}, "answer must be 'number' or 'json', got 'words'"),
         ({"lowest": 1.0, "highest": 1.0}, "lowest must be below highest, got 1.0 and 1.0"),
         ({"max_open": 0}, "max_open must be at least 1, got 0"),
         ({"max_retries": -1}, "max_retries must be at least 0, got -1"),

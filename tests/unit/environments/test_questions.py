@@ -401,9 +401,9 @@ def test_duplicates_may_be_dropped(tmp_path: Path):
             f"judge {__name__}:verls must take reply, question, answer, row by name, or some of "
             "them, and takes 'data_source': wrap it in a function that does",
         ),
-        ({"judge": 3}, "judge must be a function, or the name of one, got 3"),
+        ({"judge": 3}, "judge must be a text or callable, got 3"),
         ({"judge": f"{__name__}:blind"}, f"judge {__name__}:blind must take the argument reply"),
-        ({"split": "test"}, "split must be one of all, train, heldout, got 'test'"),
+        ({"split": "test"}, "split must be 'all', 'train' or 'heldout', got 'test'"),
         ({"instruction": "?"}, "instruction must contain {question}, got '?'"),
         ({"limit": 0}, "limit must be at least 1, got 0"),
         ({"limit": 1.5}, "limit must be a whole number, got 1.5"),
@@ -422,7 +422,7 @@ def test_an_argument_that_cannot_work_is_refused(tmp_path: Path, settings, messa
 
 @pytest.mark.parametrize("path", [3, None])
 def test_what_gives_no_rows_is_refused(path: object) -> None:
-    assert refusal(path).startswith(f"rows are a list of dicts, got a {type(path).__name__} of ")
+    assert refusal(path) == f"path must be a text or an instance of Path or iterable, got {path}"
 
 
 async def test_an_empty_mark_is_none(tmp_path: Path) -> None:

@@ -372,13 +372,9 @@ def test_a_limit_must_be_above_0() -> None:
     for value, rule in ((0, "at least 1"), (-1, "at least 1"), (2.5, "a whole number")):
         with pytest.raises(ConfigError, match=f"memory_bytes must be {rule}, got {value}"):
             Sandbox(Limits(memory_bytes=value))
-    for seconds, rule in (
-        (0, "above 0"),
-        (math.nan, "a number"),
-        (math.inf, "at most 1000000000.0"),
-    ):
-        with pytest.raises(ConfigError, match=f"seconds must be {rule}, got {seconds}"):
-            Sandbox(Limits(seconds=seconds))
+    for value, rule in ((0, "above 0"), (math.nan, "a finite number"), (math.inf, "a finite numb")):
+        with pytest.raises(ConfigError, match=f"seconds must be {rule}.*, got {value}"):
+            Sandbox(Limits(seconds=value))
 
 
 def test_a_machine_without_a_sandbox_is_refused_in_one_line(monkeypatch):

@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
-from slipstream.core.arguments import AboveZero, checked, of_kind, within
+from pydantic import Field
+from slipstream.core.arguments import AboveZero, checked, kind_of, of_kind
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.files import OwnedFolder
 from slipstream.environments.sandbox.kept_program import own_program
@@ -83,7 +84,7 @@ class Sandbox:
         `limits` None means the defaults of `Limits`. `readable` are further paths that programs may
         read. Raises ConfigError if a limit is not above 0, or the backend does not work.
         """
-        kinds = {float: AboveZero, int: Annotated[int, within(1)]}
+        kinds = {float: kind_of(AboveZero), int: kind_of(Annotated[int, Field(ge=1)])}
         given = asdict(limits or Limits())
         types = {name: kinds[type(value)] for name, value in asdict(Limits()).items()}
         self.limits = Limits(**{name: of_kind(name, given[name], types[name]) for name in types})
