@@ -40,8 +40,6 @@ async def submit(arguments: argparse.Namespace) -> int:
         args = json.loads(arguments.args)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--args must be a JSON object: {error}") from error
-    if not isinstance(args, dict):
-        raise ConfigError(f"--args must be a JSON object, got {arguments.args}")
     async with connect(arguments) as client:
         status = await client.submit(
             arguments.reference,

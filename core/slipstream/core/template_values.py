@@ -28,10 +28,10 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def check_values(values: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Returns `values`; raises ValueError for a name that the servers set themselves."""
+    """Returns `values`; raises ConfigError for a name that the servers set themselves."""
     for name in values:
         if name in _OWNED:
-            raise ValueError(f"chat_template_kwargs must not set {name!r}, which servers set")
+            raise ConfigError(f"chat_template_kwargs must not set {name!r}, which servers set")
     return values
 
 
@@ -58,12 +58,8 @@ def values_json(values: Mapping[str, JsonValue] | None) -> str:
     """Returns `values` as JSON text, or "" if empty. Raises ConfigError if they are invalid."""
     if not values:
         return ""
-    text = json_object("chat_template_kwargs", values, allow_nan=False)
-    try:
-        read_values(text)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return text
+    check_values(dict(values))
+    return json_object("chat_template_kwargs", values, allow_nan=False)
 
 
 def read_values(text: str) -> dict[str, JsonValue]:
