@@ -6,7 +6,13 @@ import functools
 import pytest
 from slipstream.extensions.turns.controller import EngineTurns, shares
 from slipstream.learner.controller.servers.fleet import Fleet
-from slipstream.learner.controller.servers.session import ServerEvent, ServerSession
+from slipstream.learner.controller.servers.session import (
+    DRAINING,
+    LOADING,
+    SERVING,
+    STALE,
+    ServerSession,
+)
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2
 from support.rigs.publishing_scene import joined, nothing, run_of, sent
@@ -33,8 +39,8 @@ class Scene:
 
     def serving(self, name: str) -> ServerSession:
         session = joined(self.fleet, name)
-        session.on(ServerEvent.RECEIVE)
-        session.on(ServerEvent.PUBLISHED)
+        session.become(LOADING)
+        session.become(SERVING)
         return session
 
     def compute_on(self, rank: str, *servers: str) -> None:
@@ -148,8 +154,8 @@ async def test_engines_without_weights_and_those_that_leave_give_their_memory_ba
 ) -> None:
     scene = Scene(turns)
     joining, (stale, leaving) = joined(scene.fleet, "c"), scene.sessions
-    stale.on(ServerEvent.FAILED)
-    leaving.on(ServerEvent.DRAIN)
+    stale.become(STALE)
+    leaving.become(DRAINING)
     scene.turns.trainer_away()
     beginning = asyncio.create_task(scene.turns.before_batch())
     await asyncio.sleep(0)

@@ -36,9 +36,10 @@ from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import (
     JOINING,
+    LOADING,
+    SERVING,
     STALE,
     JoinedOrder,
-    ServerEvent,
     ServerKey,
     ServerSession,
 )
@@ -46,8 +47,6 @@ from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.weights.buckets import num_tensors
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
-LOADED = fleet_pb2.PUBLISH_PHASE_LOADED
-SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
 DISCARD = trainer_pb2.PublishReceipt(discard_communicator=True)
 
 # A deadline is raised to this multiple of `weights.bucket_deadline_s` at most.
@@ -310,7 +309,7 @@ class Publisher(Part):
             self._open[session.key] = publish, receiver
             if not order.adapters_alone:
                 self._holders.discard(session.key)
-            session.on(ServerEvent.RECEIVE)
+            session.become(LOADING)
             own = fleet_pb2.ReceiveWeights(first_rank=ranks.get(session.key.server_id, 0))
             session.send(JoinedOrder(fleet_pb2.ControllerMessage(receive=own), shared))
         if publish.digests:
@@ -392,7 +391,7 @@ class Publisher(Part):
             session.version, session.publish_id = publish.version, publish.publish_id
             if not session.is_leaving:
                 session.cause = ""
-            session.on(ServerEvent.PUBLISHED)
+            session.become(SERVING)
         self._run.signal.notify()
 
     def publish_reported(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
@@ -407,8 +406,9 @@ class Publisher(Part):
         if report.phase == FAILED:
             self._fail(publish, receiver, report.message or "it failed")
             return
+        loaded, serving = fleet_pb2.PUBLISH_PHASE_LOADED, fleet_pb2.PUBLISH_PHASE_SERVING
         # A server that serves has loaded.
-        reached = {LOADED: [receiver.loaded], SERVING: [receiver.loaded, receiver.serving]}
+        reached = {loaded: [receiver.loaded], serving: [receiver.loaded, receiver.serving]}
         for wait in reached.get(report.phase, []):
             if not wait.done():
                 wait.set_result(report)

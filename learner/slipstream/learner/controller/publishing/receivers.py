@@ -18,7 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.types import ServerId
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
-from slipstream.learner.controller.servers.session import ServerEvent, ServerKey, ServerSession
+from slipstream.learner.controller.servers.session import STALE, ServerKey, ServerSession
 from slipstream.protocol.weights.transports import Place, choose_transport
 from slipstream.v1 import fleet_pb2, weights_pb2
 
@@ -71,7 +71,7 @@ class Failures:
         if self._fleet.find(session.key) is not session:
             return
         session.failed_publishes += 1
-        session.on(ServerEvent.FAILED)
+        session.become(STALE)
         if session.is_leaving:
             return
         session.cause = cause

@@ -12,8 +12,9 @@ from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import (
+    DEAD,
     DRAINING,
-    ServerEvent,
+    LEFT,
     ServerKey,
     ServerSession,
     describe,
@@ -147,7 +148,7 @@ class Fleet:
             return
         del self.sessions[session.key.server_id]
         has_left = session.drained.is_set()
-        session.on(ServerEvent.LEFT if has_left else ServerEvent.LOST)
+        session.become(LEFT if has_left else DEAD)
         if not has_left:
             self.num_lost += 1
             session.cause = cause
@@ -170,7 +171,7 @@ class Fleet:
         """Notes that a server drains: it gets no new work and leaves after its episodes."""
         if session.is_leaving:
             return
-        session.on(ServerEvent.DRAIN)
+        session.become(DRAINING)
         session.cause = reason
         self._tell(f"rollout server {session.name} drains: {reason}")
         warning = self.warn_without(session)

@@ -1,10 +1,14 @@
 """One connected rollout server: its states, and the orders that wait to be written on its stream.
 
-JOINING --receive--> LOADING --published--> SERVING --receive--> LOADING ...
-any of them --failed--> STALE --receive--> LOADING
-any of them --drain--> DRAINING, which only `lost` and `left` end
-all of them --lost--> DEAD
-all of them --left--> LEFT
+    JOINING --> LOADING --> SERVING --> LOADING ...
+    any of them --> STALE --> LOADING
+    any of them --> DRAINING --> LEFT
+    all of them --> DEAD
+
+A server loads when it was told to receive new weights, and serves when it has loaded them whole and
+a probe, if asked for, has passed. A publish that fails in any phase makes it stale. It drains when
+it leaves, on its own or by an order, and has left once it has reported its last counters. It is
+dead if its stream ends or is silent for too long before that.
 """
 
 import asyncio
@@ -12,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import grpc.aio
@@ -29,52 +32,25 @@ DEAD = fleet_pb2.SERVER_STATE_DEAD
 LEFT = fleet_pb2.SERVER_STATE_LEFT
 
 
-class ServerEvent(Enum):
-    """The events that move a server from one state to another."""
-
-    # The server was told to receive new weights.
-    RECEIVE = "receive"
-    # The server has loaded the whole weights, and a probe, if asked for, has passed.
-    PUBLISHED = "published"
-    # A publish to the server failed, in any phase.
-    FAILED = "failed"
-    # The server leaves, on its own or by an order.
-    DRAIN = "drain"
-    # The stream ended or was silent for too long before the server had drained.
-    LOST = "lost"
-    # The server left normally: it had drained and reported its last counters.
-    LEFT = "left"
+# The states from which a server comes to load weights, and to serve them; all others lead on from
+# any state.
+_BEFORE = {LOADING: (JOINING, SERVING, STALE), SERVING: (LOADING,)}
 
 
-# Events that end every other state; nothing leaves the states that they lead to.
-_ENDS = {ServerEvent.LOST: DEAD, ServerEvent.LEFT: LEFT}
-_NEXT = {
-    (JOINING, ServerEvent.RECEIVE): LOADING,
-    (SERVING, ServerEvent.RECEIVE): LOADING,
-    (STALE, ServerEvent.RECEIVE): LOADING,
-    (LOADING, ServerEvent.PUBLISHED): SERVING,
-}
+def next_state(
+    state: fleet_pb2.ServerState, target: fleet_pb2.ServerState
+) -> fleet_pb2.ServerState:
+    """Returns the state of a server that comes to `target`; raises ValueError if it cannot.
 
-
-def next_state(state: fleet_pb2.ServerState, event: ServerEvent) -> fleet_pb2.ServerState:
-    """Returns the state after `event`; raises ValueError if `event` cannot happen in `state`.
-
-    A DRAINING server may finish a publish in which it takes part, because otherwise the other
-    receivers would lose that publish. It stays DRAINING.
+    Nothing leads out of DEAD and LEFT. A DRAINING server may finish a publish in which it takes
+    part, because otherwise the other receivers would lose that publish. It stays DRAINING.
     """
-    if state in _ENDS.values():
+    if state in (DEAD, LEFT) or (state == DRAINING and target not in (DEAD, LEFT)):
         return state
-    if event in _ENDS:
-        return _ENDS[event]
-    if state == DRAINING or event is ServerEvent.DRAIN:
-        return DRAINING
-    if event is ServerEvent.FAILED:
-        return STALE
-    following = _NEXT.get((state, event))
-    if following is None:
-        name = fleet_pb2.ServerState.Name(state)
-        raise ValueError(f"a rollout server in the state {name} cannot {event.value}")
-    return following
+    if state not in _BEFORE.get(target, (state,)):
+        name = fleet_pb2.ServerState.Name
+        raise ValueError(f"a rollout server in the state {name(state)} cannot be {name(target)}")
+    return target
 
 
 class ServerKey(NamedTuple):
@@ -240,11 +216,11 @@ class ServerSession:
         """Whether the server drains, has left or is lost, so that it gets no new work."""
         return self.state in (DRAINING, DEAD, LEFT)
 
-    def on(self, event: ServerEvent) -> None:
-        """Moves the server to the state that follows `event`; see `next_state`."""
+    def become(self, target: fleet_pb2.ServerState) -> None:
+        """Moves the server to the state `target`, unless it stays; see `next_state`."""
         if self.is_serving:
             self.unserved_since_s = time.monotonic()
-        self.state = next_state(self.state, event)
+        self.state = next_state(self.state, target)
         self.served.note(self.clock.now_s(), running=self.is_serving)
         self.changed()
 

@@ -11,12 +11,7 @@ from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.extensions.stored_weights.controller import StoredPublisher
 from slipstream.learner.controller.publishing.receivers import MAX_FAILED_WHILE_NONE_SERVES
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.session import (
-    STALE,
-    ServerEvent,
-    ServerKey,
-    ServerSession,
-)
+from slipstream.learner.controller.servers.session import STALE, ServerKey, ServerSession
 from slipstream.protocol.codec import pack_logprobs, version_to_pb
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
 from support.rigs.publishing_scene import (
@@ -44,8 +39,8 @@ async def two_that_serve(scene: Scene) -> ServerSession:
     await scene.serve()
     other = scene.joined("b")
     other.version = PolicyVersion(0, 0)
-    other.on(ServerEvent.RECEIVE)
-    other.on(ServerEvent.PUBLISHED)
+    other.become(fleet_pb2.SERVER_STATE_LOADING)
+    other.become(fleet_pb2.SERVER_STATE_SERVING)
     return other
 
 

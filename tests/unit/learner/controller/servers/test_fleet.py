@@ -1,7 +1,7 @@
 import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.servers.fleet import MAX_DEPARTED, Fleet
-from slipstream.learner.controller.servers.session import DEAD, LEFT, ServerEvent
+from slipstream.learner.controller.servers.session import DEAD, LEFT, LOADING, SERVING, STALE
 from slipstream.v1 import fleet_pb2
 from support.rigs.publishing_scene import joined, run_of
 
@@ -83,9 +83,9 @@ def test_the_idle_time_of_a_run_stands_still_while_no_server_serves(monkeypatch)
     monkeypatch.setattr(run.clock, "now_s", lambda: now_s)
     session, idle_s = joined(Fleet(run), "a"), []
     session.version = PolicyVersion(0, 0)
-    for event in (None, ServerEvent.RECEIVE, ServerEvent.PUBLISHED, ServerEvent.FAILED):
-        if event is not None:
-            session.on(event)
+    for state in (None, LOADING, SERVING, STALE):
+        if state is not None:
+            session.become(state)
         now_s += 10.0
         idle_s.append(run.progress.idle_s)
     assert idle_s == [0.0, 0.0, 10.0, 10.0]
