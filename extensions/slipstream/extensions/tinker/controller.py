@@ -151,12 +151,10 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
     ) -> AsyncIterator[pb.OperationResult]:
         """Takes samples, and yields their results as they come, until the caller goes."""
         outbox = Outbox[pb.OperationResult]()
-        reader = asyncio.create_task(self._samples.take(request_iterator, outbox))
-        try:
-            async for result in outbox.messages(reader):
+        reading = self._samples.take(request_iterator, outbox)
+        async with contextlib.aclosing(outbox.messages(reading)) as results:
+            async for result in results:
                 yield result
-        finally:
-            reader.cancel()
 
     async def Await(self, request: pb.AwaitRequest, context: CallContext) -> pb.OperationResult:  # noqa: N802
         """Returns the result of an operation, or one that is not done after the limit."""

@@ -53,24 +53,21 @@ class Samples:
         self, requests: AsyncIterator[pb.Operation], outbox: Outbox[pb.OperationResult]
     ) -> None:
         """Adds the samples of a stream, whose results go to `outbox`."""
-        try:
-            async for request in requests:
-                if not request.HasField("sample"):
-                    raise ProtocolError(f"{request.id} is no sample")
-                entry = self._known.get(request.id)
-                if entry is None:
-                    entry = self._known[request.id] = Entry(request)
-                    self.open[entry] = None
-                    self._run.signal.notify(gathered=True)
-                for name in request.told:
-                    if told := self._known.get(name):
-                        told.is_told = True
-                del request.told[:]
-                entry.outbox = outbox
-                if entry.ended.is_set():
-                    entry.tell()
-        finally:
-            outbox.close()
+        async for request in requests:
+            if not request.HasField("sample"):
+                raise ProtocolError(f"{request.id} is no sample")
+            entry = self._known.get(request.id)
+            if entry is None:
+                entry = self._known[request.id] = Entry(request)
+                self.open[entry] = None
+                self._run.signal.notify(gathered=True)
+            for name in request.told:
+                if told := self._known.get(name):
+                    told.is_told = True
+            del request.told[:]
+            entry.outbox = outbox
+            if entry.ended.is_set():
+                entry.tell()
 
     def await_before(self, model: Model) -> None:
         """Notes the samples that end before a publish of `model` does."""

@@ -9,10 +9,10 @@ either stream, which fails the stream's open calls. Calls to a client that does 
 rollout server that does not read loses its stream.
 """
 
-import asyncio
 import itertools
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import grpc
@@ -246,9 +246,6 @@ class EnvironmentBook:
             entry.failed_on.pop(key, None)
 
 
-HELLO_TIMEOUT_S = 10.0
-
-
 @dataclass(frozen=True)
 class RelayedCall:
     """An open call: the outbox of the server that made it, its call id, and the client's outbox.
@@ -265,53 +262,30 @@ class RelayedCall:
 class Relay:
     """Connects rollout servers with the clients that serve environments."""
 
-    def __init__(
-        self,
-        on_arrival: Callable[[pb.WorkerHello], str],
-        on_departure: Callable[[str], None],
-        clock: LoopClock,
-    ) -> None:
-        """Takes callbacks for a client's arrival and departure.
-
-        `on_arrival` returns why the client is rejected, or "". `on_departure` gets the name of the
-        environment that it served. By `clock`, a client must send its hello within 10 seconds.
-        """
-        self._on_arrival, self._on_departure, self._clock = on_arrival, on_departure, clock
+    def __init__(self) -> None:
         # The outbox of each client, by the name of its environment.
         self._clients: dict[str, Outbox[pb.WorkerCommand]] = {}
         self._calls: dict[int, RelayedCall] = {}
         self._numbers = itertools.count(1)
 
     async def serve_episodes(
-        self, requests: AsyncIterator[pb.WorkerMessage], context: CallContext
+        self, name: str, requests: AsyncIterator[pb.WorkerMessage]
     ) -> AsyncGenerator[pb.WorkerCommand, None]:
-        """Serves one client from its hello to the end of its stream; yields commands for it."""
-        limit_s = HELLO_TIMEOUT_S
-        hello = (await first_message(requests, context, self._clock, limit_s=limit_s)).hello
-        refusal = self._on_arrival(hello)
-        if refusal:
-            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, refusal, Reason.BAD_ARGUMENT)
-        client = Outbox[pb.WorkerCommand]()
-        self._clients[hello.spec.name] = client
-        reader = asyncio.create_task(self._read_answers(client, requests))
+        """Yields commands for a client that serves the environment `name`."""
+        client = self._clients[name] = Outbox[pb.WorkerCommand]()
         try:
-            async for command in client.messages(reader):
-                yield command
+            async with aclosing(client.messages(self._read_answers(client, requests))) as commands:
+                async for command in commands:
+                    yield command
         finally:
-            reader.cancel()
-            self._forget(hello.spec.name, client)
+            self._forget(name, client)
 
-    async def call_environments(
+    def call_environments(
         self, requests: AsyncIterator[fleet_pb2.EnvironmentCall]
     ) -> AsyncGenerator[fleet_pb2.EnvironmentAnswer, None]:
         """Relays a rollout server's calls to clients; yields the answers as they arrive."""
         answers = Outbox[fleet_pb2.EnvironmentAnswer]()
-        reader = asyncio.create_task(self._read_calls(requests, answers))
-        try:
-            async for answer in answers.messages(reader):
-                yield answer
-        finally:
-            reader.cancel()
+        return answers.messages(self._read_calls(requests, answers))
 
     def close(self) -> None:
         """Ends the streams of all clients, at the end of the run."""
@@ -323,50 +297,44 @@ class Relay:
         requests: AsyncIterator[fleet_pb2.EnvironmentCall],
         answers: Outbox[fleet_pb2.EnvironmentAnswer],
     ) -> None:
-        try:
-            async for call in requests:
-                client = self._clients.get(call.environment)
-                if client is None:
-                    cause = f"no client serves {call.environment}"
-                    _answer(answers, _lost(call.command.call_id, cause))
-                    continue
-                number = next(self._numbers)
-                # Nothing answers the last part of a reply.
-                if not call.command.reply_part.is_last:
-                    followed = call.command.follow_agent.episode_key
-                    opened = RelayedCall(answers, call.command.call_id, client, followed)
-                    self._calls[number] = opened
-                command = pb.WorkerCommand()
-                command.CopyFrom(call.command)
-                command.call_id = number
-                if not client.put(command):
-                    self._calls.pop(number, None)
-                    cause = f"the client that serves {call.environment} does not read"
-                    _answer(answers, _lost(call.command.call_id, cause))
-                    # Without a part of its reply the agent is lost, too.
-                    episode = call.command.reply_part.episode_key
-                    for number, opened in list(self._calls.items()):
-                        if episode and opened.followed == episode and opened.answers is answers:
-                            del self._calls[number]
-                            _answer(answers, _lost(opened.call_id, cause))
-        finally:
-            answers.close()
+        async for call in requests:
+            client = self._clients.get(call.environment)
+            if client is None:
+                cause = f"no client serves {call.environment}"
+                _answer(answers, _lost(call.command.call_id, cause))
+                continue
+            number = next(self._numbers)
+            # Nothing answers the last part of a reply.
+            if not call.command.reply_part.is_last:
+                followed = call.command.follow_agent.episode_key
+                opened = RelayedCall(answers, call.command.call_id, client, followed)
+                self._calls[number] = opened
+            command = pb.WorkerCommand()
+            command.CopyFrom(call.command)
+            command.call_id = number
+            if not client.put(command):
+                self._calls.pop(number, None)
+                cause = f"the client that serves {call.environment} does not read"
+                _answer(answers, _lost(call.command.call_id, cause))
+                # Without a part of its reply the agent is lost, too.
+                episode = call.command.reply_part.episode_key
+                for number, opened in list(self._calls.items()):
+                    if episode and opened.followed == episode and opened.answers is answers:
+                        del self._calls[number]
+                        _answer(answers, _lost(opened.call_id, cause))
 
     async def _read_answers(
         self, client: Outbox[pb.WorkerCommand], requests: AsyncIterator[pb.WorkerMessage]
     ) -> None:
-        try:
-            async for message in requests:
-                call = self._calls.get(message.call_id)
-                # Only the client that got the call may answer it.
-                if call is not None and call.client is client:
-                    # An agent is followed by one call until its result.
-                    if not message.HasField("agent_call"):
-                        del self._calls[message.call_id]
-                    message.call_id = call.call_id
-                    _answer(call.answers, fleet_pb2.EnvironmentAnswer(message=message))
-        finally:
-            client.close()
+        async for message in requests:
+            call = self._calls.get(message.call_id)
+            # Only the client that got the call may answer it.
+            if call is not None and call.client is client:
+                # An agent is followed by one call until its result.
+                if not message.HasField("agent_call"):
+                    del self._calls[message.call_id]
+                message.call_id = call.call_id
+                _answer(call.answers, fleet_pb2.EnvironmentAnswer(message=message))
 
     def _forget(self, name: str, client: Outbox[pb.WorkerCommand]) -> None:
         if self._clients.get(name) is client:
@@ -376,7 +344,6 @@ class Relay:
                 del self._calls[number]
                 cause = f"the client that served {name} left"
                 _answer(call.answers, _lost(call.call_id, cause))
-        self._on_departure(name)
 
 
 async def first_message(

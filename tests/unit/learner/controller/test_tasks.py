@@ -10,7 +10,6 @@ from slipstream.client.status import environment_from_pb
 from slipstream.core.types import ServerId
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.state import RunState
-from slipstream.learner.controller.run import LoopClock
 from slipstream.learner.controller.servers import session
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.tasks import EnvironmentBook, Relay
@@ -192,20 +191,13 @@ class Clients:
     """A relay with clients, each known by the environment that it serves."""
 
     def __init__(self) -> None:
-        self.left: list[str] = []
-        self.relay = Relay(
-            lambda hello: "",
-            self.left.append,
-            LoopClock(),
-        )
+        self.relay = Relay()
         self.said: dict[str, Stream] = {}
 
     async def come(self, name: str) -> AsyncIterator[pb.WorkerCommand]:
         """The commands for a client, which reads when they are asked for."""
         said = self.said[name] = Stream()
-        spec = pb.EnvironmentSpec(name=name)
-        said.say(pb.WorkerMessage(hello=pb.WorkerHello(spec=spec, num_tasks=1, max_episodes=4)))
-        commands = self.relay.serve_episodes(aiter(said), None)  # type: ignore[arg-type]
+        commands = self.relay.serve_episodes(name, aiter(said))
         first = asyncio.ensure_future(anext(commands))
         await until(lambda: name in self.relay._clients)
         self.first = first
@@ -278,7 +270,7 @@ async def test_a_client_that_leaves_is_reported_though_a_server_does_not_read(mo
         await commands.aclose()  # type: ignore[attr-defined]
         first = await waiting
         rest = [answer async for answer in answers]
-    assert clients.left == ["leaving"]
+    assert not clients.relay._clients
     assert first.message.failure.message == "the client that served leaving left"
     assert len(rest) == 1
 

@@ -14,7 +14,7 @@ dead if its stream ends or is silent for too long before that.
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -128,22 +128,30 @@ class Outbox(Generic[Message]):
                 return waiting.message
         return None
 
-    async def messages(self, reader: asyncio.Task[None] | None = None) -> AsyncIterator[Message]:
+    async def messages(
+        self, reading: Coroutine[Any, Any, None] | None = None
+    ) -> AsyncGenerator[Message, None]:
         """Yields messages in the order of `pop`, until the outbox is closed and empty.
 
         Raises the error of the future for which a message waits (`after` of `put`), if that fails.
-        At the end it raises the error that ended `reader`, if any, so that the call fails and logs
-        it. The reader takes the other side's messages, and closes the outbox.
+        A task carries out `reading`, which takes the other side's messages, and whose end closes
+        the outbox. At the end its error, if any, is raised, so that the call fails and logs it.
         """
-        while True:
-            while (message := self.pop()) is not None:
-                yield message
-            if self._closed and not self._messages:
-                if reader is not None and reader.done() and not reader.cancelled():
-                    reader.result()
-                return
-            await self._changed.wait()
-            self._changed.clear()
+        reader = None if reading is None else asyncio.create_task(reading)
+        if reader is not None:
+            reader.add_done_callback(lambda _: self.close())
+        try:
+            while not self._closed or self._messages:
+                if (message := self.pop()) is not None:
+                    yield message
+                else:
+                    await self._changed.wait()
+                    self._changed.clear()
+            if reader is not None and reader.done() and not reader.cancelled():
+                reader.result()
+        finally:
+            if reader is not None:
+                reader.cancel()
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext, ServerSession
-from slipstream.learner.controller.tasks import EnvironmentEntry, Relay
+from slipstream.learner.controller.tasks import EnvironmentEntry, Relay, first_message
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.bounds import shown
 from slipstream.protocol.rich_errors import Reason, abort
@@ -33,6 +33,8 @@ from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc, fleet_pb2, trajectory_pb2
 
 LOAD_LIMIT_S = 90.0
+# Seconds within which a client must send its hello.
+HELLO_TIMEOUT_S = 10.0
 NAME = re.compile(r"\w[\w.:-]{0,99}")
 # Largest number of worker processes of all submitted environments on one rollout server.
 MAX_WORKERS = 256
@@ -52,7 +54,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         self._own = environment_specs(run.config, search_path=self._folder)
         for spec in self._own:
             self._environments.add(spec)
-        self.relay = Relay(self._client_came, self._client_left, run.clock)
+        self.relay = Relay()
 
     def restore(self, history: RunHistory) -> None:
         """Adds the environments of earlier starts; closes open groups whose environment is gone."""
@@ -174,9 +176,18 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
     async def ServeEpisodes(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: CallContext
     ) -> AsyncIterator[pb.WorkerCommand]:
-        async with aclosing(self.relay.serve_episodes(request_iterator, context)) as commands:
-            async for command in commands:
-                yield command
+        """Serves one client from its hello to the end of its stream; yields commands for it."""
+        clock, limit_s = self._run.clock, HELLO_TIMEOUT_S
+        hello = (await first_message(request_iterator, context, clock, limit_s=limit_s)).hello
+        if refusal := self._client_came(hello):
+            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, refusal, Reason.BAD_ARGUMENT)
+        name = hello.spec.name
+        try:
+            async with aclosing(self.relay.serve_episodes(name, request_iterator)) as commands:
+                async for command in commands:
+                    yield command
+        finally:
+            self._client_left(name)
 
     def _problem(self, spec: pb.EnvironmentSpec) -> str:
         if self._progress.is_over:

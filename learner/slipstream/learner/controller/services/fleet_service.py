@@ -4,7 +4,6 @@ It serves each server's stream from its hello to its end. Consumes: the server's
 orders to the server. Waits for: its hello. Unblocked by: the hello, or the limit of that wait.
 """
 
-import asyncio
 import json
 import time
 from collections import Counter
@@ -79,7 +78,6 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         settings = self._run.config.controller
         # Before the welcome is sent: another server cannot be given this epoch meanwhile.
         self._fleet.add(session)
-        reader = asyncio.create_task(self._read(session, request_iterator))
         try:
             yield fleet_pb2.ControllerMessage(
                 welcome=fleet_pb2.Welcome(
@@ -89,10 +87,11 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                     delivery_key=server_key(self._progress.run_key, session.key.epoch),
                 )
             )
-            async for message in session.outbox.messages(reader):
-                yield message.encoded() if isinstance(message, JoinedOrder) else message
+            reading = self._read(session, request_iterator)
+            async with aclosing(session.outbox.messages(reading)) as messages:
+                async for message in messages:
+                    yield message.encoded() if isinstance(message, JoinedOrder) else message
         finally:
-            reader.cancel()
             self._fleet.remove(session, "its stream ended")
 
     async def CallEnvironments(  # noqa: N802
@@ -182,8 +181,6 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                     self._fleet.receive(session, message)
         except grpc.aio.AioRpcError as error:
             self._fleet.remove(session, f"its stream broke: {error.details()}")
-        finally:
-            session.disconnect()
 
 
 def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
