@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.run_folder import CHECKPOINTS, JOURNAL
 from slipstream.core.settings.config import Config
@@ -26,7 +28,7 @@ from slipstream.learner.controller.reporting.metrics import RunRecorder, open_re
 from slipstream.learner.controller.restoration import begin, restore, warn_of_checkpoints
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
-from slipstream.learner.controller.services.fleet_service import FleetServicer, ServiceHealth
+from slipstream.learner.controller.services.fleet_service import FleetServicer
 from slipstream.learner.controller.services.trainer_service import await_goodbye
 from slipstream.learner.controller.tasks import EnvironmentBook
 from slipstream.protocol.access.security import Credentials, bind, create_server
@@ -180,7 +182,7 @@ class Controller:
                 )
                 self._parts = parts = self._make_parts(self._run, books, recorder, tasks)
                 warn_of_checkpoints(folder / CHECKPOINTS, history.checkpoint.step, self._run.events)
-                health = self._connect(server)
+                services, health_service = self._connect(server)
                 restore(books, parts.former, [parts.intake, *parts.all], history, self._run)
                 self._book.awaited.hold(receiver.backlog)
                 await server.start()
@@ -209,10 +211,11 @@ class Controller:
                     tasks.create_task(tasks.lasting(coro), name=name)
                     for name, coro in lasting.items()
                 ]
-                await health.tell(serving=True)
+                for name in services:
+                    await health_service.set(name, health_pb2.HealthCheckResponse.SERVING)
                 while not self._progress.is_over:
                     await self._run.signal.changes(5.0)
-                await health.tell(serving=False)
+                await health_service.enter_graceful_shutdown()
                 if not journal.is_fenced:
                     await self._wind_down()
                 for task in background:
@@ -228,8 +231,8 @@ class Controller:
         """Stops the run early and cleanly; a signal handler of the event loop may call it."""
         self._progress.stop(reason)
 
-    def _connect(self, server: grpc.aio.Server) -> ServiceHealth:
-        """Adds all services."""
+    def _connect(self, server: grpc.aio.Server) -> tuple[list[str], Any]:
+        """Adds all services; returns their names, and the service that tells their health."""
         parts = self._parts
         # The intake is last: what others withdraw has left the book before it looks for orphans.
         self._fleet.listeners = [*parts.all, parts.intake]
@@ -241,7 +244,11 @@ class Controller:
         for part in parts.all:
             part.serve(server)
         modules = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
-        return ServiceHealth(server, modules)
+        names = [s.full_name for m in modules for s in m.DESCRIPTOR.services_by_name.values()]
+        told = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        health_pb2_grpc.add_HealthServicer_to_server(told, server)
+        reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
+        return [*names, ""], told
 
     async def _wind_down(self) -> None:
         """Waits for the trainer's goodbye, then drains the servers; each wait has a time limit."""

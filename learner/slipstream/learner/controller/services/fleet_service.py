@@ -1,4 +1,4 @@
-"""The service for rollout servers, and that for questions about the run and its health.
+"""The service for rollout servers, and that for questions about the run.
 
 It serves each server's stream from its hello to its end. Consumes: the server's messages. Produces:
 orders to the server. Waits for: its hello. Unblocked by: the hello, or the limit of that wait.
@@ -7,14 +7,11 @@ orders to the server. Waits for: its hello. Unblocked by: the hello, or the limi
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from types import ModuleType
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from slipstream.core.errors import ConfigError, ProtocolError, check_server_id
 from slipstream.core.run_folder import JOURNAL, JOURNAL_LOG
 from slipstream.core.types import ServerId
@@ -309,22 +306,3 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         reason = request.reason or "a client asked for it"
         self._fleet.order_drain(session, reason, finish=True)
         return pb.DrainServerResponse(warning=self._fleet.warn_without(session))
-
-
-class ServiceHealth:
-    """The gRPC health service; all services of the controller have the same health."""
-
-    def __init__(self, server: grpc.aio.Server, modules: Sequence[ModuleType]) -> None:
-        """Adds health and reflection to `server`; `modules` define the controller's services."""
-        names = [s.full_name for m in modules for s in m.DESCRIPTOR.services_by_name.values()]
-        self._names = [*names, ""]
-        self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-        reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
-
-    async def tell(self, *, serving: bool) -> None:
-        """Sets the health of all services until the next call."""
-        answers = health_pb2.HealthCheckResponse
-        status = answers.SERVING if serving else answers.NOT_SERVING
-        for name in self._names:
-            await self._servicer.set(name, status)
