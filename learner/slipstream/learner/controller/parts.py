@@ -83,7 +83,7 @@ def make_parts(
         recorder=recorder,
         intake=intake,
         scheduler=scheduler,
-        watch=RunWatch(run, books, intake.take_back),
+        watch=RunWatch(run, books, publisher, intake.take_back),
         publisher=publisher,
         former=former,
         results=results,

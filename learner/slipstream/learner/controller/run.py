@@ -76,10 +76,6 @@ class RunProgress:
         # Time of the trainer's last call, by the run's clock.
         self.trainer_heard_s = clock.now_s()
         self.waiting_for = "the trainer"
-        # The publish whose end the trainer has yet to report, "" if there is none, the seconds that
-        # it may take from its last order on, and the deadline by the run's clock.
-        self.pending_publish = ""
-        self._publish_limit_s = self._publish_until_s = 0.0
         # Time in which a server served since the last progress: an ended episode or a made step.
         self._idle = Stopwatch()
         # The batch at which the trainer failed and how to skip it, as text. Empty without one.
@@ -137,22 +133,6 @@ class RunProgress:
     def waits_for(self, what: str) -> None:
         """Notes what the run waits for, as text for people."""
         self.waiting_for = what
-
-    def publish_ordered(self, publish_id: str, limit_s: float) -> None:
-        """Notes a publish that the trainer must end within `limit_s` seconds from now."""
-        self.pending_publish, self._publish_limit_s = publish_id, limit_s
-        self._publish_until_s = self._clock.now_s() + limit_s
-
-    def publish_ended(self) -> None:
-        """Notes that no publish is waiting for the trainer any more."""
-        self.pending_publish = ""
-
-    def overdue_publish(self) -> str:
-        """Returns which publish the trainer did not end in time, as a cause, or ""."""
-        if not self.pending_publish or self._clock.now_s() <= self._publish_until_s:
-            return ""
-        within = f"within {self._publish_limit_s:.0f} s"
-        return f"the trainer did not end publish {self.pending_publish} {within}"
 
     def reached(self, version: PolicyVersion) -> None:
         """Notes that the trainer has made `version`, or resumes from it."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from slipstream.core.types import GroupId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books
+from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.v1 import environment_pb2
@@ -29,14 +30,20 @@ REJOIN_S = 10.0
 class RunWatch:
     """Checks servers, leases, journal and progress every `WATCH_S` seconds."""
 
-    def __init__(self, run: Run, books: Books, take_back: Callable[[Group, str], None]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        books: Books,
+        publisher: Publisher,
+        take_back: Callable[[Group, str], None],
+    ) -> None:
         """Takes `take_back`, called with a group whose lease makes no progress and the cause."""
         self._journal = books.journal
         self._run, self._progress = run, run.progress
         self._config = run.config
         self._book, self._environments = books.leases, books.environments
         self._fleet = books.fleet
-        self._take_back = take_back
+        self._publisher, self._take_back = publisher, take_back
         self._leases = LeaseWatch()
         # Whether the leases were taken back since the run last moved.
         self._gave_others_a_try = False
@@ -94,7 +101,7 @@ class RunWatch:
             )
         ):
             return f"no environment could be loaded: {causes}"
-        if overdue := self._progress.overdue_publish():
+        if overdue := self._publisher.overdue():
             return overdue
         if not self._fleet.sessions:
             empty = now - self._fleet.empty_since_s

@@ -6,6 +6,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.run import LoopClock, Stopwatch
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.watch import RunWatch
@@ -39,7 +40,8 @@ async def test_a_server_is_not_silent_while_the_loop_stands_still() -> None:
     # However late the watch begins, hardly any time passes before it does.
     run.clock.look(now_s := time.monotonic(), now_s + 0.01)
     session = joined(fleet, "a")
-    watch = RunWatch(run, books_of(run, fleet=fleet, journal=SoundJournal()), nothing)
+    publisher = Publisher(fleet, run, None)  # type: ignore[arg-type]
+    watch = RunWatch(run, books_of(run, fleet=fleet, journal=SoundJournal()), publisher, nothing)
     watching = asyncio.create_task(watch.watch_forever())
     await asyncio.sleep(0)
     # The loop is blocked: no peer could be heard.

@@ -11,6 +11,7 @@ import pytest
 from slipstream.core.types import GroupId, ServerId
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.restoration import warn_of_checkpoints
 from slipstream.learner.controller.run import Run
@@ -38,7 +39,7 @@ class Watched:
         scene = Scene(run, tasks)
         await scene.serve()
         books = books_of(run, fleet=scene.fleet, journal=SoundJournal())
-        watch = RunWatch(run, books, lambda *_: None)
+        watch = RunWatch(run, books, scene.publisher, lambda *_: None)
         return cls(scene, tasks.create_task(watch.watch_forever()))
 
     async def until_over(self) -> None:
@@ -73,7 +74,10 @@ async def test_before_a_stall_fails_the_run_its_leases_are_taken_back_once(tmp_p
     with Journal(tmp_path / "journal") as journal:
         rig = Rig(tmp_path, journal)
         taken: list[tuple[str, str]] = []
-        watch = RunWatch(rig.run, rig.books, lambda g, cause: taken.append((g.group_id, cause)))
+        publisher = Publisher(rig.fleet, rig.run, None)  # type: ignore[arg-type]
+        watch = RunWatch(
+            rig.run, rig.books, publisher, lambda g, cause: taken.append((g.group_id, cause))
+        )
         progress, clock = rig.run.progress, rig.run.clock
         progress.trainer_registered(())
         progress.waits_for("an episode")
@@ -208,15 +212,19 @@ def test_a_lease_that_was_taken_back_and_given_to_the_same_server_is_a_new_one()
     assert late(watch, [slow], a=41.1) == ["slow"]
 
 
-async def test_nothing_is_owed_by_a_trainer_that_has_ended_its_publish() -> None:
+async def test_nothing_is_owed_by_a_trainer_that_has_ended_its_publish(monkeypatch) -> None:
     run = run_of()
     async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
         watched = await Watched.start(run, tasks)
-        assert not run.progress.pending_publish
+        publisher = watched.scene.publisher
+        monkeypatch.setattr(run.clock, "now_s", lambda: now_s)
+        now_s = 0.0
         order = await watched.scene.ordered()
-        assert run.progress.pending_publish
-        watched.scene.publisher.trainer_joined(1)
-        assert not run.progress.pending_publish
+        assert not publisher.overdue()
+        now_s = 1e6
+        assert order.publish_id in publisher.overdue()
+        publisher.trainer_joined(1)
+        assert not publisher.overdue()
         assert order.begun
         watched.watching.cancel()
 

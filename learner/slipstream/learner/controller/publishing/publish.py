@@ -202,7 +202,17 @@ class Publisher(Part):
         """Sets the deadline of this publish; the run fails if the trainer misses it."""
         order, stall_s = publish.order, self._run.config.controller.stall_timeout_s
         limit_s = 2 * order.join_deadline_s + num_buckets * order.bucket_deadline_s
-        self._progress.publish_ordered(publish.publish_id, limit_s + stall_s)
+        publish.limit_s = limit_s + stall_s
+        publish.until_s = self._run.clock.now_s() + publish.limit_s
+
+    def overdue(self) -> str:
+        """Returns which publish the trainer did not end in time, as a cause, or ""."""
+        publish = self._current
+        if publish is None or self._run.clock.now_s() <= publish.until_s:
+            return ""
+        return (
+            f"the trainer did not end publish {publish.publish_id} within {publish.limit_s:.0f} s"
+        )
 
     def start(self, start: trainer_pb2.PublishStart) -> list[weights_pb2.Receiver]:
         """Orders all receivers to receive, and returns them; returns [] if a receiver was lost.
@@ -243,7 +253,6 @@ class Publisher(Part):
             self._membership.forget()
             return DISCARD
         self._current = None
-        self._progress.publish_ended()
         cause, digests = "", list(result.bucket_digests)
         if result.error:
             cause = f"the learner could not send: {result.error}"
@@ -284,7 +293,6 @@ class Publisher(Part):
         if self._current is publish:
             # Not always the current one: while a publish is finished, the next may have begun.
             self._current = None
-            self._progress.publish_ended()
         self._membership.forget(publish.order.communicator.communicator_id)
         for receiver in publish.receivers:
             if self._open.get(receiver.session.key) == (publish, receiver):
@@ -475,6 +483,10 @@ class Publish:
     digests: tuple[bytes, ...] = ()
     # The time at which the receivers were told to receive, by `time.monotonic`.
     told_s: float | None = None
+    # The seconds that the trainer may take from its last order on, and the end of these by the
+    # run's clock.
+    limit_s: float = 0.0
+    until_s: float = 0.0
 
     @property
     def publish_id(self) -> str:

@@ -222,7 +222,7 @@ async def test_a_result_of_another_publish_leaves_the_one_at_hand_alone(run: Run
     async with serving(run) as scene:
         order = await scene.ordered()
         assert (await scene.finish("one that is over")).discard_communicator
-        assert run.progress.pending_publish
+        assert scene.publisher._current
         await scene.loads(order)
         assert not (await scene.finish(order.publish_id)).discard_communicator
 
