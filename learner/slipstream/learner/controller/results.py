@@ -32,21 +32,14 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._reports: dict[object, fleet_pb2.ServerReport] = {}
         # Seconds of all servers since the last step, by the names in `_COUNTED`.
         self._work: Counter[str] = Counter()
         self._before: dict[str, float] = {}
 
-    def report(self, key: object, report: fleet_pb2.ServerReport) -> None:
-        """Adds the work of the server `key` since its previous report."""
-        before = self._reports.get(key, fleet_pb2.ServerReport())
+    def report(self, before: fleet_pb2.ServerReport, report: fleet_pb2.ServerReport) -> None:
+        """Adds the work of a server since its report `before`, an empty one at first."""
         for name in _COUNTED:
             self._work[name] += getattr(report, name) - getattr(before, name)
-        self._reports[key] = report
-
-    def lost(self, key: object) -> None:
-        """Forgets a lost server."""
-        self._reports.pop(key, None)
 
     def step(
         self,
@@ -124,13 +117,12 @@ class Results(Part):
     def reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
         self._books.ledger.report(session.key, report)
         self._recorder.server_report(report)
-        self._times.report(session.key, report)
+        self._times.report(session.report, report)
 
     def lost(self, session: ServerSession) -> None:
         self._books.ledger.journal_servers(lost=session.key)
         # Otherwise the records of many departures would wait in memory until the next step.
         self._books.ledger.flush_soon()
-        self._times.lost(session.key)
 
     def stepped(
         self, trained: Trained, report: trainer_pb2.StepReport, given_s: float | None

@@ -8,6 +8,7 @@ from slipstream.learner.controller.results import StepTimes
 from slipstream.v1 import fleet_pb2
 from support.fakes.fake_trajectories import GOOD, plain_group
 
+NO_REPORT = fleet_pb2.ServerReport()
 NOTHING = dict.fromkeys(("staleness", "slots", "server", "environment", "queue", "nothing"), 0.0)
 
 
@@ -28,8 +29,9 @@ def group_of(*back_s: float, leased_s: float = 100.0) -> Group:
 
 def test_the_time_of_servers_is_split_between_two_steps() -> None:
     times = StepTimes()
-    times.report("a", report(4.0, 1.0, 10.0))
-    times.report("b", report(5.0, 0.0, 10.0))
+    begun = report(4.0, 1.0, 10.0)
+    times.report(NO_REPORT, begun)
+    times.report(NO_REPORT, report(5.0, 0.0, 10.0))
     first = times.step([], 0.0, waited_s=1.5, lease_waits_s=NOTHING | {"slots": 2.0})
     assert first["groups_wait_s"] == 1.5
     assert first["lease_wait_slots_s"] == 2.0
@@ -37,7 +39,7 @@ def test_the_time_of_servers_is_split_between_two_steps() -> None:
     assert first["servers_sampling_share"] == pytest.approx(0.45)
     assert first["servers_paused_share"] == pytest.approx(0.05)
     assert first["servers_idle_share"] == pytest.approx(0.5)
-    times.report("a", report(14.0, 1.0, 20.0))
+    times.report(begun, report(14.0, 1.0, 20.0))
     second = times.step([], 0.0, waited_s=1.75, lease_waits_s=NOTHING | {"slots": 2.0})
     assert second["groups_wait_s"] == 0.25
     assert second["lease_wait_slots_s"] == 0.0
@@ -50,20 +52,10 @@ def test_the_time_of_servers_is_split_between_two_steps() -> None:
 def test_pauses_without_requests_leave_the_time_of_sampling_as_it_is() -> None:
     times = StepTimes()
     # Learner and engine in turn: 4 s of sampling, then 5 s of rest in which no request is open.
-    times.report("a", report(4.0, 5.0, 10.0))
+    times.report(NO_REPORT, report(4.0, 5.0, 10.0))
     found = times.step([], 0.0, waited_s=0.0, lease_waits_s=NOTHING)
     shares = [found[f"servers_{name}_share"] for name in ("sampling", "paused", "idle")]
     assert shares == pytest.approx([0.4, 0.5, 0.1])
-
-
-def test_a_server_that_comes_back_counts_from_its_new_start() -> None:
-    times = StepTimes()
-    times.report("a", report(9.0, 0.0, 9.0))
-    times.step([], 0.0, waited_s=0.0, lease_waits_s=NOTHING)
-    times.lost("a")
-    times.report("a", report(1.0, 0.0, 2.0))
-    found = times.step([], 0.0, waited_s=0.0, lease_waits_s=NOTHING)
-    assert found["servers_sampling_share"] == pytest.approx(0.5)
 
 
 def test_the_queue_is_the_time_from_the_last_member_to_the_batch() -> None:

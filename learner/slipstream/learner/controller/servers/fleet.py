@@ -233,9 +233,10 @@ class Fleet:
         session.last_seen_s = session.clock.now_s()
         match message.WhichOneof("message"):
             case "heartbeat" | "drained" as kind:
-                session.report = getattr(message, kind)
+                report = getattr(message, kind)
                 for each in self.listeners:
-                    each.reported(session, session.report)
+                    each.reported(session, report)
+                session.report = report
                 if kind == "drained":
                     session.drained.set()
             case "environment":
