@@ -13,7 +13,7 @@ from collections import Counter
 
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.part import Part, Tasks
-from slipstream.learner.controller.publishing.publish import Publish, Publisher, Receiver
+from slipstream.learner.controller.publishing.publish import Publish, Publisher
 from slipstream.learner.controller.publishing.receivers import (
     MAX_FAILED_WHILE_NONE_SERVES,
     READY,
@@ -148,7 +148,7 @@ class StoredPublisher(Part):
             return
         self._publisher.totals.fetched(answer)
         # The server's requests wait from here on.
-        publish_id, digests = prepare.publish_id, report.bucket_digests
+        publish_id = prepare.publish_id
         # The rule of all publishes: the first, every n-th, and each to a server that did not serve.
         is_verified = self._loads[session.key] % settings.verify_every == 0
         self._loads[session.key] += 1
@@ -163,9 +163,8 @@ class StoredPublisher(Part):
             bucket_deadline_s=settings.bucket_deadline_s,
             join_deadline_s=settings.join_deadline_s,
         )
-        publish = Publish(order, [Receiver(session)])
-        self._publisher.tell(publish, None)
-        self._publisher.commit(publish, digests, report.probe, num_coming=len(digests))
+        digests = tuple(report.bucket_digests)
+        self._publisher.tell(Publish(order, [session], digests=digests, probe=report.probe), None)
 
     def _warn_if_too_old(self, session: ServerSession) -> None:
         version, step = session.version, self._run.progress.version.step

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TypeAlias
 
 from slipstream.core.types import PolicyVersion
@@ -78,8 +78,8 @@ class Publisher(Part):
         self.pinned = fleet.pinned
         self._num_ids = 0
         self._current: Publish | None = None
-        # The publish of each server that is told to receive and has not ended.
-        self._open: dict[ServerKey, tuple[Publish, Receiver]] = {}
+        # The part in a publish of each server that is told to receive and has not ended.
+        self._open: dict[ServerKey, Receiver] = {}
         # Whether the last publish sent only adapters. A publish without `start` uses its layout.
         self._last_was_adapters = False
         # Number of the trainer, and the servers that hold its base weights: to these the trainer
@@ -175,7 +175,7 @@ class Publisher(Part):
         may_begin = not (order.new_communicator or order.verify)
         order.begun = bool(trainer.bucket_digests) and is_known and may_begin
         digests = tuple(trainer.bucket_digests) if order.begun else ()
-        publish = Publish(order, [Receiver(each) for each in ready], self._trainer, digests)
+        publish = Publish(order, ready, self._trainer, digests)
         self._current = publish
         if order.begun:
             self.tell(publish, None)
@@ -253,10 +253,10 @@ class Publisher(Part):
             self._membership.forget()
             return DISCARD
         self._current = None
-        cause, digests = "", list(result.bucket_digests)
+        cause, digests = "", tuple(result.bucket_digests)
         if result.error:
             cause = f"the learner could not send: {result.error}"
-        elif publish.digests not in ((), tuple(digests)):
+        elif publish.digests not in ((), digests):
             cause = "the learner sent something else than it had said"
         elif publish.told_s is None or all(receiver.cause for receiver in publish.receivers):
             # At the end of a run nothing can be followed any more.
@@ -265,7 +265,8 @@ class Publisher(Part):
             self._abandon(publish, cause)
             return DISCARD
         if not publish.digests:
-            self.commit(publish, digests, result.probe, num_coming=1)
+            publish.digests, publish.probe = digests, result.probe
+            self._commit(publish, num_coming=1)
         try:
             loads = [receiver.loaded for receiver in publish.receivers]
             await self._run.clock.wait(loads, self._settings.bucket_deadline_s)
@@ -276,7 +277,7 @@ class Publisher(Part):
         self.totals.sent(result)
         # A receiver that has neither loaded nor failed is late.
         settled = [receiver for receiver in publish.receivers if receiver.loaded.done()]
-        loaded = [receiver for receiver in settled if not receiver.problem(digests)]
+        loaded = [receiver for receiver in settled if not receiver.problem()]
         for receiver in publish.receivers:
             if loaded and not receiver.loaded.done():
                 self._run.events.warn(
@@ -295,8 +296,8 @@ class Publisher(Part):
             self._current = None
         self._membership.forget(publish.order.communicator.communicator_id)
         for receiver in publish.receivers:
-            if self._open.get(receiver.session.key) == (publish, receiver):
-                self._fail(publish, receiver, cause)
+            if self._open.get(receiver.session.key) is receiver:
+                self._fail(receiver, cause)
 
     def tell(self, publish: Publish, layout: weights_pb2.WeightLayout | None) -> None:
         """Orders all receivers to receive, and also to commit if the digests are already known.
@@ -314,33 +315,26 @@ class Publisher(Part):
         publish.told_s = time.monotonic()
         for receiver in publish.receivers:
             session = receiver.session
-            self._open[session.key] = publish, receiver
+            self._open[session.key] = receiver
             if not order.adapters_alone:
                 self._holders.discard(session.key)
             session.become(LOADING)
             own = fleet_pb2.ReceiveWeights(first_rank=ranks.get(session.key.server_id, 0))
             session.send(JoinedOrder(fleet_pb2.ControllerMessage(receive=own), shared))
         if publish.digests:
-            self.commit(publish, publish.digests, None, num_coming=len(publish.digests))
+            self._commit(publish, num_coming=len(publish.digests))
 
-    def commit(
-        self,
-        publish: Publish,
-        digests: Sequence[bytes],
-        probe: weights_pb2.Probe | None,
-        *,
-        num_coming: int,
-    ) -> None:
-        """Orders the receivers to resume once they have loaded the buckets with these digests.
+    def _commit(self, publish: Publish, *, num_coming: int) -> None:
+        """Orders the receivers to resume once they have loaded the buckets of the publish.
 
-        If the order says `verify`, they also score `probe`. A receiver fails if it does not serve
+        If the order says `verify`, they also score its probe. A receiver fails if it does not serve
         in time; the limit allows for the deadlines of `num_coming` buckets, loading and resuming.
         """
         commit = fleet_pb2.CommitPublish(
             publish_id=publish.publish_id,
             version=publish.order.version,
-            probe=probe if publish.order.verify else None,
-            bucket_digests=digests,
+            probe=publish.probe if publish.order.verify else None,
+            bucket_digests=publish.digests,
         )
         shared = fleet_pb2.ControllerMessage(commit=commit).SerializeToString()
         own = fleet_pb2.ControllerMessage(commit=fleet_pb2.CommitPublish())
@@ -348,7 +342,7 @@ class Publisher(Part):
         for receiver in publish.receivers:
             if not receiver.cause:
                 receiver.session.send(order)
-                self._tasks.create_task(self._lead(publish, receiver, digests, probe))
+                self._tasks.create_task(self._lead(receiver))
         bucket_s, join_s = publish.order.bucket_deadline_s, publish.order.join_deadline_s
         self._tasks.create_task(self._expire(publish, 2 * join_s + num_coming * bucket_s))
 
@@ -357,20 +351,14 @@ class Publisher(Part):
         await self._run.clock.wait([r.serving for r in publish.receivers], limit_s)
         for receiver in publish.receivers:
             if not receiver.serving.done():
-                self._fail(publish, receiver, f"no answer within {limit_s:g} s")
+                self._fail(receiver, f"no answer within {limit_s:g} s")
 
-    async def _lead(
-        self,
-        publish: Publish,
-        receiver: Receiver,
-        digests: Sequence[bytes],
-        probe: weights_pb2.Probe | None,
-    ) -> None:
+    async def _lead(self, receiver: Receiver) -> None:
         """Leads a receiver from its commit to its end: loaded, serving, proved."""
-        session = receiver.session
+        publish, session = receiver.publish, receiver.session
         await receiver.loaded
-        if problem := receiver.problem(digests):
-            self._fail(publish, receiver, problem)
+        if problem := receiver.problem():
+            self._fail(receiver, problem)
         report = await receiver.serving
         if receiver.cause:
             return
@@ -381,8 +369,8 @@ class Publisher(Part):
             report, told_s=now_s - told_s, unserved_s=now_s - session.unserved_since_s
         )
         if publish.order.verify:
-            assert probe is not None
-            problem = check_probe(probe, report, self.totals)
+            assert publish.probe is not None
+            problem = check_probe(publish.probe, report, self.totals)
             verdict = fleet_pb2.ProbeVerdict(
                 publish_id=publish.publish_id, passed=not problem, message=problem
             )
@@ -404,15 +392,15 @@ class Publisher(Part):
 
     def publish_reported(self, session: ServerSession, report: fleet_pb2.PublishReport) -> None:
         self.questions.report(session, report)
-        publish, receiver = self._open.get(session.key, (None, None))
+        receiver = self._open.get(session.key)
         is_served = session.is_serving and report.publish_id == session.publish_id
-        if publish is None or receiver is None or report.publish_id != publish.publish_id:
+        if receiver is None or report.publish_id != receiver.publish.publish_id:
             if is_served and report.phase == FAILED:
                 # The server has itself stopped serving these weights.
                 self.failures.make_stale(session, report.message)
             return
         if report.phase == FAILED:
-            self._fail(publish, receiver, report.message or "it failed")
+            self._fail(receiver, report.message or "it failed")
             return
         loaded, serving = fleet_pb2.PUBLISH_PHASE_LOADED, fleet_pb2.PUBLISH_PHASE_SERVING
         # A server that serves has loaded.
@@ -421,11 +409,11 @@ class Publisher(Part):
             if not wait.done():
                 wait.set_result(report)
 
-    def _fail(self, publish: Publish, receiver: Receiver, cause: str) -> None:
+    def _fail(self, receiver: Receiver, cause: str) -> None:
         """Ends a receiver as failed; only the first call for a receiver has an effect."""
         if receiver.cause:
             return
-        session, receiver.cause = receiver.session, cause
+        publish, session, receiver.cause = receiver.publish, receiver.session, cause
         self._open.pop(session.key, None)
         if self._fleet.find(session.key) is session:
             # Once for each failed publish: this machine or network may be slow.
@@ -450,23 +438,24 @@ class Publisher(Part):
         self.questions.server_lost(session)
         self._membership.server_lost(session.key)
         self._holders.discard(session.key)
-        if session.key in self._open:
-            self._fail(*self._open[session.key], "the server is gone")
+        if (receiver := self._open.get(session.key)) is not None:
+            self._fail(receiver, "the server is gone")
 
 
 @dataclass(eq=False)
 class Receiver:
     """One server in one publish, and its two reports; a failure completes both."""
 
+    publish: Publish
     session: ServerSession
     loaded: Wait = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     serving: Wait = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     # Why the server failed; "" if it has not.
     cause: str = ""
 
-    def problem(self, digests: Sequence[bytes]) -> str:
-        """Returns why a server that has reported does not hold these buckets, or "" if it does."""
-        if self.cause or list(self.loaded.result().bucket_digests) == list(digests):
+    def problem(self) -> str:
+        """Returns why a server that has reported does not hold the buckets, or "" if it does."""
+        if self.cause or tuple(self.loaded.result().bucket_digests) == self.publish.digests:
             return self.cause
         return "the digests of the loaded buckets are not those that were sent"
 
@@ -476,17 +465,21 @@ class Publish:
     """The delivery of one version to some servers."""
 
     order: weights_pb2.PublishOrder
-    receivers: list[Receiver]
+    sessions: InitVar[Sequence[ServerSession]]
     # Number of the trainer that sends.
     trainer: int = 0
-    # Digests of the buckets if the trainer sent them beforehand, otherwise empty.
+    # Digests of the buckets, and the probe if the order says `verify`: empty until they are known.
     digests: tuple[bytes, ...] = ()
+    probe: weights_pb2.Probe | None = None
     # The time at which the receivers were told to receive, by `time.monotonic`.
     told_s: float | None = None
     # The seconds that the trainer may take from its last order on, and the end of these by the
     # run's clock.
     limit_s: float = 0.0
     until_s: float = 0.0
+
+    def __post_init__(self, sessions: Sequence[ServerSession]) -> None:
+        self.receivers = [Receiver(self, each) for each in sessions]
 
     @property
     def publish_id(self) -> str:
