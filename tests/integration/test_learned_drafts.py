@@ -38,8 +38,8 @@ def layer_of(shape: DraftShape, seed: int) -> Weights:
     """A random layer that is often right: it begins with what follows the last token alone."""
     random = torch.Generator().manual_seed(seed)
     layer = {name: torch.randn(size, generator=random) * 0.03 for name, size in shape.tensors()}
-    layer["layers.0.post_attention_layernorm.weight"] = torch.ones(shape.hidden)
-    layer["fc.weight"][:, : shape.hidden] += torch.eye(shape.hidden)
+    layer["layers.0.post_attention_layernorm.weight"] = torch.ones(shape.hidden_size)
+    layer["fc.weight"][:, : shape.hidden_size] += torch.eye(shape.hidden_size)
     return {f"{PREFIX}{name}": tensor for name, tensor in layer.items()}
 
 

@@ -118,7 +118,7 @@ def draft_states(
     values: list[Tensor] = []
     for number in range(depth):
         states = F.linear(torch.cat([embedded, hidden], dim=-1), own["fc.weight"])
-        groups = shape.heads // shape.kv_heads
+        groups = shape.num_attention_heads // shape.num_key_value_heads
         query = heads(states, "q_proj")
         keys.append(heads(states, "k_proj").repeat_interleave(groups, dim=1))
         values.append(heads(states, "v_proj", rotated=False).repeat_interleave(groups, dim=1))
@@ -139,7 +139,7 @@ def draft_states(
         attended = mixed.transpose(1, 2).flatten(2)
         states = states + F.linear(attended, own["self_attn.o_proj.weight"])
         norm = own["post_attention_layernorm.weight"]
-        normed = F.rms_norm(states, states.shape[-1:], norm, shape.norm_eps)
+        normed = F.rms_norm(states, states.shape[-1:], norm, shape.rms_norm_eps)
         gate, up, down = (own[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         states = states + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
         outputs.append(states)

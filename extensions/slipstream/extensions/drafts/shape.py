@@ -7,9 +7,9 @@ policy's. vLLM's `EagleLlamaForCausalLM` computes the same from the same tensors
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_files import held_tensors, missing_weights
@@ -24,64 +24,57 @@ FOLDER = "draft"
 
 @dataclass(frozen=True)
 class DraftShape:
-    """The sizes of the layer; its attention has the policy's heads, so that caches are alike."""
+    """The sizes of the layer by the names of its config.json.
 
-    hidden: int
-    heads: int
-    kv_heads: int
+    Its attention has the policy's heads, so that caches are alike.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
-    ffn: int
-    vocab: int
+    intermediate_size: int
+    vocab_size: int
     rope_theta: float
-    norm_eps: float
+    rms_norm_eps: float
+    num_hidden_layers: int = 1
 
     @classmethod
     def of(cls, sizes: ModelSizes) -> Self:
         """Returns the shape beside a policy of `sizes`, whose attention is plain."""
         return cls(
-            hidden=sizes.hidden,
-            heads=sizes.heads,
-            kv_heads=sizes.kv_heads,
+            hidden_size=sizes.hidden,
+            num_attention_heads=sizes.heads,
+            num_key_value_heads=sizes.kv_heads,
             head_dim=sizes.head_dim,
-            ffn=sizes.experts_per_token * sizes.expert_ffn if sizes.experts else sizes.ffn,
-            vocab=sizes.vocab,
+            intermediate_size=(
+                sizes.experts_per_token * sizes.expert_ffn if sizes.experts else sizes.ffn
+            ),
+            vocab_size=sizes.vocab,
             rope_theta=float(dict(sizes.rope).get("rope_theta") or 10000.0),
-            norm_eps=sizes.norm_eps or 1e-6,
+            rms_norm_eps=sizes.norm_eps or 1e-6,
         )
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yields name and shape of each tensor, by vLLM's names."""
-        hidden, layer = self.hidden, "layers.0."
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        hidden, ffn, layer = self.hidden_size, self.intermediate_size, "layers.0."
+        queries = self.num_attention_heads * self.head_dim
+        keys = self.num_key_value_heads * self.head_dim
         yield "fc.weight", (hidden, 2 * hidden)
         yield f"{layer}self_attn.q_proj.weight", (queries, hidden)
         yield f"{layer}self_attn.k_proj.weight", (keys, hidden)
         yield f"{layer}self_attn.v_proj.weight", (keys, hidden)
         yield f"{layer}self_attn.o_proj.weight", (hidden, queries)
         yield f"{layer}post_attention_layernorm.weight", (hidden,)
-        yield f"{layer}mlp.gate_proj.weight", (self.ffn, hidden)
-        yield f"{layer}mlp.up_proj.weight", (self.ffn, hidden)
-        yield f"{layer}mlp.down_proj.weight", (hidden, self.ffn)
-
-    def values(self) -> dict[str, Any]:
-        """Returns what the layer's config.json says of its sizes."""
-        return {
-            "hidden_size": self.hidden,
-            "intermediate_size": self.ffn,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "num_hidden_layers": 1,
-            "vocab_size": self.vocab,
-            "rms_norm_eps": self.norm_eps,
-            "rope_theta": self.rope_theta,
-        }
+        yield f"{layer}mlp.gate_proj.weight", (ffn, hidden)
+        yield f"{layer}mlp.up_proj.weight", (ffn, hidden)
+        yield f"{layer}mlp.down_proj.weight", (hidden, ffn)
 
     def write_folder(self, folder: Path, dtype: str) -> None:
         """Writes the config.json of the layer, which vLLM wants, into a new `folder`."""
         folder.mkdir()
         kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-        text = json.dumps(kind | self.values() | {"dtype": dtype}, indent=2)
+        text = json.dumps(kind | asdict(self) | {"dtype": dtype}, indent=2)
         (folder / "config.json").write_text(text)
 
     def check(self, folder: Path) -> None:
@@ -89,7 +82,7 @@ class DraftShape:
         setting = f"model.path's folder {FOLDER}"
         for damage in missing_weights(folder, setting):
             raise ConfigError(damage)
-        told, values = read_model_table(folder), self.values()
+        told, values = read_model_table(folder), asdict(self)
         held = {name: told[name] for name in values if name in told}
         wanted = {name: values[name] for name in held} | dict(self.tensors())
         held |= {name: shape for name, (_, shape) in held_tensors(folder).items()}

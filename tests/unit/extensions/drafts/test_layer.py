@@ -8,7 +8,14 @@ from slipstream.extensions.drafts.shape import DraftShape
 from torch import Tensor
 
 SHAPE = DraftShape(
-    hidden=12, heads=4, kv_heads=2, head_dim=6, ffn=20, vocab=30, rope_theta=100.0, norm_eps=1e-5
+    hidden_size=12,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    intermediate_size=20,
+    vocab_size=30,
+    rope_theta=100.0,
+    rms_norm_eps=1e-5,
 )
 ROWS, DEPTH = 9, 4
 
@@ -47,12 +54,12 @@ class Cache:
         self.values.append((weights["self_attn.v_proj.weight"] @ states).view(-1, 6))
         keys, values = torch.stack(self.keys), torch.stack(self.values)
         mixed = []
-        for head in range(SHAPE.heads):
-            own = head // (SHAPE.heads // SHAPE.kv_heads)
+        for head in range(SHAPE.num_attention_heads):
+            own = head // (SHAPE.num_attention_heads // SHAPE.num_key_value_heads)
             scores = keys[:, own] @ turned[0][head] / math.sqrt(SHAPE.head_dim)
             mixed.append(scores.softmax(0) @ values[:, own])
         states = states + weights["self_attn.o_proj.weight"] @ torch.cat(mixed)
-        normed = states / (states.square().mean() + SHAPE.norm_eps).sqrt()
+        normed = states / (states.square().mean() + SHAPE.rms_norm_eps).sqrt()
         normed = normed * weights["post_attention_layernorm.weight"]
         gate = F.silu(weights["mlp.gate_proj.weight"] @ normed)
         inner = gate * (weights["mlp.up_proj.weight"] @ normed)
