@@ -121,8 +121,6 @@ class Results(Part):
 
     def lost(self, session: ServerSession) -> None:
         self._books.ledger.journal_servers(lost=session.key)
-        # Otherwise the records of many departures would wait in memory until the next step.
-        self._books.ledger.flush_soon()
 
     def stepped(
         self, trained: Trained, report: trainer_pb2.StepReport, given_s: float | None

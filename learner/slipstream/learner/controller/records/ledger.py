@@ -99,6 +99,9 @@ class TokenLedger:
         if generated:
             departed = lost is not None
             self._journal.append(kinds.Servers(generated=generated, departed=departed, gaps=gaps))
+        if lost is not None:
+            # Otherwise the records of many departures would wait in memory until the next step.
+            self._flush_wanted.set()
 
     def report(self, key: ServerKey, report: fleet_pb2.ServerReport) -> None:
         """Stores the counters of a server's report."""
@@ -149,10 +152,6 @@ class TokenLedger:
     def acknowledge(self, trajectory_id: TrajectoryId) -> None:
         """Acknowledges a trajectory to the queue once the journal is flushed."""
         self._ended.append(trajectory_id)
-        self._flush_wanted.set()
-
-    def flush_soon(self) -> None:
-        """Wakes `flush`, which makes all records so far durable."""
         self._flush_wanted.set()
 
     async def flush(self) -> None:
@@ -273,18 +272,15 @@ class AccountedReceiver:
         A delivery that was acknowledged before is acknowledged again and not returned, since its
         sender has not received the first acknowledgement.
         """
-        delivery = await self._take()
-        while delivery.trajectory_id in self._settled:
+        while True:
+            delivery = await self._receiver.get()
+            self.given = self.given.plus(delivery.tokens)
+            if delivery.trajectory_id not in self._settled:
+                break
             await self._receiver.acknowledge((delivery.trajectory_id,))
-            delivery = await self._take()
         self._forget(delivery.trajectory_id)
         self._waiting[delivery.trajectory_id] = len(delivery.data)
         self.waiting_bytes += len(delivery.data)
-        return delivery
-
-    async def _take(self) -> Delivery:
-        delivery = await self._receiver.get()
-        self.given = self.given.plus(delivery.tokens)
         return delivery
 
     async def acknowledge(self, trajectory_ids: Iterable[TrajectoryId]) -> None:
