@@ -436,7 +436,8 @@ class Publisher(Part):
     def lost(self, session: ServerSession) -> None:
         self.pinned.discard(session.key)
         self.questions.server_lost(session)
-        self._membership.server_lost(session.key)
+        if session.key in self._membership.members:
+            self._membership.forget()
         self._holders.discard(session.key)
         if (receiver := self._open.get(session.key)) is not None:
             self._fail(receiver, "the server is gone")

@@ -131,18 +131,13 @@ class Membership:
         self._run_id = run_id
         # Number of the trainer's ranks that send; they are the first ranks of a communicator.
         self.num_senders = 1
-        self._members: tuple[ServerKey, ...] = ()
+        self.members: tuple[ServerKey, ...] = ()
         self._epoch, self._name = 0, ""
 
     def forget(self, communicator_id: str | None = None) -> None:
         """Drops the newest communicator; with an id, only if the communicator has this id."""
         if communicator_id in (None, self._name):
-            self._members = ()
-
-    def server_lost(self, key: ServerKey) -> None:
-        """Drops the communicator if this server was a member."""
-        if key in self._members:
-            self.forget()
+            self.members = ()
 
     def order_for(
         self, targets: Sequence[ServerSession], transport: str, *, trainer_has: str
@@ -154,9 +149,9 @@ class Membership:
         communicator.
         """
         members = tuple(session.key for session in targets)
-        new = members != self._members or trainer_has != self._name
+        new = members != self.members or trainer_has != self._name
         if new:
-            self._members = members
+            self.members = members
             self._epoch += 1
             # A secret that is sent only over gRPC: strangers cannot join by gloo or ipc.
             self._name = f"{self._run_id}-{self._epoch}-{secrets.token_hex(16)}"
