@@ -224,7 +224,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         """Returns the order that a batch carries out, an empty one without its file."""
         if batch is None or (batch.step, batch.attempt) not in self._journal.kept_batches():
             return trainer_pb2.GivenStep()
-        return self._journal.read_batch(batch.step, batch.crc32, batch.attempt).header.given
+        return self._journal.read_batch(batch).header.given
 
     def _queue(self, entry: Entry) -> None:
         """Lets an operation wait for its turn, or ends it if that does not come."""

@@ -175,8 +175,7 @@ class BatchFormer:
         """
         files = {(found.step, found.attempt): found for found in history.put_back.values()}
         for batch in files.values():
-            message = self._journal.read_batch(batch.step, batch.crc32, batch.attempt)
-            for recorded in from_record(message).groups:
+            for recorded in from_record(self._journal.read_batch(batch)).groups:
                 if recorded.group_id not in history.put_back:
                     continue
                 kept = {
@@ -238,9 +237,7 @@ class BatchFormer:
 
     async def _read(self, step: int) -> FormedBatch:
         batch = self._state.batches[step]
-        return from_record(
-            await asyncio.to_thread(self._journal.read_batch, step, batch.crc32, batch.attempt)
-        )
+        return from_record(await asyncio.to_thread(self._journal.read_batch, batch))
 
     async def recorded(self, step: int) -> FormedBatch:
         """Returns the journaled batch of `step`, which is now the trainer's batch."""

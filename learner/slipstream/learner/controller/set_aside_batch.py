@@ -56,8 +56,7 @@ def set_batch_aside(run: Path, step: int, groups: Sequence[str] = ()) -> SetAsid
             raise ConfigError(
                 f"{run} has no batch of step {step} that waits to be trained, {waits} does"
             )
-        recorded = history.batches[step - 1]
-        batch = from_record(journal.read_batch(recorded.step, recorded.crc32, recorded.attempt))
+        batch = from_record(journal.read_batch(history.batches[step - 1]))
         try:
             found = SetAside.of(batch, groups, CAUSE, by="user")
         except ProtocolError as error:

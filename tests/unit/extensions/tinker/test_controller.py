@@ -21,6 +21,7 @@ from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
+from slipstream.learner.controller.records.state import RecordedBatch
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside
 from slipstream.v1 import fleet_pb2, trainer_pb2
@@ -220,7 +221,7 @@ async def test_the_passes_of_a_step_are_written_while_the_last_one_is_computed(t
         # A step without the pass that failed has a file of its own.
         assert path.samefile(tmp_path / "ahead") is not bool(error)
         record: Any = list(read_records(folder.parent))[-1]
-        found = loop.journal.read_batch(0, record["crc32"])
+        found = loop.journal.read_batch(RecordedBatch(0, record["batch_id"], record["crc32"]))
         assert [one.id for one in found.passes] == (["first"] if error else ["first", "last"])
 
 

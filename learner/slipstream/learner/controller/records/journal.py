@@ -45,7 +45,7 @@ from slipstream.core.types import GroupId, Trajectory
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import REMEDY, settled_by
 from slipstream.learner.controller.records.kinds import Record, ServerTokens, fields_of
-from slipstream.learner.controller.records.state import RunState, attempt_of
+from slipstream.learner.controller.records.state import RecordedBatch, RunState, attempt_of
 from slipstream.protocol.bounds import check_bounds
 from slipstream.protocol.checkpoints import sync_folder
 from slipstream.protocol.queue.base import Amount
@@ -250,9 +250,9 @@ class Journal:
             seen={name: (min(each), max(each)) for name, each in rewards.items()},
         )
 
-    def read_batch(self, step: int, crc32: int, attempt: int = 0) -> trainer_pb2.RecordedBatch:
+    def read_batch(self, batch: RecordedBatch) -> trainer_pb2.RecordedBatch:
         """Reads a batch from this journal's folder; see the module's function `read_batch`."""
-        return read_batch(self._folder, step, crc32, attempt)
+        return read_batch(self._folder, batch.step, batch.crc32, batch.attempt)
 
     def path(self, step: int, attempt: int = 0) -> Path:
         """Returns the path of a batch file in this journal's folder; see `batch_path`."""

@@ -172,7 +172,7 @@ class EarlierIds:
             # The file was removed because a checkpoint covers the batch.
             return True
         if self._newest[0] != step:
-            message = self._journal.read_batch(batch.step, batch.crc32, batch.attempt)
+            message = self._journal.read_batch(batch)
             ids = frozenset(trajectory_from_pb(t).trajectory_id for t in message.trajectories)
             self._newest = step, ids
         return trajectory_id in self._newest[1]

@@ -206,7 +206,7 @@ def test_a_fenced_controller_replaces_no_batch_of_its_successor(tmp_path):
     crc32 = new.write_batch(batch_of(0, "new")).crc32
     with pytest.raises(RunFailed, match="was started later"):
         old.write_batch(batch_of(0, "old"))
-    assert new.read_batch(0, crc32).trajectories[0].group_id == "new"
+    assert new.read_batch(RecordedBatch(0, "b000000", crc32)).trajectories[0].group_id == "new"
 
 
 @pytest.mark.usefixtures("no_locks")
@@ -220,7 +220,9 @@ def test_the_file_of_a_batch_that_a_fenced_controller_left_is_written_anew(tmp_p
     record = new.write_batch(batch_of(0, "new"))
     new.append(record)
     new.sync()
-    assert new.read_batch(0, record.crc32).trajectories[0].group_id == "new"
+    assert (
+        new.read_batch(RecordedBatch(0, "b000000", record.crc32)).trajectories[0].group_id == "new"
+    )
     assert [record["kind"] for record in read_records(tmp_path)] == ["batch"]
 
 
@@ -398,7 +400,7 @@ def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
         header = trainer_pb2.BatchHeader(step=0, batch_id="b000000-1")
         next_crc32 = journal.write_batch(trainer_pb2.RecordedBatch(header=header)).crc32
         assert journal.kept_batches() == {(0, 0), (0, 1)}
-        assert journal.read_batch(0, next_crc32, 1).header == header
+        assert journal.read_batch(RecordedBatch(0, "b000000-1", next_crc32)).header == header
         earlier = EarlierIds(history, journal)
         before, history.batches[0] = history.batches[0], RecordedBatch(0, "b000000-1", next_crc32)
         assert earlier.holds(trained.group_id, trained.trajectory_id)
