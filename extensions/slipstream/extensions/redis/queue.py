@@ -60,7 +60,7 @@ class RedisSender:
         self._used_bytes = 0
         self._waiting: deque[_Put] = deque()
         self._sent, self.taken = EpochAmounts(), EpochAmounts()
-        self._wake_writer, self._wake_watcher = asyncio.Event(), asyncio.Event()
+        self._wake_writer = asyncio.Event()
         self._executing = asyncio.Lock()
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
@@ -191,18 +191,14 @@ class RedisSender:
                         place.stored.set_result(None)
                     with contextlib.suppress(ValueError):
                         self._waiting.remove(place)
-        self._wake_watcher.set()
         return True
 
     async def _watch(self) -> None:
         """Updates `queued_bytes` while it is not 0."""
-        connection = self._connection
         while True:
-            await self._wake_watcher.wait()
-            self._wake_watcher.clear()
-            while self.queued_bytes:
-                await asyncio.sleep(WATCH_S)
-                await connection.persistently(self._look)
+            await asyncio.sleep(WATCH_S)
+            if self.queued_bytes:
+                await self._connection.persistently(self._look)
 
     async def _look(self, reader: redis.asyncio.Redis | None = None) -> int:
         """Returns the bytes that wait, read by the client `reader` if given, and notes them."""
