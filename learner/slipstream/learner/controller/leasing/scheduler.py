@@ -290,13 +290,6 @@ class Scheduler:
         heap = [(-room.episodes, place, room) for place, room in enumerate(rooms)]
         # Versions of servers that have room and were refused; a refusal holds for the whole pass.
         refused: set[int] = set()
-        # Versions for which the staleness rule allows no more groups.
-        full: set[int] = set()
-
-        def may_lease(step: int) -> bool:
-            if step not in full and not book.may_lease(step):
-                full.add(step)
-            return step not in full
 
         def may_run(group: Group, key: ServerKey) -> bool:
             entry = environments.entries.get(group.environment)
@@ -308,7 +301,7 @@ class Scheduler:
             free, place, room = heap[0]
             session, key, step = room.session, room.session.key, room.served_step
             old = entry = None
-            if may_lease(step):
+            if book.may_lease(step):
                 old = next((group for group in book.again if may_run(group, key)), None)
                 entry = environments.next_for(key, episodes, size)
             if old is None and entry is None:
@@ -330,7 +323,7 @@ class Scheduler:
             heapq.heapreplace(heap, (free + size, place, room))
             num_episodes -= size
             episodes[group.environment] += size
-        if any(may_lease(step) for step in refused):
+        if any(book.may_lease(step) for step in refused):
             return granted, LeaseWait.ENVIRONMENT
         return granted, LeaseWait.STALENESS if refused else LeaseWait.SLOTS
 
