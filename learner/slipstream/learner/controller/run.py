@@ -9,17 +9,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import EventLog, Signal
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import status_pb2
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -229,17 +227,6 @@ class LoopClock:
     def now_s(self) -> float:
         """Returns the present time of this clock."""
         return self.at(time.monotonic())
-
-    async def within(self, limit_s: float, coming: Awaitable[Result]) -> Result:
-        """Returns the result of `coming`, or cancels it and raises TimeoutError after `limit_s`."""
-        future = asyncio.ensure_future(coming)
-        try:
-            await self.wait([future], limit_s)
-            if not future.done():
-                raise TimeoutError
-            return future.result()
-        finally:
-            future.cancel()
 
     async def wait(self, futures: Collection[asyncio.Future[Any]], limit_s: float) -> None:
         """Waits until all futures are done or `limit_s` seconds of this clock have passed."""

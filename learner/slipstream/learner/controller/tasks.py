@@ -9,6 +9,7 @@ either stream, which fails the stream's open calls. Calls to a client that does 
 rollout server that does not read loses its stream.
 """
 
+import asyncio
 import itertools
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -350,11 +351,17 @@ async def first_message(
     requests: AsyncIterator[Message], context: CallContext, clock: LoopClock, *, limit_s: float
 ) -> Message:
     """Returns the first message of a stream; rejects the call if none comes within `limit_s`."""
+    first = asyncio.ensure_future(anext(requests))
     try:
-        return await clock.within(limit_s, anext(requests))
+        await clock.wait([first], limit_s)
+        if not first.done():
+            raise TimeoutError
+        return first.result()
     except (TimeoutError, StopAsyncIteration):
         code, text = grpc.StatusCode.INVALID_ARGUMENT, "the first message is a hello"
         await abort(context, code, text, Reason.PROTOCOL)
+    finally:
+        first.cancel()
 
 
 def _answer(
