@@ -51,7 +51,6 @@ from slipstream.protocol.checkpoints import sync_folder
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 
-BLOCK_BYTES = 1 << 16
 FENCED = "a controller that was started later writes the journal of this run; this one ends"
 # Field with the number of a record's line, from 1; journals of earlier versions lack it.
 LINE = "line"
@@ -281,20 +280,6 @@ def encoded(number: int, record: Mapping[str, JsonValue]) -> bytes:
     """Returns a record as a line of the log with the given line number, counted from 1."""
     text = _ENCODER.encode({LINE: number, **record}).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
-
-
-def whole_bytes(path: Path) -> int:
-    """Returns the size of a log in bytes, without a last line that lacks its newline."""
-    with open_regular(path) as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - BLOCK_BYTES)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                return start + newline + 1
-            end = start
-    return 0
 
 
 def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:

@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import math
+import os
 import queue
 import threading
 import time
@@ -24,7 +25,6 @@ import msgspec
 from slipstream.core.machine.files import open_regular
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import tracker_named
-from slipstream.learner.controller.records.journal import whole_bytes
 
 # Takes a warning about a file or a tracker, in one line.
 Tell: TypeAlias = Callable[[str], None]
@@ -34,6 +34,8 @@ COLUMNS = (
     *("step", "reward_mean", "lag_mean", "lag_max"),
     *("generated_tokens_per_s", "trained_tokens_per_s"),
 )
+# Bytes of a file that are read at once in search of its last whole line.
+BLOCK_BYTES = 1 << 16
 # Largest step; the recorder needs a byte of memory for each.
 MAX_STEP = 10**8
 # No run writes a larger number; sums of such numbers would overflow.
@@ -119,7 +121,13 @@ def drop_torn_line(path: Path, tell: Tell) -> None:
         return
     try:
         with open_regular(path, "r+b") as file:
-            file.truncate(whole_bytes(path))
+            end, newline = file.seek(0, os.SEEK_END), -1
+            while end > 0 and newline < 0:
+                start = max(0, end - BLOCK_BYTES)
+                file.seek(start)
+                newline = file.read(end - start).rfind(b"\n")
+                end = start + newline + 1
+            file.truncate(end)
     except OSError as error:
         tell(f"{path} cannot be read: {error.strerror}")
 
