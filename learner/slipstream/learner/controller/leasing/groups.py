@@ -190,8 +190,6 @@ class Fate(Enum):
 
     # The trajectory fills its member's place and waits for the batch.
     HELD = "held"
-    # The trajectory fills the last place of its group.
-    COMPLETED_GROUP = "completed group"
     # The member runs again.
     RETRIED = "retried"
     # The member had its last attempt.

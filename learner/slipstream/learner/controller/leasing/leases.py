@@ -215,7 +215,7 @@ class LeaseBook:
                 self._keep_slots(group, {member})
             group.finished[member] = trajectory
             self._hand_back(group)
-            return Fate.COMPLETED_GROUP if group.is_complete else Fate.HELD
+            return Fate.HELD
         if trajectory.failure is not None and trajectory.will_retry:
             return Fate.RETRIED
         if not may_end:

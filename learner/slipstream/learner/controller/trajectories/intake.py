@@ -212,10 +212,10 @@ class Intake(ServerListener):
         fate = self._book.add(trajectory)
         failure = trajectory.failure
         match fate:
-            case Fate.HELD | Fate.COMPLETED_GROUP:
+            case Fate.HELD:
                 assert group is not None
                 group.back_s[trajectory.member] = time.monotonic()
-                if fate is Fate.COMPLETED_GROUP:
+                if group.is_complete:
                     self._complete(group)
             case Fate.RETRIED:
                 self._fail(trajectory)

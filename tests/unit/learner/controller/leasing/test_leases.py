@@ -78,7 +78,8 @@ def test_the_slow_group_is_waited_for_when_it_is_due():
 def test_a_member_fills_its_place_once(book, group):
     assert book.add(reply(group, 0)) is Fate.HELD
     assert book.add(reply(group, 0, attempt=1)) is Fate.SUPERSEDED
-    assert book.add(reply(group, 1)) is Fate.COMPLETED_GROUP
+    assert book.add(reply(group, 1)) is Fate.HELD
+    assert group.is_complete
     assert book.add(reply(group, 2)) is Fate.SUPERSEDED
 
 
@@ -116,7 +117,8 @@ def test_a_group_goes_on_with_those_that_finish_down_to_half_of_it():
     # A late reply of a member that was given up fills no place.
     assert book.add(reply(group, 1)) is Fate.SUPERSEDED
     assert book.take_batch() is None
-    assert book.add(reply(group, 2)) is Fate.COMPLETED_GROUP
+    assert book.add(reply(group, 2)) is Fate.HELD
+    assert group.is_complete
     assert book.take_batch() == [group]
     assert [t.member for t in group.in_order()] == [0, 2]
 
@@ -185,7 +187,8 @@ def test_a_server_that_closes_a_lease_unfinished_hands_its_group_back(book, grou
     assert group.setbacks == {}
     book.reassign(group, B)
     assert (book.orphans(), book.episodes_by_holder()[B]) == ([], 1)
-    assert book.add(reply(group, 1)) is Fate.COMPLETED_GROUP
+    assert book.add(reply(group, 1)) is Fate.HELD
+    assert group.is_complete
 
 
 def test_a_cancelled_episode_runs_again_when_the_rest_of_its_lease_is_over(book, group):
