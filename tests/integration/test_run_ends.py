@@ -5,6 +5,7 @@ import re
 
 import pytest
 from slipstream.client import Client
+from slipstream.learner.controller import application
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.rigs.controller_runs import make_config, play
@@ -35,7 +36,9 @@ class ExportingTrainer(FakeTrainer):
             await self.sign()
 
 
-async def test_an_export_longer_than_any_limit_is_waited_for_while_the_trainer_works(tmp_path):
+async def test_an_export_longer_than_any_limit_is_waited_for_while_the_trainer_works(
+    tmp_path, monkeypatch
+):
     config = make_config(tmp_path, **SETTINGS)
     trainer = ExportingTrainer(config.controller.address)
     trainer.export_s, trainer.sign_s = 1.6 * SILENCE_S, 0.2
@@ -52,16 +55,18 @@ async def test_an_export_longer_than_any_limit_is_waited_for_while_the_trainer_w
                     seen.add((status.state, status.waiting_for))
                     await asyncio.sleep(0.02)
 
-    summary = await play(config, trainer=trainer, during=look, goodbye_limit_s=GRACE_S)
+    monkeypatch.setattr(application, "GOODBYE_LIMIT_S", GRACE_S)
+    summary = await play(config, trainer=trainer, during=look)
     assert (summary["code"], summary["state"]) == (0, "finished")
     assert exporting in seen
 
 
-async def test_a_run_without_its_model_has_failed(tmp_path):
+async def test_a_run_without_its_model_has_failed(tmp_path, monkeypatch):
     config = make_config(tmp_path, **SETTINGS)
     trainer = ExportingTrainer(config.controller.address)
     trainer.export_s = 600.0
-    summary = await play(config, trainer=trainer, wait_for_trainer=False, goodbye_limit_s=GRACE_S)
+    monkeypatch.setattr(application, "GOODBYE_LIMIT_S", GRACE_S)
+    summary = await play(config, trainer=trainer, wait_for_trainer=False)
     assert (summary["code"], summary["state"], summary["steps"]) == (1, "failed", 2)
     assert re.match(
         r"nothing was heard of the trainer for \d+ s while it was to ", summary["cause"]

@@ -126,17 +126,11 @@ class Controller:
         config: Config,
         credentials: Credentials,
         *,
-        goodbye_limit_s: float = GOODBYE_LIMIT_S,
         make: Callable[[Run, Books, RunRecorder, asyncio.TaskGroup], Parts] = make_parts,
     ) -> None:
-        """Takes the settings and the function that makes the parts.
-
-        At the end of the run the controller waits for the trainer's goodbye. The run fails if the
-        trainer then makes no call for `learner.timeout_s` plus `goodbye_limit_s` seconds.
-        """
+        """Takes the settings and the function that makes the parts."""
         self._make_parts = make
         self._config = config
-        self._silence_s = config.learner.timeout_s + goodbye_limit_s
         self._credentials = credentials
         run_id = config.run.id or f"{config.run.name}-{secrets.token_hex(4)}"
         self._run = Run.of(config, run_id)
@@ -254,7 +248,9 @@ class Controller:
         """Waits for the trainer's goodbye, then drains the servers; each wait has a time limit."""
         clock, fleet = self._run.clock, self._fleet
         if self._progress.has_trainer and not self._progress.has_failed:
-            await await_goodbye(self._run, self._parts.trainer, silence_s=self._silence_s)
+            # After this time without a call of the trainer the run fails.
+            silence_s = self._config.learner.timeout_s + GOODBYE_LIMIT_S
+            await await_goodbye(self._run, self._parts.trainer, silence_s=silence_s)
         elif not self._progress.has_failed:
             self._run.events.warn("no trainer is there at the end: nothing is saved or exported")
         self._progress.waits_for("" if self._progress.has_failed else "rollout servers to drain")

@@ -102,10 +102,10 @@ class Scheduler:
         # lease takes their slots.
         self.reserved: dict[ServerKey, int] = {}
 
-    async def lease_forever(self, *, recheck_s: float = RECHECK_S) -> None:
+    async def lease_forever(self) -> None:
         """Grants all allowed leases after each change of the state, until the task is cancelled.
 
-        Tries again after `recheck_s` seconds without a change. A client's own loop has no leases
+        Tries again after `RECHECK_S` seconds without a change. A client's own loop has no leases
         of tasks.
         """
         client_loop = self._config.controller.client_loop
@@ -116,7 +116,7 @@ class Scheduler:
                 # The state may have changed meanwhile. Streams wait for `durable` too.
                 await asyncio.shield(durable)
                 continue
-            await self._run.signal.changes(recheck_s)
+            await self._run.signal.changes(RECHECK_S)
 
     def lease_all(self, limit: int = MAX_GRANTS_IN_A_PASS) -> asyncio.Future[None] | None:
         """Grants at most `limit` leases, which are sent once their records are durable.

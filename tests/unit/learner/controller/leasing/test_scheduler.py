@@ -30,9 +30,10 @@ def rig(tmp_path: Path, journal: Journal) -> Rig:
 
 async def test_a_lease_leaves_when_it_is_durable_and_nothing_is_missed_meanwhile(rig, monkeypatch):
     disk = SlowDisk(monkeypatch)
+    monkeypatch.setattr(scheduler, "RECHECK_S", 60.0)
     first = rig.serving("first", 0, max_episodes=2)
     disk.hold()
-    leasing = asyncio.create_task(rig.scheduler.lease_forever(recheck_s=60.0))
+    leasing = asyncio.create_task(rig.scheduler.lease_forever())
     orders = aiter(first.outbox.messages())
     order = asyncio.ensure_future(anext(orders))
     await asyncio.to_thread(disk.wait_begun)
