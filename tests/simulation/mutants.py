@@ -46,7 +46,7 @@ NO_COMPARISON = (
     Change(f"{ORDERS}._commit", "list(order.bucket_digests) != publish.digests", "False"),
     Change(
         f"{CONTROLLER}.publishing.publish:Receiver.problem",
-        "list(self.loaded.result().bucket_digests) == list(digests)",
+        "tuple(self.loaded.result().bucket_digests) == self.publish.digests",
         "True",
     ),
 )
