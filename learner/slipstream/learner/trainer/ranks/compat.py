@@ -37,14 +37,10 @@ _TE_STUBS = ("transformer_engine", "transformer_engine.pytorch", "transformer_en
 
 
 @functools.cache
-def _is_installed(package: str) -> bool:
-    """Whether `package` is installed; to look for it takes half a millisecond each time."""
-    return importlib.util.find_spec(package) is not None
-
-
 def has_transformer_engine() -> bool:
     """Whether TransformerEngine is installed and a GPU is available."""
-    return _is_installed("transformer_engine") and torch.cuda.is_available()
+    is_installed = importlib.util.find_spec("transformer_engine") is not None
+    return is_installed and torch.cuda.is_available()
 
 
 def check_installed(versions: Mapping[str, str] = TESTED_VERSIONS) -> str:
