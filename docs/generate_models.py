@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from slipstream.core.models.families import FAMILIES, FEATURES, SLIDING, Family
+from slipstream.core.models.families import FAMILIES, SLIDING, Family
 
 PAGE = Path(__file__).parent / "guides" / "models.md"
 # Parts of attention by the families that have them; no program asks for these by the record.
@@ -23,6 +23,12 @@ NORMED = (
     "Qwen3VLMoe",
 )
 NORMED_WHOLE, WITH_SINKS = ("MiniMaxM2", "Olmo2"), ("GptOss",)
+# What each setting that a family cannot have stands for.
+TITLES = {
+    "model.dtype": "float16",
+    "learner.parallel.etp": "split experts",
+    "lora.rank": "adapters",
+}
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->"
 
 
@@ -52,11 +58,11 @@ def table() -> str:
     rows = ["| class | parts | `rope_type` | cannot have |", "|---|---|---|---|"]
     reasons: dict[str, None] = {}
     for name, family in FAMILIES.items():
-        titles = ", ".join(FEATURES[setting].title for setting in family.cannot)
+        titles = ", ".join(TITLES[setting] for setting in family.cannot)
         kinds = "default" if family.rope.is_partial else ", ".join(family.rope.kinds) or "any"
         rows.append(f"| `{name}` | {', '.join(parts(family))} | {kinds} | {titles} |")
         for setting, reason in family.cannot.items():
-            reasons[f"- {FEATURES[setting].title}: {reason}"] = None
+            reasons[f"- {TITLES[setting]}: {reason}"] = None
     return "\n".join((*rows, "", *sorted(reasons))) + "\n"
 
 

@@ -122,27 +122,16 @@ class Family:
     cannot: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Feature:
-    """A setting that some families lack: its value when off, and its title in the models' table."""
-
-    off: object
-    title: str
-
-
-FEATURES: Mapping[str, Feature] = MappingProxyType(
-    {
-        "model.dtype": Feature(off="bfloat16", title="float16"),
-        "learner.parallel.etp": Feature(off=1, title="split experts"),
-        "lora.rank": Feature(off=0, title="adapters"),
-    }
+# Settings that some families lack, with the values that switch them off.
+FEATURES: Mapping[str, object] = MappingProxyType(
+    {"model.dtype": "bfloat16", "learner.parallel.etp": 1, "lora.rank": 0}
 )
 
 
 def refusals(family: Family, name: str, chosen: Mapping[str, object]) -> Iterator[str]:
     """Yields a line, which names the class `name`, for each chosen setting that it cannot have."""
     for setting, value in chosen.items():
-        off = FEATURES[setting].off
+        off = FEATURES[setting]
         if setting in family.cannot and value not in (off, None):
             shown = json.dumps(off)
             yield f"{setting} must be {shown} for a {name}: {family.cannot[setting]}, got {value!r}"
