@@ -12,7 +12,6 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Literal, SupportsFloat, cast
@@ -175,19 +174,17 @@ class Questions(Asked):
                 reply = Reply(given, content=given, token_ids=whole.token_ids)
                 reply.reasoning, reply.tool_calls = whole.reasoning, whole.tool_calls
             return await self._function.judge(self.question, reply)
-        metrics: dict[str, float] = {}
         if self._judge == "math_verify":
-            verdict = await self._math.compare(answer, given, self.question.text)
-            right = verdict.right
-            metrics = {"readable": verdict.readable, "judge_timeout": verdict.timed_out}
-        elif self._judge == "exact":
+            found = await self._math.compare(answer, given, self.question.text)
+            return StepResult(float(found["right"]), metrics=found)
+        if self._judge == "exact":
             right = bare(answer) == bare(given) and not other_money(given, answer)
             if isinstance(value := self.question.value, int | float | Decimal):
                 value = float(value) if isinstance(value, Decimal) else value
                 right = right or number_of(bare(given)) == value
         else:
             right = contains(given, answer)
-        return StepResult(float(right), metrics={"right": right, **metrics})
+        return StepResult(float(right), metrics={"right": right})
 
 
 class JudgeFunction:
@@ -266,11 +263,14 @@ class MathJudge:
         self._idle: list[asyncio.subprocess.Process] = []
         self._running = asyncio.Semaphore(max(2, min(8, os.cpu_count() or 1)))
 
-    async def compare(self, answer: str, reply: str, question: str = "") -> "MathVerdict":
+    async def compare(self, answer: str, reply: str, question: str = "") -> dict[str, bool]:
         """Compares `reply` with `answer`. Raises ValueError when `answer` is no mathematics.
 
-        Only the question says whether (2, 5) is a point or an interval.
+        In the result `right` says that they are equal, `readable` that an expression was found in
+        the reply, and `judge_timeout` that the comparison was abandoned. Only the question says
+        whether (2, 5) is a point or an interval.
         """
+        found = {"right": False, "readable": False, "judge_timeout": False}
         start = max(0, len(reply) - MAX_CHARACTERS)
         if (box := reply.rfind("\\boxed", 0, start)) >= 0 and "\\boxed" not in reply[start:]:
             # A box is the answer, however much is written behind it.
@@ -286,28 +286,15 @@ class MathJudge:
                 try:
                     said = await _ask(process, request, self._timeout_s)
                 except TimeoutError:
-                    return MathVerdict(right=False, readable=False, timed_out=True)
+                    return found | {"judge_timeout": True}
                 if said is not None:
                     self._idle.append(process)
         if said is None:
             # Most likely this reply takes too much memory.
-            return MathVerdict(right=False, readable=False)
-        if not said["known"]:
+            return found
+        if not said.pop("known"):
             raise ValueError(f"the right answer {answer!r} cannot be read as mathematics")
-        return MathVerdict(right=said["right"], readable=said["readable"])
-
-
-@dataclass(frozen=True)
-class MathVerdict:
-    """The result of a comparison.
-
-    `right` says that the reply equals the answer, `readable` that an expression was found in the
-    reply, and `timed_out` that the comparison was abandoned.
-    """
-
-    right: bool
-    readable: bool
-    timed_out: bool = False
+        return found | said
 
 
 async def _started() -> asyncio.subprocess.Process:

@@ -19,7 +19,7 @@ from slipstream.core.hub import HubFiles
 from slipstream.core.template_values import show
 from slipstream.environments.arguments import is_heldout
 from slipstream.environments.question_files import cell_in, check_read, text_of
-from slipstream.environments.questions import MathJudge, MathVerdict, Questions
+from slipstream.environments.questions import MathJudge, Questions
 from slipstream.v1 import environment_pb2 as pb
 from support.fakes.fake_workers import worker_process
 from support.rigs.waiting import until
@@ -654,7 +654,8 @@ async def test_only_what_follows_the_mark_of_the_answer_counts(tmp_path: Path):
 async def test_answers_are_compared_as_mathematics_and_a_hard_one_holds_up_no_other():
     pytest.importorskip("math_verify")
     judge = MathJudge(timeout_s=60.0)
-    right = MathVerdict(right=True, readable=True)
+    nothing = {"right": False, "readable": False, "judge_timeout": False}
+    right = nothing | {"right": True, "readable": True}
     assert await judge.compare("1/2", "It is $0.5$.") == right
     assert await judge.compare(r"\frac{1}{2}", r"so \boxed{\frac{2}{4}}") == right
     assert await judge.compare("x^2 + 1", "$1 + x^2$") == right
@@ -663,10 +664,10 @@ async def test_answers_are_compared_as_mathematics_and_a_hard_one_holds_up_no_ot
     # A box is the answer however much follows it.
     assert await judge.compare("7", r"\boxed{7}" + " I check: 1 + 1 = 2." * 1000) == right
     assert await judge.compare("(1, 2)", "1 < x < 2", "Where is (x - 1)(x - 2) < 0?") == right
-    assert not (await judge.compare("(1, 2)", "1 < x < 2", "Which point is it?")).right
-    assert await judge.compare("3", "4") == MathVerdict(right=False, readable=True)
-    assert await judge.compare("3", "no idea") == MathVerdict(right=False, readable=False)
-    given_up = MathVerdict(right=False, readable=False, timed_out=True)
+    assert not (await judge.compare("(1, 2)", "1 < x < 2", "Which point is it?"))["right"]
+    assert await judge.compare("3", "4") == nothing | {"readable": True}
+    assert await judge.compare("3", "no idea") == nothing
+    given_up = nothing | {"judge_timeout": True}
     judge._timeout_s = 1.0
     assert await judge.compare("7", "$9^{9^{9^{9}}}$") == given_up
     judge._timeout_s = 60.0
@@ -690,18 +691,18 @@ def children() -> set[psutil.Process]:
 async def test_what_a_reply_does_to_the_judge_changes_no_other_verdict():
     pytest.importorskip("math_verify")
     judge, others = MathJudge(timeout_s=60.0), children()
-    assert (await judge.compare("7", "7")).right
+    assert (await judge.compare("7", "7"))["right"]
     # This is what a reply does that leaves too little memory.
     for process in children() - others:
         process.kill()
         process.wait()
-    assert (await judge.compare("7", "7")).right
+    assert (await judge.compare("7", "7"))["right"]
     # One that takes long holds up no other one: both are compared at the same time.
     (process,) = children() - others
     process.suspend()
     hard = asyncio.create_task(judge.compare("7", "7"))
     await until(lambda: not judge._idle)
-    assert (await judge.compare("7", "7")).right
+    assert (await judge.compare("7", "7"))["right"]
     assert not hard.done()
     hard.cancel()
     await asyncio.wait([hard])
@@ -717,7 +718,8 @@ async def test_a_comparison_that_is_given_up_while_its_program_starts_answers_no
     await until(lambda: bool(children() - others))
     first.cancel()
     await asyncio.wait([first])
-    assert await judge.compare("3", "4") == MathVerdict(right=False, readable=True)
+    wrong = {"right": False, "readable": True, "judge_timeout": False}
+    assert await judge.compare("3", "4") == wrong
     await ended(judge)
 
 
