@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,12 +35,6 @@ class FakeNvml:
         # The GPU whose memory another program holds.
         self.taken = -1
 
-    def __enter__(self) -> FakeNvml:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def ask(self, name: str, *arguments: Any) -> Any:
         if name == "nvmlSystemGetDriverVersion":
             return "580.1"
@@ -52,7 +47,7 @@ class FakeNvml:
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     nvml = FakeNvml()
-    monkeypatch.setattr(machine, "Nvml", lambda: nvml)
+    monkeypatch.setattr(machine, "asking_nvml", lambda: nullcontext(nvml.ask))
     for name in ("CUDA_VISIBLE_DEVICES", *NCCL_ENVIRONMENT):
         monkeypatch.delenv(name, raising=False)
     return nvml

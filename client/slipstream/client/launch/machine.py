@@ -25,7 +25,7 @@ from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.terminal import complain
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import PACKAGES, free_memory, installed
-from slipstream.core.machine.gpus import VISIBLE, Gpu, Nvml, list_gpus, visible_ids
+from slipstream.core.machine.gpus import VISIBLE, Gpu, asking_nvml, list_gpus, visible_ids
 from slipstream.core.machine.process import MAX_OPEN_FILES
 from slipstream.protocol.weights.nccl_group import NCCL_ENVIRONMENT
 
@@ -119,12 +119,12 @@ def check_gpus(_: Scene) -> Iterator[Finding]:
     gpus = list_gpus()
     if not gpus:
         return
-    with Nvml() as nvml:
-        version = nvml.ask("nvmlSystemGetDriverVersion") or "of an unknown version"
+    with asking_nvml() as ask:
+        version = ask("nvmlSystemGetDriverVersion") or "of an unknown version"
         yield ok(f"{version} shows {_names(gpus)}")
         for gpu in gpus:
-            handle = nvml.ask("nvmlDeviceGetHandleByIndex", gpu.index)
-            memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+            handle = ask("nvmlDeviceGetHandleByIndex", gpu.index)
+            memory = ask("nvmlDeviceGetMemoryInfo", handle)
             if memory is not None and memory.free < memory.total / 2:
                 of = f"{memory.free / GIB:.0f} of {memory.total / GIB:.0f} GiB are free"
                 remedy = "another program holds its memory: see nvidia-smi"

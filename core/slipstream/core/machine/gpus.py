@@ -8,10 +8,10 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pynvml
 from slipstream.core.errors import RunFailed
@@ -38,40 +38,36 @@ class Gpu:
     memory_bytes: int
 
 
-class Nvml:
-    """NVIDIA's management library, opened by `with`; `ask` returns None without a driver."""
+@contextlib.contextmanager
+def asking_nvml() -> Iterator[Callable[..., Any]]:
+    """Yields a function that calls one of NVIDIA's management library by its name.
 
-    def __init__(self) -> None:
-        self._is_open = False
+    It returns None where the library's function fails, as all do without a driver.
+    """
 
-    def __enter__(self) -> Self:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlInit()
-            self._is_open = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_open:
-            pynvml.nvmlShutdown()
-
-    def ask(self, name: str, *arguments: object) -> Any:  # noqa: ANN401 - each has its own type
-        """Returns the answer of the library's function `name`, or None when it fails."""
+    def ask(name: str, *arguments: object) -> Any:  # noqa: ANN401 - each has its own type
         with contextlib.suppress(pynvml.NVMLError):
             return getattr(pynvml, name)(*arguments)
         return None
+
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            stack.callback(pynvml.nvmlShutdown)
+        yield ask
 
 
 def list_gpus() -> tuple[Gpu, ...]:
     """Returns all GPUs that the driver shows this machine or container, or () without a driver."""
     found = []
-    with Nvml() as nvml:
-        for index in range(nvml.ask("nvmlDeviceGetCount") or 0):
-            handle = nvml.ask("nvmlDeviceGetHandleByIndex", index)
+    with asking_nvml() as ask:
+        for index in range(ask("nvmlDeviceGetCount") or 0):
+            handle = ask("nvmlDeviceGetHandleByIndex", index)
             if handle is None:
                 continue
-            uuid = nvml.ask("nvmlDeviceGetUUID", handle) or ""
-            name = nvml.ask("nvmlDeviceGetName", handle) or ""
-            memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
+            uuid = ask("nvmlDeviceGetUUID", handle) or ""
+            name = ask("nvmlDeviceGetName", handle) or ""
+            memory = ask("nvmlDeviceGetMemoryInfo", handle)
             found.append(Gpu(index, uuid, name, 0 if memory is None else memory.total))
     return tuple(found)
 
@@ -103,10 +99,10 @@ def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu | None:
 
 def read_each_other(first: Gpu, second: Gpu) -> bool:
     """Whether each GPU can read the other's memory, without which CUDA IPC cannot join them."""
-    with Nvml() as nvml:
-        handles = [nvml.ask("nvmlDeviceGetHandleByIndex", gpu.index) for gpu in (first, second)]
+    with asking_nvml() as ask:
+        handles = [ask("nvmlDeviceGetHandleByIndex", gpu.index) for gpu in (first, second)]
         # pynvml's own name for reading, `NVML_P2P_CAPS_INDEX_READ`, is a tuple, which it refuses.
-        status = nvml.ask("nvmlDeviceGetP2PStatus", *handles, 0) if all(handles) else None
+        status = ask("nvmlDeviceGetP2PStatus", *handles, 0) if all(handles) else None
     return bool(status == pynvml.NVML_P2P_STATUS_OK)
 
 
