@@ -35,15 +35,6 @@ class CallLimits(TypedDict, total=False):
     max_retries: NotNegative
 
 
-class JudgeOptions(CallLimits, total=False):
-    """Optional arguments of `Judge`, which describes them."""
-
-    answer: Literal["number", "json"]
-    lowest: float
-    highest: float
-    max_tokens: Count
-
-
 class JudgeError(RuntimeError):
     """The judge gave no score; the episode that asked fails with this cause."""
 
@@ -114,7 +105,7 @@ class Judge(_ScoringServer):
         the object from the reply's first { to its last }. Raises ConfigError for arguments that
         cannot work.
         """
-        if not (math.isfinite(lowest) and math.isfinite(highest) and lowest < highest):
+        if not lowest < highest:
             raise ConfigError(f"lowest must be below highest, got {lowest} and {highest}")
         if arguments.FIELD.search(prompt) is None:
             raise ConfigError(f"prompt must name a field, such as {{reply}}, got {prompt!r}")
@@ -190,7 +181,7 @@ class Judged(Asked):
         question: str = "question",
         instruction: str = "{question}",
         api_key_file: str | Path | None = None,
-        **options: Unpack[JudgeOptions],
+        **options: Any,  # noqa: ANN401 - those of `Judge`, which checks them
     ) -> None:
         """`base_url` and `model` name the judge, whose key is in `api_key_file`.
 

@@ -13,7 +13,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -224,6 +223,6 @@ async def check_pixels(images: Sequence[PlacedImage]) -> None:
         await asyncio.to_thread(_check, image.data)
 
 
-@lru_cache(_KEPT_IMAGES)
+@functools.lru_cache(_KEPT_IMAGES)
 def _check(data: bytes) -> None:
     decoded(data)
