@@ -71,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = arguments.execute(arguments)
         return int(asyncio.run(result) if asyncio.iscoroutine(result) else result)
     except (ConfigError, EnvironmentFailed) as error:
-        complain(str(error), sys.stderr)
+        complain(str(error))
         return 0 if getattr(arguments, "final", False) else 2
     except SlipstreamError as error:
-        complain(str(error), sys.stderr)
+        complain(str(error))
         return 1
     except KeyboardInterrupt:
         return 130

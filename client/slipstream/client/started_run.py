@@ -439,7 +439,7 @@ def _audit(one: _Served, plan: _Plan) -> None:
         if each.is_refused and plan.config.run.audit == "refuse":
             raise ConfigError(f"{said}: {each.text}")
         if plan.show and not each.is_of_time:
-            complain(f"warning: {said}: {each.text}", sys.stderr)
+            complain(f"warning: {said}: {each.text}")
 
 
 def _table(settings: Mapping[str, object]) -> dict[str, Any]:

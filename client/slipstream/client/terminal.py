@@ -41,12 +41,12 @@ def say(text: str, *, as_it_is: bool = False) -> None:
             raise RunFailed(f"stdout cannot be written: {error.strerror}") from error
 
 
-def complain(cause: str, err: TextIO) -> None:
-    """Writes the cause of a failure to `err`; ignores an OSError of that write."""
+def complain(cause: str) -> None:
+    """Writes the cause of a failure to stderr; ignores an OSError of that write."""
     try:
-        print(plain(f"slipstream: {cause}"), file=err, flush=True)
+        print(plain(f"slipstream: {cause}"), file=sys.stderr, flush=True)
     except OSError:
-        discard(err)
+        discard(sys.stderr)
 
 
 def discard(stream: TextIO) -> None:

@@ -1,6 +1,6 @@
 """What models and environments write does not steer the terminal that shows it."""
 
-import io
+import contextlib
 import os
 import shlex
 import subprocess
@@ -114,13 +114,13 @@ def test_a_terminal_of_another_encoding_shows_escapes_for_what_it_lacks() -> Non
     assert (answered.stdout, answered.returncode) == (b"read \xe9 \\u0175\n", 0)
 
 
-def test_events_cannot_steer_the_screen_of_a_run(tmp_path: Path) -> None:
-    out = io.StringIO()
-    display = Display(config_of(tmp_path), out)
+def test_events_cannot_steer_the_screen_of_a_run(tmp_path: Path, capsys) -> None:
+    display = Display(config_of(tmp_path))
     display.show(status_pb2.Event(number=1, text=HOSTILE.removesuffix("\ud800") + "\n0.1 s  fine"))
     display.warn(HOSTILE)
-    assert is_harmless(out.getvalue())
-    assert [line[:11].strip(" .0123456789s") for line in out.getvalue().splitlines()] == [""] * 3
+    shown = capsys.readouterr().out
+    assert is_harmless(shown)
+    assert [line[:11].strip(" .0123456789s") for line in shown.splitlines()] == [""] * 3
 
 
 def test_errors_cannot_steer_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,15 +129,14 @@ def test_errors_cannot_steer_the_screen(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("kind", ["terminal", "pipe", "full disk"])
-def test_a_run_outlives_the_reader_of_its_screen(kind: str, tmp_path: Path) -> None:
+def test_a_run_outlives_the_reader_of_its_screen(kind: str, tmp_path: Path, capsys) -> None:
     if kind == "full disk":
         descriptor = os.open("/dev/full", os.O_WRONLY)
     else:
         reader, descriptor = os.openpty() if kind == "terminal" else os.pipe()
         os.close(reader)
-    err = io.StringIO()
-    with os.fdopen(descriptor, "w") as out:
-        display = Display(config_of(tmp_path), out=out, err=err)
+    with os.fdopen(descriptor, "w") as out, contextlib.redirect_stdout(out):
+        display = Display(config_of(tmp_path))
         display.tell("one")
         display.warn("two")
     cause = {
@@ -145,7 +144,7 @@ def test_a_run_outlives_the_reader_of_its_screen(kind: str, tmp_path: Path) -> N
         "pipe": "Broken pipe",
         "full disk": "No space left on device",
     }[kind]
-    assert err.getvalue() == (
+    assert capsys.readouterr().err == (
         f"slipstream: no more of the run can be shown here: {cause}; it goes on, and its events "
         f"are in {tmp_path}/test/logs/controller.log\n"
     )

@@ -106,7 +106,7 @@ async def _played(name: str, command: Sequence[str], *, timeout_s: float) -> Rep
     for line in ended.lines[: len(ended.lines) - is_late]:
         print(plain(line.removeprefix(WARNING)), file=sys.stderr)
     if is_late:
-        complain(f"{name}: {ended.lines[-1]}", sys.stderr)
+        complain(f"{name}: {ended.lines[-1]}")
     if ended.code != 0:
         return None
     report: Report | None = json.loads(ended.output) if ended.output else None
@@ -167,7 +167,7 @@ def _show(name: str, report: Report, prompts: Sequence[Prompt], most: int) -> in
     if 2 * len(faults) >= max(len(prompts), 1):
         refused = [*refused, f"most prompts cannot be written: {faults[0]}"]
     for cause in refused:
-        complain(f"{name}: {cause}", sys.stderr)
+        complain(f"{name}: {cause}")
     if not refused:
         say("  ready")
     return USAGE_ERROR if refused else 0

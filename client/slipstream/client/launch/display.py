@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any
 
 from slipstream.client.page import PAGE
 from slipstream.client.run_folder import read_summary
@@ -36,22 +36,18 @@ SEVERITY_MARKS = {status_pb2.SEVERITY_WARNING: "! ", status_pb2.SEVERITY_ERROR: 
 
 
 class Display:
-    """Writes progress to `out`, failures to `err`; records the state that decides the exit code."""
+    """Writes progress to stdout, failures to stderr; records what decides the exit code."""
 
-    def __init__(
-        self, config: Config, out: TextIO | None = None, err: TextIO | None = None
-    ) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
         self._step_at_s = -math.inf
-        self._out = out or sys.stdout
-        self._err = err or sys.stderr
         self._started_s = time.monotonic()
         # time.monotonic of the last line.
         self.spoke_s = self._started_s
         self.last_event = 0
         self.is_over = False
         self.failure = ""
-        # The cause of a failure that was shown already, only on `err`.
+        # The cause of a failure that was shown already, only on stderr.
         self.told_failure = ""
         # Whether somebody has stopped the run, which ends now.
         self.is_stopping = False
@@ -105,9 +101,9 @@ class Display:
         self.tell("! " + text)
 
     def fail(self, cause: str) -> None:
-        """Writes the cause of the run's failure to `err`, in the form of the command's errors."""
+        """Writes the cause of the run's failure to stderr, in the form of the command's errors."""
         self.spoke_s = time.monotonic()
-        complain(cause, self._err)
+        complain(cause)
 
     def resuming(self, first: str = "") -> str:
         """Returns the end of a line: `first`, and the command, unless `run.resume` is "never"."""
@@ -135,12 +131,11 @@ class Display:
         return bool(summary["state"] == "stopped")
 
     def _write(self, text: str) -> None:
-        """Writes to `out`; a closed terminal or a reader that has ended does not end the run."""
+        """Writes to stdout; a closed terminal or a reader that has ended does not end the run."""
         try:
-            self._out.write(text)
-            self._out.flush()
+            print(text, end="", flush=True)
         except OSError as error:
-            discard(self._out)
+            discard(sys.stdout)
             log = log_path(self._config.run_dir, "controller")
             self.fail(
                 f"no more of the run can be shown here: {error.strerror}; it goes on, and its "

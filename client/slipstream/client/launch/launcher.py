@@ -263,7 +263,7 @@ async def run_check(
     require_packages("learner")
     faults = await proof_faults(config)
     for fault in faults:
-        complain(fault, sys.stderr)
+        complain(fault)
     if faults:
         return USAGE_ERROR
     say("the algorithm's functions are proved")

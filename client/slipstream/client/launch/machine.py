@@ -245,4 +245,4 @@ def warn_unproved(scene: Scene) -> None:
     """Says on stderr which packages have another version than the tested stack."""
     found = check_stack(scene)
     if found is not None and found.verdict is Verdict.ADVICE:
-        complain(f"warning: nobody has proved this stack: {found.seen}", sys.stderr)
+        complain(f"warning: nobody has proved this stack: {found.seen}")

@@ -182,7 +182,7 @@ def _pass_on(lines: Sequence[str], source: str) -> None:
     """Repeats the warnings in a check's output on stderr, since stdout may be read as settings."""
     for line in lines:
         if line.startswith(WARNING):
-            complain(f"warning: {source}{line.removeprefix(WARNING)}", sys.stderr)
+            complain(f"warning: {source}{line.removeprefix(WARNING)}")
 
 
 def check_modules(scene: Scene) -> Iterator[Finding]:

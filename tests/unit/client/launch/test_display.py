@@ -1,5 +1,6 @@
 """What a run shows on the screen at its end."""
 
+import contextlib
 import io
 import json
 import re
@@ -48,7 +49,8 @@ def shown(config: Config, **changes: object) -> tuple[bool, str]:
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "summary.json").write_text(json.dumps(SUMMARY | changes))
     out = io.StringIO()
-    is_stopped = Display(config, out).summary()
+    with contextlib.redirect_stdout(out):
+        is_stopped = Display(config).summary()
     return is_stopped, out.getvalue()
 
 
@@ -78,12 +80,14 @@ def test_a_run_that_ends_early_says_how_it_goes_on(state, tmp_path, monkeypatch)
     assert text == f"\n  {state} at version 0 of 10; {how}\n"
 
 
-def test_a_run_whose_summary_could_not_be_written_says_how_it_goes_on(tmp_path, monkeypatch):
+def test_a_run_whose_summary_could_not_be_written_says_how_it_goes_on(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "argv", ["/missing/slipstream", "run", "a.toml"])
-    config, out = config_of(tmp_path), io.StringIO()
-    assert not Display(config, out).summary()
+    config = config_of(tmp_path)
+    assert not Display(config).summary()
     how = "mend the cause, then resume it with: /missing/slipstream run a.toml"
-    assert out.getvalue() == f"\n  {config.run_dir} has no summary; {how}\n"
+    assert capsys.readouterr().out == f"\n  {config.run_dir} has no summary; {how}\n"
 
 
 def test_a_run_that_may_not_go_on_does_not_say_so(tmp_path: Path) -> None:
@@ -127,31 +131,31 @@ def test_a_run_says_what_it_loads_and_where_servers_of_other_commands_join(tmp_p
     assert loading_line(config, 0) == f"{begin}; rollout servers join at 127.0.0.1:0"
 
 
-def test_a_cause_of_failure_is_shown_once_and_at_once(tmp_path: Path) -> None:
-    out, err = io.StringIO(), io.StringIO()
-    display = Display(config_of(tmp_path), out, err)
+def test_a_cause_of_failure_is_shown_once_and_at_once(tmp_path: Path, capsys) -> None:
+    display = Display(config_of(tmp_path))
     display.show(status_pb2.Event(number=1, text="the run failed: no server", severity=ERROR))
-    assert (out.getvalue(), err.getvalue()) == ("", "slipstream: no server\n")
+    assert capsys.readouterr() == ("", "slipstream: no server\n")
     display.show(
         status_pb2.Event(number=2, text="no server", final_state=status_pb2.RUN_STATE_FAILED)
     )
     assert display.failure == display.told_failure == "no server"
-    assert (out.getvalue(), err.getvalue()) == ("", "slipstream: no server\n")
+    assert capsys.readouterr() == ("", "")
 
 
-def test_the_line_of_a_step_fits_a_terminal(tmp_path: Path) -> None:
+def test_the_line_of_a_step_fits_a_terminal(tmp_path: Path, capsys) -> None:
     metrics = {"reward_mean": -0.5, "lag_mean": 1.25, "lag_max": 2.0, "step_s": 12.25}
     event = status_pb2.Event(
         number=1, step=100, metrics=metrics | {"generated_tokens_per_s": 95_426.0}
     )
-    out = io.StringIO()
-    Display(config_of(tmp_path, steps=1000), out).show(event)
-    (line,) = out.getvalue().splitlines()
+    Display(config_of(tmp_path, steps=1000)).show(event)
+    (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("step  100/1000  reward -0.500  lag 1.2, max 2  95,426 tok/s  12.25 s")
     assert len(line) <= 79
 
 
-def test_fast_steps_are_shown_now_and_then_and_the_last_one_always(tmp_path: Path, monkeypatch):
+def test_fast_steps_are_shown_now_and_then_and_the_last_one_always(
+    tmp_path: Path, monkeypatch, capsys
+):
     names = ("reward_mean", "lag_mean", "lag_max", "generated_tokens_per_s", "step_s")
     events = [
         status_pb2.Event(number=step, step=step, metrics=dict.fromkeys(names, 0.0))
@@ -159,9 +163,9 @@ def test_fast_steps_are_shown_now_and_then_and_the_last_one_always(tmp_path: Pat
     ]
     config = config_of(tmp_path, steps=3)
     for every_s, shown_steps in ((60.0, [1, 3]), (0.0, [1, 2, 3])):
-        out = io.StringIO()
         monkeypatch.setattr(display_module, "STEP_EVERY_S", every_s)
-        display = Display(config, out)
+        display = Display(config)
         for event in events:
             display.show(event)
-        assert re.findall(r"step (\d)/3", out.getvalue()) == [str(step) for step in shown_steps]
+        found = re.findall(r"step (\d)/3", capsys.readouterr().out)
+        assert found == [str(step) for step in shown_steps]

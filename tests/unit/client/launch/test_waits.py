@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,8 @@ async def test_silence_is_broken_again_and_again_less_often(
     monkeypatch.setattr(run_processes, "FIRST_S", 0.01)
     monkeypatch.setattr(run_processes, "LIMIT_S", 0.02)
     out = io.StringIO()
-    display = Display(config_of(tmp_path), out)
+    monkeypatch.setattr(sys, "stdout", out)
+    display = Display(config_of(tmp_path))
     server, controller = create_server(OPEN), Waiting()
     status_pb2_grpc.add_StatusServiceServicer_to_server(controller, server)
     address = f"127.0.0.1:{bind(server, '127.0.0.1:0', OPEN)}"
@@ -82,7 +84,8 @@ async def test_a_controller_without_an_answer_is_told(
 ) -> None:
     monkeypatch.setattr(run_processes, "FIRST_S", 0.01)
     out = io.StringIO()
-    display = Display(config_of(tmp_path), out)
+    monkeypatch.setattr(sys, "stdout", out)
+    display = Display(config_of(tmp_path))
     telling = asyncio.create_task(tell_waits(display, RunCalls("127.0.0.1:1", OPEN)))
     await until(out.getvalue, 20)
     telling.cancel()
