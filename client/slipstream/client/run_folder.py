@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -428,9 +428,7 @@ def check_resumable(before: Config, now: Config) -> None:
                 'run.resume = "changed", or choose another run.name for a new run'
             )
     for key, reason in GROWING.items():
-        old, new = _value(before, key), _value(now, key)
-        assert isinstance(old, int)
-        assert isinstance(new, int)
+        old, new = map(attrgetter(key), (before, now))
         if new < old:
             raise ConfigError(
                 f"{key} must be at least {old} when a run goes on, got {new}: {reason}"
@@ -441,7 +439,7 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
     """Yields one line for each change for which a new run is needed."""
     on = "when a run goes on"
     for key, reason in FIXED.items():
-        old, new = _value(before, key), _value(now, key)
+        old, new = map(attrgetter(key), (before, now))
         if old != new:
             yield f"{key} must stay {old} {on}, got {new}: {reason}"
     wanted = _stored_models(now)
@@ -478,10 +476,6 @@ def _stored_models(config: Config) -> dict[str, bool]:
 def _top_k(config: Config) -> int | None:
     reference = config.reference
     return reference.top_k if reference is not None and reference.server else None
-
-
-def _value(config: Config, key: str) -> object:
-    return reduce(getattr, key.split("."), config)
 
 
 LINE_BYTES = 16 << 20

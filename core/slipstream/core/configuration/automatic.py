@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -185,7 +186,7 @@ def describe_choices(tables: Tables) -> str:
     """Returns one line with the values that a run chose automatically, or "" if there are none."""
     shown = []
     for key in tables.automatic:
-        value = _value(tables, key)
+        value = attrgetter(key)(tables)
         text = str(value).lower() if isinstance(value, bool) else str(value)
         shown.append(f"{key} {value:g}" if isinstance(value, float) else f"{key} {text}")
     return ", ".join(shown)
@@ -205,8 +206,7 @@ class _Choice:
 
     def __call__(self, key: str, value: T) -> T:
         *parents, name = key.split(".")
-        section = _value(self._stated, ".".join(parents))
-        assert isinstance(section, BaseModel)
+        section: BaseModel = attrgetter(".".join(parents))(self._stated)
         if name in section.model_fields_set:
             return cast("T", getattr(section, name))
         found = self._recorded.get(key, cast("JsonValue", value))
@@ -216,10 +216,6 @@ class _Choice:
 
     def applied(self) -> Tables:
         return Tables.model_validate(self.whole)
-
-
-def _value(tables: Tables, key: str) -> object:
-    return reduce(getattr, key.split("."), tables)
 
 
 def add_names(table: dict[str, Any]) -> None:

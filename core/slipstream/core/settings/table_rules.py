@@ -4,8 +4,8 @@ Each function yields one line for each broken rule, with the values and the rule
 """
 
 from collections.abc import Callable, Iterator
-from functools import reduce
 from importlib.metadata import entry_points
+from operator import attrgetter
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -55,7 +55,7 @@ def _agreement_problems(config: Tables) -> Iterator[str]:
         ),
     }
     for name, (only, reason) in needed.items():
-        value = reduce(getattr, name.split("."), config)
+        value = attrgetter(name)(config)
         if value != only:
             yield f"algorithm.agreement = 'bits' needs {name} = {only!r}: {reason}, got {value!r}"
     if config.drafts is not None:
