@@ -14,7 +14,7 @@ import redis.asyncio
 from make_lock import pins_of
 from slipstream.client.cli import main
 from slipstream.client.launch import checks, machine, preflight
-from slipstream.client.launch.checks import CHECKS, Check, Stage, check_queue
+from slipstream.client.launch.checks import CHECKS, Check, Stage, check_queue, find_all
 from slipstream.client.launch.findings import (
     ANY,
     CONTROLLER,
@@ -72,7 +72,9 @@ def look(config: Config, row: str) -> list[Finding]:
     """What the doctor says of a whole run with these settings in one row of its checks."""
     (check,) = [check for check in CHECKS if check.area == row]
     share = Share(range(config.learner.world_size), config.rollout_server.count)
-    return asyncio.run(check.find(Scene(config, WHOLE_RUN, share, leaves_nothing=True)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "CHECKS", (check,))
+        return asyncio.run(find_all(Scene(config, WHOLE_RUN, share, leaves_nothing=True)))
 
 
 def found(config: Config, area: str) -> Finding:
@@ -100,8 +102,8 @@ def test_this_machine_can_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(machine, "MIN_MEMORY_GIB", 0)
     monkeypatch.chdir(tmp_path)
-    own = [check for check in CHECKS if check.of_machine and check.area != "imports"]
-    findings = [found for check in own for found in asyncio.run(check.find(Scene()))]
+    monkeypatch.setattr(checks, "CHECKS", [each for each in CHECKS if each.area != "imports"])
+    findings = asyncio.run(find_all(Scene()))
     verdicts = {found.area: found.verdict for found in findings}
     for area in ("python", "processors", "memory", "shared memory", "open files", "disk"):
         assert verdicts[area] is not Verdict.PROBLEM, findings

@@ -129,13 +129,6 @@ class Check:
         found = [seen] if isinstance(seen, Finding) else seen or ()
         return [replace(each, area=each.area or self.area) for each in found]
 
-    async def find(self, scene: Scene) -> list[Finding]:
-        """Makes the check; returns its findings. A ConfigError becomes a finding too."""
-        try:
-            return await self.found(scene)
-        except ConfigError as error:
-            return [problem(str(error), self.remedy, area=self.area)]
-
 
 async def require(scene: Scene, stage: Stage) -> list[str]:
     """Makes the checks of `stage` that the scene's parts need; raises ConfigError for a problem.
@@ -155,10 +148,14 @@ async def require(scene: Scene, stage: Stage) -> list[str]:
 
 async def find_all(scene: Scene) -> list[Finding]:
     """Returns what the doctor shows: without settings, the findings about the machine."""
-    due = [check for check in CHECKS if check.needs & scene.parts]
-    if scene.stated is None:
-        due = [check for check in due if check.of_machine]
-    return [finding for check in due for finding in await check.find(scene)]
+    findings = []
+    for check in CHECKS:
+        if check.needs & scene.parts and (check.of_machine or scene.stated is not None):
+            try:
+                findings += await check.found(scene)
+            except ConfigError as error:
+                findings.append(problem(str(error), check.remedy, area=check.area))
+    return findings
 
 
 def check_files(scene: Scene) -> list[Finding]:
