@@ -19,7 +19,7 @@ import ctypes
 import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,29 +32,6 @@ _CHUNK_BLOCKS = 16
 Words = npt.NDArray[np.uint64]
 
 
-class BucketDigests(Protocol):
-    """Computes the digests of all tensors in a pass over some buckets.
-
-    Pointers and streams are CUDA's handles, as integers.
-    """
-
-    def add(self, place: int, pointer: int, stream: int) -> None:
-        """Enqueues the digests of bucket number `place`, whose bytes begin at `pointer`."""
-
-    def read(self, stream: int) -> list[list[bytes]]:
-        """Waits for the work on `stream`; returns each bucket's tensor digests."""
-
-
-def open_digests(buckets: Sequence[Bucket], gpu: int | None) -> BucketDigests:
-    """Returns an object that computes the digests of `buckets` on a CUDA device, or on the CPU."""
-    if gpu is None:
-        return HostDigests(buckets)
-    import cupy
-
-    with cupy.cuda.Device(gpu):
-        return CudaDigests(buckets)
-
-
 class HostDigests:
     """Digests of buckets in main memory: `add` computes them immediately, streams are ignored."""
 
@@ -63,11 +40,13 @@ class HostDigests:
         self._found: list[list[bytes]] = [[] for _ in self._buckets]
 
     def add(self, place: int, pointer: int, stream: int = 0) -> None:
+        """Computes the digests of bucket number `place`, whose bytes begin at `pointer`."""
         bucket = self._buckets[place]
         data = (ctypes.c_uint8 * bucket.num_bytes).from_address(pointer)
         self._found[place] = bucket_tensor_digests(bucket, memoryview(data).cast("B"))
 
     def read(self, stream: int = 0) -> list[list[bytes]]:
+        """Returns each bucket's tensor digests."""
         return self._found
 
 
@@ -242,9 +221,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) digests(
 
 
 class CudaDigests:
-    """Implements `digests.BucketDigests` on the CUDA device that is current when it is constructed.
+    """Computes digests of buckets on the CUDA device that is current when it is constructed.
 
-    Each bucket must be on this device and begin at a multiple of 16 bytes.
+    Each bucket must be on this device and begin at a multiple of 16 bytes. Pointers and streams are
+    CUDA's handles, as integers.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -264,6 +244,7 @@ class CudaDigests:
         cupy.cuda.get_current_stream().synchronize()
 
     def add(self, place: int, pointer: int, stream: int) -> None:
+        """Enqueues the digests of bucket number `place`, whose bytes begin at `pointer`."""
         import cupy
 
         table, num_blocks = self._tables[place]
@@ -277,6 +258,7 @@ class CudaDigests:
             self._kernel((min(num_blocks, self._most_grids),), (_THREADS,), arguments)
 
     def read(self, stream: int) -> list[list[bytes]]:
+        """Waits for the work on `stream`; returns each bucket's tensor digests."""
         import cupy
 
         external = cupy.cuda.ExternalStream(stream)
@@ -316,3 +298,16 @@ def load_kernel(device: int) -> Any:  # noqa: ANN401 - cupy has no types
     kernel((1,), (_THREADS,), (np.uint64(0), *_table(_NO_BUCKET)[0], np.int32(0), no_sums))
     cupy.cuda.get_current_stream().synchronize()
     return kernel
+
+
+BucketDigests: TypeAlias = HostDigests | CudaDigests
+
+
+def open_digests(buckets: Sequence[Bucket], gpu: int | None) -> BucketDigests:
+    """Returns an object that computes the digests of `buckets` on a CUDA device, or on the CPU."""
+    if gpu is None:
+        return HostDigests(buckets)
+    import cupy
+
+    with cupy.cuda.Device(gpu):
+        return CudaDigests(buckets)

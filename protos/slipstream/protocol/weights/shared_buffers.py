@@ -9,7 +9,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from slipstream.core.errors import ConfigError, WeightSyncError
@@ -18,24 +18,11 @@ FOLDER = Path("/dev/shm")
 PREFIX = "slipstream-"
 
 
-class SharedBuffers(Protocol):
-    """Buffers of equal size, in the process that made them or in a process that opened them."""
-
-    # One handle for each buffer, with which another process opens it.
-    handles: tuple[str, ...]
-    arrays: Sequence[Any]
-
-    def hide(self) -> None:
-        """Removes the buffers' names; call it once all processes have opened the buffers."""
-
-    def close(self) -> None:
-        """Frees the buffers; this process must not access them afterwards."""
-
-
 class HostBuffers:
     """Files in /dev/shm that all processes map; `hide` removes the names, not the mappings."""
 
     def __init__(self, handles: Sequence[str], maps: Sequence[mmap.mmap]) -> None:
+        # One handle for each buffer, with which another process opens it.
         self.handles = tuple(handles)
         self.arrays: Sequence[Any] = tuple(np.frombuffer(each, dtype=np.uint8) for each in maps)
 
@@ -84,33 +71,13 @@ class HostBuffers:
         return cls(handles, maps)
 
     def hide(self) -> None:
-        """Removes the buffers' files from /dev/shm; open mappings stay."""
+        """Removes the buffers' names, once all processes have opened them; mappings stay."""
         _unlink(self.handles)
 
     def close(self) -> None:
         """Drops this process's arrays; the memory is freed once no process has such an array."""
         self.hide()
         self.arrays = ()
-
-
-def make_buffers(count: int, num_bytes: int, gpu: int | None) -> SharedBuffers:
-    """Creates buffers on CUDA device `gpu`, or in main memory if it is None.
-
-    Raises ConfigError if there is not enough memory.
-    """
-    if gpu is None:
-        return HostBuffers.make(count, num_bytes)
-    return GpuBuffers.make(count, num_bytes, gpu)
-
-
-def open_buffers(handles: Sequence[str], num_bytes: int, gpu: int | None) -> SharedBuffers:
-    """Opens another process's buffers on CUDA device `gpu`, or in main memory if it is None.
-
-    Raises WeightSyncError if that fails.
-    """
-    if gpu is None:
-        return HostBuffers.open(handles, num_bytes)
-    return GpuBuffers.open(handles, num_bytes, gpu)
 
 
 def _unlink(names: Sequence[str]) -> None:
@@ -203,3 +170,27 @@ class _GpuArray:
             "data": (pointer, False),
             "version": 3,
         }
+
+
+# Buffers of equal size, in the process that made them or in a process that opened them.
+SharedBuffers: TypeAlias = HostBuffers | GpuBuffers
+
+
+def make_buffers(count: int, num_bytes: int, gpu: int | None) -> SharedBuffers:
+    """Creates buffers on CUDA device `gpu`, or in main memory if it is None.
+
+    Raises ConfigError if there is not enough memory.
+    """
+    if gpu is None:
+        return HostBuffers.make(count, num_bytes)
+    return GpuBuffers.make(count, num_bytes, gpu)
+
+
+def open_buffers(handles: Sequence[str], num_bytes: int, gpu: int | None) -> SharedBuffers:
+    """Opens another process's buffers on CUDA device `gpu`, or in main memory if it is None.
+
+    Raises WeightSyncError if that fails.
+    """
+    if gpu is None:
+        return HostBuffers.open(handles, num_bytes)
+    return GpuBuffers.open(handles, num_bytes, gpu)
