@@ -333,27 +333,6 @@ def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
     return np.dtype(np.uint8) if num_experts <= _ONE_BYTE else np.dtype(np.uint16)
 
 
-def unpack_experts(
-    data: bytes, *, num_tokens: int, num_layers: int, top_k: int, num_experts: int
-) -> RoutedExperts:
-    """Returns the experts in the bytes of `RoutedExperts.pack`; raises ProtocolError."""
-    dtype = expert_dtype(num_experts)
-    expected = num_tokens * num_layers * top_k * dtype.itemsize
-    is_possible = 1 <= top_k <= num_experts and 1 <= num_layers <= _TWO_BYTES
-    if len(data) != expected or not is_possible:
-        raise ProtocolError(
-            f"experts of {num_tokens} tokens, {num_layers} layers, {top_k} of {num_experts} each, "
-            f"must have {expected} bytes, got {len(data)}"
-        )
-    ids: ExpertArray = np.frombuffer(data, dtype=np.uint8)
-    if dtype != np.uint8:
-        ids = np.frombuffer(data, dtype="<u2").astype(np.uint16, copy=False)
-    unknown = (ids >= num_experts) & (ids != np.iinfo(dtype).max)
-    if unknown.any():
-        raise ProtocolError(f"expert {ids[unknown][0]} of {num_experts} experts")
-    return RoutedExperts(ids.reshape(num_tokens, num_layers, top_k), num_experts)
-
-
 def routing_bytes_per_token(num_layers: int, top_k: int, num_experts: int) -> int:
     """Returns the size of one token's expert ids on the wire, in bytes."""
     return num_layers * top_k * expert_dtype(num_experts).itemsize

@@ -17,6 +17,7 @@ from slipstream.core.errors import ProtocolError
 from slipstream.core.types import (
     SAMPLED_ARRAYS,
     Branch,
+    ExpertArray,
     Failure,
     FailureKind,
     ImagePlace,
@@ -30,7 +31,7 @@ from slipstream.core.types import (
     Trajectory,
     VersionSpan,
     check_reference,
-    unpack_experts,
+    expert_dtype,
 )
 from slipstream.protocol.bounds import decode, max_message_bytes
 from slipstream.v1 import trajectory_pb2 as pb
@@ -40,6 +41,7 @@ MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
 TRAINER_EPOCH = "slipstream-trainer-epoch"
 PROTOCOL_VERSION = 12
 _TOKENS, _LOGPROBS = np.dtype("<u4"), np.dtype("<f4")
+_MAX_LAYERS = 65535
 _OTHER_FIELDS = {"token_ids", "checksum", *SAMPLED_ARRAYS}
 # Fields that have the same name and value in both forms, and whether they hold several values.
 _PLAIN = {
@@ -226,7 +228,7 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
             VersionSpan(span.length, version_from_pb(span.version))
             for span in message.version_spans
         ),
-        routed_experts=_experts(message),
+        routed_experts=experts_from_pb(message),
         branches=tuple(
             Branch(
                 branch.num_runs,
@@ -244,17 +246,27 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
     return trajectory
 
 
-def _experts(message: pb.Trajectory) -> RoutedExperts | None:
+def experts_from_pb(message: pb.Trajectory) -> RoutedExperts | None:
+    """Returns the recorded experts, if any, that a trajectory holds; raises ProtocolError."""
     if not message.HasField("routed_experts"):
         return None
-    routed = message.routed_experts
-    return unpack_experts(
-        routed.expert_ids,
-        num_tokens=len(message.token_ids) // 4,
-        num_layers=routed.num_layers,
-        top_k=routed.top_k,
-        num_experts=routed.num_experts,
-    )
+    routed, num_tokens = message.routed_experts, len(message.token_ids) // 4
+    num_layers, top_k, num_experts = routed.num_layers, routed.top_k, routed.num_experts
+    dtype = expert_dtype(num_experts)
+    expected = num_tokens * num_layers * top_k * dtype.itemsize
+    is_possible = 1 <= top_k <= num_experts and 1 <= num_layers <= _MAX_LAYERS
+    if len(routed.expert_ids) != expected or not is_possible:
+        raise ProtocolError(
+            f"experts of {num_tokens} tokens, {num_layers} layers, {top_k} of {num_experts} each, "
+            f"must have {expected} bytes, got {len(routed.expert_ids)}"
+        )
+    ids: ExpertArray = np.frombuffer(routed.expert_ids, dtype=np.uint8)
+    if dtype != np.uint8:
+        ids = np.frombuffer(routed.expert_ids, dtype="<u2").astype(np.uint16, copy=False)
+    unknown = (ids >= num_experts) & (ids != np.iinfo(dtype).max)
+    if unknown.any():
+        raise ProtocolError(f"expert {ids[unknown][0]} of {num_experts} experts")
+    return RoutedExperts(ids.reshape(num_tokens, num_layers, top_k), num_experts)
 
 
 def _reference(message: pb.Trajectory) -> ReferenceLogprobs | None:

@@ -9,14 +9,15 @@ from slipstream.core.types import (
     Trajectory,
     expert_dtype,
     routing_bytes_per_token,
-    unpack_experts,
 )
 from slipstream.protocol.codec import (
     decode_trajectory,
     encode_trajectory,
+    experts_from_pb,
     trajectory_from_pb,
     trajectory_to_pb,
 )
+from slipstream.v1 import trajectory_pb2 as pb
 from support.fakes.fake_trajectories import make_trajectory
 
 
@@ -102,9 +103,11 @@ def test_a_token_without_one_of_its_experts_is_not_recorded() -> None:
 )
 def test_experts_of_another_size_are_refused(changes: dict[str, int], cause: str | None) -> None:
     sizes = {"num_tokens": 4, "num_layers": 1, "top_k": 2, "num_experts": 4} | changes
-    data = bytes([0, 1, 2, 3, 3, 0, 255, 255])
+    token_ids = bytes(4 * sizes.pop("num_tokens"))
+    experts = {"expert_ids": bytes([0, 1, 2, 3, 3, 0, 255, 255]), **sizes}
+    message = pb.Trajectory(token_ids=token_ids, routed_experts=experts)
     if cause is None:
-        assert unpack_experts(data, **sizes).expert_ids[0].tolist() == [[0, 1]]
+        assert experts_from_pb(message).expert_ids[0].tolist() == [[0, 1]]
         return
     with pytest.raises(ProtocolError, match=cause):
-        unpack_experts(data, **sizes)
+        experts_from_pb(message)
