@@ -321,10 +321,6 @@ class RoutedExperts:
         missing = np.iinfo(self.expert_ids.dtype).max
         return (self.expert_ids != missing).all(axis=(1, 2))  # type: ignore[no-any-return]
 
-    def pack(self) -> bytes:
-        """Returns the expert ids as bytes, row by row, little endian."""
-        return self.expert_ids.astype(self.expert_ids.dtype.newbyteorder("<")).tobytes()
-
 
 def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
     """Returns the type of ids of experts; raises ProtocolError for more than 65535."""

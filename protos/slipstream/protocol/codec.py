@@ -139,9 +139,10 @@ def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
     """Returns the wire form of a trajectory."""
     routed = reference = failure = None
     if (experts := trajectory.routed_experts) is not None:
-        _, num_layers, top_k = experts.expert_ids.shape
+        ids = experts.expert_ids
+        _, num_layers, top_k = ids.shape
         routed = pb.RoutedExperts(
-            expert_ids=experts.pack(),
+            expert_ids=ids.astype(ids.dtype.newbyteorder("<")).tobytes(),
             num_layers=num_layers,
             top_k=top_k,
             num_experts=experts.num_experts,
