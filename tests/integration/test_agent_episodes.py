@@ -56,6 +56,8 @@ async def test_an_agent_has_many_replies_where_the_settings_say_nothing(server) 
     assert (trajectory.status, trajectory.num_turns) == (Status.COMPLETED, 5)
     (trajectory,) = await server.run("ToolAgent", max_turns=1)
     assert "sampling.max_turns = 1" in trajectory.failure.message
+    assert trajectory.num_turns == 1
+    assert trajectory.reply_text.strip()
 
 
 async def test_rewards_of_replies_stand_at_their_tokens_whatever_api_gave_them(server) -> None:

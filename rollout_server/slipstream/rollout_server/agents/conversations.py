@@ -135,9 +135,6 @@ class Conversations:
 
     def __init__(self) -> None:
         self.branches: list[ConversationBranch] = []
-        self.num_turns = 0
-        # Tokens of all branches.
-        self.num_tokens = 0
         self._roots: dict[str, _Node] = {}
 
     def find(
@@ -207,8 +204,6 @@ class Conversations:
         branch.images = call.images
         branch.add_tokens(call.context)
         branch.add_generation(generation)
-        self.num_turns += 1
-        self.num_tokens += len(call.context) + len(generation.token_ids)
         return AgentTurn(branch, len(branch.token_ids))
 
     def remember(

@@ -208,14 +208,14 @@ class Recorder:
                 for each in {*self.open_calls.values(), *self._unread}
                 if each.call is not None and each.max_tokens is not None and not each.call.is_over
             ]
-            begun = self.conversations
+            branches = self.conversations.branches
             found = room(
                 self.sampling,
                 Use(
-                    tokens=begun.num_tokens,
+                    tokens=sum(len(branch.token_ids) for branch in branches),
                     reserved_tokens=sum(reserved for _, reserved in held),
-                    turns=begun.num_turns + len(held),
-                    branches=len(begun.branches) + sum(not each.is_append for each, _ in held),
+                    turns=sum(len(branch.sampled) for branch in branches) + len(held),
+                    branches=len(branches) + sum(not each.is_append for each, _ in held),
                 ),
                 prompt=len(call.prompt),
                 context=len(call.context),

@@ -45,7 +45,7 @@ class EnvironmentTalk:
         await self._offer(inputs)
         history = History(renderer, messages, inputs)
         context = history.prompt()
-        recording.prompt_tokens = num_tokens = len(context)
+        num_tokens = len(context)
         if sampling.max_prompt_tokens and num_tokens > sampling.max_prompt_tokens:
             raise PromptTooLong(
                 f"a prompt of {num_tokens} tokens is longer than "
@@ -67,7 +67,7 @@ class EnvironmentTalk:
             if verdict.done:
                 return Status.TRUNCATED if truncated else Status.COMPLETED
             messages = chat_messages(verdict)
-            if recording.num_turns >= (sampling.max_turns or MAX_TURNS):
+            if len(recording.sampled) >= (sampling.max_turns or MAX_TURNS):
                 return Status.TRUNCATED
             if renderer.cannot_fit(messages, limit):
                 return Status.TRUNCATED
@@ -123,7 +123,8 @@ class EnvironmentTalk:
             said, truncated = said[:most], len(said) > most
         else:
             generation = await self._play.generate(most)
-            said, truncated = recording.last_reply, generation.finish_reason is FinishReason.LENGTH
+            said = generation.token_ids.tolist()
+            truncated = generation.finish_reason is FinishReason.LENGTH
         reply = recording.last_text = self._renderer.decode(said)
         reader = self._reader
         parsed = None if reader is None else reader.read(before, said, history.inputs)

@@ -107,7 +107,7 @@ class Play:
             )
         finally:
             recording.generation_s += time.monotonic() - started_s
-        recording.add_reply(generation)
+        recording.add_generation(generation)
         self.counters.sampled(len(generation.token_ids))
         if self._is_cancelled:
             raise Cancelled
@@ -131,7 +131,8 @@ class Play:
             (VersionSpan(len(tokens), version),),
             FinishReason.STOP,
         )
-        self.recording.add_reply(generation)
+        self.recording.add_generation(generation)
+        self.recording.last_text = None
         self.counters.given(len(tokens))
 
     async def cancel(self) -> None:
@@ -295,7 +296,6 @@ async def reply_alone(play: Play) -> Status:
     """Samples the only reply to the prompt of the lease; returns how it ended."""
     recording, lease = play.recording, play.lease
     recording.add_context(list(lease.prompt))
-    recording.prompt_tokens = len(lease.prompt)
     room = recording.room(lease.sampling)
     if room < 1:
         limit = lease.sampling.max_episode_tokens
@@ -312,11 +312,12 @@ def trajectory_of(play: Play, status: Status, failure: Failure | None) -> Trajec
     lease, recording = play.lease, play.recording
     identity, renderer = play.identity, play.model.renderer
     recording.close()
-    prompt = recording.token_ids[: recording.prompt_tokens]
-    if recording.num_turns > 1:
-        reply_text = renderer.decode_all(recording.token_ids[recording.prompt_tokens :])
+    prompt_end, reply_end = (sum(recording.run_lengths[:runs]) for runs in (1, 2))
+    if len(recording.sampled) > 1:
+        reply_text = renderer.decode_all(recording.token_ids[prompt_end:])
     else:
-        reply_text = recording.last_text or renderer.decode(recording.last_reply)
+        first_reply = recording.token_ids[prompt_end:reply_end]
+        reply_text = recording.last_text or renderer.decode(first_reply)
     is_trained, num_tokens = play.is_trained(status), len(recording.token_ids)
     routed_experts = None
     if is_trained and recording.expert_ids:
@@ -344,10 +345,10 @@ def trajectory_of(play: Play, status: Status, failure: Failure | None) -> Trajec
         version_spans=merge_spans(recording.spans),
         reward=recording.reward if failure is None else 0.0,
         metrics=recording.short_metrics,
-        num_turns=recording.num_turns,
+        num_turns=len(recording.sampled),
         generation_s=recording.generation_s,
         environment_s=recording.environment_s,
-        prompt_text=recording.clip(renderer.decode_prompt(prompt)),
+        prompt_text=recording.clip(renderer.decode_prompt(recording.token_ids[:prompt_end])),
         reply_text=recording.clip(reply_text),
         routed_experts=routed_experts,
         branches=recording.branches,

@@ -19,7 +19,7 @@ from slipstream.core.types import (
     ReferenceLogprobs,
 )
 from slipstream.rollout_server.agents.conversations import Conversations, TokenRecord
-from slipstream.rollout_server.engine_interface import Generation, Sampling
+from slipstream.rollout_server.engine_interface import Sampling
 
 # Largest number of an environment's metrics in a trajectory, and of our own metrics there; and the
 # largest number of characters in a metric's name.
@@ -43,17 +43,14 @@ class Recording(TokenRecord):
     # The environment's own limit of each reply in tokens; 0 means the run's limit.
     max_reply_tokens: int = 0
     expected_answer: str = ""
-    prompt_tokens: int = 0
     # Packed as in a trajectory; b"" unless the lease asks for them.
     prompt_logprobs: bytes = b""
-    last_reply: list[int] = field(default_factory=list)
-    # Text of `last_reply`; None until it is decoded.
+    # Text of the last reply; None until it is decoded.
     last_text: str | None = None
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     # Our own metrics, in addition to the environment's.
     counts: Counter[str] = field(default_factory=Counter)
-    num_turns: int = 0
     generation_s: float = 0.0
     environment_s: float = 0.0
     # Conversations that have ended, in the order of their runs; () during the first conversation.
@@ -145,8 +142,6 @@ class Recording(TokenRecord):
             self.expert_ids += branch.expert_ids
             if known is not None:
                 self._fill_experts(known)
-        self.prompt_tokens = self.run_lengths[0] if self.run_lengths else 0
-        self.num_turns = conversations.num_turns
         self.ended_branches = tuple(
             Branch(len(b.run_lengths), shares.get(b.name, 1.0), b.name, rewards.get(b.name))
             for b in conversations.branches
@@ -209,12 +204,6 @@ class Recording(TokenRecord):
         for image in images:
             index = self.images.setdefault(image.data, len(self.images))
             self.image_places.append(ImagePlace(len(self.token_ids) + image.offset, index))
-
-    def add_reply(self, generation: Generation) -> None:
-        """Appends a reply exactly as it was sampled; it is the last one now."""
-        self.add_generation(generation)
-        self.last_reply, self.last_text = generation.token_ids.tolist(), None
-        self.num_turns += 1
 
     def _fill_experts(self, known: npt.NDArray[np.unsignedinteger]) -> None:
         """Adds placeholders, the greatest value, for tokens without experts, in `known`'s shape.

@@ -28,7 +28,7 @@ def test_branches_follow_each_other_with_their_shares_rewards_and_names() -> Non
     assert recording.run_lengths == [2, 2, 1, 1, 5, 1]
     assert recording.sampled_arrays["behavior_logprobs"].tolist() == [-10, -11, -12, -13]
     assert sum(span.length for span in recording.spans) == recording.num_sampled == 4
-    assert (recording.num_turns, recording.prompt_tokens) == (3, 2)
+    assert len(recording.sampled) == 3
     assert recording.branches == (Branch(4), Branch(2, 0.5, "reviewer", 0.0))
     assert recording.expert_ids == []
 
@@ -50,7 +50,7 @@ def test_experts_of_each_branch_cover_its_tokens_but_the_last() -> None:
 def test_an_episode_without_a_reply_is_empty() -> None:
     recording = Recording()
     recording.take_branches(Conversations(), {}, {})
-    assert (recording.token_ids, recording.branches, recording.prompt_tokens) == ([], (), 0)
+    assert (recording.token_ids, recording.branches) == ([], ())
 
 
 def test_a_metric_with_a_name_that_the_run_measures_stays_apart_and_none_is_lost_untold() -> None:
@@ -72,20 +72,20 @@ def test_another_conversation_of_an_environment_begins_a_branch() -> None:
     recording = Recording()
     assert recording.room(SAMPLING) == recording.room(SAMPLING, is_new=True) == 6
     recording.add_context([1, 2])
-    recording.add_reply(generation([10], [0, 1]))
+    recording.add_generation(generation([10], [0, 1]))
     assert (recording.branches, recording.num_routed) == ((), 2)
     assert (recording.room(SAMPLING), recording.room(SAMPLING, is_new=True)) == (3, 6)
     recording.begin_branch()
     assert (recording.conversation, recording.num_routed) == ([], 0)
     recording.add_context([3, 4])
-    recording.add_reply(generation([11], [5, 6]))
+    recording.add_generation(generation([11], [5, 6]))
     assert recording.conversation == [3, 4, 11]
     assert recording.branches == (Branch(2), Branch(2))
     # Four of all tokens are left, three of the branch, and no third branch.
     assert (recording.room(SAMPLING), recording.room(SAMPLING, is_new=True)) == (3, 0)
     recording.add_context([5])
     assert (recording.conversation, recording.num_routed) == ([3, 4, 11, 5], 2)
-    recording.add_reply(generation([12], [7, 4]))
+    recording.add_generation(generation([12], [7, 4]))
     assert recording.branches == (Branch(2), Branch(4))
     assert recording.token_ids == [1, 2, 10, 3, 4, 11, 5, 12]
     experts = RoutedExperts.of_parts(recording.expert_ids, 8, num_tokens=8)
