@@ -146,7 +146,6 @@ class Generation:
         return cls(nothing.astype(np.uint32), nothing, (), FinishReason.CANCELLED)
 
 
-# Sizes of a streamed reply's parts: a chunk of the engine, several chunks, or one token.
 @dataclass(frozen=True)
 class TextOptions:
     """The options of a single request, and of the decoding of its reply's text.

@@ -6,11 +6,10 @@ cancelled request.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -131,32 +130,28 @@ class EngineRequests(Requests):
             said = new.text if text is None else text.read(new.token_ids, new.finish_reason)
             return TextPart(new.token_ids, said, tops, new.stop_reason)
 
-        async with self._admitted(request_id) as is_wanted:
-            if is_wanted:
-                adapter = self._adapters.request(sampling.adapter, by_start=sampling.by_start)
-                collector = await self.add(request_id, prompt_token_ids, asked, adapter, images)
-                while not (output := await self.next(request_id, collector)).finished:
-                    yield read(output)
-        if not is_wanted:
-            yield TextPart((), "", generation=Generation.unbegun())
-            return
-        last = read(output)
-        yield dataclasses.replace(last, generation=self._returned(record, output, asked))
-
-    @contextlib.asynccontextmanager
-    async def _admitted(self, request_id: str) -> AsyncIterator[bool]:
-        """Waits until a request may be passed to vLLM, and keeps it open in the block.
-
-        Yields False if the request was cancelled meanwhile.
-        """
         self._open[request_id] = False
         self._pauses.clock.enter()
         try:
             await self._pauses.let_in(request_id)
-            yield not self._open[request_id]
+            # It may have been cancelled meanwhile.
+            if is_wanted := not self._open[request_id]:
+                adapter = self._adapters.request(sampling.adapter, by_start=sampling.by_start)
+                collector = await self.add(request_id, prompt_token_ids, asked, adapter, images)
+                while not (output := await self.next(request_id, collector)).finished:
+                    yield read(output)
         finally:
             del self._open[request_id]
             self._pauses.clock.leave()
+        if not is_wanted:
+            yield TextPart((), "", generation=Generation.unbegun())
+            return
+        last, num_tokens = read(output), len(record.token_ids)
+        self._returned_tokens += num_tokens
+        if asked.stop:
+            # The counter has tokens that vLLM dropped after a stop text.
+            self.counter.generated_tokens -= output.metrics.num_generation_tokens - num_tokens
+        yield dataclasses.replace(last, generation=record.generation(output))
 
     async def cancel(self, request_id: str) -> None:
         if request_id in self._open:
@@ -210,17 +205,6 @@ class EngineRequests(Requests):
             except asyncio.CancelledError:
                 await self._llm.abort(request_id)
                 raise
-
-    def _returned(
-        self, record: ReplyRecord, last: RequestOutput, asked: SamplingParams
-    ) -> Generation:
-        """Counts the tokens of a reply that ended with vLLM's output `last`; returns the reply."""
-        num_tokens = len(record.token_ids)
-        self._returned_tokens += num_tokens
-        if asked.stop:
-            # The counter has tokens that vLLM dropped after a stop text.
-            self.counter.generated_tokens -= last.metrics.num_generation_tokens - num_tokens
-        return record.generation(last)
 
     def _new_item(self, data: bytes) -> tuple[MultiModalKwargsItem, torch.Tensor]:
         """Returns an image's pixels for vLLM, and a mask of its tokens that take features."""
