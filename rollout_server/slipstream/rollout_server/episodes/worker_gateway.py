@@ -16,10 +16,10 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import BinaryIO, ClassVar, Self
 
 import grpc
 import grpc.aio
@@ -180,16 +180,11 @@ class WorkerLogs:
         self.folder, self._max_bytes = folder, max_bytes
         self._paths: set[Path] = set()
 
-    @contextlib.contextmanager
-    def output(self, name: str) -> Iterator[int]:
-        """Yields the log called `name` as the output of a process that the block starts."""
+    def output(self, name: str) -> BinaryIO:
+        """Opens the log called `name` as the output of a process; the caller closes it."""
         path = self.folder / name
         self._paths.add(path)
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            yield file
-        finally:
-            os.close(file)
+        return path.open("ab", buffering=0)
 
     async def watch(self) -> None:
         """Trims the logs again and again, until this call is cancelled."""

@@ -136,7 +136,7 @@ class EnvironmentWorker:
         command = [*worker_program(self._spec.python), "--connect", self._gateway.address]
         with self._gateway.logs.output(log_name) as log:
             return await WorkerProcess.start(
-                command, limits=self._gateway.limits, token=self._stream.token, log=log
+                command, limits=self._gateway.limits, token=self._stream.token, log=log.fileno()
             )
 
     async def _serve(self, loaded: Callable[[environment_pb2.Loaded], None]) -> EnvironmentFailed:
