@@ -25,19 +25,18 @@ from slipstream.core.settings.config import Config
 # Parts of the messages with which vLLM and `Engine.watch` report that the engine process is gone.
 _GONE = ("See stack trace (above)", "engine process is gone")
 
-_QUIET = {
+_VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # The number of outputs that vLLM handles before any other task has its turn. At a pause each
+    # request has an output, and the answer to the pause is queued behind these outputs: 128 of them
+    # take 3 to 8 ms.
+    "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "16",
 }
 _LOG_LEVEL, _LOCAL_RANK = "VLLM_LOGGING_LEVEL", "VLLM_DP_RANK_LOCAL"
-
-# The number of outputs that vLLM handles before any other task has its turn. At a pause each
-# request has an output, and the answer to the pause is queued behind these outputs: 128 of them
-# take 3 to 8 ms.
-_TURNS = {"VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "16"}
 
 # A slash and the UUID with which vLLM names a socket.
 _SOCKET_NAME_BYTES = 37
@@ -84,9 +83,9 @@ def variable_problems() -> Iterator[str]:
 
 def engine_environment(config: Config, *, on_cpu: bool) -> dict[str, str]:
     """Returns the environment variables that vLLM reads when it is imported."""
-    settings, variables = config.rollout_server, _QUIET | _TURNS
+    settings = config.rollout_server
     # The user's own level shows more of vLLM in the server's log.
-    variables |= {_LOG_LEVEL: os.environ.get(_LOG_LEVEL, "WARNING")}
+    variables = _VARIABLES | {_LOG_LEVEL: os.environ.get(_LOG_LEVEL, "WARNING")}
     if config.algorithm.agreement == "bits":
         # A row must not depend on the other rows of a batch, nor attention on the number of keys.
         variables |= {"VLLM_CPU_ATTN_SPLIT_KV": "0"} if on_cpu else {"VLLM_BATCH_INVARIANT": "1"}
