@@ -313,6 +313,7 @@ def trajectory_of(play: Play, status: Status, failure: Failure | None) -> Trajec
     identity, renderer = play.identity, play.model.renderer
     recording.close()
     prompt_end, reply_end = (sum(recording.run_lengths[:runs]) for runs in (1, 2))
+    prompt = tuple(recording.token_ids[:prompt_end])
     if len(recording.sampled) > 1:
         reply_text = renderer.decode_all(recording.token_ids[prompt_end:])
     else:
@@ -348,7 +349,7 @@ def trajectory_of(play: Play, status: Status, failure: Failure | None) -> Trajec
         num_turns=len(recording.sampled),
         generation_s=recording.generation_s,
         environment_s=recording.environment_s,
-        prompt_text=recording.clip(renderer.decode_prompt(recording.token_ids[:prompt_end])),
+        prompt_text=recording.clip(renderer.decode_prompt(prompt)),
         reply_text=recording.clip(reply_text),
         routed_experts=routed_experts,
         branches=recording.branches,

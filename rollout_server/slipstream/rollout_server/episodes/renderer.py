@@ -96,7 +96,8 @@ class Renderer:
         # The members of a group have the same prompt.
         self._prompt = lru_cache(_CACHED_PROMPTS)(self._render)
         self._tokens = lru_cache(_CACHED_PROMPTS)(self._tokenise)
-        self._prompt_text = lru_cache(_CACHED_PROMPTS)(self.decode_all)
+        # Texts like those of `decode_all`, of tuples of tokens.
+        self.decode_prompt = lru_cache(_CACHED_PROMPTS)(self.decode_all)
         self._left_out = lru_cache(_CACHED_PROMPTS)(self._find_left_out)
         try:
             with limited_memory():
@@ -325,10 +326,6 @@ class Renderer:
         for token in self._tokenizer.all_special_tokens:
             thoughts, answer = thoughts.replace(token, ""), answer.replace(token, "")
         return (parsed or ParsedReply(""))._replace(content=answer, reasoning=thoughts)
-
-    def decode_prompt(self, token_ids: Sequence[int]) -> str:
-        """Returns text like `decode_all`; results are cached, since episodes share prompts."""
-        return self._prompt_text(tuple(token_ids))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Returns the text of any tokens, special tokens included, for people to read."""
