@@ -97,8 +97,6 @@ class EnvironmentTalk:
         """
         calls.check_tools(inputs.tools, takes_tools=self._agents.takes_tools)
         self._reader = await self._play.ask(self._agents.reader(inputs))
-        if self._reader is not None and inputs.tools:
-            self._reader.check(inputs)
 
     async def _add_context(self, context: list[int], new: Sequence[PlacedImage]) -> None:
         images = {*self._recording.images, *(image.data for image in new)}

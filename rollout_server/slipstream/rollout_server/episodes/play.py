@@ -151,9 +151,6 @@ class Play:
 class Reader(Protocol):
     """Reads reasoning and tool calls in whole replies."""
 
-    def check(self, inputs: TemplateInputs) -> None:
-        """Raises EnvironmentFailed for tools in `inputs` that cannot be read."""
-
     def read(
         self, prompt: Sequence[int], token_ids: Sequence[int], inputs: TemplateInputs
     ) -> ParsedReply:
@@ -173,7 +170,7 @@ class AgentApi(Protocol):
     async def reader(self, inputs: TemplateInputs) -> Reader | None:
         """Returns the reader of replies to prompts with `inputs`, or None if none is needed.
 
-        Raises ConfigError if it does not start.
+        Raises ConfigError if it does not start, EnvironmentFailed for tools that it cannot read.
         """
 
     async def api(self) -> Answering:

@@ -34,7 +34,10 @@ class AgentServices:
     async def reader(self, inputs: TemplateInputs) -> ReplyReader | None:
         if not inputs.tools and not self.reads_thoughts:
             return None
-        return await self._once("vLLM's parser of replies", self._open_reader)
+        reader = await self._once("vLLM's parser of replies", self._open_reader)
+        if inputs.tools:
+            reader.check(inputs)
+        return reader
 
     async def api(self) -> Answering:
         return await self._once("vLLM's application for agents", self._open_api)
