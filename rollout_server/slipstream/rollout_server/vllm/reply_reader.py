@@ -84,7 +84,10 @@ class WholeReply(Parser):  # type: ignore[misc]
         """Implements vLLM's method; tells the current call what its client gets."""
         reasoning, content, found = super().parse(model_output, request, **named)
         calls = [
-            call.model_copy(update={"id": call.id or make_tool_call_id()}) for call in found or ()
+            call
+            if call.id and len(call.id.encode()) <= _MAX_ID_BYTES
+            else call.model_copy(update={"id": make_tool_call_id()})
+            for call in found or ()
         ]
         if (current := CURRENT.get()) is not None:
             told = calls[:1] if request.parallel_tool_calls is False else calls
