@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.machine.description import free_memory
 from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_buckets
 from slipstream.protocol.weights.waits import result_of, started
 from slipstream.rollout_server.vllm import loader_update
@@ -35,7 +36,6 @@ from slipstream.rollout_server.weights.bucket_receiver import (
     Staging,
     StorageReceiver,
     Update,
-    room,
 )
 from slipstream.rollout_server.weights.copy_plan import CopyPlan, Replay
 from slipstream.v1 import weights_pb2
@@ -53,6 +53,8 @@ TRANSPORTS: dict[str, Callable[[Seat, torch.device], BucketReceiver]] = {
 BACKEND = "slipstream"
 # Beginning of the names of tensors of the layer that drafts.
 DRAFTS = "draft."
+# Parts of a device's memory that staged weights leave free for other allocations.
+_LEFT_ON_GPU, _LEFT_ON_CPU = 0.02, 0.1
 
 
 class SlipstreamWeightTransfer:
@@ -145,9 +147,17 @@ class SlipstreamWeightTransfer:
         return self._replay is not None or not self._weights
 
     def room(self) -> int:
-        """Returns the bytes that an update may take in addition to the live weights."""
+        """Returns the bytes that an update may take in addition to the live weights.
+
+        On a CPU the workers of an engine share main memory.
+        """
         held_bytes = 0 if self._staging is None else self._staging.held_bytes
-        return room(self.device, held_bytes, self.vllm_config.parallel_config.world_size)
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            return int(free + held_bytes - _LEFT_ON_GPU * total)
+        free, total = free_memory()
+        num_workers = self.vllm_config.parallel_config.world_size
+        return int((free - _LEFT_ON_CPU * total) / num_workers) + held_bytes
 
     def begin(self) -> None:
         """Begins to copy the prepared update, without waiting; `receive` ends it.

@@ -25,7 +25,6 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.machine.description import free_memory
 from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.digests import (
@@ -357,8 +356,6 @@ class IpcReceiver(BucketReceiver):
 
 # The buffers and the digests of all buckets of an update.
 Arrived: TypeAlias = tuple[Sequence[torch.Tensor], list[bytes]]
-# Parts of a device's memory that staged weights leave free for other allocations.
-_LEFT_ON_GPU, _LEFT_ON_CPU = 0.02, 0.1
 _ALIGNMENT_BYTES = 512
 
 
@@ -416,18 +413,6 @@ class Staging:
         """Leaves an update's memory to its thread, which ends by the buckets' deadlines."""
         if not arriving.done():
             self._memory = []
-
-
-def room(device: torch.device, held_bytes: int, num_workers: int) -> int:
-    """Returns the bytes that one worker may stage, including `held_bytes` that it has allocated.
-
-    On a CPU the workers of an engine share main memory.
-    """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free + held_bytes - _LEFT_ON_GPU * total)
-    free, total = free_memory()
-    return int((free - _LEFT_ON_CPU * total) / num_workers) + held_bytes
 
 
 # Copies the bucket of this number to its destination, on the current stream.

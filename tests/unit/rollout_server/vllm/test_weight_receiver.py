@@ -4,9 +4,11 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 
+import pytest
 import torch
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.nccl_group import Wire
+from slipstream.rollout_server.vllm import weight_receiver
 from slipstream.rollout_server.vllm.weight_receiver import SlipstreamWeightTransfer
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, Update
 from slipstream.rollout_server.weights.copy_plan import Copy, View
@@ -14,6 +16,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.model_loader import reload
 
 NUM_ELEMENTS = 8
+GIB = 1 << 30
 BUCKETS = plan_buckets([TensorSpec("weight", "bfloat16", (1, NUM_ELEMENTS))], 1 << 10)
 
 
@@ -72,3 +75,18 @@ def test_an_update_that_disproved_the_plan_leaves_no_bucket_in_memory() -> None:
     assert (result["by_plan"], result["has_plan"]) == (False, False)
     assert result["digests"] == [b"digest".hex()]
     assert sender.sent() is None
+
+
+def test_workers_on_a_cpu_share_what_main_memory_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_receiver, "free_memory", lambda: (5 * GIB, 20 * GIB))
+
+    def room(held_bytes: int, num_workers: int) -> int:
+        settings = SimpleNamespace(parallel_config=SimpleNamespace(world_size=num_workers))
+        receiver = SlipstreamWeightTransfer(None, settings, torch.device("cpu"), None)
+        receiver._staging = SimpleNamespace(held_bytes=held_bytes)
+        return receiver.room()
+
+    assert room(0, 1) == 3 * GIB
+    assert room(0, 2) == 3 * GIB // 2
+    # What is kept already is used again.
+    assert room(GIB, 2) == 3 * GIB // 2 + GIB

@@ -13,7 +13,6 @@ from slipstream.rollout_server.weights.bucket_receiver import (
     Staging,
     Take,
     Update,
-    room,
 )
 from slipstream.rollout_server.weights.copy_plan import Copy, Replay, View
 from support.rigs.waiting import LIMIT_S
@@ -135,9 +134,6 @@ def test_an_error_of_the_first_call_is_raised_by_it() -> None:
         ready(TwoBuckets(enqueues=True), take).begin()
 
 
-GIB = 1 << 30
-
-
 def incoming_of(*sizes: int) -> Incoming:
     tensors = [TensorSpec(f"t{place}", "float32", (size,)) for place, size in enumerate(sizes)]
     return Incoming(
@@ -197,13 +193,3 @@ def test_an_update_that_failed_on_its_way_is_none_that_is_done() -> None:
 
     with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
         ready(Broken(), lambda *_: None, Staging(CPU))
-
-
-def test_workers_on_a_cpu_share_what_main_memory_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "slipstream.rollout_server.weights.bucket_receiver.free_memory", lambda: (5 * GIB, 20 * GIB)
-    )
-    assert room(CPU, 0, 1) == 3 * GIB
-    assert room(CPU, 0, 2) == 3 * GIB // 2
-    # What is kept already is used again.
-    assert room(CPU, GIB, 2) == 3 * GIB // 2 + GIB
