@@ -9,7 +9,6 @@ import bisect
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from slipstream.core.errors import ConfigError
@@ -49,19 +48,42 @@ def plan_micro_batches(
         pairs = np.asarray(squares) / attention_length
     costs = np.rint(_UNITS * (sizes + pairs)).astype(np.int64)
     longest_first = np.argsort(-sizes, kind="stable")
-    work = _Work(sizes[longest_first].tolist(), costs[longest_first].tolist(), max_tokens)
+    # Below, a sequence is its place in this order.
+    of_size, of_cost = sizes[longest_first].tolist(), costs[longest_first].tolist()
+
+    def levelled(places: Sequence[int], number: int) -> _Bins | None:
+        """Returns `number` micro batches, balanced by cost or else by tokens; None without room."""
+        own_sizes, own_costs = [of_size[p] for p in places], [of_cost[p] for p in places]
+        bins = _level(own_sizes, own_costs, max_tokens, number)
+        bins = bins or _level(own_sizes, own_sizes, max_tokens, number)
+        return bins and [[places[index] for index in members] for members in bins]
+
+    def planned(number: int) -> Plan | None:
+        """Splits sequences over ranks, then over `number` micro batches each, costliest first.
+
+        Without room for that, splits them over all micro batches, and these over ranks: this fills
+        micro batches best. Returns None without room for that either.
+        """
+        shares = _level(of_size, of_cost, max_tokens * number, dp_size) or []
+        plan = [bins for share in shares if (bins := levelled(share, number)) is not None]
+        if len(plan) == dp_size:
+            return [
+                sorted(bins, key=lambda m: -sum(of_cost[place] for place in m)) for bins in plan
+            ]
+        every = levelled(range(len(of_size)), number * dp_size)
+        return None if every is None else _deal(every, of_cost, dp_size)
 
     def per_rank(number: int) -> int:
         return round_up(max(1, number), dp_size * multiple) // dp_size
 
-    fewest = per_rank(-(-sum(work.sizes) // max_tokens))
-    plan = work.planned(dp_size, fewest)
+    fewest = per_rank(-(-sum(of_size) // max_tokens))
+    plan = planned(fewest)
     if plan is None:
-        packed = _first_fit(work.sizes, max_tokens)
+        packed = _first_fit(of_size, max_tokens)
         number = per_rank(len(packed))
-        plan = work.planned(dp_size, number) if number > fewest else None
+        plan = planned(number) if number > fewest else None
         packed += [[] for _ in range(number * dp_size - len(packed))]
-        plan = plan or _deal(packed, work.costs, dp_size)
+        plan = plan or _deal(packed, of_cost, dp_size)
     indices = longest_first.tolist()
     return [[sorted(indices[place] for place in members) for members in bins] for bins in plan]
 
@@ -69,36 +91,6 @@ def plan_micro_batches(
 def round_up(number: int, multiple: int) -> int:
     """Returns the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
-
-
-@dataclass(frozen=True)
-class _Work:
-    """Sequences with sizes and costs, longest first; an index in this order means a sequence."""
-
-    sizes: list[int]
-    costs: list[int]
-    max_tokens: int
-
-    def planned(self, dp_size: int, number: int) -> Plan | None:
-        """Splits sequences over ranks, then over `number` micro batches each, costliest first.
-
-        Without room for that, splits them over all micro batches, and these over ranks: this fills
-        micro batches best. Returns None without room for that either.
-        """
-        shares = _level(self.sizes, self.costs, self.max_tokens * number, dp_size) or []
-        plan = [bins for share in shares if (bins := self._levelled(share, number)) is not None]
-        if len(plan) == dp_size:
-            costs = self.costs
-            return [sorted(bins, key=lambda m: -sum(costs[place] for place in m)) for bins in plan]
-        every = self._levelled(range(len(self.sizes)), number * dp_size)
-        return None if every is None else _deal(every, self.costs, dp_size)
-
-    def _levelled(self, places: Sequence[int], number: int) -> _Bins | None:
-        """Returns `number` micro batches, balanced by cost or else by tokens; None without room."""
-        sizes, costs = [self.sizes[p] for p in places], [self.costs[p] for p in places]
-        bins = _level(sizes, costs, self.max_tokens, number)
-        bins = bins or _level(sizes, sizes, self.max_tokens, number)
-        return bins and [[places[index] for index in members] for members in bins]
 
 
 def _level(sizes: list[int], costs: list[int], max_tokens: int, number: int) -> _Bins | None:
@@ -126,20 +118,15 @@ def _level(sizes: list[int], costs: list[int], max_tokens: int, number: int) -> 
 
 def _first_fit(sizes: list[int], max_tokens: int) -> _Bins:
     """Fills one micro batch after another, each time with the longest sequence that still fits."""
-    waiting: dict[int, list[int]] = {}
-    for place, size in enumerate(sizes):
-        waiting.setdefault(size, []).append(place)
-    ascending = sorted(waiting)
+    size_of = sizes.__getitem__
+    ascending = sorted(range(len(sizes)), key=size_of)
     bins: _Bins = []
     while ascending:
         members: list[int] = []
         room = max_tokens
-        while (found := bisect.bisect_right(ascending, room)) > 0:
-            size = ascending[found - 1]
-            members.append(waiting[size].pop())
-            room -= size
-            if not waiting[size]:
-                del ascending[found - 1]
+        while (found := bisect.bisect_right(ascending, room, key=size_of)) > 0:
+            members.append(ascending.pop(found - 1))
+            room -= sizes[members[-1]]
         bins.append(members)
     return bins
 
