@@ -112,9 +112,24 @@ class CoreAttention(SplitByHeads):
             groups, order = length_groups(bounds, cut, query.device)
 
         def attended(query: Tensor, key: Tensor, value: Tensor, group: LengthGroup) -> Tensor:
-            own = rows(query, group.queries)
-            found = self._attend(own, rows(key, group.keys), rows(value, group.keys), group.seen())
-            return found[group.is_query]
+            # [sequences, heads, length, dim]: trailing padding has no effect. Without a mask,
+            # queries and keys belong to the same tokens and attention is causal.
+            query = rows(query, group.queries).transpose(1, 2)
+            key, value = (rows(part, group.keys).transpose(1, 2) for part in (key, value))
+            mask, scale = group.seen(), self.softmax_scale
+            if self.softmax_offset is not None:
+                found = attend(query, key, value, mask, scores=self.softmax_offset, scale=scale)
+            else:
+                found = F.scaled_dot_product_attention(
+                    query,
+                    key,
+                    value,
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    scale=scale,
+                    enable_gqa=key.shape[1] != query.shape[1],
+                )
+            return found.transpose(1, 2)[group.is_query]
 
         # Activations of all blocks would not fit: the backward pass recomputes each block.
         again = functools.partial(
@@ -125,28 +140,6 @@ class CoreAttention(SplitByHeads):
             for group in groups
         ]
         return torch.cat(parts).index_select(0, order).flatten(1)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Computes attention over dim 1 of [sequences, length, heads, dim].
-
-        Trailing padding has no effect. Without a mask, queries and keys belong to the same tokens
-        and attention is causal.
-        """
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        if self.softmax_offset is not None:
-            scores = self.softmax_offset
-            found = attend(query, key, value, mask, scores=scores, scale=self.softmax_scale)
-            return found.transpose(1, 2)
-        attended = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.softmax_scale,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
-        return attended.transpose(1, 2)
 
 
 def make_whole_vectors(chunks: list[Megatron]) -> list[Megatron]:
