@@ -168,21 +168,16 @@ def _plain(
     `packed` has queries, keys, values and the gradient of the outputs. The scores of only one head
     are in memory at a time, since those of all heads would fill a GPU.
     """
-    *inputs, gradient = packed
-    outputs, *totals = (
-        torch.zeros_like(tensor, dtype=torch.float64) for tensor in (gradient, *inputs)
-    )
+    *inputs, gradient = (tensor.detach().double() for tensor in packed)
+    outputs, *totals = (torch.zeros_like(tensor) for tensor in (gradient, *inputs))
+    every_query, every_key, every_value = (tensor.requires_grad_() for tensor in inputs)
     for head in range(kind.heads):
         group = head * kind.groups // kind.heads
-        places = head, group, group
-        own = [
-            tensor[:, place].double().requires_grad_()
-            for tensor, place in zip(inputs, places, strict=True)
-        ]
         sink = None if sinks is None else sinks[head].detach().double()
         parts = []
         for queries, keys in paths:
-            query, key, value = own[0][queries.start : queries.stop], own[1][keys], own[2][keys]
+            query = every_query[queries.start : queries.stop, head]
+            key, value = every_key[keys, group], every_value[keys, group]
             scores = query @ key.T * kind.scale
             # If there are more keys than queries, the queries align with the last keys.
             num_before = len(key) - len(query)
@@ -195,7 +190,7 @@ def _plain(
             parts.append(scores.softmax(-1)[:, : len(key)] @ value)
         output = torch.cat(parts)
         outputs[:, head] = output.detach()
-        found = torch.autograd.grad(output, own, gradient[:, head].double())
-        for total, place, of_head in zip(totals, places, found, strict=True):
-            total[:, place] += of_head
+        found = torch.autograd.grad(output, inputs, gradient[:, head])
+        for total, of_head in zip(totals, found, strict=True):
+            total += of_head
     return [outputs, *totals]
