@@ -54,13 +54,6 @@ TAKEN = frozenset(
         *("grad_norm", "learning_rate", "num_micro_batches", "forward_backward_s", "optimizer_s"),
     )
 )
-_MODULES: dict[FunctionKind, str] = {
-    "loss": "losses",
-    "advantage": "advantages",
-    "weight": "losses",
-    "reward": "rewards",
-    "filter": "filters",
-}
 
 
 @dataclass(frozen=True)
@@ -151,7 +144,9 @@ def used_functions(config: Config) -> dict[str, str]:
 def _loaded(kind: FunctionKind, name: str, arguments: str) -> Function:
     given = json.loads(arguments)
     if not is_own(name):
-        module = importlib.import_module(f"{_FOLDER}.{_MODULES[kind]}")
+        # Weights are functions of the same tokens as losses.
+        file = "losses" if kind in ("loss", "weight") else f"{kind}s"
+        module = importlib.import_module(f"{_FOLDER}.{file}")
         return Function(kind, name, functools.partial(getattr(module, name), **given))
     call = _imported(kind, name)
     try:
