@@ -21,7 +21,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,11 @@ from slipstream.core.staleness import lag
 from slipstream.core.types import TokenArray, Trajectory
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Array = TypeVar("Array")
+Record = TypeVar("Record", bound="DataclassInstance")
 NumpyArray = npt.NDArray[Any]
 # (trajectories, step that trains them) -> the values of all trajectories, joined in order; None if
 # the trajectories lack the field.
@@ -240,9 +244,7 @@ class ImageInputs:
 
     def to(self, device: torch.device) -> ImageInputs:
         """Returns a copy on `device`; `grids` stays on the CPU."""
-        return ImageInputs(
-            self.positions.to(device), self.rows.to(device), self.pixels.to(device), self.grids
-        )
+        return with_tensors(self, lambda tensor: tensor.to(device), but="grids")
 
 
 def image_positions(length: int, spans: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.int64]:
@@ -378,21 +380,14 @@ class MicroBatch(TokenFields[Tensor]):
 
     def map_tokens(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Returns a micro batch with `change` applied to every tensor whose first dim is tokens."""
-        tensors: dict[str, Any] = {
-            name: change(value)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor) and name != "cu_seqlens"
-        }
-        return dataclasses.replace(self, **tensors)
+        return with_tensors(self, change, but="cu_seqlens")
 
     def to(self, device: torch.device) -> MicroBatch:
         """Returns a copy on `device`, or itself for a CPU, without waiting for the device."""
         if device.type == "cpu":
             return self
-        moved = self.map_tokens(lambda tensor: to_device(tensor, device))
         return dataclasses.replace(
-            moved,
-            cu_seqlens=to_device(self.cu_seqlens, device),
+            with_tensors(self, lambda tensor: to_device(tensor, device)),
             paths=self.paths and self.paths.to(device),
             images=self.images and self.images.to(device),
         )
@@ -431,12 +426,17 @@ class Paths:
 
     def to(self, device: torch.device) -> Paths:
         """Returns a copy on `device`, without waiting for the device."""
-        tensors: dict[str, Any] = {
-            name: to_device(value, device)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return dataclasses.replace(self, **tensors)
+        return with_tensors(self, lambda tensor: to_device(tensor, device))
+
+
+def with_tensors(record: Record, change: Callable[[Tensor], Tensor], *, but: str = "") -> Record:
+    """Returns a copy of a dataclass with `change` applied to each tensor field, except `but`."""
+    tensors: dict[str, Any] = {
+        name: change(value)
+        for name, value in vars(record).items()
+        if isinstance(value, Tensor) and name != but
+    }
+    return dataclasses.replace(record, **tensors)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -12,7 +12,6 @@ shared prefixes. The classes inherit from Megatron's, so import this module only
 `compat.install`.
 """
 
-import dataclasses
 import functools
 import importlib
 import itertools
@@ -30,7 +29,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.utils import is_layer_window_attention
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.batches.training_sequence import Paths, gathered_places, zigzag
+from slipstream.learner.trainer.batches.training_sequence import (
+    Paths,
+    gathered_places,
+    with_tensors,
+    zigzag,
+)
 from slipstream.learner.trainer.layers import own_device
 from slipstream.learner.trainer.layers.norms import SplitByHeads
 from torch import Tensor
@@ -306,16 +310,7 @@ Groups = tuple[list[LengthGroup], Tensor]
 
 def _on_device(groups: list[LengthGroup], device: torch.device) -> Groups:
     order = torch.cat([group.queries[group.is_query] for group in groups]).argsort()
-    placed = [
-        dataclasses.replace(
-            group,
-            queries=group.queries.to(device),
-            is_query=group.is_query.to(device),
-            keys=group.keys.to(device),
-            mask=None if group.mask is None else group.mask.to(device),
-        )
-        for group in groups
-    ]
+    placed = [with_tensors(group, lambda tensor: tensor.to(device)) for group in groups]
     return placed, order.to(device)
 
 
