@@ -244,8 +244,6 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
         """Takes `host` as in `begin_save`; `moved` gets the byte count of each write."""
         super().__init__(folder)
         self._host, self._moved = host, moved
-        # Entry of the written file; None until it is on the disk, or if this rank has no file.
-        self.written: FileEntry | None = None
         self._items: list[tuple[Any, Any]] = []
         self._file_name = ""
         self._index: tuple[Metadata, list[list[WriteResult]]] | None = None
@@ -265,11 +263,14 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
                 kept = data.clone()
             self._items.append((item, kept))
 
-    def write(self) -> None:
-        """Writes and syncs the file; a failure removes it and is kept for `ThreadedSave.finish`."""
+    def write(self) -> list[FileEntry]:
+        """Writes and syncs the file; returns its entry, or [] if there is no file or it fails.
+
+        A failure removes the file and is kept for `ThreadedSave.finish`.
+        """
         items, self._items = self._items, []
         if not items:
-            return
+            return []
         path = Path(self.checkpoint_dir) / self._file_name
         try:
             with SyncedFile(path, self._moved) as file:
@@ -293,15 +294,13 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
                     raise (file.problem or error) from error
                 os.fsync(file.fileno())
                 self._results = results
-                self.written = FileEntry(
-                    path=f"{path.parent.name}/{path.name}",
-                    num_bytes=file.tell(),
-                    digest=file.digest,
-                )
+                name = f"{path.parent.name}/{path.name}"
+                return [FileEntry(path=name, num_bytes=file.tell(), digest=file.digest)]
         except Exception as error:  # noqa: BLE001 - `ThreadedSave.finish` raises it on all ranks
             self._results = _wrap_exception(error)
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
+            return []
 
     def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
         """Returns each item's position in the file, or the error of `write`."""
@@ -363,15 +362,13 @@ class ThreadedSave(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[mis
         return AsyncRequest(self._writer.write, (), [])
 
     def write(self) -> list[FileEntry]:
-        """Writes this rank's file; returns its entry, or [] if there is no file or writing fails.
+        """Returns the result of `HostWriter.write`; after a failure `finish` raises on all ranks.
 
-        After a failure `finish` raises on all ranks. Raises OSError if rank 0 cannot write the
-        state that is not tensors.
+        Raises OSError if rank 0 cannot write the state that is not tensors.
         """
         for path, encoded in self._common.items():
             path.write_bytes(encoded)
-        self._writer.write()
-        return [self._writer.written] if self._writer.written is not None else []
+        return self._writer.write()
 
     def finish(self) -> None:
         """Writes the index after all `write`; raises CheckpointError if one failed. Collective."""
@@ -402,7 +399,8 @@ def gathering(optimizer: Megatron, host: HostCopies | None) -> Iterator[None]:
     copies the parts into `host`. For a load `host` is None: nothing is gathered, and every rank
     gets zeros, into which the state is loaded.
     """
-    parts = distributed_parts(optimizer)
+    # The optimizer's parts whose state is split over data-parallel ranks.
+    parts = [one for one in optimizer.chained_optimizers if isinstance(one, DistributedOptimizer)]
     # Megatron calls `gc.collect` at the end, which is fast because it skips frozen objects.
     gc.freeze()
     for part in parts:
@@ -413,11 +411,6 @@ def gathering(optimizer: Megatron, host: HostCopies | None) -> Iterator[None]:
         gc.unfreeze()
         for part in parts:
             del part.get_parameter_state_dp_zero
-
-
-def distributed_parts(optimizer: Megatron) -> list[Megatron]:
-    """Returns the optimizer's parts whose state is split over data-parallel ranks."""
-    return [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
 
 
 def _gather(part: Megatron, host: HostCopies | None, **_: object) -> dict[Any, Any] | None:
