@@ -9,8 +9,8 @@ positions.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
@@ -167,7 +167,7 @@ class Vision:
             self._is_trained = any(p.requires_grad for p in chunk.visual.parameters())
             chunk.embedding.register_forward_hook(self._embedded)
             for place, layer in enumerate(chunk.decoder.layers[:depth]):
-                layer.register_forward_hook(self._deeper(place + 1))
+                layer.register_forward_hook(partial(self._deeper, place + 1))
 
     @contextmanager
     def images_of(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -203,15 +203,12 @@ class Vision:
         is_image, placed = self._placed(self._features[0])
         return torch.where(is_image, placed.to(states.dtype), states)
 
-    def _deeper(self, place: int) -> Any:  # noqa: ANN401
-        def added(_layer: object, _arguments: object, output: Megatron) -> Megatron:
-            if self._images is None:
-                return output
-            states, *others = output
-            _, placed = self._placed(self._features[place])
-            return (states + placed.to(states.dtype), *others)
-
-        return added
+    def _deeper(self, place: int, _layer: object, _arguments: object, output: Megatron) -> Megatron:
+        if self._images is None:
+            return output
+        states, *others = output
+        _, placed = self._placed(self._features[place])
+        return (states + placed.to(states.dtype), *others)
 
     def _placed(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a mask of this rank's image tokens, and their features (0 for other tokens)."""
