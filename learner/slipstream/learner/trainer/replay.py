@@ -121,11 +121,10 @@ def replay(config: Config, steps: list[RecordedStep]) -> int:
     for recorded in steps:
         header = recorded.batch.header
         trajectories = tuple(trajectory_from_pb(t) for t in recorded.batch.trajectories)
-        if header.HasField("given"):
-            given = tuple(recorded.batch.passes)
-            passes.run(Batch(header.step, header.batch_id, (), header.given, given))
-        else:
-            training.run(Batch(header.step, header.batch_id, trajectories))
+        given = header.given if header.HasField("given") else None
+        own = tuple(recorded.batch.passes)
+        step = training if given is None else passes
+        step.run(Batch(header.step, header.batch_id, trajectories, given, own))
         digest = published.digests().identity.hex()
         if not policy.ranks.is_main:
             continue
