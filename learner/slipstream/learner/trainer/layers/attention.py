@@ -101,19 +101,18 @@ class CoreAttention(SplitByHeads):
         assert packed_seq_params is not None, "the trainer packs all sequences"
         bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
         size = self.cp_group.size()
+        key_bounds: tuple[int, ...] | None = None
         if packed_seq_params.cu_seqlens_kv is not packed_seq_params.cu_seqlens_q:
             assert size == 1, "shared prefixes are not split over ranks"
             assert self.window is None, "shared prefixes have no windows"
             key_bounds = tuple(packed_seq_params.cu_seqlens_kv.tolist())
-            groups, order = path_groups(bounds, key_bounds, query.device)
-        else:
-            if size > 1:
-                key, value = (
-                    gather_from_sequence_parallel_region(part, group=self.cp_group)
-                    for part in (key, value)
-                )
-            cut = Cut(self.cp_group.rank(), size, self.window, self.most_scores)
-            groups, order = length_groups(bounds, cut, query.device)
+        elif size > 1:
+            key, value = (
+                gather_from_sequence_parallel_region(part, group=self.cp_group)
+                for part in (key, value)
+            )
+        cut = Cut(self.cp_group.rank(), size, self.window, self.most_scores)
+        groups, order = length_groups(bounds, cut, query.device, key_bounds)
 
         def attended(query: Tensor, key: Tensor, value: Tensor, group: LengthGroup) -> Tensor:
             # [sequences, heads, length, dim]: trailing padding has no effect. Without a mask,
@@ -344,36 +343,45 @@ def _seen(queries: Tensor, keys: Tensor, is_key: Tensor, window: int | None) -> 
 
 # The cache holds separate groups for layers with and without a window.
 @functools.lru_cache(maxsize=32)
-def length_groups(bounds: tuple[int, ...], cut: Cut, device: torch.device) -> Groups:
+def length_groups(
+    bounds: tuple[int, ...],
+    cut: Cut,
+    device: torch.device,
+    key_bounds: tuple[int, ...] | None = None,
+) -> Groups:
     """Groups sequences of similar length, so that few kernel calls with little padding suffice.
 
     `bounds` has the start of each sequence, and the end of the last. Sequences whose masks would be
-    too large are cut into blocks.
+    too large are cut into blocks. With `key_bounds`, the same for keys, the queries of a sequence
+    are its last tokens: query i of n sees all keys but the last n - 1 - i, and nothing is cut.
     """
     size, window = cut.size, cut.window
-    by_class: dict[int, list[tuple[int, int]]] = {}
-    for start, end in itertools.pairwise(bounds):
-        if end > start:
-            by_class.setdefault((end - start - 1).bit_length(), []).append((start, end))
+    # The starts and ends of a sequence's queries and keys, by the classes of both lengths.
+    by_class: dict[tuple[int, ...], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
+    key_spans = itertools.pairwise(key_bounds or bounds)
+    for pair in zip(itertools.pairwise(bounds), key_spans, strict=True):
+        if pair[0][1] > pair[0][0]:
+            kind = tuple((end - start - 1).bit_length() for start, end in pair)
+            by_class.setdefault(kind, []).append(pair)
     groups: list[LengthGroup] = []
     for members in by_class.values():
-        longest = max(end - start for start, end in members)
-        is_short = window is None or longest <= window + 1
-        needs_mask = size > 1 or not is_short
-        if needs_mask and len(members) * longest * longest // size > cut.most_scores:
-            for member in members:
-                groups += _blocks(member, bounds, cut, device)
+        longest = max(end - start for (start, end), _ in members)
+        is_plain = size == 1 and (window is None or longest <= window + 1)
+        if not is_plain and len(members) * longest * longest // size > cut.most_scores:
+            for span, _ in members:
+                groups += _blocks(span, bounds, cut, device)
             continue
-        whole, is_token = _places(members)
-        if size == 1:
-            mask = None if is_short else _seen(whole, whole, is_token, window)
-            group = LengthGroup(whole, is_token, whole, mask)
-        else:
-            own, is_own = _places([(start // size, end // size) for start, end in members])
-            mask = _seen(zigzag(bounds, cut.rank, size)[own], whole, is_token, window)
-            keys = gathered_places(bounds, size)[whole]
-            group = LengthGroup(own, is_own, keys, mask)
-        groups.append(group)
+        own, is_own = _places([(start // size, end // size) for (start, end), _ in members])
+        keys, is_key = _places([span for _, span in members])
+        mask = None
+        if not is_plain or key_bounds is not None:
+            # The distance from a query's place to that of its own key.
+            shifts = torch.tensor([[of_keys[1] - of_own[1]] for of_own, of_keys in members])
+            queries = zigzag(bounds, cut.rank, size)[own] + shifts
+            mask = _seen(queries, keys, is_key, window)
+        if size > 1:
+            keys = gathered_places(bounds, size)[keys]
+        groups.append(LengthGroup(own, is_own, keys, mask))
     return _on_device(groups, device)
 
 
@@ -401,30 +409,6 @@ def _blocks(
             is_query = torch.ones_like(own, dtype=torch.bool)
             groups.append(LengthGroup(own, is_query, seen, None, at - least, cut.window))
     return groups
-
-
-@functools.lru_cache(maxsize=16)
-def path_groups(
-    bounds: tuple[int, ...], key_bounds: tuple[int, ...], device: torch.device
-) -> Groups:
-    """Groups segments with similar numbers of queries and keys.
-
-    A segment's queries are its last tokens: query i of n sees all keys but the last n - 1 - i.
-    `bounds` has the start of each segment's queries, and the end of the last; `key_bounds` is the
-    same for keys.
-    """
-    by_class: dict[tuple[int, ...], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
-    for pair in zip(itertools.pairwise(bounds), itertools.pairwise(key_bounds), strict=True):
-        kind = tuple((end - start - 1).bit_length() for start, end in pair)
-        by_class.setdefault(kind, []).append(pair)
-    groups = []
-    for members in by_class.values():
-        own, is_own = _places([queries for queries, _ in members])
-        keys, is_key = _places([keys for _, keys in members])
-        before = is_key.sum(1, keepdim=True) - is_own.sum(1, keepdim=True)
-        queries, places = before + torch.arange(own.shape[1]), torch.arange(keys.shape[1])
-        groups.append(LengthGroup(own, is_own, keys, _seen(queries, places[None], is_key, None)))
-    return _on_device(groups, device)
 
 
 def _places(members: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
