@@ -378,10 +378,6 @@ class MicroBatch(TokenFields[Tensor]):
             return self.targets
         return torch.cat([self.targets[:, None], self.top_ids], dim=1)
 
-    def map_tokens(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """Returns a micro batch with `change` applied to every tensor whose first dim is tokens."""
-        return with_tensors(self, change, but="cu_seqlens")
-
     def to(self, device: torch.device) -> MicroBatch:
         """Returns a copy on `device`, or itself for a CPU, without waiting for the device."""
         if device.type == "cpu":
@@ -475,7 +471,8 @@ def share_of_rank(whole: MicroBatch, rank: int, size: int) -> MicroBatch:
     if size == 1:
         return whole
     places = zigzag(whole.cu_seqlens.tolist(), rank, size)
-    return whole.map_tokens(lambda tensor: tensor[places])
+    # The first dim of all other tensors is tokens.
+    return with_tensors(whole, lambda tensor: tensor[places], but="cu_seqlens")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from slipstream.learner.trainer.algorithms.loss import (
     TokenLoss,
     policy_loss,
 )
+from slipstream.learner.trainer.batches.training_sequence import with_tensors
 from support.fakes.packed import algorithm, micro_batch
 from torch import Tensor
 
@@ -206,7 +207,7 @@ def test_everything_stays_on_the_device_of_the_micro_batch(loss: str) -> None:
         weight="sequence",
         weight_args={"token_band": [0.5, 2.0], "sequence_band": [0.5, 2.0]},
     )
-    batch = micro_batch([-1.0] * 3, reference=[-1.0] * 3).map_tokens(lambda t: t.to("meta"))
+    batch = with_tensors(micro_batch([-1.0] * 3, reference=[-1.0] * 3), lambda t: t.to("meta"))
     policy = torch.zeros(3, device="meta", requires_grad=True)
     found = loss_of(policy, batch, settings, old=policy.detach(), entropy=policy)
     found.loss.backward()
