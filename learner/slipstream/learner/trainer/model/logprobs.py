@@ -110,8 +110,8 @@ class _Logprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         part = _Part(weight, projection, is_one=targets.dim() == 1)
         places = part.places(targets)
-        sums = part.new_sums(targets.shape)
-
+        shapes = [*[targets.shape[:1]] * 3, targets.shape]
+        sums = Sums(*(hidden.new_empty(shape, dtype=part.dtype) for shape in shapes))
         exact = torch.empty_like(sums.wanted) if projection.has_engine_bits else None
 
         # This is a function so that a chunk is freed before the next one is made.
@@ -235,14 +235,9 @@ class _Part:
         self.first = self._width * (group.rank() if group is not None else 0)
         self.num_tokens = max(0, min(self._width, projection.vocab_size - self.first))
         # The logits' element type: bfloat16 rounds a logit of 20 by up to 0.06.
-        self._dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.dtype = torch.promote_types(weight.dtype, torch.float32)
         # The fused kernels do not support several targets per row.
         self._is_fused = is_one and weight.is_cuda and weight.dtype in _FUSED_TYPES
-
-    def new_sums(self, shape: torch.Size) -> Sums:
-        """Returns uninitialised sums for targets of this shape, at least float32."""
-        shapes, device = [shape[:1]] * 3 + [shape], self._weight.device
-        return Sums(*(torch.empty(one, dtype=self._dtype, device=device) for one in shapes))
 
     def chunks(self, length: int, *, is_trained: bool = False) -> list[slice]:
         """Splits the positions 0..length into chunks; a length of 0 gives one empty chunk.
@@ -261,14 +256,14 @@ class _Part:
         if self._projection.has_engine_bits:
             from slipstream.extensions.engine_bits.trainer import engine_kernels
 
-            found = engine_kernels().logits(hidden, self._weight, self._dtype)
-        elif self._dtype == self._weight.dtype:
+            found = engine_kernels().logits(hidden, self._weight, self.dtype)
+        elif self.dtype == self._weight.dtype:
             found = F.linear(hidden, self._weight)
         elif self._weight.is_cuda:
             # The GPU sums products in float32 anyway: this only avoids the final rounding.
-            found = torch.mm(hidden, self._weight.t(), out_dtype=self._dtype)
+            found = torch.mm(hidden, self._weight.t(), out_dtype=self.dtype)
         else:
-            found = F.linear(hidden.to(self._dtype), self._weight.to(self._dtype))
+            found = F.linear(hidden.to(self.dtype), self._weight.to(self.dtype))
         if not self._is_fused:
             if self._projection.temperature != 1.0:
                 found /= self._projection.temperature
@@ -316,7 +311,7 @@ class _Part:
 
             # The gradient overwrites the logits if they have the weight's type.
             grad = found
-            if self._dtype != self._weight.dtype:
+            if self.dtype != self._weight.dtype:
                 grad = torch.empty_like(found, dtype=self._weight.dtype)
             columns = (self.num_tokens, self._projection.temperature)
             fused_logits.gradient(found, places, columns, log_totals, slopes, bends, grad)

@@ -90,8 +90,7 @@ class ParallelModel:
     def count_not_finite(self) -> int:
         """Returns the number of this rank's parameter values that are infinite or NaN."""
         with self.memory.resident(Part.PARAMETERS):
-            parameters = [p for chunk in self.chunks for p in chunk.parameters()]
-            return sum(int((~torch.isfinite(p)).sum()) for p in parameters)
+            return sum(int((~torch.isfinite(p)).sum()) for p in parameters(self.chunks))
 
 
 @dataclass(frozen=True)
