@@ -70,7 +70,23 @@ def install() -> None:
     with _CPU:
         torch.empty(0)
     substitute(torch, {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
-    _replace_cuda()
+    substitute(
+        torch.cuda,
+        {
+            "current_device": lambda: _CPU,
+            # Each is a function of its own: torch.compile refuses to register one twice.
+            "synchronize": lambda *_, **__: None,
+            "set_device": lambda *_, **__: None,
+            "empty_cache": lambda *_, **__: None,
+            "Stream": _Done,
+            "Event": _Done,
+            "current_stream": lambda *_: _Done(),
+            "stream": lambda _: contextlib.nullcontext(),
+            "get_rng_state": _rng_state,
+            "set_rng_state": _set_rng_state,
+            "manual_seed": torch.manual_seed,
+        },
+    )
     _replace_tensor_methods()
     _replace_all_gather()
     hide_triton_kernels()
@@ -138,26 +154,6 @@ def _rng_state(*_: object, **__: object) -> torch.Tensor:
 
 def _set_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
     torch.set_rng_state(state)
-
-
-def _replace_cuda() -> None:
-    substitute(
-        torch.cuda,
-        {
-            "current_device": lambda: _CPU,
-            # Each is a function of its own: torch.compile refuses to register one twice.
-            "synchronize": lambda *_, **__: None,
-            "set_device": lambda *_, **__: None,
-            "empty_cache": lambda *_, **__: None,
-            "Stream": _Done,
-            "Event": _Done,
-            "current_stream": lambda *_: _Done(),
-            "stream": lambda _: contextlib.nullcontext(),
-            "get_rng_state": _rng_state,
-            "set_rng_state": _set_rng_state,
-            "manual_seed": torch.manual_seed,
-        },
-    )
 
 
 def _replace_tensor_methods() -> None:
