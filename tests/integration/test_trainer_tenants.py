@@ -116,7 +116,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
     from slipstream.learner.trainer.passes import Passes
-    from slipstream.learner.trainer.weights.export import save_adapters
+    from slipstream.learner.trainer.weights.export import RunChat, save_adapters
     from slipstream.learner.trainer.weights.publish import open_published
     from support.ranks.lora_ranks import save
 
@@ -195,7 +195,7 @@ def run_rank(folder: Path, job: str) -> None:
             seen[name]["loaded"] = factors_of(policy, name)
     for name in names:
         seen[name]["after"] = factors_of(policy, name)
-    save_adapters(policy, config, folder / f"tenants-{job.replace(' ', '-')}-adapters")
+    save_adapters(policy, config, folder / f"tenants-{job.replace(' ', '-')}-adapters", RunChat())
     if "c" in names:
         step("c", STEPS - 1)
     load_models(stored_policy(policy), path, disk)

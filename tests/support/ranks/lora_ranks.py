@@ -99,7 +99,7 @@ def run_rank(folder: Path, job: str) -> None:
     published = None if job in EXPERTS else see_published(policy, config)
     first_identity = b"" if published is None else published.digests().identity
     base = score(policy, probe(config))
-    save_adapters(policy, config, folder / f"lora-{job}-first")
+    save_adapters(policy, config, folder / f"lora-{job}-first", RunChat())
     disk = DiskWork(folder, policy.ranks)
     stored = [StoredModel(POLICY, policy.chunks, policy.optimizer)]
     for batch in batches(config):
@@ -107,8 +107,8 @@ def run_rank(folder: Path, job: str) -> None:
             save(stored, folder / f"lora-{job}-checkpoint", disk)
         metrics.append(step.run(batch).metrics)
         logprobs.append(score(policy, probe(config)))
-    save_hf_folder(policy, config.model.path, folder / f"lora-{job}-merged")
-    save_adapters(policy, config, folder / f"lora-{job}-adapters")
+    save_hf_folder(policy, config.model.path, folder / f"lora-{job}-merged", RunChat())
+    save_adapters(policy, config, folder / f"lora-{job}-adapters", RunChat())
     if job == "one":
         # A file is where the folder of the whole model would be written.
         cut = folder / f"lora-{job}-cut"

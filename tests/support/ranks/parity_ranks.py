@@ -43,7 +43,7 @@ def run_rank(folder: Path, job: str) -> None:
 def train(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.parts import step_parts
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weights.export import save_hf_folder
+    from slipstream.learner.trainer.weights.export import RunChat, save_hf_folder
     from slipstream.learner.trainer.weights.weight_stream import open_stream
 
     config = config_of(job, folder)
@@ -75,7 +75,7 @@ def train(folder: Path, job: str) -> None:
     weights = weights_of(policy)
     logprobs.append(score(policy, sequences))
     if policy.ranks.world_size == 1:
-        save_hf_folder(policy, config.model.path, folder / f"{job}-final")
+        save_hf_folder(policy, config.model.path, folder / f"{job}-final", RunChat())
     result = {
         "metrics": metrics,
         "logprobs": logprobs,

@@ -148,10 +148,10 @@ def run_rank(folder: Path, job: str) -> None:
 
     first: dict = {}
     if config.lora.rank:
-        from slipstream.learner.trainer.weights.export import save_adapters
+        from slipstream.learner.trainer.weights.export import RunChat, save_adapters
 
         first["weights"] = weights_of(policy)
-        save_adapters(policy, config, folder / f"{job}-first")
+        save_adapters(policy, config, folder / f"{job}-first", RunChat())
     before = np.concatenate(outputs())
     norm = likelier(policy, sequences, LEARNING_RATE)
     after = np.concatenate(outputs())
@@ -164,15 +164,15 @@ def run_rank(folder: Path, job: str) -> None:
     if config.lora.rank:
         from slipstream.extensions.other_models.trainer import without_adapters
 
-        save_adapters(policy, config, folder / f"{job}-adapters")
+        save_adapters(policy, config, folder / f"{job}-adapters", RunChat())
         with without_adapters(policy.chunks):
             first["switched_off"] = torch.from_numpy(np.concatenate(outputs()))
         first["sent"] = sent_apart(policy, config)
         found["first"] = first
     if layout == "one":
-        from slipstream.learner.trainer.weights.export import save_hf_folder
+        from slipstream.learner.trainer.weights.export import RunChat, save_hf_folder
 
-        save_hf_folder(policy, folder / family, folder / f"{family}-final")
+        save_hf_folder(policy, folder / family, folder / f"{family}-final", RunChat())
     kept(policy, found, folder / f"{job}.pt")
 
 

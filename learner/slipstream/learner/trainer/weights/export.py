@@ -77,9 +77,6 @@ class RunChat(NamedTuple):
                 readme.write(_VALUES.format(json.dumps(dict(self.values))))
 
 
-_MODELS_OWN = RunChat()
-
-
 @torch.no_grad()
 def hf_tensors(
     policy: Policy, dtype: torch.dtype, *, to_host: bool = True, merge: bool = True
@@ -152,7 +149,7 @@ def _adapted_experts(policy: Policy) -> list[str]:
     return [name for name, flag in zip(matrices, found, strict=True) if flag]
 
 
-def save_hf_folder(policy: Policy, source: Path, target: Path, chat: RunChat = _MODELS_OWN) -> None:
+def save_hf_folder(policy: Policy, source: Path, target: Path, chat: RunChat) -> None:
     """Writes the weights into `target`, with configuration and tokenizer of `source`; collective.
 
     `chat` takes the place of the chat template of `source`.
@@ -184,9 +181,7 @@ def save_hf_folder(policy: Policy, source: Path, target: Path, chat: RunChat = _
     disk.on_main(lambda: writer.finish(dtype, target))
 
 
-def save_adapters(
-    policy: Policy, config: Config, target: Path, chat: RunChat = _MODELS_OWN
-) -> None:
+def save_adapters(policy: Policy, config: Config, target: Path, chat: RunChat) -> None:
     """Writes only the adapters into `target`, in the format of the library PEFT; collective.
 
     Each named adapter has its own folder inside `target`. Those of clients have their newest
@@ -290,7 +285,7 @@ class HfFolderWriter:
         self._shards: list[list[str]] = []
         self._total_bytes = 0
 
-    def begin(self, source: Path, chat: RunChat = _MODELS_OWN) -> None:
+    def begin(self, source: Path, chat: RunChat) -> None:
         """Creates or replaces the folder: `source` without weights, with `chat`'s template."""
         if self._folder.exists():
             shutil.rmtree(self._folder)

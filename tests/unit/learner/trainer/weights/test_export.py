@@ -178,10 +178,12 @@ def test_a_folder_for_which_the_disk_has_no_room_is_removed(moment: str, tmp_pat
     if moment == "begin":
         (source / "tokenizer.json").symlink_to("missing")
     else:
-        writer.begin(source)
+        writer.begin(source, RunChat())
         writer.add("a", torch.zeros(4))
     with pytest.raises(OSError):
-        writer.begin(source) if moment == "begin" else writer.finish("float32", tmp_path / "out")
+        writer.begin(source, RunChat()) if moment == "begin" else writer.finish(
+            "float32", tmp_path / "out"
+        )
     assert not partial.exists()
 
 
@@ -293,6 +295,7 @@ def test_adapters_that_no_client_has_used_are_an_empty_folder(tmp_path: Path) ->
                 SimpleNamespace(adapters=adapters, ranks=ranks),  # noqa: B023
                 small_config(),
                 target,
+                RunChat(),
             ),
         )
         assert not list(target.iterdir())
