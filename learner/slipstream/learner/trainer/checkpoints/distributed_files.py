@@ -153,7 +153,11 @@ def sharded_states(models: Sequence[StoredModel], host: HostCopies | None = None
                         of_chunks, is_loading=host is None, metadata=dict(_METADATA)
                     )
                 if host is not None:
-                    drop_absent(state["optimizer"])
+                    # Megatron would warn of an entry that is None, as ranks differ.
+                    own = state["optimizer"]
+                    for part in (own, *(one for one in own.values() if isinstance(one, dict))):
+                        if part.get("param_state", own) is None:
+                            del part["param_state"]
             if model.content == "adapter":
                 # Another adapter will be in the model when these tensors are used.
                 detach(state)
@@ -474,14 +478,6 @@ def _gather_bucket(
             for rank, values in enumerate(received or ()):
                 at = rank * share + begin
                 target[at : at + own.numel()].copy_(values, non_blocking=True)
-
-
-def drop_absent(state: dict[Any, Any]) -> None:
-    """Removes `param_state` entries that are None, as Megatron would warn that ranks differ."""
-    parts = [state, *(part for part in state.values() if isinstance(part, dict))]
-    for part in parts:
-        if part.get("param_state", state) is None:
-            del part["param_state"]
 
 
 def detach(state: dict[str, Any]) -> None:
