@@ -307,12 +307,6 @@ class LengthGroup:
 Groups = tuple[list[LengthGroup], Tensor]
 
 
-def _on_device(groups: list[LengthGroup], device: torch.device) -> Groups:
-    order = torch.cat([group.queries[group.is_query] for group in groups]).argsort()
-    placed = [with_tensors(group, lambda tensor: tensor.to(device)) for group in groups]
-    return placed, order.to(device)
-
-
 def rows(tokens: Tensor, places: Tensor) -> Tensor:
     """Returns `tokens` at the indices `places` [sequences, length], as [sequences, length, ...]."""
     return tokens.index_select(0, places.flatten()).view(*places.shape, *tokens.shape[1:])
@@ -382,7 +376,9 @@ def length_groups(
         if size > 1:
             keys = gathered_places(bounds, size)[keys]
         groups.append(LengthGroup(own, is_own, keys, mask))
-    return _on_device(groups, device)
+    order = torch.cat([group.queries[group.is_query] for group in groups]).argsort()
+    placed = [with_tensors(group, lambda tensor: tensor.to(device)) for group in groups]
+    return placed, order.to(device)
 
 
 def _blocks(
