@@ -145,15 +145,11 @@ def factor_tasks(tasks: list[Megatron], factor: str, modules: Sequence[str]) -> 
         adapter: ExpertAdapter = task.megatron_module.adapter
         first, second = adapter.factors(task)
         group, by_rows = adapter.first.groups.expt_tp, adapter.first.partition_dim == 0
-        if factor == "lora_B":
-            if by_rows:
-                return second
-            part: Tensor = second.chunk(group.size(), dim=1)[group.rank()].contiguous()
-            return part
-        if not by_rows:
-            return first
-        part = first.chunk(group.size(), dim=0)[group.rank()].contiguous()
-        return torch.cat([part, part])
+        is_first = factor == "lora_A"
+        part = first if is_first else second
+        if is_first == by_rows:
+            part = part.chunk(group.size(), dim=0 if by_rows else 1)[group.rank()].contiguous()
+        return torch.cat([part, part]) if is_first and by_rows else part
 
     chosen = [task for task in tasks if any(name in task.global_param_name for name in modules)]
     return [_Changed(t, partial(own, t)) if has_adapters(t.megatron_module) else t for t in chosen]
