@@ -101,7 +101,7 @@ class LiveRun:
         return json.loads((self.config.run_dir / "summary.json").read_text())
 
     async def _begin(self) -> None:
-        self._controller = Controller(self.config, OPEN, goodbye_limit_s=1.0)
+        self._controller = Controller(self.config, OPEN)
         self._running = asyncio.ensure_future(self._controller.run())
         self._peers = [asyncio.ensure_future(peer.run()) for peer in (self.server, self.trainer)]
         self._open = open_named(self.address)
