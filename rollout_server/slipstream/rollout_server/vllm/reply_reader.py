@@ -1,6 +1,5 @@
 """Reads reasoning and tool calls in replies, with the parsers that vLLM uses for agents."""
 
-import contextlib
 import json
 import logging
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from vllm.parser import ParserManager
 from vllm.parser.abstract_parser import Parser
 from vllm.renderers.chat_utils import make_tool_call_id
 
+log = logging.getLogger(__name__)
 _CACHED_REQUESTS = 128
 # A longer id, which some models write themselves, does not fit into a message and is replaced.
 _MAX_ID_BYTES = 1024
@@ -69,10 +69,12 @@ class WholeReply(Parser):  # type: ignore[misc]
         request: Any,  # noqa: ANN401 - vLLM's own
     ) -> ExtractedToolCallInformation:
         """Implements vLLM's method; calls that a parser cannot read are text with any parser."""
-        with contextlib.suppress(ValueError, LookupError, TypeError):
+        try:
             found: ExtractedToolCallInformation = super().extract_tool_calls(model_output, request)
             if found.tool_calls or not found.tools_called:
                 return found
+        except (ValueError, LookupError, TypeError) as error:
+            log.info("a reply is text, as its calls cannot be read: %r", error)
         return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=model_output)
 
     def parse(
