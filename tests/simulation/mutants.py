@@ -102,8 +102,8 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
     "no check at batching": (
         Change(
             f"{CONTROLLER}.leasing.leases:LeaseBook.take_batch",
-            "staleness.choose_batch(self._views(), self.step, self.groups_per_step)",
-            "[v for v in self._views() if v.complete][: self.groups_per_step]",
+            "staleness.choose_batch(groups, self.step, self.groups_per_step)",
+            "[g for g in groups if g.is_complete][: self.groups_per_step]",
         ),
         Change(
             f"{CONTROLLER}.leasing.leases:LeaseBook.take_batch",

@@ -27,16 +27,19 @@ group. As many complete groups as a step trains make a batch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 
-@dataclass(frozen=True)
-class LeasedGroup:
+class LeasedGroup(Protocol):
     """The facts about a leased, untrained group that the rules need."""
 
-    group_id: str
     deadline_step: int
-    complete: bool
+
+    @property
+    def is_complete(self) -> bool: ...
+
+
+AnyGroup = TypeVar("AnyGroup", bound=LeasedGroup)
 
 
 def deadline(served_step: int, max_staleness: int, num_steps: int) -> int:
@@ -88,8 +91,8 @@ def is_stranded(may_be_finished: Iterable[bool]) -> bool:
 
 
 def choose_batch(
-    groups: Sequence[LeasedGroup], step: int, groups_per_step: int
-) -> list[LeasedGroup] | None:
+    groups: Sequence[AnyGroup], step: int, groups_per_step: int
+) -> list[AnyGroup] | None:
     """Returns the batch of `step`: complete groups with the earliest deadlines, in lease order.
 
     `groups` are all leased, untrained groups in lease order. Returns None if the controller must
@@ -97,32 +100,25 @@ def choose_batch(
     other choice would keep the invariant, since this choice leaves the fewest groups with deadline
     <= d for every d.
     """
-    complete = sorted(
-        (group for group in groups if group.complete), key=lambda group: group.deadline_step
-    )
+    complete = [place for place, group in enumerate(groups) if group.is_complete]
     if len(complete) < groups_per_step:
         return None
-    chosen = complete[:groups_per_step]
-    taken = {group.group_id for group in chosen}
-    if not holds(
-        (group.deadline_step for group in groups if group.group_id not in taken),
-        step + 1,
-        groups_per_step,
-    ):
+    complete.sort(key=lambda place: groups[place].deadline_step)
+    chosen = set(complete[:groups_per_step])
+    left = (group.deadline_step for place, group in enumerate(groups) if place not in chosen)
+    if not holds(left, step + 1, groups_per_step):
         return None
-    order = {group.group_id: index for index, group in enumerate(groups)}
-    return sorted(chosen, key=lambda group: order[group.group_id])
+    return [groups[place] for place in sorted(chosen)]
 
 
-def due_groups(groups: Sequence[LeasedGroup], step: int, groups_per_step: int) -> list[LeasedGroup]:
+def due_groups(groups: Iterable[AnyGroup], step: int, groups_per_step: int) -> list[AnyGroup]:
     """Returns the incomplete groups that the batch of `step` must wait for, by deadline."""
-    due: list[LeasedGroup] = []
-    for count, group in enumerate(
-        sorted(groups, key=lambda group: (group.deadline_step, not group.complete)), start=1
-    ):
-        if count > (group.deadline_step - step) * groups_per_step and not group.complete:
-            due.append(group)
-    return due
+    by_deadline = sorted(groups, key=lambda group: (group.deadline_step, not group.is_complete))
+    return [
+        group
+        for count, group in enumerate(by_deadline, start=1)
+        if count > (group.deadline_step - step) * groups_per_step and not group.is_complete
+    ]
 
 
 def lag(trained_step: int, sampled_step: int) -> int:

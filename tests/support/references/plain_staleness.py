@@ -1,8 +1,18 @@
 """Rules of leases in their plain form, which the scheduler applies to counts and step by step."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from slipstream.core.staleness import LeasedGroup, due_groups, holds, is_stranded
+from slipstream.core.staleness import AnyGroup, due_groups, holds, is_stranded
+
+
+@dataclass(frozen=True)
+class PlainGroup:
+    """A leased group of which nothing but the rules' facts is known."""
+
+    group_id: str
+    deadline_step: int
+    is_complete: bool
 
 
 def may_lease(deadlines: Iterable[int], step: int, groups_per_step: int, new_deadline: int) -> bool:
@@ -11,8 +21,8 @@ def may_lease(deadlines: Iterable[int], step: int, groups_per_step: int, new_dea
 
 
 def must_start_afresh(
-    group: LeasedGroup,
-    groups: Sequence[LeasedGroup],
+    group: AnyGroup,
+    groups: Sequence[AnyGroup],
     step: int,
     groups_per_step: int,
     may_be_finished: Iterable[bool],
@@ -24,5 +34,4 @@ def must_start_afresh(
     """
     if not is_stranded(may_be_finished):
         return False
-    due = due_groups(groups, step, groups_per_step)
-    return any(each.group_id == group.group_id for each in due)
+    return group in due_groups(groups, step, groups_per_step)

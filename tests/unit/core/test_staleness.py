@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.core import staleness
 from slipstream.core.staleness import (
-    LeasedGroup,
     choose_batch,
     deadline,
     due_groups,
@@ -18,13 +17,13 @@ from slipstream.core.staleness import (
     lag,
     may_finish,
 )
-from support.references.plain_staleness import may_lease, must_start_afresh
+from support.references.plain_staleness import PlainGroup, may_lease, must_start_afresh
 
 sizes = st.integers(1, 4)
 deadlines = st.lists(st.integers(0, 12), max_size=12)
 groups = st.lists(st.tuples(st.integers(3, 9), st.booleans()), max_size=12).map(
     lambda pairs: [
-        LeasedGroup(str(index), deadline_step, complete)
+        PlainGroup(str(index), deadline_step, complete)
         for index, (deadline_step, complete) in enumerate(pairs)
     ]
 )
@@ -59,17 +58,17 @@ def test_a_lease_is_granted_exactly_when_the_invariant_holds_with_it(
 
 @given(groups, st.integers(3, 4), sizes)
 def test_a_batch_can_be_formed_as_soon_as_the_due_groups_are_complete(
-    leased: list[LeasedGroup], step: int, groups_per_step: int
+    leased: list[PlainGroup], step: int, groups_per_step: int
 ) -> None:
     due = due_groups(leased, step, groups_per_step)
-    assert not any(group.complete for group in due)
+    assert not any(group.is_complete for group in due)
     if not holds([group.deadline_step for group in leased], step, groups_per_step):
         return
     done = [
-        LeasedGroup(group.group_id, group.deadline_step, group.complete or group in due)
+        PlainGroup(group.group_id, group.deadline_step, group.is_complete or group in due)
         for group in leased
     ]
-    if sum(group.complete for group in done) >= groups_per_step:
+    if sum(group.is_complete for group in done) >= groups_per_step:
         assert choose_batch(done, step, groups_per_step) is not None
 
 
@@ -82,13 +81,13 @@ def test_the_deadline_is_the_served_version_and_the_bound_but_not_after_the_last
 
 def test_due_groups_go_before_groups_that_finished_earlier() -> None:
     leased = [
-        LeasedGroup("young", 5, True),
-        LeasedGroup("old", 3, False),
-        LeasedGroup("middle", 4, True),
+        PlainGroup("young", 5, True),
+        PlainGroup("old", 3, False),
+        PlainGroup("middle", 4, True),
     ]
     assert choose_batch(leased, 3, 1) is None
     assert [group.group_id for group in due_groups(leased, 3, 1)] == ["old"]
-    leased[1] = LeasedGroup("old", 3, True)
+    leased[1] = PlainGroup("old", 3, True)
     assert [group.group_id for group in choose_batch(leased, 3, 1) or []] == ["old"]
     assert [group.group_id for group in choose_batch(leased, 3, 2) or []] == ["old", "middle"]
 
@@ -101,7 +100,7 @@ def test_a_server_may_finish_a_group_when_its_tokens_are_new_enough_for_the_dead
 
 
 def test_an_interrupted_group_starts_afresh_only_when_a_batch_waits_and_nobody_may_finish_it():
-    group, other = LeasedGroup("g", 2, False), LeasedGroup("other", 2, False)
+    group, other = PlainGroup("g", 2, False), PlainGroup("other", 2, False)
     both = [other, group]
     assert must_start_afresh(group, both, 1, 1, [False])
     # The first of two with one step to go can be left for the last one.
@@ -155,7 +154,7 @@ def explore(groups_per_step, max_staleness, num_steps, invariant, room=None):
                 trained.append((step + 1, served, tuple(left)))
         following += trained
         if invariant is holds:
-            known = [LeasedGroup(str(i), d, done) for i, (d, done) in enumerate(leased)]
+            known = [PlainGroup(str(i), d, done) for i, (d, done) in enumerate(leased)]
             assert (choose_batch(known, step, groups_per_step) is not None) == bool(trained)
         if not following:
             # Nothing may have to be given up to go on.

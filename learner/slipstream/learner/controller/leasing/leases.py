@@ -348,11 +348,12 @@ class LeaseBook:
 
     def take_batch(self) -> list[Group] | None:
         """Returns the batch of the step and moves to the next one, or None if it is not ready."""
-        chosen = staleness.choose_batch(self._views(), self.step, self.groups_per_step)
+        groups = self.training_groups()
+        chosen = staleness.choose_batch(groups, self.step, self.groups_per_step)
         if chosen is None:
             return None
         self.step += 1
-        return [self._take(GroupId(view.group_id)) for view in chosen]
+        return [self._take(group.group_id) for group in chosen]
 
     def put_back(
         self, step: int, groups: Iterable[Group], records: Mapping[GroupId, OpenGroup]
@@ -373,14 +374,7 @@ class LeaseBook:
 
     def due(self) -> list[Group]:
         """Returns the unfinished groups for which the next batch waits."""
-        views = staleness.due_groups(self._views(), self.step, self.groups_per_step)
-        return [self.groups[GroupId(view.group_id)] for view in views]
-
-    def _views(self) -> Sequence[staleness.LeasedGroup]:
-        return [
-            staleness.LeasedGroup(group.group_id, group.deadline_step, group.is_complete)
-            for group in self.training_groups()
-        ]
+        return staleness.due_groups(self.training_groups(), self.step, self.groups_per_step)
 
     def _keep_slots(self, group: Group, members: set[int]) -> None:
         """Keeps the slots of `members` occupied until their holder, if any, has ended them."""

@@ -62,13 +62,9 @@ class PlainScheduler(Scheduler):
                     granted.append(self._record(session, group))
         for group in book.orphans():
             able = [s.version.step for s in self._by_room() if self._runs(s, group)]
-            views = [
-                staleness.LeasedGroup(g.group_id, g.deadline_step, g.is_complete)
-                for g in book.training_groups()
-            ]
-            view = staleness.LeasedGroup(group.group_id, group.deadline_step, group.is_complete)
+            every = book.training_groups()
             verdicts = [book.may_reassign(group, step) for step in able]
-            if must_start_afresh(view, views, book.step, book.groups_per_step, verdicts):
+            if must_start_afresh(group, every, book.step, book.groups_per_step, verdicts):
                 self._abandon(group)
                 self._book.again.append(group)
         return granted
