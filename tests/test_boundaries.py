@@ -50,8 +50,8 @@ STAIRS = (
     *("events", "run"),
     *("servers", "records", "tasks", "leasing", "trajectories"),
     *("part", "publishing", "loop"),
-    *("set_aside_batch", "watch", "services", "reporting", "restoration", "results"),
-    *("parts", "application", "__main__"),
+    *("set_aside_batch", "watch", "reporting", "services", "results"),
+    *("application", "__main__"),
 )
 # Packages whose modules and folders form no circle either.
 FLIGHTS = (

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 from google.protobuf.message import Message
 from slipstream.client.launch.children import Child, rank_environments, start_child
@@ -23,12 +24,10 @@ from slipstream.core.errors import RunFailed
 from slipstream.core.run_folder import METRICS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
+from slipstream.learner.controller import application
 from slipstream.learner.controller.application import Controller
-from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.loop import BatchFormer
-from slipstream.learner.controller.parts import Parts, make_parts
 from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.reporting.trackers import read_rows
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
@@ -182,16 +181,14 @@ class SteeredController(Controller):
     """The real controller, whose publishes are timed and whose batches can be held."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, OPEN, make=self._steered)
+        super().__init__(config, OPEN)
         self.ready = asyncio.Event()
 
-    def _steered(
-        self, run: Run, books: Books, recorder: RunRecorder, tasks: asyncio.TaskGroup
-    ) -> Parts:
-        self.publisher = TimedPublisher(books.fleet, run, tasks)
-        self.former = HeldFormer(books, tasks)
+    def _make_parts(self, tasks: asyncio.TaskGroup) -> None:
+        steered = {"Publisher": TimedPublisher, "BatchFormer": HeldFormer}
+        with patch.multiple(application, **steered):
+            super()._make_parts(tasks)
         self.ready.set()
-        return make_parts(run, books, recorder, tasks, publisher=self.publisher, former=self.former)
 
     @property
     def publishes(self) -> list[PublishTimes]:
@@ -218,7 +215,7 @@ class SteeredController(Controller):
 
     def generated_tokens(self) -> int:
         """Returns the tokens that the engines had counted at the newest heartbeats."""
-        return int(self._books.ledger.snapshot().generated)
+        return int(self.books.ledger.snapshot().generated)
 
     def complete_groups(self) -> int:
         """Returns the number of complete groups, which wait for a batch."""

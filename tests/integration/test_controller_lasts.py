@@ -54,9 +54,9 @@ async def test_the_controller_keeps_next_to_nothing_of_old_steps(tmp_path: Path)
             trainer.hold_at(step)
             await asyncio.wait_for(trainer.until_held(), 150)
             parts = (
-                *(controller._books.ledger, controller._parts.recorder, controller._book),
-                *(controller._run.events, controller._parts.trainer._former, controller._fleet),
-                *(controller._parts.intake.inspector, controller._books.environments),
+                *(controller.books.ledger, controller.recorder, controller._book),
+                *(controller._run.events, controller.trainer._former, controller._fleet),
+                *(controller.intake.inspector, controller.books.environments),
             )
             gc.collect()
             sizes[step] = kept_bytes(*parts)

@@ -1,10 +1,9 @@
 """What a part of the controller that somebody adds is told of."""
 
 import asyncio
-import functools
 
+from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.part import Part
-from slipstream.learner.controller.parts import make_parts
 from support.rigs.controller_runs import make_config, play
 
 
@@ -38,11 +37,17 @@ class Witness(Part):
         self.told.append(f"{session.name} is gone")
 
 
-async def test_a_part_is_told_of_servers_and_steps_and_has_tasks_of_its_own(tmp_path) -> None:
-    witness = Witness()
-    await play(
-        make_config(tmp_path, run__steps=2), make=functools.partial(make_parts, others=[witness])
-    )
+async def test_a_part_is_told_of_servers_and_steps_and_has_tasks_of_its_own(
+    tmp_path, monkeypatch
+) -> None:
+    witness, make_parts = Witness(), Controller._make_parts
+
+    def with_witness(controller: Controller, tasks: asyncio.TaskGroup) -> None:
+        make_parts(controller, tasks)
+        controller.parts.append(witness)
+
+    monkeypatch.setattr(Controller, "_make_parts", with_witness)
+    await play(make_config(tmp_path, run__steps=2))
     events = [told for told in witness.told if told != "fake reported"]
     assert events == ["begins", "fake joined", "step 1", "step 2", "fake drains", "fake is gone"]
     assert "fake reported" in witness.told

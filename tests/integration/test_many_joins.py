@@ -69,7 +69,7 @@ def main(folder: Path) -> None:
     """Takes the servers through the run; AssertionError says what of them is left."""
     with LiveRun(folder) as run:
         events = run._controller._run.events
-        journal = run._controller._books.journal
+        journal = run._controller.books.journal
 
         async def join(channel, first: int, most: int) -> None:
             before_tasks = len(asyncio.all_tasks())
@@ -86,7 +86,7 @@ def main(folder: Path) -> None:
         before = held()
         run.do(lambda channel: join(channel, EARLIER, EARLIER + JOINS))
         grown = [(now - then) / JOINS for now, then in zip(held(), before, strict=True)]
-        ledger = run._controller._books.ledger
+        ledger = run._controller.books.ledger
         live = ledger.snapshot()
     assert grown[0] < MOST_OBJECTS, grown
     assert grown[1] < MOST_BYTES, grown

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from slipstream.core.settings.config import Config
 from slipstream.core.types import Failure, ServerId
-from slipstream.learner.controller import application, restoration
+from slipstream.learner.controller import application
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal, read_records
@@ -133,7 +133,7 @@ async def planted(config: Config, *servers: FakeServer, third: Third, kills: boo
 
     async def until_told(controller: Controller, tasks: list) -> None:
         await until(lambda: third.fired, LIMIT_S)
-        await until(lambda: controller._books.ledger.snapshot().gaps, LIMIT_S)
+        await until(lambda: controller.books.ledger.snapshot().gaps, LIMIT_S)
         if kills:
             servers[0].killed = True
             tasks[0].cancel()
@@ -266,7 +266,7 @@ async def test_between_journal_and_restart(tmp_path, caplog, monkeypatch, times)
     again = settings(tmp_path, controller__max_attempts=9)
     trainer = FakeTrainer(again.controller.address, checkpoint=trainer.newest_checkpoint)
     with monkeypatch.context() as patched:
-        patched.setattr(restoration, "read_records", read_faultily)
+        patched.setattr(application, "read_records", read_faultily)
         server = FakeServer(again.controller.address, judge=fails_at_first)
         summary = await play(again, server, trainer=trainer, is_planted=True)
     assert (summary["code"], summary["steps"]) == (0, STEPS)

@@ -156,9 +156,9 @@ class Store:
     def _check_unread(self, path: str) -> None:
         """A version stays while a server fetches it, unless the trainer was told to leave."""
         process, controller = PROCESS.get(), self._world.controller
-        if self._world.trainers[process.name].is_leaving or not hasattr(controller, "_parts"):
+        if self._world.trainers[process.name].is_leaving or not hasattr(controller, "parts"):
             return
-        for part in controller._parts.all:
+        for part in controller.parts:
             fetches = part._fetches.values() if isinstance(part, StoredPublisher) else ()
             if any(path in self.named(report.stored) for report in fetches):
                 self._world.violations.append(f"{path} was removed while a server fetched it")

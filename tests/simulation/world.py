@@ -381,7 +381,7 @@ class World:
                 self._controller_failed(f"{type(error).__name__}: {error}")
                 code = None
             if code == 0:
-                self.state = controller._books.state
+                self.state = controller.books.state
                 self._finished.set_result(None)
                 return
             if code == 1:

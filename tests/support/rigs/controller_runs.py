@@ -51,15 +51,14 @@ async def play(
     wait_for_trainer: bool = True,
     is_planted: bool = False,
     is_damaged: bool = False,
-    **limits: float,
 ) -> dict:
     """Runs a whole run with fakes; returns its summary, with the texts of its events.
 
-    Without a server or a trainer there is a plain one. `limits` are the controller's. The ledger
-    must close at every hand-over, unless a fault `is_planted` there, and the run's files must pass
-    what `slipstream verify` does, whose tests are in test_verify.py, unless a file `is_damaged`.
+    Without a server or a trainer there is a plain one. The ledger must close at every hand-over,
+    unless a fault `is_planted` there, and the run's files must pass what `slipstream verify` does,
+    whose tests are in test_verify.py, unless a file `is_damaged`.
     """
-    controller = Controller(config, OPEN, **limits)
+    controller = Controller(config, OPEN)
     servers = servers or (FakeServer(config.controller.address),)
     trainer = trainer or FakeTrainer(config.controller.address)
     async with asyncio.timeout(200):

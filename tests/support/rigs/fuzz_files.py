@@ -17,8 +17,8 @@ from slipstream.core.configuration.config_file import dump_config, load_config
 from slipstream.core.errors import CheckpointError, ConfigError, ProtocolError
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
+from slipstream.learner.controller.application import begin
 from slipstream.learner.controller.records.journal import Journal, batch_path, read_batch
-from slipstream.learner.controller.restoration import begin
 from slipstream.learner.controller.run import Run
 from slipstream.protocol.checkpoints import MANIFEST_NAME, read_manifest
 from slipstream.v1 import trainer_pb2

@@ -17,8 +17,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.run_folder import journaled_run_id
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import SecuritySection
+from slipstream.learner.controller.application import begin
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.restoration import begin
 from slipstream.learner.controller.run import Run
 from support.fakes.small_configs import config_of
 

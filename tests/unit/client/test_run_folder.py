@@ -17,8 +17,8 @@ from slipstream.client.run_folder import (
     write_config,
 )
 from slipstream.core.errors import ConfigError
+from slipstream.learner.controller.application import begin
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.restoration import begin
 from slipstream.learner.controller.run import Run
 from support.fakes.small_configs import config_of, run_of
 from support.rigs.journal_notes import note

@@ -14,9 +14,9 @@ from pathlib import Path
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from slipstream.core.run_folder import LEASE_WAITS
 from slipstream.core.settings.config import Config
-from slipstream.learner.controller.leasing.scheduler import Books
-from slipstream.learner.controller.parts import Parts
+from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.ledger import FATES
+from slipstream.learner.controller.services.fleet_service import StatusServicer
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2
 
 # Values of the newest step's row: the metric's name after `slipstream_step_`, and its meaning.
@@ -96,33 +96,33 @@ _GONE = {fleet_pb2.SERVER_STATE_DEAD, fleet_pb2.SERVER_STATE_LEFT}
 class RunCollector:
     """A Prometheus collector of the run's metrics, used in the controller's event loop."""
 
-    def __init__(self, config: Config, books: Books, parts: Parts) -> None:
-        self._config, self._books, self._parts = config, books, parts
+    def __init__(self, config: Config, service: StatusServicer, publisher: Publisher) -> None:
+        self._config, self._service, self._publisher = config, service, publisher
         self._disk = DiskSpace(config.run_dir)
 
     def collect(self) -> Iterator[Metric]:
-        status, row = self._parts.status.status(), self._parts.recorder.newest
+        status, row = self._service.status(), self._service.recorder.newest
         yield from self._run(status, row)
         yield from self._servers(status)
         yield from self._environments(status, row)
         yield from self._disk.collect()
 
     def _run(self, status: status_pb2.RunStatus, row: Mapping[str, float]) -> Iterator[Metric]:
-        totals, ledger = self._parts.publisher.totals, status.ledger
+        totals, ledger = self._publisher.totals, status.ledger
         lost = "Times that a rollout server was lost before it had drained."
         paused = "Pauses of generation for new weights, of all servers."
         for name, meaning, value in (
             ("steps", "Trained steps of the run.", status.step),
             ("generated_tokens", "Tokens that all engines generated.", ledger.generated),
             ("trained_tokens", "Tokens of batches that were trained.", ledger.trained),
-            ("servers_lost", lost, self._books.fleet.num_lost),
+            ("servers_lost", lost, self._service.fleet.num_lost),
             ("publishes", "Versions that were sent to servers.", totals.publishes),
             ("published_bytes", "Bytes of sent weights.", totals.published_bytes),
             ("publish_pause_seconds", paused, totals.pause_s),
         ):
             yield CounterMetricFamily(f"slipstream_{name}", meaning, value)
         # The controller's own clock does not jump with the time of day.
-        newest_s = time.time() - self._parts.recorder.since_step_s
+        newest_s = time.time() - self._service.recorder.since_step_s
         newest = "When the newest step was done, or the controller began."
         reserved = "Queue that is used or reserved for leased episodes."
         difference = "Tokens that are lost at a hand-over, less those that are there twice."
@@ -155,7 +155,7 @@ class RunCollector:
         yield _gauges("run_state", "Whether the run is in a state.", "state", states)
         fates = {fate: getattr(ledger, fate) for fate in FATES}
         yield _gauges("ledger_tokens", "Where the generated tokens are now.", "fate", fates)
-        waited = {cause: self._parts.scheduler.waited_s()[cause] for cause in LEASE_WAITS}
+        waited = {cause: self._service.scheduler.waited_s()[cause] for cause in LEASE_WAITS}
         meaning = "Time in which the next lease lacked something."
         yield _counters("lease_wait_seconds", meaning, "cause", waited)
 

@@ -1,38 +1,62 @@
-"""Assembles the parts of the controller and runs them until the run's summary is written."""
+"""Makes the parts of the controller, restores them from the journal, and runs them to the end."""
 
 import asyncio
 import contextvars
+import itertools
 import logging
 import secrets
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from slipstream.core.errors import SlipstreamError
-from slipstream.core.run_folder import CHECKPOINTS, JOURNAL
+from slipstream.core.errors import ConfigError, ProtocolError, SlipstreamError
+from slipstream.core.machine.description import describe_machine, describe_packages
+from slipstream.core.run_folder import (
+    CHECKPOINTS,
+    JOURNAL,
+    JOURNAL_LOG,
+    check_journal_not_lost,
+)
 from slipstream.core.settings.config import Config
 from slipstream.core.types import MAX_EXCUSED_ATTEMPTS
+from slipstream.learner.algorithms.functions import used_functions
+from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.leasing.scheduler import Books
-from slipstream.learner.controller.parts import Parts, make_parts
-from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
+from slipstream.learner.controller.loop import BatchFormer, TrainerOrders
+from slipstream.learner.controller.part import Part
+from slipstream.learner.controller.publishing.publish import Publisher
+from slipstream.learner.controller.records import kinds
+from slipstream.learner.controller.records.history import FORMAT, REMEDY, RunHistory, read_history
+from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.ledger import (
     AccountedReceiver,
     TokenLedger,
     open_receiver,
 )
-from slipstream.learner.controller.reporting.metrics import RunRecorder, open_recorder
-from slipstream.learner.controller.restoration import begin, restore, warn_of_checkpoints
+from slipstream.learner.controller.reporting.metrics import open_recorder
+from slipstream.learner.controller.results import Results
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
-from slipstream.learner.controller.services.fleet_service import FleetServicer
-from slipstream.learner.controller.services.trainer_service import await_goodbye
+from slipstream.learner.controller.services.environment_service import EnvironmentServicer
+from slipstream.learner.controller.services.fleet_service import FleetServicer, StatusServicer
+from slipstream.learner.controller.services.trainer_service import TrainerServicer, await_goodbye
 from slipstream.learner.controller.tasks import EnvironmentBook
+from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.learner.controller.watch import RunWatch
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.bounds import one_line
+from slipstream.protocol.checkpoints import (
+    MANIFEST_NAME,
+    checkpoint_path,
+    complete_steps,
+    passed_over,
+)
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,
@@ -121,15 +145,7 @@ class RunTasks(asyncio.TaskGroup):
 class Controller:
     """The controller of one run; `run` serves the run and returns the exit code."""
 
-    def __init__(
-        self,
-        config: Config,
-        credentials: Credentials,
-        *,
-        make: Callable[[Run, Books, RunRecorder, asyncio.TaskGroup], Parts] = make_parts,
-    ) -> None:
-        """Takes the settings and the function that makes the parts."""
-        self._make_parts = make
+    def __init__(self, config: Config, credentials: Credentials) -> None:
         self._config = config
         self._credentials = credentials
         run_id = config.run.id or f"{config.run.name}-{secrets.token_hex(4)}"
@@ -144,9 +160,6 @@ class Controller:
             attempts_per_lease=config.controller.max_attempts + MAX_EXCUSED_ATTEMPTS,
         )
         self._fleet = Fleet(self._run)
-        # Made by `run`.
-        self._books: Books
-        self._parts: Parts
 
     async def run(self) -> int:
         """Serves until the run's results are written; returns 1 if the run failed, else 0."""
@@ -154,8 +167,8 @@ class Controller:
         async with AsyncExitStack() as stack:
             journal = stack.enter_context(Journal(folder / JOURNAL))
             history = begin(journal, folder / JOURNAL, self._run)
-            recorder = await open_recorder(self._config, self._run.events)
-            stack.callback(recorder.close)
+            self.recorder = await open_recorder(self._config, self._run.events)
+            stack.callback(self.recorder.close)
             server = create_server(self._credentials, run_id=self._progress.run_id)
             stack.push_async_callback(server.stop, GRACE_S)
             bind(server, self._config.controller.address, self._credentials)
@@ -165,7 +178,7 @@ class Controller:
             async with RunTasks(self._progress.fail) as tasks:
                 held, epochs = self._book.held, self._fleet.epochs
                 ledger = TokenLedger(epochs, held, journal, receiver, history)
-                self._books = books = Books(
+                self.books = Books(
                     leases=self._book,
                     environments=EnvironmentBook(history, seed=self._config.run.seed),
                     fleet=self._fleet,
@@ -174,10 +187,10 @@ class Controller:
                     ledger=ledger,
                     queue=receiver,
                 )
-                self._parts = parts = self._make_parts(self._run, books, recorder, tasks)
+                self._make_parts(tasks)
                 warn_of_checkpoints(folder / CHECKPOINTS, history.checkpoint.step, self._run.events)
                 services, health_service = self._connect(server)
-                restore(books, parts.former, [parts.intake, *parts.all], history, self._run)
+                self._restore(history)
                 self._book.awaited.hold(receiver.backlog)
                 await server.start()
                 if self._config.tracking.prometheus is not None:
@@ -185,21 +198,21 @@ class Controller:
                     from slipstream.extensions.prometheus.controller import RunCollector
                     from slipstream.extensions.prometheus.endpoint import metrics_endpoint
 
-                    collector = RunCollector(self._config, books, parts)
+                    collector = RunCollector(self._config, self.status, self.publisher)
                     serving = metrics_endpoint(self._config, "controller", [collector])
                     await stack.enter_async_context(serving)
                 self._run.events.add(f"run {self._progress.run_id} listens")
                 if warning := self._config.algorithm.staleness_warning:
                     self._run.events.warn(warning)
-                if not (books.environments.training() or self._config.controller.client_loop):
+                if not (self.books.environments.training() or self._config.controller.client_loop):
                     self._run.events.add(NO_ENVIRONMENT)
                 lasting = {
-                    "intake": parts.intake.consume(),
-                    "flush": books.ledger.flush(),
-                    "scheduler": parts.scheduler.lease_forever(),
-                    "watch": parts.watch.watch_forever(),
+                    "intake": self.intake.consume(),
+                    "flush": ledger.flush(),
+                    "scheduler": self.scheduler.lease_forever(),
+                    "watch": self.watch.watch_forever(),
                 }
-                for part in parts.all:
+                for part in self.parts:
                     lasting |= part.tasks()
                 background = [
                     tasks.create_task(tasks.lasting(coro), name=name)
@@ -216,26 +229,83 @@ class Controller:
                     task.cancel()
             # If it is fenced, a later controller now has the servers, the trainer and the files.
             if not journal.is_fenced:
-                await parts.results.write(parts.trainer.goodbye)
-            parts.environments.relay.close()
-            parts.trainer.place.close()
+                await self.results.write(self.trainer.goodbye)
+            self.environments.relay.close()
+            self.trainer.place.close()
         return 1 if self._progress.has_failed else 0
 
     def stop(self, reason: str) -> None:
         """Stops the run early and cleanly; a signal handler of the event loop may call it."""
         self._progress.stop(reason)
 
+    def _make_parts(self, tasks: asyncio.TaskGroup) -> None:
+        """Makes the parts, each after what it needs; their tasks are in `tasks`.
+
+        The modules of parts that the settings do not ask for are not imported.
+        """
+        run, books, recorder = self._run, self.books, self.recorder
+        self.intake = intake = Intake(run, books)
+        self.publisher = publisher = Publisher(books.fleet, run, tasks)
+        self.scheduler = scheduler = Scheduler(run, books, intake.start_afresh)
+        self.former = former = BatchFormer(books, tasks)
+        self.results = Results(run, books, recorder, intake, former, publisher, scheduler)
+        self.environments = EnvironmentServicer(run, books, intake)
+        # Those that take part in the events of the run, in the order in which they are told.
+        self.parts: list[Part] = [self.results]
+        if run.config.evaluations:
+            from slipstream.extensions.evaluation.controller import Evaluator
+
+            on_result = self.results.evaluated
+            evaluator = Evaluator(run, books, intake, publisher, scheduler, on_result=on_result)
+            self.parts.append(evaluator)
+        if run.config.controller.client_loop:
+            from slipstream.extensions.tinker.controller import Operations
+
+            self.parts.append(Operations(run, books, intake, publisher, scheduler, former))
+        self.parts += [self.environments, publisher]
+        if run.config.weights.storage_url is not None:
+            from slipstream.extensions.stored_weights.controller import StoredPublisher
+
+            self.parts.append(StoredPublisher(books.fleet, run, tasks, publisher=publisher))
+        elif run.config.controller.turns != "off":
+            from slipstream.extensions.turns.controller import EngineTurns
+
+            self.parts.append(EngineTurns(books.fleet, run))
+        orders = TrainerOrders(run, books.leases, former, publisher, parts=self.parts)
+        self.trainer = TrainerServicer(run, orders)
+        self.watch = RunWatch(run, books, publisher, intake.take_back)
+        self.status = StatusServicer(run, books, scheduler, recorder)
+
+    def _restore(self, history: RunHistory) -> None:
+        """Restores each part, before any server connects, unless this is the run's first start."""
+        if history.starts == 1:
+            return
+        books = self.books
+        books.leases.restore(history)
+        books.ledger.restore(history)
+        self.former.restore(history)
+        self.intake.restore(history)
+        for part in self.parts:
+            part.restore(history)
+        open_groups = sum(not group.is_complete for group in books.leases.groups.values())
+        self._run.events.add(
+            f"the run resumes at version {history.version}; the journal has the batches of "
+            f"{history.next_step} steps, and {open_groups} open groups go on"
+        )
+        newest = history.batches.get(history.version.step)
+        if newest is not None:
+            self._run.events.add(f"batch {newest.batch_id} was formed and is not trained yet")
+
     def _connect(self, server: grpc.aio.Server) -> tuple[list[str], Any]:
         """Adds all services; returns their names, and the service that tells their health."""
-        parts = self._parts
         # The intake is last: what others withdraw has left the book before it looks for orphans.
-        self._fleet.listeners = [*parts.all, parts.intake]
-        fleet = FleetServicer(self._fleet, self._run, parts.environments.relay)
+        self._fleet.listeners = [*self.parts, self.intake]
+        fleet = FleetServicer(self._fleet, self._run, self.environments.relay)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(parts.trainer, server)
-        status_pb2_grpc.add_StatusServiceServicer_to_server(parts.status, server)
-        environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(parts.environments, server)
-        for part in parts.all:
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self.trainer, server)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(self.status, server)
+        environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(self.environments, server)
+        for part in self.parts:
             part.serve(server)
         modules = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
         names = [s.full_name for m in modules for s in m.DESCRIPTOR.services_by_name.values()]
@@ -250,14 +320,14 @@ class Controller:
         if self._progress.has_trainer and not self._progress.has_failed:
             # After this time without a call of the trainer the run fails.
             silence_s = self._config.learner.timeout_s + GOODBYE_LIMIT_S
-            await await_goodbye(self._run, self._parts.trainer, silence_s=silence_s)
+            await await_goodbye(self._run, self.trainer, silence_s=silence_s)
         elif not self._progress.has_failed:
             self._run.events.warn("no trainer is there at the end: nothing is saved or exported")
         self._progress.waits_for("" if self._progress.has_failed else "rollout servers to drain")
         sessions = waiting = list(fleet.sessions.values())
         for session in sessions:
             fleet.order_drain(session, self._progress.cause, finish=False)
-        self._parts.intake.withdraw(list(self._book.groups.values()), "the run is over")
+        self.intake.withdraw(list(self._book.groups.values()), "the run is over")
         until_s = clock.now_s() + DRAIN_LIMIT_S
         while waiting and clock.now_s() < until_s:
             await self._run.signal.wait(0.1)
@@ -266,3 +336,77 @@ class Controller:
             self._run.events.warn("a rollout server did not drain in time")
         for session in sessions:
             session.disconnect()
+
+
+def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
+    """Reads the journal in `folder`, adds a record of this start, and returns the state so far.
+
+    The progress of `run` gets id, key and version from the journal. Raises ConfigError if the run
+    may not resume here, and ProtocolError if the journal is damaged.
+    """
+    records = read_records(folder)
+    first = next(records, None)
+    if first is None:
+        check_journal_not_lost(folder.parent)
+    elif run.config.run.resume == "never":
+        raise ConfigError(f"{folder} holds a run already, and run.resume is never")
+    run_id = run.progress.run_id if first is None else str(first.get("run_id", ""))
+    if run.config.run.id not in (None, run_id):
+        raise ConfigError(f"{folder} holds run {run_id}, and run.id is {run.config.run.id}")
+    # All starts of a run share one key, so that trajectories that wait in its queue can be opened.
+    key = (str(first.get("key", "")) if first is not None else "") or secrets.token_hex(32)
+    start = kinds.Start(
+        format=FORMAT,
+        run_id=run_id,
+        key=key,
+        unix_s=time.time(),
+        functions={**used_functions(run.config)},
+        machine=describe_machine(),
+        packages=describe_packages(),
+    )
+    history = read_history([] if first is None else itertools.chain([first], records))
+    history.add(start)
+    _check_end(journal, history, folder)
+    journal.settled, journal.state = history.settled, history
+    journal.append(start)
+    journal.sync()
+    try:
+        run.progress.begin(history.run_id, bytes.fromhex(key), history.version)
+    except ValueError:
+        raise ProtocolError(f"the journal begins without a key of the run; {REMEDY}") from None
+    return history
+
+
+def _check_end(journal: Journal, history: RunHistory, folder: Path) -> None:
+    """Raises ConfigError if the newest checkpoint or batch file is newer than the journal.
+
+    The journal has then lost lines: a crash leaves at most one batch file and no checkpoint without
+    a record.
+    """
+    version, num_batches, newer = history.version.step, history.next_step, ""
+    saved = max(complete_steps(folder.parent / CHECKPOINTS), default=0)
+    step, attempt = max(journal.kept_batches(), default=(0, 0))
+    if saved > version:
+        path = checkpoint_path(folder.parent / CHECKPOINTS, saved)
+        newer, ends = f"{path} is of version {saved}", f"ends at version {version}"
+    elif step > num_batches:
+        path = journal.path(step, attempt)
+        newer, ends = f"{path} is of step {step + 1}", f"holds {num_batches} batches"
+    if newer:
+        log = folder / JOURNAL_LOG
+        raise ConfigError(f"{newer}, but {log} {ends}: lines at its end are lost; {REMEDY}")
+
+
+def warn_of_checkpoints(folder: Path, recorded: int, events: EventLog) -> None:
+    """Warns about incomplete checkpoints in `folder`, or else about one that is missing.
+
+    An incomplete checkpoint is a folder without a manifest that is newer than the newest complete
+    checkpoint. `recorded` is the version of the journal's newest checkpoint.
+    """
+    newest = max(complete_steps(folder), default=0)
+    base = f"a resume begins from version {newest}" if newest else "a resume begins from the start"
+    over = passed_over(folder)
+    for path in over:
+        events.warn(f"{path} is no whole checkpoint, it has no {MANIFEST_NAME}: {base}")
+    if not over and recorded > newest:
+        events.warn(f"{checkpoint_path(folder, recorded)} is not there any more: {base}")

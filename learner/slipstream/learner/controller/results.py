@@ -95,7 +95,6 @@ class Results(Part):
         run: Run,
         books: Books,
         recorder: RunRecorder,
-        *,
         intake: Intake,
         former: BatchFormer,
         publisher: Publisher,

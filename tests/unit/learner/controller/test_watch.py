@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.types import GroupId, ServerId
+from slipstream.learner.controller.application import warn_of_checkpoints
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.restoration import warn_of_checkpoints
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.intake import Intake

@@ -7,7 +7,7 @@ orders to the server. Waits for: its hello. Unblocked by: the hello, or the limi
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import grpc
@@ -17,6 +17,7 @@ from slipstream.core.run_folder import JOURNAL, JOURNAL_LOG
 from slipstream.core.types import ServerId
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.publishing.receivers import misfit
+from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import (
@@ -227,18 +228,11 @@ def _impossible(hello: fleet_pb2.ServerHello) -> str:
 class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     """Reports the state of the run; only `StopRun` and `DrainServer` change it."""
 
-    def __init__(
-        self,
-        run: Run,
-        books: Books,
-        scheduler: Scheduler,
-        *,
-        newest_metrics: Callable[[], dict[str, float]],
-    ) -> None:
+    def __init__(self, run: Run, books: Books, scheduler: Scheduler, recorder: RunRecorder) -> None:
         self._run, self._progress = run, run.progress
         self._book, self._environments = books.leases, books.environments
-        self._fleet, self._ledger, self._state = books.fleet, books.ledger, books.state
-        self._scheduler, self._newest_metrics = scheduler, newest_metrics
+        self.fleet, self._ledger, self._state = books.fleet, books.ledger, books.state
+        self.scheduler, self.recorder = scheduler, recorder
         mark = f"{run.config.run.name}/{JOURNAL}/{JOURNAL_LOG}"
         self._setup = describe_setup(run.config, run_id=self._progress.run_id, mark=mark)
 
@@ -251,7 +245,7 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         training = self._book.training_groups()
         leased = Counter(group.holder for group in self._book.groups.values())
         servers = []
-        for session in self._fleet.sessions.values():
+        for session in self.fleet.sessions.values():
             servers.append(describe(session))
             servers[-1].leased_groups = leased[session.key]
         return pb.RunStatus(
@@ -262,16 +256,16 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
             num_steps=self._run.config.run.steps,
             max_staleness=self._run.config.algorithm.max_staleness,
             waiting_for=progress.waiting_for,
-            servers=[*servers, *self._fleet.departed.values()],
+            servers=[*servers, *self.fleet.departed.values()],
             environments=[entry.describe() for entry in self._environments.entries.values()],
             ledger=self._ledger.snapshot(),
             leased_groups=len(training),
             complete_groups=sum(group.is_complete for group in training),
-            queued_bytes=self._fleet.queued_bytes,
+            queued_bytes=self.fleet.queued_bytes,
             uptime_s=time.monotonic() - progress.started_s,
-            metrics=self._newest_metrics(),
-            lease_wait="" if progress.is_over else self._scheduler.lease_wait,
-            reserved_bytes=self._scheduler.reserved_bytes,
+            metrics=self.recorder.newest,
+            lease_wait="" if progress.is_over else self.scheduler.lease_wait,
+            reserved_bytes=self.scheduler.reserved_bytes,
             checkpoint_step=self._state.checkpoint.step,
         )
 
@@ -298,11 +292,11 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         self, request: pb.DrainServerRequest, context: CallContext
     ) -> pb.DrainServerResponse:
         """Tells one rollout server to leave, after its episodes have ended or are handed back."""
-        session = self._fleet.sessions.get(ServerId(request.server_id))
+        session = self.fleet.sessions.get(ServerId(request.server_id))
         if session is None:
-            known = ", ".join(sorted(self._fleet.sessions)) or "none"
+            known = ", ".join(sorted(self.fleet.sessions)) or "none"
             text = f"no rollout server {request.server_id} is in the run; there are: {known}"
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, text, Reason.BAD_ARGUMENT)
         reason = request.reason or "a client asked for it"
-        self._fleet.order_drain(session, reason, finish=True)
-        return pb.DrainServerResponse(warning=self._fleet.warn_without(session))
+        self.fleet.order_drain(session, reason, finish=True)
+        return pb.DrainServerResponse(warning=self.fleet.warn_without(session))
