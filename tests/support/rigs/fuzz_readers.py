@@ -30,7 +30,7 @@ from slipstream.core.types import (
     TrajectoryId,
     TrajectoryName,
 )
-from slipstream.learner.controller.reporting.summary import readable
+from slipstream.learner.controller.reporting.metrics import readable
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.inspection import read_claim

@@ -14,8 +14,7 @@ from slipstream.core.types import ServerId
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.reporting.metrics import RunRecorder
-from slipstream.learner.controller.reporting.summary import GenerationRate, RunFacts
+from slipstream.learner.controller.reporting.metrics import GenerationRate, RunFacts, RunRecorder
 from slipstream.learner.controller.reporting.trackers import (
     ResultFile,
     RunIds,

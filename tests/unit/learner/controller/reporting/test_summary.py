@@ -11,8 +11,12 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import Branch, GroupId, Purpose
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.reporting.metrics import sampled_groups
-from slipstream.learner.controller.reporting.summary import group_line, open_token_texts, readable
+from slipstream.learner.controller.reporting.metrics import (
+    group_line,
+    open_token_texts,
+    readable,
+    sampled_groups,
+)
 from support.fakes.fake_trajectories import make_trajectory
 from support.fakes.small_configs import config_of
 from support.references.documented_metrics import tables
