@@ -220,9 +220,11 @@ BOUNDS = (0, 48, 92, 100, 104)
 @pytest.mark.parametrize(
     "kind", [{"window_size": (5, 0)}, {"window_size": (5, 0), "softmax_type": "learnable"}]
 )
-def test_blocks_of_queries_attend_like_whole_sequences(kind: dict[str, object]) -> None:
+def test_blocks_of_queries_attend_like_whole_sequences(
+    kind: dict[str, object], monkeypatch
+) -> None:
     torch.manual_seed(0)
-    attention = core_attention(torch.float64, **kind)
+    layer = core_attention(torch.float64, **kind)
     bounds = torch.tensor(BOUNDS)
     packed = SimpleNamespace(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
     given = [
@@ -232,9 +234,10 @@ def test_blocks_of_queries_attend_like_whole_sequences(kind: dict[str, object]) 
     weights = torch.randn(BOUNDS[-1], 64, dtype=torch.float64)
     found = []
     for most_scores in (MOST_SCORES, 40):
-        attention.most_scores = most_scores
-        output = attention(*given, None, packed_seq_params=packed)
-        parameters = [*given, *attention.parameters()]
+        monkeypatch.setattr(attention, "MOST_SCORES", most_scores)
+        attention.length_groups.cache_clear()
+        output = layer(*given, None, packed_seq_params=packed)
+        parameters = [*given, *layer.parameters()]
         found.append((output, *torch.autograd.grad((output * weights).sum(), parameters)))
     for whole, blocks in zip(*found, strict=True):
         torch.testing.assert_close(blocks, whole, rtol=1e-11, atol=1e-12)

@@ -47,7 +47,8 @@ _KINDS = {
     "use_fused_attention": "fused attention (cuDNN)",
     "use_unfused_attention": "unfused attention",
 }
-# A mask of this many scores takes 32 MiB, or 128 MiB if a kernel needs it in float32.
+# Most queries times keys of one call with a mask; more are cut into blocks of queries. A mask of
+# this many scores takes 32 MiB, or 128 MiB if a kernel needs it in float32.
 MOST_SCORES = 1 << 25
 
 
@@ -75,7 +76,6 @@ class CoreAttention(SplitByHeads):
             config.window_size, config.window_attn_skip_freq, layer_number
         ):
             self.window = config.window_size[0]
-        self.most_scores = MOST_SCORES
         # Sink of each head: a learnt score without a value. None if there are no sinks.
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
@@ -111,8 +111,8 @@ class CoreAttention(SplitByHeads):
                 gather_from_sequence_parallel_region(part, group=self.cp_group)
                 for part in (key, value)
             )
-        cut = Cut(self.cp_group.rank(), size, self.window, self.most_scores)
-        groups, order = length_groups(bounds, cut, query.device, key_bounds)
+        split = (self.cp_group.rank(), size)
+        groups, order = length_groups(bounds, query.device, key_bounds, split, self.window)
 
         def attended(query: Tensor, key: Tensor, value: Tensor, group: LengthGroup) -> Tensor:
             # [sequences, heads, length, dim]: trailing padding has no effect. Without a mask,
@@ -263,19 +263,6 @@ def packed_sequences(cu_seqlens: Tensor, max_seqlen: int, cp_size: int) -> Megat
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How the queries of packed sequences are cut into calls of the kernel."""
-
-    # This rank's index among the context parallel ranks, and their number.
-    rank: int = 0
-    size: int = 1
-    # Number of tokens before a query that the query sees; None for all of them.
-    window: int | None = None
-    # Queries times keys of one call with a mask. More are cut into blocks of queries.
-    most_scores: int = MOST_SCORES
-
-
-@dataclass(frozen=True)
 class LengthGroup:
     """Sequences of similar length, or a block of one sequence, for one call of the kernel."""
 
@@ -319,7 +306,7 @@ def mixed_in_rows(mix: Callable[..., Tensor], tokens: Sequence[Tensor], packed: 
     """
     assert packed is not None, "only packed sequences are laid out in rows"
     bounds = tuple(packed.cu_seqlens_q.tolist())
-    groups, order = length_groups(bounds, Cut(), tokens[0].device)
+    groups, order = length_groups(bounds, tokens[0].device)
     parts = [
         mix(*(rows(each, group.queries) for each in tokens))[group.is_query] for group in groups
     ]
@@ -339,17 +326,20 @@ def _seen(queries: Tensor, keys: Tensor, is_key: Tensor, window: int | None) -> 
 @functools.lru_cache(maxsize=32)
 def length_groups(
     bounds: tuple[int, ...],
-    cut: Cut,
     device: torch.device,
     key_bounds: tuple[int, ...] | None = None,
+    split: tuple[int, int] = (0, 1),
+    window: int | None = None,
 ) -> Groups:
     """Groups sequences of similar length, so that few kernel calls with little padding suffice.
 
     `bounds` has the start of each sequence, and the end of the last. Sequences whose masks would be
     too large are cut into blocks. With `key_bounds`, the same for keys, the queries of a sequence
     are its last tokens: query i of n sees all keys but the last n - 1 - i, and nothing is cut.
+    `split` is this rank's index among the context parallel ranks, and their number. `window` is the
+    number of tokens before a query that the query sees; None for all of them.
     """
-    size, window = cut.size, cut.window
+    rank, size = split
     # The starts and ends of a sequence's queries and keys, by the classes of both lengths.
     by_class: dict[tuple[int, ...], list[tuple[tuple[int, int], tuple[int, int]]]] = {}
     key_spans = itertools.pairwise(key_bounds or bounds)
@@ -361,9 +351,9 @@ def length_groups(
     for members in by_class.values():
         longest = max(end - start for (start, end), _ in members)
         is_plain = size == 1 and (window is None or longest <= window + 1)
-        if not is_plain and len(members) * longest * longest // size > cut.most_scores:
+        if not is_plain and len(members) * longest * longest // size > MOST_SCORES:
             for span, _ in members:
-                groups += _blocks(span, bounds, cut, device)
+                groups += _blocks(span, bounds, device, split, window)
             continue
         own, is_own = _places([(start // size, end // size) for (start, end), _ in members])
         keys, is_key = _places([span for _, span in members])
@@ -371,7 +361,7 @@ def length_groups(
         if not is_plain or key_bounds is not None:
             # The distance from a query's place to that of its own key.
             shifts = torch.tensor([[of_keys[1] - of_own[1]] for of_own, of_keys in members])
-            queries = zigzag(bounds, cut.rank, size)[own] + shifts
+            queries = zigzag(bounds, rank, size)[own] + shifts
             mask = _seen(queries, keys, is_key, window)
         if size > 1:
             keys = gathered_places(bounds, size)[keys]
@@ -382,10 +372,14 @@ def length_groups(
 
 
 def _blocks(
-    member: tuple[int, int], bounds: tuple[int, ...], cut: Cut, device: torch.device
+    member: tuple[int, int],
+    bounds: tuple[int, ...],
+    device: torch.device,
+    split: tuple[int, int],
+    window: int | None,
 ) -> list[LengthGroup]:
     """Returns consecutive queries of the sequence `member` in blocks, with the keys they see."""
-    (start, end), rank, size = member, cut.rank, cut.size
+    (start, end), (rank, size) = member, split
     # All blocks are views of the same places.
     keys = gathered_places(bounds, size)[start:end].to(device)[None]
     queries = torch.arange(start // size, end // size)[None]
@@ -393,17 +387,17 @@ def _blocks(
     chunk = length // 2 if size > 1 else length
     # Places in the sequence at which this rank's two chunks begin.
     firsts = (rank * chunk, (2 * size - 1 - rank) * chunk) if size > 1 else (0,)
-    step = max(1, cut.most_scores // (end - start))
+    step = max(1, MOST_SCORES // (end - start))
     groups = []
     for number, first in enumerate(firsts):
         for done in range(0, chunk, step):
             count = min(step, chunk - done)
             at = first + done
-            least = 0 if cut.window is None else max(0, at - cut.window)
+            least = 0 if window is None else max(0, at - window)
             own = queries[:, number * chunk + done :][:, :count]
             seen = keys[:, least : at + count]
             is_query = torch.ones_like(own, dtype=torch.bool)
-            groups.append(LengthGroup(own, is_query, seen, None, at - least, cut.window))
+            groups.append(LengthGroup(own, is_query, seen, None, at - least, window))
     return groups
 
 

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 from slipstream.learner.trainer.batches.training_sequence import zigzag
-from slipstream.learner.trainer.layers.attention import Cut, length_groups
+from slipstream.learner.trainer.layers import attention
+from slipstream.learner.trainer.layers.attention import MOST_SCORES, length_groups
 
 CPU = torch.device("cpu")
 # Packed sequences of several lengths; the first two have a length class of their own.
@@ -34,26 +35,30 @@ def seen(groups, bounds, split):
 
 @pytest.mark.parametrize("window", [None, 0, 5, 30])
 @pytest.mark.parametrize("size", [1, 2])
-def test_each_query_sees_the_tokens_of_its_sequence_up_to_itself_within_the_window(size, window):
+def test_each_query_sees_the_tokens_of_its_sequence_up_to_itself_within_the_window(
+    size, window, monkeypatch
+):
     wanted = {
         place: set(range(max(start, place - (end if window is None else window)), place + 1))
         for start, end in itertools.pairwise(BOUNDS)
         for place in range(start, end)
     }
     for most in (1 << 20, 600, 40):
+        monkeypatch.setattr(attention, "MOST_SCORES", most)
+        length_groups.cache_clear()
         found: dict[int, set[int]] = {}
         for rank in range(size):
-            groups, order = length_groups(BOUNDS, Cut(rank, size, window, most), CPU)
+            groups, order = length_groups(BOUNDS, CPU, None, (rank, size), window)
             assert order.sort()[0].tolist() == list(range(BOUNDS[-1] // size))
             found |= seen(groups, BOUNDS, (rank, size))
         assert found == wanted
 
 
-@pytest.mark.parametrize("cut", [Cut(0, 2), Cut(1, 2, 1024), Cut(0, 1, 1024)])
-def test_a_long_sequence_holds_places_and_no_masks(cut: Cut) -> None:
-    groups, order = length_groups((0, 32768), cut, CPU)
+@pytest.mark.parametrize(("split", "window"), [((0, 2), None), ((1, 2), 1024), ((0, 1), 1024)])
+def test_a_long_sequence_holds_places_and_no_masks(split, window) -> None:
+    groups, order = length_groups((0, 32768), CPU, None, split, window)
     tensors = [order, *(t for g in groups for t in vars(g).values() if torch.is_tensor(t))]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     assert sum(storages.values()) < 2 << 20
     queries = {group.queries.shape[1] * group.keys.shape[1] for group in groups}
-    assert max(queries) <= cut.most_scores
+    assert max(queries) <= MOST_SCORES
