@@ -8,7 +8,8 @@ import time
 import pytest
 from slipstream.client.client import Client
 from slipstream.client.launch.display import table_rows
-from slipstream.client.verify import Bounds, examine
+from slipstream.client.run_folder import write_config
+from slipstream.client.verify import examine
 from slipstream.extensions.tinker.front import MAX_BODY_BYTES
 from slipstream.extensions.tinker.wire_pb2 import SampleResponse
 from slipstream.protocol.checkpoints import KEPT_NAME
@@ -56,7 +57,8 @@ async def test_a_loop_samples_passes_steps_and_publishes(config) -> None:
     found = summary_of(config.run_dir)
     assert (found["steps"], found["ledger"]["difference"]) == (3, 0)
     assert found["ledger"]["generated"] == found["ledger"]["evaluated"] == 3 * 3 * 5
-    told = examine(config.run_dir, Bounds(0, 1, 1)).trained
+    write_config(config, config.run_dir)
+    told = examine(config.run_dir).trained
     assert told == "3 steps of a client's own loop, 3 passes"
     assert {"reward", "lag"}.isdisjoint(dict(table_rows(found)))
     # A version is published when it is asked for, and not before.

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from slipstream.client.verify import Bounds, Findings, examine, read_batch, read_journal
+from slipstream.client.run_folder import write_config
+from slipstream.client.verify import Findings, examine, read_batch, read_journal
 from slipstream.core.types import GroupId, PolicyVersion, Trajectory
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, read_history
@@ -41,9 +42,8 @@ class _Judge:
         self._foreign = 0
 
     def run(self) -> Counter[str]:
-        algorithm, shape = self._world.config.algorithm, self._world.shape
-        bounds = Bounds(algorithm.max_staleness, algorithm.group_size, algorithm.groups_per_step)
-        found = examine(self._folder, bounds)
+        write_config(self._world.config, self._folder)
+        found = examine(self._folder)
         if self._world.fired["told lost delivery"]:
             # What was lost in the queue stays known.
             open_ledger = ("the ledger's difference: ", "the ledger's gaps: ")
@@ -60,8 +60,8 @@ class _Judge:
         for version, weights in self._world.truth.weights.items():
             if len(weights) > 1:
                 self._wrong.append(f"{len(weights)} different weights are called {version}")
-        if not self._wrong and found.steps != shape.steps:
-            self._wrong.append(f"the journal has {found.steps} steps of {shape.steps}")
+        if not self._wrong and found.steps != self._world.shape.steps:
+            self._wrong.append(f"the journal has {found.steps} steps of {self._world.shape.steps}")
         self._wrong += [f"unhandled: {text}" for text in self._world.loop.unhandled]
         self.trained += Counter(steps=found.steps, tokens=found.lags.total())
         return self.trained

@@ -8,11 +8,11 @@ import fcntl
 import math
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from slipstream.client.run_folder import LOCK, lines_of, parsed, settings_of
@@ -38,14 +38,6 @@ _ENDS = ("filtered", "failed", "cancelled", "quarantined", "evaluated", "set_asi
 _OTHERS = ("trained", "queued", "in_flight", "lost", "difference")
 # What strange values of a file raise where they are compared or counted.
 _STRANGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-
-
-class Bounds(NamedTuple):
-    """The settings that the files of a run are checked against."""
-
-    max_staleness: int
-    group_size: int
-    groups_per_step: int
 
 
 @dataclass
@@ -94,16 +86,16 @@ def run_verify(folder: Path) -> int:
     return FAILED if found.faults else DONE
 
 
-def examine(folder: Path, bounds: Bounds | None = None) -> Findings:
-    """Returns the faults in the files of an ended run; `bounds` None reads its settings."""
-    found = Findings()
+def examine(folder: Path) -> Findings:
+    """Returns the faults in the files of an ended run."""
+    found, bounds = Findings(), list[int]()
     with found.reading(CONFIG):
-        if bounds is None:
-            data = read_regular(folder / CONFIG, most_bytes=MOST_BYTES)
-            check_whole(folder / CONFIG, data)
-            table: Any = parse_toml(data.decode())["algorithm"]
-            bounds = Bounds(*(int(table[name]) for name in Bounds._fields))
-    if bounds is None:
+        data = read_regular(folder / CONFIG, most_bytes=MOST_BYTES)
+        check_whole(folder / CONFIG, data)
+        table: Any = parse_toml(data.decode())["algorithm"]
+        names = ("max_staleness", "group_size", "groups_per_step")
+        bounds = [int(table[name]) for name in names]
+    if not bounds:
         return found
     oracle = _Oracle(folder, bounds, found)
     for *_, record in read_journal(folder, found):
@@ -176,8 +168,9 @@ def read_batch(folder: Path, record: Record) -> trainer_pb2.RecordedBatch:
 class _Oracle:
     """Takes a journal record by record; the checks then compare it with all other files."""
 
-    def __init__(self, folder: Path, bounds: Bounds, found: Findings) -> None:
-        self._folder, self._bounds, self._found = folder, bounds, found
+    def __init__(self, folder: Path, bounds: Sequence[int], found: Findings) -> None:
+        self._folder, self._found = folder, found
+        self._max_staleness, self._group_size, self._groups_per_step = bounds
         self._run_ids: list[str] = []
         # The first lease of each group, the open groups, and how untrained trajectories ended.
         self._leases: dict[str, Record] = {}
@@ -310,7 +303,7 @@ class _Oracle:
                 version = (span.version.incarnation, span.version.step)
                 lag = step - version[1]
                 is_made = version == _START or version in self._weights
-                self._wrong(f"{what} has lag {lag}", unless=0 <= lag <= self._bounds.max_staleness)
+                self._wrong(f"{what} has lag {lag}", unless=0 <= lag <= self._max_staleness)
                 self._wrong(f"{what}: no step made version {version}", unless=is_made)
                 lags[lag] += span.length
             rewards[name] = each.reward
@@ -318,7 +311,7 @@ class _Oracle:
         header = batch.header
         self._same(f"batch {step}", (header.step, header.batch_id), (step, record["batch_id"]))
         self._same(f"groups of step {step}", sorted(groups), sorted(record["groups"]))
-        wanted = self._bounds.groups_per_step
+        wanted = self._groups_per_step
         if header.HasField("given"):
             # A client has ordered the step, with passes in place of groups.
             wanted = 0
@@ -327,7 +320,7 @@ class _Oracle:
             self._found.passes = (self._found.passes or 0) + passes
         self._same(f"number of groups of step {step}", len(groups), wanted)
         for group, members in groups.items():
-            whole = self._bounds.group_size - len(self._gave_up[group])
+            whole = self._group_size - len(self._gave_up[group])
             self._same(f"members of {group} in step {step}", len(members), whole)
         tokens = sum(count for *_, count in record["tokens"])
         self._same(f"tokens of step {step}", lags.total(), tokens)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slipstream.client.page import write_page
 from slipstream.client.run_folder import check_run_folder
-from slipstream.client.verify import Bounds, examine
+from slipstream.client.verify import examine
 from slipstream.core.configuration.config_file import dump_config, load_config
 from slipstream.core.errors import CheckpointError, ConfigError, ProtocolError
 from slipstream.core.models.model_sizes import read_model_sizes
@@ -118,7 +118,7 @@ def _read_journal(data: bytes, folder: Path) -> object:
     journal.mkdir(parents=True)
     (journal / "journal.log").write_bytes(data)
     with Journal(journal) as opened:
-        run = Run.of(config_of(folder), "r")
+        run = Run(config_of(folder), "r")
         return begin(opened, journal, run).version
 
 
@@ -167,13 +167,17 @@ def shown_page(path: Path) -> object:
     return json.dumps(given_of(out), allow_nan=False)
 
 
+SETTINGS = "[algorithm]\nmax_staleness = 2\ngroup_size = 4\ngroups_per_step = 2\n"
+
+
 def examined(path: Path) -> object:
-    """What `slipstream verify` finds in a folder with this file alone."""
-    bounds = None if path.name == "config.toml" else Bounds(2, 4, 2)
+    """What `slipstream verify` finds in a folder with this file, and settings if it is another."""
+    if path.name != "config.toml":
+        (path.parent / "config.toml").write_text(SETTINGS)
     if path.name == "journal.log":
         (path.parent / "journal").mkdir()
         path = path.rename(path.parent / "journal" / path.name).parent
-    return examine(path.parent, bounds).faults
+    return examine(path.parent).faults
 
 
 @functools.cache
