@@ -52,7 +52,7 @@ def run_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> Run:
     changed = {
         name: getattr(config, name).model_copy(update=update) for name, update in limits.items()
     }
-    made = Run.of(config.model_copy(update=changed), "r")
+    made = Run(config.model_copy(update=changed), "r")
     made.progress.trainer_registered((Place("here"),))
     return made
 

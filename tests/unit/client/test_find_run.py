@@ -35,7 +35,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 def journal_of(config: Config) -> str:
     with Journal(config.run_dir / "journal") as journal:
         return begin(
-            journal, config.run_dir / "journal", Run.of(config, config.run.id or "test-new")
+            journal, config.run_dir / "journal", Run(config, config.run.id or "test-new")
         ).run_id
 
 

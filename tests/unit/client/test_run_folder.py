@@ -190,7 +190,7 @@ def test_a_run_that_lost_its_journal_is_refused_and_a_new_one_is_not(tmp_path, j
         (folder / left).mkdir(parents=True)
     else:
         (folder / left).write_text("{}\n")
-    run = Run.of(config, "r-1")
+    run = Run(config, "r-1")
     for start in (
         lambda: check_run_folder(config),
         lambda: begin_controller(folder / "journal", run),

@@ -149,7 +149,7 @@ class Controller:
         self._config = config
         self._credentials = credentials
         run_id = config.run.id or f"{config.run.name}-{secrets.token_hex(4)}"
-        self._run = Run.of(config, run_id)
+        self._run = Run(config, run_id)
         self._progress = self._run.progress
         algorithm = config.algorithm
         self._book = LeaseBook(

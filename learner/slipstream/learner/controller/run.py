@@ -3,14 +3,11 @@
 The clock leaves out stalls of the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.settings.config import Config
@@ -20,26 +17,17 @@ from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import status_pb2
 
 
-@dataclass(frozen=True)
 class Run:
     """The settings, events, clock and progress of one run."""
 
-    config: Config
-    events: EventLog
-    # Notified at each change for which a task may wait.
-    signal: Signal
-    # Measures the silence and delays of servers and trainer.
-    clock: LoopClock
-    progress: RunProgress
-
-    @classmethod
-    def of(cls, config: Config, run_id: str) -> Run:
-        """Returns a new run of `config`; `run_id` is replaced if a journal is resumed."""
-        events, signal, clock = EventLog(), Signal(), LoopClock()
-        progress = RunProgress(
-            run_id, num_steps=config.run.steps, events=events, signal=signal, clock=clock
-        )
-        return cls(config, events, signal, clock, progress)
+    def __init__(self, config: Config, run_id: str) -> None:
+        """Begins a new run of `config`; `run_id` is replaced if a journal is resumed."""
+        self.config, self.events = config, EventLog()
+        # Notified at each change for which a task may wait.
+        self.signal = Signal()
+        # Measures the silence and delays of servers and trainer.
+        self.clock = LoopClock()
+        self.progress = RunProgress(self, run_id)
 
 
 class RunProgress:
@@ -50,10 +38,8 @@ class RunProgress:
     all of them --fail--> FAILED
     """
 
-    def __init__(
-        self, run_id: str, *, num_steps: int, events: EventLog, signal: Signal, clock: LoopClock
-    ) -> None:
-        self._events, self._signal, self._clock = events, signal, clock
+    def __init__(self, run: Run, run_id: str) -> None:
+        self._events, self._signal, self._clock = run.events, run.signal, run.clock
         self.run_id = run_id
         # Secret of the controller, from which the keys of rollout servers are made.
         self.run_key = b""
@@ -67,12 +53,12 @@ class RunProgress:
         # The newest incarnation, counted from 0.
         self.newest_incarnation = 0
         # The last version of the training.
-        self.last_step = num_steps
+        self.last_step = run.config.run.steps
         self.has_trainer = False
         # The place of each trainer rank; empty before a trainer has registered.
         self.learner_places: tuple[Place, ...] = ()
         # Time of the trainer's last call, by the run's clock.
-        self.trainer_heard_s = clock.now_s()
+        self.trainer_heard_s = run.clock.now_s()
         self.waiting_for = "the trainer"
         # Time in which a server served since the last progress: an ended episode or a made step.
         self._idle = Stopwatch()

@@ -20,7 +20,7 @@ def run(request: pytest.FixtureRequest) -> Run:
         "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
         "weights": {"transport": request.param},
     }
-    return Run.of(parse_config(values, source="test"), "placed")
+    return Run(parse_config(values, source="test"), "placed")
 
 
 def hello(name: str, place: weights_pb2.Place) -> fleet_pb2.ServerHello:
@@ -72,7 +72,7 @@ def test_a_server_that_gets_weights_otherwise_than_the_run_is_told_what_to_set(r
     said = f"it has a weights.storage_url, but the trainer sends the weights: set it {both}"
     assert [misfit(run, near), misfit(run, far)] == ["", said]
     weights = run.config.weights.model_copy(update={"storage_url": "s3://w"})
-    stored = Run.of(run.config.model_copy(update={"weights": weights}), "stored")
+    stored = Run(run.config.model_copy(update={"weights": weights}), "stored")
     said = f"it has no weights.storage_url, but the run's weights are in storage: set it {both}"
     assert [misfit(stored, near), misfit(stored, far)] == [said, ""]
 

@@ -1,7 +1,6 @@
 """Calls of the trainer, and of servers turned away."""
 
 import asyncio
-import dataclasses
 import re
 from contextlib import aclosing
 
@@ -233,8 +232,8 @@ class SetClock(LoopClock):
 
 
 async def test_a_place_that_is_not_kept_is_free_after_a_while() -> None:
-    clock = SetClock()
-    run = dataclasses.replace(run_of(), clock=clock)
+    run = run_of()
+    run.clock = clock = SetClock()
     place = TrainerPlace(run)
     place.take(HELLO, Call())
     clock.time_s = RESERVED_S - 0.1
@@ -250,8 +249,9 @@ async def test_a_place_that_is_not_kept_is_free_after_a_while() -> None:
 
 
 async def test_a_place_is_kept_for_as_long_as_a_stream_is_open() -> None:
-    clock = SetClock()
-    place = TrainerPlace(dataclasses.replace(run_of(), clock=clock))
+    run = run_of()
+    run.clock = clock = SetClock()
+    place = TrainerPlace(run)
     epoch = place.take(HELLO, Call())
     async with aclosing(place.keep(Call(epoch))) as kept:
         await anext(kept)

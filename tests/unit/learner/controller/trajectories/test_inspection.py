@@ -40,7 +40,7 @@ def inspected(
 
     `changes` are fields of the trajectory; `before` is the number of those that nobody can read.
     """
-    run = Run.of(make_config(folder, algorithm__max_staleness=staleness), "r")
+    run = Run(make_config(folder, algorithm__max_staleness=staleness), "r")
     run.progress.reached(PolicyVersion(0, 2))
     with Journal(folder / "journal") as journal:
         books = books_of(run, journal=journal)

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 
 import numpy as np
@@ -44,8 +45,8 @@ def fault_of(
     vocabulary: int = 10,
     reference: ReferenceSection | None = None,
 ) -> str:
-    config = RUN.config.model_copy(update={"reference": reference})
-    run = dataclasses.replace(RUN, config=config)
+    run = copy.copy(RUN)
+    run.config = RUN.config.model_copy(update={"reference": reference})
     books = books_of(run)
     books.fleet.epochs.join(KEY)
     inspector = Inspector(run, books, run_again=nothing)
