@@ -28,7 +28,7 @@ from slipstream.learner.algorithms.functions import used_functions
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
-from slipstream.learner.controller.loop import BatchFormer, TrainerOrders
+from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records import kinds
@@ -271,8 +271,7 @@ class Controller:
             from slipstream.extensions.turns.controller import EngineTurns
 
             self.parts.append(EngineTurns(books.fleet, run))
-        orders = TrainerOrders(run, books.leases, former, publisher, parts=self.parts)
-        self.trainer = TrainerServicer(run, orders)
+        self.trainer = TrainerServicer(run, books.leases, former, publisher, self.parts)
         self.watch = RunWatch(run, books, publisher, intake.take_back)
         self.status = StatusServicer(run, books, scheduler, recorder)
 

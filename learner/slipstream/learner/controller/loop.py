@@ -1,6 +1,5 @@
-"""The controller's main loop: what the trainer does next, and what the run waits for meanwhile.
+"""The batch of a step, and the tasks of a controller, of which the trainer's `Next` is the loop.
 
-The trainer's `Next` runs the loop; all else that happens in a controller makes its conditions true.
 Each task changes the run's state, calls `Signal.notify`, and waits for the signal again:
 
     task         takes                             makes               waits for            ended by
@@ -23,27 +22,23 @@ its limit, and the trainer calls again. At the end of the run `application.py` c
 The journal holds a whole batch before the trainer gets it; only then are the batch's trajectories
 acknowledged.
 
-Consumes: complete groups, servers that need weights, the run's progress. Produces: batches and
-orders. Waits for: a batch, a server, or the end. Unblocked by: the run's signal, or the limit.
+Consumes: complete groups, the trainer's reports. Produces: batches, records of steps. Waits for:
+the journal's disk. Unblocked by: the end of a write.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Books
-from slipstream.learner.controller.part import Part
-from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.state import JournaledStep, batch_name
-from slipstream.learner.controller.run import Run, Stopwatch
+from slipstream.learner.controller.run import Stopwatch
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
     FormedBatch,
@@ -54,96 +49,6 @@ from slipstream.learner.controller.trajectories.batch import (
 )
 from slipstream.protocol.codec import version_from_pb
 from slipstream.v1 import trainer_pb2 as pb
-
-
-class TrainerOrders:
-    """Picks the trainer's next order; if there is none, reports what the run is waiting for."""
-
-    def __init__(
-        self,
-        run: Run,
-        book: LeaseBook,
-        former: "BatchFormer",
-        publisher: Publisher,
-        *,
-        parts: Sequence[Part],
-    ) -> None:
-        self._progress, self._book, self.former = run.progress, book, former
-        self.publisher, self.parts = publisher, parts
-        # Version of the trainer's weights; after a restart it may be older than the run's version.
-        self.trainer_version = run.progress.version
-
-    async def next(
-        self, request: pb.NextRequest, *, must_save: bool
-    ) -> pb.Directive | bytes | FormedBatch | None:
-        """Returns the next order, or None if there is none yet.
-
-        `must_save` says that the run is stopping and the trainer must still save its newest
-        version. Raises ProtocolError or RunFailed if the run cannot continue.
-        """
-        progress = self._progress
-        is_behind = self.trainer_version.step < self._book.step
-        if is_behind and (not progress.is_over or must_save):
-            # The trainer restarted from a checkpoint, or an answer was lost.
-            return await self.former.recorded(self.trainer_version.step)
-        if progress.is_over:
-            for part in self.parts:
-                await part.before_stop()
-            reason = progress.cause or "the run is over"
-            # The controller of a failed run does not wait for an export, which could be cut off.
-            stop = pb.StopOrder(reason=reason, without_model=progress.has_failed)
-            return pb.Directive(stop=stop)
-        publish = await self.publisher.prepare(request)
-        receivers = () if publish is None else [each.server_id for each in publish.receivers]
-        for part in self.parts:
-            part.trainer_asks(receivers)
-        if publish is not None:
-            return pb.Directive(publish=publish)
-        for part in self.parts:
-            if (order := part.order(request)) is not None:
-                return order
-        if not progress.all_steps_done:
-            given = None
-            for part in self.parts:
-                given = given or part.next_step()
-            batch = await self.former.form(given)
-            if batch is not None:
-                progress.waits_for(f"the trainer to make version {batch.version}")
-                progress.moved()
-                # The servers can answer while the trainer makes the version.
-                version = progress.version
-                self.publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
-                return batch
-            waits = filter(None, (part.waits_for() for part in self.parts))
-            progress.waits_for(next(waits, "") or _batch_wait(self._book))
-            return None
-        if all(part.is_done() for part in self.parts):
-            progress.complete()
-        else:
-            progress.waits_for("the last evaluation")
-        return None
-
-
-def _batch_wait(book: LeaseBook) -> str:
-    """Returns the groups for which the next batch waits, as a text for users."""
-    due = book.due()
-    if due:
-        members = sum(len(group.missing) for group in due)
-        return (
-            f"{members} episodes that step {book.step + 1} cannot leave for later, "
-            f"the first of group {due[0].group_id}"
-        )
-    training = book.training_groups()
-    if not training:
-        return (
-            "a rollout server that serves, with an environment that is loaded, of the settings or "
-            "of a client (slipstream submit)"
-        )
-    complete = sum(group.is_complete for group in training)
-    return (
-        f"groups for step {book.step + 1}: {complete} of "
-        f"{book.groups_per_step} are complete, {len(training)} are leased"
-    )
 
 
 class BatchFormer:

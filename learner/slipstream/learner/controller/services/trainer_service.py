@@ -1,8 +1,8 @@
-"""The controller's service for the trainer: gives orders and takes reports.
+"""The controller's service for the trainer: decides what it does next, and takes its reports.
 
-Consumes: the trainer's reports, orders of the main loop. Produces: orders and batches on the wire,
-versions of the run. Waits for: the next order, engines that come to rest, the disk. Unblocked by:
-the run's signal, or the limit of the call.
+Consumes: complete groups, servers that need weights, the trainer's reports. Produces: orders and
+batches on the wire, versions of the run. Waits for: a batch, a server, engines that come to rest,
+the disk, the end. Unblocked by: the run's signal, or the limit of the call.
 
 A run has one trainer at a time, which holds its place by the stream of `KeepPlace`.
 """
@@ -10,13 +10,17 @@ A run has one trainer at a time, which holds its place by the stream of `KeepPla
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 import grpc
 from slipstream.core.errors import ProtocolError, RunFailed
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import GATHER_S
-from slipstream.learner.controller.loop import TrainerOrders
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.loop import BatchFormer
+from slipstream.learner.controller.part import Part
+from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.publishing.receivers import place_from_pb
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
@@ -125,15 +129,23 @@ def _describe(hello: pb.TrainerHello, context: CallContext) -> str:
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Serves one trainer; its rank 0 makes the calls for all ranks."""
 
-    def __init__(self, run: Run, orders: TrainerOrders) -> None:
-        self._run, self._progress = run, run.progress
-        self._orders, self._former = orders, orders.former
-        self._publisher, self._parts = orders.publisher, orders.parts
+    def __init__(
+        self,
+        run: Run,
+        book: LeaseBook,
+        former: BatchFormer,
+        publisher: Publisher,
+        parts: Sequence[Part],
+    ) -> None:
+        self._run, self._progress, self._book = run, run.progress, book
+        self._former, self._publisher, self._parts = former, publisher, parts
+        # Version of the trainer's weights; after a restart it may be older than the run's version.
+        self._trainer_version = run.progress.version
         # Set when the trainer leaves on purpose.
         self.goodbye: pb.TrainerGoodbye | None = None
         self.place = TrainerPlace(run)
         self._lock = asyncio.Lock()
-        # When the trainer got its batch, in Unix seconds.
+        # When the trainer got its batch, by the monotonic clock.
         self._given_s: float | None = None
 
     async def Register(self, request: pb.TrainerHello, context: CallContext) -> pb.TrainerWelcome:  # noqa: N802
@@ -157,10 +169,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._former.trainer_joined()
         epoch = self.place.take(request, context)
         digest = request.weight_digest.hex()
-        self._orders.trainer_version = given = self._former.identify(version, digest)
+        self._trainer_version = given = self._former.identify(version, digest)
         behind = self._progress.version.step - version.step
         if behind == 0:
-            self._progress.reached(self._orders.trainer_version)
+            self._progress.reached(self._trainer_version)
         else:
             self._run.events.add(
                 f"the trainer resumes from version {version.step}; {behind} steps are trained again"
@@ -219,7 +231,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         while True:
             await self.place.check(context)
             try:
-                order = await self._orders.next(request, must_save=self._is_stopping)
+                order = await self._order(request)
             except (ProtocolError, RunFailed) as failure:
                 self._progress.fail(str(failure))
                 continue
@@ -231,10 +243,57 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             # A server that is to be retried becomes due without a signal.
             await self._run.signal.changes(min(remaining_s, 0.25), gather_s=gather_s)
 
+    async def _order(self, request: pb.NextRequest) -> pb.Directive | bytes | FormedBatch | None:
+        """Returns the next order, or None if there is none yet and the run waits for something.
+
+        Raises ProtocolError or RunFailed if the run cannot continue.
+        """
+        progress = self._progress
+        is_behind = self._trainer_version.step < self._book.step
+        if is_behind and (not progress.is_over or self._is_stopping):
+            # The trainer restarted from a checkpoint, or an answer was lost.
+            return await self._former.recorded(self._trainer_version.step)
+        if progress.is_over:
+            for part in self._parts:
+                await part.before_stop()
+            reason = progress.cause or "the run is over"
+            # The controller of a failed run does not wait for an export, which could be cut off.
+            stop = pb.StopOrder(reason=reason, without_model=progress.has_failed)
+            return pb.Directive(stop=stop)
+        publish = await self._publisher.prepare(request)
+        receivers = () if publish is None else [each.server_id for each in publish.receivers]
+        for part in self._parts:
+            part.trainer_asks(receivers)
+        if publish is not None:
+            return pb.Directive(publish=publish)
+        for part in self._parts:
+            if (order := part.order(request)) is not None:
+                return order
+        if not progress.all_steps_done:
+            given = None
+            for part in self._parts:
+                given = given or part.next_step()
+            batch = await self._former.form(given)
+            if batch is not None:
+                progress.waits_for(f"the trainer to make version {batch.version}")
+                progress.moved()
+                # The servers can answer while the trainer makes the version.
+                version = progress.version
+                self._publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
+                return batch
+            waits = filter(None, (part.waits_for() for part in self._parts))
+            progress.waits_for(next(waits, "") or _batch_wait(self._book))
+            return None
+        if all(part.is_done() for part in self._parts):
+            progress.complete()
+        else:
+            progress.waits_for("the last evaluation")
+        return None
+
     async def ReportStep(self, request: pb.StepReport, context: CallContext) -> pb.StepReceipt:  # noqa: N802
         """Handles the report of a new version; a repeated report gets the same answer again."""
         await self.place.check(context)
-        await self._former.take_up(request, self._orders.trainer_version)
+        await self._former.take_up(request, self._trainer_version)
         try:
             answered = self._former.answered(request)
         except ProtocolError as error:
@@ -244,7 +303,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             await self._former.durable()
             return pb.StepReceipt(version=version_to_pb(answered))
         trained = self._former.trained(request)
-        self._orders.trainer_version = trained.version
+        self._trainer_version = trained.version
         if not self._progress.is_over:
             # The trainer will ask for its next batch after this answer.
             self._progress.waits_for("the trainer to ask for its next batch")
@@ -334,7 +393,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _set_aside(self, request: pb.TrainerFailure, context: CallContext) -> bool:
         """Sets the trainer's batch aside; returns whether the trainer may take another batch."""
-        await self._former.take_up(request.data, self._orders.trainer_version)
+        await self._former.take_up(request.data, self._trainer_version)
         most = self._run.config.controller.max_set_aside_batches
         try:
             found = self._former.set_aside(request.data, request.message, most_in_a_row=most)
@@ -396,6 +455,28 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Whether the run is stopping and a trainer, even a restarted one, must save and export."""
         stopping = self._progress.state == status_pb2.RUN_STATE_STOPPING
         return stopping and self._progress.has_trainer and self.goodbye is None
+
+
+def _batch_wait(book: LeaseBook) -> str:
+    """Returns the groups for which the next batch waits, as a text for users."""
+    due = book.due()
+    if due:
+        members = sum(len(group.missing) for group in due)
+        return (
+            f"{members} episodes that step {book.step + 1} cannot leave for later, "
+            f"the first of group {due[0].group_id}"
+        )
+    training = book.training_groups()
+    if not training:
+        return (
+            "a rollout server that serves, with an environment that is loaded, of the settings or "
+            "of a client (slipstream submit)"
+        )
+    complete = sum(group.is_complete for group in training)
+    return (
+        f"groups for step {book.step + 1}: {complete} of "
+        f"{book.groups_per_step} are complete, {len(training)} are leased"
+    )
 
 
 def _impossible(hello: pb.TrainerHello) -> str:

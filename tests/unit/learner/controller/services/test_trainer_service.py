@@ -6,7 +6,6 @@ from contextlib import aclosing
 
 import pytest
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.loop import TrainerOrders
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.run import LoopClock, Run
 from slipstream.learner.controller.servers.fleet import Fleet
@@ -80,23 +79,23 @@ class Call:
         raise Refused
 
 
-def orders_of(run: Run) -> TrainerOrders:
-    return TrainerOrders(run, book_of(), OneBatch(), None, parts=(Unfinished(),))
+def new_servicer(run: Run) -> TrainerServicer:
+    return TrainerServicer(run, book_of(), OneBatch(), None, (Unfinished(),))
 
 
 def servicer_of(run: Run) -> TrainerServicer:
     """The service of a controller with which the trainer of epoch 1 has registered."""
-    servicer = TrainerServicer(run, orders_of(run))
+    servicer = new_servicer(run)
     servicer.place.epoch = 1
     return servicer
 
 
-class NoOrder(TrainerOrders):
+class NoOrder(TrainerServicer):
     """Counts how often it was asked for an order, and has none."""
 
     num_asked = 0
 
-    async def next(self, request: trainer_pb2.NextRequest, *, must_save: bool) -> None:
+    async def _order(self, request: trainer_pb2.NextRequest) -> None:
         self.num_asked += 1
 
 
@@ -109,11 +108,10 @@ async def test_what_a_client_orders_goes_to_the_trainer_without_a_moment_for_mor
         model={"path": "m", "dtype": "float32"},
         learner={"shared_prefix_tokens": 0},
     )
-    orders = NoOrder(run, None, None, None, parts=())  # type: ignore[arg-type]
+    servicer = NoOrder(run, None, None, None, ())  # type: ignore[arg-type]
     loop = asyncio.get_running_loop()
     now_s = loop.time()
     monkeypatch.setattr(loop, "time", lambda: now_s)
-    servicer = TrainerServicer(run, orders)
     context = Call(servicer.place.take(HELLO, Call()))
     asks = asyncio.create_task(anext(servicer.Next(trainer_pb2.NextRequest(), context)))
     for _ in range(5):
@@ -121,7 +119,7 @@ async def test_what_a_client_orders_goes_to_the_trainer_without_a_moment_for_mor
     run.signal.notify()
     for _ in range(5):
         await asyncio.sleep(0)
-    assert orders.num_asked == 1 + client_loop
+    assert servicer.num_asked == 1 + client_loop
     asks.cancel()
 
 
@@ -173,7 +171,7 @@ async def test_a_trainer_that_cannot_go_on_is_refused_before_it_takes_the_place(
 ) -> None:
     run = run_of()
     run.progress.reached(PolicyVersion(0, 3))
-    servicer = TrainerServicer(run, orders_of(run))
+    servicer = new_servicer(run)
     servicer._former.missing = missing  # type: ignore[attr-defined]
     hello = trainer_pb2.TrainerHello(
         process="host here, process 1",
@@ -216,7 +214,7 @@ async def test_a_run_that_has_failed_orders_no_export(*, has_failed: bool) -> No
         run.progress.fail("the disk is full")
     else:
         run.progress.stop("enough")
-    order = await orders_of(run).next(trainer_pb2.NextRequest(), must_save=not has_failed)
+    order = await new_servicer(run)._order(trainer_pb2.NextRequest())
     assert order.stop.reason == run.progress.cause
     assert order.stop.without_model is has_failed
 
@@ -269,11 +267,10 @@ async def test_a_place_is_kept_for_as_long_as_a_stream_is_open() -> None:
 
 async def test_who_waits_for_an_order_gets_none_when_another_trainer_takes_the_place() -> None:
     run = run_of()
-    orders = NoOrder(run, None, None, None, parts=())  # type: ignore[arg-type]
-    servicer = TrainerServicer(run, orders)
+    servicer = NoOrder(run, None, None, None, ())  # type: ignore[arg-type]
     context = Call(servicer.place.take(HELLO, Call()))
     waiting = asyncio.create_task(anext(servicer.Next(trainer_pb2.NextRequest(), context)))
-    while not orders.num_asked:
+    while not servicer.num_asked:
         await asyncio.sleep(0)
     servicer.place.take(HELLO, Call())
     with pytest.raises(Refused, match="another trainer has taken over"):
@@ -282,7 +279,7 @@ async def test_who_waits_for_an_order_gets_none_when_another_trainer_takes_the_p
 
 async def test_a_trainer_that_loads_says_how_much_it_has_read() -> None:
     run = run_of()
-    servicer = TrainerServicer(run, orders_of(run))
+    servicer = new_servicer(run)
     report = trainer_pb2.WorkReport(loaded_bytes=3_210_000_000)
     await servicer.ReportWork(report, Call())
     assert run.progress.waiting_for == "the trainer to load its model, 3.2 GB so far"
@@ -295,7 +292,7 @@ async def test_a_trainer_that_loads_says_how_much_it_has_read() -> None:
 @pytest.mark.parametrize("epoch", ["0", "1"])
 async def test_nobody_has_the_place_before_a_trainer_has_registered(epoch: str) -> None:
     run = run_of()
-    servicer = TrainerServicer(run, orders_of(run))
+    servicer = new_servicer(run)
     with pytest.raises(Refused, match="no trainer has registered since the"):
         await servicer.Finish(trainer_pb2.TrainerGoodbye(), Call(epoch))
 
