@@ -272,7 +272,7 @@ class Controller:
 
             self.parts.append(EngineTurns(books.fleet, run))
         self.trainer = TrainerServicer(run, books.leases, former, publisher, self.parts)
-        self.watch = RunWatch(run, books, publisher, intake.take_back)
+        self.watch = RunWatch(run, books, publisher, intake)
         self.status = StatusServicer(run, books, scheduler, recorder)
 
     def _restore(self, history: RunHistory) -> None:

@@ -7,7 +7,7 @@ warnings, the end of a run that cannot continue. Waits for: a fixed period. Unbl
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from slipstream.core.types import GroupId
@@ -16,6 +16,7 @@ from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerKey
+from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.v1 import environment_pb2
 
 WATCH_S = 0.25
@@ -30,20 +31,11 @@ REJOIN_S = 10.0
 class RunWatch:
     """Checks servers, leases, journal and progress every `WATCH_S` seconds."""
 
-    def __init__(
-        self,
-        run: Run,
-        books: Books,
-        publisher: Publisher,
-        take_back: Callable[[Group, str], None],
-    ) -> None:
-        """Takes `take_back`, called with a group whose lease makes no progress and the cause."""
-        self._journal = books.journal
-        self._run, self._progress = run, run.progress
-        self._config = run.config
+    def __init__(self, run: Run, books: Books, publisher: Publisher, intake: Intake) -> None:
+        self._run, self._progress, self._config = run, run.progress, run.config
         self._book, self._environments = books.leases, books.environments
-        self._fleet = books.fleet
-        self._publisher, self._take_back = publisher, take_back
+        self._fleet, self._journal = books.fleet, books.journal
+        self._publisher, self._intake = publisher, intake
         self._leases = LeaseWatch()
         # Whether the leases were taken back since the run last moved.
         self._gave_others_a_try = False
@@ -72,7 +64,7 @@ class RunWatch:
         limit_s = self._config.controller.lease_timeout_s
         overdue, stuck = self._leases.overdue(groups, served_s, limit_s=limit_s)
         for group in overdue:
-            self._take_back(
+            self._intake.take_back(
                 group, f"no episode ended in {limit_s:g} s of serving (controller.lease_timeout_s)"
             )
         for key in stuck:
@@ -139,7 +131,7 @@ class RunWatch:
         if len(self._fleet.serving()) > 1:
             late, _ = self._leases.overdue(groups, self._fleet.served_s(), limit_s=-1.0)
         for group in late:
-            self._take_back(
+            self._intake.take_back(
                 group,
                 f"nothing moved for {self._progress.idle_s:.0f} s of serving "
                 "(controller.stall_timeout_s)",

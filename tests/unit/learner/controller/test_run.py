@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.run import LoopClock, Stopwatch
 from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.learner.controller.watch import RunWatch
 from support.rigs.lease_rig import SoundJournal, books_of
-from support.rigs.publishing_scene import joined, nothing, run_of
+from support.rigs.publishing_scene import joined, run_of
 from support.rigs.waiting import LIMIT_S
 
 
@@ -41,7 +42,8 @@ async def test_a_server_is_not_silent_while_the_loop_stands_still() -> None:
     run.clock.look(now_s := time.monotonic(), now_s + 0.01)
     session = joined(fleet, "a")
     publisher = Publisher(fleet, run, None)  # type: ignore[arg-type]
-    watch = RunWatch(run, books_of(run, fleet=fleet, journal=SoundJournal()), publisher, nothing)
+    books = books_of(run, fleet=fleet, journal=SoundJournal())
+    watch = RunWatch(run, books, publisher, Intake(run, books))
     watching = asyncio.create_task(watch.watch_forever())
     await asyncio.sleep(0)
     # The loop is blocked: no peer could be heard.

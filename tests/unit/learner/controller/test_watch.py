@@ -39,7 +39,7 @@ class Watched:
         scene = Scene(run, tasks)
         await scene.serve()
         books = books_of(run, fleet=scene.fleet, journal=SoundJournal())
-        watch = RunWatch(run, books, scene.publisher, lambda *_: None)
+        watch = RunWatch(run, books, scene.publisher, Intake(run, books))
         return cls(scene, tasks.create_task(watch.watch_forever()))
 
     async def until_over(self) -> None:
@@ -70,14 +70,18 @@ async def test_a_trainer_that_never_ends_a_publish_ends_the_run(*, begun: bool) 
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
-async def test_before_a_stall_fails_the_run_its_leases_are_taken_back_once(tmp_path, num_servers):
+async def test_before_a_stall_fails_the_run_its_leases_are_taken_back_once(
+    tmp_path, num_servers, monkeypatch
+):
     with Journal(tmp_path / "journal") as journal:
         rig = Rig(tmp_path, journal)
         taken: list[tuple[str, str]] = []
         publisher = Publisher(rig.fleet, rig.run, None)  # type: ignore[arg-type]
-        watch = RunWatch(
-            rig.run, rig.books, publisher, lambda g, cause: taken.append((g.group_id, cause))
+        intake = Intake(rig.run, rig.books)
+        monkeypatch.setattr(
+            intake, "take_back", lambda group, cause: taken.append((group.group_id, cause))
         )
+        watch = RunWatch(rig.run, rig.books, publisher, intake)
         progress, clock = rig.run.progress, rig.run.clock
         progress.trainer_registered(())
         progress.waits_for("an episode")
