@@ -8,7 +8,7 @@ still come from the trainer's router, which is therefore trained. Source: rollou
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -121,17 +121,25 @@ def replay_routers(chunks: list[Megatron]) -> list[Megatron]:
 class Routing(StepPart):
     """Compares the experts that the routers chose with those that the engine recorded."""
 
+    def __init__(self, chunks: Sequence[Megatron]) -> None:
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        found = [vars(module).get("router_replay") for module in modules]
+        self._layers = [replay for replay in found if isinstance(replay, LayerReplay)]
+
+    def begins(self) -> None:
+        """Forgets what was counted in a batch that was set aside."""
+        for layer in self._layers:
+            layer.take_counts()
+
     def ends(self, policy: Policy, batch: Batch) -> dict[str, float]:
-        """Returns routing metrics of training since the last call, equal on every rank; collective.
+        """Returns routing metrics of the batch's training, equal on every rank; collective.
 
         Sums over ranks count each token once, because it passes each layer's router on only one
         rank. Raises RunFailed if there were recorded experts and no router replayed them.
         """
         totals = torch.zeros(2, dtype=torch.int64)
-        for module in (module for chunk in policy.chunks for module in chunk.modules()):
-            replay = vars(module).get("router_replay")
-            counts = replay.take_counts() if isinstance(replay, LayerReplay) else None
-            if counts is not None:
+        for layer in self._layers:
+            if (counts := layer.take_counts()) is not None:
                 totals += counts.cpu()
         differing, replayed = policy.ranks.sum(totals).tolist()
         unrecorded = batch.unrecorded_fraction

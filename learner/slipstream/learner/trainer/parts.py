@@ -41,7 +41,7 @@ def step_parts(config: Config, policy: Policy) -> list[StepPart]:
     if config.algorithm.router_replay != "off":
         from slipstream.extensions.router_replay.trainer import Routing
 
-        found.append(Routing())
+        found.append(Routing(policy.chunks))
     return found
 
 

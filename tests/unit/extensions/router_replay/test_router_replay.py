@@ -97,7 +97,7 @@ def test_each_rank_replays_the_tokens_that_it_has() -> None:
 
 def metrics(chunks, ranks, unrecorded):
     policy = SimpleNamespace(chunks=chunks, ranks=ranks)
-    return Routing().ends(policy, SimpleNamespace(unrecorded_fraction=unrecorded))
+    return Routing(chunks).ends(policy, SimpleNamespace(unrecorded_fraction=unrecorded))
 
 
 def test_choices_are_counted_once_where_a_layer_is_computed_twice() -> None:
@@ -113,6 +113,20 @@ def test_choices_are_counted_once_where_a_layer_is_computed_twice() -> None:
     # One of four choices differs in the first layer, none of two in the second.
     assert metrics(layers, ranks, 1.0)["routing_difference"] == 1 / 6
     assert metrics(layers, ranks, 1.0)["routing_difference"] == 0
+
+
+def test_choices_in_a_batch_that_was_set_aside_are_not_counted() -> None:
+    layer = Layer()
+    LayerReplay(layer)
+    ranks = SimpleNamespace(sum=lambda values: values)
+    policy, batch = SimpleNamespace(ranks=ranks), SimpleNamespace(unrecorded_fraction=1.0)
+    routing = Routing([layer])
+    own, other = ids([3, 2], [0, 1]), ids([0, 1], [2, 3])
+    routing.begins()
+    route(layer, SCORES, other)
+    routing.begins()
+    route(layer, SCORES, own)
+    assert routing.ends(policy, batch)["routing_difference"] == 0
 
 
 class RecomputedExperts(Layer):
