@@ -1,9 +1,12 @@
 """The real trainer is given batches that it cannot train, on one rank and on two."""
 
 import dataclasses
+import random
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +23,8 @@ from support.fakes.fake_controller import (
     stop_order,
     with_branches,
 )
-from support.fakes.tiny_models import make_model_folder
+from support.fakes.parity_models import random_model
+from support.fakes.tiny_models import make_model_folder, make_tokenizer
 from support.ranks.rank_pool import RankPool
 
 from deploy.environments.colours import COLOURS, square_png
@@ -47,6 +51,9 @@ class Job:
     sets_aside: bool = True
     # Whether episodes have several branches.
     trees: bool = False
+    # The model's folder, and tables of the configuration besides.
+    model: str = "model"
+    tables: dict[str, dict[str, object]] = dataclasses.field(default_factory=dict)
 
 
 def far_reward(trajectory: Trajectory) -> Trajectory:
@@ -108,6 +115,25 @@ for layout, learner in {
         f"{layout}-plain": Job(2, learner),
         f"{layout}-poisoned": Job(2, learner, tuple(POISONS)),
     }
+# What steps change: biases that move, a critic, a layer that drafts, the scale of float16.
+KINDS: dict[str, dict[str, Any]] = {
+    "biases": {
+        "model": "mixture",
+        "learner": {
+            "transformer": {"moe_router_bias_update_rate": 0.1, "moe_aux_loss_coeff": 0.01}
+        },
+    },
+    "critic": {"tables": {"critic": {"learning_rate": 1e-3}, "algorithm": {"advantage": "gae"}}},
+    "drafts": {"tables": {"drafts": {"tokens": 2, "learning_rate": 0.01}}},
+    "float16": {"tables": {"model": {"dtype": "float16"}}},
+}
+# Where the critic alone finds a fault, the policy has been trained.
+BAD = {kind: (*POISONS, "gradient") for kind in KINDS} | {"critic": ("token", "pixels", "gradient")}
+for kind, told in KINDS.items():
+    JOBS |= {
+        f"{kind}-plain": Job(**told),
+        f"{kind}-poisoned": Job(**told, poisons=BAD[kind], breaks_gradient=True),
+    }
 CP = {"parallel": {"cp": 2}}
 JOBS |= {
     "trees-plain": Job(2, CP, trees=True),
@@ -145,32 +171,32 @@ def nothing(trajectory: Trajectory) -> Trajectory:
 
 def config_of(folder: Path, name: str, address: str) -> Config:
     job = JOBS[name]
-    return parse_config(
-        {
-            "run": {"name": name, "steps": 2, "dir": str(folder / "runs")},
-            "model": {"path": str(folder / "model"), "dtype": "float32"},
-            "algorithm": {
-                "group_size": MEMBERS,
-                "groups_per_step": GROUPS,
-                "max_staleness": 1,
-                "learning_rate": 1e-3,
-                "mini_batches": job.mini_batches,
-                "loss_args": {"ratio": "behavior"},
-                "advantage": "dr_grpo",
-                "weight": "none",
-            },
-            "sampling": {"max_reply_tokens": 8, "max_episode_tokens": MAX_TOKENS},
-            "controller": {"address": address},
-            "learner": {
-                "world_size": job.world_size,
-                "timeout_s": 60.0,
-                "micro_batch_tokens": MICRO_BATCH_TOKENS,
-                "export_final": False,
-                **job.learner,
-            },
+    tables: dict[str, Any] = {
+        "run": {"name": name, "steps": 2, "dir": str(folder / "runs")},
+        "model": {"path": str(folder / job.model), "dtype": "float32"},
+        "algorithm": {
+            "group_size": MEMBERS,
+            "groups_per_step": GROUPS,
+            "max_staleness": 1,
+            "learning_rate": 1e-3,
+            "mini_batches": job.mini_batches,
+            "loss_args": {"ratio": "behavior"},
+            "advantage": "dr_grpo",
+            "weight": "none",
         },
-        source="test",
-    )
+        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": MAX_TOKENS},
+        "controller": {"address": address},
+        "learner": {
+            "world_size": job.world_size,
+            "timeout_s": 60.0,
+            "micro_batch_tokens": MICRO_BATCH_TOKENS,
+            "export_final": False,
+            **job.learner,
+        },
+    }
+    for table, values in job.tables.items():
+        tables[table] = tables.get(table, {}) | values
+    return parse_config(tables, source="test")
 
 
 def run_rank(folder: Path, name: str) -> None:
@@ -200,6 +226,12 @@ def run_rank(folder: Path, name: str) -> None:
             error = f"{type(raised).__name__}: {raised}"
     told = {
         "error": error,
+        "state": state_of(trainer),
+        "biases": [
+            value.tolist()
+            for name, value in policy.chunks[0].named_buffers()
+            if name.endswith("expert_bias")
+        ],
         "digests": [report.weight_digest.hex() for report in controller.steps],
         "steps": [report.batch_id for report in controller.steps],
         "failures": [
@@ -209,6 +241,54 @@ def run_rank(folder: Path, name: str) -> None:
     }
     torch.save(told, folder / f"{name}-{launch.rank}.pt")
     policy.ranks.close()
+
+
+def state_of(trainer: object) -> dict[str, int]:
+    """Returns a checksum of each tensor that a step may change, and of all random numbers' state.
+
+    Gradients, and counts of experts' tokens, are left out: each pass begins them anew.
+    """
+    from slipstream.learner.trainer.model.policy import optimizer_state
+
+    policy, found = trainer._policy, {}
+    models = {"policy": policy}
+    for part in trainer._parts:
+        models |= part.models()
+    for name, model in models.items():
+        for chunk in model.chunks:
+            tensors = [*chunk.named_parameters(), *chunk.named_buffers()]
+            found |= {f"{name}.{key}": value for key, value in tensors}
+        if (optimizer := getattr(model, "optimizer", None)) is not None:
+            state = optimizer_state(optimizer, model.chunks)
+            found |= {f"{name}.optimizer.{place}": value for place, value in enumerate(state)}
+            groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+            found[f"{name}.groups"] = repr(groups)
+            found[f"{name}.scale"] = repr(model.scaler and model.scaler.state_dict())
+    if policy.drafts is not None:
+        found |= dict(policy.drafts.state_dict(prefix="drafts."))
+    found |= {"torch": torch.get_rng_state(), "numpy": repr(np.random.get_state())}
+    found["python"] = repr(random.getstate())
+    return {
+        name: zlib.crc32(
+            value.encode()
+            if isinstance(value, str)
+            else value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
+        for name, value in found.items()
+        if not name.endswith("local_tokens_per_expert")
+    }
+
+
+def make_sigmoid_mixture(folder: Path) -> None:
+    """A mixture of experts with biases, which choose them and do not weigh them."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}
+    kinds = {"scoring_func": "sigmoid", "use_routing_bias": True, "dtype": "float32"}
+    torch.manual_seed(0)
+    model = random_model("MiniMaxM2", sizes | heads | experts | kinds | {"pad_token_id": None})
+    make_tokenizer(folder)
+    model.save_pretrained(folder)
 
 
 def break_gradient(trainer: object) -> None:
@@ -259,6 +339,7 @@ CAUSES = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("poisoned")
     make_model_folder(folder / "model")
+    make_sigmoid_mixture(folder / "mixture")
     return folder
 
 
@@ -294,6 +375,24 @@ def check_poisoned(poisoned: dict, plain: dict) -> None:
 
 def test_a_rank_goes_on_with_the_same_weights_after_each_kind_of_bad_batch(one_rank):
     check_poisoned(one_rank["poisoned"][0], one_rank["plain"][0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_left_of_a_bad_batch(kind: str, one_rank: dict[str, list[dict]]) -> None:
+    poisoned, plain = one_rank[f"{kind}-poisoned"][0], one_rank[f"{kind}-plain"][0]
+    assert poisoned["error"] == plain["error"] == ""
+    assert len(poisoned["failures"]) == len(BAD[kind])
+    changed = [name for name, value in plain["state"].items() if poisoned["state"][name] != value]
+    assert not changed
+    assert poisoned["digests"] == plain["digests"]
+
+
+@pytest.mark.parametrize("kind", ["biases"])
+def test_biases_move_once_with_each_step(kind: str, one_rank: dict[str, list[dict]]) -> None:
+    found = np.float32(one_rank[f"{kind}-plain"][0]["biases"])
+    steps = np.float32([-0.2, -0.1, 0.0, 0.1, 0.2])
+    assert np.isin(found, steps).all()
+    assert found.any()
 
 
 @pytest.mark.long

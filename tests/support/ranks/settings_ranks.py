@@ -60,6 +60,10 @@ REFUSED = {
         {"ddp": {"reuse_grad_buf_for_mxfp8_param_ag": True}},
         "learner.ddp: Megatron refuses it: Reuse grad buffer only when",
     ),
+    "biases": (
+        {"transformer": {"moe_router_bias_update_rate": 0.1}},
+        "learner.transformer.moe_router_bias_update_rate must be 0, got 0.1: the routers of model.",
+    ),
     "nothing": ({}, ""),
 }
 

@@ -35,7 +35,7 @@ from slipstream.learner.trainer.batches.training_sequence import (
     TrainingSequence,
     to_device,
 )
-from slipstream.learner.trainer.layers.routers import has_router_losses
+from slipstream.learner.trainer.layers.routers import counts_tokens
 from torch import Tensor
 
 # Bundles take at most a micro batch divided by one of these numbers.
@@ -225,8 +225,8 @@ def refusal(config: Megatron, learner: LearnerSection, *, router_replay: bool, o
         return "delta nets read each sequence from its beginning"
     if router_replay:
         return "each sequence has routed experts of its own"
-    if has_router_losses(config):
-        return "losses of routers count each token as often as there are sequences with it"
+    if counts_tokens(config):
+        return "routers count each token as often as there are sequences with it"
     return ""
 
 

@@ -19,6 +19,7 @@ def check_settings(config: Config) -> None:
     check_storage(config.weights.storage_url)
     auto_bridge = compat.install()
     from slipstream.learner.trainer.model.recipe import (
+        check_biases,
         ddp_config_of,
         optimizer_config_of,
         provider_of,
@@ -31,7 +32,10 @@ def check_settings(config: Config) -> None:
             optimizer_config_of(settings)
             hf_config = AutoConfig.from_pretrained(settings.model.path)
             bridge = auto_bridge.from_hf_config(hf_config)
-            provider_of(bridge, hf_config.get_text_config(), settings, load_weights=False)
+            sizes = hf_config.get_text_config()
+            provider = provider_of(bridge, sizes, settings, load_weights=False)
+            if not name:
+                check_biases(provider, settings)
 
 
 if __name__ == "__main__":

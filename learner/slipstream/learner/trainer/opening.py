@@ -20,6 +20,7 @@ from slipstream.learner.trainer.checkpoints.stored_model import (
     check_nothing_lost,
     check_saved,
 )
+from slipstream.learner.trainer.layers.routers import finalize_gradients
 from slipstream.learner.trainer.model.attention_kernels import check_attention
 from slipstream.learner.trainer.model.logprobs import defer_projections
 from slipstream.learner.trainer.model.model import (
@@ -34,6 +35,7 @@ from slipstream.learner.trainer.model.model import (
 )
 from slipstream.learner.trainer.model.policy import NamedAdapters, Policy, adapters, optimizer_state
 from slipstream.learner.trainer.model.recipe import (
+    check_biases,
     ddp_config_of,
     fuse_gradients,
     optimizer_config_of,
@@ -81,6 +83,7 @@ def open_policy(
         return replay_routers(chunks)
 
     model = load_trained(config, ranks, change=change, load_weights=load_weights)
+    check_biases(model.chunks[0].config, config)
     are_clients = config.controller.client_loop and bool(config.lora.adapters)
     held = NamedAdapters(config.lora.adapters, model, are_clients=are_clients)
     drafts: DraftLayer | None = None
@@ -101,7 +104,6 @@ def load_trained(
     `load_weights` they are random. Raises ConfigError if weights are loaded, and the attention
     kernel computes wrong gradients.
     """
-    from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
@@ -122,7 +124,7 @@ def load_trained(
             part.init_state_fn = _begin_momenta
     # Without this function the schedule silently leaves out the sum over replicas and over the
     # gradients of shared parameters.
-    chunks[0].config.finalize_model_grads_func = finalize_model_grads
+    chunks[0].config.finalize_model_grads_func = finalize_gradients
     for chunk in chunks:
         # The update multiplies by the factor when it clips, in one pass over its gradients.
         chunk.gradient_factor = 1.0

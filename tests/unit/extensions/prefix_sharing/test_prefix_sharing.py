@@ -32,10 +32,11 @@ def test_the_gradient_of_a_key_is_the_sum_over_its_copies(dtype: torch.dtype) ->
         ({}, {"multi_latent_attention": True}, False, "latent"),
         ({}, {"window_size": (128, 0)}, False, "windows"),
         ({}, {}, True, "experts"),
-        ({}, {"moe_aux_loss_coeff": 1e-3}, False, "losses of routers"),
-        ({}, {"moe_aux_loss_coeff": [0.0, 1e-3]}, False, "losses of routers"),
+        ({}, {"moe_aux_loss_coeff": 1e-3}, False, "routers count"),
+        ({}, {"moe_aux_loss_coeff": [0.0, 1e-3]}, False, "routers count"),
         ({}, {"moe_aux_loss_coeff": [0.0]}, False, ""),
-        ({}, {"moe_z_loss_coeff": 1e-3}, False, "losses of routers"),
+        ({}, {"moe_z_loss_coeff": 1e-3}, False, "routers count"),
+        ({}, {"moe_router_enable_expert_bias": True}, False, "routers count"),
         ({}, {"params_dtype": torch.float32}, False, "no fused attention"),
         ({}, {"params_dtype": torch.float16}, False, ""),
     ],
@@ -43,6 +44,7 @@ def test_the_gradient_of_a_key_is_the_sum_over_its_copies(dtype: torch.dtype) ->
 def test_what_cannot_share_says_why(learner, model, replay, cause):
     plain = {"multi_latent_attention": False, "window_size": None}
     plain |= {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None, "params_dtype": torch.bfloat16}
+    plain |= {"moe_router_enable_expert_bias": False, "moe_router_bias_update_rate": 1e-3}
     known = SimpleNamespace(**(plain | model))
     section = LearnerSection.model_validate(learner)
     found = refusal(known, section, router_replay=replay, on_gpu=True)

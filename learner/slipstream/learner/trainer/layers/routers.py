@@ -1,11 +1,16 @@
-"""Losses of routers that count no padding.
+"""Losses of routers that count no padding, and biases that move with the weights.
 
 The losses act alike in every parallel layout. Megatron multiplies such a loss by the tokens of one
 rank and by the number of ranks that share a micro batch. That is the number of its tokens only
 while none of them is padding.
+
+Each pass of training counts the tokens of each expert. Megatron moves the biases by these counts at
+the end of a pass, although gradients are checked only then, and may be added to.
 """
 
+import functools
 import importlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,16 +19,22 @@ from slipstream.learner.trainer.ranks.cpu import substitute
 from torch import Tensor
 
 
-def has_router_losses(settings: Megatron) -> bool:
-    """Returns whether `settings`, Megatron's settings of a model, give its routers a loss."""
-    return bool(np.any(settings.moe_aux_loss_coeff) or settings.moe_z_loss_coeff)
+def counts_tokens(settings: Megatron) -> bool:
+    """Returns whether `settings`, Megatron's of a model, make losses or biases count tokens."""
+    losses = np.any(settings.moe_aux_loss_coeff) or settings.moe_z_loss_coeff
+    return bool(losses or moves_biases(settings))
+
+
+def moves_biases(settings: Megatron) -> bool:
+    """Returns whether `settings`, Megatron's of a model, move its routers' biases in training."""
+    return bool(settings.moe_router_enable_expert_bias and settings.moe_router_bias_update_rate)
 
 
 def count_tokens_once(chunks: list[Megatron]) -> list[Megatron]:
-    """Makes the losses of routers those of all tokens of a micro batch; returns `chunks`."""
+    """Makes routers count the tokens of a micro batch without its padding; returns `chunks`."""
     from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 
-    def token_counts(
+    def counted(
         routing_map: Tensor, reduce_group: Megatron, topk: int, **_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Each expert's tokens in the ranks of the group, a rank's share, and all tokens. The map
@@ -41,12 +52,49 @@ def count_tokens_once(chunks: list[Megatron]) -> list[Megatron]:
             mask = mask[layer.mlp.tp_group.rank() * size :][:size]
         return arguments, named | {"padding_mask": mask[None]}
 
-    router: Megatron = importlib.import_module("megatron.core.transformer.moe.router")
-    substitute(router, {"get_tokens_per_expert_and_token_count": token_counts})
+    def unpadded(count: Megatron, routing_map: Tensor, padding_mask: Tensor) -> None:
+        # Megatron's own mask lacks the dimension of the experts.
+        count(routing_map & ~padding_mask[:, None])
+
+    module: Megatron = importlib.import_module("megatron.core.transformer.moe.router")
+    substitute(module, {"get_tokens_per_expert_and_token_count": counted})
     for chunk in chunks:
         for layer in sparse_layers(chunk):
             layer.register_forward_pre_hook(mask_padding, with_kwargs=True)
+            router = layer.mlp.router
+            router._apply_expert_bias = functools.partial(unpadded, router._apply_expert_bias)
     return chunks
+
+
+def finalize_gradients(chunks: list[Megatron], *others: object, **named: object) -> None:
+    """Calls Megatron's function of this name, which must leave biases and their counts alone."""
+    from megatron.core.distributed import finalize_model_grads
+
+    settings = chunks[0].config
+    has_biases, settings.moe_router_enable_expert_bias = (
+        settings.moe_router_enable_expert_bias,
+        False,
+    )
+    try:
+        finalize_model_grads(chunks, *others, **named)
+    finally:
+        settings.moe_router_enable_expert_bias = has_biases
+
+
+def move_biases(chunks: list[Megatron]) -> None:
+    """Moves the routers' biases by what was counted since the counts were 0; collective."""
+    from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
+
+    if moves_biases(chunks[0].config):
+        _update_router_expert_bias(chunks, chunks[0].config)
+
+
+def token_counts(chunks: Iterable[Megatron]) -> Iterator[Tensor]:
+    """Yields each router's number of tokens by expert, if it has a bias."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if getattr(module, "local_tokens_per_expert", None) is not None:
+                yield module.local_tokens_per_expert
 
 
 def sparse_layers(chunk: Megatron) -> list[Megatron]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from slipstream.core.settings.sections import ParallelSection
 from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.layers.routers import token_counts
 from slipstream.learner.trainer.model.logprobs import Projection
 from slipstream.learner.trainer.ranks import compat
 from slipstream.learner.trainer.ranks.parallel import Ranks
@@ -107,6 +108,8 @@ class TrainedModel(ParallelModel):
         """Sets all gradients to zero."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+        for counts in token_counts(self.chunks):
+            counts.zero_()
         self.optimizer.zero_grad()
 
     @property
@@ -201,7 +204,8 @@ def parameters(chunks: Sequence[Megatron]) -> Iterator[Tensor]:
 
 
 def gradient_buffers(chunks: Sequence[Megatron]) -> Iterator[Tensor]:
-    """Yields the flat buffers whose views are the gradients."""
+    """Yields the flat buffers whose views are the gradients, and the counts of routers."""
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             yield buffer.grad_data
+    yield from token_counts(chunks)

@@ -21,7 +21,7 @@ from slipstream.core.settings.parallel_rules import RankLayout
 from slipstream.core.settings.sections import LearnerSection
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers import rotary
-from slipstream.learner.trainer.layers.routers import count_tokens_once, has_router_losses
+from slipstream.learner.trainer.layers.routers import count_tokens_once, counts_tokens
 from slipstream.learner.trainer.ranks import compat
 
 # Divisor of a rank's share of the vocabulary, where the vocabulary is padded.
@@ -160,7 +160,7 @@ def provider_of(
         setattr(provider, name, value)
     with refusals_of("learner.transformer"):
         provider.finalize()
-    if provider.num_moe_experts and has_router_losses(provider):
+    if provider.num_moe_experts and counts_tokens(provider):
         provider.register_pre_wrap_hook(count_tokens_once)
     return provider
 
@@ -171,6 +171,18 @@ def fuse_gradients(chunks: Sequence[Megatron], config: Config) -> None:
         for module in (module for chunk in chunks for module in chunk.modules()):
             if hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
+
+
+def check_biases(provider: Megatron, config: Config) -> None:
+    """Raises ConfigError if biases of the policy's routers are to move, and cannot."""
+    name = "moe_router_bias_update_rate"
+    rate, cause = config.learner.transformer.get(name), ""
+    if not provider.moe_router_enable_expert_bias:
+        cause = "the routers of model.path have no biases"
+    elif config.lora.rank:
+        cause = f"with lora.rank {config.lora.rank} rollout servers keep the biases of model.path"
+    if rate and cause:
+        raise ConfigError(f"learner.transformer.{name} must be 0, got {rate}: {cause}")
 
 
 def check_fp8(values: Mapping[str, object], learner: LearnerSection) -> None:

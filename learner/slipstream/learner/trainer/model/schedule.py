@@ -35,6 +35,7 @@ from slipstream.learner.trainer.batches.training_sequence import (
     to_device,
     zigzag,
 )
+from slipstream.learner.trainer.layers.routers import move_biases
 from slipstream.learner.trainer.model.logprobs import row_logprobs, top_tokens
 from slipstream.learner.trainer.model.model import ParallelModel, Part, TrainedModel, unwrapped
 from slipstream.v1 import trainer_pb2
@@ -188,6 +189,7 @@ def _step(
                 use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
             )
     model.optimizer.step_with_ready_grads()
+    move_biases(model.chunks)
     return norm
 
 
