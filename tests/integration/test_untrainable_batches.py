@@ -123,6 +123,11 @@ KINDS: dict[str, dict[str, Any]] = {
             "transformer": {"moe_router_bias_update_rate": 0.1, "moe_aux_loss_coeff": 0.01}
         },
     },
+    "rounded": {
+        "model": "mixture",
+        "learner": {"transformer": {"moe_router_bias_update_rate": 0.1}},
+        "tables": {"model": {"dtype": "bfloat16"}},
+    },
     "critic": {"tables": {"critic": {"learning_rate": 1e-3}, "algorithm": {"advantage": "gae"}}},
     "drafts": {"tables": {"drafts": {"tokens": 2, "learning_rate": 0.01}}},
     "float16": {"tables": {"model": {"dtype": "float16"}}},
@@ -387,7 +392,7 @@ def test_nothing_is_left_of_a_bad_batch(kind: str, one_rank: dict[str, list[dict
     assert poisoned["digests"] == plain["digests"]
 
 
-@pytest.mark.parametrize("kind", ["biases"])
+@pytest.mark.parametrize("kind", ["biases", "rounded"])
 def test_biases_move_once_with_each_step(kind: str, one_rank: dict[str, list[dict]]) -> None:
     found = np.float32(one_rank[f"{kind}-plain"][0]["biases"])
     steps = np.float32([-0.2, -0.1, 0.0, 0.1, 0.2])

@@ -20,6 +20,9 @@ from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers import own_device
 from torch import Tensor
 
+# Buffers of a router that has a bias.
+_EXACT = ("expert_bias", "local_tokens_per_expert")
+
 
 def mark_experts(chunks: list[Megatron]) -> list[Megatron]:
     """Marks the experts' parameters so that gradients and norms are summed over the right ranks.
@@ -27,19 +30,20 @@ def mark_experts(chunks: list[Megatron]) -> list[Megatron]:
     Megatron marks them only when `ep` > 1. Without the mark it treats them as copies on the data
     parallel ranks, which is wrong where `etp` differs from `tp`. TransformerEngine's experts also
     lack the mark that makes the gradient norm count the parts on all tensor parallel ranks. Biases
-    of routers are kept in float32. Call this before the chunks are wrapped for data parallelism.
-    Returns `chunks`.
+    and counts of routers are kept in float32. Call this before the chunks are wrapped for data
+    parallelism. Returns `chunks`.
     """
 
     def keep_bias(router: Megatron) -> None:
         # Megatron casts the bias back to float32 after it was rounded: tokens would go to other
-        # experts.
+        # experts. In 16 bits it would count no further than some hundred tokens.
         convert = router._apply
 
         def kept(function: Callable[[Tensor], Tensor], recurse: bool = True) -> Megatron:
-            bias = router.expert_bias.clone()
+            own = {name: getattr(router, name).clone() for name in _EXACT}
             found = convert(function, recurse)
-            router.expert_bias = bias.to(router.expert_bias.device)
+            for name, value in own.items():
+                setattr(router, name, value.to(getattr(router, name).device))
             return found
 
         router._apply = kept
