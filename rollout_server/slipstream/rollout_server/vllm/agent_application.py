@@ -439,9 +439,9 @@ def _open_application(
     responses, chat = app.state.openai_serving_responses, app.state.openai_serving_chat
     _answer_as_openai(responses)
     for reading in (responses, app.state.online_renderer):
-        reading.parser = of_whole_replies(reading.parser)
+        reading.parser = of_whole_replies(reading.parser, parts)
     for serving in (chat, app.state.anthropic_serving_messages):
-        serving.parser_cls = of_whole_replies(serving.parser_cls)
+        serving.parser_cls = of_whole_replies(serving.parser_cls, parts)
     stream = chat.chat_completion_stream_generator
 
     async def streamed(*arguments: Any, **named: Any) -> AsyncGenerator[str, None]:  # noqa: ANN401

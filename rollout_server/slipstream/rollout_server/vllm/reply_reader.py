@@ -10,7 +10,7 @@ from typing import Any
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.models.families import family_of
 from slipstream.core.settings.sections import RolloutServerSection
-from slipstream.rollout_server.agents.recorder import Recorder
+from slipstream.rollout_server.agents.recorder import MESSAGES_PATH, Recorder
 from slipstream.rollout_server.agents.request_rules import ServedCall
 from slipstream.rollout_server.chat import ParsedReply, ParsedToolCall, TemplateInputs
 from slipstream.rollout_server.engine_interface import GenerationFailed
@@ -23,17 +23,28 @@ from vllm.entrypoints.generate.base.protocol import (
     ExtractedToolCallInformation,
     FunctionCall,
 )
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionToolsParam,
+)
 from vllm.parser import ParserManager
-from vllm.parser.abstract_parser import Parser
+from vllm.parser.abstract_parser import DelegatingParser, Parser
 from vllm.renderers.chat_utils import make_tool_call_id
+from vllm.tool_parsers.utils import get_function_tools
 
 log = logging.getLogger(__name__)
+# A model that writes a call wrongly is no fault of the server.
+logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
 _CACHED_REQUESTS = 128
 # A longer id, which some models write themselves, does not fit into a message and is replaced.
 _MAX_ID_BYTES = 1024
 # The recorder and the call that the current task works for; vLLM's own tasks inherit it.
 CURRENT: ContextVar[tuple[Recorder, ServedCall] | None] = ContextVar("agent_call", default=None)
+# What parsers raise for calls that a model wrote wrongly.
+_UNREADABLE = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, SyntaxError),
+    *(TypeError, ValueError),
+)
 # Tokens at the end of a prompt in which a template may begin thoughts.
 _LAST_TOKENS = 16
 
@@ -46,6 +57,9 @@ class WholeReply(Parser):  # type: ignore[misc]
     """
 
     _prompt: Sequence[int] = ()
+
+    def __init__(self, tokenizer: Any, tools: Sequence[Any] | None = None, **others: Any) -> None:  # noqa: ANN401 - vLLM's own
+        super().__init__(tokenizer, _chat_tools(tools), **others)
 
     def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
         """Implements vLLM's method."""
@@ -73,7 +87,7 @@ class WholeReply(Parser):  # type: ignore[misc]
             found: ExtractedToolCallInformation = super().extract_tool_calls(model_output, request)
             if found.tool_calls or not found.tools_called:
                 return found
-        except (ValueError, LookupError, TypeError) as error:
+        except _UNREADABLE as error:
             log.info("a reply is text, as its calls cannot be read: %r", error)
         return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=model_output)
 
@@ -84,7 +98,8 @@ class WholeReply(Parser):  # type: ignore[misc]
         **named: Any,  # noqa: ANN401 - vLLM's own
     ) -> tuple[str | None, str | None, list[FunctionCall]]:
         """Implements vLLM's method; tells the current call what its client gets."""
-        reasoning, content, found = super().parse(model_output, request, **named)
+        known = request.model_copy(update={"tools": _chat_tools(request.tools)})
+        reasoning, content, found = super().parse(model_output, known, **named)
         calls = [
             call
             if call.id and len(call.id.encode()) <= _MAX_ID_BYTES
@@ -92,6 +107,10 @@ class WholeReply(Parser):  # type: ignore[misc]
             for call in found or ()
         ]
         if (current := CURRENT.get()) is not None:
+            if current[1].path == MESSAGES_PATH and not all(map(_has_object, calls)):
+                # That API has no place for such calls.
+                log.info("a reply is text, as a call's arguments are no object: %r", model_output)
+                reasoning, content, calls = None, model_output, []
             told = calls[:1] if request.parallel_tool_calls is False else calls
             functions = [{"id": each.id, "function": each.model_dump()} for each in told]
             message = {"role": "assistant", "content": content, "reasoning": reasoning}
@@ -131,9 +150,34 @@ class WholeReply(Parser):  # type: ignore[misc]
         )
 
 
-def of_whole_replies(kind: type[Parser] | None) -> type[Parser] | None:
-    """Returns a class of vLLM's parsers as one that reads whole replies alone."""
-    return kind and type(kind.__name__, (WholeReply, kind), {})
+def _has_object(call: FunctionCall) -> bool:
+    try:
+        return isinstance(json.loads(call.arguments), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _chat_tools(tools: Sequence[Any] | None) -> list[ChatCompletionToolsParam]:
+    """Returns tools of any API as those of chat completions: some parsers read no others."""
+    found: list[ChatCompletionToolsParam] = []
+    for tool in get_function_tools(tools or ()):
+        if not isinstance(tool, ChatCompletionToolsParam):
+            own = tool.model_dump(include={"name", "description", "parameters", "strict"})
+            tool = ChatCompletionToolsParam(function=own)
+        found.append(tool)
+    return found
+
+
+def of_whole_replies(kind: type[Parser] | None, parts: VllmParts) -> type[Parser] | None:
+    """Returns a class of vLLM's parsers as one that reads whole replies alone.
+
+    Raises the error of a parser that reads none, such as one made for another model.
+    """
+    found = kind and type(kind.__name__, (WholeReply, kind), {})
+    if found is not None and issubclass(found, DelegatingParser):
+        parser = found(parts.renderer.get_tokenizer(), model_config=parts.vllm_config.model_config)
+        parser.extract_reasoning("", ChatCompletionRequest(messages=[]))
+    return found
 
 
 class ReplyReader:
@@ -142,7 +186,7 @@ class ReplyReader:
     def __init__(self, parts: VllmParts, settings: RolloutServerSection) -> None:
         """Opens the parsers; raises vLLM's error for parsers that do not fit the tokenizer."""
         model = parts.vllm_config.model_config
-        self._model = model
+        self._parts, self._model = parts, model
         self._tokenizer: Any = parts.renderer.get_tokenizer()
         self._special_ids = frozenset(self._tokenizer.all_special_ids)
         self._settings = settings
@@ -152,8 +196,6 @@ class ReplyReader:
         self._plain_kind = self._parsing(None)
         self._kind = self._parsing(settings.tool_parser)
         self._request = lru_cache(_CACHED_REQUESTS)(self._make_request)
-        # A model that writes a call wrongly is no fault of the server.
-        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
 
     def _parsing(self, tool_parser: str | None) -> type[Parser] | None:
         kind: type[Parser] | None = ParserManager.get_parser(
@@ -164,7 +206,7 @@ class ReplyReader:
             is_harmony=family_of(self._model.hf_config.to_dict()).engine.is_harmony,
             tokenizer=self._tokenizer,
         )
-        return of_whole_replies(kind)
+        return of_whole_replies(kind, self._parts)
 
     def check(self, inputs: TemplateInputs) -> None:
         try:

@@ -1,10 +1,9 @@
 """Ids of calls in whole replies, as a parser of vLLM gives them."""
 
-from types import SimpleNamespace
-
 import pytest
 from slipstream.rollout_server.vllm.reply_reader import WholeReply
 from vllm.entrypoints.generate.base.protocol import FunctionCall
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser.abstract_parser import Parser
 
 
@@ -26,7 +25,7 @@ def test_an_id_that_does_not_fit_into_a_message_is_replaced(
     names = {"found_id": found_id, "__init__": lambda _: None}
     kind = type("Kind", (WholeReply, Scripted), names)
     kind.__abstractmethods__ = frozenset()
-    _, _, (call,) = kind().parse("", SimpleNamespace(parallel_tool_calls=True))
+    _, _, (call,) = kind().parse("", ChatCompletionRequest(messages=[]))
     assert (call.id == found_id) is stays
     assert 0 < len(call.id.encode()) <= 1024
     assert (call.name, call.arguments) == ("add", "{}")
