@@ -261,6 +261,17 @@ async def test_the_runs_sampling_holds_and_the_answer_says_so(rig) -> None:
             {"max_tokens": 2000, "thinking": {"type": "enabled", "budget_tokens": 1024}},
             "thinking.budget_tokens",
         ),
+        (
+            "messages",
+            {"max_tokens": 9, "messages": [QUESTION, {"role": "assistant", "content": "I"}]},
+            "prefill",
+        ),
+        ("chat/completions", {"echo": True}, "echo"),
+        (
+            "chat/completions",
+            {"chat_template_kwargs": {"continue_final_message": True, "enable_thinking": False}},
+            "chat_template_kwargs.continue_final_message",
+        ),
     ],
 )
 async def test_no_field_is_dropped_without_a_word(rig, path, asked, told) -> None:

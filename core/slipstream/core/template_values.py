@@ -14,7 +14,7 @@ from pydantic import AfterValidator, JsonValue
 from slipstream.core.errors import ConfigError
 
 # Values that servers set when they render a prompt, and values that would replace the template.
-_OWNED = frozenset(
+OWNED = frozenset(
     {"add_generation_prompt", "chat_template", "continue_final_message", "conversation"}
     | {"documents", "max_length", "messages", "padding", "return_assistant_tokens_mask"}
     | {"return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"}
@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 def check_values(values: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """Returns `values`; raises ConfigError for a name that the servers set themselves."""
     for name in values:
-        if name in _OWNED:
+        if name in OWNED:
             raise ConfigError(f"chat_template_kwargs must not set {name!r}, which servers set")
     return values
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.core.template_values import OWNED
 from slipstream.rollout_server.agents.conversations import AgentCall, AgentTurn, MessageKey
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.v1 import environment_pb2
@@ -135,6 +136,7 @@ _UNSERVED = (
     *("logit_bias", "stop_token_ids", "watermarking", "prompt", "prompt_logprobs", "vllm_xargs"),
     *("max_tool_calls", "truncate_prompt_tokens", "previous_input_messages", "logprob_token_ids"),
     *("add_special_tokens", "kv_transfer_params", "ec_transfer_params", "cache_salt", "priority"),
+    "echo",
 )
 # Fields that no reply depends on, whether vLLM has them or not.
 _WITHOUT_EFFECT = (
@@ -209,6 +211,13 @@ def rule(
     dropped = dict.fromkeys([*_UNSERVED, *lacking])
     ignored = [name for name in dropped if kept.pop(name, None) not in _NOTHING]
     told |= {_label(name): _NOT for name in ignored if name not in holds}
+    values = kept.get("chat_template_kwargs")
+    owned = OWNED.intersection(values) if isinstance(values, dict) else ()
+    told |= {f"chat_template_kwargs.{name}": _NOT for name in sorted(owned)}
+    # Anthropic's API lets a reply begin as the last message says.
+    last = _objects(kept.get("messages"))[-1:]
+    if "stop_sequences" in fields and last and last[0].get("role") == "assistant":
+        told["prefill"] = _NOT
     if has_drafts and kept.pop("seed", None) is not None:
         told["seed"] = _NOT
     if kept.get("truncation") == "auto":
