@@ -120,12 +120,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "biases": {
         "model": "mixture",
         "learner": {
-            "transformer": {"moe_router_bias_update_rate": 0.1, "moe_aux_loss_coeff": 0.01}
+            "transformer": {"moe_router_bias_update_rate": 0.001, "moe_aux_loss_coeff": 0.01}
         },
     },
     "rounded": {
         "model": "mixture",
-        "learner": {"transformer": {"moe_router_bias_update_rate": 0.1}},
+        "learner": {"transformer": {"moe_router_bias_update_rate": 0.001}},
         "tables": {"model": {"dtype": "bfloat16"}},
     },
     "critic": {"tables": {"critic": {"learning_rate": 1e-3}, "algorithm": {"advantage": "gae"}}},
@@ -139,6 +139,10 @@ for kind, told in KINDS.items():
         f"{kind}-plain": Job(**told),
         f"{kind}-poisoned": Job(**told, poisons=BAD[kind], breaks_gradient=True),
     }
+for layout in ({"dp": 1}, {"tp": 2}, {"cp": 2}):
+    (name,) = layout
+    parallel = {} if name == "dp" else {"parallel": layout}
+    JOBS[f"biases-{name}"] = Job(2, KINDS["biases"]["learner"] | parallel, model="mixture")
 CP = {"parallel": {"cp": 2}}
 JOBS |= {
     "trees-plain": Job(2, CP, trees=True),
@@ -287,7 +291,7 @@ def state_of(trainer: object) -> dict[str, int]:
 def make_sigmoid_mixture(folder: Path) -> None:
     """A mixture of experts with biases, which choose them and do not weigh them."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}
     kinds = {"scoring_func": "sigmoid", "use_routing_bias": True, "dtype": "float32"}
     torch.manual_seed(0)
@@ -395,9 +399,18 @@ def test_nothing_is_left_of_a_bad_batch(kind: str, one_rank: dict[str, list[dict
 @pytest.mark.parametrize("kind", ["biases", "rounded"])
 def test_biases_move_once_with_each_step(kind: str, one_rank: dict[str, list[dict]]) -> None:
     found = np.float32(one_rank[f"{kind}-plain"][0]["biases"])
-    steps = np.float32([-0.2, -0.1, 0.0, 0.1, 0.2])
+    steps = np.float32([-0.002, -0.001, 0.0, 0.001, 0.002])
     assert np.isin(found, steps).all()
     assert found.any()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["dp", "tp", "cp"])
+def test_biases_move_alike_on_ranks_that_share_a_batch(
+    layout: str, one_rank: dict[str, list[dict]], two_ranks: dict[str, list[dict]]
+) -> None:
+    found = [told["biases"] for told in two_ranks[f"biases-{layout}"]]
+    assert found == [one_rank["biases-plain"][0]["biases"]] * 2
 
 
 @pytest.mark.long
