@@ -81,7 +81,7 @@ class ChatMessage(NamedTuple):
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": _object(call.arguments)},
+                    "function": {"name": call.name, "arguments": read_arguments(call.arguments)},
                 }
                 for call in self.tool_calls
             ]
@@ -129,7 +129,7 @@ class TemplateInputs(NamedTuple):
 NO_INPUTS = TemplateInputs()
 
 
-def _object(arguments: str) -> Any:  # noqa: ANN401 - JSON
+def read_arguments(arguments: str) -> Any:  # noqa: ANN401 - JSON
     """Returns a tool call's arguments parsed from JSON, or the text itself if it is invalid."""
     try:
         return json.loads(arguments)

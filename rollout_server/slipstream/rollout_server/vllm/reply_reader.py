@@ -12,7 +12,12 @@ from slipstream.core.models.families import family_of
 from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.agents.recorder import MESSAGES_PATH, Recorder
 from slipstream.rollout_server.agents.request_rules import ServedCall
-from slipstream.rollout_server.chat import ParsedReply, ParsedToolCall, TemplateInputs
+from slipstream.rollout_server.chat import (
+    ParsedReply,
+    ParsedToolCall,
+    TemplateInputs,
+    read_arguments,
+)
 from slipstream.rollout_server.engine_interface import GenerationFailed
 from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from slipstream.v1 import trajectory_pb2
@@ -107,7 +112,8 @@ class WholeReply(Parser):  # type: ignore[misc]
             for call in found or ()
         ]
         if (current := CURRENT.get()) is not None:
-            if current[1].path == MESSAGES_PATH and not all(map(_has_object, calls)):
+            read = [read_arguments(call.arguments) for call in calls]
+            if current[1].path == MESSAGES_PATH and not all(isinstance(a, dict) for a in read):
                 # That API has no place for such calls.
                 log.info("a reply is text, as a call's arguments are no object: %r", model_output)
                 reasoning, content, calls = None, model_output, []
@@ -148,13 +154,6 @@ class WholeReply(Parser):  # type: ignore[misc]
                 for index, call in enumerate(calls)
             ],
         )
-
-
-def _has_object(call: FunctionCall) -> bool:
-    try:
-        return isinstance(json.loads(call.arguments), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _chat_tools(tools: Sequence[Any] | None) -> list[ChatCompletionToolsParam]:
