@@ -71,14 +71,10 @@ def finalize_gradients(chunks: list[Megatron], *others: object, **named: object)
     from megatron.core.distributed import finalize_model_grads
 
     settings = chunks[0].config
-    has_biases, settings.moe_router_enable_expert_bias = (
-        settings.moe_router_enable_expert_bias,
-        False,
-    )
-    try:
-        finalize_model_grads(chunks, *others, **named)
-    finally:
-        settings.moe_router_enable_expert_bias = has_biases
+    has_biases = settings.moe_router_enable_expert_bias
+    settings.moe_router_enable_expert_bias = False
+    finalize_model_grads(chunks, *others, **named)
+    settings.moe_router_enable_expert_bias = has_biases
 
 
 def move_biases(chunks: list[Megatron]) -> None:
