@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from slipstream.client import Client
 from slipstream.core.configuration.config_file import parse_config
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, EnvironmentFailed
 from slipstream.core.machine.address import free_port
 from slipstream.core.types import Failure, FailureKind
 from slipstream.learner.controller.application import Controller
@@ -22,6 +22,7 @@ from slipstream.protocol.rich_errors import Reason, has_reason
 from slipstream.v1 import environment_pb2, environment_pb2_grpc, trainer_pb2, trajectory_pb2
 from support.fakes.fake_server import OPEN, FakeServer, environment_failure
 from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.fake_workers import Good
 from support.fakes.named_channel import open_named
 from support.rigs.controller_runs import evaluation_rows, make_config, play
 from support.rigs.run_processes import batches_of, records_of, rows_of
@@ -129,6 +130,42 @@ async def test_a_broken_environment_is_suspended_and_the_other_trains_on(tmp_pat
     assert list(summary["suspended_environments"]) == ["bad"]
     assert summary["steps"] == 4
     assert {t.environment for batch in trainer.batches for t in batch} == {"e"}
+
+
+@pytest.mark.parametrize("ends", ["suspended", "failed", "stopped"])
+async def test_a_client_is_told_why_its_environment_gets_no_more_episodes(tmp_path, caplog, ends):
+    def judge(lease, member, attempt):
+        if ends == "suspended" and lease.environment == "good":
+            return environment_failure(lease, member, attempt)
+        return float(member)
+
+    config = make_config(tmp_path, run__steps=10_000, controller__max_failed_groups=1)
+    server = FakeServer(config.controller.address, judge=judge)
+    told = []
+
+    async def serve(controller, tasks):
+        async with Client(config.controller.address) as client:
+            serving = asyncio.ensure_future(client.serve(Good()))
+            served = controller._run.events.kept
+            await until(lambda: any("a client serves" in each.text for each in served()))
+            if ends == "failed":
+                controller._progress.fail("the disk is full")
+            elif ends == "stopped":
+                controller.stop("enough")
+            told.extend(await asyncio.gather(serving, return_exceptions=True))
+            controller.stop("enough")
+
+    summary = await play(config, server, during=serve, wait_for_trainer=False)
+    if ends == "suspended":
+        (error,) = told
+        assert isinstance(error, EnvironmentFailed)
+        assert str(error).startswith("environment good is suspended: its last group failed, the ")
+        (cause,) = summary["suspended_environments"].values()
+        assert str(error).endswith(cause)
+    else:
+        assert told == [None]
+        warned = [each.getMessage() for each in caplog.records if "client" in each.name]
+        assert warned == ["the run failed: the disk is full"] * (ends == "failed")
 
 
 def too_long(lease, member, attempt):

@@ -472,6 +472,26 @@ async def test_serve_reports_a_first_refusal(client: Client, controller: Control
         await client.serve(Good(), episodes=5)
 
 
+async def test_serve_tells_the_first_few_different_failures_of_episodes(client, controller, caplog):
+    causes = iter("aabcd")
+
+    class Broken(Good):
+        def reset(self, task):
+            raise ValueError(next(causes))
+
+    async def stream(call: Call) -> None:
+        await call.read()
+        for key in "vwxyz":
+            assert (await call.reset(key)).HasField("failure")
+
+    controller.streams = [stream]
+    await asyncio.wait_for(client.serve(Broken()), LIMIT_S)
+    place = f"{Path(__file__).name}:{Broken.reset.__code__.co_firstlineno + 1} in reset"
+    assert [each.getMessage() for each in caplog.records] == [
+        f"an episode of environment broken failed: ValueError: {cause} ({place})" for cause in "abc"
+    ]
+
+
 async def test_serve_refuses_an_environment_without_tasks(client: Client) -> None:
     with pytest.raises(EnvironmentFailed, match=r"Empty.tasks\(\) gives no task"):
         await client.serve(Empty())

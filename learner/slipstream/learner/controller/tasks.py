@@ -12,7 +12,7 @@ rollout server that does not read loses its stream.
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -54,6 +54,8 @@ class EnvironmentEntry:
     failed_on: dict[ServerKey, str] = field(default_factory=dict)
     # Episodes that the serving client takes. None if servers host the environment.
     client_episodes: int | None = None
+    # Ends the stream of that client.
+    dismiss: Callable[[], None] = lambda: None
     # Number of each group that failed since the last complete group.
     failed_in_a_row: list[int] = field(default_factory=list)
     # Number of tasks skipped because their prompt is too long.
@@ -288,10 +290,10 @@ class Relay:
         answers = Outbox[fleet_pb2.EnvironmentAnswer]()
         return answers.messages(self._read_calls(requests, answers))
 
-    def close(self) -> None:
-        """Ends the streams of all clients, at the end of the run."""
-        for client in self._clients.values():
-            client.close()
+    def close(self, *names: str) -> None:
+        """Ends the streams of the clients that serve `names`, without any those of all clients."""
+        for name in names or self._clients:
+            self._clients[name].close()
 
     async def _read_calls(
         self,

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -181,13 +182,22 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         hello = (await first_message(request_iterator, context, clock, limit_s=limit_s)).hello
         if refusal := self._client_came(hello):
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, refusal, Reason.BAD_ARGUMENT)
-        name = hello.spec.name
+        name, code, over = hello.spec.name, grpc.StatusCode.FAILED_PRECONDITION, ""
+        entry = self._environments.entries[name]
         try:
             async with aclosing(self.relay.serve_episodes(name, request_iterator)) as commands:
+                entry.dismiss = partial(self.relay.close, name)
                 async for command in commands:
                     yield command
+            if not entry.is_ready:
+                over = f"environment {name} is suspended: {entry.cause}"
+            elif self._progress.has_failed:
+                code, over = grpc.StatusCode.ABORTED, f"the run failed: {self._progress.cause}"
         finally:
-            self._client_left(name)
+            entry.dismiss = lambda: None
+            self._client_left(entry)
+        if over:
+            await abort(context, code, over, Reason.WRONG_STATE)
 
     def _problem(self, spec: pb.EnvironmentSpec) -> str:
         if self._progress.is_over:
@@ -285,13 +295,9 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         self._run.signal.notify()
         return ""
 
-    def _client_left(self, name: str) -> None:
-        entry = self._environments.entries.get(name)
-        if entry is None or self._progress.is_over:
-            return
-        entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
-        entry.cause = "the client that served it left"
-        self._intake.suspend(name, entry.cause)
+    def _client_left(self, entry: EnvironmentEntry) -> None:
+        if entry.is_ready and not self._progress.is_over:
+            self._intake.suspend(entry.spec.name, "the client that served it left")
 
 
 def _load_order(

@@ -35,7 +35,7 @@ from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.trajectories.feed import Feed
 from slipstream.learner.controller.trajectories.inspection import EarlierIds, Inspector
 from slipstream.protocol.queue.base import Delivery
-from slipstream.v1 import fleet_pb2
+from slipstream.v1 import environment_pb2, fleet_pb2
 
 # Larger deliveries are decoded in a thread: decoding them would hold the event loop too long.
 SMALL_BYTES = 256 << 10
@@ -199,10 +199,13 @@ class Intake(ServerListener):
             self._give_up(group, gone, failure)
 
     def suspend(self, environment: str, cause: str) -> None:
-        """Reports that an environment is suspended, and withdraws all of its groups.
+        """Suspends an environment: reports it, withdraws all of its groups, dismisses its client.
 
         Once all training environments are suspended, the watch fails the run.
         """
+        entry = self._environments.entries[environment]
+        entry.state, entry.cause = environment_pb2.ENVIRONMENT_STATE_SUSPENDED, cause
+        entry.dismiss()
         self._run.events.add(f"environment {environment} is suspended: {cause}", logging.ERROR)
         groups = [g for g in self._book.groups.values() if g.environment == environment]
         self.withdraw(groups, f"environment {environment} is suspended")
