@@ -77,7 +77,9 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
     except BaseException as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-            where = f"{search_path} or " if search_path else ""
+            is_there = Path(search_path).is_dir()
+            folder = search_path if is_there else f"{search_path}, which is no folder here,"
+            where = f"{folder} or " if search_path else ""
             cause = f"there is no module {missing!r} in {where}Python's path"
             if module_name.endswith(".py"):
                 cause += f"; without .py: {module_name.removesuffix('.py')}:{class_name}"

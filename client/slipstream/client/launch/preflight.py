@@ -262,8 +262,9 @@ async def run_check(command: Sequence[str], *, timeout_s: float, played_s: float
 
 def check_python(environment: str, python: Path | None) -> None:
     """Raises ConfigError if the interpreter of an environment is not there."""
-    if python is not None and shutil.which(python) is None:
-        raise ConfigError(f"environment {environment}: python must be an interpreter, got {python}")
+    if python is not None and shutil.which(path := Path.cwd() / python) is None:
+        what = "python must be the path of an interpreter"
+        raise ConfigError(f"environment {environment}: {what}, got {python}: {path} cannot be run")
 
 
 def audit_command(section: PlayedSection, config: Config) -> list[str]:

@@ -6,14 +6,21 @@ connect, to load, to exit. Unblocked by: the worker, or the limit of the wait.
 
 import asyncio
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
+from pathlib import Path
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.machine.other_python import worker_program
-from slipstream.rollout_server.episodes.calls import StreamSession, check_tools, misused
+from slipstream.rollout_server.episodes.calls import (
+    MAX_MESSAGE_CHARACTERS,
+    StreamSession,
+    check_tools,
+    misused,
+)
 from slipstream.rollout_server.episodes.worker_gateway import (
     WorkerGateway,
     WorkerProcess,
@@ -59,6 +66,8 @@ class EnvironmentWorker:
         self._stream, self._gone = WorkerStream(), asyncio.Event()
         self.table = self._stream.table
         self._process: WorkerProcess
+        # The worker's log, and where its own lines begin there.
+        self._log: tuple[Path, int]
         # Open episodes by key, and the task of each.
         self.episodes: dict[str, int] = {}
         # Why the server ended the worker, and the episode that blocked it, "" if unknown.
@@ -135,6 +144,7 @@ class EnvironmentWorker:
         log_name = f"{self._gateway.server}-environment-{name}-{index}.log"
         command = [*worker_program(self._spec.python), "--connect", self._gateway.address]
         with self._gateway.logs.output(log_name) as log:
+            self._log = Path(log.name), log.seek(0, os.SEEK_END)
             return await WorkerProcess.start(
                 command, limits=self._gateway.limits, token=self._stream.token, log=log.fileno()
             )
@@ -183,8 +193,11 @@ class EnvironmentWorker:
 
     async def _watch_exit(self) -> None:
         ended, calls = await self._process.wait(), self._process.calls()
-        if self._spec.python and not self._stream.attached.is_set():
-            ended = f"{ended} before it attached: see its log"
+        if not self._stream.attached.is_set():
+            path, begin = self._log
+            said = path.read_bytes()[begin:].decode(errors="replace").split("\n")
+            last = next((line for line in reversed(said) if line.strip()), "without a word")
+            ended = f"{ended} before it attached: {last:.{MAX_MESSAGE_CHARACTERS - 80}}"
         elif calls.current in self.episodes:
             ended = f"{ended} ({calls.place})"
         if self.table.failure is None:

@@ -481,7 +481,16 @@ async def test_an_interpreter_that_cannot_run_a_worker_is_one_line(tmp_path: Pat
     bare = bare_python(tmp_path / "venv")
     for python, cause in (
         (bare, f"environment e: {bare} lacks what a worker needs: {bare} -m pip install 'grpcio"),
-        (tmp_path / "none", f"environment e: python must be an interpreter, got {tmp_path}/none"),
+        (
+            tmp_path / "none",
+            f"environment e: python must be the path of an interpreter, got {tmp_path}/none: ",
+        ),
+        # Servers look for no program by its name.
+        (
+            "python3",
+            "environment e: python must be the path of an interpreter, got python3: "
+            f"{Path.cwd()}/python3 cannot be run",
+        ),
     ):
         echo = {"name": "e", "reference": "slipstream.environments.echo:Echo"}
         config = small_config(

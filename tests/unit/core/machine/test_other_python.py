@@ -51,8 +51,10 @@ def test_a_check_goes_on_with_another_interpreter(furnished: Path, tmp_path: Pat
     assert code == 0
     assert "fake_workers:Good: 3 tasks, 3 of them played" in said
     missing = tmp_path / "python"
-    cause = f"environment fake_workers:Good: python must be an interpreter, got {missing}"
-    assert ended(missing) == (2, f"slipstream: {cause}\n")
+    cause = (
+        f"environment fake_workers:Good: python must be the path of an interpreter, got {missing}"
+    )
+    assert ended(missing) == (2, f"slipstream: {cause}: {missing} cannot be run\n")
 
 
 def test_the_worker_sees_the_variables_of_its_own_virtual_environment(furnished, tmp_path):

@@ -139,13 +139,20 @@ async def test_an_episode_runs_with_another_interpreter(hosted, tmp_path: Path) 
     session.close()
 
 
-async def test_an_interpreter_without_a_workers_packages_is_said_in_the_log(hosted, tmp_path):
-    python = bare_python(tmp_path / "venv")
-    hosted.load("Good", python=str(python))
-    cause = (await hosted.report()).failure.message
-    assert cause == "worker exited with code 2 before it attached: see its log"
-    log = tmp_path / "logs" / "rollout-server-environment-Good-0.log"
-    assert f"{python} lacks what a worker needs: {python} -m pip install" in log.read_text()
+async def test_an_interpreter_that_cannot_run_a_worker_is_named(hosted, tmp_path) -> None:
+    bare, loud = bare_python(tmp_path / "venv"), tmp_path / "loud"
+    loud.write_text(f"#!/bin/sh\necho; echo {'x' * 9000}; exit 3\n")
+    loud.chmod(0o755)
+    causes = {
+        bare: f"code 2 before it attached: {bare} lacks what a worker needs: {bare} -m pip install",
+        tmp_path / "none": f"127 before it attached: slipstream: {tmp_path}/none: No such file or",
+        loud: f"worker exited with code 3 before it attached: {'x' * 400}",
+    }
+    for python, cause in causes.items():
+        hosted.load("Good", python=str(python))
+        said = (await hosted.report()).failure.message
+        assert cause in said
+        assert len(said) <= 500
 
 
 async def test_the_last_lines_that_a_worker_printed_are_kept(tmp_path: Path) -> None:
