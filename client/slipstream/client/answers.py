@@ -27,7 +27,7 @@ from slipstream.core.arguments import Count, kind_of, of_kind
 from slipstream.core.errors import ConfigError, ProtocolError, did_you_mean, near_names
 from slipstream.core.machine.files import read_regular
 from slipstream.core.models.vision import data_of_url
-from slipstream.core.template_values import show, tools_json
+from slipstream.core.template_values import json_object, plain, show, tools_json
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import environment_pb2 as pb
 
@@ -43,8 +43,6 @@ _ROLE_OF = {name: name for name in ("system", "developer", "user", "assistant", 
 _ROLE_OF |= {"human": "user"} | dict.fromkeys(("gpt", "model", "bot", "ai"), "assistant")
 # The fields of a call of a tool and of its function; `index` says no more than its place.
 _CALL = ("id", "type", "function", "name", "arguments", "index")
-# What files write for a field that a message does not have.
-_ABSENT: tuple[object, ...] = (None, "", [], ())
 
 
 def read_message(given: object) -> Message:
@@ -59,7 +57,7 @@ def read_message(given: object) -> Message:
         raise ValueError(f"a message has role and content, got {show(given)}")
     found: dict[str, Any] = {"role": given["role"], "content": given["content"]}
     for name, value in given.items():
-        if name in found or value in _ABSENT:
+        if name in found or _is_absent(value):
             continue
         if name in TRAINED:
             raise ValueError(f"the field {name!r} says what is trained, which demonstrations read")
@@ -67,7 +65,8 @@ def read_message(given: object) -> Message:
             near = near_names(str(name), FIELDS)
             known = did_you_mean(near) if near else f"it has {', '.join(FIELDS)}"
             raise ValueError(f"a message has no field {name!r}; {known}")
-        if found.setdefault(FIELDS[name], value) != value:
+        first = found.setdefault(FIELDS[name], value)
+        if first is not value and first != value:
             raise ValueError(f"a message has {FIELDS[name]} by two names with different values")
     _check(found)
     calls = found.get("tool_calls")
@@ -84,6 +83,11 @@ def read_message(given: object) -> Message:
     if not isinstance(content := found["content"], str | Sequence) or isinstance(content, bytes):
         raise ValueError(f"content must be a text or a list of parts, got {show(content)}")
     return Message(**found)
+
+
+def _is_absent(value: object) -> bool:
+    """Whether files write `value` for a field that a message does not have."""
+    return value is None or (isinstance(value, str | list | tuple) and not value)
 
 
 def trains(message: Mapping[str, Any]) -> bool:
@@ -111,28 +115,30 @@ def _check(found: Mapping[str, Any]) -> None:
 
 
 def _call(given: object) -> ToolCall:
-    call = given
-    if not isinstance(call, ToolCall):
-        function = given.get("function", given) if isinstance(given, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
-            raise ValueError(f"a call of a tool has a function with a name, got {show(given)}")
-        assert isinstance(given, Mapping)
-        for key, value in {**given, **function}.items():
-            if key not in _CALL and value not in _ABSENT:
-                known = ", ".join(_CALL)
-                raise ValueError(f"a call of a tool has no field {key!r}; it has {known}")
-        if given.get("type") not in (*_ABSENT, "function"):
-            raise ValueError(f"the type of a call must be 'function', got {show(given['type'])}")
-        arguments = function.get("arguments") or {}
-        what = f"arguments of {name}"
-        if isinstance(arguments, Mapping) and holds_null(arguments):
-            raise ValueError(f"{what} hold null, as parquet fills them: write JSON text")
-        if not isinstance(arguments, Mapping | str):
-            raise ValueError(f"{what} must be an object or JSON text, got {arguments!r}")
-        call = ToolCall("" if given.get("id") is None else given["id"], name, arguments)
-    if not isinstance(call.id, str):
-        raise ValueError(f"the id of a call must be a text, got {show(call.id)}")
-    return call
+    fields = vars(given) if isinstance(given, ToolCall) else given
+    function = fields.get("function", fields) if isinstance(fields, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
+        raise ValueError(f"a call of a tool has a function with a name, got {show(given)}")
+    assert isinstance(fields, Mapping)
+    for key, value in {**fields, **function}.items():
+        if key not in _CALL and not _is_absent(value):
+            known = ", ".join(_CALL)
+            raise ValueError(f"a call of a tool has no field {key!r}; it has {known}")
+    if not _is_absent(kind := fields.get("type")) and kind != "function":
+        raise ValueError(f"the type of a call must be 'function', got {show(kind)}")
+    arguments = {} if _is_absent(function.get("arguments")) else function["arguments"]
+    what = f"arguments of {name}"
+    if not isinstance(arguments, Mapping | str):
+        raise ValueError(f"{what} must be an object or JSON text, got {show(arguments)}")
+    # A call that a model has made may hold it.
+    if fields is given and isinstance(arguments, Mapping) and holds_null(arguments):
+        raise ValueError(f"{what} hold null, as parquet fills them: write JSON text")
+    if isinstance(arguments, Mapping):
+        arguments = json.loads(json_object(what, arguments, allow_nan=True))
+    own = fields.get("id")
+    if not isinstance(own, str | None):
+        raise ValueError(f"the id of a call must be a text, got {show(own)}")
+    return ToolCall(own or "", name, arguments)
 
 
 def holds_null(value: object) -> bool:
@@ -187,14 +193,14 @@ def observation(opening: object, reply_limit: object, expected: object = "") -> 
     """Converts what `reset` gave; raises EnvironmentFailed, which names the first wrong value."""
     opened = opening if isinstance(opening, ResetResult) else None
     answer = _text(expected, "expected_answer").encode(errors="replace")[:MAX_ANSWER_BYTES]
-    made = pb.Observation(
+    return _made(
+        pb.Observation,
         messages=_messages(opening if opened is None else opened.messages, "reset()"),
         max_reply_tokens=_reply_limit(reply_limit),
         tools_json=_tools(opened.tools) if opened is not None and opened.tools else "",
         given_reply=_given(opened.reply, "reset()") if opened is not None else "",
         expected_answer=answer.decode(errors="ignore"),
     )
-    return _bounded(made)
 
 
 def reply_of(command: pb.StepCommand) -> Reply:
@@ -225,31 +231,33 @@ def verdict(result: object, *, gives: bool) -> pb.Verdict:
     """
     if not isinstance(result, StepResult):
         raise environment_failed(f"step() must return a StepResult, got {show(result)}")
-    if result.done not in (True, False):
-        raise environment_failed(f"done must be True or False, got {show(result.done)}")
-    if not result.done and not result.messages:
+    done, given = plain(result.done), result.messages
+    if not isinstance(done, int) or done not in (0, 1):
+        raise environment_failed(f"done must be True or False, got {show(done)}")
+    messages = [] if _is_absent(given) else _messages(given, "step()")
+    if not done and not messages:
         raise environment_failed("step() must give messages when the episode is not done")
-    if result.done and result.messages and not gives:
+    if done and messages and not gives:
         raise environment_failed("step() gives messages that nobody will read: done is True")
-    if result.done and result.tools is not None:
+    if done and result.tools is not None:
         raise environment_failed("step() names tools that nobody will call: done is True")
-    if result.done and result.reply is not None:
+    if done and result.reply is not None:
         raise environment_failed("step() gives a reply that nobody will read: done is True")
-    made = pb.Verdict(
+    return _made(
+        pb.Verdict,
         reward=_finite(result.reward, "the reward"),
-        done=bool(result.done),
-        messages=_messages(result.messages, "step()") if result.messages else [],
+        done=bool(done),
+        messages=messages,
         metrics=_numbers(result.metrics, "metrics", "names", "metric"),
         tools_json="" if result.tools is None else _tools(result.tools),
         given_reply=_given(result.reply, "step()"),
         token_rewards=_by_token(result.token_rewards, "token_rewards"),
     )
-    return _bounded(made)
 
 
 def agent_observation(reply_limit: object) -> pb.Observation:
     """Returns an agent's observation, a limit alone; raises EnvironmentFailed if it is wrong."""
-    return _bounded(pb.Observation(is_agent=True, max_reply_tokens=_reply_limit(reply_limit)))
+    return _made(pb.Observation, is_agent=True, max_reply_tokens=_reply_limit(reply_limit))
 
 
 def agent_result(result: object) -> pb.AgentResult:
@@ -266,25 +274,35 @@ def agent_result(result: object) -> pb.AgentResult:
     for name, value in rewards.items():
         what = f"the reward of reply {show(name)}"
         if (numbers := _listed(value)) is None:
-            replies.append(pb.ReplyReward(reply_id=name, reward=_finite(value, what)))
+            replies.append({"reply_id": name, "reward": _finite(value, what)})
         else:
-            replies.append(pb.ReplyReward(reply_id=name, token_rewards=_by_token(numbers, what)))
-    made = pb.AgentResult(
+            replies.append({"reply_id": name, "token_rewards": _by_token(numbers, what)})
+    return _made(
+        pb.AgentResult,
         reward=_finite(result.reward, "the reward"),
         metrics=_numbers(result.metrics, "metrics", "names", "metric"),
         shares=_numbers(result.shares, "shares", "branches", "share of"),
         rewards=_numbers(result.rewards, "rewards", "branches", "reward of"),
         reply_rewards=replies,
     )
-    return _bounded(made)
 
 
-def _bounded(made: Made) -> Made:
+def _made(kind: type[Made], **fields: Any) -> Made:  # noqa: ANN401 - of the message
+    """Returns a message of ours; raises EnvironmentFailed for a value that it cannot hold."""
     try:
+        made = kind(**fields)
         check_bounds(made)
-    except ProtocolError as error:
-        raise environment_failed(str(error)) from None
+    except (UnicodeEncodeError, ProtocolError) as error:
+        raise environment_failed(_fault(error)) from None
     return made
+
+
+def _fault(error: Exception) -> str:
+    """Returns the text of an error; protobuf does not name a text that it cannot encode."""
+    if isinstance(error, UnicodeEncodeError):
+        got = error.object[max(error.start - 20, 0) :]
+        return f"texts must be without surrogates, got {show(got)}"
+    return str(error)
 
 
 def _numbers(given: object, several: str, names: str, one: str) -> dict[str, float]:
@@ -295,8 +313,8 @@ def _numbers(given: object, several: str, names: str, one: str) -> dict[str, flo
         if not isinstance(name, str) or BRANCH_NAME.fullmatch(name) is None:
             what = f"{several} are of branches, with names of 1 to 64 letters, digits and ._:+-"
             raise environment_failed(f"{what}, got {show(name)}")
-    if not all(map(str, given)):
-        raise environment_failed(f"{several} must have names, got {show(given)}")
+    if len({"", *map(str, given)}) <= len(given):
+        raise environment_failed(f"{several} must have names that differ, got {show(given)}")
     return {str(name): _finite(value, f"the {one} {name!r}") for name, value in given.items()}
 
 
@@ -352,7 +370,7 @@ def _messages(messages: object, source: str) -> list[pb.ChatMessage]:
                 )
             )
         except ValueError as error:
-            raise environment_failed(f"a message of {source}: {error}") from None
+            raise environment_failed(f"a message of {source}: {_fault(error)}") from None
     return made
 
 

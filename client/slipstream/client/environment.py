@@ -10,12 +10,22 @@ import sys
 from collections import OrderedDict
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
+from typing import (
+    Any,
+    Generic,
+    Protocol,
+    Self,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+    runtime_checkable,
+)
 
 from slipstream.core.models.thoughts import split_thoughts
 
 Task = TypeVar("Task")
 TaskItem = TypeVar("TaskItem", covariant=True)
+Part = TypeVar("Part")
 
 # Tasks of an iterator that are kept; when an older one is asked for, the iterator starts again.
 MAX_CACHED_TASKS = 4096
@@ -103,16 +113,26 @@ class Reply(str):
         token_ids: Sequence[int] = (),
     ) -> Self:
         """Makes a reply of `text`, whose thoughts are told apart here if `content` is None."""
-        if not isinstance(text, str) or not isinstance(content, str | None):
+        for name, value in {"text": text, "content": content or "", "reasoning": reasoning}.items():
             # Python would write None as a text.
-            raise TypeError(f"a reply and its content are texts, got {text!r:.60}, {content!r:.60}")
+            if not isinstance(value, str):
+                raise TypeError(f"{name} of a reply must be a text, got {value!r:.60}")
         reply = super().__new__(cls, text)
         if content is None:
             reasoning, content = split_thoughts(text)
         reply.content = content
-        reply.reasoning, reply.tool_calls = reasoning, tuple(tool_calls)
-        reply.token_ids = tuple(token_ids)
+        reply.reasoning = reasoning
+        reply.tool_calls = _several("tool_calls", tool_calls, ToolCall)
+        reply.token_ids = _several("token_ids", token_ids, SupportsIndex)
         return reply
+
+
+def _several(name: str, given: Iterable[Part], kind: type) -> tuple[Part, ...]:
+    parts = tuple(given) if isinstance(given, Iterable) else None
+    if parts is None or not all(isinstance(part, kind) for part in parts):
+        what = "calls" if kind is ToolCall else "whole numbers"
+        raise TypeError(f"{name} of a reply must be a list of {what}, got {given!r:.60}")
+    return parts
 
 
 def answer_of(reply: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc.aio
+import numpy as np
 from slipstream.client import Environment, Message, Reply, ResetResult, StepResult
 from slipstream.protocol.access.security import Credentials, create_server
 from slipstream.v1 import environment_pb2 as pb
@@ -220,6 +221,12 @@ class Misbehaving(Environment[str]):
                 return StepResult(1.0, metrics={"size": math.inf})
             case "no name":
                 return StepResult(1.0, metrics={"": 1.0})
+            case "two names":
+                return StepResult(1.0, metrics={1: 1.0, "1": 2.0})  # type: ignore[dict-item]
+            case "half a name":
+                return StepResult(1.0, metrics={"a\ud800b": 1.0})
+            case "several ends":
+                return StepResult(1.0, done=np.array([True, False]))  # type: ignore[arg-type]
             case "metrics":
                 return StepResult(1.0, metrics=[("size", 1)])  # type: ignore[arg-type]
             case "picture":

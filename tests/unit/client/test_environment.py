@@ -1,9 +1,13 @@
 import random
+import re
 from collections.abc import Iterator
+from decimal import Decimal
 
+import numpy as np
 import pytest
-from slipstream.client import Environment
-from slipstream.client.environment import MAX_CACHED_TASKS, TaskSource
+from slipstream.client import Environment, Message, Reply
+from slipstream.client.answers import read_message
+from slipstream.client.environment import MAX_CACHED_TASKS, TaskSource, ToolCall
 
 
 class Tasks(Environment[object]):
@@ -114,3 +118,55 @@ def test_an_async_tasks_method_is_refused() -> None:
 def test_a_missing_method_says_which() -> None:
     with pytest.raises(NotImplementedError, match=r"Environment must define tasks\(\)"):
         TaskSource(Environment())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"text": None}, "text of a reply must be a text, got None"),
+        ({"content": 3}, "content of a reply must be a text, got 3"),
+        ({"reasoning": 3, "content": "a"}, "reasoning of a reply must be a text, got 3"),
+        ({"tool_calls": 3}, "tool_calls of a reply must be a list of calls, got 3"),
+        ({"tool_calls": [{"id": "a"}]}, "tool_calls of a reply must be a list of calls, got [{'id"),
+        ({"token_ids": 3}, "token_ids of a reply must be a list of whole numbers, got 3"),
+        ({"token_ids": "12"}, "token_ids of a reply must be a list of whole numbers, got '12'"),
+        ({"token_ids": [0.5]}, "token_ids of a reply must be a list of whole numbers, got [0.5]"),
+    ],
+)
+def test_a_part_of_a_reply_that_is_of_another_kind_is_named(fields: dict, said: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(said)}"):
+        Reply(**{"text": "a"} | fields)
+
+
+def test_a_reply_has_its_parts_as_they_were_given() -> None:
+    calls = (ToolCall("a", "f", {"x": None}),)
+    reply = Reply("a", tool_calls=iter(calls), token_ids=np.arange(2))  # type: ignore[arg-type]
+    assert (reply.tool_calls, reply.token_ids) == (calls, (0, 1))
+    # It may be shown again.
+    again = read_message(Message("assistant", reply, tool_calls=reply.tool_calls))
+    assert again.tool_calls == calls
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (ToolCall("a", 3, {}), "a call of a tool has a function with a name, got ToolCall(id='a',"),  # type: ignore[arg-type]
+        (ToolCall(3, "f", {}), "the id of a call must be a text, got 3"),  # type: ignore[arg-type]
+        (ToolCall("a", "f", [1]), "arguments of f must be an object or JSON text, got [1]"),  # type: ignore[arg-type]
+        (
+            ToolCall("a", "f", {"x": Decimal(1)}),
+            "arguments of f must be a JSON object: Decimal('1') is no value of JSON",
+        ),
+    ],
+)
+def test_a_call_of_a_tool_with_a_part_of_another_kind_is_named(call: ToolCall, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        read_message(Message("assistant", "", tool_calls=(call,)))
+
+
+def test_an_array_in_place_of_calls_is_named_and_its_scalars_are_numbers() -> None:
+    call = {"name": "f", "arguments": {"x": np.int64(3)}}
+    given = {"role": "assistant", "content": ""}
+    assert read_message(given | {"tool_calls": [call]}).tool_calls[0].text == '{"x": 3}'
+    with pytest.raises(ValueError, match=r"tool_calls must be a list, got array\("):
+        read_message(given | {"tool_calls": np.array([call, call])})
