@@ -22,9 +22,13 @@ from slipstream.rollout_server.agents.conversations import Conversations, TokenR
 from slipstream.rollout_server.engine_interface import Sampling
 
 # Largest number of an environment's metrics in a trajectory, and of our own metrics there; and the
-# largest number of characters in a metric's name.
+# largest number of characters and bytes in a metric's name.
 _MAX_METRICS = 16
-_MAX_METRIC_NAME = 40
+_MAX_METRIC_NAME, _MAX_METRIC_BYTES = 40, 128
+
+
+def _short(name: str) -> str:
+    return name[:_MAX_METRIC_NAME].encode()[:_MAX_METRIC_BYTES].decode(errors="ignore")
 
 
 class ScoredSequence(NamedTuple):
@@ -108,11 +112,11 @@ class Recording(TokenRecord):
         kept: dict[str, float] = {}
         for name, value in self.metrics.items():
             own = "metric/" if MEASURED.fullmatch(name) else ""
-            kept[f"{own}{name}"[:_MAX_METRIC_NAME]] = value
+            kept[_short(f"{own}{name}")] = value
         kept = dict([*kept.items()][:_MAX_METRICS])
         if left_out := len(self.metrics) - len(kept):
             self.counts[DROPPED_METRICS] = left_out
-        counts = {name[:_MAX_METRIC_NAME]: float(count) for name, count in self.counts.items()}
+        counts = {_short(name): float(count) for name, count in self.counts.items()}
         return kept | dict([*counts.items()][:_MAX_METRICS])
 
     def clip(self, text: str) -> str:

@@ -2,9 +2,11 @@
 
 import numpy as np
 from slipstream.core.types import DROPPED_METRICS, Branch, PolicyVersion, RoutedExperts, VersionSpan
+from slipstream.protocol.bounds import check_bounds
 from slipstream.rollout_server.agents.conversations import Conversations
 from slipstream.rollout_server.engine_interface import FinishReason, Generation, Sampling
 from slipstream.rollout_server.episodes.recording import Recording
+from slipstream.v1 import trajectory_pb2
 
 
 def generation(tokens: list[int], experts: list[int] | None = None) -> Generation:
@@ -63,6 +65,14 @@ def test_a_metric_with_a_name_that_the_run_measures_stays_apart_and_none_is_lost
     recording.metrics |= {"long" * 10 + end: 0.0 for end in "ab"}
     recording.metrics |= {f"{number}": 0.0 for number in range(10)}
     assert recording.short_metrics[DROPPED_METRICS] == 2
+
+
+def test_a_metric_with_a_name_of_wide_characters_fits_a_trajectory() -> None:
+    recording = Recording(metrics={"😀" * 50: 0.5, "é" * 50: 1.0})
+    recording.counts["ignored/" + "😀" * 50] = 2
+    kept = recording.short_metrics
+    assert kept == {"😀" * 32: 0.5, "é" * 40: 1.0, "ignored/" + "😀" * 30: 2.0}
+    check_bounds(trajectory_pb2.Trajectory(metrics=kept))
 
 
 SAMPLING = Sampling(1.0, 1.0, 0, 8, 8, 6, max_total_tokens=10, max_branches=2)
