@@ -17,12 +17,15 @@ from slipstream.client.environment import Message, StepResult, answer_of
 from slipstream.core.arguments import AboveZero, Count, NotNegative, checked
 from slipstream.core.errors import ConfigError
 from slipstream.core.openai_client import faults_as, in_one_line, key_in, openai_client
+from slipstream.core.template_values import json_object
 from slipstream.environments import arguments
 from slipstream.environments.answers import numbers
 from slipstream.environments.question_files import Asked, Columns, named_rows
 
 # The forms of a judge's reply, in words.
 ANSWERS = {"number": "one number on its last line", "json": "an object with the number `score`"}
+# The names of the limit of tokens, of which OpenAI's models that reason take the first alone.
+LIMITS = ("max_completion_tokens", "max_tokens")
 # No score needs a longer answer.
 MAX_ANSWER_BYTES = 4 << 20
 
@@ -96,15 +99,24 @@ class Judge(_ScoringServer):
         lowest: float = 0.0,
         highest: float = 10.0,
         max_tokens: Count = 1024,
+        request: Mapping[str, Any] = {},
         **limits: Unpack[CallLimits],
     ) -> None:
         """`prompt` is the text for the judge; {NAME} in it stands for `fields["NAME"]`.
 
         With `answer` "number" the score is the only number on the last line of the judge's reply
         that is not empty; "7/10" has two, which is an error. With "json" it is the field `score` of
-        the object from the reply's first { to its last }. Raises ConfigError for arguments that
-        cannot work.
+        the object from the reply's first { to its last }. `request` has more fields of the request,
+        or others: without them it has `max_tokens`, whose place `max_completion_tokens` takes, and
+        the temperature 0; None leaves a field out. Raises ConfigError for arguments that cannot
+        work.
         """
+        if own := {"model", "messages", "stream"} & request.keys():
+            raise ConfigError(f"request must be without {min(own)!r}, which the judge sets itself")
+        asked = json.loads(json_object("request", request, allow_nan=False))
+        limit = {} if asked.get(LIMITS[0]) else {LIMITS[1]: max_tokens}
+        fields = {"temperature": 0.0, **limit, **asked}
+        self._request = {name: value for name, value in fields.items() if value is not None}
         if not lowest < highest:
             raise ConfigError(f"lowest must be below highest, got {lowest} and {highest}")
         if arguments.FIELD.search(prompt) is None:
@@ -113,7 +125,6 @@ class Judge(_ScoringServer):
         super().__init__(name, base_url, api_key=api_key, **limits)
         self._model, self._prompt, self._answer = model, prompt, answer
         self.lowest, self._highest = lowest, highest
-        self._max_tokens = max_tokens
 
     @checked
     async def score(self, fields: Mapping[str, object]) -> float:
@@ -124,8 +135,7 @@ class Judge(_ScoringServer):
         body = {
             "model": self._model,
             "messages": [{"role": "user", "content": arguments.filled(self._prompt, fields)}],
-            "max_tokens": self._max_tokens,
-            "temperature": 0.0,
+            **self._request,
         }
         answer = await self._ask("/chat/completions", body)
         match answer:
@@ -137,9 +147,8 @@ class Judge(_ScoringServer):
         if not isinstance(said, str):
             raise self._malformed(answer, "OpenAI's chat completions do")
         if choice.get("finish_reason") == "length":
-            raise JudgeError(
-                f"{self._name} was cut off at {self._max_tokens} tokens: raise max_tokens"
-            )
+            said = [f"{most} tokens: raise {n}" for n in LIMITS if (most := self._request.get(n))]
+            raise JudgeError(f"{self._name} was cut off at {(said or ['its own limit'])[0]}")
         text = answer_of(said)
         score: object = None
         if self._answer == "number":

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from slipstream.client.environment import Reply
 from slipstream.core.errors import ConfigError
@@ -128,6 +129,30 @@ async def test_a_judge_reads_the_prompt_with_its_fields_and_gives_a_number(endpo
 
 
 @pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({}, {"temperature": 0, "max_tokens": 1024}),
+        ({"max_tokens": 9}, {"temperature": 0, "max_tokens": 9}),
+        # What OpenAI's models that reason take.
+        (
+            {"request": {"max_completion_tokens": 9, "temperature": None}},
+            {"max_completion_tokens": 9},
+        ),
+        (
+            {"request": {"temperature": np.float32(0.5), "reasoning_effort": "low"}},
+            {"temperature": 0.5, "max_tokens": 1024, "reasoning_effort": "low"},
+        ),
+    ],
+)
+async def test_fields_of_the_request_are_the_users(options: dict, fields: dict, endpoint) -> None:
+    assert await score(endpoint, "7", **options) == 7
+    (asked,) = endpoint.asked
+    assert {name: value for name, value in asked.items() if name not in ("model", "messages")} == (
+        fields
+    )
+
+
+@pytest.mark.parametrize(
     ("said", "number"), [("7", 7), ("9\n\nScore: .5", 0.5), ("+1e0", 1), ("**8**", 8)]
 )
 async def test_the_number_of_the_last_line_counts(said, number, endpoint):
@@ -156,6 +181,16 @@ async def test_an_object_counts_from_its_first_to_its_last_brace(endpoint: Endpo
         ('{"score": NaN}', {"answer": "json"}, "must score from 0 to 10, got nan"),
         (f'{{"score": 1{"0" * 400}}}', {"answer": "json"}, "must score from 0 to 10, got 1000"),
         ((200, {}, "7 but", "length"), {}, "was cut off at 1024 tokens: raise max_tokens"),
+        (
+            (200, {}, "7 but", "length"),
+            {"request": {"max_completion_tokens": 9}},
+            "was cut off at 9 tokens: raise max_completion_tokens",
+        ),
+        (
+            (200, {}, "7 but", "length"),
+            {"request": {"max_tokens": None}},
+            "was cut off at its own limit",
+        ),
         (failure(400), {}, "failed: BadRequestError"),
         (failure(401), {}, "failed: AuthenticationError"),
         (failure(503), {"max_retries": 1}, "failed: InternalServerError"),
@@ -276,6 +311,9 @@ async def test_a_judge_has_no_more_calls_open_than_it_may(endpoint: Endpoint) ->
         ({"answer": "words"}, "answer must be 'number' or 'json', got 'words'"),
         ({"lowest": 1.0, "highest": 1.0}, "lowest must be below highest, got 1.0 and 1.0"),
         ({"max_open": 0}, "max_open must be at least 1, got 0"),
+        ({"request": {"stream": True}}, "request must be without 'stream', which the judge sets"),
+        ({"request": {"stop": {"a"}}}, "request must be a JSON object: {'a'} is no value of JSON"),
+        ({"request": [1]}, "request must be "),
         ({"max_retries": -1}, "max_retries must be at least 0, got -1"),
         ({"timeout_s": 0.0}, "timeout_s must be above 0, got 0.0"),
     ],
