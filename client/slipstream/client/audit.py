@@ -122,6 +122,8 @@ class Played:
     # Tasks whose two resets differ, with the two texts; those that cannot begin, with the cause.
     unequal: dict[int, tuple[str, str]] = field(default_factory=dict)
     unbegun: dict[int, str] = field(default_factory=dict)
+    # How the first call of `close` that failed did so.
+    unclosed: str = ""
     # Where `tasks()` gives others: "when it is called again", "in another process".
     other_tasks: list[str] = field(default_factory=list)
     # The form in which the right answer earned something.
@@ -268,12 +270,12 @@ class Audit:
                         played.unbegun[index] = answer.failure.message
                     call, is_call = answer.agent_call, answer.HasField("agent_call")
                     played.first_call = f"{call.method} {call.path}" if is_call else "none"
-                    await self._ask(close={"episode_key": key})
+                    await self._close(key)
                     return
                 # An environment may draw each episode's limit.
                 opening.ClearField("max_reply_tokens")
                 openings.append(opening)
-            await self._ask(close={"episode_key": key})
+            await self._close(key)
         if task is None or index in played.unbegun:
             return
         if openings[0] != openings[-1]:
@@ -371,8 +373,12 @@ class Audit:
             play.earned = sum(verdict.token_rewards, play.earned + verdict.reward)
             given, play.is_done = verdict.given_reply, verdict.done
             play.num_turns += 1
-        await self._ask(close={"episode_key": key})
+        await self._close(key)
         return play
+
+    async def _close(self, key: str) -> None:
+        answer = await self._ask(close={"episode_key": key})
+        self.played.unclosed = self.played.unclosed or answer.failure.message
 
 
 # The kinds that are played of all tasks before the others.

@@ -55,7 +55,7 @@ def _openings(played: Played) -> list[Finding]:
 
 
 def _failures(played: Played) -> list[Finding]:
-    found = []
+    found = [Finding(f"close() fails: {played.unclosed}")] * bool(played.unclosed)
     if played.first_call == "none" and not played.unbegun:
         found.append(Finding("run() ended without a call to its endpoint", is_refused=True))
     if played.unbegun:

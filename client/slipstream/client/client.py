@@ -73,8 +73,6 @@ SUBMIT_TIMEOUT_S = 150.0
 MOST_TIMEOUT_S = 1e9
 # Seconds between two attempts to reach a controller that is not there yet.
 LOOK_S = 0.5
-# Most different failures of served episodes that are told.
-MAX_TOLD = 3
 
 logger = logging.getLogger(__name__)
 
@@ -229,9 +227,10 @@ class Client:
         At most `episodes` are open at one time. The call waits up to `connect_timeout_s` for a
         controller that does not listen yet, without a word if that is infinite, and up to
         `reconnect_timeout_s` for a lost controller; after a reconnection open episodes begin again.
-        Cancel the call to leave earlier. The other arguments are as in `submit`. Warnings tell the
-        first failures of episodes, and the cause if the run fails. Raises EnvironmentFailed if the
-        environment gives no tasks, or when the run suspends it, as after many failures in a row.
+        Cancel the call to leave earlier. The other arguments are as in `submit`. The first
+        failures are told on stderr, and a warning tells why the run failed. Raises
+        EnvironmentFailed if the environment gives no tasks, or when the run suspends it, as after
+        many failures in a row.
         """
         host = EpisodeHost(environment)
         spec = environment_pb2.EnvironmentSpec(
@@ -260,25 +259,19 @@ class Client:
                     logger.warning("%s yet; waiting for up to %g s", no_answer, connect_timeout_s)
                 is_told = True
                 await asyncio.sleep(min(LOOK_S, connect_timeout_s))
-        patience, told = ReconnectLimit(self._reconnect_timeout_s), set[str]()
+        patience = ReconnectLimit(self._reconnect_timeout_s)
 
         async def commands(call: WorkerCall) -> AsyncIterator[environment_pb2.WorkerCommand]:
             async for command in call:
                 patience.succeeded()
                 yield command
 
-        async def send(call: WorkerCall, answer: environment_pb2.WorkerMessage) -> None:
-            if (cause := answer.failure.message) not in {"", *told} and len(told) < MAX_TOLD:
-                told.add(cause)
-                logger.warning("an episode of environment %s failed: %s", spec.name, cause)
-            await call.write(answer)
-
         while True:
             open_call = partial(self._environments.ServeEpisodes, metadata=self._metadata)
             try:
                 call = await open_stream(open_call, hello)
                 try:
-                    await answer_commands(host, commands(call), partial(send, call))
+                    await answer_commands(host, commands(call), call.write)
                 finally:
                     call.cancel()
                 return

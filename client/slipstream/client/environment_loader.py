@@ -23,6 +23,8 @@ from slipstream.protocol.call_record import CallRecord
 from slipstream.v1 import trajectory_pb2
 
 MAX_CAUSE_CHARACTERS = 500
+# What leaves room for the place of an error.
+MAX_TEXT_CHARACTERS = 350
 # Seconds between two looks at the line that is running; a recorded line may be as old.
 _LOOK_PERIOD_S = 0.2
 
@@ -43,8 +45,17 @@ def environment_failed(cause: str) -> EnvironmentFailed:
 
 def describe(error: BaseException) -> str:
     """Returns type and message of an exception and the line that raised it, as one line of text."""
+    if isinstance(error, BaseExceptionGroup):
+        # The text of a group names none of its errors.
+        first, *others = error.exceptions
+        # One that was never raised has no place of its own.
+        first.__traceback__ = first.__traceback__ or error.__traceback__
+        return f"{describe(first)}{f' and {len(others)} more' if others else ''}"
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
+        # Python says that a coroutine has raised it, and not where.
+        error = error.__cause__
     try:
-        text = str(error).strip().split("\n", 1)[0]
+        text = str(error).strip().split("\n", 1)[0][:MAX_TEXT_CHARACTERS]
     except BaseException as broken:  # noqa: BLE001 - told in its place
         text = f"its text cannot be made: {type(broken).__name__}"
     if isinstance(error, SyntaxError) and error.filename and error.lineno:

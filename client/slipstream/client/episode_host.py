@@ -45,6 +45,8 @@ CLOSE_TIMEOUT_S = 5.0
 REFUSAL_TIMEOUT_S = 1.0
 # Once so many runs of agents outlive their episodes, no new episode begins.
 MAX_LEFT_RUNS = 256
+# Most different failures that are told.
+MAX_TOLD = 5
 # The errors of writing to a stream that has ended.
 STREAM_OVER = (grpc.aio.AioRpcError, asyncio.InvalidStateError)
 
@@ -320,9 +322,10 @@ async def answer_commands(
     """Answers `commands` concurrently until they end, then closes all episodes.
 
     FollowAgent gets one answer for each call of the agent, and a last one with its result. The last
-    part of a reply is not answered. Raises the gRPC error that ended `commands`, if any.
+    part of a reply is not answered. The first different failures are told on stderr too: those of
+    `close` nowhere else. Raises the gRPC error that ended `commands`, if any.
     """
-    one_at_a_time = asyncio.Lock()
+    one_at_a_time, told = asyncio.Lock(), set[str]()
 
     async def answer(command: pb.WorkerCommand) -> None:
         is_followed = True
@@ -330,6 +333,9 @@ async def answer_commands(
             message = await host.answer(command)
             if command.reply_part.is_last:
                 return
+            if (cause := message.failure.message) not in {"", *told} and len(told) < MAX_TOLD:
+                told.add(cause)
+                print(f"{command.WhichOneof('command')} failed: {cause}", file=sys.stderr)
             is_followed = message.HasField("agent_call")
             try:
                 async with one_at_a_time:

@@ -334,3 +334,9 @@ class Limited(Sums):
     def reset(self, task):
         self.max_reply_tokens = random.randrange(8, 1000)
         return super().reset(task)
+
+
+# With a fault.
+class BadCloses(Sums):
+    def close(self):
+        raise ValueError("the browser is gone")

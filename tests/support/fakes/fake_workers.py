@@ -190,6 +190,9 @@ class Misbehaving(Environment[str]):
                 return [Message("user", "\ud800")]
         return [Message("user", "go on")]
 
+    async def fail(self, cause: str) -> None:
+        raise ValueError(cause)
+
     async def step(self, reply: str) -> object:
         match reply:
             case "raise":
@@ -198,6 +201,14 @@ class Misbehaving(Environment[str]):
                 raise type("Mute", (Exception,), {"__str__": lambda self: 1 / 0})
             case "file":
                 raise OSError(f"no file {os.fsdecode(b'a' + bytes([255]))}")
+            case "several":
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self.fail("first"))
+                    group.create_task(self.fail("second"))
+            case "end":
+                next(iter(()))
+            case "much":
+                raise ValueError("x" * 1000)
             case "panic":
                 # So are those of Rust's libraries and of pytest.fail.
                 raise type("Panic", (BaseException,), {})("index out of range")

@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import re
 import sys
 
 import numpy as np
@@ -92,6 +93,8 @@ async def test_episodes_do_not_see_each_other() -> None:
         ("raise", "ValueError: first line (fake_workers.py:"),
         ("no text", "Mute: its text cannot be made: ZeroDivisionError (fake_workers.py:"),
         ("file", "OSError: no file a\\udcff (fake_workers.py:"),
+        ("several", "ValueError: first (fake_workers.py:"),
+        ("end", "StopIteration (fake_workers.py:"),
         ("panic", "Panic: index out of range (fake_workers.py:"),
         ("exit", "SystemExit: 3 (fake_workers.py:"),
         ("interrupt", "KeyboardInterrupt (fake_workers.py:"),
@@ -128,6 +131,28 @@ async def test_what_goes_wrong_in_a_step_is_a_failure_of_the_environment(reply, 
     assert "\n" not in failure.message
     assert len(failure.message) < 150
     assert (await step(host, "fine")).verdict.reward == 1.0
+
+
+async def test_an_iterator_that_ends_in_a_plain_step_is_told_with_its_place() -> None:
+    class Ends(Plain):
+        def step(self, reply: str) -> StepResult:
+            return next(iter(()))
+
+    host = EpisodeHost(Ends())
+    await reset(host)
+    place = f"test_episode_host.py:{Ends.step.__code__.co_firstlineno + 1} in step"
+    assert (await step(host, "x")).failure.message == f"StopIteration ({place})"
+
+
+async def test_the_place_stands_behind_a_long_text_and_the_number_of_errors_behind_a_group() -> (
+    None
+):
+    host = EpisodeHost(Misbehaving())
+    await reset(host)
+    place = r" \(fake_workers.py:\d+ in (step|fail)\)"
+    assert re.fullmatch("ValueError: x{350}" + place, (await step(host, "much")).failure.message)
+    said = (await step(host, "several")).failure.message
+    assert re.fullmatch("ValueError: first" + place + " and 1 more", said)
 
 
 @pytest.mark.parametrize(
