@@ -29,9 +29,9 @@ MAX_TEXT_CHARACTERS = 350
 _LOOK_PERIOD_S = 0.2
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
-_OWN_FOLDER = Path(__file__).parent
-# Folder of the built-in environments if they are installed, like the client, as a library.
-_BUILTIN_FOLDER = str(_OWN_FOLDER.with_name("environments"))
+# The folders of our package, which lie in one of a library if they are installed.
+_OURS = tuple(f"{folder}/" for folder in sys.modules["slipstream"].__path__)
+_BUILTIN = tuple(f"{folder}environments/" for folder in _OURS)
 
 
 def environment_failed(cause: str) -> EnvironmentFailed:
@@ -117,15 +117,14 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
 
 
 def is_ours(filename: str) -> bool:
-    """Whether a source file belongs to the package `slipstream.client`."""
-    return filename.startswith(str(_OWN_FOLDER))
+    """Whether a source file belongs to us, and to no built-in environment."""
+    return filename.startswith(_OURS) and not filename.startswith(_BUILTIN)
 
 
 def is_of_environment(filename: str) -> bool:
-    """Whether a file belongs to an environment: not to Python, a library or the client."""
-    if filename.startswith(_BUILTIN_FOLDER):
-        return True
-    return not (filename.startswith((*_LIBRARIES, "<")) or is_ours(filename))
+    """Whether a file belongs to an environment: not to Python, a library or us."""
+    is_foreign = filename.startswith((*_LIBRARIES, "<")) or is_ours(filename)
+    return filename.startswith(_BUILTIN) or not is_foreign
 
 
 class CallTracker:

@@ -5,10 +5,13 @@
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 
 from slipstream.core.errors import ConfigError, did_you_mean, near_names
+from slipstream.core.template_values import plain, show
 
 FIELD = re.compile(r"\{(\w+)\}")
 
@@ -22,13 +25,19 @@ def check_holds(argument: str, text: str, field: str) -> None:
 def check_filled(argument: str, texts: Iterable[str], rows: Sequence[Mapping[str, object]]) -> None:
     """Raises ConfigError for a {NAME} that only some rows fill, or that is almost one's name.
 
-    Other braces stay in a text as they are.
+    Other braces stay in a text as they are. So it does for a field that is no value of JSON.
     """
     known = {name for row in rows for name in row}
     for name in dict.fromkeys(FIELD.findall("\n".join(texts))):
         lacking = [number for number, row in enumerate(rows, start=1) if name not in row]
         if name in known and lacking:
             raise ConfigError(f"{argument} names {{{name}}}, which row {lacking[0]} does not have")
+        for number, row in enumerate(rows, start=1):
+            try:
+                filled(f"{{{name}}}", row)
+            except (TypeError, ValueError) as error:
+                what = f"{argument} names {{{name}}}, which row {number} has as {show(row[name])}"
+                raise ConfigError(f"{what}: write its text") from error
         if name not in known and (near := near_names(name, known, cutoff=0.7)):
             raise ConfigError(f"{argument} names {{{name}}}; {did_you_mean(near)}")
 
@@ -39,11 +48,12 @@ def filled(text: str, fields: Mapping[str, object]) -> str:
     def value(found: re.Match[str]) -> str:
         if found[1] not in fields:
             return found[0]
-        field = fields[found[1]]
-        if isinstance(field, float) and field.is_integer():
+        field = plain(fields[found[1]])
+        if isinstance(field, float | Decimal) and math.isfinite(field) and field == int(field):
             # Files write whole numbers so in a column of floats.
             field = int(field)
-        return field if isinstance(field, str) else json.dumps(field, ensure_ascii=False)
+        is_text = isinstance(field, str | Decimal)
+        return str(field) if is_text else json.dumps(field, ensure_ascii=False)
 
     return FIELD.sub(value, text)
 

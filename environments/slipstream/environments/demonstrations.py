@@ -69,10 +69,10 @@ class Demonstrations(Environment[Conversation]):
             question_files.check_system(system, [message for message, _ in told], where)
             turns, following = _turns([*((message, False) for message in first), *told], where)
             given, tools = row.get("tools"), row.get("tools") or []
+            if isinstance(given, str) and given:
+                tools = question_files.unpacked(given, f"{where}: column 'tools'")
             try:
-                if isinstance(given, str) and given:
-                    tools = question_files.unpacked(given, f"{where}: column 'tools'")
-                elif holds_null(tools):
+                if not isinstance(given, str) and holds_null(tools):
                     raise ValueError("tools hold null, as parquet fills them: write JSON text")
                 if tools:
                     tools_json(tools)

@@ -1,14 +1,19 @@
 import asyncio
 import json
 import os
+import re
 import socket
 import sys
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.errors import ConfigError
-from slipstream.environments.arguments import filled
+from slipstream.core.template_values import show
+from slipstream.environments.arguments import check_filled, filled
 from slipstream.environments.command import Command
 from slipstream.v1 import environment_pb2 as pb
 from support.fakes.scripted_server import Episode, answers, never
@@ -441,3 +446,13 @@ def test_a_sandbox_needs_limits_and_sandlock(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="the one port of the endpoint: no sandlock"):
         limits = {"memory_gib": 1.0, "max_processes": 9}
         Command(["true", "{task}"], ["x"], sandbox=True, **limits, **SCORED)
+
+
+def test_fields_of_files_become_text_and_what_has_none_is_named_with_its_row() -> None:
+    rows = [{"a": value} for value in (3.0, Decimal("4.00"), Decimal("0.5"), np.int64(6), [7, "x"])]
+    check_filled("rubric", ["{a}"], rows)
+    assert [filled("{a}", row) for row in rows] == ["3", "4", "0.5", "6", '[7, "x"]']
+    for odd in (datetime(2024, 1, 2), b"x", [Decimal(1)], {"b": object()}):
+        said = f"rubric names {{a}}, which row 2 has as {show(odd)}: write its text"
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            check_filled("rubric", ["{a}"], [{"a": 1}, {"a": odd}])

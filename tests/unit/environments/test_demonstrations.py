@@ -237,7 +237,10 @@ def test_lines_of_code_are_no_lost_commands_of_latex(tmp_path: Path) -> None:
         ({"image": "a.png"}, "column 'image' is not read, got a.png"),
         ({"loss_mask": [0, 1]}, "column 'loss_mask' is not read, got [0, 1]"),
         ({"tools": [{"name": "f"}]}, 'tools[0] must be an object with type "function"'),
-        ({"tools": "[{"}, "column 'tools' looks like a list, but cannot be read"),
+        (
+            {"tools": "[{"},
+            "column 'tools' looks like a list, but cannot be read",
+        ),
     ],
 )
 def test_columns_that_would_change_a_reply_are_read_or_refused(tmp_path, extra, said) -> None:
@@ -246,6 +249,7 @@ def test_columns_that_would_change_a_reply_are_read_or_refused(tmp_path, extra, 
     with pytest.raises(ConfigError) as refused:
         Demonstrations(file_of(tmp_path, row | extra))
     assert said in str(refused.value)
+    assert str(refused.value).count("row 1") == 1
 
 
 def test_two_system_messages_are_refused(tmp_path: Path) -> None:

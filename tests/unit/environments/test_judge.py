@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from slipstream.client.environment import Reply
+from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.errors import ConfigError
 from slipstream.environments.judge import Judge, Judged, JudgeError, Rewarded, RewardModel
+from slipstream.v1 import environment_pb2 as pb
 from support.rigs.waiting import LIMIT_S, until
 
 pytest.importorskip("openai")
@@ -453,3 +456,13 @@ async def test_a_rewarded_environment_scores_question_and_reply(endpoint, tmp_pa
         {"role": "user", "content": "What is red?"},
         {"role": "assistant", "content": "a colour"},
     ]
+
+
+async def test_a_failure_names_the_line_of_an_environment_and_not_one_of_our_own(tmp_path) -> None:
+    environment = Judged(
+        questions(tmp_path), "http://127.0.0.1:9/v1", "m", "{reply}", max_retries=0
+    )
+    host = EpisodeHost(environment)
+    await host.answer(pb.WorkerCommand(reset={"episode_key": "a"}))
+    said = (await host.answer(pb.WorkerCommand(step={"episode_key": "a", "reply": "x"}))).failure
+    assert re.search(r"APIConnectionError: .* \(judge\.py:\d+ in ", said.message)
