@@ -27,7 +27,6 @@ import warnings
 import weakref
 from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -35,7 +34,7 @@ import tomli_w
 from pydantic import JsonValue
 from slipstream.client.audit import Audit
 from slipstream.client.audit_report import Finding, findings
-from slipstream.client.client import LOOK_S, Client, NoController
+from slipstream.client.client import LOOK_S, Client, NoController, Suspended
 from slipstream.client.environment import AnyEnvironment, Environment
 from slipstream.client.environment_loader import running_place
 from slipstream.client.episode_host import EpisodeHost
@@ -396,11 +395,18 @@ async def _serve_all(plan: _Plan, before: tuple[int, str]) -> None:
     while plan.address[0] == before[0] or not plan.address[1].endswith("\n"):
         await asyncio.sleep(LOOK_S)
     async with plan.client() as client:
+
+        async def serve(one: _Served) -> None:
+            try:
+                await client.serve(one.environment, connect_timeout_s=math.inf, **one.options)
+            except Suspended as error:
+                # The run goes on with its other environments, or fails.
+                complain(str(error))
+
         try:
             async with asyncio.TaskGroup() as group:
                 for one in plan.served:
-                    serve = partial(client.serve, one.environment, connect_timeout_s=math.inf)
-                    group.create_task(serve(**one.options))
+                    group.create_task(serve(one))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 

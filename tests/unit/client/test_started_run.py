@@ -4,14 +4,17 @@ import asyncio
 import subprocess
 import sys
 import threading
+from contextlib import asynccontextmanager
 
 import pytest
 from slipstream.client import started_run
+from slipstream.client.client import Suspended
 from support.rigs.waiting import LIMIT_S
 
 STARTS = """
 import asyncio, os, sys
 from slipstream.client import started_run
+from slipstream.client.client import Suspended
 
 started_run._submit(asyncio.sleep(0)).result()
 child = os.fork()
@@ -50,3 +53,26 @@ def test_a_forked_process_starts_runs_of_its_own() -> None:
     program = (sys.executable, "-W", "ignore", "-c", STARTS)
     run = subprocess.run(program, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S)
     assert run.stdout == "7\n"
+
+
+async def test_an_environment_that_the_run_suspends_is_told_and_the_others_are_served_on(capsys):
+    served = []
+
+    class Client:
+        async def serve(self, environment: str, **options: object) -> None:
+            if environment == "bad":
+                raise Suspended(0, "environment bad is suspended: it fails")
+            await asyncio.sleep(0)
+            served.append(environment)
+
+    class Plan:
+        address = (1, "127.0.0.1:1\n")
+        served = [started_run._Served(name, name, {}) for name in ("bad", "good")]
+
+        @asynccontextmanager
+        async def client(self):
+            yield Client()
+
+    await started_run._serve_all(Plan(), (0, ""))
+    assert served == ["good"]
+    assert capsys.readouterr().err == "slipstream: environment bad is suspended: it fails\n"
