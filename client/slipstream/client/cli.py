@@ -109,6 +109,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns a command's arguments, settings among options; exits with 2 for a wrong line."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
+    if rest and not rest[0].startswith("-") and getattr(arguments, "run", "") is None:
+        # argparse takes no optional RUN behind options that stand behind another argument.
+        arguments.run = rest.pop(0)
     overrides = [text for text in rest if "=" in text and not text.startswith("-")]
     takes_settings = "overrides" in arguments
     unknown = [text for text in rest if text not in overrides] if takes_settings else rest

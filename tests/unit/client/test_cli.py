@@ -156,3 +156,17 @@ async def test_a_server_of_a_wrong_name_is_refused_before_anything_is_read() -> 
 def test_every_argument_says_what_it_is_for() -> None:
     commands = next(a.choices for a in _parser()._actions if isinstance(a.choices, dict))
     assert not [(n, a.dest) for n, each in commands.items() for a in each._actions if not a.help]
+
+
+@pytest.mark.parametrize("line", ["submit m:E", "drain server-1 --reason x", "status --json"])
+def test_the_run_may_stand_before_and_behind_the_options(line: str, capsys) -> None:
+    for options in (["--controller", "h:1"], []):
+        first, second, *_ = [*line.split(), ""]
+        stated = line.split()
+        assert parse([*stated, *options, "mine"]).run == "mine"
+        assert parse([*stated, *options]).run is None
+        if not second.startswith("-"):
+            assert parse([first, second, "mine", *stated[2:], *options]).run == "mine"
+        with pytest.raises(SystemExit):
+            parse([*stated, *options, "mine", "other"])
+    assert "unrecognized arguments: other" in capsys.readouterr().err
