@@ -6,12 +6,13 @@ environment.proto states the bounds of messages.
 """
 
 import contextlib
+import functools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat, TypeVar, cast
 
 from slipstream.client.environment import (
     BRANCH_NAME,
@@ -24,7 +25,7 @@ from slipstream.client.environment import (
 )
 from slipstream.client.environment_loader import environment_failed
 from slipstream.core.arguments import Count, kind_of, of_kind
-from slipstream.core.errors import ConfigError, ProtocolError, did_you_mean, near_names
+from slipstream.core.errors import ProtocolError, did_you_mean, near_names
 from slipstream.core.machine.files import read_regular
 from slipstream.core.models.vision import data_of_url
 from slipstream.core.template_values import json_object, plain, show, tools_json
@@ -163,41 +164,47 @@ _FIELDS = {
     "image_url": {"type", "image_url", "url"},
     "image": {"type", "path", "data"},
 }
-Made = TypeVar("Made", pb.Observation, pb.Verdict, pb.AgentResult)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 _LIMIT = kind_of(Count | None)
 
 
-def _reply_limit(limit: object) -> int:
-    try:
-        return int(of_kind("max_reply_tokens", limit, _LIMIT) or 0)
-    except ConfigError as error:
-        raise environment_failed(str(error)) from None
+def _blaming(convert: Function) -> Function:
+    """Returns `convert`, whose faults and results out of bounds are failures of the environment."""
 
+    @functools.wraps(convert)
+    def converted(*values: object, **named: object) -> Any:  # noqa: ANN401 - of `convert`
+        try:
+            made = convert(*values, **named)
+            check_bounds(made)
+            return made
+        except (ValueError, ProtocolError) as error:
+            raise environment_failed(_fault(error)) from None
 
-def check_replies(right: object, wrong: object) -> None:
-    """Raises EnvironmentFailed unless the replies that `slipstream check` plays are texts."""
-    _text(right, "right_reply")
-    for each in wrong if isinstance(wrong, list | tuple) else [wrong]:
-        _text(each, "wrong_reply")
+    return cast(Function, converted)
 
 
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
-        raise environment_failed(f"{name} must be a text, got {show(value)}")
+        raise ValueError(f"{name} must be a text, got {show(value)}")
     return value
 
 
-def observation(opening: object, reply_limit: object, expected: object = "") -> pb.Observation:
-    """Converts what `reset` gave; raises EnvironmentFailed, which names the first wrong value."""
+@_blaming
+def observation(
+    opening: object, limit: object, expected: object = "", right: object = "", wrong: object = ""
+) -> pb.Observation:
+    """Converts what `reset` gave and set; raises EnvironmentFailed, which names a wrong value."""
     opened = opening if isinstance(opening, ResetResult) else None
+    _text(right, "right_reply")
+    for each in wrong if isinstance(wrong, list | tuple) else [wrong]:
+        _text(each, "wrong_reply")
     answer = _text(expected, "expected_answer").encode(errors="replace")[:MAX_ANSWER_BYTES]
-    return _made(
-        pb.Observation,
+    return pb.Observation(
         messages=_messages(opening if opened is None else opened.messages, "reset()"),
-        max_reply_tokens=_reply_limit(reply_limit),
-        tools_json=_tools(opened.tools) if opened is not None and opened.tools else "",
+        max_reply_tokens=of_kind("max_reply_tokens", limit, _LIMIT),
+        tools_json=tools_json(opened.tools) if opened is not None and opened.tools else "",
         given_reply=_given(opened.reply, "reset()") if opened is not None else "",
         expected_answer=answer.decode(errors="ignore"),
     )
@@ -224,77 +231,70 @@ def reply_of(command: pb.StepCommand) -> Reply:
     )
 
 
+@_blaming
 def verdict(result: object, *, gives: bool) -> pb.Verdict:
     """Converts the result of `step`; raises EnvironmentFailed if it is invalid or out of bounds.
 
     `gives` says that the environment gives the replies.
     """
     if not isinstance(result, StepResult):
-        raise environment_failed(f"step() must return a StepResult, got {show(result)}")
+        raise ValueError(f"step() must return a StepResult, got {show(result)}")
     done, given = plain(result.done), result.messages
     if not isinstance(done, int) or done not in (0, 1):
-        raise environment_failed(f"done must be True or False, got {show(done)}")
+        raise ValueError(f"done must be True or False, got {show(done)}")
     messages = [] if _is_absent(given) else _messages(given, "step()")
     if not done and not messages:
-        raise environment_failed("step() must give messages when the episode is not done")
+        raise ValueError("step() must give messages when the episode is not done")
     if done and messages and not gives:
-        raise environment_failed("step() gives messages that nobody will read: done is True")
+        raise ValueError("step() gives messages that nobody will read: done is True")
     if done and result.tools is not None:
-        raise environment_failed("step() names tools that nobody will call: done is True")
+        raise ValueError("step() names tools that nobody will call: done is True")
     if done and result.reply is not None:
-        raise environment_failed("step() gives a reply that nobody will read: done is True")
-    return _made(
-        pb.Verdict,
+        raise ValueError("step() gives a reply that nobody will read: done is True")
+    return pb.Verdict(
         reward=_finite(result.reward, "the reward"),
         done=bool(done),
         messages=messages,
         metrics=_numbers(result.metrics, "metrics", "names", "metric"),
-        tools_json="" if result.tools is None else _tools(result.tools),
+        tools_json="" if result.tools is None else tools_json(result.tools),
         given_reply=_given(result.reply, "step()"),
         token_rewards=_by_token(result.token_rewards, "token_rewards"),
     )
 
 
-def agent_observation(reply_limit: object) -> pb.Observation:
+@_blaming
+def agent_observation(limit: object) -> pb.Observation:
     """Returns an agent's observation, a limit alone; raises EnvironmentFailed if it is wrong."""
-    return _made(pb.Observation, is_agent=True, max_reply_tokens=_reply_limit(reply_limit))
+    return pb.Observation(
+        is_agent=True, max_reply_tokens=of_kind("max_reply_tokens", limit, _LIMIT)
+    )
 
 
+@_blaming
 def agent_result(result: object) -> pb.AgentResult:
     """Converts the result of `run`; raises EnvironmentFailed if it is invalid or out of bounds."""
     if not isinstance(result, AgentOutcome):
         if not isinstance(result, SupportsFloat):
             what = "run() must return a number or an AgentOutcome"
-            raise environment_failed(f"{what}, got {show(result)}")
+            raise ValueError(f"{what}, got {show(result)}")
         result = AgentOutcome(_finite(result, "the reward"))
     rewards, replies = result.reply_rewards, []
     if not isinstance(rewards, Mapping) or not all(isinstance(name, str) for name in rewards):
         what = "reply_rewards must map ids of answers to rewards"
-        raise environment_failed(f"{what}, got {show(rewards)}")
+        raise ValueError(f"{what}, got {show(rewards)}")
     for name, value in rewards.items():
         what = f"the reward of reply {show(name)}"
         if (numbers := _listed(value)) is None:
             replies.append({"reply_id": name, "reward": _finite(value, what)})
         else:
             replies.append({"reply_id": name, "token_rewards": _by_token(numbers, what)})
-    return _made(
-        pb.AgentResult,
+    return pb.AgentResult(
         reward=_finite(result.reward, "the reward"),
         metrics=_numbers(result.metrics, "metrics", "names", "metric"),
         shares=_numbers(result.shares, "shares", "branches", "share of"),
         rewards=_numbers(result.rewards, "rewards", "branches", "reward of"),
         reply_rewards=replies,
     )
-
-
-def _made(kind: type[Made], **fields: Any) -> Made:  # noqa: ANN401 - of the message
-    """Returns a message of ours; raises EnvironmentFailed for a value that it cannot hold."""
-    try:
-        made = kind(**fields)
-        check_bounds(made)
-    except (UnicodeEncodeError, ProtocolError) as error:
-        raise environment_failed(_fault(error)) from None
-    return made
 
 
 def _fault(error: Exception) -> str:
@@ -308,13 +308,13 @@ def _fault(error: Exception) -> str:
 def _numbers(given: object, several: str, names: str, one: str) -> dict[str, float]:
     """Returns numbers by name, which is that of a branch if `names` is "branches"."""
     if not isinstance(given, Mapping):
-        raise environment_failed(f"{several} must map {names} to numbers, got {show(given)}")
+        raise ValueError(f"{several} must map {names} to numbers, got {show(given)}")
     for name in given if names == "branches" else ():
         if not isinstance(name, str) or BRANCH_NAME.fullmatch(name) is None:
             what = f"{several} are of branches, with names of 1 to 64 letters, digits and ._:+-"
-            raise environment_failed(f"{what}, got {show(name)}")
+            raise ValueError(f"{what}, got {show(name)}")
     if len({"", *map(str, given)}) <= len(given):
-        raise environment_failed(f"{several} must have names that differ, got {show(given)}")
+        raise ValueError(f"{several} must have names that differ, got {show(given)}")
     return {str(name): _finite(value, f"the {one} {name!r}") for name, value in given.items()}
 
 
@@ -332,7 +332,7 @@ def _listed(value: object) -> list[object] | None:
 def _by_token(rewards: object, what: str) -> list[float]:
     numbers = _listed(rewards)
     if numbers is None:
-        raise environment_failed(f"{what} must be a list of numbers, got {show(rewards)}")
+        raise ValueError(f"{what} must be a list of numbers, got {show(rewards)}")
     return [_finite(value, f"number {place} of {what}") for place, value in enumerate(numbers, 1)]
 
 
@@ -344,12 +344,12 @@ def _finite(value: object, what: str) -> float:
             number = math.nan
         if math.isfinite(number):
             return number
-    raise environment_failed(f"{what} must be a finite number, got {show(value)}")
+    raise ValueError(f"{what} must be a finite number, got {show(value)}")
 
 
 def _messages(messages: object, source: str) -> list[pb.ChatMessage]:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise environment_failed(f"{source} must give a list of messages, got {show(messages)}")
+        raise ValueError(f"{source} must give a list of messages, got {show(messages)}")
     made = []
     for given in messages:
         try:
@@ -370,15 +370,8 @@ def _messages(messages: object, source: str) -> list[pb.ChatMessage]:
                 )
             )
         except ValueError as error:
-            raise environment_failed(f"a message of {source}: {_fault(error)}") from None
+            raise ValueError(f"a message of {source}: {_fault(error)}") from None
     return made
-
-
-def _tools(tools: object) -> str:
-    try:
-        return tools_json(tools)
-    except ValueError as error:
-        raise environment_failed(str(error)) from None
 
 
 def _given(reply: object, source: str) -> str:
@@ -386,7 +379,7 @@ def _given(reply: object, source: str) -> str:
         return ""
     if isinstance(reply, str) and reply:
         return reply
-    raise environment_failed(
+    raise ValueError(
         f"the reply of {source} must be None or a text that is not empty, got {show(reply)}"
     )
 

@@ -21,7 +21,6 @@ import grpc.aio
 from slipstream.client.agent_episodes import END_LIMIT_S, AgentEpisode
 from slipstream.client.answers import (
     agent_observation,
-    check_replies,
     observation,
     reply_of,
     verdict,
@@ -192,9 +191,10 @@ class EpisodeHost:
                 self._open_agent(episode, environment, tasks[command.task_index])
                 return agent_observation(environment.max_reply_tokens)
             opening = await _result(environment.reset(tasks[command.task_index]))
-            check_replies(environment.right_reply, environment.wrong_reply)
-            expected = environment.expected_answer
-            observed = observation(opening, environment.max_reply_tokens, expected)
+            facts = environment.max_reply_tokens, environment.expected_answer
+            observed = observation(
+                opening, *facts, environment.right_reply, environment.wrong_reply
+            )
             episode.gives = bool(observed.given_reply)
             return observed
 
