@@ -5,6 +5,7 @@ connect, to load, to exit. Unblocked by: the worker, or the limit of the wait.
 """
 
 import asyncio
+import contextlib
 import math
 import os
 import re
@@ -194,9 +195,10 @@ class EnvironmentWorker:
     async def _watch_exit(self) -> None:
         ended, calls = await self._process.wait(), self._process.calls()
         if not self._stream.attached.is_set():
-            path, begin = self._log
-            said = path.read_bytes()[begin:].decode(errors="replace").split("\n")
-            last = next((line for line in reversed(said) if line.strip()), "without a word")
+            (path, begin), said = self._log, b""
+            with contextlib.suppress(OSError):
+                said = path.read_bytes()[begin:].strip()
+            last = said.rpartition(b"\n")[2].decode(errors="replace") or "without a word"
             ended = f"{ended} before it attached: {last:.{MAX_MESSAGE_CHARACTERS - 80}}"
         elif calls.current in self.episodes:
             ended = f"{ended} ({calls.place})"

@@ -142,11 +142,15 @@ async def test_an_episode_runs_with_another_interpreter(hosted, tmp_path: Path) 
 async def test_an_interpreter_that_cannot_run_a_worker_is_named(hosted, tmp_path) -> None:
     bare, loud = bare_python(tmp_path / "venv"), tmp_path / "loud"
     loud.write_text(f"#!/bin/sh\necho; echo {'x' * 9000}; exit 3\n")
-    loud.chmod(0o755)
+    removing = tmp_path / "removing"
+    removing.write_text(f"#!/bin/sh\necho lost; rm {tmp_path}/logs/*.log; exit 3\n")
+    for program in (loud, removing):
+        program.chmod(0o755)
     causes = {
         bare: f"code 2 before it attached: {bare} lacks what a worker needs: {bare} -m pip install",
         tmp_path / "none": f"127 before it attached: slipstream: {tmp_path}/none: No such file or",
         loud: f"worker exited with code 3 before it attached: {'x' * 400}",
+        removing: "worker exited with code 3 before it attached: without a word",
     }
     for python, cause in causes.items():
         hosted.load("Good", python=str(python))
