@@ -240,7 +240,11 @@ class EpisodeHost:
         environment.truncated = command.truncated
 
         async def step() -> pb.Verdict:
-            return verdict(await _result(environment.step(reply_of(command))), gives=episode.gives)
+            before = environment.max_reply_tokens
+            result = await _result(environment.step(reply_of(command)))
+            if environment.max_reply_tokens != before:
+                raise environment_failed("max_reply_tokens must be set in reset(), not in step()")
+            return verdict(result, gives=episode.gives)
 
         return await self._run(episode, step)
 

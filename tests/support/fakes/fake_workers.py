@@ -232,6 +232,9 @@ class Misbehaving(Environment[str]):
                 return StepResult(1.0, metrics={"size": math.inf})
             case "no name":
                 return StepResult(1.0, metrics={"": 1.0})
+            case "limit":
+                self.max_reply_tokens = 3
+                return StepResult(1.0)
             case "two names":
                 return StepResult(1.0, metrics={1: 1.0, "1": 2.0})  # type: ignore[dict-item]
             case "half a name":

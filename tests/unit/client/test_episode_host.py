@@ -112,6 +112,7 @@ async def test_episodes_do_not_see_each_other() -> None:
         ("metric", "the metric 'size' must be a finite number, got inf"),
         ("metrics", "metrics must map names to numbers, got [('size', 1)]"),
         ("no name", "metrics must have names that differ, got {'': 1.0}"),
+        ("limit", "max_reply_tokens must be set in reset(), not in step()"),
         ("two names", "metrics must have names that differ, got {1: 1.0, '1': 2.0}"),
         ("half a name", "texts must be without surrogates, got 'a\\ud800b'"),
         ("several ends", "done must be True or False, got array([ True, False])"),
