@@ -124,6 +124,8 @@ class Played:
     unbegun: dict[int, str] = field(default_factory=dict)
     # How the first call of `close` that failed did so.
     unclosed: str = ""
+    # Whether a step gave the first messages again, before others.
+    repeats: bool = False
     # Where `tasks()` gives others: "when it is called again", "in another process".
     other_tasks: list[str] = field(default_factory=list)
     # The form in which the right answer earned something.
@@ -370,6 +372,9 @@ class Audit:
             answer = await self._ask(step={"episode_key": key, **(step or {"reply": ""})})
             self.played.calls_s.append(time.monotonic() - began_s)
             play.failure, verdict = answer.failure.message, answer.verdict
+            opened = task.opening.messages
+            if len(verdict.messages) > len(opened) and verdict.messages[: len(opened)] == opened:
+                self.played.repeats = True
             play.earned = sum(verdict.token_rewards, play.earned + verdict.reward)
             given, play.is_done = verdict.given_reply, verdict.done
             play.num_turns += 1

@@ -129,7 +129,10 @@ def _highest(played: Played) -> tuple[int, Kind, float]:
 
 
 def _turns(played: Played) -> list[Finding]:
-    found = []
+    repeated = (
+        "step() gives the messages of reset() again, which the model has read: it reads them "
+    )
+    found = [Finding(f"{repeated}twice; give what follows the reply alone")] * played.repeats
     going = [place for place in played.every() if not (place[-1].is_done or place[-1].failure)]
     endless = [kind.value for _, kind, play in going if play.num_turns == MOST_TURNS]
     if endless:

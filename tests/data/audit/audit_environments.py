@@ -340,3 +340,29 @@ class Limited(Sums):
 class BadCloses(Sums):
     def close(self):
         raise ValueError("the browser is gone")
+
+
+# With a fault.
+class BadRepeats(Sums):
+    def reset(self, task):
+        self.said = super().reset(task)
+        return self.said
+
+    def step(self, reply):
+        if len(self.said) > 1:
+            return super().step(reply)
+        self.said = [*self.said, Message("assistant", str(reply)), Message("user", "Are you sure?")]
+        return StepResult(0.0, done=False, messages=self.said)
+
+
+# Sound: the same message again is another one.
+class AsksAgain(Sums):
+    def reset(self, task):
+        self.asked, self.left = super().reset(task), 1
+        return self.asked
+
+    def step(self, reply):
+        self.left -= 1
+        if self.left < 0:
+            return super().step(reply)
+        return StepResult(0.0, done=False, messages=self.asked)
