@@ -82,9 +82,3 @@ def free_port(host: str) -> int:
 def family_of(host: str) -> socket.AddressFamily:
     """Returns the family of an IP address, and IPv4 for a name."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def check_address_form(address: str) -> str:
-    """Returns `address` unchanged. Raises ConfigError like `address_parts`."""
-    address_parts(address)
-    return address

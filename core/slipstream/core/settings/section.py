@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
-from slipstream.core.machine.address import check_address_form
+from slipstream.core.machine.address import address_parts
 
 REFERENCE_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -23,7 +23,7 @@ def _check_reference_form(reference: str) -> str:
 # Types of the numbers of a model.
 ElementType = Literal["float32", "bfloat16", "float16"]
 Reference = Annotated[str, AfterValidator(_check_reference_form)]
-Address = Annotated[str, AfterValidator(check_address_form)]
+Address = Annotated[str, AfterValidator(lambda address: address_parts(address) and address)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 # Limit of a silence, at least 1 s: a busy process may be silent for most of a second.
