@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 import importlib.util  # noqa: E402
 import os  # noqa: E402
+import re  # noqa: E402
 import runpy  # noqa: E402
 import types  # noqa: E402
 
@@ -80,13 +81,8 @@ def _is_there(module: str, requirement: str) -> bool:
 
 def _numbers(version: str) -> list[int]:
     """Returns the leading numbers of a version: [1, 76, 0] for "1.76.0rc1"."""
-    numbers = []
-    for part in version.split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return numbers
+    leading = re.match(r"\d+(?:\.\d+)*|", version)
+    return [int(number) for number in leading[0].split(".") if number] if leading else []
 
 
 def _refuse(line: str) -> None:
