@@ -229,8 +229,8 @@ class Client:
         `reconnect_timeout_s` for a lost controller; after a reconnection open episodes begin again.
         Cancel the call to leave earlier. The other arguments are as in `submit`. The first
         failures are told on stderr, and a warning tells why the run failed. Raises
-        EnvironmentFailed if the environment gives no tasks, and Suspended when the run suspends it,
-        as after many failures in a row.
+        EnvironmentFailed if the environment gives no tasks, or when the run suspends it, as after
+        many failures in a row.
         """
         host = EpisodeHost(environment)
         spec = environment_pb2.EnvironmentSpec(
@@ -281,7 +281,8 @@ class Client:
                     logger.warning("%s", lost[1])
                     return
                 if has_reason(error, Reason.WRONG_STATE):
-                    raise Suspended(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, lost[1]) from None
+                    kind = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+                    raise EnvironmentFailed(kind, lost[1]) from None
             if lost[0] in REFUSED and patience.served:
                 with contextlib.suppress(SlipstreamError):
                     if (run := await self.status()).is_over:
@@ -372,10 +373,6 @@ class Client:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return SlipstreamError(f"the controller at {address} gave no answer in time")
         return SlipstreamError(f"the controller at {address} failed: {details or code.name}")
-
-
-class Suspended(EnvironmentFailed):
-    """The run has suspended an environment that this process serves."""
 
 
 class NoController(ConfigError):

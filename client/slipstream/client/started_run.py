@@ -34,7 +34,7 @@ import tomli_w
 from pydantic import JsonValue
 from slipstream.client.audit import Audit
 from slipstream.client.audit_report import Finding, findings
-from slipstream.client.client import LOOK_S, Client, NoController, Suspended
+from slipstream.client.client import LOOK_S, Client, NoController
 from slipstream.client.environment import AnyEnvironment, Environment
 from slipstream.client.environment_loader import running_place
 from slipstream.client.episode_host import EpisodeHost
@@ -47,7 +47,13 @@ from slipstream.core.arguments import Count, checked, kind_of, of_kind
 from slipstream.core.configuration.automatic import add_names
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.configuration.toml_text import check_values
-from slipstream.core.errors import FAILED, USAGE_ERROR, ConfigError, RunFailed
+from slipstream.core.errors import (
+    FAILED,
+    USAGE_ERROR,
+    ConfigError,
+    EnvironmentFailed,
+    RunFailed,
+)
 from slipstream.core.machine.process import die_with_parent, send_signal
 from slipstream.core.run_folder import ADDRESS, METRICS
 from slipstream.core.settings.config import Config
@@ -189,8 +195,8 @@ class Run:
     def wait(self) -> dict[str, Any]:
         """Waits for the end of the run and returns its summary, as summary.json has it.
 
-        Raises ConfigError if this machine cannot carry out the run, EnvironmentFailed for an
-        environment without tasks, and RunFailed with the cause and its log if the run failed.
+        Raises ConfigError if this machine cannot carry out the run, and RunFailed with the cause
+        and its log if the run failed.
         """
         while not self._end.done():
             self._look()
@@ -399,7 +405,7 @@ async def _serve_all(plan: _Plan, before: tuple[int, str]) -> None:
         async def serve(one: _Served) -> None:
             try:
                 await client.serve(one.environment, connect_timeout_s=math.inf, **one.options)
-            except Suspended as error:
+            except EnvironmentFailed as error:
                 # The run goes on with its other environments, or fails.
                 complain(str(error))
 

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 from slipstream.client import started_run
-from slipstream.client.client import Suspended
+from slipstream.core.errors import EnvironmentFailed
 from support.rigs.waiting import LIMIT_S
 
 STARTS = """
 import asyncio, os, sys
 from slipstream.client import started_run
-from slipstream.client.client import Suspended
+from slipstream.core.errors import EnvironmentFailed
 
 started_run._submit(asyncio.sleep(0)).result()
 child = os.fork()
@@ -61,7 +61,7 @@ async def test_an_environment_that_the_run_suspends_is_told_and_the_others_are_s
     class Client:
         async def serve(self, environment: str, **options: object) -> None:
             if environment == "bad":
-                raise Suspended(0, "environment bad is suspended: it fails")
+                raise EnvironmentFailed(0, "environment bad is suspended: it fails")
             await asyncio.sleep(0)
             served.append(environment)
 
