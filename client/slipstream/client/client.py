@@ -5,7 +5,6 @@ run lasts; a lost controller has `reconnect_timeout_s` to come back.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
@@ -41,7 +40,6 @@ from slipstream.protocol.access.security import (
     open_channel,
 )
 from slipstream.protocol.access.tokens import check_certificates
-from slipstream.protocol.rich_errors import Reason, has_reason
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,
@@ -274,25 +272,38 @@ class Client:
                     await answer_commands(host, commands(call), call.write)
                 finally:
                     call.cancel()
-                return
+                lost = grpc.StatusCode.OK, ""
             except grpc.aio.AioRpcError as error:
                 lost = error.code(), error.details() or ""
-                if lost[0] is grpc.StatusCode.ABORTED:
-                    logger.warning("%s", lost[1])
-                    return
-                if has_reason(error, Reason.WRONG_STATE):
-                    kind = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
-                    raise EnvironmentFailed(kind, lost[1]) from None
-            if lost[0] in REFUSED and patience.served:
-                with contextlib.suppress(SlipstreamError):
-                    if (run := await self.status()).is_over:
-                        if run.state == "failed":
-                            logger.warning("the run failed: %s", run.cause)
-                        return
+            if lost[0] is grpc.StatusCode.ABORTED:
+                logger.warning("%s", lost[1])
+                return
+            # gRPC hides from a client that writes meanwhile how its stream has ended.
+            has_ended = lost[0] in (grpc.StatusCode.OK, grpc.StatusCode.INTERNAL)
             # A controller that still knows the lost stream refuses a new one for a while.
-            may_pass = lost[0] in LOST or (lost[0] in REFUSED and patience.served)
-            if not may_pass or not await patience.wait(lost[1]):
+            may_pass = has_ended or (patience.served and lost[0] in REFUSED)
+            is_over = may_pass and await self._is_over(spec.name if has_ended else "")
+            if is_over or lost[0] is grpc.StatusCode.OK:
+                return
+            if not (may_pass or lost[0] in LOST) or not await patience.wait(lost[1]):
                 raise self._error(*lost)
+
+    async def _is_over(self, served: str) -> bool:
+        """Whether the run is over; tells its failure.
+
+        Raises EnvironmentFailed if the run goes on without the environment `served`.
+        """
+        try:
+            run = await self.status()
+        except SlipstreamError:
+            return False
+        if run.state == "failed":
+            logger.warning("the run failed: %s", run.cause)
+        for each in run.environments if not run.is_over else ():
+            if each.name == served and each.state == "suspended":
+                kind = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+                raise EnvironmentFailed(kind, f"environment {served} is suspended: {each.cause}")
+        return run.is_over
 
     async def environments(self) -> tuple[EnvironmentStatus, ...]:
         """Returns all environments of the run."""

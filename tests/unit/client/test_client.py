@@ -441,6 +441,29 @@ async def test_serve_ends_when_the_run_was_over_before_it_came_back(client, cont
     await asyncio.wait_for(client.serve(Good()), LIMIT_S)
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.OK, grpc.StatusCode.INTERNAL])
+async def test_serve_asks_why_its_stream_has_ended(client, controller, caplog, code) -> None:
+    async def ending(call: Call) -> None:
+        await call.read()
+        if code is not grpc.StatusCode.OK:
+            await call.context.abort(code, "Internal error from Core")
+
+    spec = environment_pb2.EnvironmentSpec(name="good")
+    suspended = environment_pb2.EnvironmentStatus(
+        spec=spec, state=environment_pb2.ENVIRONMENT_STATE_SUSPENDED, cause="it fails"
+    )
+    controller.status.environments.append(suspended)
+    controller.streams = [ending, ending]
+    with pytest.raises(EnvironmentFailed, match="^environment good is suspended: it fails$"):
+        await asyncio.wait_for(client.serve(Good()), LIMIT_S)
+    controller.status.state = status_pb2.RUN_STATE_FAILED
+    controller.status.cause = "no environment is left"
+    await asyncio.wait_for(client.serve(Good()), LIMIT_S)
+    assert [each.getMessage() for each in caplog.records] == [
+        "the run failed: no environment is left"
+    ]
+
+
 async def test_serve_gives_up_a_controller_that_stays_lost(controller: Controller) -> None:
     attached = asyncio.Event()
 

@@ -180,18 +180,15 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         """Serves one client from its hello to the end of its stream; yields commands for it."""
         clock, limit_s = self._run.clock, HELLO_TIMEOUT_S
         hello = (await first_message(request_iterator, context, clock, limit_s=limit_s)).hello
-        name, refused = hello.spec.name, grpc.StatusCode.FAILED_PRECONDITION
         if refusal := self._client_came(hello):
-            await abort(context, refused, refusal, Reason.BAD_ARGUMENT)
+            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, refusal, Reason.BAD_ARGUMENT)
+        name = hello.spec.name
         entry = self._environments.entries[name]
         try:
             async with aclosing(self.relay.serve_episodes(name, request_iterator)) as commands:
                 entry.dismiss = partial(self.relay.close, name)
                 async for command in commands:
                     yield command
-            if not entry.is_ready:
-                cause = f"environment {name} is suspended: {entry.cause}"
-                await abort(context, refused, cause, Reason.WRONG_STATE)
             if self._progress.has_failed:
                 cause = f"the run failed: {self._progress.cause}"
                 await abort(context, grpc.StatusCode.ABORTED, cause, Reason.WRONG_STATE)
