@@ -58,12 +58,15 @@ class Game(Environment[int]):
         found = re.findall(rf"(?<!\w)(?:{names})(?!\w)", answer_of(reply))
         if not found:
             self._num_illegal += 1
-            again = [Message("user", f"Reply with one of: {', '.join(self._actions)}.")]
-            return StepResult(-1.0, done=self._num_illegal == 3, messages=again)
-        action = self._actions.index(found[-1])
-        observation, reward, terminated, truncated, _ = self._game.step(action)
-        shown = [Message("user", self._show(observation))]
-        return StepResult(float(reward), done=terminated or truncated, messages=shown)
+            reward, done = -1.0, self._num_illegal == 3
+            shown = f"Reply with one of: {', '.join(self._actions)}."
+        else:
+            action = self._actions.index(found[-1])
+            observation, reward, terminated, truncated, _ = self._game.step(action)
+            done, shown = terminated or truncated, self._show(observation)
+        # Nobody reads what the game shows at its end.
+        messages = [] if done else [Message("user", shown)]
+        return StepResult(float(reward), done=done, messages=messages)
 
     def close(self) -> None:
         """Closes gymnasium's environment."""

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from slipstream.client.answers import verdict
 from slipstream.client.environment import Environment, TaskSource
 from slipstream.client.environment_loader import load_environment
 from slipstream.core.errors import EnvironmentFailed
@@ -48,10 +49,16 @@ def test_a_game_of_gymnasium_is_played_by_named_actions() -> None:
     illegal = game.step("up to you, leftward")
     assert (illegal.reward, illegal.done) == (0.0, False)
     assert game.step("jump").messages[0].content == "Reply with one of: left, down, right, up."
-    played = [game.step(word) for word in ("down", "down", "right", "right", "down", "right")]
-    assert [(each.reward, each.done) for each in played][-1] == (1.0, True)
+
+    def judged(word: str) -> tuple[float, bool, int]:
+        """What a worker tells of a step, which it refuses where nobody would read a message."""
+        told = verdict(game.step(word), gives=False)
+        return told.reward, told.done, len(told.messages)
+
+    played = [judged(word) for word in ("down", "down", "right", "right", "down", "right")]
+    assert played == [(0.0, False, 1)] * 5 + [(1.0, True, 0)]
     game.reset(0)
-    assert [game.step("no").done for _ in range(3)] == [False, False, True]
+    assert [judged("no") for _ in range(3)] == [(-1.0, False, 1)] * 2 + [(-1.0, True, 0)]
     game.close()
 
 
