@@ -196,7 +196,9 @@ class _Check:
         lines = [headline(played), *table(played), *(f"! {line}" for line in told)]
         if not options.json:
             return "\n".join([f"environment {options.check} is ready: {lines[0]}", *lines[1:]])
-        openings = [task.opening.SerializeToString() for task in played.tasks]
+        # Those of an agent have no messages: its calls do.
+        tasks = [] if played.first_call else played.tasks
+        openings = [task.opening.SerializeToString() for task in tasks]
         asked = [(key_of(row.text), key_of(row.right)) for row in played.rows]
         shown = {"lines": lines, "refused": refused, "seconds": played.seconds, "asked": asked}
         return json.dumps(shown | {"openings": [b64encode(each).decode() for each in openings]})

@@ -12,6 +12,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import EvaluationSection
 from slipstream.learner.trainer.tiny_model import make_tokenizer
 from support.fakes.small_configs import small_config
+from support.fakes.tiny_models import make_model_folder
 
 pytestmark = pytest.mark.process
 QUESTIONS = "slipstream.environments.questions:Questions"
@@ -101,6 +102,19 @@ def test_the_episodes_of_a_step_are_shared_by_the_workers(asking: Callable[..., 
     assert most <= number < most + 1
     # What the warning of an agent's second call goes by.
     assert command[command.index("--max-turns") + 1] == str(config.sampling.max_turns) == "1"
+
+
+async def test_no_prompt_of_an_agent_is_written_since_its_calls_have_the_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model_folder(tmp_path / "model")
+    monkeypatch.chdir(Path(__file__).parents[3] / "support" / "fakes")
+    reference = "agents_for_checks:Calls"
+    assert await audit_class(reference, [], python="", timeout_s=60.0, model=model) == 0
+    shown = capsys.readouterr()
+    title, ready = lines_of(shown.out)
+    assert title.startswith(f"{reference}: 2 tasks, the first call is POST /v1/chat/completions, ")
+    assert (ready, shown.err) == ("  ready", "")
 
 
 async def test_an_environment_that_cannot_be_meant_is_refused_after_its_table(
