@@ -154,8 +154,11 @@ def slowness(played: Played, *, num_episodes: int, limit_s: float) -> list[Findi
     replies = sum(play.num_turns for *_, play in plays) / max(len(plays), 1)
     each_s = seconds / max(calls, 1) * replies
     longest_s = max(played.calls_s, default=0.0)
-    if not calls and longest_s > 1.0:
-        text = f"the judge is slow: {longest_s:.2g} s for a reply, so that none were judged at once"
+    # A judge may start a program for its first reply.
+    if not calls and (shortest_s := min(played.calls_s, default=0.0)) > 1.0:
+        text = (
+            f"the judge is slow: {shortest_s:.2g} s for a reply, so that none were judged at once"
+        )
         return [Finding(f"{text}, as a run does")]
     step_s = each_s * num_episodes
     if longest_s <= max(1.0, limit_s / 2) and step_s <= _MOST_STEP_S:

@@ -129,8 +129,9 @@ def test_a_slow_judge_is_told(calls_s, timed_s, num_episodes, says) -> None:
 
 
 def test_a_judge_that_is_too_slow_to_be_timed_is_told() -> None:
-    for call_s, says in ((3.0, "3 s for a reply, so that none were judged at once"), (0.5, "")):
-        played = Played(20, calls_s=[call_s] * 4, timed=[(0.0, 0)])
+    slow = "3 s for a reply, so that none were judged at once"
+    for calls_s, says in (([3.0] * 4, slow), ([0.5] * 4, ""), ([3.0, 0.5], "")):
+        played = Played(20, calls_s=calls_s, timed=[(0.0, 0)])
         found = slowness(played, num_episodes=64, limit_s=60.0)
         assert says in "".join(each.text for each in found)
         assert len(found) == bool(says)
