@@ -8,6 +8,7 @@ loop may be blocked. Unblocked by: the next call.
 
 import asyncio
 import importlib
+import inspect
 import json
 import sys
 import sysconfig
@@ -107,6 +108,12 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
         raise environment_failed(f"the arguments are not JSON: {error}") from error
     if not isinstance(args, dict):
         raise environment_failed(f"the arguments must be a JSON object, got {args_json}")
+    taken = inspect.signature(found)
+    try:
+        taken.bind(**args)
+    except TypeError as error:
+        names = ", ".join(taken.parameters) or "none"
+        raise environment_failed(f"{class_name}(...): {error}; it takes {names}") from error
     try:
         return found(**args)
     except ConfigError as error:

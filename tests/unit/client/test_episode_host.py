@@ -285,7 +285,11 @@ async def test_a_loaded_environment_answers() -> None:
         ("no_such.py:X", "", "there is no module 'no_such' in Python's path; without .py: no_such"),
         (f"{FAKE}:Missing", "", f"module {FAKE} has no class Missing"),
         (f"{FAKE}:NoEnvironment", "", f"{FAKE}:NoEnvironment is no subclass of"),
-        (f"{FAKE}:Good", '{"sides": 3}', "Good(...) failed: TypeError: "),
+        (
+            f"{FAKE}:Good",
+            '{"sides": 3}',
+            "Good(...): got an unexpected keyword argument 'sides'; it takes words",
+        ),
         (f"{FAKE}:Good", "[3]", "the arguments must be a JSON object, got [3]"),
         (f"{FAKE}:Good", "{", "the arguments are not JSON: "),
         (f"{FAKE}:Empty", "", "ValueError: Empty.tasks() gives no task"),
