@@ -163,7 +163,7 @@ def time_lines(metrics: Mapping[str, float]) -> list[str]:
     causes = {name: metrics.get(f"lease_wait_{name}_s", 0.0) for name in LEASE_WAITS}
     cause = max(causes, key=lambda name: causes[name])
     if metrics["groups_wait_s"] / step_s < NEGLIGIBLE:
-        waits = "the servers wait for the trainer" if cause == "staleness" else "no fleet waits"
+        waits = "the servers wait for the trainer" if cause == "staleness" else "nobody waits long"
     elif not causes[cause]:
         waits = "the trainer waits for groups"
     elif cause == "slots":

@@ -170,7 +170,7 @@ def test_no_time_is_told_before_a_step_and_of_an_older_controller() -> None:
     ("waited_s", "cause", "words"),
     [
         (0.0, "staleness", "the servers wait for the trainer"),
-        (0.0, "slots", "no fleet waits"),
+        (0.0, "slots", "nobody waits long"),
         (0.5, "slots", "the trainer waits for the servers, which are full"),
         (0.5, "staleness", "long replies"),
         (0.5, "queue", "room in the queue"),
