@@ -27,7 +27,13 @@ from slipstream.client.cli import _parser
 from slipstream.client.environment import TaskSource
 from slipstream.client.environment_loader import load_environment
 from slipstream.core.configuration.config_file import load_config, parse_config
+from slipstream.core.machine.other_python import NEEDS
 from slipstream.core.settings.config import Config
+from slipstream.environments.command import Command
+from slipstream.environments.demonstrations import Demonstrations
+from slipstream.environments.frameworks.verifiers import Verifiers
+from slipstream.environments.judge import CallLimits, Judge, Judged, Rewarded
+from slipstream.environments.questions import Questions
 from support.rigs.completed import completed
 
 ROOT = Path(__file__).parents[2]
@@ -218,6 +224,39 @@ def test_nothing_installs_our_name_which_no_package_index_has() -> None:
 def test_the_command_line_takes_every_command(page: Path):
     for arguments in commands(page):
         assert is_taken(arguments), shlex.join(arguments)
+
+
+BUILT_IN = {
+    "questions": (Questions,),
+    "judges": (Judged, Rewarded, Judge),
+    "demonstrations": (Demonstrations,),
+    "agents": (Command,),
+    "frameworks": (Verifiers,),
+}
+
+
+@pytest.mark.parametrize("page", BUILT_IN)
+def test_the_guides_name_every_argument_of_what_is_built_in(page: str) -> None:
+    text = (ROOT / "docs" / "guides" / f"{page}.md").read_text()
+    taken = [inspect.signature(kind).parameters.values() for kind in BUILT_IN[page]]
+    names = {each.name for part in taken for each in part if each.kind is not each.VAR_KEYWORD}
+    names |= {*CallLimits.__annotations__} if page == "judges" else set()
+    # Of a class; in a file it is `api_key_file`.
+    names -= {"api_key", "args"}
+    assert names
+    assert {name for name in names if not re.search(rf"\b{name}\b", text)} == set()
+
+
+def test_what_installs_packages_for_another_python_names_all_of_them() -> None:
+    lines = [
+        line
+        for page in PAGES
+        for text in blocks(page, "")
+        for line in text.splitlines()
+        if "pip install" in line and "grpcio" in line
+    ]
+    assert len(lines) >= 2
+    assert [line for line in lines if not {*NEEDS.values()} <= {*shlex.split(line)}] == []
 
 
 @pytest.mark.process
