@@ -71,10 +71,13 @@ class Display:
                 self._step_at_s = time.monotonic()
                 metrics, most = event.metrics, self._config.run.steps
                 if "reward_mean" in metrics:
+                    # All replies were given: demonstrations, whose rewards say nothing.
+                    is_given = metrics.get("effective_sample_size") == 0
+                    name, key = ("loss  ", "loss") if is_given else ("reward", "reward_mean")
                     # With its time the line fits a terminal.
                     line = (
                         f"step {event.step:>{len(str(most))}}/{most}  "
-                        f"reward {metrics['reward_mean']:6.3f}  "
+                        f"{name} {metrics[key]:6.3f}  "
                         f"lag {metrics['lag_mean']:.1f}, max {metrics['lag_max']:.0f}  "
                         f"{metrics['generated_tokens_per_s']:,.0f} tok/s  "
                         f"{metrics['step_s']:.2f} s"
@@ -172,7 +175,6 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     first, last = _number(summary["reward_first"]), _number(summary["reward_last"])
     mixed, probes = summary["trajectories_with_several_versions"], summary["publishes_verified"]
     publishes = f"{summary['publishes']} since the last start"
-    gap, most_gap = (_number(summary[f"logprob_gap_{k}"], ".1e") for k in ("mean", "max"))
     rows = [("steps", f"{summary['steps']}")]
     if summary["reward_first"] is not None or not summary["steps"]:
         # The steps of a client's own loop have neither rewards nor lags.
@@ -190,12 +192,17 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("suspended", f"{name}: {cause}")
         for name, cause in summary["suspended_environments"].items()
     ]
-    return [
-        *rows,
+    rows += [
         ("new weights", f"came in the middle of {mixed:,} trajectories"),
         ("generated tokens", f"{generated} = {fates or 'none'}; difference {difference}"),
         ("publishes", f"{publishes}, {counted(probes, 'probe')} compared"),
-        ("log-probability gap", f"{gap} mean, {most_gap} largest"),
+    ]
+    if (gap := summary["logprob_gap_mean"]) is not None:
+        # Without sampled tokens there is none.
+        largest = summary["logprob_gap_max"]
+        rows.append(("log-probability gap", f"{gap:.1e} mean, {largest:.1e} largest"))
+    return [
+        *rows,
         *((f"time of the {fleet}", share) for fleet, share in shares.items()),
         ("wall time", f"{_number(summary['wall_s'], '.0f')} s"),
     ]

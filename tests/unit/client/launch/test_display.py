@@ -62,6 +62,9 @@ def test_a_run_that_is_done_says_nothing_of_going_on(tmp_path: Path) -> None:
     _, text = shown(config_of(tmp_path), reward_steps=1)
     assert "0.500 in the first step, 0.750 in the last step" in text
     assert "new weights          came in the middle of 1,234 trajectories" in text
+    assert "log-probability gap" not in text
+    _, text = shown(config_of(tmp_path), logprob_gap_mean=2e-7, logprob_gap_max=1e-6)
+    assert "log-probability gap  2.0e-07 mean, 1.0e-06 largest" in text
 
 
 @pytest.mark.parametrize("state", ["stopped", "failed"])
@@ -151,6 +154,10 @@ def test_the_line_of_a_step_fits_a_terminal(tmp_path: Path, capsys) -> None:
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("step  100/1000  reward -0.500  lag 1.2, max 2  95,426 tok/s  12.25 s")
     assert len(line) <= 79
+    # The rewards of demonstrations are all 1.
+    event.metrics.update({"effective_sample_size": 0.0, "loss": 1.25})
+    Display(config_of(tmp_path, steps=1000)).show(event)
+    assert "step  100/1000  loss    1.250  lag 1.2" in capsys.readouterr().out
 
 
 def test_fast_steps_are_shown_now_and_then_and_the_last_one_always(
