@@ -399,10 +399,13 @@ def _hint(location: tuple[int | str, ...]) -> str:
     if "." in name and name in paths:
         parent, _, key = name.rpartition(".")
         return f"write {key} into the table {parent}"
-    elsewhere = [path for path in paths if path.rpartition(".")[2] == name]
+    # Of another table, or by its first letters: `lr` means `learning_rate`.
+    keys = {path: path.rpartition(".")[2] for path in paths}
+    forms = {path: (key, re.sub("([^_])[^_]*_?", r"\1", key)) for path, key in keys.items()}
+    elsewhere = [path for path in paths if name in forms[path]]
     # The cutoff is higher for tables: `trainer` does not mean `tracking`.
     near = near_names(name, known, cutoff=0.5 if len(location) > 1 else 0.7)
-    near = elsewhere if len(elsewhere) == 1 else near
+    near = elsewhere if 0 < len(elsewhere) <= 3 else near
     return did_you_mean(near) if near else f"known are {', '.join(known)}"
 
 

@@ -65,6 +65,8 @@ def test_context_parallel_ranks_share_an_episode_that_is_too_long_for_one() -> N
     [
         ("algorithm.max_stalenes", "unknown key 'algorithm.max_stalenes'; did you mean 'max_stale"),
         ("trainer.x", "unknown key 'trainer'; known are run, model, "),
+        ("algorithm.lr", "unknown key 'algorithm.lr'; did you mean 'algorithm.learning_rate', "),
+        ("learning_rate", "unknown key 'learning_rate'; did you mean 'algorithm.learning_rate', "),
         ("algoritm.group_size", "unknown key 'algoritm'; did you mean 'algorithm'?"),
         ("learner.parallel.tpp", "unknown key 'learner.parallel.tpp'; did you mean "),
         # A setting of another table.
