@@ -217,8 +217,8 @@ async def test_a_run_without_an_environment_says_at_its_start_how_it_gets_one(tm
 
     summary = await play(config, during=submit)
     assert summary["told"][1] == (
-        "the settings have no environment: no step begins before there is one; add "
-        "[[environments]], or give the run one by slipstream submit MODULE:CLASS"
+        "the settings have no environment: the first step waits until a client serves or submits "
+        "one (slipstream submit MODULE:CLASS), else add [[environments]]"
     )
     assert summary["steps"] == 1
     again = config.model_copy(update={"run": config.run.model_copy(update={"steps": 2})})

@@ -82,8 +82,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NO_ENVIRONMENT = (
-    "the settings have no environment: no step begins before there is one; add [[environments]], "
-    "or give the run one by slipstream submit MODULE:CLASS"
+    "the settings have no environment: the first step waits until a client serves or submits one "
+    "(slipstream submit MODULE:CLASS), else add [[environments]]"
 )
 
 
