@@ -399,7 +399,7 @@ def _hint(location: tuple[int | str, ...]) -> str:
     if "." in name and name in paths:
         parent, _, key = name.rpartition(".")
         return f"write {key} into the table {parent}"
-    # Of another table, or by its first letters: `lr` means `learning_rate`.
+    # It may be a key of another table, or its first letters: `lr` means `learning_rate`.
     keys = {path: path.rpartition(".")[2] for path in paths}
     forms = {path: (key, re.sub("([^_])[^_]*_?", r"\1", key)) for path, key in keys.items()}
     elsewhere = [path for path in paths if name in forms[path]]
