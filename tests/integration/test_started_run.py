@@ -97,6 +97,22 @@ async def test_rows_come_while_a_run_asks_questions_of_this_process(
 
 
 @pytest.mark.long
+def test_settings_that_have_changed_since_the_last_start_of_a_run_are_told(quick, capfd) -> None:
+    quick["run"] |= {"steps": 2}
+    quick["algorithm"] |= {"learning_rate": 1e-3}
+    slipstream.run(environments=[Repeat], **quick).wait()
+    assert "changed since" not in capfd.readouterr().out
+    quick["run"]["steps"] = 3
+    # The run chooses the same one: that is no change.
+    del quick["algorithm"]["learning_rate"]
+    quick["sampling"] |= {"stop": ["b"]}
+    slipstream.run(environments=[Repeat], **quick).wait()
+    begin = "changed since the run's last start: "
+    told = [line for line in capfd.readouterr().out.splitlines() if line.startswith(begin)]
+    assert told == [f"{begin}run.steps is 3, was 2", f'{begin}sampling.stop is ["b"], was []']
+
+
+@pytest.mark.long
 def test_a_stopped_run_is_resumed_and_yields_what_comes_then(quick, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     quick["run"]["dir"] = "runs"

@@ -101,13 +101,7 @@ async def page_kept(folder: Path, warn: Callable[[str], None]) -> AsyncIterator[
 
 def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
     """Replaces a page, which reloads itself every `period_s` unless 0; raises OSError."""
-    settings = []
-    for folder in folders:
-        own: dict[str, JsonValue] = {}
-        with contextlib.suppress(OSError, ValueError):
-            text = read_regular(folder / CONFIG, most_bytes=MOST_TABLE_BYTES).decode()
-            own = told_settings(parse_toml(text))
-        settings.append(own)
+    settings = [settings_in(folder) for folder in folders]
     names = [str(own.get("run.name") or p.name) for own, p in zip(settings, folders, strict=True)]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
@@ -136,6 +130,14 @@ def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def settings_in(folder: Path) -> dict[str, JsonValue]:
+    """Returns all settings of a run but secrets, by dotted names; none where no file is whole."""
+    with contextlib.suppress(OSError, ValueError):
+        text = read_regular(folder / CONFIG, most_bytes=MOST_TABLE_BYTES).decode()
+        return told_settings(parse_toml(text))
+    return {}
 
 
 def differences(settings: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[str, list[str]]]:

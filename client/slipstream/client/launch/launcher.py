@@ -44,7 +44,7 @@ from slipstream.client.launch.placement import (
 )
 from slipstream.client.launch.preflight import hold_address, proof_faults
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
-from slipstream.client.page import PAGE, page_kept, reply_lines
+from slipstream.client.page import PAGE, differences, page_kept, reply_lines, settings_in
 from slipstream.client.terminal import complain, counted, say
 from slipstream.core.configuration.config_file import (
     check_sizes,
@@ -161,6 +161,7 @@ async def _carry_out(
         servers = len(placement.servers) or share.servers
         await require(replace(scene, stated=config), Stage.START)
         stack.enter_context(run_folder.hold_run_folder(config, node_rank=share.node_rank))
+        before = settings_in(config.run_dir) if share.has_controller else {}
         credentials = Credentials.load(config.security)
         if share.has_controller:
             run_id = run_folder.begin_run(config, address)
@@ -176,6 +177,9 @@ async def _carry_out(
             stated=config,
         )
         await stack.enter_async_context(processes)
+        settings = [before, settings_in(config.run_dir)]
+        for name, (was, now) in differences(settings) if before else ():
+            say(f"changed since the run's last start: {name} is {now}, was {was}")
         if share.has_controller:
             processes.start_controller(num_servers=servers)
         processes.keep_trainers(share.ranks)
