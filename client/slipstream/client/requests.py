@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from slipstream.client.client import Client
 from slipstream.client.run_folder import FoundRun, find_run
-from slipstream.client.status import EnvironmentStatus, RunStatus
+from slipstream.client.status import EnvironmentStatus, RunStatus, fates
 from slipstream.client.terminal import aligned, counted, say
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.run_folder import LEASE_WAITS, SERVER_SHARES, TRAINER_PARTS
@@ -122,16 +122,8 @@ def status_lines(run: RunStatus) -> list[str]:
         f"{run.queued_bytes:,} bytes queued, {run.reserved_bytes:,} reserved, "
         f"max_staleness {run.max_staleness}"
     )
-    ledger = run.ledger
-    lines.append(
-        f"tokens: {ledger.generated:,} generated = {ledger.trained:,} trained, "
-        f"{ledger.queued:,} queued, {ledger.in_flight:,} in flight, {ledger.failed:,} failed, "
-        f"{ledger.cancelled:,} cancelled, {ledger.filtered:,} filtered, "
-        f"{ledger.quarantined:,} quarantined, {ledger.set_aside:,} set aside, "
-        f"{ledger.evaluated:,} evaluated, {ledger.lost:,} lost; "
-        f"difference {ledger.difference}"
-    )
-    lines += [f"the ledger is open, {gap}" for gap in ledger.gaps]
+    lines.append(f"generated tokens: {fates(dataclasses.asdict(run.ledger))}")
+    lines += [f"the ledger is open, {gap}" for gap in run.ledger.gaps]
     rows = [("server", "state", "version", "groups", "episodes", "generated", "drafts", "cause")]
     rows += [
         (

@@ -188,15 +188,22 @@ def check_unwritten(target: Path) -> None:
     """Raises ConfigError when an export to `target` would overwrite something, or cannot begin."""
     if target.exists():
         raise ConfigError(f"{target} exists already: remove it, or name another folder by --out")
-    place = next(folder for folder in target.absolute().parents if folder.exists())
+    place, fault = nearest_folder(target)
+    if fault:
+        raise ConfigError(
+            f"{target} cannot be written: {place}: {fault}; name another folder by --out"
+        )
+
+
+def nearest_folder(path: Path) -> tuple[Path, str]:
+    """Returns `path` or the folder above it that is there, and why it cannot be written or ""."""
+    place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
     try:
         # Permissions do not show root that a mount is read-only.
         with tempfile.TemporaryFile(dir=place):
-            pass
+            return place, ""
     except OSError as error:
-        raise ConfigError(
-            f"{target} cannot be written: {place}: {error.strerror}; name another folder by --out"
-        ) from error
+        return place, f"{error.strerror}"
 
 
 def version_to_export(folder: Path, step: int | None) -> int:

@@ -1,7 +1,8 @@
 """Defines the status and the events of a run as plain values."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.message import Message
 from slipstream.core.types import PolicyVersion
@@ -91,6 +92,14 @@ class Ledger:
     difference: int
     # A line for each hand-over of trajectories whose two sides count differently.
     gaps: tuple[str, ...]
+
+
+def fates(ledger: Mapping[str, Any]) -> str:
+    """Returns what became of the tokens of a ledger, without the fates of none."""
+    ends = ("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside")
+    names = [name for name in (*ends, "queued", "in_flight", "lost") if ledger[name]]
+    told = ", ".join(f"{name.replace('_', ' ')} {ledger[name]:,}" for name in names) or "none"
+    return f"{ledger['generated']:,} = {told}; difference {ledger['difference']}"
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def graph_values(
     Returns {} if the engine has no CUDA graphs. The sizes are left out if `passed`, the user's own
     arguments for vLLM, sets them.
     """
-    if not section.has_graphs(on_cpu=on_cpu):
+    if on_cpu or section.is_eager(on_cpu=on_cpu):
         return {}
     values: dict[str, object] = {"prefill_schedule_interval": MOST_STEPS + 1}
     compilation = passed.get("compilation_config")

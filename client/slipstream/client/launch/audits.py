@@ -62,8 +62,8 @@ async def audit_class(
     report = await _played(reference, command, timeout_s=timeout_s)
     if report is None:
         return USAGE_ERROR
-    prompts = [] if model is None else await _written([(report, "")], model)
-    return _show(reference, report, prompts[0] if prompts else [], 0)
+    (prompts,) = [[]] if model is None else await _written([(report, "")], model)
+    return _show(reference, report, prompts, 0)
 
 
 async def audit_all(config: Config) -> int:
@@ -83,7 +83,6 @@ async def audit_all(config: Config) -> int:
     prompts = await _written(
         asked, config.model.path, template=server.chat_template, values=server.chat_template_kwargs
     )
-    prompts = prompts or [[] for _ in seen]
     for (section, report), written in zip(seen, prompts, strict=True):
         code = _show(section.name, report, written, most) or code
     for measured, its in seen:
@@ -120,12 +119,13 @@ async def _written(
     template: Path | None = None,
     values: Mapping[str, JsonValue] = {},
 ) -> list[list[Prompt]]:
-    """Returns what the template makes of each report's openings, or [] without a tokenizer."""
+    """Returns what the template makes of each report's openings, nothing without a tokenizer."""
+    nothing: list[list[Prompt]] = [[] for _ in asked]
     if not any(report["openings"] for report, _ in asked):
-        return []
+        return nothing
     if importlib.util.find_spec("transformers") is None:
         say("prompts are not written: transformers is not installed here")
-        return []
+        return nothing
     question = {
         "model": str(model),
         "template": template and str(template),

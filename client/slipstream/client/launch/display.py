@@ -8,6 +8,7 @@ from typing import Any
 
 from slipstream.client.page import PAGE
 from slipstream.client.run_folder import read_summary
+from slipstream.client.status import fates
 from slipstream.client.terminal import complain, counted, discard, plain, this_command
 from slipstream.core.run_folder import CHECKPOINTS, LOGS, METRICS, SAMPLES, SUMMARY, log_path
 from slipstream.core.settings.config import Config
@@ -158,35 +159,27 @@ def loading_line(config: Config, num_servers: int) -> str:
 
 def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns the rows of the table: names and values from a summary."""
-    ledger = summary["ledger"]
-    generated, difference = f"{ledger['generated']:,}", ledger["difference"]
     shares = {
         fleet: ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share >= 0.005)
         for fleet, parts in summary["time"].items()
     }
-    ends = ("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated")
-    fates = ", ".join(
-        f"{name.replace('_', ' ')} {ledger[name]:,}"
-        for name in (*ends, "set_aside", "queued", "in_flight", "lost")
-        if ledger[name]
-    )
     several = summary["reward_steps"]
     span = f"{several} steps" if several > 1 else "step"
-    first, last = _number(summary["reward_first"]), _number(summary["reward_last"])
     mixed, probes = summary["trajectories_with_several_versions"], summary["publishes_verified"]
     publishes = f"{summary['publishes']} since the last start"
     rows = [("steps", f"{summary['steps']}")]
-    if summary["reward_first"] is not None or not summary["steps"]:
+    if (first := summary["reward_first"]) is not None:
         # The steps of a client's own loop have neither rewards nor lags.
+        last = summary["reward_last"]
         rows += [
-            ("reward", f"{first} in the first {span}, {last} in the last {span}"),
+            ("reward", f"{first:.3f} in the first {span}, {last:.3f} in the last {span}"),
             ("lag", f"at most {summary['max_lag_seen']}, promised {summary['max_staleness']}"),
         ]
     if summary["reward_heldout"] is not None:
         begun, ended = summary["reward_heldout_first_step"], summary["reward_heldout_step"]
         # With a single round there is nothing to compare.
-        earlier = f"{_number(summary['reward_heldout_first'])} at version {begun}, "
-        newest = f"{_number(summary['reward_heldout'])} at version {ended}"
+        earlier = f"{summary['reward_heldout_first']:.3f} at version {begun}, "
+        newest = f"{summary['reward_heldout']:.3f} at version {ended}"
         rows.append(("reward held out", f"{earlier if begun != ended else ''}{newest}"))
     rows += [
         ("suspended", f"{name}: {cause}")
@@ -194,7 +187,7 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     rows += [
         ("new weights", f"came in the middle of {mixed:,} trajectories"),
-        ("generated tokens", f"{generated} = {fates or 'none'}; difference {difference}"),
+        ("generated tokens", fates(summary["ledger"])),
         ("publishes", f"{publishes}, {counted(probes, 'probe')} compared"),
     ]
     if (gap := summary["logprob_gap_mean"]) is not None:
@@ -204,9 +197,5 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         *rows,
         *((f"time of the {fleet}", share) for fleet, share in shares.items()),
-        ("wall time", f"{_number(summary['wall_s'], '.0f')} s"),
+        ("wall time", f"{summary['wall_s']:.0f} s"),
     ]
-
-
-def _number(value: object, form: str = ".3f") -> str:
-    return format(value, form) if isinstance(value, float) else "-"

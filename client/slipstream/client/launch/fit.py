@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from slipstream.client.launch.findings import Finding, Scene, advice, ok, problem
 from slipstream.client.launch.machine import GIB
 from slipstream.client.launch.placement import fit_here, uses_gpus
+from slipstream.client.run_folder import nearest_folder
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import free_memory
@@ -217,15 +217,9 @@ def check_disk(scene: Scene) -> Finding:
     """Checks the room for the run's checkpoints and its final export, in `run.dir`."""
     config, usual, least = scene.stated, 0.0, float(LEAST_DISK_BYTES)
     run_dir = Path("runs") if config is None else config.run.dir
-    place = run_dir.absolute()
-    while not place.exists():
-        place = place.parent
-    try:
-        # Permissions do not show root that a mount is read-only.
-        with tempfile.TemporaryFile(dir=place):
-            pass
-    except OSError as error:
-        seen = f"run.dir is {run_dir}, and {place} cannot be written ({error.strerror})"
+    place, fault = nearest_folder(run_dir)
+    if fault:
+        seen = f"run.dir is {run_dir}, and {place} cannot be written ({fault})"
         return problem(seen, "set run.dir to a folder of yours")
     free = shutil.disk_usage(place).free
     seen = f"{free / GIB:.2f} GiB are free for {run_dir}"

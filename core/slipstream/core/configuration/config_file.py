@@ -212,11 +212,13 @@ def check_sizes(config: Config) -> list[str]:
     file that the run loads: models, tokenizer and checkpoint.
     """
     sizes, learner = read_model_sizes(config.model.path), config.learner
+    # The type that some families lack.
+    half = "float16" if config.model.dtype == "float16" else None
     problems = itertools.chain(
         model_rules.model_problems(sizes),
         field_problems(read_model_table(config.model.path)),
         model_rules.layout_problems(sizes, learner.parallel, learner.transformer),
-        model_rules.dtype_problems(sizes, config.model.dtype),
+        refusals(sizes.family, sizes.architecture, {"model.dtype": half}),
     )
     for problem in problems:
         raise ConfigError(problem)
@@ -400,9 +402,8 @@ def _hint(location: tuple[int | str, ...]) -> str:
         parent, _, key = name.rpartition(".")
         return f"write {key} into the table {parent}"
     # It may be a key of another table, or its first letters: `lr` means `learning_rate`.
-    keys = {path: path.rpartition(".")[2] for path in paths}
-    forms = {path: (key, re.sub("([^_])[^_]*_?", r"\1", key)) for path, key in keys.items()}
-    elsewhere = [path for path in paths if name in forms[path]]
+    keys = [(path, path.rpartition(".")[2]) for path in paths]
+    elsewhere = [p for p, key in keys if name in (key, re.sub("([^_])[^_]*_?", r"\1", key))]
     # The cutoff is higher for tables: `trainer` does not mean `tracking`.
     near = near_names(name, known, cutoff=0.5 if len(location) > 1 else 0.7)
     near = elsewhere if 0 < len(elsewhere) <= 3 else near

@@ -124,12 +124,6 @@ def adapter_problems(lora: LoraSection, sizes: ModelSizes, tp: int) -> Iterator[
         )
 
 
-def dtype_problems(sizes: ModelSizes, dtype: str) -> Iterator[str]:
-    """Yields a line if vLLM cannot compute the model's family in `dtype`."""
-    if dtype == "float16":
-        yield from refusals(sizes.family, sizes.architecture, {"model.dtype": dtype})
-
-
 def agreement_problems(sizes: ModelSizes, agreement: str) -> Iterator[str]:
     """Yields one line if `agreement` is "bits", and learner and engine compute different bits."""
     if agreement != "bits":

@@ -471,10 +471,6 @@ class RolloutServerSection(Section):
         """Whether the engine runs eagerly, which by default it does on CPUs only."""
         return on_cpu if self.enforce_eager is None else self.enforce_eager
 
-    def has_graphs(self, *, on_cpu: bool) -> bool:
-        """Whether the engine runs its steps as CUDA graphs."""
-        return not (on_cpu or self.is_eager(on_cpu=on_cpu))
-
 
 class SecuritySection(Section):
     """TLS and the token. Addresses other than loopback need both."""
