@@ -273,25 +273,21 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
     submit.add_argument(
         "--python", type=_path, help="interpreter of the workers; default: servers'"
     )
-    _add_connection(submit)
-    _set_program(submit, "slipstream.client.requests:submit", whole=True)
+    _add_connection(submit, "submit")
 
     status = commands.add_parser("status", help="what a run is doing")
     status.add_argument("--json", action="store_true", help="everything, for programs")
     status.add_argument("--server-id", help="print nothing; exit code 1 unless this server works")
-    _add_connection(status)
-    _set_program(status, "slipstream.client.requests:status", whole=True)
+    _add_connection(status, "status")
 
     drain = commands.add_parser("drain", help="let one rollout server leave a run in order")
     drain.add_argument("server_id", metavar="SERVER", help="its name, as slipstream status has it")
     drain.add_argument("--reason", default="a client asked for it", help="for the log")
-    _add_connection(drain)
-    _set_program(drain, "slipstream.client.requests:drain", whole=True)
+    _add_connection(drain, "drain")
 
     stop = commands.add_parser("stop", help="end a run in order")
     stop.add_argument("--reason", default="a client asked for it", help="for the log")
-    _add_connection(stop)
-    _set_program(stop, "slipstream.client.requests:stop", whole=True)
+    _add_connection(stop, "stop")
 
 
 def _add_settings(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
@@ -348,7 +344,8 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_connection(parser: argparse.ArgumentParser) -> None:
+def _add_connection(parser: argparse.ArgumentParser, request: str) -> None:
+    _set_program(parser, f"slipstream.client.requests:{request}", whole=True)
     parser.add_argument(
         "run",
         nargs="?",

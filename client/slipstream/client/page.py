@@ -197,10 +197,9 @@ def _replies(folder: Path) -> list[JsonValue]:
     """Returns the newest kept episodes, newest first, with texts of limited length."""
     lines: list[bytes] = []
     with contextlib.suppress(OSError), open_regular(folder / SAMPLES) as file:
-        start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
-        file.seek(start)
-        # The first line may be cut.
-        lines = file.read(TAIL_BYTES).splitlines()[1 if start else 0 :]
+        # The first line may be cut, and is then no JSON.
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = file.read(TAIL_BYTES).splitlines()
     return [_cut(row) for row in map(parsed, lines[-MOST_REPLIES:]) if isinstance(row, dict)][::-1]
 
 
