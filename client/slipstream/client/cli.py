@@ -389,8 +389,7 @@ async def _run(arguments: argparse.Namespace) -> int:
     if arguments.steps is not None:
         overrides.insert(0, f"run.steps={arguments.steps}")
     if arguments.environment is not None:
-        reference = json.dumps(arguments.environment)
-        overrides.insert(0, f"environments=[{{reference={reference}}}]")
+        overrides.insert(0, f"environments=[{{reference={json.dumps(arguments.environment)}}}]")
     if arguments.model is not None:
         overrides.insert(0, f"model.path={json.dumps(arguments.model)}")
     if path is None and not overrides:

@@ -85,7 +85,6 @@ class Ledger:
     evaluated: int
     # Tokens of batches that could not be trained.
     set_aside: int
-    # Tokens that a client's loop sampled from the initial model.
     queued: int
     in_flight: int
     lost: int

@@ -182,10 +182,7 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         newest = f"{summary['reward_heldout']:.3f} at version {ended}"
         rows.append(("reward held out", f"{earlier if begun != ended else ''}{newest}"))
     rows += [
-        ("suspended", f"{name}: {cause}")
-        for name, cause in summary["suspended_environments"].items()
-    ]
-    rows += [
+        *(("suspended", f"{k}: {cause}") for k, cause in summary["suspended_environments"].items()),
         ("new weights", f"came in the middle of {mixed:,} trajectories"),
         ("generated tokens", fates(summary["ledger"])),
         ("publishes", f"{publishes}, {counted(probes, 'probe')} compared"),

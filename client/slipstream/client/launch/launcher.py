@@ -249,9 +249,8 @@ async def run_check(
         if overrides:
             raise ConfigError(f"an environment is checked without settings, got {overrides[0]!r}")
         given = [] if args is None else ["--args", args]
-        limit_s = 60.0 if timeout_s is None else timeout_s
         return await audit_class(
-            str(path), given, python=python or "", timeout_s=limit_s, model=model
+            str(path), given, python=python or "", timeout_s=timeout_s or 60.0, model=model
         )
     options = {"--args": args, "--python": python, "--timeout-s": timeout_s, "--model": model}
     if stated := [name for name, value in options.items() if value is not None]:
@@ -268,10 +267,9 @@ async def run_check(
     faults = await proof_faults(config)
     for fault in faults:
         complain(fault)
-    if faults:
-        return USAGE_ERROR
-    say("the algorithm's functions are proved")
-    return code
+    if not faults:
+        say("the algorithm's functions are proved")
+    return USAGE_ERROR if faults else code
 
 
 async def run_doctor(arguments: argparse.Namespace) -> int:
