@@ -7,6 +7,7 @@ loop may be blocked. Unblocked by: the next call.
 """
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import json
@@ -108,9 +109,11 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
         raise environment_failed(f"the arguments are not JSON: {error}") from error
     if not isinstance(args, dict):
         raise environment_failed(f"the arguments must be a JSON object, got {args_json}")
-    taken = inspect.signature(found)
     try:
-        taken.bind(**args)
+        # A compiled class may tell none.
+        with contextlib.suppress(ValueError):
+            taken = inspect.signature(found)
+            taken.bind(**args)
     except TypeError as error:
         names = ", ".join(taken.parameters) or "none"
         raise environment_failed(f"{class_name}(...): {error}; it takes {names}") from error
