@@ -233,26 +233,18 @@ class Rewarded(Asked):
         question: str = "question",
         instruction: str = "{question}",
         api_key_file: str | Path | None = None,
-        label: NotNegative = 0,
-        as_probability: bool = False,
-        **limits: Unpack[CallLimits],
+        **options: Any,  # noqa: ANN401 - those of `RewardModel`, which checks them
     ) -> None:
         """`base_url` and `model` name the reward model, whose key is in `api_key_file`.
 
         `question` is the column of questions, each of which replaces {question} in `instruction`.
-        The other arguments are as in `RewardModel`. Raises ConfigError, which names the argument
-        that cannot work.
+        `options` are further arguments of `RewardModel`. Raises ConfigError, which names the
+        argument that cannot work.
         """
         columns = Columns(question, instruction=instruction, duplicates="keep")
         super().__init__(named_rows(Path(path)), columns)
-        self._model = RewardModel(
-            base_url,
-            model,
-            label=label,
-            as_probability=as_probability,
-            api_key=key_in(api_key_file, "api_key_file"),
-            **limits,
-        )
+        key = key_in(api_key_file, "api_key_file")
+        self._model = RewardModel(base_url, model, api_key=key, **options)
 
     async def step(self, reply: str) -> StepResult:
         """Returns the model's score of the reply, without its reasoning, as the reward."""

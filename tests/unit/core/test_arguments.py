@@ -167,7 +167,7 @@ def _of(function: Callable[..., object], more: Sequence[str] = (), **given: obje
         _of(Judge, ["max_open", "timeout_s"], base_url=URL, prompt="{reply}"),
         _of(Judged, ["lowest"], path="rows.jsonl", base_url=URL, model="m", rubric="{reply}"),
         _of(RewardModel, ["max_retries"], base_url=URL, model="m"),
-        _of(Rewarded, path="rows.jsonl", base_url=URL, model="m"),
+        _of(Rewarded, ["label"], path="rows.jsonl", base_url=URL, model="m"),
         _of(partial(Functions, "functions.jsonl")),
         _of(partial(Arithmetic, num_tasks=3)),
         _of(Sandbox),
