@@ -81,7 +81,9 @@ def read_message(given: object) -> Message:
             raise ValueError(f"tool_calls must be a list, got {show(calls)}")
         found["tool_calls"] = tuple(map(_call, calls))
         found["content"] = found["content"] or ""
-    if not isinstance(content := found["content"], str | Sequence) or isinstance(content, bytes):
+    content = found["content"]
+    is_list = isinstance(content, Sequence) and not isinstance(content, bytes) and len(content) > 0
+    if not (is_list or isinstance(content, str)):
         raise ValueError(f"content must be a text or a list of parts, got {show(content)}")
     return Message(**found)
 
@@ -360,7 +362,7 @@ def _messages(messages: object, source: str) -> list[pb.ChatMessage]:
                     role=message.role,
                     content=message.content if isinstance(message.content, str) else "",
                     tool_call_id=message.tool_call_id,
-                    parts=[] if is_text else content_parts(message.content),
+                    parts=[] if is_text else map(content_part, message.content),
                     name=message.name,
                     tool_calls=[
                         pb.ToolCall(id=call.id, name=call.name, arguments=call.text)
@@ -384,14 +386,8 @@ def _given(reply: object, source: str) -> str:
     )
 
 
-def content_parts(content: object) -> list[pb.ContentPart]:
-    """Converts a list of texts and of images, whose files are read here; raises ValueError."""
-    if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
-        raise ValueError(f"content must be a text or a list of parts, got {show(content)}")
-    return [_part(part) for part in content]
-
-
-def _part(part: object) -> pb.ContentPart:
+def content_part(part: object) -> pb.ContentPart:
+    """Converts a text or an image, whose file is read here; raises ValueError."""
     if not isinstance(part, Mapping):
         raise ValueError(f"a part must be {_FORMS}, got {show(part)}")
     kind, url = part.get("type"), part.get("image_url")

@@ -16,7 +16,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from slipstream.client.answers import content_parts, read_message
+from slipstream.client.answers import content_part, read_message
 from slipstream.client.environment import Environment, Message
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX, HubFiles
@@ -462,7 +462,7 @@ def message_in(cell: Cell, where: str) -> Message:
         for part in () if isinstance(message.content, str) else message.content:
             # The file of an image is read when it is shown.
             if not isinstance(part, Mapping) or "path" not in part:
-                content_parts([part])
+                content_part(part)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
     text_of(message.text, where)
