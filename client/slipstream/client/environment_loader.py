@@ -64,13 +64,12 @@ def describe(error: BaseException) -> str:
         # The traceback ends where Python reads modules, not at the mistake.
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if is_of_environment(frame.filename)]
-    if not frames or (not own and is_ours(frames[-1].filename)):
+    walk = traceback.walk_tb(error.__traceback__)
+    frames = [(frame.f_code, number) for frame, number in walk][::-1]
+    files = [code.co_filename for code, _ in frames]
+    if not files or (is_ours(files[0]) and not any(map(is_of_environment, files))):
         return line
-    # A library that the environment called says less than the line that called it.
-    last = (own or frames)[-1]
-    return f"{line} ({Path(last.filename).name}:{last.lineno} in {last.name})"
+    return f"{line} ({_describe(frames)})"
 
 
 def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnvironment:
@@ -196,6 +195,7 @@ def awaited_place(task: asyncio.Task[object]) -> str:
 
 def _describe(frames: Sequence[tuple[types.CodeType, int]]) -> str:
     """Returns the first frame of an environment, or else the first; the innermost comes first."""
+    # A library that the environment called says less than the line that called it.
     own = [frame for frame in frames if is_of_environment(frame[0].co_filename)]
     for code, line in (own or frames)[:1]:
         return f"{Path(code.co_filename).name}:{line} in {code.co_name}"
