@@ -17,6 +17,7 @@ from typing import Any, SupportsFloat, TypeVar, cast
 from slipstream.client.environment import (
     BRANCH_NAME,
     AgentOutcome,
+    AnyEnvironment,
     Message,
     Reply,
     ResetResult,
@@ -194,21 +195,20 @@ def _text(value: object, name: str) -> str:
 
 
 @_blaming
-def observation(
-    opening: object, limit: object, expected: object = "", right: object = "", wrong: object = ""
-) -> pb.Observation:
+def observation(opening: object, own: AnyEnvironment) -> pb.Observation:
     """Converts what `reset` gave and set; raises EnvironmentFailed, which names a wrong value."""
-    opened = opening if isinstance(opening, ResetResult) else None
-    _text(right, "right_reply")
+    opened = opening if isinstance(opening, ResetResult) else ResetResult(cast(Any, opening))
+    _text(own.right_reply, "right_reply")
+    wrong = own.wrong_reply
     for each in wrong if isinstance(wrong, list | tuple) else [wrong]:
         _text(each, "wrong_reply")
-    answer = _text(expected, "expected_answer").encode(errors="replace")[:MAX_ANSWER_BYTES]
+    answer = _text(own.expected_answer, "expected_answer").encode(errors="replace")
     return pb.Observation(
-        messages=_messages(opening if opened is None else opened.messages, "reset()"),
-        max_reply_tokens=of_kind("max_reply_tokens", limit, _LIMIT),
-        tools_json=tools_json(opened.tools) if opened is not None and opened.tools else "",
-        given_reply=_given(opened.reply, "reset()") if opened is not None else "",
-        expected_answer=answer.decode(errors="ignore"),
+        messages=_messages(opened.messages, "reset()"),
+        max_reply_tokens=of_kind("max_reply_tokens", own.max_reply_tokens, _LIMIT),
+        tools_json=tools_json(opened.tools) if opened.tools else "",
+        given_reply=_given(opened.reply, "reset()"),
+        expected_answer=answer[:MAX_ANSWER_BYTES].decode(errors="ignore"),
     )
 
 

@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import grpc.aio
 from slipstream.client.agent_episodes import END_LIMIT_S, AgentEpisode
-from slipstream.client.answers import (
-    agent_observation,
-    observation,
-    reply_of,
-    verdict,
-)
+from slipstream.client.answers import agent_observation, observation, reply_of, verdict
 from slipstream.client.environment import AgentEnvironment, AnyEnvironment, TaskSource
 from slipstream.client.environment_loader import (
     CallTracker,
@@ -191,10 +186,7 @@ class EpisodeHost:
                 self._open_agent(episode, environment, tasks[command.task_index])
                 return agent_observation(environment.max_reply_tokens)
             opening = await _result(environment.reset(tasks[command.task_index]))
-            facts = environment.max_reply_tokens, environment.expected_answer
-            observed = observation(
-                opening, *facts, environment.right_reply, environment.wrong_reply
-            )
+            observed = observation(opening, environment)
             episode.gives = bool(observed.given_reply)
             return observed
 

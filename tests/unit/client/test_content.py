@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.answers import observation
+from slipstream.client.environment import Environment
 from slipstream.core.errors import EnvironmentFailed
 
 from deploy.environments.colours import COLOURS, Colours, square_png
@@ -14,7 +15,7 @@ RED = square_png(COLOURS["red"], 0, 0)
 
 
 def parts_of(content: object) -> list:
-    (message,) = observation([{"role": "user", "content": content}], None).messages
+    (message,) = observation([{"role": "user", "content": content}], Environment()).messages
     assert message.content == ""
     return [part.image if part.HasField("image") else part.text for part in message.parts]
 
@@ -62,7 +63,7 @@ def test_an_image_is_read_from_a_file_alone(tmp_path: Path) -> None:
 )
 def test_other_content_is_refused_by_name(content: object, words: str) -> None:
     with pytest.raises(EnvironmentFailed, match=words):
-        observation([{"role": "user", "content": content}], None)
+        observation([{"role": "user", "content": content}], Environment())
 
 
 def test_the_colour_of_a_square_is_judged() -> None:

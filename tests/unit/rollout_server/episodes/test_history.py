@@ -2,7 +2,7 @@ import json
 
 import pytest
 from slipstream.client.answers import observation, read_message
-from slipstream.client.environment import ToolCall
+from slipstream.client.environment import Environment, ToolCall
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.rollout_server.chat import (
@@ -100,13 +100,13 @@ def test_all_fields_of_an_environments_messages_reach_the_template() -> None:
         {"role": "assistant", "content": None, "tool_calls": [as_text], "thinking": "hm"},
         {"role": "tool", "content": "-3 C", "tool_call_id": "c1", "name": "look"},
     ]
-    sent = observation(shown, None).messages
+    sent = observation(shown, Environment()).messages
     found = [ChatMessage.from_pb(message).for_template() for message in sent]
     reply = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "hm"}
     assert found == [shown[0], reply, shown[2]]
     # A Message says the same, and is what an API takes.
     messages = [read_message(each) for each in shown]
-    assert list(observation(messages, None).messages) == list(sent)
+    assert list(observation(messages, Environment()).messages) == list(sent)
     assert messages[1].fields() == {**reply, "tool_calls": [as_text]}
     assert read_message(messages[2]) == messages[2]
 
