@@ -13,7 +13,8 @@ class Others(Echo):
 
     def reset(self, task: Pair) -> list[Message]:
         messages = super().reset(task)
-        self.right_reply, self.wrong_reply = self._others(task), self._words(task)
+        self.right_reply = self._words(sorted(self._symbols - set(task)))
+        self.wrong_reply = self._words(task)
         return messages
 
     def step(self, reply: str) -> StepResult:

@@ -51,11 +51,8 @@ class Echo(Environment[Pair]):
 
     def reset(self, task: Pair) -> list[Message]:
         self._letters, self.right_reply = task, self._words(task)
-        self.wrong_reply = self._others(task)
+        self.wrong_reply = self._words(sorted(self._symbols - set(task)))
         return [Message("user", " ".join(task))]
-
-    def _others(self, letters: Pair) -> str:
-        return self._words(sorted(self._symbols - set(letters)))
 
     def _words(self, letters: Sequence[str]) -> str:
         """Returns a reply of the judged length with these letters."""
