@@ -226,13 +226,11 @@ class _Starter:
 
     def leave(self) -> None:
         """Leaves the process to the parent of this one, which has just forked."""
-        atexit.unregister(self.end)
         self._lock = threading.Lock()
-        process, self._process = self._process, None
-        if process is not None:
-            self._asks.close()
-            # Only its parent can wait for it.
-            process.returncode = 0
+        if self._process is not None:
+            # Only its parent can end it and wait for it: here it counts as ended.
+            self._process.returncode = 0
+        self.end()
 
 
 _STARTER = _Starter()
