@@ -152,15 +152,14 @@ def _show(name: str, report: Report, prompts: Sequence[Prompt], most: int) -> in
     if counts:
         tokens = f"least {min(counts):,}, median {median(counts):,.0f}, most {max(counts):,}"
         lines.append(f"tokens of a prompt: {tokens}{f' of at most {most:,}' if most else ''}")
+    of = f"of {counted(len(prompts), 'prompt')}"
     if faults:
-        of = f"{len(faults)} of {counted(len(prompts), 'prompt')}"
-        lines.append(f"! {of} cannot be written: {faults[0]}")
+        lines.append(f"! {len(faults)} {of} cannot be written: {faults[0]}")
     if special := [prompt["special"] for prompt in prompts if prompt["special"]]:
-        of = f"{len(special)} of {counted(len(prompts), 'prompt')}"
-        lines.append(f"! {of} have a message that spells {special[0]}: the model reads that token")
+        what = f"have a message that spells {special[0]}: the model reads that token"
+        lines.append(f"! {len(special)} {of} {what}")
     if most and (longer := sum(count > most for count in counts)):
-        of = f"{longer} of {counted(len(prompts), 'prompt')}"
-        lines.append(f"! {of} have more than {most:,} tokens: their tasks are set aside")
+        lines.append(f"! {longer} {of} have more than {most:,} tokens: their tasks are set aside")
     for line in lines:
         say(f"  {line}")
     refused = report["refused"]
