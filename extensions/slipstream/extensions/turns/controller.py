@@ -64,7 +64,6 @@ class EngineTurns(Part):
         await self._run.clock.wait(list(self._answers.values()), limit_s)
         for session in sharing:
             if not self._answers[session.key].done():
-                session.disconnect()
                 late = f"within {limit_s:g} s (weights.join_deadline_s)"
                 self._fleet.remove(session, f"its engine did not rest {late}")
 

@@ -70,7 +70,6 @@ class RunWatch:
         for key in stuck:
             session = self._fleet.find(key)
             if session is not None:
-                session.disconnect()
                 cause = f"it did not end a lease within {CANCEL_LIMIT_S:g} s of serving"
                 self._fleet.remove(session, cause)
 

@@ -92,7 +92,6 @@ class Failures:
 
     def send_away(self, session: ServerSession, cause: str) -> None:
         """Ends the stream of a server; others get its leases, and it may join again."""
-        session.disconnect()
         self._fleet.remove(session, cause)
         self._note(session, cause)
 
@@ -100,7 +99,6 @@ class Failures:
         if self._note(session, cause):
             session.retry_publish_s = time.monotonic() + retry_wait_s(session.failed_publishes)
         else:
-            session.disconnect()
             cause = f"{session.failed_publishes} publishes failed: {cause}"
             self._fleet.remove(session, cause)
 

@@ -131,7 +131,6 @@ class Fleet:
         """Adds a server that joined; removes the session of its earlier epoch."""
         older = self.sessions.get(session.key.server_id)
         if older is not None:
-            older.disconnect()
             self.remove(older, "it joined again")
         self.departed.pop(session.key.server_id, None)
         self.sessions[session.key.server_id] = session
@@ -143,7 +142,8 @@ class Fleet:
         self._run.signal.notify()
 
     def remove(self, session: ServerSession, cause: str) -> None:
-        """Removes a connected server whose stream ended; the episodes that it ran are lost."""
+        """Ends a server's stream and removes the server; the episodes that it ran are lost."""
+        session.disconnect()
         if self.find(session.key) is not session:
             return
         del self.sessions[session.key.server_id]
@@ -225,7 +225,6 @@ class Fleet:
         for session in list(self.sessions.values()):
             silent = session.silent_s
             if silent > limit:
-                session.disconnect()
                 self.remove(session, f"silent for {silent:.1f} s")
 
     def receive(self, session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
