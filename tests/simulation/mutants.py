@@ -128,9 +128,9 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
         "recording.reward = calls.whole_reward(verdict)",
     ),
     "a client that comes again is refused": Change(
-        f"{CONTROLLER}.services.environment_service:EnvironmentServicer._client_left",
-        "entry.state = pb.ENVIRONMENT_STATE_SUSPENDED",
-        "pass",
+        f"{CONTROLLER}.trajectories.intake:Intake.suspend",
+        "entry.state, entry.cause = environment_pb2.ENVIRONMENT_STATE_SUSPENDED, cause",
+        "entry.cause = cause",
     ),
     "a step is answered before its record is durable": Change(
         f"{SERVICE}:TrainerServicer.ReportStep", "await self._former.durable()", "pass"

@@ -12,7 +12,7 @@ rollout server that does not read loses its stream.
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -54,8 +54,8 @@ class EnvironmentEntry:
     failed_on: dict[ServerKey, str] = field(default_factory=dict)
     # Episodes that the serving client takes. None if servers host the environment.
     client_episodes: int | None = None
-    # Ends the stream of that client.
-    dismiss: Callable[[], None] = lambda: None
+    # The commands for that client while its stream is open.
+    client: Outbox[pb.WorkerCommand] | None = None
     # Number of each group that failed since the last complete group.
     failed_in_a_row: list[int] = field(default_factory=list)
     # Number of tasks skipped because their prompt is too long.
@@ -265,23 +265,28 @@ class RelayedCall:
 class Relay:
     """Connects rollout servers with the clients that serve environments."""
 
-    def __init__(self) -> None:
-        # The outbox of each client, by the name of its environment.
-        self._clients: dict[str, Outbox[pb.WorkerCommand]] = {}
+    def __init__(self, entries: Mapping[str, EnvironmentEntry]) -> None:
+        # The environments of the run, by name.
+        self._entries = entries
         self._calls: dict[int, RelayedCall] = {}
         self._numbers = itertools.count(1)
 
     async def serve_episodes(
-        self, name: str, requests: AsyncIterator[pb.WorkerMessage]
+        self, entry: EnvironmentEntry, requests: AsyncIterator[pb.WorkerMessage]
     ) -> AsyncGenerator[pb.WorkerCommand, None]:
-        """Yields commands for a client that serves the environment `name`."""
-        client = self._clients[name] = Outbox[pb.WorkerCommand]()
+        """Yields commands for a client that serves the environment `entry`."""
+        client = entry.client = Outbox[pb.WorkerCommand]()
         try:
             async with aclosing(client.messages(self._read_answers(client, requests))) as commands:
                 async for command in commands:
                     yield command
         finally:
-            self._forget(name, client)
+            entry.client = None
+            for number, call in list(self._calls.items()):
+                if call.client is client:
+                    del self._calls[number]
+                    cause = f"the client that served {entry.spec.name} left"
+                    _answer(call.answers, _lost(call.call_id, cause))
 
     def call_environments(
         self, requests: AsyncIterator[fleet_pb2.EnvironmentCall]
@@ -290,10 +295,11 @@ class Relay:
         answers = Outbox[fleet_pb2.EnvironmentAnswer]()
         return answers.messages(self._read_calls(requests, answers))
 
-    def close(self, *names: str) -> None:
-        """Ends the streams of the clients that serve `names`, without any those of all clients."""
-        for name in names or self._clients:
-            self._clients[name].close()
+    def close(self) -> None:
+        """Ends the streams of all clients."""
+        for entry in self._entries.values():
+            if entry.client is not None:
+                entry.client.close()
 
     async def _read_calls(
         self,
@@ -301,8 +307,8 @@ class Relay:
         answers: Outbox[fleet_pb2.EnvironmentAnswer],
     ) -> None:
         async for call in requests:
-            client = self._clients.get(call.environment)
-            if client is None:
+            entry = self._entries.get(call.environment)
+            if entry is None or (client := entry.client) is None:
                 cause = f"no client serves {call.environment}"
                 _answer(answers, _lost(call.command.call_id, cause))
                 continue
@@ -338,15 +344,6 @@ class Relay:
                     del self._calls[message.call_id]
                 message.call_id = call.call_id
                 _answer(call.answers, fleet_pb2.EnvironmentAnswer(message=message))
-
-    def _forget(self, name: str, client: Outbox[pb.WorkerCommand]) -> None:
-        if self._clients.get(name) is client:
-            del self._clients[name]
-        for number, call in list(self._calls.items()):
-            if call.client is client:
-                del self._calls[number]
-                cause = f"the client that served {name} left"
-                _answer(call.answers, _lost(call.call_id, cause))
 
 
 async def first_message(

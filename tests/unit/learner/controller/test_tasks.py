@@ -191,15 +191,17 @@ class Clients:
     """A relay with clients, each known by the environment that it serves."""
 
     def __init__(self) -> None:
-        self.relay = Relay()
+        self.book = make_book()
+        self.relay = Relay(self.book.entries)
         self.said: dict[str, Stream] = {}
 
     async def come(self, name: str) -> AsyncIterator[pb.WorkerCommand]:
         """The commands for a client, which reads when they are asked for."""
         said = self.said[name] = Stream()
-        commands = self.relay.serve_episodes(name, aiter(said))
+        entry = add(self.book, name)
+        commands = self.relay.serve_episodes(entry, aiter(said))
         first = asyncio.ensure_future(anext(commands))
-        await until(lambda: name in self.relay._clients)
+        await until(lambda: entry.client is not None)
         self.first = first
         return commands
 
@@ -270,7 +272,7 @@ async def test_a_client_that_leaves_is_reported_though_a_server_does_not_read(mo
         await commands.aclose()  # type: ignore[attr-defined]
         first = await waiting
         rest = [answer async for answer in answers]
-    assert not clients.relay._clients
+    assert clients.book.entries["leaving"].client is None
     assert first.message.failure.message == "the client that served leaving left"
     assert len(rest) == 1
 

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 
 import grpc
@@ -55,7 +54,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         self._own = environment_specs(run.config, search_path=self._folder)
         for spec in self._own:
             self._environments.add(spec)
-        self.relay = Relay()
+        self.relay = Relay(self._environments.entries)
 
     def restore(self, history: RunHistory) -> None:
         """Adds the environments of earlier starts; closes open groups whose environment is gone."""
@@ -182,19 +181,17 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         hello = (await first_message(request_iterator, context, clock, limit_s=limit_s)).hello
         if refusal := self._client_came(hello):
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, refusal, Reason.BAD_ARGUMENT)
-        name = hello.spec.name
-        entry = self._environments.entries[name]
+        entry = self._environments.entries[hello.spec.name]
         try:
-            async with aclosing(self.relay.serve_episodes(name, request_iterator)) as commands:
-                entry.dismiss = partial(self.relay.close, name)
+            async with aclosing(self.relay.serve_episodes(entry, request_iterator)) as commands:
                 async for command in commands:
                     yield command
             if self._progress.has_failed:
                 cause = f"the run failed: {self._progress.cause}"
                 await abort(context, grpc.StatusCode.ABORTED, cause, Reason.WRONG_STATE)
         finally:
-            entry.dismiss = lambda: None
-            self._client_left(entry)
+            if entry.is_ready and not self._progress.is_over:
+                self._intake.suspend(entry.spec.name, "the client that served it left")
 
     def _problem(self, spec: pb.EnvironmentSpec) -> str:
         if self._progress.is_over:
@@ -291,10 +288,6 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         self._run.events.add(f"a client serves environment {hello.spec.name}")
         self._run.signal.notify()
         return ""
-
-    def _client_left(self, entry: EnvironmentEntry) -> None:
-        if entry.is_ready and not self._progress.is_over:
-            self._intake.suspend(entry.spec.name, "the client that served it left")
 
 
 def _load_order(

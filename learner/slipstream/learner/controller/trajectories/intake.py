@@ -205,7 +205,8 @@ class Intake(ServerListener):
         """
         entry = self._environments.entries[environment]
         entry.state, entry.cause = environment_pb2.ENVIRONMENT_STATE_SUSPENDED, cause
-        entry.dismiss()
+        if entry.client is not None:
+            entry.client.close()
         self._run.events.add(f"environment {environment} is suspended: {cause}", logging.ERROR)
         groups = [g for g in self._book.groups.values() if g.environment == environment]
         self.withdraw(groups, f"environment {environment} is suspended")

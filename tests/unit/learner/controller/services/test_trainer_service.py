@@ -301,7 +301,7 @@ async def test_a_second_process_of_a_name_is_turned_away_with_one_event() -> Non
     run = run_of()
     fleet = Fleet(run)
     joined(fleet, "s").hello.process = 1
-    servicer = FleetServicer(fleet, run, Relay())
+    servicer = FleetServicer(fleet, run, Relay({}))
     hello = fleet_pb2.ServerHello(server_id="s", process=2, host="there")
     for _ in range(2):
         with pytest.raises(Refused):
