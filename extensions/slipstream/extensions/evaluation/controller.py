@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.types import FULL_REWARD, GroupId, PolicyVersion, Status
@@ -20,6 +20,7 @@ from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.results import Results
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.trajectories.batch import Trained, means_of_metrics
@@ -107,8 +108,8 @@ class Evaluator(Part):
 
     Life of a round: `stepped` requests a version; `run_forever` pins a server that serves this
     version, leases the episodes to the server as the server has room, collects the episodes, and
-    calls `on_result`. If the server is lost or serves another version, the round starts again on
-    another server.
+    gives the result to `results`. If the server is lost or serves another version, the round starts
+    again on another server.
     """
 
     def __init__(
@@ -118,15 +119,14 @@ class Evaluator(Part):
         intake: Intake,
         publisher: Publisher,
         scheduler: Scheduler,
-        *,
-        on_result: Callable[[kinds.Evaluation], None],
+        results: Results,
     ) -> None:
         self._run, self._progress = run, run.progress
         self._sections = run.config.evaluations
         self._book, self._environments = books.leases, books.environments
         self._fleet = books.fleet
         self._intake, self._publisher = intake, publisher
-        self._scheduler, self._on_result = scheduler, on_result
+        self._scheduler, self._results = scheduler, results
         self._round: Round | None = None
         self._wanted_step: int | None = 0
         # Names of evaluations about which the log has warned that they have too few tasks.
@@ -317,7 +317,7 @@ class Evaluator(Part):
             },
             wall_s=time.monotonic() - round_.started_s,
         )
-        self._on_result(result)
+        self._results.evaluated(result)
         for name, values in result.evaluations.items():
             self._run.events.add(_line(result.version, name, values))
         self._run.signal.notify()

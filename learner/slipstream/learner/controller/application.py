@@ -255,9 +255,8 @@ class Controller:
         if run.config.evaluations:
             from slipstream.extensions.evaluation.controller import Evaluator
 
-            on_result = self.results.evaluated
-            evaluator = Evaluator(run, books, intake, publisher, scheduler, on_result=on_result)
-            self.parts.append(evaluator)
+            results = self.results
+            self.parts.append(Evaluator(run, books, intake, publisher, scheduler, results))
         if run.config.controller.client_loop:
             from slipstream.extensions.tinker.controller import Operations
 

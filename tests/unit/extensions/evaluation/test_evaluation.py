@@ -5,6 +5,8 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from slipstream.core.types import MEASURED, PolicyVersion
@@ -16,7 +18,6 @@ from slipstream.extensions.evaluation.controller import (
 )
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.services.environment_service import environment_specs
@@ -34,7 +35,7 @@ class Rig:
     def __init__(self, folder: Path, journal: Journal, tasks: asyncio.TaskGroup) -> None:
         algorithm = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1}
         self.journal = journal
-        self.tasks, self.results = tasks, list[kinds.Evaluation]()
+        self.tasks = tasks
         self.run = run_of(
             run={"name": "r", "steps": 10, "dir": str(folder)},
             algorithm={**algorithm, "learning_rate": 1e-3},
@@ -47,9 +48,8 @@ class Rig:
         intake = Intake(self.run, books)
         self.publisher = Publisher(self.fleet, self.run, tasks)
         scheduler = Scheduler(self.run, books, nothing)
-        self.evaluator = Evaluator(
-            self.run, books, intake, self.publisher, scheduler, on_result=self.results.append
-        )
+        results: Any = SimpleNamespace(evaluated=nothing)
+        self.evaluator = Evaluator(self.run, books, intake, self.publisher, scheduler, results)
 
     def joined(self, name: str) -> ServerSession:
         return joined(self.fleet, name, max_episodes=8)
