@@ -45,11 +45,9 @@ class EngineTurns(Part):
 
     def are_taken_by(self, session: ServerSession) -> bool:
         """Whether the engine of this server rests while the learner trains."""
-        has_gpu = bool(session.hello.place.gpus)
-        may_rest = has_gpu if self._setting == "auto" else self._setting != "off"
-        if not may_rest:
-            return False
         place = place_from_pb(session.hello.place)
+        if self._setting == "auto" and not place.gpus:
+            return False
         return any(shares(place, rank) for rank in self._run.progress.learner_places)
 
     async def before_batch(self) -> None:

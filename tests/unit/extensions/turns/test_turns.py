@@ -233,14 +233,6 @@ async def test_the_log_corrects_itself_when_a_server_joins_on_the_learners_gpu()
     assert [line.split(",")[0] for line in scene.said] == ["turns: off", "turns: pause"]
 
 
-async def test_a_stated_value_wins_on_a_shared_gpu() -> None:
-    scene = Scene("off")
-    scene.compute_on("0", "0", "0")
-    await scene.begin()
-    assert [sent(session) for session in scene.sessions] == [[], []]
-    assert scene.said == []
-
-
 @pytest.mark.parametrize(
     ("server", "rank", "shared"),
     [
