@@ -135,9 +135,7 @@ class Publisher(Part):
             publish_id=f"p{self._num_ids:06d}", version=version_to_pb(version)
         )
 
-    async def prepare(
-        self, trainer: trainer_pb2.NextRequest | None = None
-    ) -> weights_pb2.PublishOrder | None:
+    async def prepare(self, trainer: trainer_pb2.NextRequest) -> weights_pb2.PublishOrder | None:
         """Asks the due servers if they are ready; returns the trainer's order.
 
         Returns None if no server is due and ready. The publish begins at once if layout and digests
@@ -147,7 +145,6 @@ class Publisher(Part):
         if self._current is not None:
             # The trainer asks for an order, so it never got the last one.
             self._abandon(self._current, "the trainer does not send")
-        trainer = trainer or trainer_pb2.NextRequest()
         version = self._progress.version
         targets = self.failures.together(self.due())
         if not targets:

@@ -99,7 +99,7 @@ async def test_a_run_in_which_no_server_ever_answers_ends() -> None:
             assert not run.progress.is_over
             if number:
                 scene.joined("a")
-            assert await scene.publisher.prepare() is None
+            assert await scene.publisher.prepare(trainer_pb2.NextRequest()) is None
             await until(lambda: not scene.fleet.sessions)
     assert run.progress.state == status_pb2.RUN_STATE_FAILED
     assert "16 publishes in a row to a failed, the last one: it did not say" in run.progress.cause
@@ -109,7 +109,7 @@ async def test_a_server_that_drains_while_its_answer_is_awaited_is_not_sent_away
     async with publishing(
         run_of(weights={"bucket_deadline_s": 0.1, "join_deadline_s": 0.6})
     ) as scene:
-        assert await scene.publisher.prepare() is None
+        assert await scene.publisher.prepare(trainer_pb2.NextRequest()) is None
         scene.fleet.drains(scene.session, "SIGTERM")
     assert scene.fleet.find(scene.session.key) is scene.session
 
@@ -359,7 +359,7 @@ async def test_one_version_is_written_at_a_time_and_once(run: Run) -> None:
 async def test_the_trainer_publishes_to_no_server_that_reads_storage(run: Run) -> None:
     async with far_away(run) as scene:
         assert scene.scene.publisher.due() == []
-        assert await scene.scene.publisher.prepare() is None
+        assert await scene.scene.publisher.prepare(trainer_pb2.NextRequest()) is None
         assert sent(scene.far) == []
 
 
