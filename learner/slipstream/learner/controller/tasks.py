@@ -123,7 +123,7 @@ class EnvironmentEntry:
         self.skipped_in_a_row = 0
 
     def group_failed(self, number: int, cause: str, *, oldest_open: float, most: int) -> bool:
-        """Notes a set-aside group; returns True if `most` in a row suspend the environment.
+        """Notes a set-aside group; returns whether to suspend it after `most` in a row.
 
         `number` is the group's number in the order of leases, and `oldest_open` is the number of
         the environment's oldest incomplete group. Only failed groups with smaller numbers count,
@@ -131,20 +131,14 @@ class EnvironmentEntry:
         """
         self.failed_in_a_row.append(number)
         self.cause = cause
-        if sum(each < oldest_open for each in self.failed_in_a_row) < most or not self.is_ready:
-            return False
-        self.state = pb.ENVIRONMENT_STATE_SUSPENDED
-        return True
+        return sum(each < oldest_open for each in self.failed_in_a_row) >= most and self.is_ready
 
-    def task_skipped(self, cause: str) -> bool:
-        """Counts a task with too long a prompt; returns True if this suspends the environment."""
+    def task_skipped(self) -> bool:
+        """Counts a task with too long a prompt; returns whether to suspend the environment."""
         self.tasks_skipped += 1
         self.skipped_in_a_row += 1
         many = min(self.num_tasks or MAX_SKIPPED_TASKS, MAX_SKIPPED_TASKS)
-        if self.skipped_in_a_row < many or not self.is_ready:
-            return False
-        self.state, self.cause = pb.ENVIRONMENT_STATE_SUSPENDED, cause
-        return True
+        return self.skipped_in_a_row >= many and self.is_ready
 
     def describe(self) -> pb.EnvironmentStatus:
         """Returns the entry in the form in which readers may see it: arguments may hold keys."""

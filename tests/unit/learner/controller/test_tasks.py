@@ -111,10 +111,11 @@ def fail(book, number, *, oldest_open=math.inf):
     return book.entries["e0"].group_failed(number, "broken", oldest_open=oldest_open, most=2)
 
 
-def test_an_environment_whose_newest_groups_all_failed_is_suspended():
+def test_an_environment_whose_newest_groups_all_failed_is_to_be_suspended():
     book = make_book(1.0, 1.0)
     assert not fail(book, 0)
     assert fail(book, 1)
+    book.entries["e0"].state = pb.ENVIRONMENT_STATE_SUSPENDED
     assert accept(book, 4) == {"e1": 4}
     assert book.entries["e0"].cause == "broken"
 

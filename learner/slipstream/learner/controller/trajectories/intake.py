@@ -367,7 +367,7 @@ class Intake(ServerListener):
                     f"task {task} of environment {name} is set aside: {cause}; skipped_tasks "
                     "counts such tasks"
                 )
-            if entry is not None and entry.task_skipped(cause):
+            if entry is not None and entry.task_skipped():
                 self.suspend(name, f"no task fits, the newest: {cause}")
             return
         if entry is None or entry.is_news(f"set aside: {cause}", str(task)):
