@@ -61,7 +61,7 @@ class MetricsEndpoint:
         assert address is not None
         check_metrics_address(address, credentials)
         self._labels = {"run": config.run.name} | ({"server": server} if server else {})
-        self._registry, self._security = CollectorRegistry(), config.security
+        self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         for collector in collectors:
             self._registry.register(collector)
@@ -73,36 +73,6 @@ class MetricsEndpoint:
         token = credentials.metrics_token
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._refusals = Refusals()
-
-    @asynccontextmanager
-    async def serving(self, listening: socket.socket) -> AsyncIterator[None]:
-        """Serves inside the block, on the event loop that enters it; then closes `listening`.
-
-        Raises OSError if the TLS files cannot be loaded.
-        """
-        context, security = None, self._security
-        if security.tls_certificate is not None:
-            ca = security.tls_client_ca
-            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=ca)
-            context.load_cert_chain(security.tls_certificate, security.tls_key)
-            if ca is not None:
-                context.verify_mode = ssl.CERT_REQUIRED
-        settings = bounded_server(self, limit_s=LIMIT_S, max_connections=MAX_CONNECTIONS)  # type: ignore[arg-type]
-        settings.load()
-        connect: Any = settings.http_protocol_class
-        state = ServerState()
-        server = await asyncio.get_running_loop().create_server(
-            partial(connect, config=settings, server_state=state, app_state={}),
-            sock=listening,
-            ssl=context,
-            ssl_handshake_timeout=None if context is None else LIMIT_S,
-        )
-        try:
-            yield
-        finally:
-            server.close()
-            for connection in list(state.connections):
-                connection.transport.abort()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request of HTTP."""
@@ -156,28 +126,46 @@ async def metrics_endpoint(
 
     `server` is the name of a rollout server, "" in other processes. Prometheus finds the address in
     a file in the folder `TARGETS`. Raises ConfigError when no port is free, or when the address
-    needs TLS and a token and one of the two is missing.
+    needs TLS and a token and one of the two is missing, and OSError if the TLS files cannot be
+    loaded.
     """
-    address = config.tracking.prometheus
+    address, security, context = config.tracking.prometheus, config.security, None
     assert address is not None
     endpoint = MetricsEndpoint(config, collectors, server)
     listening = listen_for(role, address)
-    async with endpoint.serving(listening):
-        host = address.rpartition(":")[0]
-        target = f"{host}:{listening.getsockname()[1]}"
+    if security.tls_certificate is not None:
+        ca = security.tls_client_ca
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=ca)
+        context.load_cert_chain(security.tls_certificate, security.tls_key)
+        if ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+    settings = bounded_server(endpoint, limit_s=LIMIT_S, max_connections=MAX_CONNECTIONS)  # type: ignore[arg-type]
+    settings.load()
+    connect: Any = settings.http_protocol_class
+    state = ServerState()
+    serving = await asyncio.get_running_loop().create_server(
+        partial(connect, config=settings, server_state=state, app_state={}),
+        sock=listening,
+        ssl=context,
+        ssl_handshake_timeout=None if context is None else LIMIT_S,
+    )
+    # No name of a run or a server has an @.
+    path = config.run.dir / TARGETS / f"{config.run.name}@{server or role}.json"
+    try:
+        target = f"{address.rpartition(':')[0]}:{listening.getsockname()[1]}"
         log.info("metrics at %s", target)
-        # No name of a run or a server has an @.
-        path = config.run.dir / TARGETS / f"{config.run.name}@{server or role}.json"
         path.parent.mkdir(exist_ok=True)
         text = json.dumps([{"targets": [target], "labels": {"job": f"slipstream_{role}"}}])
         written = path.with_suffix(f".{os.getpid()}")
         written.write_text(f"{text}\n")
         written.replace(path)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                path.unlink()
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        serving.close()
+        for connection in list(state.connections):
+            connection.transport.abort()
 
 
 def listen_for(role: Role, address: str) -> socket.socket:
