@@ -237,13 +237,9 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
 
     def _start_problem(self, spec: pb.EnvironmentSpec) -> str:
         """Returns why rollout servers may not start the workers of `spec`, or "" if they may."""
-        own = {each.name for each in self._own}
-        others = (entry.spec for name, entry in self._environments.entries.items())
-        used = sum(
-            each.num_workers
-            for each in others
-            if each.reference and each.name not in {*own, spec.name}
-        )
+        left_out = {spec.name, *(each.name for each in self._own)}
+        others = (e.spec for name, e in self._environments.entries.items() if name not in left_out)
+        used = sum(each.num_workers for each in others if each.reference)
         if not 1 <= spec.num_workers <= MAX_WORKERS - used:
             return (
                 f"num_workers must be between 1 and {MAX_WORKERS} with the {used} of other "
