@@ -13,7 +13,7 @@ from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.publishing.receivers import place_from_pb
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
-from slipstream.learner.controller.servers.session import LOADING, SERVING, ServerKey, ServerSession
+from slipstream.learner.controller.servers.session import LOADING, SERVING, ServerSession
 from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2
 
@@ -38,8 +38,8 @@ class EngineTurns(Part):
         # True between the orders to rest and `trainer_asks`.
         self._is_learners_turn = False
         # Servers that were told to rest and not to wake; new weights wake them too.
-        self._resting: set[ServerKey] = set()
-        self._answers: dict[ServerKey, asyncio.Future[None]] = {}
+        self._resting: set[ServerSession] = set()
+        self._answers: dict[ServerSession, asyncio.Future[None]] = {}
         # Whether an engine rested at the last log line about it. None before the first line.
         self._told: bool | None = None
 
@@ -61,19 +61,17 @@ class EngineTurns(Part):
         limit_s = self._run.config.weights.join_deadline_s
         await self._run.clock.wait(list(self._answers.values()), limit_s)
         for session in sharing:
-            if not self._answers[session.key].done():
+            if not self._answers[session].done():
                 late = f"within {limit_s:g} s (weights.join_deadline_s)"
                 self._fleet.remove(session, f"its engine did not rest {late}")
 
     def trainer_asks(self, receivers: Collection[str]) -> None:
         """Wakes all resting engines but those of `receivers`, which get weights while they rest."""
         self._is_learners_turn = False
-        for key in [key for key in self._resting if key.server_id not in receivers]:
-            self._resting.remove(key)
-            session = self._fleet.find(key)
-            if session is not None:
-                session.served.note(self._run.clock.now_s(), running=session.is_serving)
-                session.send(fleet_pb2.ControllerMessage(wake=fleet_pb2.Wake()))
+        for session in [each for each in self._resting if each.name not in receivers]:
+            self._resting.remove(session)
+            session.served.note(self._run.clock.now_s(), running=session.is_serving)
+            session.send(fleet_pb2.ControllerMessage(wake=fleet_pb2.Wake()))
 
     async def before_stop(self) -> None:
         """Wakes all engines, or orders them to rest if the trainer needs their memory to save."""
@@ -99,12 +97,12 @@ class EngineTurns(Part):
             self._rest(session)
 
     def lost(self, session: ServerSession) -> None:
-        self._resting.discard(session.key)
-        self._answered(session.key)
+        self._resting.discard(session)
+        self._answered(session)
 
     def rested(self, session: ServerSession, answer: fleet_pb2.Rested) -> None:
         if answer.number == self._number:
-            self._answered(session.key)
+            self._answered(session)
 
     def _tell(self, sharing: Sequence[ServerSession]) -> None:
         """Logs whether "auto" lets engines rest; warns once if another setting has no effect."""
@@ -132,18 +130,18 @@ class EngineTurns(Part):
         self._is_learners_turn = True
         self._answers.clear()
         for session in sessions:
-            self._answers[session.key] = asyncio.get_running_loop().create_future()
+            self._answers[session] = asyncio.get_running_loop().create_future()
             self._rest(session)
 
     def _rest(self, session: ServerSession) -> None:
-        self._resting.add(session.key)
+        self._resting.add(session)
         # Episodes make no progress meanwhile: their leases are not late.
         session.served.note(self._run.clock.now_s(), running=False)
         order = fleet_pb2.Rest(number=self._number, give_back=self._gives_back)
         session.send(fleet_pb2.ControllerMessage(rest=order))
 
-    def _answered(self, key: ServerKey) -> None:
-        answer = self._answers.get(key)
+    def _answered(self, session: ServerSession) -> None:
+        answer = self._answers.get(session)
         if answer is not None and not answer.done():
             answer.set_result(None)
 
