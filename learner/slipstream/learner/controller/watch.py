@@ -17,7 +17,6 @@ from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.v1 import environment_pb2
 
 WATCH_S = 0.25
 # Longest time between two calls of `LoopClock.look` while the event loop does not stall.
@@ -48,7 +47,9 @@ class RunWatch:
                 now_s = time.monotonic()
                 clock.look(now_s, now_s + LATE_S)
                 await asyncio.sleep(WATCH_S)
-                self._fleet.remove_silent()
+                for session in list(self._fleet.sessions.values()):
+                    if session.silent_s > self._config.controller.heartbeat_timeout_s:
+                        self._fleet.remove(session, f"silent for {session.silent_s:.1f} s")
                 if not self._progress.is_over:
                     self._look_at_leases()
                     cause = await asyncio.to_thread(self._journal.trouble) or self._cause_to_fail()
@@ -76,9 +77,8 @@ class RunWatch:
     def _cause_to_fail(self) -> str:
         settings, now = self._config.controller, self._run.clock.now_s()
         training = self._environments.training()
-        suspended = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
         causes = "; ".join(f"{entry.spec.name}: {entry.cause}" for entry in training)
-        if training and all(entry.state == suspended for entry in training):
+        if training and len(self._environments.suspended()) == len(training):
             return f"no environment is left: {causes}"
         keys = [session.key for session in self._fleet.sessions.values()]
         if (

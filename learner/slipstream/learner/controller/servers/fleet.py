@@ -219,14 +219,6 @@ class Fleet:
         if not self._progress.is_over:
             self._run.events.add(text)
 
-    def remove_silent(self) -> None:
-        """Removes servers that sent nothing for more than `controller.heartbeat_timeout_s`."""
-        limit = self._run.config.controller.heartbeat_timeout_s
-        for session in list(self.sessions.values()):
-            silent = session.silent_s
-            if silent > limit:
-                self.remove(session, f"silent for {silent:.1f} s")
-
     def receive(self, session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
         """Passes a message of a server to the listeners, of which some handle it."""
         session.last_seen_s = session.clock.now_s()
