@@ -174,15 +174,11 @@ class ServerEpochs:
     def generated(self) -> int:
         return sum(count.generated for count in self.counts())
 
-    def __contains__(self, key: object) -> bool:
+    def __contains__(self, key: ServerKey) -> bool:
         """Whether this server joined with this epoch; for old epochs the name is not compared."""
         if key in self.connected or key in self._departed:
             return True
-        return (
-            isinstance(key, ServerKey)
-            and key.epoch not in self._names
-            and self._is_folded(key.epoch)
-        )
+        return key.epoch not in self._names and self._is_folded(key.epoch)
 
     def was_given(self, epoch: int) -> bool:
         """Whether any server joined with this epoch."""
