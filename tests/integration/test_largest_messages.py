@@ -18,7 +18,6 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from slipstream.core.errors import ProtocolError
-from slipstream.learner.controller.publishing.receivers import place_from_pb
 from slipstream.learner.controller.trajectories.intake import SMALL_BYTES as LARGEST_IN_LOOP
 from slipstream.protocol.access.checked_calls import SMALL_BYTES
 from slipstream.protocol.bounds import bound_of, decode, max_message_bytes
@@ -217,10 +216,7 @@ def test_what_is_decoded_in_the_loop_is_small() -> None:
             assert lines < MOST_LINES, f"{kind.name}.{field}: {lines}"
 
 
-def test_what_a_trainer_says_of_its_ranks_and_tensors_is_copied_quickly() -> None:
-    for field, hello in largest(trainer_pb2.TrainerHello.DESCRIPTOR):
-        lines = num_lines(lambda: tuple(map(place_from_pb, hello.places)))  # noqa: B023
-        assert lines < MOST_LINES, f"{field}: {lines}"
+def test_what_a_trainer_says_of_its_tensors_is_copied_quickly() -> None:
     for field, start in largest(trainer_pb2.PublishStart.DESCRIPTOR):
         assert num_values(start.layout) < MOST_VALUES, field
 

@@ -13,7 +13,6 @@ from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import JoinedOrder, ServerKey, ServerSession
 from slipstream.protocol.codec import pack_logprobs
-from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
 from support.rigs.waiting import LIMIT_S
@@ -53,8 +52,12 @@ def run_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> Run:
         name: getattr(config, name).model_copy(update=update) for name, update in limits.items()
     }
     made = Run(config.model_copy(update=changed), "r")
-    made.progress.trainer_registered((Place("here"),))
+    made.progress.trainer_registered((place("here"),))
     return made
+
+
+def place(host: str, *gpus: str, **nccl: str) -> weights_pb2.Place:
+    return weights_pb2.Place(host_id=host, gpus=gpus, nccl=nccl)
 
 
 def joined(fleet: Fleet, name: str, *, max_episodes: int = 0) -> ServerSession:

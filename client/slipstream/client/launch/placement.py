@@ -29,7 +29,8 @@ from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import QueueEnd
 from slipstream.protocol.weights.handover import host_id
-from slipstream.protocol.weights.transports import Place, choose_transport
+from slipstream.protocol.weights.transports import choose_transport
+from slipstream.v1.weights_pb2 import Place
 
 QUEUE_ENDS: tuple[QueueEnd, ...] = ("controller", "rollout_server")
 
@@ -311,9 +312,10 @@ def share_memory(config: Config, placement: Placement) -> tuple[Config, Placemen
 def check_transport(config: Config, placement: Placement) -> str:
     """Returns the weight transport between these processes; raises ConfigError if none can work."""
     here = host_id()
-    learner = [Place(here, (gpu,)) for gpu in placement.learner] or [Place(here)]
-    servers = placement.servers or ((),)
-    places = {f"server-{number}": Place(here, gpus) for number, gpus in enumerate(servers)}
+    on_cpu = [Place(host_id=here)]
+    learner = [Place(host_id=here, gpus=[gpu]) for gpu in placement.learner] or on_cpu
+    servers = [Place(host_id=here, gpus=gpus) for gpus in placement.servers] or on_cpu
+    places = {f"server-{number}": place for number, place in enumerate(servers)}
     return choose_transport(
         config.weights.transport, learner, places, parallel=config.learner.parallel
     )

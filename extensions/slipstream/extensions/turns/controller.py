@@ -10,12 +10,11 @@ import asyncio
 from collections.abc import Collection, Sequence
 
 from slipstream.learner.controller.part import Part
-from slipstream.learner.controller.publishing.receivers import place_from_pb
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import LOADING, SERVING, ServerSession
-from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2
+from slipstream.v1.weights_pb2 import Place
 
 
 class EngineTurns(Part):
@@ -45,10 +44,10 @@ class EngineTurns(Part):
 
     def are_taken_by(self, session: ServerSession) -> bool:
         """Whether the engine of this server rests while the learner trains."""
-        place = place_from_pb(session.hello.place)
-        if self._setting == "auto" and not place.gpus:
+        server = session.hello.place
+        if self._setting == "auto" and not server.gpus:
             return False
-        return any(shares(place, rank) for rank in self._run.progress.learner_places)
+        return any(shares(server, rank) for rank in self._run.progress.learner_places)
 
     async def before_batch(self) -> None:
         """Orders the engines on the learner's devices to rest; returns when all of these rest.
@@ -160,7 +159,7 @@ class EngineTurns(Part):
 
 def shares(server: Place, rank: Place) -> bool:
     """Whether a server and a trainer rank use the same GPU, or CPUs of the same host."""
-    if server.host != rank.host:
+    if server.host_id != rank.host_id:
         return False
     if not server.gpus and not rank.gpus:
         return True

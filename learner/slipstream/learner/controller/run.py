@@ -13,8 +13,8 @@ from typing import Any
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import EventLog, Signal
-from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import status_pb2
+from slipstream.v1.weights_pb2 import Place
 
 
 class Run:

@@ -2,22 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import ParallelSection
-
-
-@dataclass(frozen=True)
-class Place:
-    """The devices of some members of a communicator."""
-
-    # `handover.host_id` of the members' machine.
-    host: str
-    # The driver's name of each member's GPU; empty if they compute on the CPU.
-    gpus: tuple[str, ...] = ()
-    # The result of `nccl_group.agreed_settings`.
-    nccl: Mapping[str, str] = field(default_factory=dict)
+from slipstream.v1.weights_pb2 import Place
 
 
 def choose_transport(
@@ -57,7 +45,7 @@ def choose_transport(
         )
     for name in others if setting == "nccl" else ():
         mine, theirs = places[first].nccl, places[name].nccl
-        for variable in sorted(mine.keys() | theirs.keys()):
+        for variable in sorted({*mine, *theirs}):
             if mine.get(variable) != theirs.get(variable):
                 raise ConfigError(
                     f"weights.transport nccl needs the same NCCL settings in all members, but "
@@ -65,7 +53,7 @@ def choose_transport(
                     f"{theirs.get(variable, 'not set')} in {name}: set it on both, or on neither"
                 )
     if setting == "ipc":
-        if elsewhere := [name for name in others if places[name].host != places[first].host]:
+        if elsewhere := [name for name in others if places[name].host_id != places[first].host_id]:
             raise ConfigError(
                 f"weights.transport ipc works within one host, but {elsewhere[0]} runs on another "
                 f"one than {first}: set nccl, and give each process its own GPU"

@@ -13,9 +13,9 @@ from slipstream.learner.controller.servers.session import (
     STALE,
     ServerSession,
 )
-from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2
-from support.rigs.publishing_scene import joined, nothing, run_of, sent
+from slipstream.v1.weights_pb2 import Place
+from support.rigs.publishing_scene import joined, nothing, place, run_of, sent
 from support.rigs.waiting import LIMIT_S
 
 
@@ -45,7 +45,7 @@ class Scene:
 
     def compute_on(self, rank: str, *servers: str) -> None:
         """Tells the GPU of the trainer's rank and those of the servers; "": a CPU."""
-        self.run.progress.trainer_registered((Place("here", tuple(filter(None, [rank]))),))
+        self.run.progress.trainer_registered((place("here", *filter(None, [rank])),))
         for session, gpu in zip(self.sessions, servers, strict=True):
             session.hello.place.gpus[:] = filter(None, [gpu])
 
@@ -179,7 +179,7 @@ async def test_a_server_that_joins_in_the_turn_of_the_learner_gives_its_memory_b
 
 async def test_engines_on_other_machines_never_rest_and_the_run_says_so_once() -> None:
     scene = Scene()
-    scene.run.progress.trainer_registered((Place("elsewhere"),))
+    scene.run.progress.trainer_registered((place("elsewhere"),))
     await scene.begin()
     await scene.begin()
     assert [sent(session) for session in scene.sessions] == [[], []]
@@ -191,7 +191,7 @@ async def test_engines_on_other_machines_never_rest_and_the_run_says_so_once() -
 
 async def test_turns_are_not_said_to_have_no_effect_before_all_servers_of_the_run_serve() -> None:
     scene = Scene(count=3)
-    scene.run.progress.trainer_registered((Place("elsewhere"),))
+    scene.run.progress.trainer_registered((place("elsewhere"),))
     await scene.begin()
     assert scene.said == []
     scene.serving("c")
@@ -236,12 +236,12 @@ async def test_the_log_corrects_itself_when_a_server_joins_on_the_learners_gpu()
 @pytest.mark.parametrize(
     ("server", "rank", "shared"),
     [
-        (Place("h"), Place("h"), True),
-        (Place("h"), Place("i"), False),
-        (Place("h", ("0", "1")), Place("h", ("1",)), True),
-        (Place("h", ("0",)), Place("h", ("1",)), False),
-        (Place("h", ("0",)), Place("i", ("0",)), False),
-        (Place("h", ("0",)), Place("h"), False),
+        (place("h"), place("h"), True),
+        (place("h"), place("i"), False),
+        (place("h", "0", "1"), place("h", "1"), True),
+        (place("h", "0"), place("h", "1"), False),
+        (place("h", "0"), place("i", "0"), False),
+        (place("h", "0"), place("h"), False),
     ],
 )
 def test_a_device_is_shared_within_one_host_only(server: Place, rank: Place, shared: bool) -> None:

@@ -3,11 +3,12 @@
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import ParallelSection
-from slipstream.protocol.weights.transports import Place, choose_transport
+from slipstream.protocol.weights.transports import choose_transport
+from support.rigs.publishing_scene import place
 
-CPU = Place("here")
-GPU_0, GPU_1, GPU_2 = (Place("here", (f"GPU-{n}",)) for n in range(3))
-ELSEWHERE = Place("there", ("GPU-9",))
+CPU = place("here")
+GPU_0, GPU_1, GPU_2 = (place("here", f"GPU-{n}") for n in range(3))
+ELSEWHERE = place("there", "GPU-9")
 PLAIN = ParallelSection()
 
 
@@ -15,14 +16,14 @@ PLAIN = ParallelSection()
     ("learner", "servers", "chosen"),
     [
         ([CPU], {"a": CPU}, "gloo"),
-        ([CPU], {"a": CPU, "b": Place("there")}, "gloo"),
+        ([CPU], {"a": CPU, "b": place("there")}, "gloo"),
         ([GPU_0], {"a": CPU}, "gloo"),
         ([GPU_0], {"a": GPU_1}, "nccl"),
         ([GPU_0, GPU_1], {"a": GPU_2, "b": ELSEWHERE}, "nccl"),
         ([GPU_0], {"a": GPU_0}, "ipc"),
         ([GPU_0], {"a": GPU_0, "b": GPU_1}, "ipc"),
         ([GPU_0], {"a": GPU_1, "b": GPU_1}, "ipc"),
-        ([GPU_0], {"a": Place("here", ("GPU-1", "GPU-0"))}, "ipc"),
+        ([GPU_0], {"a": place("here", "GPU-1", "GPU-0")}, "ipc"),
     ],
 )
 def test_auto_is_what_joins_them(learner, servers, chosen):
@@ -37,7 +38,7 @@ def test_auto_is_what_joins_them(learner, servers, chosen):
         ("nccl", [GPU_0], {"a": CPU}, "nccl joins GPUs only, but a computes on the CPU"),
         ("nccl", [CPU], {"a": CPU}, "but trainer rank 0 computes on the CPU: set gloo"),
         ("ipc", [GPU_0], {"a": ELSEWHERE}, "but a runs on another one than trainer rank 0"),
-        ("ipc", [CPU], {"a": Place("there")}, "ipc works within one host"),
+        ("ipc", [CPU], {"a": place("there")}, "ipc works within one host"),
         ("ipc", [GPU_0], {"a": CPU}, "ipc joins either GPUs or CPUs, but a computes on the CPU"),
         ("auto", [GPU_0], {"a": GPU_0, "b": ELSEWHERE}, "but b runs on another one"),
     ],
@@ -56,14 +57,14 @@ def test_what_cannot_join_them_is_refused_with_value_and_rule(setting, learner, 
     ],
 )
 def test_nccl_joins_members_that_are_told_the_same(mine, theirs, said):
-    places = {"a": Place("here", ("GPU-1",), mine), "b": Place("here", ("GPU-2",), theirs)}
-    learner = [Place("here", ("GPU-0",), mine)]
+    places = {"a": place("here", "GPU-1", **mine), "b": place("here", "GPU-2", **theirs)}
+    learner = [place("here", "GPU-0", **mine)]
     with pytest.raises(ConfigError, match=said):
         choose_transport("auto", learner, places, parallel=PLAIN)
     del places["b"]
     assert choose_transport("auto", learner, places, parallel=PLAIN) == "nccl"
     # Others do not need it.
-    shared = {"b": Place("here", ("GPU-0",), theirs)}
+    shared = {"b": place("here", "GPU-0", **theirs)}
     assert choose_transport("auto", learner, shared, parallel=PLAIN) == "ipc"
 
 

@@ -19,7 +19,7 @@ from slipstream.core.types import ServerId
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import STALE, ServerKey, ServerSession
-from slipstream.protocol.weights.transports import Place, choose_transport
+from slipstream.protocol.weights.transports import choose_transport
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 FIRST_RETRY_S = 1.0
@@ -292,23 +292,17 @@ class Questions:
             del self._asked[question.session.key]
 
 
-def place_from_pb(message: weights_pb2.Place) -> Place:
-    """Returns the `Place` (host, GPUs and NCCL settings) in a message."""
-    return Place(message.host_id, tuple(message.gpus), dict(message.nccl))
-
-
-def choose_for(run: Run, servers: Mapping[str, weights_pb2.Place]) -> tuple[str, list[str]]:
-    """Returns the transport for these servers, and for each server the reason why it is left out.
+def choose_for(run: Run, places: Mapping[str, weights_pb2.Place]) -> tuple[str, list[str]]:
+    """Returns the transport for servers at `places`, and for each the reason why it is left out.
 
     A server with the reason "" takes part. The transport is "" if no server takes part.
     """
-    places = {name: place_from_pb(message) for name, message in servers.items()}
     wanted, parallel = run.config.weights.transport, run.config.learner.parallel
     choose = partial(choose_transport, wanted, run.progress.learner_places, parallel=parallel)
     # Usually all servers fit; to add them one by one takes quadratic time.
     with contextlib.suppress(ConfigError):
         return choose(places) if places else "", [""] * len(places)
-    fitting: dict[str, Place] = {}
+    fitting: dict[str, weights_pb2.Place] = {}
     transport, problems = "", []
     for name, place in places.items():
         wider = fitting | {name: place}

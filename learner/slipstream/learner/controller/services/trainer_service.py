@@ -21,7 +21,6 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.publishing.receivers import place_from_pb
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext
@@ -177,7 +176,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._run.events.add(
                 f"the trainer resumes from version {version.step}; {behind} steps are trained again"
             )
-        self._progress.trainer_registered(map(place_from_pb, request.places))
+        self._progress.trainer_registered(request.places)
         sizes, *groups = request.layout_description.splitlines()
         self._run.events.add(f"the trainer has {request.num_parameters:,} parameters {sizes}")
         for line in groups[:MAX_LAYOUT_LINES]:

@@ -6,9 +6,9 @@ import pytest
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.learner.controller.publishing.receivers import choose_for, misfit
 from slipstream.learner.controller.run import Run
-from slipstream.protocol.weights.transports import Place
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.rigs.counted_work import counted
+from support.rigs.publishing_scene import place
 
 
 @pytest.fixture
@@ -27,13 +27,9 @@ def hello(name: str, place: weights_pb2.Place) -> fleet_pb2.ServerHello:
     return fleet_pb2.ServerHello(server_id=name, place=place)
 
 
-def place(host: str, *gpus: str) -> weights_pb2.Place:
-    return weights_pb2.Place(host_id=host, gpus=gpus)
-
-
 @pytest.mark.parametrize("run", ["auto"], indirect=True)
 def test_a_server_that_shares_no_host_is_left_out_where_the_others_share_a_gpu(run: Run) -> None:
-    run.progress.trainer_registered((Place("here", ("GPU-0",)),))
+    run.progress.trainer_registered((place("here", "GPU-0"),))
     servers = {
         "a": place("here", "GPU-0"),
         "b": place("there", "GPU-7"),
@@ -48,14 +44,14 @@ def test_a_server_that_shares_no_host_is_left_out_where_the_others_share_a_gpu(r
 @pytest.mark.parametrize("run", ["nccl"], indirect=True)
 def test_a_server_that_never_fits_is_known_as_soon_as_the_trainer_is(run: Run) -> None:
     assert misfit(run, hello("a", place("here", "GPU-0"))) == ""
-    run.progress.trainer_registered((Place("here", ("GPU-0",)),))
+    run.progress.trainer_registered((place("here", "GPU-0"),))
     assert "joins no two processes on one GPU" in misfit(run, hello("a", place("here", "GPU-0")))
     assert misfit(run, hello("b", place("here", "GPU-1"))) == ""
 
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)
 def test_a_server_that_tells_nccl_something_else_is_left_out_by_name(run: Run) -> None:
-    run.progress.trainer_registered((Place("here", ("GPU-0",), {"NCCL_CUMEM_ENABLE": "0"}),))
+    run.progress.trainer_registered((place("here", "GPU-0", NCCL_CUMEM_ENABLE="0"),))
     server = place("there", "GPU-7")
     server.nccl["NCCL_CUMEM_ENABLE"] = "1"
     said = "NCCL_CUMEM_ENABLE is 0 in trainer rank 0 and 1 in b: set it on both, or on neither"
@@ -79,7 +75,7 @@ def test_a_server_that_gets_weights_otherwise_than_the_run_is_told_what_to_set(r
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)
 def test_a_large_fleet_that_fits_is_looked_at_once(run: Run) -> None:
-    run.progress.trainer_registered(tuple(Place("here", (f"GPU-{n}",)) for n in range(64)))
+    run.progress.trainer_registered(tuple(place("here", f"GPU-{n}") for n in range(64)))
     lines = []
     for number in (128, 512):
         servers = {f"s{n}": place(f"h{n}", f"GPU-{1000 + n}") for n in range(number)}
