@@ -106,7 +106,7 @@ class NcclGroup:
     def __init__(self, device: int, communicator: Any) -> None:  # noqa: ANN401 - of cupy
         self._device, self._communicator = device, communicator
         self._lock = threading.Lock()
-        self._is_aborted = False
+        self.is_aborted = False
         self._cause = ""
         self._pending: deque[_Pending] = deque()
         # Time at which the oldest pending collective became the oldest.
@@ -225,10 +225,6 @@ class NcclGroup:
         first, last, num_bytes = done
         return Wire(float(get_elapsed_time(first, last)) / 1e3, num_bytes)
 
-    @property
-    def is_aborted(self) -> bool:
-        return self._is_aborted
-
     def abort(self, *, limit_s: float = ABORT_LIMIT_S) -> None:
         """Aborts the communicator; streams waiting for a broadcast continue with undefined data.
 
@@ -240,7 +236,7 @@ class NcclGroup:
             logger.warning("a communicator is not aborted after %g s: left behind", limit_s)
 
     def _check(self) -> None:
-        if self._is_aborted:
+        if self.is_aborted:
             raise WeightSyncError(f"the communicator is gone: {self._cause}")
 
     def _advance(self) -> None:
@@ -256,9 +252,9 @@ class NcclGroup:
 
     def _end(self, cause: str) -> None:
         """Makes the watchdog abort once and stops new calls; the caller holds the lock."""
-        if self._is_aborted:
+        if self.is_aborted:
             return
-        self._is_aborted, self._cause = True, cause
+        self.is_aborted, self._cause = True, cause
         self._pending.clear()
         self._stopped.set()
 
@@ -269,7 +265,7 @@ class NcclGroup:
             while not self._stopped.wait(_WATCH_PERIOD_S):
                 with self._lock:
                     self._advance()
-                    if not self._pending or self._is_aborted:
+                    if not self._pending or self.is_aborted:
                         continue
                     oldest = self._pending[0]
                     if time.monotonic() - self._since_s > oldest.deadline_s:

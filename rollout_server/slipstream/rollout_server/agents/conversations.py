@@ -37,6 +37,10 @@ class TokenRecord:
     # Experts of consecutive tokens, from the first token on.
     expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
 
+    @property
+    def num_routed(self) -> int:
+        return sum(map(len, self.expert_ids))
+
     def add_tokens(self, token_ids: list[int]) -> None:
         """Appends a run of tokens: the context of a reply, or the reply itself."""
         self.token_ids += token_ids
@@ -78,10 +82,6 @@ class ConversationBranch(TokenRecord):
     images: list[PlacedImage] = field(default_factory=list)
     # Whether an open call continues the branch at its end.
     is_taken: bool = False
-
-    @property
-    def num_routed(self) -> int:
-        return sum(map(len, self.expert_ids))
 
 
 @dataclass(frozen=True, eq=False)

@@ -102,7 +102,7 @@ class Play:
                 recording.conversation,
                 self.lease.sampling,
                 max_tokens,
-                experts_from=recording.num_routed,
+                experts_from=recording.num_routed - recording.start,
                 images=recording.conversation_images,
             )
         finally:

@@ -72,10 +72,6 @@ class Recording(TokenRecord):
         return sum(self.run_lengths[1::2])
 
     @property
-    def num_routed(self) -> int:
-        return sum(map(len, self.expert_ids)) - self.start
-
-    @property
     def conversation(self) -> list[int]:
         return self.token_ids[self.start :] if self.start else self.token_ids
 
@@ -214,6 +210,6 @@ class Recording(TokenRecord):
 
         Tokens without a forward pass, such as the last of a reply, have none.
         """
-        missing = len(self.token_ids) - sum(map(len, self.expert_ids))
+        missing = len(self.token_ids) - self.num_routed
         nothing = np.iinfo(known.dtype).max
         self.expert_ids.append(np.full((missing, *known.shape[1:]), nothing, known.dtype))

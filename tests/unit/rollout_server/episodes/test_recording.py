@@ -86,7 +86,7 @@ def test_another_conversation_of_an_environment_begins_a_branch() -> None:
     assert (recording.branches, recording.num_routed) == ((), 2)
     assert (recording.room(SAMPLING), recording.room(SAMPLING, is_new=True)) == (3, 6)
     recording.begin_branch()
-    assert (recording.conversation, recording.num_routed) == ([], 0)
+    assert (recording.conversation, recording.num_routed) == ([], recording.start)
     recording.add_context([3, 4])
     recording.add_generation(generation([11], [5, 6]))
     assert recording.conversation == [3, 4, 11]
@@ -94,7 +94,7 @@ def test_another_conversation_of_an_environment_begins_a_branch() -> None:
     # Four of all tokens are left, three of the branch, and no third branch.
     assert (recording.room(SAMPLING), recording.room(SAMPLING, is_new=True)) == (3, 0)
     recording.add_context([5])
-    assert (recording.conversation, recording.num_routed) == ([3, 4, 11, 5], 2)
+    assert (recording.conversation, recording.num_routed) == ([3, 4, 11, 5], recording.start + 2)
     recording.add_generation(generation([12], [7, 4]))
     assert recording.branches == (Branch(2), Branch(4))
     assert recording.token_ids == [1, 2, 10, 3, 4, 11, 5, 12]
