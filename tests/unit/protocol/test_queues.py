@@ -224,9 +224,9 @@ async def test_a_cancelled_put_gives_its_place_in_the_line_to_the_next(make_plac
 
 async def test_a_closed_sender_refuses(make_place: MakePlace) -> None:
     async with both_ends(make_place(1_000)) as (_, sender):
-        await sender.aclose()
-        with pytest.raises(QueueError, match="closed"):
-            await put(sender, 1)
+        pass
+    with pytest.raises(QueueError, match="closed"):
+        await put(sender, 1)
 
 
 async def test_a_trajectory_that_is_put_twice_while_there_is_no_room_leaves_no_bytes_behind(

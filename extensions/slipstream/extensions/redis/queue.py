@@ -50,7 +50,8 @@ class RedisSender:
 
     Trajectories that wait at the same time are written together. If Redis stays unreachable or came
     back empty, waiting `put`s fail, and the `async with` block ends with an ExceptionGroup of a
-    QueueError. A receiver must have opened the queue first.
+    QueueError. At the end of the block waiting `put`s fail too, and stored trajectories stay in
+    Redis. A receiver must have opened the queue first.
     """
 
     def __init__(self, url: str, run_id: str, max_bytes: int) -> None:
@@ -78,7 +79,10 @@ class RedisSender:
         return self
 
     async def __aexit__(self, *raised: Any) -> None:  # noqa: ANN401 - passed on
-        await self.aclose()
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        self._fail(QueueError("the sender is closed"))
         async with contextlib.aclosing(self._connection.client):
             await self._stack.__aexit__(*raised)
 
@@ -123,13 +127,6 @@ class RedisSender:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(place)
         self.taken.add(trajectory_id, tokens)
-
-    async def aclose(self) -> None:
-        """Stops sending; waiting `put`s fail, stored trajectories stay in Redis."""
-        self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        self._fail(QueueError("the sender is closed"))
 
     def _fail(self, error: QueueError) -> None:
         for place in self._waiting:

@@ -99,9 +99,6 @@ class TrajectorySender(Protocol):
         trajectory can never fit, or the queue is lost.
         """
 
-    async def aclose(self) -> None:
-        """Stops sending; unacknowledged trajectories stay where the queue keeps them."""
-
 
 class TrajectoryReceiver(Protocol):
     """The controller's end of the queue."""

@@ -53,7 +53,7 @@ class GrpcSender:
     """Sends trajectories in the background while its `async with` block runs.
 
     A refusal by the controller ends the block with an ExceptionGroup of a QueueError. After a lost
-    connection the sender connects again, for as long as it is open.
+    connection the sender connects again. What is unacknowledged at the end of the block is lost.
     """
 
     def __init__(
@@ -76,16 +76,18 @@ class GrpcSender:
         self._to_send: asyncio.Queue[TrajectoryId] = asyncio.Queue()
         self._backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         self._group = asyncio.TaskGroup()
-        self._running: asyncio.Task[None] | None = None
-        self._closed = False
+        self._running: asyncio.Task[None]
+        self._closed = True
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
         self._running = self._group.create_task(self._run())
+        self._closed = False
         return self
 
     async def __aexit__(self, *raised: Any) -> None:  # noqa: ANN401 - passed on
-        await self.aclose()
+        self._closed = True
+        self._running.cancel()
         await self._group.__aexit__(*raised)
 
     @property
@@ -100,7 +102,7 @@ class GrpcSender:
         self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0
     ) -> None:
         """Stores a trajectory like `TrajectorySender.put`, unless its id is stored already."""
-        if self._running is None or self._closed:
+        if self._closed:
             raise QueueError("the sender is closed")
         if trajectory_id not in self._unacknowledged:
             self._without_room.add(trajectory_id)
@@ -118,12 +120,6 @@ class GrpcSender:
                 )
                 self._to_send.put_nowait(trajectory_id)
         self.taken.add(trajectory_id, tokens)
-
-    async def aclose(self) -> None:
-        """Stops sending; unacknowledged trajectories are lost with this process."""
-        self._closed = True
-        if self._running is not None:
-            self._running.cancel()
 
     async def _run(self) -> None:
         while True:
