@@ -29,7 +29,7 @@ from slipstream.rollout_server.agents.conversations import (
     MessageKey,
     reply_keys,
 )
-from slipstream.rollout_server.agents.request_rules import Refusal, ServedCall, Use, items_of, room
+from slipstream.rollout_server.agents.request_rules import Refusal, ServedCall, items_of, room
 from slipstream.rollout_server.engine_interface import (
     EngineDied,
     FinishReason,
@@ -211,15 +211,11 @@ class Recorder:
             branches = self.conversations.branches
             found = room(
                 self.sampling,
-                Use(
-                    tokens=sum(len(branch.token_ids) for branch in branches),
-                    reserved_tokens=sum(reserved for _, reserved in held),
-                    turns=sum(len(branch.sampled) for branch in branches) + len(held),
-                    branches=len(branches) + sum(not each.is_append for each, _ in held),
-                ),
-                prompt=len(call.prompt),
-                context=len(call.context),
-                is_new=not call.is_append,
+                call,
+                tokens=sum(len(branch.token_ids) for branch in branches),
+                reserved_tokens=sum(reserved for _, reserved in held),
+                turns=sum(len(branch.sampled) for branch in branches) + len(held),
+                branches=len(branches) + sum(not each.is_append for each, _ in held),
             )
             if isinstance(found, int):
                 opened.max_tokens = found

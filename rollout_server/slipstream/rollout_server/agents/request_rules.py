@@ -36,47 +36,42 @@ class Refusal(Exception):
         self.message, self.code, self.param, self.status = message, code, param, status
 
 
-@dataclass(frozen=True)
-class Use:
-    """The tokens, turns and branches that an episode has used or that open calls may use."""
-
-    tokens: int = 0
-    reserved_tokens: int = 0
-    turns: int = 0
-    branches: int = 0
-
-
 # Means that the call must wait, since an open call may leave room for it.
 WAIT = None
 
 
 def room(
-    sampling: Sampling, use: Use, *, prompt: int, context: int, is_new: bool
+    sampling: Sampling,
+    call: AgentCall,
+    *,
+    tokens: int,
+    reserved_tokens: int,
+    turns: int,
+    branches: int,
 ) -> int | Refusal | None:
     """Returns the most tokens of a call's reply, or a Refusal if the episode's limits forbid it.
 
-    Returns WAIT while open calls reserve tokens that this call needs. `prompt` is the number of
-    tokens of the whole prompt. `context` is the number of tokens that the call adds, which `use`
-    does not count yet. `is_new` says that the call begins a branch.
+    Returns WAIT while open calls reserve tokens that this call needs. The episode has used `tokens`
+    without those of the call. `turns` and `branches` count open calls, which reserve tokens, too.
     """
-    if use.turns >= sampling.max_turns:
+    if turns >= sampling.max_turns:
         limit = f"sampling.max_turns = {sampling.max_turns}"
         return Refusal(f"the episode has reached {limit}", code="max_turns_exceeded")
-    if is_new and use.branches >= sampling.max_branches:
+    if not call.is_append and branches >= sampling.max_branches:
         limit = f"sampling.max_branches = {sampling.max_branches}"
         return Refusal(f"the episode has reached {limit}", code="max_branches_exceeded")
+    prompt, used = len(call.prompt), tokens + len(call.context)
     in_branch = sampling.max_episode_tokens - prompt
     if in_branch < 1:
         return _too_long(prompt, "sampling.max_episode_tokens", sampling.max_episode_tokens)
-    total = sampling.max_total_tokens or sampling.max_episode_tokens
-    ever = total - use.tokens - context
+    ever = sampling.total_tokens - used
     if ever < 1:
         name = "max_total_tokens" if sampling.max_total_tokens else "max_episode_tokens"
-        return _too_long(use.tokens + context, f"sampling.{name}", total)
+        return _too_long(used, f"sampling.{name}", sampling.total_tokens)
     most = min(in_branch, sampling.max_reply_tokens)
-    new_tokens = min(most, ever - use.reserved_tokens)
+    new_tokens = min(most, ever - reserved_tokens)
     # A reply is not cut short because of calls that may need less than they reserve.
-    if use.reserved_tokens and new_tokens < most:
+    if reserved_tokens and new_tokens < most:
         return WAIT
     return new_tokens
 

@@ -3,12 +3,12 @@
 import dataclasses
 
 import pytest
-from slipstream.rollout_server.agents.request_rules import WAIT, Refusal, Use, room, rule
+from slipstream.rollout_server.agents.conversations import AgentCall, ConversationBranch
+from slipstream.rollout_server.agents.request_rules import WAIT, Refusal, room, rule
 from slipstream.rollout_server.engine_interface import Sampling
 
 SAMPLING = Sampling(1.0, 0.9, 0, 100, 4, 500)
 LIMITS = Sampling(1.0, 1.0, 0, 10, 4, 50, max_total_tokens=80, max_branches=2)
-NOTHING = Use()
 # Fields that vLLM's requests have.
 FIELDS = (
     *("model", "messages", "temperature", "top_p", "seed", "stop", "tools", "tool_choice", "text"),
@@ -150,42 +150,42 @@ def test_several_replies_and_those_in_the_background_are_refused(asked) -> None:
         ruled(asked)
 
 
-def ask(use: Use = NOTHING, *, prompt: int = 20, context: int = 20, is_new: bool = True, **others):
-    sampling = dataclasses.replace(LIMITS, **others)
-    return room(sampling, use, prompt=prompt, context=context, is_new=is_new)
+def ask(*, prompt: int = 20, context: int = 20, is_new: bool = True, total: int = 80, **used: int):
+    call = AgentCall(ConversationBranch(""), [0] * prompt, [0] * context, is_append=not is_new)
+    used = dict.fromkeys(("tokens", "reserved_tokens", "turns", "branches"), 0) | used
+    return room(dataclasses.replace(LIMITS, max_total_tokens=total), call, **used)
 
 
 def test_a_reply_has_the_room_that_its_branch_and_all_branches_leave() -> None:
     assert ask() == 10
     assert ask(prompt=45, context=5, is_new=False) == 5
-    assert ask(Use(tokens=55)) == 5
+    assert ask(tokens=55) == 5
     # A branch that goes on is no new one.
-    assert isinstance(ask(Use(branches=2), is_new=False), int)
+    assert isinstance(ask(branches=2, is_new=False), int)
 
 
 @pytest.mark.parametrize(
-    ("use", "others", "code", "named"),
+    ("asked", "code", "named"),
     [
-        (Use(), {"prompt": 50}, "context_length_exceeded", "sampling.max_episode_tokens = 50"),
-        (Use(tokens=60), {}, "context_length_exceeded", "sampling.max_total_tokens = 80"),
+        ({"prompt": 50}, "context_length_exceeded", "sampling.max_episode_tokens = 50"),
+        ({"tokens": 60}, "context_length_exceeded", "sampling.max_total_tokens = 80"),
         (
-            Use(tokens=40),
-            {"max_total_tokens": 0},
+            {"tokens": 40, "total": 0},
             "context_length_exceeded",
             "sampling.max_episode_tokens = 50",
         ),
-        (Use(turns=4), {}, "max_turns_exceeded", "sampling.max_turns = 4"),
-        (Use(branches=2), {}, "max_branches_exceeded", "sampling.max_branches = 2"),
+        ({"turns": 4}, "max_turns_exceeded", "sampling.max_turns = 4"),
+        ({"branches": 2}, "max_branches_exceeded", "sampling.max_branches = 2"),
     ],
 )
-def test_a_call_beyond_a_limit_is_refused_with_its_name(use, others, code, named) -> None:
-    refusal = ask(use, **others)
+def test_a_call_beyond_a_limit_is_refused_with_its_name(asked, code, named) -> None:
+    refusal = ask(**asked)
     assert isinstance(refusal, Refusal)
     assert (refusal.status, refusal.code) == (400, code)
     assert named in refusal.message
 
 
 def test_a_call_waits_for_others_that_may_leave_room() -> None:
-    assert ask(Use(tokens=10, reserved_tokens=45)) is WAIT
-    assert ask(Use(tokens=10, reserved_tokens=40)) == 10
-    assert ask(Use(tokens=65, reserved_tokens=15)) is not WAIT
+    assert ask(tokens=10, reserved_tokens=45) is WAIT
+    assert ask(tokens=10, reserved_tokens=40) == 10
+    assert ask(tokens=65, reserved_tokens=15) is not WAIT
