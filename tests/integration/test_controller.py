@@ -20,10 +20,10 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.protocol.rich_errors import Reason, has_reason
 from slipstream.v1 import environment_pb2, environment_pb2_grpc, trainer_pb2, trajectory_pb2
-from support.fakes.fake_server import OPEN, FakeServer, environment_failure
+from support.fakes.fake_server import FakeServer, environment_failure
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.fake_workers import Good
-from support.fakes.named_channel import open_named
+from support.fakes.named_channel import OPEN, open_named
 from support.rigs.controller_runs import evaluation_rows, make_config, play
 from support.rigs.run_processes import batches_of, records_of, rows_of
 from support.rigs.waiting import until

@@ -13,8 +13,9 @@ from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller import application
 from slipstream.learner.controller.application import Controller
-from support.fakes.fake_server import OPEN, FakeServer
+from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.named_channel import OPEN
 from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.controller_runs import make_config, play
 from support.rigs.small_disks import small_disk

@@ -22,8 +22,9 @@ from slipstream.extensions.redis.receiver import CONSUMER, GROUP
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.servers.fleet import Fleet
-from support.fakes.fake_server import OPEN, FakeServer
+from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import START, FakeTrainer
+from support.fakes.named_channel import OPEN
 from support.rigs.controller_runs import make_config, play
 from support.rigs.journal_notes import note
 from support.rigs.run_processes import records_of, rows_of

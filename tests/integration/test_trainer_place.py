@@ -14,7 +14,7 @@ from slipstream.learner.controller.application import Controller
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.protocol.access import security
 from slipstream.v1 import trainer_pb2
-from support.fakes.fake_server import OPEN
+from support.fakes.named_channel import OPEN
 from support.rigs.controller_runs import make_config
 
 FIRST = """

@@ -1,7 +1,7 @@
 """Opens the parts of a server that the settings ask for; the modules of others stay unimported."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -11,7 +11,7 @@ from slipstream.core.configuration.config_file import vocabulary_size
 from slipstream.core.run_folder import FETCHED
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId
-from slipstream.protocol.access.security import Credentials, redis_url_of
+from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.base import TrajectorySender
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ async def open_sender(
     stack: AsyncExitStack,
     config: Config,
     channel: grpc.aio.Channel,
-    credentials: Credentials,
+    metadata: Sequence[tuple[str, str]],
     run_id: str,
 ) -> TrajectorySender:
     """Returns the sender of trajectories, which `stack` closes."""
@@ -41,9 +41,7 @@ async def open_sender(
         return await stack.enter_async_context(RedisSender(url, run_id, queue.max_bytes))
     from slipstream.protocol.queue.grpc import GrpcSender
 
-    return await stack.enter_async_context(
-        GrpcSender(channel, credentials, queue.max_bytes, run_id=run_id)
-    )
+    return await stack.enter_async_context(GrpcSender(channel, metadata, queue.max_bytes))
 
 
 def open_reference(stack: AsyncExitStack, config: Config) -> "ReferenceServer | None":

@@ -113,7 +113,7 @@ class RolloutServer:
             if following is None:
                 return
             config, run_id = self._config, following.welcome.run_id
-            sender = await open_sender(stack, config, channel, self._credentials, run_id)
+            sender = await open_sender(stack, config, channel, self._metadata, run_id)
             await stack.enter_async_context(self._gateway)
             async with asyncio.TaskGroup() as group:
                 clients = ClientEnvironments(channel, self._metadata)

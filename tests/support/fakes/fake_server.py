@@ -26,7 +26,7 @@ from slipstream.protocol.queue.grpc import GrpcSender
 from slipstream.protocol.weights.buckets import TensorSpec, layout_from_pb, layout_to_pb
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, trajectory_pb2, weights_pb2
 
-from support.fakes.named_channel import OPEN, open_named
+from support.fakes.named_channel import open_named
 from support.fakes.plain_trajectory import plain_trajectory
 
 QUEUE_BYTES = 256 << 20
@@ -121,7 +121,7 @@ class FakeServer:
     async def run(self) -> None:
         async with open_named(self.address) as channel, AsyncExitStack() as self.stack:
             if not self.queue_url:
-                sender = GrpcSender(channel, OPEN, self.queue_bytes)
+                sender = GrpcSender(channel, (), self.queue_bytes)
                 self.sender = await self.stack.enter_async_context(sender)
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
             async with asyncio.TaskGroup() as self.tasks:

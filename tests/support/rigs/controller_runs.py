@@ -10,9 +10,9 @@ from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.application import Controller
 
-from support.fakes.fake_server import OPEN, FakeServer
+from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
-from support.fakes.named_channel import RUN_ID
+from support.fakes.named_channel import OPEN, RUN_ID
 from support.rigs.run_processes import rows_of
 
 

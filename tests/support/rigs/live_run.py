@@ -18,9 +18,9 @@ import grpc.aio
 from slipstream.learner.controller.application import Controller
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
-from support.fakes.fake_server import OPEN, FakeServer
+from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
-from support.fakes.named_channel import open_named
+from support.fakes.named_channel import OPEN, open_named
 from support.rigs.controller_runs import make_config
 from support.rigs.waiting import until
 

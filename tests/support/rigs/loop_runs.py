@@ -9,8 +9,9 @@ from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker.front import serve
 from slipstream.learner.controller.application import Controller
 
-from support.fakes.fake_server import OPEN, FakeServer
+from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.named_channel import OPEN
 from support.rigs.controller_runs import make_config
 from support.rigs.loop_client import LoopClient
 from support.rigs.run_processes import summary_of

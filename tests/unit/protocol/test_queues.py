@@ -49,7 +49,7 @@ class GrpcPlace:
     async def sender(self) -> AsyncIterator[TrajectorySender]:
         async with (
             open_channel(self.address, OPEN) as channel,
-            GrpcSender(channel, OPEN, self.max_bytes) as sender,
+            GrpcSender(channel, (), self.max_bytes) as sender,
         ):
             yield sender
 
@@ -261,7 +261,7 @@ async def test_a_refused_sender_ends_with_the_reason(tmp_path: Path, puts_first:
     with pytest.raises(BaseExceptionGroup) as caught:
         async with (
             serving(GrpcReceiver(without_seal), tmp_path, "r" * 32) as channel,
-            GrpcSender(channel, OPEN, 1_000) as sender,
+            GrpcSender(channel, (), 1_000) as sender,
         ):
             if puts_first:
                 await sender.put(TrajectoryId("a"), b"x", timeout_s=LIMIT_S)
@@ -292,7 +292,7 @@ async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path) -> 
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "broken after")
                 yield pb.DeliverResponse(acknowledged_ids=[request.trajectory_id])
 
-    async with serving(Breaking(), tmp_path) as channel, GrpcSender(channel, OPEN, 1_000) as sender:
+    async with serving(Breaking(), tmp_path) as channel, GrpcSender(channel, (), 1_000) as sender:
         for number in range(10):
             await sender.put(TrajectoryId(str(number)), b"x", timeout_s=LIMIT_S)
         await until(lambda: not sender.queued_bytes, LIMIT_S)
@@ -345,7 +345,7 @@ async def test_a_trajectory_larger_than_the_receivers_bound_passes(tmp_path: Pat
     receiver = GrpcReceiver(without_seal, max_waiting_bytes=10)
     async with (
         serving(receiver, tmp_path) as channel,
-        GrpcSender(channel, OPEN, 1_000) as sender,
+        GrpcSender(channel, (), 1_000) as sender,
     ):
         for number in range(3):
             await sender.put(TrajectoryId(str(number)), b"x" * 100, timeout_s=LIMIT_S)

@@ -17,7 +17,6 @@ import grpc.aio
 from slipstream.core.backoff import Backoff
 from slipstream.core.errors import QueueError
 from slipstream.core.types import TrajectoryId
-from slipstream.protocol.access.security import Credentials, call_metadata
 from slipstream.protocol.queue.base import (
     Amount,
     ByteBudget,
@@ -57,17 +56,11 @@ class GrpcSender:
     """
 
     def __init__(
-        self,
-        channel: grpc.aio.Channel,
-        credentials: Credentials,
-        max_bytes: int,
-        *,
-        run_id: str | None = None,
+        self, channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]], max_bytes: int
     ) -> None:
         """Limits the unacknowledged bytes to `max_bytes`; the caller closes `channel`."""
         stub = trajectory_pb2_grpc.TrajectoryServiceStub(channel)
-        self._deliver = stub.Deliver
-        self._metadata = call_metadata(credentials, run_id)
+        self._deliver, self._metadata = stub.Deliver, metadata
         self._budget = ByteBudget(max_bytes)
         self._unacknowledged: dict[TrajectoryId, pb.DeliverRequest] = {}
         self._sent, self.taken = EpochAmounts(), EpochAmounts()
