@@ -7,7 +7,7 @@ import hashlib
 import sys
 
 from slipstream.core.errors import WeightSyncError
-from slipstream.protocol.weights.handover import HandoverReceiver, HandoverSender, Offer
+from slipstream.protocol.weights.handover import HandoverReceiver, HandoverSender
 from slipstream.protocol.weights.shared_buffers import HostBuffers
 
 NUM_BYTES = 1 << 16
@@ -16,7 +16,7 @@ NUM_BYTES = 1 << 16
 def receive(path: str, rank: int) -> None:
     """`read N`: waits for bucket N, answers its digest and gives it back; `look N`: keeps it."""
     link = HandoverReceiver(path, "members-1", rank, 10.0)
-    buffers = HostBuffers.open(link.offer.handles, link.offer.num_bytes)
+    buffers = HostBuffers.open(link.handles, link.num_bytes)
     link.opened()
     print("joined", flush=True)
     for line in sys.stdin:
@@ -38,7 +38,7 @@ def send() -> None:
     sender = HandoverSender("members-1")
     buffers = HostBuffers.make(2, NUM_BYTES)
     print(sender.path, flush=True)
-    sender.accept([1], Offer(buffers.handles, NUM_BYTES), 10.0)
+    sender.accept([1], buffers.handles, NUM_BYTES, 10.0)
     buffers.hide()
     buffers.arrays[0][:] = 1
     sender.filled(0)

@@ -33,16 +33,6 @@ _UNREADABLE = (OSError, ValueError, TypeError, RecursionError)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-@dataclass(frozen=True)
-class Offer:
-    """The buffers that a sender shares with its receivers."""
-
-    # One handle to open each buffer; buckets use the buffers in turn.
-    handles: tuple[str, ...]
-    # Size of each buffer.
-    num_bytes: int
-
-
 @dataclass
 class _Peer:
     """A connection to the other side, and the count of numbers received from it."""
@@ -108,12 +98,14 @@ class HandoverSender:
     def accept(
         self,
         ranks: Sequence[int],
-        offer: Offer,
+        handles: Sequence[str],
+        num_bytes: int,
         deadline_s: float,
         abandoned: threading.Event | None = None,
     ) -> None:
-        """Waits until the receivers of these ranks have opened the buffers.
+        """Waits until the receivers of these ranks have opened the buffers of `num_bytes` each.
 
+        There is one of `handles` for each buffer; buckets use the buffers in turn.
         Raises WeightSyncError after `deadline_s`, and soon after `abandoned` is set.
         """
         until_s = time.monotonic() + deadline_s
@@ -138,7 +130,7 @@ class HandoverSender:
                 named, rank = json.loads(connection.recv(_MESSAGE_BYTES))
                 is_expected = named == self._communicator_id and rank in waiting
                 if is_expected:
-                    connection.sendall(json.dumps([offer.handles, offer.num_bytes]).encode())
+                    connection.sendall(json.dumps([handles, num_bytes]).encode())
             except _UNREADABLE:
                 is_expected = False
             if is_expected:
@@ -185,7 +177,7 @@ class HandoverReceiver(_Peer):
     """
 
     def __init__(self, path: str, communicator_id: str, rank: int, deadline_s: float) -> None:
-        """Connects to the sender's socket `path` and receives its offer.
+        """Connects to the sender's socket `path`; receives the buffers' handles and their size.
 
         Raises WeightSyncError when the sender does not answer in `deadline_s`.
         """
@@ -195,7 +187,7 @@ class HandoverReceiver(_Peer):
             connection.connect(path)
             connection.sendall(json.dumps([communicator_id, rank]).encode())
             handles, num_bytes = json.loads(connection.recv(_MESSAGE_BYTES))
-            self.offer = Offer(tuple(handles), int(num_bytes))
+            self.handles, self.num_bytes = tuple(handles), int(num_bytes)
         except _UNREADABLE as error:
             connection.close()
             raise WeightSyncError(

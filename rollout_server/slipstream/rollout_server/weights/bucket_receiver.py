@@ -272,8 +272,8 @@ class IpcReceiver(BucketReceiver):
         )
         with contextlib.ExitStack() as stack:
             stack.callback(self._link.close)
-            offer, gpu = self._link.offer, device.index if device.type == "cuda" else None
-            self._buffers = open_buffers(offer.handles, offer.num_bytes, gpu)
+            link, gpu = self._link, device.index if device.type == "cuda" else None
+            self._buffers = open_buffers(link.handles, link.num_bytes, gpu)
             stack.callback(self._buffers.close)
             self._memory = [torch.as_tensor(each, device=device) for each in self._buffers.arrays]
             self._link.opened()

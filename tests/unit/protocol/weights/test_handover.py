@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from slipstream.core.errors import WeightSyncError
-from slipstream.protocol.weights.handover import HandoverReceiver, HandoverSender, Offer
+from slipstream.protocol.weights.handover import HandoverReceiver, HandoverSender
 from slipstream.protocol.weights.shared_buffers import HostBuffers, open_buffers
 from support.rigs import handover_ends
 from support.rigs.waiting import LIMIT_S
@@ -63,7 +63,7 @@ def sender() -> Iterator[HandoverSender]:
 
 def receivers(sender, buffers, count):
     processes = [Process("receive", sender.path, 1 + n) for n in range(count)]
-    sender.accept(range(1, count + 1), Offer(buffers.handles, NUM_BYTES), LONG_S)
+    sender.accept(range(1, count + 1), buffers.handles, NUM_BYTES, LONG_S)
     assert [process.line() for process in processes] == ["joined"] * count
     return processes
 
@@ -132,27 +132,27 @@ def test_a_dead_sender_is_noticed_at_once_and_leaves_nothing_behind() -> None:
     process = Process("send")
     path = Path(process.line())
     link = HandoverReceiver(str(path), "members-1", 1, LONG_S)
-    opened = open_buffers(link.offer.handles, link.offer.num_bytes, None)
+    opened = open_buffers(link.handles, link.num_bytes, None)
     link.opened()
     link.wait(0, LONG_S)
     process.kill()
     with pytest.raises(WeightSyncError, match="the sender of members-1 is gone"):
         link.wait(1, LONG_S)
     assert int(opened.arrays[0].sum()) == NUM_BYTES
-    assert not any(Path("/dev/shm", name).exists() for name in (path.name, *link.offer.handles))
+    assert not any(Path("/dev/shm", name).exists() for name in (path.name, *link.handles))
     link.close()
 
 
 def test_a_receiver_that_does_not_come_costs_one_deadline(sender: HandoverSender) -> None:
     with pytest.raises(WeightSyncError, match=r"receivers 1, 2 of members-1 .* within 0\.1 s"):
-        sender.accept([1, 2], Offer((), 0), 0.1)
+        sender.accept([1, 2], (), 0, 0.1)
 
 
 def test_receivers_that_are_lost_are_not_waited_for(sender: HandoverSender) -> None:
     abandoned = threading.Event()
     abandoned.set()
     with pytest.raises(WeightSyncError, match="did not join before one of them was lost"):
-        sender.accept([1, 2], Offer((), 0), LONG_S, abandoned)
+        sender.accept([1, 2], (), 0, LONG_S, abandoned)
 
 
 def connected(path: Path) -> socket.socket:
@@ -180,7 +180,7 @@ def test_others_are_left_out_and_so_is_who_ends_without_a_word(sender: HandoverS
     others = [hello(sender, message) for message in (*messages, b"[" * 60_000, b"\xff")]
     member = hello(sender, b'["members-1", 1]')
     member.sendall(bytes(8))
-    sender.accept([1], Offer(("a", "b"), 7), LONG_S)
+    sender.accept([1], ("a", "b"), 7, LONG_S)
     assert json.loads(member.recv(4096)) == [["a", "b"], 7]
     for connection in others:
         assert connection.recv(1) == b""
@@ -192,7 +192,7 @@ def test_a_number_out_of_turn_is_an_error(sender: HandoverSender) -> None:
     with hello(sender, b'["members-1", 1]') as member:
         member.sendall((3).to_bytes(8, "little"))
         with pytest.raises(WeightSyncError, match="receiver 1 said 3, not 0"):
-            sender.accept([1], Offer((), 0), LONG_S)
+            sender.accept([1], (), 0, LONG_S)
 
 
 def test_a_sender_that_is_closed_waits_for_nobody(sender: HandoverSender) -> None:
@@ -200,7 +200,7 @@ def test_a_sender_that_is_closed_waits_for_nobody(sender: HandoverSender) -> Non
 
     def accept() -> None:
         with pytest.raises(WeightSyncError) as raised:
-            sender.accept([1], Offer((), 0), LONG_S)
+            sender.accept([1], (), 0, LONG_S)
         errors.put(str(raised.value))
 
     thread = threading.Thread(target=accept)

@@ -12,7 +12,7 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.settings.sections import WeightsSection
 from slipstream.learner.trainer.weights.bucket_senders import IpcSender
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
-from slipstream.protocol.weights.handover import HandoverSender, Offer
+from slipstream.protocol.weights.handover import HandoverSender
 from slipstream.rollout_server.weights.bucket_receiver import Incoming, IpcReceiver, Seat
 from slipstream.v1 import weights_pb2
 from support.fakes import fake_cupy
@@ -146,7 +146,7 @@ def test_memory_of_a_learner_is_closed_again_when_joining_fails(monkeypatch):
 
     def accept() -> None:
         try:
-            sender.accept([1], Offer(("00", "01"), 64), LONG_S)
+            sender.accept([1], ("00", "01"), 64, LONG_S)
         except WeightSyncError as error:
             errors.append(error)
 

@@ -22,7 +22,7 @@ from slipstream.core.settings.sections import WeightsSection
 from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.weights.buckets import Bucket
-from slipstream.protocol.weights.handover import HandoverSender, Offer
+from slipstream.protocol.weights.handover import HandoverSender
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire, make_unique_id
 from slipstream.protocol.weights.shared_buffers import SharedBuffers, make_buffers
 from slipstream.protocol.weights.waits import Unanswered, on_thread, reason
@@ -238,7 +238,8 @@ class IpcSender(BucketSender):
             with self._aborting():
                 handover.accept(
                     range(1, announced.world_size),
-                    Offer(shared.handles, self._num_bytes),
+                    shared.handles,
+                    self._num_bytes,
                     self._weights.join_deadline_s,
                     abandoned,
                 )
