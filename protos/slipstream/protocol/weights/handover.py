@@ -105,8 +105,8 @@ class HandoverSender:
     ) -> None:
         """Waits until the receivers of these ranks have opened the buffers of `num_bytes` each.
 
-        There is one of `handles` for each buffer; buckets use the buffers in turn.
-        Raises WeightSyncError after `deadline_s`, and soon after `abandoned` is set.
+        There is one of `handles` for each buffer; buckets use the buffers in turn. Raises
+        WeightSyncError after `deadline_s`, and soon after `abandoned` is set.
         """
         until_s = time.monotonic() + deadline_s
         waiting = set(ranks)
