@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import inspect
 import json
+import os
 import sys
 import sysconfig
 import threading
@@ -89,7 +90,8 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
     except BaseException as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-            is_there = Path(search_path).is_dir()
+            # It may be a text that no path can be.
+            is_there = os.path.isdir(search_path)  # noqa: PTH112
             folder = search_path if is_there else f"{search_path}, which is no folder here,"
             where = f"{folder} or " if search_path else ""
             cause = f"there is no module {missing!r} in {where}Python's path"

@@ -38,8 +38,6 @@ from vllm.renderers.chat_utils import make_tool_call_id
 from vllm.tool_parsers.utils import get_function_tools
 
 log = logging.getLogger(__name__)
-# A model that writes a call wrongly is no fault of the server.
-logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
 _CACHED_REQUESTS = 128
 # A longer id, which some models write themselves, does not fit into a message and is replaced.
 _MAX_ID_BYTES = 1024
@@ -172,6 +170,8 @@ def of_whole_replies(kind: type[Parser] | None, parts: VllmParts) -> type[Parser
 
     Raises the error of a parser that reads none, such as one made for another model.
     """
+    # A model that writes a call wrongly is no fault of the server.
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     found = kind and type(kind.__name__, (WholeReply, kind), {})
     if found is not None and issubclass(found, DelegatingParser):
         parser = found(parts.renderer.get_tokenizer(), model_config=parts.vllm_config.model_config)
