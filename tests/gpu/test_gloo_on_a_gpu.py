@@ -7,7 +7,7 @@ import torch
 from slipstream.core.settings.sections import WeightsSection
 from slipstream.learner.trainer.weights.bucket_senders import GlooSender
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
-from slipstream.rollout_server.weights.bucket_receiver import GlooReceiver, Incoming, Seat
+from slipstream.rollout_server.weights.bucket_receiver import GlooReceiver, Incoming
 
 pytestmark = pytest.mark.timeout(200)
 BUCKET_BYTES, NUM_BUCKETS = 64 << 20, 24
@@ -22,7 +22,7 @@ def test_every_bucket_arrives_as_its_lane_was_filled() -> None:
     arrived: list[list[int]] = []
 
     def receive() -> None:
-        receiver = GlooReceiver(Seat(where, 1, LIMIT_S), torch.device("cpu"))
+        receiver = GlooReceiver(where, 1, LIMIT_S, torch.device("cpu"))
         incoming = Incoming(buckets, LIMIT_S, own_buffers=False)
         arrived.extend([int(data.min()), int(data.max())] for data in receiver.receive(incoming))
         receiver.close()

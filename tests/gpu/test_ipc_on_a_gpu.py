@@ -10,7 +10,7 @@ import pytest
 import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, IpcReceiver, Seat
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, IpcReceiver
 from slipstream.v1 import weights_pb2
 from support.ranks import ipc_learner
 from support.rigs.gpu_records import note
@@ -53,7 +53,7 @@ def join(learner: Learner, name: str, workers: int, device: torch.device) -> lis
 
     def open_one(rank: int) -> None:
         torch.cuda.set_device(device)
-        found[rank] = IpcReceiver(Seat(where, rank, 60.0), device)
+        found[rank] = IpcReceiver(where, rank, 60.0, device)
 
     threads = [threading.Thread(target=open_one, args=(1 + n,)) for n in range(workers)]
     for thread in threads:

@@ -22,7 +22,7 @@ from slipstream.learner.trainer.weights.bucket_senders import GlooSender
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from slipstream.protocol.access.security import call_metadata
 from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
-from slipstream.rollout_server.weights.bucket_receiver import GlooReceiver, Incoming, Seat
+from slipstream.rollout_server.weights.bucket_receiver import GlooReceiver, Incoming
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.guarded_controller import TOKEN, serving, with_token
 from support.rigs.loopbacks import LOOPBACKS
@@ -76,7 +76,7 @@ def test_weights_join_beside_strangers(host: str) -> None:
     received = []
 
     def receive() -> None:
-        transport = GlooReceiver(Seat(announced, 1, LIMIT_S), torch.device("cpu"))
+        transport = GlooReceiver(announced, 1, LIMIT_S, torch.device("cpu"))
         incoming = Incoming((bucket,), LIMIT_S, own_buffers=True)
         received.extend(part.clone() for part in transport.receive(incoming))
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from slipstream.protocol.weights.digests import load_kernel
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire, set_nccl_environment, use_device
-from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming, Seat
+from slipstream.rollout_server.weights.bucket_receiver import BucketReceiver, Incoming
+from slipstream.v1 import weights_pb2
 
 # Buffers start at multiples of this.
 _ALIGNMENT_BYTES = 512
@@ -59,22 +60,23 @@ class NcclReceiver(BucketReceiver):
 
     enqueues = True
 
-    def __init__(self, membership: Seat, device: torch.device) -> None:
+    def __init__(
+        self, where: weights_pb2.Communicator, rank: int, deadline_s: float, device: torch.device
+    ) -> None:
         """Joins the communicator. Raises WeightSyncError when a member misses the deadline."""
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.set_device(index)
         super().__init__(torch.device("cuda", index))
-        communicator = membership.communicator
         use_device(index)
         # The kernel is loaded here, before the other members wait for this one.
         load_kernel(index)
         with launched_nccl_variables():
             self._group = NcclGroup.join(
                 index,
-                communicator.unique_id,
-                rank=membership.rank,
-                world_size=communicator.world_size,
-                deadline_s=membership.join_deadline_s,
+                where.unique_id,
+                rank=rank,
+                world_size=where.world_size,
+                deadline_s=deadline_s,
             )
         # The stream of a communicator that could not be aborted stays busy. Torch has 32 streams in
         # all: with a new one for each communicator, two users would sooner or later share one.

@@ -32,7 +32,6 @@ from slipstream.rollout_server.weights.bucket_receiver import (
     GlooReceiver,
     Incoming,
     IpcReceiver,
-    Seat,
     Staging,
     StorageReceiver,
     Update,
@@ -43,7 +42,10 @@ from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_confi
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import reload
 
-TRANSPORTS: dict[str, Callable[[Seat, torch.device], BucketReceiver]] = {
+# Their receivers: each joins as a rank, within seconds, on a device.
+TRANSPORTS: dict[
+    str, Callable[[weights_pb2.Communicator, int, float, torch.device], BucketReceiver]
+] = {
     "gloo": GlooReceiver,
     "ipc": IpcReceiver,
     "nccl": NcclReceiver,
@@ -284,12 +286,11 @@ class SlipstreamWeightTransfer:
         if where.transport not in TRANSPORTS:
             raise WeightSyncError(f"transport {where.transport!r} is not known here")
         rank = first_rank + self.vllm_config.parallel_config.rank
-        seat = Seat(communicator=where, rank=rank, join_deadline_s=order.join_deadline_s)
 
         def join() -> BucketReceiver:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            return TRANSPORTS[where.transport](seat, device)
+            return TRANSPORTS[where.transport](where, rank, order.join_deadline_s, device)
 
         self._joining = where.communicator_id, started(join, name="weight-join")
 

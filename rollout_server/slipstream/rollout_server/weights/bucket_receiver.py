@@ -42,15 +42,6 @@ from torch._C import _distributed_c10d as c10d
 
 
 @dataclass(frozen=True)
-class Seat:
-    """The rank of this worker in a communicator, and the data with which the worker joins it."""
-
-    communicator: weights_pb2.Communicator
-    rank: int
-    join_deadline_s: float
-
-
-@dataclass(frozen=True)
 class Incoming:
     """The description of one weight update that a transport's receiver needs.
 
@@ -163,32 +154,31 @@ class HostReceiver(BucketReceiver):
 class GlooReceiver(HostReceiver):
     """A `BucketReceiver` over gloo: the sender of each bucket broadcasts it; `receive` blocks."""
 
-    def __init__(self, membership: Seat, device: torch.device) -> None:
+    def __init__(
+        self, where: weights_pb2.Communicator, rank: int, deadline_s: float, device: torch.device
+    ) -> None:
         """Joins the communicator. Raises WeightSyncError when a member misses the deadline."""
         super().__init__()
-        communicator = membership.communicator
-        timeout = timedelta(seconds=membership.join_deadline_s)
+        timeout = timedelta(seconds=deadline_s)
         try:
             self._store: c10d.Store | None = c10d.TCPStore(
-                communicator.store_host,
-                communicator.store_port,
+                where.store_host,
+                where.store_port,
                 is_master=False,
                 wait_for_workers=False,
                 timeout=timeout,
             )
-            meeting = c10d.PrefixStore(communicator.communicator_id, self._store)
-            host = local_address(communicator.store_host, communicator.store_port)
+            meeting = c10d.PrefixStore(where.communicator_id, self._store)
+            host = local_address(where.store_host, where.store_port)
             options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
             options._timeout = timeout
             # torch gives the class no public stub.
-            self._group: Any = c10d.ProcessGroupGloo(
-                meeting, membership.rank, communicator.world_size, options
-            )
+            self._group: Any = c10d.ProcessGroupGloo(meeting, rank, where.world_size, options)
         except RuntimeError as error:
             raise WeightSyncError(
-                f"could not join communicator {communicator.communicator_id} "
-                f"within {membership.join_deadline_s:g} s: {error}"
+                f"could not join communicator {where.communicator_id} "
+                f"within {deadline_s:g} s: {error}"
             ) from error
 
     def close(self) -> None:
@@ -218,16 +208,18 @@ class GlooReceiver(HostReceiver):
 class StorageReceiver(HostReceiver):
     """A `BucketReceiver` of files; every worker of the engine reads the same file."""
 
-    def __init__(self, membership: Seat, device: torch.device) -> None:
-        """Opens the file that the order names. Raises WeightSyncError if the file is missing."""
+    def __init__(
+        self, where: weights_pb2.Communicator, rank: int, deadline_s: float, device: torch.device
+    ) -> None:
+        """Opens the file that `where` names. Raises WeightSyncError if the file is missing."""
         super().__init__()
-        path = membership.communicator.path
-        if not path:
+        if not where.path:
             raise WeightSyncError("weights from storage were ordered, but none were fetched")
         try:
-            self._file: int | None = os.open(path, os.O_RDONLY)
+            self._file: int | None = os.open(where.path, os.O_RDONLY)
         except OSError as error:
-            raise WeightSyncError(f"the fetched weights in {path} are gone: {error}") from error
+            cause = f"the fetched weights in {where.path} are gone: {error}"
+            raise WeightSyncError(cause) from error
         self._next = 0
 
     def close(self) -> None:
@@ -256,20 +248,19 @@ _CLOSE_LIMIT_S = 5.0
 class IpcReceiver(BucketReceiver):
     """A `BucketReceiver` over ipc; the buckets of an update use the learner's buffers in turn."""
 
-    def __init__(self, membership: Seat, device: torch.device) -> None:
+    def __init__(
+        self, where: weights_pb2.Communicator, rank: int, deadline_s: float, device: torch.device
+    ) -> None:
         """Joins the communicator and opens the learner's buffers.
 
         Raises WeightSyncError when that fails or misses the deadline.
         """
         super().__init__(device)
-        where = membership.communicator
         if device.type == "cuda":
             torch.cuda.set_device(device)
             # The kernel is loaded here, before the other members wait for this one.
             load_kernel(device.index)
-        self._link = HandoverReceiver(
-            where.store_host, where.communicator_id, membership.rank, membership.join_deadline_s
-        )
+        self._link = HandoverReceiver(where.store_host, where.communicator_id, rank, deadline_s)
         with contextlib.ExitStack() as stack:
             stack.callback(self._link.close)
             link, gpu = self._link, device.index if device.type == "cuda" else None

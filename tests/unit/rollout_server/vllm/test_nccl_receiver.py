@@ -9,7 +9,7 @@ from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.protocol.weights.nccl_group import AGREED, NcclGroup, agreed_settings
 from slipstream.rollout_server.vllm import nccl_receiver
 from slipstream.rollout_server.vllm.nccl_receiver import NcclReceiver
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
+from slipstream.rollout_server.weights.bucket_receiver import Incoming
 from slipstream.v1 import weights_pb2
 from support.fakes import fake_cupy, fake_streams
 from vllm.utils import nccl
@@ -55,8 +55,7 @@ def consumer(cupy, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_streams.Str
 
 
 def join() -> NcclReceiver:
-    membership = Seat(weights_pb2.Communicator(world_size=2), rank=1, join_deadline_s=30.0)
-    return NcclReceiver(membership, DEVICE)
+    return NcclReceiver(weights_pb2.Communicator(world_size=2), 1, 30.0, DEVICE)
 
 
 def prepared(*, own_buffers: bool) -> tuple[NcclReceiver, Incoming]:

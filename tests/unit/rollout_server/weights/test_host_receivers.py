@@ -11,7 +11,6 @@ from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.weights.bucket_receiver import (
     GlooReceiver,
     Incoming,
-    Seat,
     StorageReceiver,
 )
 from slipstream.v1 import weights_pb2
@@ -39,7 +38,7 @@ def test_a_worker_that_leaves_takes_no_bucket_and_frees_its_sender() -> None:
 
     sending = threading.Thread(target=send)
     sending.start()
-    transport = GlooReceiver(Seat(sender.communicator, 1, LONG_S), CPU)
+    transport = GlooReceiver(sender.communicator, 1, LONG_S, CPU)
     buckets = transport.receive(INCOMING)
     assert torch.equal(next(buckets).view(torch.float32), WEIGHTS["a"])
     transport.close()
@@ -52,9 +51,9 @@ def test_a_worker_that_leaves_takes_no_bucket_and_frees_its_sender() -> None:
 CONTENT = first_content()
 
 
-def seat(path: Path | str) -> Seat:
+def of_file(path: Path | str) -> StorageReceiver:
     where = weights_pb2.Communicator(transport="storage", path=str(path))
-    return Seat(where, rank=0, join_deadline_s=1.0)
+    return StorageReceiver(where, 0, 1.0, CPU)
 
 
 def incoming(*, own_buffers: bool) -> Incoming:
@@ -70,7 +69,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("own_buffers", [False, True])
 def test_every_bucket_is_read_with_its_digest(file: Path, own_buffers: bool) -> None:
-    receiver = StorageReceiver(seat(file), CPU)
+    receiver = of_file(file)
     # The file is read again for each update.
     for _ in range(2):
         found = [b.clone().numpy() for b in receiver.receive(incoming(own_buffers=own_buffers))]
@@ -83,13 +82,13 @@ def test_every_bucket_is_read_with_its_digest(file: Path, own_buffers: bool) -> 
 
 def test_a_file_that_is_too_short_is_an_error(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 1)
-    receiver = StorageReceiver(seat(file), CPU)
+    receiver = of_file(file)
     with pytest.raises(WeightSyncError, match="end at byte"):
         list(receiver.receive(incoming(own_buffers=True)))
 
 
 def test_an_order_without_a_fetched_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match="none were fetched"):
-        StorageReceiver(seat(""), CPU)
+        of_file("")
     with pytest.raises(WeightSyncError, match="are gone"):
-        StorageReceiver(seat(tmp_path / "nothing"), CPU)
+        of_file(tmp_path / "nothing")

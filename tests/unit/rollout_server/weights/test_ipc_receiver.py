@@ -13,7 +13,7 @@ from slipstream.core.settings.sections import WeightsSection
 from slipstream.learner.trainer.weights.bucket_senders import IpcSender
 from slipstream.protocol.weights.digests import HostDigests, bucket_digest
 from slipstream.protocol.weights.handover import HandoverSender
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, IpcReceiver, Seat
+from slipstream.rollout_server.weights.bucket_receiver import Incoming, IpcReceiver
 from slipstream.v1 import weights_pb2
 from support.fakes import fake_cupy
 from support.ranks import ipc_learner
@@ -32,7 +32,7 @@ class Ends:
         self.sender, self._pool = IpcSender(weights, CPU, num_bytes=LARGEST), pool
         where = self.sender.announce("members-1", num_senders=1, world_size=2)
         connecting = pool.submit(self.sender.connect, where, 0)
-        self.receiver = IpcReceiver(Seat(where, 1, LONG_S), CPU)
+        self.receiver = IpcReceiver(where, 1, LONG_S, CPU)
         connecting.result(LONG_S)
 
     def send(self, seed: int) -> Future[object]:
@@ -155,7 +155,7 @@ def test_memory_of_a_learner_is_closed_again_when_joining_fails(monkeypatch):
     with fake_cupy.installed() as cupy:
         # There is no GPU on which torch could see what was opened.
         with pytest.raises((AssertionError, RuntimeError)):
-            IpcReceiver(Seat(where, 1, LONG_S), torch.device("cuda", 0))
+            IpcReceiver(where, 1, LONG_S, torch.device("cuda", 0))
         # Before the others wait for it.
         assert cupy.seen == ["digest 0 spans", "open", "open"]
         assert not cupy.open_pointers

@@ -30,7 +30,7 @@ from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.protocol.weights.nccl_group import NcclGroup
 from slipstream.rollout_server.vllm.weight_receiver import TRANSPORTS
-from slipstream.rollout_server.weights.bucket_receiver import Incoming, Seat
+from slipstream.rollout_server.weights.bucket_receiver import Incoming
 from slipstream.v1 import trainer_pb2, weights_pb2
 from support.fakes import fake_nccl
 from support.fakes.fake_controller import FakeController, publish_order
@@ -71,14 +71,11 @@ class HostStream:
 class NcclMember:
     """A receiver over the fake library."""
 
-    def __init__(self, seat: Seat) -> None:
-        where = seat.communicator
+    def __init__(
+        self, where: weights_pb2.Communicator, rank: int, deadline_s: float, _: torch.device
+    ) -> None:
         self._group = NcclGroup.join(
-            0,
-            where.unique_id,
-            rank=seat.rank,
-            world_size=where.world_size,
-            deadline_s=seat.join_deadline_s,
+            0, where.unique_id, rank=rank, world_size=where.world_size, deadline_s=deadline_s
         )
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
@@ -101,7 +98,7 @@ class Worker:
         self.num_buckets = 0
         self._scene, self._delay_s = scene, scene.delay_s
         # A receiver that comes late meets no sender, and gives up after 1 s.
-        self._seat = Seat(where, rank, 1.0 if scene.delay_s else LONG_S)
+        self._joins = where, rank, 1.0 if scene.delay_s else LONG_S, CPU
         self._thread = threading.Thread(target=self._receive)
         self._thread.start()
 
@@ -114,14 +111,11 @@ class Worker:
         self._thread.join(LONG_S)
 
     def _receive(self) -> None:
-        scene, seat = self._scene, self._seat
+        scene = self._scene
         time.sleep(self._delay_s)
         try:
-            receiver: Any = (
-                NcclMember(seat)
-                if scene.transport == "nccl"
-                else TRANSPORTS[scene.transport](seat, CPU)
-            )
+            kind = NcclMember if scene.transport == "nccl" else TRANSPORTS[scene.transport]
+            receiver: Any = kind(*self._joins)
             for buckets in scene.updates:
                 incoming = Incoming(buckets, 20.0, own_buffers=False)
                 taken = itertools.islice(receiver.receive(incoming), scene.num_taken)
@@ -528,7 +522,7 @@ def test_bucket_that_nobody_takes_is_named_with_its_limit() -> None:
     receivers: list[object] = []
 
     def join() -> None:
-        receivers.append(TRANSPORTS["gloo"](Seat(where, 1, LONG_S), CPU))
+        receivers.append(TRANSPORTS["gloo"](where, 1, LONG_S, CPU))
 
     joining = threading.Thread(target=join)
     joining.start()
