@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.template_values import NEED_PARSER, read_tools
@@ -184,17 +184,12 @@ def _offered(tools: str) -> str:
 class CallTable:
     """The open calls of one stream, until `end`; afterwards every call fails."""
 
-    def __init__(
-        self,
-        send: Callable[[environment_pb2.WorkerCommand], None],
-        numbers: Iterator[int] | None = None,
-    ) -> None:
-        """`send` puts a command on the stream without waiting; `numbers` yields the ids of calls.
+    # The ids of calls: several tables may use one stream.
+    _numbers: ClassVar[Iterator[int]] = itertools.count(1)
 
-        Several tables that use one stream share `numbers`.
-        """
+    def __init__(self, send: Callable[[environment_pb2.WorkerCommand], None]) -> None:
+        """`send` puts a command on the stream without waiting."""
         self._send = send
-        self._numbers = itertools.count(1) if numbers is None else numbers
         self._open: dict[int, Answers] = {}
         # Why the stream has ended; None while it is open.
         self.failure: EnvironmentFailed | None = None

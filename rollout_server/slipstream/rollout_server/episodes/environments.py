@@ -8,7 +8,6 @@ worker fewer episodes share one for a while.
 """
 
 import asyncio
-import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
@@ -194,7 +193,6 @@ class ClientEnvironments:
         self._metadata = metadata
         self._calls: asyncio.Queue[fleet_pb2.EnvironmentCall] = asyncio.Queue(_MAX_QUEUED_CALLS)
         self._tables: dict[str, CallTable] = {}
-        self._numbers = itertools.count(1)
         self._wanted = asyncio.Event()
 
     def open(self, environment: str, episode_key: str, timeout_s: float) -> StreamSession:
@@ -207,7 +205,7 @@ class ClientEnvironments:
                 call = fleet_pb2.EnvironmentCall(environment=environment, command=command)
                 calls.put_nowait(call)
 
-            table = self._tables[environment] = CallTable(send, self._numbers)
+            table = self._tables[environment] = CallTable(send)
         self._wanted.set()
         return StreamSession(table, episode_key, timeout_s)
 
