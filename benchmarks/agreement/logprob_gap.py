@@ -181,7 +181,7 @@ def score_afresh(path: Path) -> None:
             sequences = [part.tolist() for part in np.split(np.asarray(job["token_ids"]), cuts)]
             return (await engine.teacher_forced_logprobs(sequences)).tolist()
         finally:
-            await engine.aclose_fully()
+            await engine.aclose()
 
     Path(job["answer"]).write_text(json.dumps(asyncio.run(score())))
 

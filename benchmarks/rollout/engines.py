@@ -111,7 +111,11 @@ class Ours:
     async def close(self) -> None:
         self._stop.set()
         await asyncio.wait([self._serving], timeout=20)
-        await self._vllm.aclose_fully()
+        await self._vllm.aclose()
+        # Else the finalisers of vLLM's client run behind those of its modules, and log errors.
+        gc.unfreeze()
+        del self._vllm._llm
+        gc.collect()
 
     @classmethod
     async def start(cls, config: Config, sizes: Sizes, address: str) -> Self:

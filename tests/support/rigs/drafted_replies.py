@@ -18,6 +18,7 @@ from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import Sampling
 
 from support.fakes.small_configs import NGRAM, small_config
+from support.rigs.started_engine import end_engine
 
 PROMPT = [1, 4, 5, 6, 3]
 TEMPERATURE = 0.15
@@ -103,7 +104,7 @@ async def answer(folder: Path) -> dict[str, Any]:
         await replies.ask_and_pause("paused")
         return replies.found
     finally:
-        await engine.aclose_fully()
+        await end_engine(engine)
 
 
 if __name__ == "__main__":

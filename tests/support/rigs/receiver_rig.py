@@ -24,7 +24,7 @@ from slipstream.rollout_server.engine_interface import Generation, Sampling
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.plain_matrices import keep_matrices_plain, multiply_float8_fast
 from support.ranks.nccl_sender import NcclSender
-from support.rigs.started_engine import until_generated
+from support.rigs.started_engine import end_engine, until_generated
 
 TINY = {
     "hidden_size": 64,
@@ -258,7 +258,7 @@ async def main() -> None:
     try:
         await story(rig, options.bucket_mib)
     finally:
-        await rig.engine.aclose_fully()
+        await end_engine(rig.engine)
         if isinstance(rig.sender, NcclSender):
             rig.sender.kill()
 

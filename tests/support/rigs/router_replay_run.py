@@ -29,7 +29,7 @@ from slipstream.rollout_server import process
 from support.fakes.parity_models import make_mixture
 from support.fakes.plain_trajectory import plain_trajectory
 from support.references.replayed_gaps import ReplayedGaps, disturb_routers
-from support.rigs.started_engine import until_generated
+from support.rigs.started_engine import end_engine, until_generated
 
 SIZES = {
     "hidden_size": 128,
@@ -169,7 +169,7 @@ async def _generate(config: Config) -> list[Trajectory]:
         await engine.pauses.resume(PolicyVersion(0, 0))
         return await asyncio.gather(*running)
     finally:
-        await engine.aclose_fully()
+        await end_engine(engine)
 
 
 def learn(folder: Path, config: Config) -> None:

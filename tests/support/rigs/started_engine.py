@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -56,6 +57,14 @@ def end_thread_pool() -> None:
         assert ctypes.CDLL(library).omp_pause_resource_all(2) == 0
 
 
+async def end_engine(engine: VllmEngine) -> None:
+    """Closes an engine, and has the finalisers of vLLM's client run before those of its modules."""
+    await engine.aclose()
+    gc.unfreeze()
+    del engine._llm
+    gc.collect()
+
+
 @asynccontextmanager
 async def started_engine(config: Config) -> AsyncIterator[VllmEngine]:
     """The engine, paused; at the end of the block its processes are gone."""
@@ -66,7 +75,7 @@ async def started_engine(config: Config) -> AsyncIterator[VllmEngine]:
     try:
         yield engine
     finally:
-        await engine.aclose_fully()
+        await end_engine(engine)
         assert not [p for p in engine._processes if p.is_running()]
 
 

@@ -168,17 +168,6 @@ class VllmEngine:
         psutil.wait_procs(alive, timeout=_EXIT_LIMIT_S)
         self._files.close()
 
-    async def aclose_fully(self) -> None:
-        """Closes the engine in a program that does not end through `process.leave`.
-
-        Takes a second more than `aclose`. After `aclose`, the finalisers of vLLM's client would run
-        after the finalisers of vLLM's modules, and log errors.
-        """
-        await self.aclose()
-        gc.unfreeze()
-        del self._llm
-        gc.collect()
-
     async def _call_all(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
         """Returns all workers' answers to `method`.
 
