@@ -29,6 +29,7 @@ from slipstream.client.environment_loader import (
     load_environment,
 )
 from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.waits import within
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 
@@ -141,10 +142,7 @@ class EpisodeHost:
             except EnvironmentFailed as error:
                 print(f"closing an episode: {error}", file=sys.stderr)
 
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await asyncio.gather(*map(close, self._episodes))
-        except TimeoutError:
+        if not await within(CLOSE_TIMEOUT_S, asyncio.gather(*map(close, self._episodes))):
             print(f"episodes did not close within {CLOSE_TIMEOUT_S:g} s", file=sys.stderr)
         self._episodes.clear()
         gateway, self._gateway = self._gateway, None
@@ -301,10 +299,7 @@ async def open_stream(open_call: Callable[[], WorkerCall], hello: pb.WorkerHello
         # The stream was refused before the write, which has hidden why. A second stream, without a
         # write, shows the cause at once.
         call = open_call()
-    try:
-        async with asyncio.timeout(REFUSAL_TIMEOUT_S):
-            await call.code()
-    except TimeoutError:
+    if not await within(REFUSAL_TIMEOUT_S, call.code()):
         with contextlib.suppress(*STREAM_OVER):
             await call.write(message)
     return call

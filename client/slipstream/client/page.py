@@ -33,6 +33,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.files import open_regular, read_regular
 from slipstream.core.run_folder import CONFIG, METRICS, SAMPLES
 from slipstream.core.settings.config import told_settings
+from slipstream.core.waits import within
 
 PAGE = "page.html"
 # Seconds between two pages of a run that goes on.
@@ -87,8 +88,7 @@ async def page_kept(folder: Path, warn: Callable[[str], None]) -> AsyncIterator[
     async def keep() -> None:
         while not ended.is_set():
             await asyncio.to_thread(write, PERIOD_S)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), PERIOD_S)
+            await within(PERIOD_S, ended.wait())
         await asyncio.to_thread(write, 0)
 
     keeping = asyncio.create_task(keep())

@@ -29,6 +29,7 @@ from slipstream.client.episode_host import EpisodeHost, answer_commands, open_st
 from slipstream.core.errors import WARNING, ConfigError
 from slipstream.core.machine.files import remove_abandoned
 from slipstream.core.machine.process import die_with_parent, send_signal
+from slipstream.core.waits import within
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc
@@ -124,10 +125,7 @@ async def _attach(address: str, token: str | None, record: int | None) -> str:
     """Answers a server until it ends the stream; returns why there is none or it is lost, or ""."""
     credentials = Credentials(token=token)
     async with open_channel(address, credentials) as channel:
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await channel.channel_ready()
-        except TimeoutError:
+        if not await within(CONNECT_TIMEOUT_S, channel.channel_ready()):
             return f"no server answers at {address} within {CONNECT_TIMEOUT_S:g} s"
         stub = environment_pb2_grpc.WorkerServiceStub(channel)
         try:

@@ -7,17 +7,17 @@ orders, until the stream ends or the server is asked to stop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import grpc.aio
 from slipstream.core.machine.gpus import gpu_names
 from slipstream.core.settings.config import Config
 from slipstream.core.types import GroupId, ServerId
+from slipstream.core.waits import within
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.protocol.queue.base import Amount, TrajectorySender
 from slipstream.protocol.weights.handover import host_id
@@ -107,19 +107,19 @@ class Session:
             self._outbox.put_nowait(fleet_pb2.ServerMessage(draining=draining))
             self.dispatcher.drain()
             limit_s = self._config.rollout_server.drain_timeout_s
-            await _within(_any_of(reader, self.dispatcher.idle, self._leave_at_once), limit_s)
+            await within(limit_s, _any_of(reader, self.dispatcher.idle, self._leave_at_once))
         if reader.done():
             log.warning("lost the controller; running episodes may end within its heartbeat limit")
-            await _within(self.dispatcher.idle.wait(), self._welcome.heartbeat_timeout_s)
+            await within(self._welcome.heartbeat_timeout_s, self.dispatcher.idle.wait())
             await self._end_episodes(publishing, carry_out=False)
             heart.cancel()
             return True
         await self._end_episodes(publishing, carry_out=True)
-        await _within(self._flush(), FLUSH_S)
+        await within(FLUSH_S, self._flush())
         heart.cancel()
         self._outbox.put_nowait(fleet_pb2.ServerMessage(drained=self._report()))
         self._outbox.put_nowait(None)
-        await _within(asyncio.shield(reader), GOODBYE_S)
+        await within(GOODBYE_S, asyncio.shield(reader))
         reader.cancel()
         return False
 
@@ -164,7 +164,7 @@ class Session:
         self._orders.close(carry_out=carry_out)
         await asyncio.wait((publishing,))
         await self.dispatcher.cancel_all()
-        await _within(self.dispatcher.idle.wait(), CANCEL_S)
+        await within(CANCEL_S, self.dispatcher.idle.wait())
 
     async def _flush(self) -> None:
         while self._sender.queued_bytes:
@@ -233,10 +233,3 @@ async def _any_of(reader: asyncio.Task[None], *events: asyncio.Event) -> None:
     finally:
         for wait in waits:
             wait.cancel()
-
-
-async def _within(wait: Awaitable[object], limit_s: float) -> None:
-    """Awaits `wait` for at most `limit_s`; returns without an error when that time is over."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(limit_s):
-            await wait

@@ -22,6 +22,7 @@ from slipstream.core.errors import FINAL_ERROR, NOT_STARTED, USAGE_ERROR, Config
 from slipstream.core.machine.address import address_parts, free_port
 from slipstream.core.machine.process import below_this, kernel_oom_kills
 from slipstream.core.settings.config import Config
+from slipstream.core.waits import within
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret
 from slipstream.protocol.access.security import Credentials
 
@@ -117,9 +118,7 @@ class Child:
             self.signal(signal.SIGTERM)
             # A process that SIGSTOP has stopped handles SIGTERM only after SIGCONT.
             self.signal(signal.SIGCONT)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
-                    await self.process.wait()
+            await within(grace_s, self.process.wait())
         self.signal(signal.SIGKILL)
         await self.process.wait()
 
@@ -201,9 +200,7 @@ async def show_lines(path: Path, prefix: str, ended: asyncio.Event) -> None:
                 say(line)
         if is_last:
             return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
-                await ended.wait()
+        await within(LOOK_S, ended.wait())
 
 
 def last_complaint(path: Path, start: int = 0) -> str:

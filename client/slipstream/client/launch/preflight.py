@@ -36,6 +36,7 @@ from slipstream.core.machine.process import open_variables, send_signal
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import EvaluationSection, PlayedSection
+from slipstream.core.waits import within
 
 TAIL_BYTES = 65536
 FUNCTIONS_CHECK = "slipstream.learner.algorithms.check"
@@ -340,11 +341,8 @@ async def run_program(
             env=environ,
             start_new_session=True,
         )
-        code = None
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(limit_s):
-                    code = await process.wait()
+            code = process.returncode if await within(limit_s, process.wait()) else None
         finally:
             # The keeper ends all that the program has started.
             send_signal(process, signal.SIGTERM)

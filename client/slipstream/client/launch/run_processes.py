@@ -43,6 +43,7 @@ from slipstream.core.errors import FAILED, RunFailed
 from slipstream.core.machine.files import remove_abandoned
 from slipstream.core.run_folder import LOGS, log_path
 from slipstream.core.settings.config import Config
+from slipstream.core.waits import within
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
@@ -292,9 +293,8 @@ class RunProcesses:
                 for child in others:
                     # A server that had not joined yet would look for the controller.
                     child.signal(signal.SIGTERM)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LEAVE_LIMIT_S):
-                        await asyncio.gather(*(child.process.wait() for child in others))
+                leaving = asyncio.gather(*(child.process.wait() for child in others))
+                await within(LEAVE_LIMIT_S, leaving)
         finally:
             for task in tasks:
                 task.cancel()
@@ -362,9 +362,7 @@ class RunProcesses:
                 await controller.process.wait()
                 if not self._ended_controller:
                     # Events that it sent before its end may still arrive; then the call breaks off.
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(EVENTS_LIMIT_S):
-                            await show
+                    await within(EVENTS_LIMIT_S, show)
             finally:
                 show.cancel()
                 await asyncio.gather(show, return_exceptions=True)
@@ -512,8 +510,6 @@ class RunProcesses:
                         self._display.show(event)
                 except grpc.aio.AioRpcError:
                     # The call may break off before the end of the process is known.
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(0.5):
-                            await controller.process.wait()
+                    await within(0.5, controller.process.wait())
                     if not controller.is_running:
                         return

@@ -23,6 +23,7 @@ import grpc.aio
 from google.protobuf.proto import serialize_length_prefixed
 from slipstream.core.errors import ProtocolError
 from slipstream.core.run_folder import CHECKPOINTS
+from slipstream.core.waits import within
 from slipstream.extensions.tinker.models import Entry, Model, Models, Named
 from slipstream.extensions.tinker.samples import Samples
 from slipstream.extensions.tinker.store import OperationStore
@@ -161,10 +162,7 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         entry = self._entries.get(request.id)
         if entry is None:
             return pb.OperationResult(is_unknown=True)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(request.limit_s):
-                await entry.ended.wait()
-        if not entry.ended.is_set():
+        if not await within(request.limit_s, entry.ended.wait()):
             return pb.OperationResult()
         result = entry.result
         if entry.place is not None:

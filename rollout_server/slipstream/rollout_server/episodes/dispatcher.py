@@ -13,7 +13,6 @@ their answers, the environment's limit, `Play.cancel`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import traceback
@@ -30,6 +29,7 @@ from slipstream.core.types import (
     Status,
     Trajectory,
 )
+from slipstream.core.waits import within
 from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import TrajectorySender, seal
 from slipstream.rollout_server.engine_interface import EngineDied, GenerationFailed
@@ -182,9 +182,7 @@ class Dispatcher:
                     group.unfinished.discard(member)
                 return
             if failure is not None and failure.kind is FailureKind.INFRASTRUCTURE:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(RETRY_S):
-                        await group.cancelled.wait()
+                await within(RETRY_S, group.cancelled.wait())
             if group.cancelled.is_set() or self._draining:
                 # Another server makes the next attempt.
                 return

@@ -25,6 +25,7 @@ import grpc
 import grpc.aio
 from slipstream.core.machine.files import OwnedFolder, remove_abandoned
 from slipstream.core.machine.process import is_reaper, kill_orphans, open_variables, send_signal
+from slipstream.core.waits import within
 from slipstream.protocol.access.security import SERVER_OPTIONS
 from slipstream.protocol.access.tokens import TOKEN_KEY
 from slipstream.protocol.call_record import CallRecord
@@ -148,10 +149,7 @@ class WorkerProcess:
     async def _end(self) -> None:
         if self._process.returncode is None:
             self.end()
-            try:
-                async with asyncio.timeout(_STOP_LIMIT_S):
-                    await self._process.wait()
-            except TimeoutError:
+            if not await within(_STOP_LIMIT_S, self._process.wait()):
                 send_signal(self._process, signal.SIGKILL)
                 await self._process.wait()
         self._keepers.discard(self._process.pid)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.machine.other_python import worker_program
+from slipstream.core.waits import within
 from slipstream.rollout_server.episodes.calls import (
     MAX_MESSAGE_CHARACTERS,
     StreamSession,
@@ -152,11 +153,9 @@ class EnvironmentWorker:
 
     async def _serve(self, loaded: Callable[[environment_pb2.Loaded], None]) -> EnvironmentFailed:
         load = environment_pb2.WorkerCommand(load=environment_pb2.LoadCommand(spec=self._spec))
-        try:
-            async with asyncio.timeout(self._gateway.limits.start_s):
-                await self._stream.attached.wait()
-        except TimeoutError:
-            cause = f"worker did not attach within {self._gateway.limits.start_s:g} s"
+        limit_s = self._gateway.limits.start_s
+        if not await within(limit_s, self._stream.attached.wait()):
+            cause = f"worker did not attach within {limit_s:g} s"
             return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, cause)
         try:
             answer = await self.table.call(load, timeout_s=max(self._spec.timeout_s, LOAD_S))
