@@ -181,7 +181,8 @@ class SlipstreamWeightTransfer:
         copies, on the monotonic clock, or 0 after vLLM's loader.
         """
         by_plan = self.can_copy
-        update, began_s = self._copied() if by_plan else self._loaded()
+        update = self._copied() if by_plan else self._loaded()
+        began_s = update.began_s() if by_plan else 0.0
         # The update ends with the adapters that arrived with it.
         if self._adapters.buckets:
             self._adapters.put_on(self.model)
@@ -198,23 +199,19 @@ class SlipstreamWeightTransfer:
             "began_s": began_s,
         }
 
-    def _copied(self) -> tuple[Update, float]:
-        """Receives an update and copies it by the plan; after an error it must be sent again.
-
-        Returns it, and when the copies began.
-        """
+    def _copied(self) -> Update:
+        """Receives an update and copies it by the plan; after an error it must be sent again."""
         with self._leaving_on_errors() as update:
             update.finish()
         self._settle()
-        began_s = update.began_s()
         # If the next update is like this one, it needs no `prepare`.
         self._update = update.following()
-        return update, began_s
+        return update
 
-    def _loaded(self) -> tuple[Update, float]:
+    def _loaded(self) -> Update:
         """Receives an update through vLLM's loader; later ones use the plan if it agrees.
 
-        After an error the model needs a whole new update. Returns it, and 0.
+        After an error the model needs a whole new update.
         """
         with self._leaving_on_errors() as update, set_current_vllm_config(self.vllm_config):
             self._update, self._is_whole = None, False
@@ -236,7 +233,7 @@ class SlipstreamWeightTransfer:
                 self._plan = None
             self._settle()
         self.runner.reset_lora_state()
-        return update, 0.0
+        return update
 
     def shutdown(self) -> None:
         """Leaves the communicator."""
