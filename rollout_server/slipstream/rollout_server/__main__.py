@@ -61,14 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(options.config, options.overrides)
         check_model(config)
         return uvloop.run(_serve(config, options))
-    except ConfigError as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    except BaseExceptionGroup as group:
-        return _report(group)
-    except SlipstreamError as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        return FAILED
+    except (BaseExceptionGroup, SlipstreamError) as error:
+        return _report(error)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -163,9 +157,9 @@ def _metrics(
     return metrics_endpoint(config, "rollout_server", [engine.requests], server=server_id)
 
 
-def _report(group: BaseExceptionGroup[BaseException]) -> int:
-    """Prints each cause in `group`, a SlipstreamError as one line; returns the exit code."""
-    causes = _leaves(group)
+def _report(error: BaseException) -> int:
+    """Prints each cause of an error, a SlipstreamError as one line; returns the exit code."""
+    causes = _leaves(error)
     for cause in causes:
         if isinstance(cause, SlipstreamError):
             print(f"slipstream: {cause}", file=sys.stderr)
