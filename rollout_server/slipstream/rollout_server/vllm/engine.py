@@ -6,18 +6,20 @@ for: the engine process. Unblocked by: its answers, a cancelled request, or its 
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import os
 import time
 from collections.abc import Sequence
 from typing import Any, Self
 
+import numpy as np
 import psutil
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray
 from slipstream.rollout_server import process
-from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights
+from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights, Sampling
 from slipstream.rollout_server.vllm.adapter_slot import AdapterRequests
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
 from slipstream.rollout_server.vllm.engine_pause import EnginePause
@@ -26,10 +28,9 @@ from slipstream.rollout_server.vllm.engine_requests import (
     EngineRequests,
     TokenCounter,
 )
-from slipstream.rollout_server.vllm.vllm_requests import VllmParts, scores_of, scoring_parameters
+from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
-from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import multiproc_executor, uniproc_executor
@@ -39,6 +40,9 @@ from vllm.v1.executor import multiproc_executor, uniproc_executor
 SILENCE_LIMIT_S = 300.0
 _HEALTH_PERIOD_S = 0.5
 _EXIT_LIMIT_S = 5.0
+# How the sequences of a probe are scored, and the scores of none.
+_SCORING = Sampling(1.0, 1.0, 0, 1, max_turns=1, max_episode_tokens=1, prompt_logprobs=True)
+_NOTHING: LogprobArray = np.empty(0, dtype=np.float32)
 
 
 class VllmEngine:
@@ -132,18 +136,19 @@ class VllmEngine:
     async def teacher_forced_logprobs(
         self, sequences: Sequence[Sequence[int]], adapters: Sequence[str] = ()
     ) -> LogprobArray:
-        async def score(number: int, token_ids: Sequence[int]) -> RequestOutput:
-            adapter = self._adapters.request(adapters[number] if number < len(adapters) else "")
-            name, asked = f"{PROBE_PREFIX}{number}", scoring_parameters()
-            collector = await self.requests.add(name, token_ids, asked, adapter)
-            return await self.requests.next(name, collector)
+        async def score(number: int, token_ids: Sequence[int]) -> LogprobArray:
+            adapter = adapters[number] if number < len(adapters) else ""
+            asked = dataclasses.replace(_SCORING, adapter=adapter)
+            scored = await self.requests.generate(f"{PROBE_PREFIX}{number}", token_ids, asked, 1)
+            assert scored.prompt_logprobs is not None, "they were asked for"
+            return scored.prompt_logprobs
 
-        await self.pauses.let_in(PROBE_PREFIX)
-        outputs = await asyncio.gather(
-            *(score(number, sequence) for number, sequence in enumerate(sequences)),
-            return_exceptions=True,
-        )
-        return scores_of(outputs, sequences)
+        scores, parts = (score(*each) for each in enumerate(sequences)), [_NOTHING]
+        for found in await asyncio.gather(*scores, return_exceptions=True):
+            if isinstance(found, BaseException):
+                raise found
+            parts.append(found)
+        return np.concatenate(parts)
 
     async def watch(self) -> None:
         # time.monotonic of the last look at which the engine had nothing to do.

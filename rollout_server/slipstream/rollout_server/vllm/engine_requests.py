@@ -137,8 +137,8 @@ class EngineRequests(Requests):
             # It may have been cancelled meanwhile.
             if is_wanted := not self._open[request_id]:
                 adapter = self._adapters.request(sampling.adapter, by_start=sampling.by_start)
-                collector = await self.add(request_id, prompt_token_ids, asked, adapter, images)
-                while not (output := await self.next(request_id, collector)).finished:
+                collector = await self._add(request_id, prompt_token_ids, asked, adapter, images)
+                while not (output := await self._next(request_id, collector)).finished:
                     yield read(output)
         finally:
             del self._open[request_id]
@@ -147,7 +147,8 @@ class EngineRequests(Requests):
             yield TextPart((), "", generation=Generation.unbegun())
             return
         last, num_tokens = read(output), len(record.token_ids)
-        self._returned_tokens += num_tokens
+        if not request_id.startswith(PROBE_PREFIX):
+            self._returned_tokens += num_tokens
         if asked.stop:
             # The counter has tokens that vLLM dropped after a stop text.
             self.counter.generated_tokens -= output.metrics.num_generation_tokens - num_tokens
@@ -159,13 +160,13 @@ class EngineRequests(Requests):
             self._pauses.release(request_id)
             await self._llm.abort(request_id)
 
-    async def add(
+    async def _add(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         asked: SamplingParams,
         adapter: LoRARequest | None,
-        images: Sequence[PlacedImage] = (),
+        images: Sequence[PlacedImage],
     ) -> RequestOutputCollector:
         """Passes a request to vLLM; returns the collector of its outputs.
 
@@ -193,11 +194,11 @@ class EngineRequests(Requests):
                     cache_salt=salt,
                 )
             collector = await self._llm.add_request(request_id, prompt, asked, lora_request=adapter)
-            if self._open.get(request_id):
+            if self._open[request_id]:
                 await self._llm.abort(request_id)
             return collector
 
-    async def next(self, request_id: str, collector: RequestOutputCollector) -> RequestOutput:
+    async def _next(self, request_id: str, collector: RequestOutputCollector) -> RequestOutput:
         """Returns the next output of a request; aborts the request if the wait is cancelled."""
         with as_ours():
             try:

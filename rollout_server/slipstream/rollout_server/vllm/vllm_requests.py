@@ -79,19 +79,6 @@ def parameters(
     )
 
 
-def scoring_parameters() -> SamplingParams:
-    """Returns vLLM's parameters of a request for the log-probabilities of its prompt."""
-    return SamplingParams(
-        temperature=1.0,
-        max_tokens=1,
-        prompt_logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,
-    )
-
-
 class ReplyRecord:
     """The reply to one request, gathered from its outputs; the last output completes it."""
 
@@ -134,9 +121,7 @@ class ReplyRecord:
             finish_reason=_FINISH_REASONS.get(completion.finish_reason, FinishReason.FAILED),
             cached_tokens=last.num_cached_tokens or 0,
             expert_ids=completion.routed_experts,
-            prompt_logprobs=None
-            if last.prompt_logprobs is None
-            else scores_of([last], [last.prompt_token_ids]),
+            prompt_logprobs=None if last.prompt_logprobs is None else _scores(last),
         )
 
 
@@ -153,19 +138,10 @@ def as_ours() -> Iterator[None]:
         raise GenerationFailed(f"{type(error).__name__}: {error}") from error
 
 
-def scores_of(
-    outputs: Sequence[RequestOutput | BaseException], sequences: Sequence[Sequence[int]]
-) -> LogprobArray:
-    """Returns the log-probability of every token but each sequence's first, in one flat array.
-
-    Raises the first exception among `outputs`.
-    """
-    values: list[float] = []
-    for output, sequence in zip(outputs, sequences, strict=True):
-        if isinstance(output, BaseException):
-            raise output
-        scores = output.prompt_logprobs
-        values += [scores[n][sequence[n]].logprob for n in range(1, len(sequence))]
+def _scores(output: RequestOutput) -> LogprobArray:
+    """Returns the log-probability of each token of a prompt but the first."""
+    scores, prompt = output.prompt_logprobs, output.prompt_token_ids
+    values = [scores[place][prompt[place]].logprob for place in range(1, len(prompt))]
     return np.asarray(values, dtype=np.float32)
 
 
