@@ -45,22 +45,14 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-
-class DenseBridge(FamilyBridge):
-    """The recipe of dense models whose tensors are named like Llama's."""
-
-    def _mappings(self) -> list[Megatron]:
-        return [*ends(), *norms_before(), *attention(), *gated()]
-
-
 # Llamas with windows (arXiv:2310.06825, section 2) or YaRN. Bridge's own Mistral has windows of one
 # token more than transformers and vLLM, and its Ministral 3 is the model with images.
 for _source, _name in ((MistralForCausalLM, "mistral"), (Ministral3ForCausalLM, "ministral3")):
-    recipe_for(_source, _name)(DenseBridge)
+    recipe_for(_source, _name)(FamilyBridge)
 
 
 @recipe_for(SmolLM3ForCausalLM, "smollm3")
-class SmolLM3Bridge(DenseBridge):
+class SmolLM3Bridge(FamilyBridge):
     """SmolLM3: a Llama some of whose layers have no positions. Source: transformers 5.19."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
@@ -75,9 +67,6 @@ class MiMoBridge(FamilyBridge):
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         provider.add_qkv_bias = True
         provider.mtp_num_layers = None
-
-    def _mappings(self) -> list[Megatron]:
-        return [*ends(), *norms_before(), *attention(biases=True), *gated()]
 
 
 @recipe_for(Gemma3ForCausalLM, "gemma3_text")
@@ -99,7 +88,7 @@ class Gemma3Bridge(FamilyBridge):
 
     def _mappings(self) -> list[Megatron]:
         norms = [*norms_before(mlp="pre_feedforward_layernorm"), *norms_after()]
-        return [*ends(), *norms, *gated(), *attention(normed_heads=True)]
+        return [*ends(), *norms, *attention(), *gated()]
 
 
 @recipe_for(Olmo2ForCausalLM, "olmo2")
@@ -110,7 +99,7 @@ class Olmo2Bridge(FamilyBridge):
         place_norms(provider, "after", whole=True)
 
     def _mappings(self) -> list[Megatron]:
-        return [*ends(), *norms_after(), *attention(normed_heads=True), *gated()]
+        return [*ends(), *norms_after(), *attention(), *gated()]
 
 
 def _score_by_sigmoid(provider: Megatron) -> None:
@@ -136,9 +125,9 @@ class _SigmoidBridge(FamilyBridge):
         place_norms(provider, "before")
         _score_by_sigmoid(provider)
 
-    def _mappings(self) -> list[Megatron]:
+    def _feed_forward(self) -> list[Megatron]:
         shared = [*gated(SHARED, f"{LAYER}mlp.shared_experts."), *_expert_bias("mlp.gate")]
-        return [*ends(), *norms_before(), *gated(), *experts(), *shared]
+        return [*gated(), *experts(), *shared]
 
 
 @recipe_for(MiniMaxM2ForCausalLM, "minimax_m2")
@@ -150,10 +139,9 @@ class MiniMaxM2Bridge(FamilyBridge):
         _score_by_sigmoid(provider)
         place_norms(provider, "before", whole=True)
 
-    def _mappings(self) -> list[Megatron]:
+    def _feed_forward(self) -> list[Megatron]:
         mixture = "block_sparse_moe"
-        theirs = [*experts(f"{mixture}.", ("w1", "w3", "w2")), *_expert_bias(mixture)]
-        return [*ends(), *norms_before(), *attention(normed_heads=True), *theirs]
+        return [*experts(f"{mixture}.", ("w1", "w3", "w2")), *_expert_bias(mixture)]
 
 
 @recipe_for(Glm4MoeForCausalLM, "glm4_moe")
@@ -164,9 +152,6 @@ class Glm4MoeBridge(_SigmoidBridge):
         super()._adjust(provider, settings)
         provider.add_qkv_bias = settings.attention_bias
         provider.qk_layernorm = settings.use_qk_norm
-
-    def _mappings(self) -> list[Megatron]:
-        return [*super()._mappings(), *attention(biases=True, normed_heads=True)]
 
 
 @recipe_for(DeepseekV3ForCausalLM, "deepseek_v3", provider=MLAModelProvider)
@@ -180,7 +165,7 @@ class DeepseekV3Bridge(_SigmoidBridge):
         provider.q_lora_rank = settings.q_lora_rank
         provider.qk_layernorm = True
 
-    def _mappings(self) -> list[Megatron]:
+    def _attention(self) -> list[Megatron]:
         theirs = f"{LAYER}self_attn."
         pairs = {
             f"{ATTENTION}linear_proj.weight": f"{theirs}o_proj.weight",
@@ -195,7 +180,7 @@ class DeepseekV3Bridge(_SigmoidBridge):
             f"{ATTENTION}kv_layernorm.weight": f"{theirs}kv_a_layernorm.weight",
             f"{ATTENTION}linear_kv_up_proj.layer_norm_weight": f"{theirs}kv_a_layernorm.weight",
         }
-        return [*super()._mappings(), *renamed(pairs)]
+        return renamed(pairs)
 
 
 # The layers of GLM-4.7-Flash are those of DeepSeek V3.
@@ -231,11 +216,16 @@ class GptOssBridge(FamilyBridge):
         provider.glu_linear_offset = 1.0
         place_norms(provider, "before")
 
-    def _mappings(self) -> list[Megatron]:
-        router, theirs = f"{DECODER}mlp.router.", f"{LAYER}mlp."
+    def _attention(self) -> list[Megatron]:
         pairs = {
             f"{ATTENTION}linear_proj.bias": f"{LAYER}self_attn.o_proj.bias",
             f"{ATTENTION}core_attention.softmax_offset": f"{LAYER}self_attn.sinks",
+        }
+        return [*attention(), *renamed(pairs)]
+
+    def _feed_forward(self) -> list[Megatron]:
+        router, theirs = f"{DECODER}mlp.router.", f"{LAYER}mlp."
+        pairs = {
             f"{router}weight": f"{theirs}router.weight",
             f"{router}bias": f"{theirs}router.bias",
         }
@@ -248,4 +238,4 @@ class GptOssBridge(FamilyBridge):
                 (GPTOSSMLPDownProjMapping, "linear_fc2.bias", "down_proj_bias"),
             )
         ]
-        return [*ends(), *norms_before(), *attention(biases=True), *renamed(pairs), *of_experts]
+        return [*renamed(pairs), *of_experts]

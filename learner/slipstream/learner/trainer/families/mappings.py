@@ -56,15 +56,13 @@ def norms_before(*, mlp: str = "post_attention_layernorm") -> list[Megatron]:
     )
 
 
-def attention(*, biases: bool = False, normed_heads: bool = False) -> list[Megatron]:
-    """Returns attention's mappings; `biases` are of queries, keys and values."""
-    pairs = {f"{ATTENTION}linear_proj.weight": f"{LAYER}self_attn.o_proj.weight"}
-    if normed_heads:
-        pairs |= {
-            f"{ATTENTION}{name}_layernorm.weight": f"{LAYER}self_attn.{name}_norm.weight"
-            for name in ("q", "k")
-        }
-    kinds = ("weight", "bias") if biases else ("weight",)
+def attention() -> list[Megatron]:
+    """Returns attention's mappings, with those of biases and norms, which some models lack."""
+    pairs = {
+        f"{ATTENTION}linear_proj.weight": f"{LAYER}self_attn.o_proj.weight",
+        f"{ATTENTION}q_layernorm.weight": f"{LAYER}self_attn.q_norm.weight",
+        f"{ATTENTION}k_layernorm.weight": f"{LAYER}self_attn.k_norm.weight",
+    }
     joined = [
         QKVMapping(
             megatron_param=f"{ATTENTION}linear_qkv.{kind}",
@@ -72,7 +70,7 @@ def attention(*, biases: bool = False, normed_heads: bool = False) -> list[Megat
             k=f"{LAYER}self_attn.k_proj.{kind}",
             v=f"{LAYER}self_attn.v_proj.{kind}",
         )
-        for kind in kinds
+        for kind in ("weight", "bias")
     ]
     return [*renamed(pairs), *joined]
 
@@ -143,8 +141,14 @@ class FamilyBridge(MegatronModelBridge):  # type: ignore[misc]
         """Adjusts Megatron's `provider` to the family; `settings` come from config.json."""
 
     def _mappings(self) -> list[Megatron]:
-        """Returns the family's mappings from Megatron's parameters to tensors of the files."""
-        raise NotImplementedError
+        """Returns the family's mappings; by default, its tensors are named like Llama's."""
+        return [*ends(), *norms_before(), *self._attention(), *self._feed_forward()]
+
+    def _attention(self) -> list[Megatron]:
+        return attention()
+
+    def _feed_forward(self) -> list[Megatron]:
+        return gated()
 
 
 def place_norms(provider: Megatron, place: str, *, whole: bool = False) -> None:

@@ -14,11 +14,8 @@ from slipstream.learner.trainer.families.mappings import (
     LAYER,
     FamilyBridge,
     attention,
-    ends,
     experts,
     fused_experts,
-    gated,
-    norms_before,
     place_norms,
     recipe_for,
     renamed,
@@ -40,24 +37,6 @@ DELTA_NET = f"{LAYER}linear_attn."
 _SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
 
 
-def delta_nets() -> list[Megatron]:
-    """Returns the mappings of attention and of delta nets without their input projections."""
-    pairs = {
-        f"{ATTENTION}{ours}": f"{DELTA_NET}{name}"
-        for ours, name in (
-            ("A_log", "A_log"),
-            ("dt_bias", "dt_bias"),
-            ("out_norm.weight", "norm.weight"),
-            ("out_proj.weight", "out_proj.weight"),
-        )
-    }
-    return [
-        *attention(normed_heads=True),
-        *renamed(pairs),
-        GDNConv1dMapping(f"{ATTENTION}conv1d.weight", f"{DELTA_NET}conv1d.weight"),
-    ]
-
-
 @recipe_for(Qwen3_5ForCausalLM, "qwen3_5_text")
 class Qwen35Bridge(FamilyBridge):
     """Qwen3.5 without images: delta nets (arXiv:2412.06464), gated attention, gated MLPs."""
@@ -75,15 +54,22 @@ class Qwen35Bridge(FamilyBridge):
         provider.is_delta_net = [kind == "linear_attention" for kind in settings.layer_types]
         place_norms(provider, "before")
 
-    def _mappings(self) -> list[Megatron]:
-        return [*ends(), *norms_before(), *delta_nets(), self._inputs(), *self._feed_forward()]
+    def _attention(self) -> list[Megatron]:
+        pairs = {
+            f"{ATTENTION}{ours}": f"{DELTA_NET}{name}"
+            for ours, name in (
+                ("A_log", "A_log"),
+                ("dt_bias", "dt_bias"),
+                ("out_norm.weight", "norm.weight"),
+                ("out_proj.weight", "out_proj.weight"),
+            )
+        }
+        convolution = GDNConv1dMapping(f"{ATTENTION}conv1d.weight", f"{DELTA_NET}conv1d.weight")
+        return [*attention(), *renamed(pairs), convolution, self._inputs()]
 
     def _inputs(self) -> Megatron:
         names = {name: f"{DELTA_NET}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")}
         return GDNLinearMappingSeparate(f"{ATTENTION}in_proj.weight", **names)
-
-    def _feed_forward(self) -> list[Megatron]:
-        return gated()
 
 
 @recipe_for(Qwen3_5MoeForCausalLM, "qwen3_5_moe_text")

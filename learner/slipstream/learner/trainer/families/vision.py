@@ -20,15 +20,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.models.vision import ImageProcessor
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.training_sequence import ImageInputs, MicroBatch
-from slipstream.learner.trainer.families.mappings import (
-    FamilyBridge,
-    attention,
-    ends,
-    fused_experts,
-    gated,
-    norms_before,
-    recipe_for,
-)
+from slipstream.learner.trainer.families.mappings import FamilyBridge, fused_experts, recipe_for
 from slipstream.learner.trainer.layers.vision_tower import (
     Tower,
     frequency_axes,
@@ -104,9 +96,6 @@ class Qwen25VisionBridge(VisionBridge):
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         provider.add_qkv_bias = True
 
-    def _mappings(self) -> list[Megatron]:
-        return [*ends(), *norms_before(), *attention(biases=True), *gated()]
-
 
 @recipe_for(Qwen3VLForConditionalGeneration, "qwen3_vl")
 class Qwen3VisionBridge(VisionBridge):
@@ -116,12 +105,6 @@ class Qwen3VisionBridge(VisionBridge):
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         provider.qk_layernorm = True
-
-    def _mappings(self) -> list[Megatron]:
-        return [*ends(), *norms_before(), *attention(normed_heads=True), *self._feed_forward()]
-
-    def _feed_forward(self) -> list[Megatron]:
-        return gated()
 
 
 @recipe_for(Qwen3VLMoeForConditionalGeneration, "qwen3_vl_moe")
