@@ -1,8 +1,8 @@
 """The rules of leases, as pure functions: the lag of trained tokens, and room in the queue.
 
-**Lag.** Step s trains version s into version s + 1. A group leased to a server of version u may be
-trained by steps up to its deadline min(u + max_staleness, last step). Its oldest token was sampled
-by version u or a newer version.
+**Lag.** Step s trains version s into version s + 1; a token's lag is s minus the version that
+sampled it. A group leased to a server of version u may be trained by steps up to its deadline
+min(u + max_staleness, last step). Its oldest token was sampled by version u or a newer version.
 
 **Invariant.** While the batch of step s is formed, for every d >= s - 1:
 
@@ -26,7 +26,9 @@ largest trajectories. While fewer groups are leased than a step trains, there is
 group. As many complete groups as a step trains make a batch.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol, TypeVar
 
 
@@ -47,33 +49,25 @@ def deadline(served_step: int, max_staleness: int, num_steps: int) -> int:
     return min(served_step + max_staleness, num_steps - 1)
 
 
-def holds(deadlines: Iterable[int], step: int, groups_per_step: int) -> bool:
-    """Whether the module's invariant holds for `deadlines` while the batch of `step` is formed.
+def holds(counts: Mapping[int, int], step: int, groups_per_step: int) -> bool:
+    """Whether the module's invariant holds while the batch of `step` is formed.
 
-    The check takes O(n log n): only deadlines are checked as d, since the left side grows only
-    there.
+    `counts` has the number of leased, untrained groups with each deadline. Only these are checked
+    as d, since the left side grows only there.
     """
+    places = sorted(counts)
+    totals = accumulate(counts[d] for d in places)
     return all(
-        count <= (d - step + 1) * groups_per_step
-        for count, d in enumerate(sorted(deadlines), start=1)
+        total <= (d - step + 1) * groups_per_step for d, total in zip(places, totals, strict=True)
     )
 
 
 def may_lease(
     counts: Mapping[int, int], step: int, groups_per_step: int, new_deadline: int
 ) -> bool:
-    """Whether one more group with `new_deadline` keeps the invariant.
-
-    `counts` has the number of leased, untrained groups with each deadline.
-    """
-    if new_deadline < step:
-        return False
-    count = 0
-    for d in sorted({*counts, new_deadline}):
-        count += counts.get(d, 0) + (d == new_deadline)
-        if count > (d - step + 1) * groups_per_step:
-            return False
-    return True
+    """Whether one more group with `new_deadline` keeps the invariant; see `holds`."""
+    counts = {**counts, new_deadline: counts.get(new_deadline, 0) + 1}
+    return holds(counts, step, groups_per_step)
 
 
 def may_finish(deadline_step: int, served_step: int, max_staleness: int, num_steps: int) -> bool:
@@ -105,7 +99,7 @@ def choose_batch(
         return None
     complete.sort(key=lambda place: groups[place].deadline_step)
     chosen = set(complete[:groups_per_step])
-    left = (group.deadline_step for place, group in enumerate(groups) if place not in chosen)
+    left = Counter(g.deadline_step for place, g in enumerate(groups) if place not in chosen)
     if not holds(left, step + 1, groups_per_step):
         return None
     return [groups[place] for place in sorted(chosen)]
@@ -121,11 +115,6 @@ def due_groups(groups: Iterable[AnyGroup], step: int, groups_per_step: int) -> l
     ]
 
 
-def lag(trained_step: int, sampled_step: int) -> int:
-    """Returns a token's lag: the version being trained minus the version that sampled it."""
-    return trained_step - sampled_step
-
-
 # Bytes that each of a trajectory's two texts may have in addition to the bytes of its tokens.
 _TEXT_BYTES = 256
 _TEXT_BYTES_PER_TOKEN = 5
@@ -134,17 +123,3 @@ _TEXT_BYTES_PER_TOKEN = 5
 def max_text_bytes(num_tokens: int) -> int:
     """Returns the largest size of a prompt's or reply's text with `num_tokens` tokens, in bytes."""
     return _TEXT_BYTES + _TEXT_BYTES_PER_TOKEN * num_tokens
-
-
-def free_bytes(queue_bytes: int, waiting_bytes: int, promised: int, largest_bytes: int) -> int:
-    """Returns the number of bytes of the queue that are neither used nor reserved.
-
-    `waiting_bytes` are used, and `promised` episodes of up to `largest_bytes` may still be sent.
-    The result may be negative while trajectories of failed attempts wait.
-    """
-    return queue_bytes - waiting_bytes - promised * largest_bytes
-
-
-def smallest_queue(groups_per_step: int, group_size: int, largest_bytes: int) -> int:
-    """Returns the size in bytes of the smallest queue without a deadlock, which holds one batch."""
-    return groups_per_step * group_size * largest_bytes

@@ -1,5 +1,6 @@
 """Rules of leases in their plain form, which the scheduler applies to counts and step by step."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,8 @@ class PlainGroup:
 
 def may_lease(deadlines: Iterable[int], step: int, groups_per_step: int, new_deadline: int) -> bool:
     """Whether one more group with `new_deadline` keeps the invariant."""
-    return new_deadline >= step and holds([*deadlines, new_deadline], step, groups_per_step)
+    counts = Counter([*deadlines, new_deadline])
+    return new_deadline >= step and holds(counts, step, groups_per_step)
 
 
 def must_start_afresh(

@@ -14,7 +14,6 @@ from slipstream.core.settings.engine_table import engine_problems
 from slipstream.core.settings.parallel_rules import replay_problems, table_problems, world_problems
 from slipstream.core.settings.role_sections import NOT_EXCHANGED, in_place_of, renamed
 from slipstream.core.settings.tables import Tables
-from slipstream.core.staleness import smallest_queue
 from slipstream.v1 import bounds_pb2, trajectory_pb2
 
 
@@ -213,7 +212,7 @@ def trajectory_problems(config: Tables, num_bytes: int) -> Iterator[str]:
         name = "max_total_tokens" if sampling.max_total_tokens else "max_episode_tokens"
         yield f"sampling.{name} of {sampling.total_tokens} makes trajectories too large to send"
     algorithm = config.algorithm
-    needed = smallest_queue(algorithm.groups_per_step, algorithm.group_size, num_bytes)
+    needed = algorithm.groups_per_step * algorithm.group_size * num_bytes
     if config.queue.max_bytes < needed:
         yield (
             f"queue.max_bytes must hold a batch, groups_per_step * group_size trajectories of "

@@ -404,9 +404,9 @@ class Scheduler:
         return {wait.name.lower(): watch.total_s(now_s) for wait, watch in self._waits.items()}
 
     def _free_bytes(self) -> int:
-        limit, waiting = self._config.queue.max_bytes, self._queue.waiting_bytes
-        promised = self._book.promised_episodes
-        return staleness.free_bytes(limit, waiting, promised, self._largest_bytes)
+        """Returns the unreserved bytes of the queue; below 0 while failed attempts' ones wait."""
+        reserved = self._book.promised_episodes * self._largest_bytes
+        return self._config.queue.max_bytes - self._queue.waiting_bytes - reserved
 
     def _note(self, wait: LeaseWait) -> None:
         self._wait = wait

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from slipstream.core.errors import ProtocolError
 from slipstream.core.settings.config import Config
-from slipstream.core.staleness import lag
 from slipstream.core.types import IGNORED, GroupId, PolicyVersion, Status, Trajectory
 from slipstream.learner.algorithms.filters import unequal_rewards
 from slipstream.learner.algorithms.functions import shaped_rewards
@@ -174,7 +173,7 @@ class FormedBatch:
         lags: Counter[int] = Counter()
         for trajectory in self.trajectories:
             for span in trajectory.version_spans:
-                lags[lag(self.step, span.version.step)] += span.length
+                lags[self.step - span.version.step] += span.length
         return lags
 
     @functools.cached_property

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from slipstream.core.errors import RunFailed, StalenessError, UntrainableBatch
 from slipstream.core.models.vision import decoded
-from slipstream.core.staleness import lag
 from slipstream.core.types import Trajectory
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.planner import round_up
@@ -113,7 +112,7 @@ def check_staleness(batch: Batch, max_staleness: int) -> None:
     """Raises StalenessError if the lag of a token is not between 0 and `max_staleness`."""
     for trajectory in batch.trajectories:
         for span in trajectory.version_spans:
-            found = lag(batch.step, span.version.step)
+            found = batch.step - span.version.step
             if span.length and not 0 <= found <= max_staleness:
                 raise StalenessError(
                     f"step {batch.step + 1}: {trajectory.trajectory_id} has tokens of version "

@@ -28,7 +28,6 @@ import numpy.typing as npt
 import torch
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.models.vision import ImageProcessor
-from slipstream.core.staleness import lag
 from slipstream.core.types import TokenArray, Trajectory
 from torch import Tensor
 
@@ -85,7 +84,7 @@ def token_lags(trajectories: Sequence[Trajectory], step: int) -> npt.NDArray[np.
     """Returns the lag of each sampled token, one array over all trajectories in order."""
     spans = [span for trajectory in trajectories for span in trajectory.version_spans]
     return np.repeat(
-        np.array([lag(step, span.version.step) for span in spans], dtype=np.int32),
+        np.array([step - span.version.step for span in spans], dtype=np.int32),
         np.array([span.length for span in spans], dtype=np.int64),
     )
 

@@ -103,12 +103,8 @@ class PlainScheduler(Scheduler):
             if old is None and turn is None:
                 wait = max(wait, LeaseWait.ENVIRONMENT, key=ORDER.index)
                 continue
-            free = staleness.free_bytes(
-                self._config.queue.max_bytes,
-                self._queue.waiting_bytes,
-                episodes.total(),
-                self._largest_bytes,
-            )
+            reserved = episodes.total() * self._largest_bytes
+            free = self._config.queue.max_bytes - self._queue.waiting_bytes - reserved
             soon = sum(
                 min(self.reserved.get(session.key, 0), session.hello.max_episodes)
                 for session in self._fleet.sessions.values()
