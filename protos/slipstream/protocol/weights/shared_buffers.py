@@ -92,13 +92,10 @@ class GpuBuffers:
     buffers once and keeps them: a slow receiver may still read after the sender stopped waiting.
     """
 
-    def __init__(
-        self, handles: Sequence[str], pointers: Sequence[int], num_bytes: int, *, is_owner: bool
-    ) -> None:
+    def __init__(self, handles: Sequence[str], pointers: Sequence[int], num_bytes: int) -> None:
         self.handles = tuple(handles)
         self.arrays: Sequence[Any] = tuple(_GpuArray(pointer, num_bytes) for pointer in pointers)
         self._pointers = tuple(pointers)
-        self._is_owner = is_owner
 
     @classmethod
     def make(cls, count: int, num_bytes: int, gpu: int) -> Self:
@@ -120,7 +117,7 @@ class GpuBuffers:
                 f"weights.transport ipc needs {count} buffers of {num_bytes:,} bytes on the "
                 f"learner's GPU: {error}; a smaller weights.bucket_mib needs less"
             ) from error
-        return cls(handles, pointers, num_bytes, is_owner=True)
+        return cls(handles, pointers, num_bytes)
 
     @classmethod
     def open(cls, handles: Sequence[str], num_bytes: int, gpu: int) -> Self:
@@ -144,19 +141,17 @@ class GpuBuffers:
                 f"cannot open the learner's buffers by CUDA IPC: {error}; containers need "
                 "ipc: host and both GPUs, two GPUs need peer access (nvidia-smi topo -p2p r)"
             ) from error
-        return cls(handles, pointers, num_bytes, is_owner=False)
+        return cls(handles, pointers, num_bytes)
 
     def hide(self) -> None:
         """Does nothing: the driver frees the buffers when the process ends."""
 
     def close(self) -> None:
+        """Closes another process's buffers."""
         from cupy.cuda import runtime
 
         for pointer in self._pointers:
-            if self._is_owner:
-                runtime.free(pointer)
-            else:
-                runtime.ipcCloseMemHandle(pointer)
+            runtime.ipcCloseMemHandle(pointer)
         self._pointers, self.arrays = (), ()
 
 
@@ -174,23 +169,3 @@ class _GpuArray:
 
 # Buffers of equal size, in the process that made them or in a process that opened them.
 SharedBuffers: TypeAlias = HostBuffers | GpuBuffers
-
-
-def make_buffers(count: int, num_bytes: int, gpu: int | None) -> SharedBuffers:
-    """Creates buffers on CUDA device `gpu`, or in main memory if it is None.
-
-    Raises ConfigError if there is not enough memory.
-    """
-    if gpu is None:
-        return HostBuffers.make(count, num_bytes)
-    return GpuBuffers.make(count, num_bytes, gpu)
-
-
-def open_buffers(handles: Sequence[str], num_bytes: int, gpu: int | None) -> SharedBuffers:
-    """Opens another process's buffers on CUDA device `gpu`, or in main memory if it is None.
-
-    Raises WeightSyncError if that fails.
-    """
-    if gpu is None:
-        return HostBuffers.open(handles, num_bytes)
-    return GpuBuffers.open(handles, num_bytes, gpu)

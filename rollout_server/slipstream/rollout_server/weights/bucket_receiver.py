@@ -35,7 +35,7 @@ from slipstream.protocol.weights.digests import (
 )
 from slipstream.protocol.weights.handover import HandoverReceiver
 from slipstream.protocol.weights.nccl_group import Wire
-from slipstream.protocol.weights.shared_buffers import open_buffers
+from slipstream.protocol.weights.shared_buffers import GpuBuffers, HostBuffers, SharedBuffers
 from slipstream.protocol.weights.waits import result_of, started
 from slipstream.v1 import weights_pb2
 from torch._C import _distributed_c10d as c10d
@@ -263,8 +263,12 @@ class IpcReceiver(BucketReceiver):
         self._link = HandoverReceiver(where.store_host, where.communicator_id, rank, deadline_s)
         with contextlib.ExitStack() as stack:
             stack.callback(self._link.close)
-            link, gpu = self._link, device.index if device.type == "cuda" else None
-            self._buffers = open_buffers(link.handles, link.num_bytes, gpu)
+            handles, num_bytes = self._link.handles, self._link.num_bytes
+            self._buffers: SharedBuffers = (
+                GpuBuffers.open(handles, num_bytes, device.index)
+                if device.type == "cuda"
+                else HostBuffers.open(handles, num_bytes)
+            )
             stack.callback(self._buffers.close)
             self._memory = [torch.as_tensor(each, device=device) for each in self._buffers.arrays]
             self._link.opened()

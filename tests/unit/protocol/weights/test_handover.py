@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.handover import HandoverReceiver, HandoverSender
-from slipstream.protocol.weights.shared_buffers import HostBuffers, open_buffers
+from slipstream.protocol.weights.shared_buffers import HostBuffers
 from support.rigs import handover_ends
 from support.rigs.waiting import LIMIT_S
 
@@ -132,7 +132,7 @@ def test_a_dead_sender_is_noticed_at_once_and_leaves_nothing_behind() -> None:
     process = Process("send")
     path = Path(process.line())
     link = HandoverReceiver(str(path), "members-1", 1, LONG_S)
-    opened = open_buffers(link.handles, link.num_bytes, None)
+    opened = HostBuffers.open(link.handles, link.num_bytes)
     link.opened()
     link.wait(0, LONG_S)
     process.kill()
@@ -256,4 +256,4 @@ def test_closing_wakes_a_thread_that_waits(sender: HandoverSender, buffers: Host
 @pytest.mark.parametrize("name", ["slipstream-0000", "slipstream-../../etc/passwd", "other"])
 def test_only_shared_buffers_are_opened(name: str) -> None:
     with pytest.raises(WeightSyncError, match=r"shared buffer"):
-        open_buffers([name], 16, None)
+        HostBuffers.open([name], 16)

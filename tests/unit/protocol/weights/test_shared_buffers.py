@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.errors import ConfigError, WeightSyncError
-from slipstream.protocol.weights.shared_buffers import HostBuffers, make_buffers, open_buffers
+from slipstream.protocol.weights.shared_buffers import GpuBuffers, HostBuffers
 from support.fakes import fake_cupy
 
 SHARED = Path("/dev/shm")
@@ -18,15 +18,15 @@ SHARED = Path("/dev/shm")
 def test_no_memory_of_a_gpu_is_kept_where_there_is_not_all(what: str) -> None:
     with fake_cupy.installed() as cupy:
         if what == "open":
-            buffers = make_buffers(2, 64, gpu=0)
+            buffers = GpuBuffers.make(2, 64, gpu=0)
             cupy.open_pointers.clear()
         cupy.fails_second = what
         error = WeightSyncError if what == "open" else ConfigError
         with pytest.raises(error, match="out of memory"):
             if what == "open":
-                open_buffers(buffers.handles, 64, gpu=0)
+                GpuBuffers.open(buffers.handles, 64, gpu=0)
             else:
-                make_buffers(2, 64, gpu=0)
+                GpuBuffers.make(2, 64, gpu=0)
         assert not cupy.open_pointers
 
 

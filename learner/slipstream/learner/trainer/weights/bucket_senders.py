@@ -24,7 +24,7 @@ from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.handover import HandoverSender
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire, make_unique_id
-from slipstream.protocol.weights.shared_buffers import SharedBuffers, make_buffers
+from slipstream.protocol.weights.shared_buffers import GpuBuffers, HostBuffers, SharedBuffers
 from slipstream.protocol.weights.waits import Unanswered, on_thread, reason
 from slipstream.v1 import weights_pb2
 from torch import Tensor
@@ -228,9 +228,11 @@ class IpcSender(BucketSender):
         if self._shared is None or self._device.type != "cuda":
             # In main memory each communicator needs new buffers, because their names are hidden.
             # Old buffers are freed first, unless a receiver holds them: two sets may not fit.
-            gpu = self._device.index if self._device.type == "cuda" else None
             self._shared, self._memory = None, []
-            self._shared = make_buffers(NUM_BUFFERS, self._num_bytes, gpu)
+            if self._device.type == "cuda":
+                self._shared = GpuBuffers.make(NUM_BUFFERS, self._num_bytes, self._device.index)
+            else:
+                self._shared = HostBuffers.make(NUM_BUFFERS, self._num_bytes)
             arrays = self._shared.arrays
             self._memory = [torch.as_tensor(each, device=self._device) for each in arrays]
         shared = self._shared
