@@ -30,7 +30,7 @@ from slipstream.client.run_folder import (
 from slipstream.client.terminal import say
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
-from slipstream.core.machine.files import open_regular, read_regular
+from slipstream.core.machine.files import open_regular, read_regular, replace_file
 from slipstream.core.run_folder import CONFIG, METRICS, SAMPLES
 from slipstream.core.settings.config import told_settings
 from slipstream.core.waits import within
@@ -118,18 +118,12 @@ def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     before = before.replace("TITLE", escape(" and ".join(names))).replace("DIGEST", digest)
     data = json.dumps(given).replace("<", "\\u003c")
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(
-            f'{before}<script type="application/json" id="given">{data}</script>'
-            f"<script>{script}</script>{after}",
-            encoding="utf-8",
-            # A folder's name may be no UTF-8.
-            errors="replace",
-        )
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    text = (
+        f'{before}<script type="application/json" id="given">{data}</script>'
+        f"<script>{script}</script>{after}"
+    )
+    # A folder's name may be no UTF-8.
+    replace_file(path, text.encode(errors="replace"))
 
 
 def settings_in(folder: Path) -> dict[str, JsonValue]:

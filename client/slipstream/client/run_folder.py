@@ -30,7 +30,7 @@ from slipstream.core.configuration.config_file import (
 )
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import CheckpointError, ConfigError
-from slipstream.core.machine.files import open_regular, read_regular
+from slipstream.core.machine.files import open_regular, read_regular, replace_file
 from slipstream.core.run_folder import (
     ADDRESS,
     CHECKPOINTS,
@@ -283,17 +283,10 @@ def make_folder(path: Path, *, mode: int = 0o777) -> Path:
 def write_config(config: Config, folder: Path) -> Path:
     """Writes settings for the owner alone; returns their path, or raises ConfigError."""
     path = make_folder(folder) / CONFIG
-    partial = path.with_name(f"{CONFIG}.partial")
     try:
-        partial.unlink(missing_ok=True)
         # The file may hold the password of the queue.
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(with_first_line(dump_config(config)))
-        partial.rename(path)
+        replace_file(path, with_first_line(dump_config(config)), mode=0o600)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
     return path
 

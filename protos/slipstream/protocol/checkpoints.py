@@ -18,7 +18,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from slipstream.core.errors import CheckpointError
-from slipstream.core.machine.files import open_regular, read_regular
+from slipstream.core.machine.files import open_regular, read_regular, replace_file, sync_folder
 from slipstream.core.run_folder import rename_aside
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.bounds import one_line
@@ -158,11 +158,6 @@ def check_newest(folder: Path) -> None:
         read_manifest(checkpoint_path(folder, step))
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes and fsyncs the manifest, which must be the last file of a checkpoint."""
-    replace_file(folder / MANIFEST_NAME, manifest.model_dump_json(indent=1).encode())
-
-
 def describe_file(
     folder: Path, path: str, moved: Callable[[int], None] = lambda num_bytes: None
 ) -> FileEntry:
@@ -273,23 +268,3 @@ def remove_partial(folder: Path) -> list[str]:
         else:
             path.unlink()
     return [path.name for path in found]
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Writes a file, in place of an earlier one: one of them is there after a crash, and whole."""
-    partial = path.with_name(f".{path.name}")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Fsyncs a folder, so that the names in it survive a crash."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,11 +4,11 @@ import shutil
 from pathlib import Path
 
 from slipstream.protocol.checkpoints import (
+    MANIFEST_NAME,
     Layout,
     Manifest,
     describe_file,
     publish_and_retain,
-    write_manifest,
 )
 
 LAYOUT = Layout(world_size=1, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, distributed_optimizer=False)
@@ -32,7 +32,7 @@ def written_checkpoint(folder: Path, step: int, *, weight_digest: str = "d") -> 
         saved_unix_s=1.0,
         files=(describe_file(partial, "tensors"),),
     )
-    write_manifest(partial, manifest)
+    (partial / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=1))
     return partial
 
 

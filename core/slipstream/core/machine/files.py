@@ -1,4 +1,4 @@
-"""Opens regular files only, and makes temporary folders that no process leaves behind.
+"""Opens regular files only, replaces files, and makes folders that no process leaves behind.
 
 A pipe would let its reader wait for ever, and a device never ends.
 
@@ -54,6 +54,35 @@ def read_regular(path: Path, *, most_bytes: int | None = None, follow_link: bool
 
 def _no_file(path: Path) -> OSError:
     return OSError(errno.EINVAL, "it is a pipe or a device, no regular file", str(path))
+
+
+def replace_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Writes a file, in place of an earlier one: one of them is there after a crash, and whole.
+
+    Raises OSError, with the earlier file unchanged.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.unlink(missing_ok=True)
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Fsyncs a folder, so that the names in it survive a crash."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 # A unix socket's path has at most 107 bytes on Linux; this leaves room.

@@ -9,7 +9,6 @@ import contextlib
 import hmac
 import json
 import logging
-import os
 import platform
 import socket
 import ssl
@@ -26,6 +25,7 @@ from slipstream.client.agent_gateway import bounded_server
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts, listen
 from slipstream.core.machine.description import installed
+from slipstream.core.machine.files import replace_file
 from slipstream.core.run_folder import TARGETS
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import METRICS_PORTS
@@ -156,9 +156,7 @@ async def metrics_endpoint(
         log.info("metrics at %s", target)
         path.parent.mkdir(exist_ok=True)
         text = json.dumps([{"targets": [target], "labels": {"job": f"slipstream_{role}"}}])
-        written = path.with_suffix(f".{os.getpid()}")
-        written.write_text(f"{text}\n")
-        written.replace(path)
+        replace_file(path, f"{text}\n".encode())
         yield
     finally:
         with contextlib.suppress(OSError):

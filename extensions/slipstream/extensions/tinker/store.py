@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from slipstream.protocol.checkpoints import replace_file
+from slipstream.core.machine.files import replace_file
 from slipstream.v1 import operations_pb2 as pb
 
 # Number of an operation, the operation, its result, which is not done before it has ended, and the

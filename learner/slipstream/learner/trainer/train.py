@@ -306,7 +306,7 @@ class Trainer:
         for part in self._parts:
             part.close()
         logger.info("stopping with version %s: %s", self._version, order.reason)
-        if self._checkpointer.is_wanted_at_the_end(self._version.step):
+        if self._checkpointer.is_due(self._version.step, is_last=True):
             self._save()
         self._tell(self._checkpointer.finish())
         export_path = ""

@@ -33,7 +33,7 @@ from google.protobuf.message import DecodeError
 from pydantic import JsonValue
 from pydantic_core import from_json
 from slipstream.core.errors import ConfigError, ProtocolError, RunFailed
-from slipstream.core.machine.files import open_regular, read_regular
+from slipstream.core.machine.files import open_regular, read_regular, sync_folder
 from slipstream.core.run_folder import (
     BATCHES,
     JOURNAL_LOG,
@@ -47,7 +47,6 @@ from slipstream.learner.controller.records.history import REMEDY, settled_by
 from slipstream.learner.controller.records.kinds import Record, ServerTokens, fields_of
 from slipstream.learner.controller.records.state import RecordedBatch, RunState, attempt_of
 from slipstream.protocol.bounds import check_bounds
-from slipstream.protocol.checkpoints import sync_folder
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 

@@ -8,7 +8,6 @@ No decision depends on result files, so a fault causes a warning and does not en
 metrics.jsonl is read line by line, since a long run's file does not fit into memory.
 """
 
-import contextlib
 import functools
 import json
 import logging
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeAlias
 
 import msgspec
-from slipstream.core.machine.files import open_regular
+from slipstream.core.machine.files import open_regular, replace_file
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import tracker_named
 
@@ -85,13 +84,9 @@ class ResultFile:
 
 def write_result(path: Path, data: bytes, tell: Tell) -> None:
     """Replaces a whole file; on an error the old file stays, and `tell` gets a warning."""
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_bytes(data)
-        partial.rename(path)
+        replace_file(path, data)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         tell(f"{path} cannot be written: {error.strerror}")
 
 

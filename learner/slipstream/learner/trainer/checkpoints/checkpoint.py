@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.errors import CheckpointError, ConfigError
 from slipstream.core.machine.description import installed
+from slipstream.core.machine.files import replace_file
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
@@ -64,14 +65,11 @@ class Checkpointer:
         self._write: _Write | None = None
         self._last_step: int | None = None
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, *, is_last: bool = False) -> bool:
         """Whether the settings demand a save of version `step` and it is not saved yet."""
         every = self._settings.every_steps
-        return every > 0 and step % every == 0 and step != self._last_step
-
-    def is_wanted_at_the_end(self, step: int) -> bool:
-        """Whether a run that ends with version `step` must save one more checkpoint."""
-        return self._settings.every_steps > 0 and step > 0 and step != self._last_step
+        is_its_turn = every > 0 and step > 0 and (is_last or step % every == 0)
+        return is_its_turn and step != self._last_step
 
     def load_newest(self) -> checkpoints.Manifest | None:
         """Loads the run's newest complete checkpoint; returns None if there is none.
@@ -227,7 +225,9 @@ class Checkpointer:
                 saved_unix_s=time.time(),
                 files=tuple(sorted(files, key=lambda file: file.path)),
             )
-            checkpoints.write_manifest(partial, manifest)
+            # It is the last file: a folder with a manifest is complete.
+            data = manifest.model_dump_json(indent=1).encode()
+            replace_file(partial / checkpoints.MANIFEST_NAME, data)
             path = checkpoints.publish_and_retain(
                 partial, keep_last=settings.keep_last, keep_every=settings.keep_every
             )

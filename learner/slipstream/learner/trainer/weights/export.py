@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from pydantic import JsonValue
 from safetensors import safe_open
+from slipstream.core.machine.files import sync_folder
 from slipstream.core.models.model_files import held_tensors, is_further
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
@@ -21,7 +22,7 @@ from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, write_saf
 from slipstream.learner.trainer.model.model import Part
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_type, peft_name
-from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, sync_folder
+from slipstream.protocol.checkpoints import PARTIAL_SUFFIX
 from torch import Tensor
 
 if TYPE_CHECKING:
