@@ -127,7 +127,7 @@ class Results(Part):
         """Writes the row of a step, unless the step was repeated and already has its row."""
         books = self._books
         books.ledger.journal_servers()
-        batch, now = trained.batch, time.time()
+        batch = trained.batch
         if trained.again and self._recorder.has_row(batch.version):
             self._run.events.add(f"version {trained.version}, trained again")
             return
@@ -136,7 +136,7 @@ class Results(Part):
             batch,
             report.metrics,
             advantages=report.advantages,
-            training=(now - report.wall_s, now),
+            training_s=report.wall_s,
             generated_tokens=snapshot.generated,
             gauges={
                 "leased_groups": float(len(books.leases.training_groups())),

@@ -169,8 +169,8 @@ class RunRecorder:
         self.facts = RunFacts()
         # The row of the newest step.
         self.newest: dict[str, float] = {}
-        # A byte for each version: 1 when the row of the step that makes it is written.
-        self._written = bytearray()
+        # Versions of which the row of the step that makes them is written.
+        self._written: set[int] = set()
         # The run's seconds continue from the last row of the earlier start.
         wall_s = 0.0
         for row in read_rows(folder / METRICS, self._warn):
@@ -184,15 +184,13 @@ class RunRecorder:
         self._last_step_s = time.monotonic()
 
     def _note_row(self, row: dict[str, float]) -> None:
-        version = int(row["step"])
-        self._written.extend(bytes(max(0, version + 1 - len(self._written))))
-        self._written[version] = 1
+        self._written.add(int(row["step"]))
         self.newest = row
         self.facts.count_row(row)
 
     def has_row(self, version: int) -> bool:
         """Whether the row of the step that makes version `version` is already written."""
-        return version < len(self._written) and self._written[version] == 1
+        return version in self._written
 
     @property
     def since_step_s(self) -> float:
@@ -218,15 +216,14 @@ class RunRecorder:
         metrics: Mapping[str, float],
         *,
         advantages: Sequence[float] = (),
-        training: tuple[float, float],
+        training_s: float,
         generated_tokens: int,
         gauges: Mapping[str, float],
     ) -> dict[str, float]:
         """Writes the row of one step, unless it is already written, and returns the row.
 
         `advantages` are the advantages of the first trajectories of the batch, in order; they are
-        unknown for the other trajectories. `training` is the start and end of the step, in Unix
-        seconds.
+        unknown for the other trajectories. `training_s` is how long the trainer took.
         """
         now = time.monotonic()
         elapsed = max(now - self._last_step_s, 1e-9)
@@ -239,7 +236,7 @@ class RunRecorder:
             "step_s": elapsed,
             "generated_tokens_per_s": self.rate.at(now, generated_tokens),
             "trained_tokens_per_s": metrics.get("trained_tokens", 0.0) / elapsed,
-            "training_s": training[1] - training[0],
+            "training_s": training_s,
         }
         if batch.given is None:
             own |= environment_means(batch.trajectories)

@@ -35,8 +35,6 @@ COLUMNS = (
 )
 # Bytes of a file that are read at once in search of its last whole line.
 BLOCK_BYTES = 1 << 16
-# Largest step; the recorder needs a byte of memory for each.
-MAX_STEP = 10**8
 # No run writes a larger number; sums of such numbers would overflow.
 MAX_NUMBER = 1e30
 
@@ -102,12 +100,8 @@ def parse_row(line: bytes) -> dict[str, float] | None:
         return None
     if (step := row.get("step")) is None:
         return row
-    is_step = (
-        step.is_integer()
-        and 1 <= step <= MAX_STEP
-        and ("passes" in row or row.keys() >= set(COLUMNS))
-    )
-    return row if is_step else None
+    has_columns = "passes" in row or row.keys() >= set(COLUMNS)
+    return row if step.is_integer() and step >= 1 and has_columns else None
 
 
 def drop_torn_line(path: Path, tell: Tell) -> None:

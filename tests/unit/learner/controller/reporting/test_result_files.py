@@ -118,7 +118,7 @@ def step(
     return recorder.step(
         FormedBatch(number, f"b{number:06d}", groups),
         metrics,
-        training=(1.0, 2.0),
+        training_s=1.0,
         generated_tokens=1000,
         gauges={},
     )
