@@ -113,8 +113,8 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
     ),
     "no check at leasing": Change(
         f"{CONTROLLER}.leasing.leases:LeaseBook.may_lease",
-        "return staleness.may_lease(",
-        "return True or staleness.may_lease(",
+        "return staleness.holds(",
+        "return True or staleness.holds(",
     ),
     "a lease leaves before its record is durable": Change(
         f"{CONTROLLER}.leasing.scheduler:Scheduler.lease_all", ", after=durable)", ")"

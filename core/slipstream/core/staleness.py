@@ -9,7 +9,7 @@ min(u + max_staleness, last step). Its oldest token was sampled by version u or 
     number of leased, untrained groups with deadline <= d   <=   (d - s + 1) * groups_per_step
 
 For d = s - 1 the invariant says that no group has expired; for larger d, that all groups can still
-be trained in time. `may_lease` (before a lease) and `choose_batch` (before a step) keep the
+be trained in time. `holds` (before a lease) and `choose_batch` (before a step) keep the
 invariant. As long as servers finish their leased groups, the next batch can always be formed.
 
 **Queue.** A trajectory waits in the queue from its end until the journal has its outcome.
@@ -60,28 +60,6 @@ def holds(counts: Mapping[int, int], step: int, groups_per_step: int) -> bool:
     return all(
         total <= (d - step + 1) * groups_per_step for d, total in zip(places, totals, strict=True)
     )
-
-
-def may_lease(
-    counts: Mapping[int, int], step: int, groups_per_step: int, new_deadline: int
-) -> bool:
-    """Whether one more group with `new_deadline` keeps the invariant; see `holds`."""
-    counts = {**counts, new_deadline: counts.get(new_deadline, 0) + 1}
-    return holds(counts, step, groups_per_step)
-
-
-def may_finish(deadline_step: int, served_step: int, max_staleness: int, num_steps: int) -> bool:
-    """Whether a server of version `served_step` may run members of a group leased earlier.
-
-    The server may do so if tokens of its version still meet the bound at the step `deadline_step`.
-    """
-    return deadline_step <= deadline(served_step, max_staleness, num_steps)
-
-
-def is_stranded(may_be_finished: Iterable[bool]) -> bool:
-    """Whether no server may finish a group, given `may_finish` of each; false without servers."""
-    verdicts = list(may_be_finished)
-    return bool(verdicts) and not any(verdicts)
 
 
 def choose_batch(

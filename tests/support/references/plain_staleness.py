@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from slipstream.core.staleness import AnyGroup, due_groups, holds, is_stranded
+from slipstream.core.staleness import AnyGroup, due_groups, holds
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,10 @@ def must_start_afresh(
 ) -> bool:
     """Whether an interrupted group is abandoned and its task leased again with a new deadline.
 
-    `may_be_finished` has the result of `may_finish` for each server that could run the group now.
+    `may_be_finished` has, for each server that could run the group now, whether it may finish it.
     While no batch waits for the group, a server with newer weights may still join.
     """
-    if not is_stranded(may_be_finished):
+    verdicts = list(may_be_finished)
+    if not verdicts or any(verdicts):
         return False
     return group in due_groups(groups, step, groups_per_step)

@@ -7,15 +7,13 @@ from itertools import combinations, product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.core import staleness
 from slipstream.core.staleness import (
     choose_batch,
     deadline,
     due_groups,
     holds,
-    may_finish,
 )
-from support.references.plain_staleness import PlainGroup, may_lease, must_start_afresh
+from support.references.plain_staleness import PlainGroup, must_start_afresh
 
 sizes = st.integers(1, 4)
 deadlines = st.lists(st.integers(0, 12), max_size=12)
@@ -43,15 +41,6 @@ def test_the_invariant_is_what_its_definition_says(leased, step, groups_per_step
     )
     # A deadline below step - 1 is counted at step - 1.
     assert holds(Counter(leased), step, groups_per_step) == by_definition
-
-
-@given(deadlines, st.integers(0, 12), sizes, st.integers(0, 12))
-def test_a_lease_is_granted_exactly_when_the_invariant_holds_with_it(
-    leased: list[int], step: int, groups_per_step: int, new_deadline: int
-) -> None:
-    expected = may_lease(leased, step, groups_per_step, new_deadline)
-    counted = staleness.may_lease(Counter(leased), step, groups_per_step, new_deadline)
-    assert counted == expected
 
 
 @given(groups, st.integers(3, 4), sizes)
@@ -87,13 +76,6 @@ def test_due_groups_go_before_groups_that_finished_earlier() -> None:
     leased[1] = PlainGroup("old", 3, True)
     assert [group.group_id for group in choose_batch(leased, 3, 1) or []] == ["old"]
     assert [group.group_id for group in choose_batch(leased, 3, 2) or []] == ["old", "middle"]
-
-
-def test_a_server_may_finish_a_group_when_its_tokens_are_new_enough_for_the_deadline() -> None:
-    assert may_finish(5, 3, 2, 100)
-    assert not may_finish(5, 2, 2, 100)
-    # No group of the last steps has a later deadline than the last step.
-    assert may_finish(9, 9, 0, 10)
 
 
 def test_an_interrupted_group_starts_afresh_only_when_a_batch_waits_and_nobody_may_finish_it():

@@ -116,8 +116,11 @@ class LeaseBook:
 
     def may_lease(self, served_step: int) -> bool:
         """Whether a server of version `served_step` may start one more group."""
-        deadline = staleness.deadline(served_step, self.max_staleness, self.num_steps)
-        return staleness.may_lease(self._deadlines, self.step, self.groups_per_step, deadline)
+        deadlines = self._deadlines + Counter([self._deadline(served_step)])
+        return staleness.holds(deadlines, self.step, self.groups_per_step)
+
+    def _deadline(self, served_step: int) -> int:
+        return staleness.deadline(served_step, self.max_staleness, self.num_steps)
 
     def lease(
         self, environment: str, task_index: int, seed: int, holder: ServerKey, served_step: int
@@ -131,7 +134,7 @@ class LeaseBook:
             seed=seed,
             purpose=Purpose.TRAINING,
             size=self.group_size,
-            deadline_step=staleness.deadline(served_step, self.max_staleness, self.num_steps),
+            deadline_step=self._deadline(served_step),
             holder=holder,
         )
         self._next_group += 1
@@ -171,9 +174,7 @@ class LeaseBook:
 
     def may_reassign(self, group: Group, served_step: int) -> bool:
         """Whether a server of version `served_step` may finish an orphan by its deadline step."""
-        return staleness.may_finish(
-            group.deadline_step, served_step, self.max_staleness, self.num_steps
-        )
+        return group.deadline_step <= self._deadline(served_step)
 
     def reassign(self, group: Group, holder: ServerKey) -> None:
         """Gives an orphan, a group without a server, to another server."""

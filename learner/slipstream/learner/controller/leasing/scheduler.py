@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from slipstream.core import staleness
 from slipstream.core.configuration.config_file import largest_trajectory_bytes
 from slipstream.core.types import GroupId, Purpose
 from slipstream.learner.controller.leasing.groups import Group
@@ -238,7 +237,7 @@ class Scheduler:
             name = group.environment
             if name not in able:
                 able[name] = {r.served_step for r in rooms if self._runs_on(name, r.session.key)}
-            if not staleness.is_stranded(self._book.may_reassign(group, s) for s in able[name]):
+            if not able[name] or any(self._book.may_reassign(group, s) for s in able[name]):
                 continue
             if due is None:
                 due = {each.group_id for each in self._book.due()}
