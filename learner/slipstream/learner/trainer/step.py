@@ -149,8 +149,8 @@ class TrainingStep:
                         policy, config, batch, chosen, losses, total=total, fault=fault
                     )
                 # In later passes the ratios are those to the first.
-                if algorithm.agreement == "bits" and totals.statistics.unequal_tokens:
-                    raise bits_fault(batch.step, totals.statistics)
+                if algorithm.agreement == "bits":
+                    check_bits(batch.step, totals.statistics.metrics())
                 totals.num_micro_batches += len(share) * ranks.dp_size
                 started = time.monotonic()
                 totals.grad_norms.append(update_weights(policy, rate, gradients, norm=norm))
@@ -384,15 +384,15 @@ def loss_fault(
     return untrainable(batch, faulty, cause)
 
 
-def bits_fault(step: int, found: StepStatistics) -> RunFailed:
-    """Returns the error for log-probabilities that differ between learner and engine."""
-    gap = found.metrics()["logprob_gap_max"]
-    return RunFailed(
-        f"step {step + 1}: algorithm.agreement = 'bits', but {found.unequal_tokens} tokens that "
-        "the same weights sampled have other log-probabilities in the learner than in the engine, "
-        f"by up to {gap:.1e}: their devices, versions of torch or of vLLM differ; "
-        "the weights were not changed"
-    )
+def check_bits(step: int, metrics: Mapping[str, float]) -> None:
+    """Raises RunFailed if log-probabilities differ between learner and engine in any bit."""
+    if unequal := round(metrics["logprob_unequal_tokens"]):
+        raise RunFailed(
+            f"step {step + 1}: algorithm.agreement = 'bits', but {unequal} tokens that the same "
+            "weights sampled have other log-probabilities in the learner than in the engine, by up "
+            f"to {metrics['logprob_gap_max']:.1e}: their devices, versions of torch or of vLLM "
+            "differ; the weights were not changed"
+        )
 
 
 def check_weights(policy: Policy, parts: Sequence[StepPart], fault: UntrainableBatch) -> None:

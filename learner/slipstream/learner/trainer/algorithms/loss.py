@@ -409,11 +409,6 @@ class StepStatistics:
                 return f"the report {column.name} is not finite"
         return ""
 
-    @property
-    def unequal_tokens(self) -> int:
-        """Number of tokens of lag 0 whose log-probability differs from the engine's in any bit."""
-        return round(self.metrics()["logprob_unequal_tokens"])
-
     def join(self, others: StepStatistics) -> None:
         """Adds the sums of other mini-batches of the same step."""
         _add(self._table, others._table)

@@ -207,7 +207,12 @@ class NamedAdapters:
         # Clients' adapters whose values have changed since they were told.
         self.changed = set(self.names) if are_clients else set()
         if self.are_several or are_clients:
-            self._make_moments()
+            # An untrained adapter is saved too, with moments of zeros.
+            for part in model.optimizer.chained_optimizers:
+                if not part.is_stub_optimizer:
+                    part.init_state_fn(part.optimizer, part.config)
+            for group in self._groups():
+                group.setdefault("step", 0)
             for name in self.names[1:]:
                 self._waiting[name] = _Waiting(
                     [tensor.detach().clone() for tensor in self._tensors()],
@@ -314,14 +319,6 @@ class NamedAdapters:
     def _groups(self) -> list[dict[str, Any]]:
         parts = torch_optimizers(self._model.optimizer)
         return [group for part in parts for group in part.param_groups]
-
-    def _make_moments(self) -> None:
-        """Creates moments of zeros: an untrained adapter is saved too."""
-        for part in self._model.optimizer.chained_optimizers:
-            if not part.is_stub_optimizer:
-                part.init_state_fn(part.optimizer, part.config)
-        for group in self._groups():
-            group.setdefault("step", 0)
 
 
 def optimizer_state(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator[Tensor]:
