@@ -374,8 +374,3 @@ def check_reference(found: ReferenceLogprobs, unpredicted: Sequence[int] = ()) -
     if sums.size and sums.max() > _LARGEST_SUM:
         return f"probabilities of the reference add up to {sums.max():g}, above 1"
     return ""
-
-
-def reference_bytes_per_token(top_k: int) -> int:
-    """Returns the largest size of one token's reference log-probabilities on the wire, in bytes."""
-    return 4 + 8 * top_k

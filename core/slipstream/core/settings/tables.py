@@ -33,7 +33,6 @@ from slipstream.core.settings.sections import (
     SecuritySection,
     WeightsSection,
 )
-from slipstream.core.types import reference_bytes_per_token
 
 # Bytes of a trajectory in a queue apart from its tokens: names, metrics, texts, 16 branches.
 TRAJECTORY_OVERHEAD_BYTES = 2048
@@ -108,7 +107,8 @@ class Tables(Section):
         """
         per_token = BYTES_PER_TOKEN + routing_bytes_per_token
         if self.reference is not None and self.reference.server is not None:
-            per_token += reference_bytes_per_token(self.reference.top_k)
+            # A log-probability, and the most likely tokens with theirs.
+            per_token += 4 + 8 * self.reference.top_k
         branches = BYTES_PER_BRANCH * max(0, self.sampling.max_branches - 16)
         images = self.sampling.max_images * self.sampling.max_image_bytes
         tokens = per_token * self.sampling.total_tokens
