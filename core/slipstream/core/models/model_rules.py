@@ -208,18 +208,12 @@ def _stage_problems(
     if ends and counted:
         yield f"learner.transformer.{counted[0]} excludes num_layers_in_first_pipeline_stage"
         return
-    if counted:
-        total = layers + len(counted)
-        if total % (pp * vpp):
-            yield (
-                f"learner.parallel.pp * vpp must divide the model's {layers} layers "
-                f"with {len(counted)} for {' and '.join(counted)}, got {pp * vpp}"
-            )
-        return
     if not ends:
-        if layers % (pp * vpp):
+        more = f" with {len(counted)} for {' and '.join(counted)}" if counted else ""
+        if (layers + len(counted)) % (pp * vpp):
             yield (
-                f"learner.parallel.pp * vpp must divide the model's {layers} layers, got {pp * vpp}"
+                f"learner.parallel.pp * vpp must divide the model's {layers} layers{more}, "
+                f"got {pp * vpp}"
             )
         return
     sizes = [number for number in ends if isinstance(number, int)]
