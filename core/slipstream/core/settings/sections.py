@@ -167,17 +167,11 @@ class QueueSection(Section):
                 "with USER:PASSWORD@ before the host if need be: a password with one of /?# in it "
                 "is percent-encoded there, or stands in a file that the table of an end names"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _users(self) -> Self:
-        tables = [end for end in ("controller", "rollout_server") if self.user_of(end) is not None]
-        if not tables:
-            return self
-        if self.redis_url is None:
-            raise ValueError(f"the table {tables[0]} needs redis_url")
-        if "@" in urlsplit(self.redis_url).netloc:
-            raise ValueError(f"the table {tables[0]} names a user: leave the one in redis_url out")
+        for end in ("controller", "rollout_server"):
+            if self.user_of(end) is not None and self.redis_url is None:
+                raise ValueError(f"the table {end} needs redis_url")
+            if self.user_of(end) is not None and "@" in urlsplit(self.redis_url).netloc:
+                raise ValueError(f"the table {end} names a user: leave the one in redis_url out")
         return self
 
 
