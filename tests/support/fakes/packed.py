@@ -9,13 +9,26 @@ from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.algorithms.functions import function_of
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
 from slipstream.learner.algorithms.losses import token_terms, token_weights
-from slipstream.learner.trainer.batches.training_sequence import MicroBatch, TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import (
+    MicroBatch,
+    Segment,
+    TrainingSequence,
+)
+from slipstream.learner.trainer.model.schedule import build_micro_batch
 from torch import Tensor
 
 
 def algorithm(**changes: JsonValue) -> AlgorithmSection:
     settings = {"group_size": 4, "groups_per_step": 2, "learning_rate": 1e-3}
     return AlgorithmSection.model_validate(settings | changes)
+
+
+def packed(
+    sequences: Sequence[TrainingSequence], indices: Iterable[int], **multiples: int
+) -> MicroBatch:
+    """The micro batch of the whole sequences at `indices`."""
+    segments = [Segment(index, 0, len(sequences[index])) for index in indices]
+    return build_micro_batch(sequences, segments, **multiples)
 
 
 def micro_batch(

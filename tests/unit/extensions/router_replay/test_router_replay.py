@@ -15,8 +15,8 @@ from slipstream.learner.trainer.batches.training_sequence import (
     TrainingSequence,
     share_of_rank,
 )
-from slipstream.learner.trainer.model.schedule import build_micro_batch
 from support.fakes.fake_controller import make_batch
+from support.fakes.packed import packed
 from support.fakes.small_configs import small_config
 from torch import Tensor, nn
 
@@ -186,7 +186,7 @@ def test_experts_stay_with_their_token_and_missing_ones_are_marked(num_experts: 
     batch = batch_with_experts(num_experts)
     first, second = batch.trajectories
     sequences = training_sequences(batch, config("rollout"))
-    micro_batch = build_micro_batch(sequences, [1, 0], multiple=8, sequence_multiple=4)
+    micro_batch = packed(sequences, [1, 0], multiple=8, sequence_multiple=4)
     found, lengths = micro_batch.expert_ids, micro_batch.cu_seqlens.tolist()
     assert found.shape == (len(micro_batch.token_ids), 1, 2)
     begin, length = lengths[1], len(first.token_ids)
@@ -204,7 +204,7 @@ def test_context_parallel_ranks_get_the_experts_of_their_tokens() -> None:
         TrainingSequence.of_tokens(tokens),
         expert_ids=np.stack([tokens, tokens + 10], axis=-1).astype(np.uint8)[:, None],
     )
-    whole = build_micro_batch([sequence], [0], multiple=4, sequence_multiple=4)
+    whole = packed([sequence], [0], multiple=4, sequence_multiple=4)
     for rank in range(2):
         share = share_of_rank(whole, rank, 2)
         assert share.expert_ids[:, 0, 0].tolist() == share.token_ids.tolist()
@@ -214,7 +214,7 @@ def test_context_parallel_ranks_get_the_experts_of_their_tokens() -> None:
 def test_experts_are_left_out_when_routers_choose() -> None:
     batch = batch_with_experts()
     sequences = training_sequences(batch, config("off"))
-    assert build_micro_batch(sequences, [0, 1]).expert_ids is None
+    assert packed(sequences, [0, 1]).expert_ids is None
     plain = TrainingSequence.of_trajectories(
         batch.trajectories,
         [TokenEstimates(np.zeros(t.num_sampled_tokens, np.float32)) for t in batch.trajectories],

@@ -378,7 +378,7 @@ def _packed(
     return [
         build_micro_batch(
             sequences,
-            [members[place] for place in places],
+            [Segment(members[place], 0, len(sequences[members[place]])) for place in places],
             multiple=model.token_multiple,
             sequence_multiple=model.sequence_multiple,
         )
@@ -386,36 +386,15 @@ def _packed(
     ]
 
 
-def build_micro_batch(
-    sequences: Sequence[TrainingSequence],
-    indices: Sequence[int],
-    *,
-    multiple: int = 1,
-    sequence_multiple: int = 1,
-) -> MicroBatch:
-    """Packs the sequences at `indices`, and filler behind them, into one micro batch.
-
-    Filler makes the number of tokens divisible by `multiple`. Each sequence is padded at its end to
-    a length divisible by `sequence_multiple`, which must divide `multiple`; padding has no loss,
-    and does not affect the tokens before it. If there are no `indices`, the micro batch is all
-    filler, so it is never empty. `sequences` are all sequences of the step; filler has the same
-    fields as the first of them.
-    """
-    segments = [Segment(index, 0, len(sequences[index])) for index in indices]
-    return _joined(sequences, segments, multiple, sequence_multiple)
-
-
 def build_tree_micro_batch(
     sequences: Sequence[TrainingSequence], bundles: Sequence[Bundle], *, multiple: int = 1
 ) -> MicroBatch:
     """Packs the segments of `bundles`, and filler behind them, into one micro batch.
 
-    Filler makes the number of tokens divisible by `multiple`. Positions count from the beginning of
-    a sequence. The target of a segment's last position is the next token of the segment's sequence.
-    `MicroBatch.indices` names each sequence once.
+    Each segment attends to those on its path; see `build_micro_batch`.
     """
     segments = [segment for bundle in bundles for segment in bundle]
-    packed = _joined(sequences, segments, multiple, 1)
+    packed = build_micro_batch(sequences, segments, multiple=multiple)
     bounds = packed.cu_seqlens.tolist()
     # The keys of all segments, and of the filler after them.
     places: list[npt.NDArray[np.int64]] = []
@@ -430,12 +409,24 @@ def build_tree_micro_batch(
     return dataclasses.replace(packed, paths=Paths.of(places, bounds[-1]))
 
 
-def _joined(
+def build_micro_batch(
     sequences: Sequence[TrainingSequence],
     segments: Sequence[Segment],
-    multiple: int,
-    sequence_multiple: int,
+    *,
+    multiple: int = 1,
+    sequence_multiple: int = 1,
 ) -> MicroBatch:
+    """Packs `segments` of `sequences`, and filler behind them, into one micro batch.
+
+    Filler makes the number of tokens divisible by `multiple`. Each segment is padded at its end to
+    a length divisible by `sequence_multiple`, which must divide `multiple`; padding has no loss,
+    and does not affect the tokens before it. Positions count from the beginning of a sequence. The
+    target of a segment's last position is the next token of the segment's sequence.
+    `MicroBatch.indices` names each sequence once. Without segments the micro batch is all filler,
+    so it is never empty. `sequences` are all sequences of the step; filler has the same fields as
+    the first of them.
+    """
+
     def padded(segment: Segment) -> TrainingSequence:
         sequence, missing = sequences[segment.index], -len(segment) % sequence_multiple
         if not missing and len(segment) == len(sequence):

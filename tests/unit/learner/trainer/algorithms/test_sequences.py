@@ -22,9 +22,9 @@ from slipstream.learner.trainer.algorithms.loss import (
     weighted,
 )
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.model.schedule import build_micro_batch
 from support.fakes import own_grpo
 from support.fakes.fake_controller import make_batch
+from support.fakes.packed import packed
 from support.fakes.small_configs import small_config
 
 
@@ -281,8 +281,8 @@ def test_rewards_of_turns_reach_the_tokens_of_their_turns() -> None:
     for ours, theirs in zip(by_prediction(found), expected, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-6)
     # Packed with others in any order, each target keeps its own.
-    packed = build_micro_batch(found, [2, 0, 1])
-    ours = packed.advantages[packed.loss_mask].tolist()
+    batch = packed(found, [2, 0, 1])
+    ours = batch.advantages[batch.loss_mask].tolist()
     assert ours == pytest.approx([*expected[2], *expected[0], *expected[1]], abs=1e-6)
     backwards = training_sequences(Batch(0, "b", one.trajectories[::-1]), config(**BY_TURN))
     for mine, same in zip(found, backwards[::-1], strict=True):

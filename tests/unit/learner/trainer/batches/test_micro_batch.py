@@ -17,8 +17,8 @@ from slipstream.learner.trainer.batches.training_sequence import (
     token_lags,
     zigzag,
 )
-from slipstream.learner.trainer.model.schedule import build_micro_batch
 from support.fakes.fake_controller import make_batch, with_branches
+from support.fakes.packed import packed
 from torch import Tensor
 
 PARTS = st.lists(st.integers(1, 6), min_size=1, max_size=6)
@@ -64,7 +64,7 @@ def test_shares_are_those_of_every_tensor_of_tokens() -> None:
     ]
     estimates = [TokenEstimates(e, e + 1, e + 2, e + 3) for e in numbers]
     sequences = TrainingSequence.of_trajectories(batch.trajectories, estimates, step=batch.step)
-    whole = build_micro_batch(sequences, range(6), multiple=8, sequence_multiple=4)
+    whole = packed(sequences, range(6), multiple=8, sequence_multiple=4)
     shares = [share_of_rank(whole, rank, 2) for rank in range(2)]
     bounds = whole.cu_seqlens.tolist()
     tensors = {name: value for name, value in vars(whole).items() if isinstance(value, Tensor)}
@@ -79,7 +79,7 @@ def test_shares_are_those_of_every_tensor_of_tokens() -> None:
 
 
 def test_the_only_rank_trains_the_whole() -> None:
-    whole = build_micro_batch([], [])
+    whole = packed([], [])
     assert share_of_rank(whole, 0, 1) is whole
 
 
@@ -103,7 +103,7 @@ def estimates(number: int, advantage: float) -> TokenEstimates:
 def test_micro_batch_lays_sequences_side_by_side() -> None:
     first = sequence([5, 6, 7], [False, True, True], 0.5)
     second = sequence([8, 9], [False, True], -1.0)
-    found = build_micro_batch([first, second], [1, 0])
+    found = packed([first, second], [1, 0])
     assert found.token_ids.tolist() == [8, 9, 5, 6, 7]
     assert found.position_ids.tolist() == [0, 1, 0, 1, 2]
     assert found.targets.tolist() == [9, 0, 6, 7, 0]
@@ -120,7 +120,7 @@ def test_micro_batch_lays_sequences_side_by_side() -> None:
 
 
 def test_filler_makes_the_tokens_a_multiple_and_carries_no_loss() -> None:
-    found = build_micro_batch([sequence([5, 6, 7], [False, True, True], 1.0)], [0], multiple=4)
+    found = packed([sequence([5, 6, 7], [False, True, True], 1.0)], [0], multiple=4)
     assert found.token_ids.tolist() == [5, 6, 7, 0]
     assert found.cu_seqlens.tolist() == [0, 3, 4]
     assert found.loss_mask.tolist() == [True, True, False, False]
@@ -142,7 +142,7 @@ def test_likely_tokens_of_a_reference_stand_where_the_sampled_token_is_predicted
         known.append(TokenEstimates(zeros, top_ids=ids, top_logprobs=-ids.astype(np.float32)))
     sequences = TrainingSequence.of_trajectories(batch.trajectories, known, step=0)
     order = range(len(sequences))
-    found = build_micro_batch(sequences, list(order), multiple=100, sequence_multiple=4)
+    found = packed(sequences, list(order), multiple=100, sequence_multiple=4)
     assert found.top_ids.shape == found.top_logprobs.shape == (len(found.token_ids), 2)
     mask = found.loss_mask
     expected = np.concatenate([one.top_ids for one in known])
@@ -152,13 +152,13 @@ def test_likely_tokens_of_a_reference_stand_where_the_sampled_token_is_predicted
     assert found.all_targets[:, 0].tolist() == found.targets.tolist()
     assert found.all_targets[:, 1:].tolist() == found.top_ids.tolist()
     # A rank whose share of a mini-batch is empty has as many targets as the others.
-    assert build_micro_batch(sequences, [], multiple=8).all_targets.shape == (8, 3)
+    assert packed(sequences, [], multiple=8).all_targets.shape == (8, 3)
 
 
 def test_every_sequence_is_padded_at_its_end_without_loss() -> None:
     first = sequence([5, 6, 7], [False, True, True], 0.5)
     second = sequence([8, 9], [False, True], -1.0)
-    found = build_micro_batch([first, second], [0, 1], multiple=8, sequence_multiple=4)
+    found = packed([first, second], [0, 1], multiple=8, sequence_multiple=4)
     assert found.token_ids.tolist() == [5, 6, 7, 0, 8, 9, 0, 0]
     assert found.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
     assert found.targets.tolist() == [6, 7, 0, 0, 9, 0, 0, 0]
@@ -170,12 +170,12 @@ def test_every_sequence_is_padded_at_its_end_without_loss() -> None:
     assert found.max_seqlen == 4
     assert found.indices == (0, 1)
     assert found.advantages[found.loss_mask].tolist() == [0.5, 0.5, -1.0]
-    filled = build_micro_batch([first], [0], multiple=8, sequence_multiple=4)
+    filled = packed([first], [0], multiple=8, sequence_multiple=4)
     assert filled.cu_seqlens.tolist() == [0, 4, 8]
 
 
 def test_empty_micro_batch_is_one_token_of_filler() -> None:
-    found = build_micro_batch([], [])
+    found = packed([], [])
     assert found.token_ids.tolist() == [0]
     assert found.loss_mask.tolist() == [False]
     assert found.cu_seqlens.tolist() == [0, 1]
@@ -186,7 +186,7 @@ def test_micro_batch_trains_each_sampled_token_where_it_is_predicted(seed, multi
     batch = make_batch(seed, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
     known = [estimates(t.num_sampled_tokens, t.reward - 0.5) for t in batch.trajectories]
     sequences = TrainingSequence.of_trajectories(batch.trajectories, known, step=batch.step)
-    found = build_micro_batch(sequences, range(6), multiple=multiple)
+    found = packed(sequences, range(6), multiple=multiple)
     assert len(found.token_ids) % multiple == 0
     mask = found.loss_mask
     sampled = [t.token_ids[t.sampled_mask()] for t in batch.trajectories]

@@ -15,8 +15,8 @@ from slipstream.learner.trainer.batches.training_sequence import (
     image_positions,
     images_of,
 )
-from slipstream.learner.trainer.model.schedule import build_micro_batch
 from support.fakes.fake_trajectories import make_trajectory
+from support.fakes.packed import packed
 from support.ranks.thread_ranks import ThreadRanks, run_ranks
 
 from deploy.environments.colours import COLOURS, square_png
@@ -54,14 +54,14 @@ def test_images_of_a_micro_batch_lie_where_their_tokens_are(processor: ImageProc
     sequences = TrainingSequence.of_trajectories(
         [plain, trajectory, trajectory], [estimates] * 3, step=0, processor=processor
     )
-    batch = build_micro_batch(sequences, [1, 0, 2], multiple=8)
+    batch = packed(sequences, [1, 0, 2], multiple=8)
     rows = np.full(40, -1)
     rows[3:7], rows[27:31] = np.arange(4), np.arange(4, 8)
     assert batch.images.rows.tolist() == rows.tolist()
     assert batch.images.grids.tolist() == [[1, 4, 4]] * 2
     assert batch.images.positions[7:12, 0].tolist() == [5, 6, 7, 8, 9]
     assert batch.images.positions[12:24, 2].tolist() == list(range(12))
-    assert build_micro_batch(sequences, [0]).images is None
+    assert packed(sequences, [0]).images is None
 
 
 @pytest.mark.parametrize("offset", [2, 4, 10])
