@@ -32,7 +32,9 @@ class Disk:
     def fsync(self, descriptor: int) -> None:
         """Takes the place of `os.fsync`."""
         process = PROCESS.get()
-        if process is None or not process.is_alive:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        is_journal = self._folder in (path, *path.parents)
+        if process is None or not process.is_alive or not is_journal:
             return
         if self.kill_at is not None:
             self.kill_at -= 1
