@@ -252,7 +252,14 @@ async def test_the_runs_sampling_holds_and_the_answer_says_so(rig) -> None:
             {"functions": [{"name": "f"}], "verbosity": "low"},
             "functions verbosity",
         ),
-        ("chat/completions", {"reasoning_effort": "low", "user": "u", "service_tier": "flex"}, ""),
+        ("chat/completions", {"reasoning_effort": "none", "user": "u", "service_tier": "flex"}, ""),
+        ("chat/completions", {"documents": [{"text": "a"}]}, "documents"),
+        ("messages", {"max_tokens": 9, "thinking": {"type": "disabled"}}, ""),
+        (
+            "responses",
+            {"input": "hi", "chat_template_kwargs": {"enable_thinkin": False}},
+            "messages chat_template_kwargs.enable_thinkin",
+        ),
         ("chat/completions", {"guided_json": {"type": "object"}}, "guided_json"),
         ("responses", {"input": "hi", "max_tokens": 5}, "messages max_tokens"),
         ("messages", {"max_tokens": 9, "stop": ["x"], "thread": {"type": "create"}}, "stop thread"),
@@ -282,6 +289,15 @@ async def test_no_field_is_dropped_without_a_word(rig, path, asked, told) -> Non
     found = answer.headers.get("x-slipstream-sampling", "")
     assert found == "; ".join(f"{name}=none (asked)" for name in told.split())
     assert rig.recorder.ignored == dict.fromkeys(told.split(), 1)
+
+
+async def test_an_effort_that_the_template_does_not_read_is_told(rig) -> None:
+    answer = await rig.openai().chat.completions.with_raw_response.create(
+        model="m", messages=[QUESTION], reasoning_effort="low"
+    )
+    told = 'reasoning_effort=enable_thinking (asked "low")'
+    assert answer.headers["x-slipstream-sampling"] == told
+    assert rig.recorder.ignored == {"reasoning_effort": 1}
 
 
 async def test_a_reply_at_a_length_ends_so_and_can_be_continued(rig) -> None:

@@ -50,9 +50,14 @@ def check_settings(config: Config) -> None:
         for problem in chain(table_problems(server.engine), parser_problems(server)):
             raise ConfigError(problem)
     folder, template = config.model.path, server.chat_template
-    if not (template or server.tool_parser) or missing_tokenizer(folder, template):
+    given = [section for section in config.played if section.chat_template_kwargs]
+    has_values = bool(given or server.chat_template_kwargs)
+    if not (template or server.tool_parser or has_values) or missing_tokenizer(folder, template):
         return
     renderer = Renderer(folder, template=template, values=server.chat_template_kwargs)
+    for section in given:
+        if cause := renderer.unread(section.chat_template_kwargs):
+            raise ConfigError(f"{section.name}: {cause}")
     try:
         if server.tool_parser is None or renderer.writes_tools:
             return

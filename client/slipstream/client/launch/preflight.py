@@ -146,6 +146,8 @@ async def check_vllm(scene: Scene) -> str | None:
         )
     names = [*server.engine, *filter(None, (server.tool_parser, server.reasoning_parser))]
     names += ["chat_template"] * (server.chat_template is not None)
+    given = [server.chat_template_kwargs, *(x.chat_template_kwargs for x in scene.config.played)]
+    names += ["chat_template_kwargs"] * any(given)
     names += [name for name in os.environ if name.startswith("VLLM_")]
     if not names or importlib.util.find_spec("vllm") is None:
         return None

@@ -59,6 +59,7 @@ class Answering:
         current: ContextVar[tuple[Recorder, ServedCall] | None],
         *,
         fields: Mapping[str, set[str]],
+        variables: frozenset[str],
         model: str,
         has_tools: bool,
         has_drafts: bool,
@@ -66,12 +67,12 @@ class Answering:
         """Takes the applications for requests without tools (`plain`) and with tools.
 
         Both take the recorder and the state of the present call from the context variable
-        `current`. `fields` are those that the applications read of a request, by its path.
-        `has_tools` says that `with_tools` can parse tool calls, `has_drafts` that the engine
-        decodes speculatively.
+        `current`. `fields` are those that the applications read of a request, by its path,
+        `variables` those that the chat template reads. `has_tools` says that `with_tools` can parse
+        tool calls, `has_drafts` that the engine decodes speculatively.
         """
         self._plain, self._with_tools, self._current = plain, with_tools, current
-        self._fields, self._model = fields, model
+        self._fields, self._variables, self._model = fields, variables, model
         self._has_tools, self._has_drafts = has_tools, has_drafts
 
     async def answer(self, recorder: Recorder, http: AgentCall) -> AsyncGenerator[ReplyPart, None]:
@@ -119,9 +120,13 @@ class Answering:
     async def _reply(
         self, recorder: Recorder, http: AgentCall, path: str
     ) -> AsyncGenerator[ReplyPart, None]:
-        asked = _asked(http.body)
-        fields, has_drafts = self._fields[path], self._has_drafts
-        served, told = rule(asked, recorder.sampling, fields=fields, has_drafts=has_drafts)
+        served, told = rule(
+            self._filled(recorder, _asked(http.body)),
+            recorder.sampling,
+            fields=self._fields[path],
+            variables=self._variables,
+            has_drafts=self._has_drafts,
+        )
         if not served.get("tools"):
             # vLLM refuses an empty list, and demands its parser of tool calls for a choice.
             served = {name: served[name] for name in served if name not in ("tools", "tool_choice")}
@@ -129,7 +134,6 @@ class Answering:
         uses_tools = "tools" in served and not asks_none
         if uses_tools and not self._has_tools:
             raise Refusal(NEED_PARSER)
-        served = self._filled(recorder, served)
         previous = recorder.expand(served) if path == RESPONSES_PATH else None
         body = _encoded(served)
         recorder.ignored.update(told.keys())

@@ -162,21 +162,28 @@ _RESULTS = ("text", "image", "tool_reference")
 # Values that ask for nothing.
 _NOTHING: tuple[object, ...] = (None, [], False, 0, ["text"], {"type": "text"})
 _NOT = "none (asked)"
+# The variable of a chat template that vLLM sets for an effort of reasoning.
+_SWITCH = "enable_thinking"
 # Limits of a reply, which hold below the run's.
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 def rule(
-    body: dict[str, Any], sampling: Sampling, *, fields: Collection[str], has_drafts: bool = False
+    body: dict[str, Any],
+    sampling: Sampling,
+    *,
+    fields: Collection[str],
+    variables: Collection[str],
+    has_drafts: bool = False,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the request to serve for a JSON `body`, and what it asked for in vain.
 
     The latter has what holds in place of it, by the name of the setting, in the form of the header
     `SAMPLING_HEADER`. Raises Refusal for a request that cannot be served.
 
-    `fields` are those of vLLM's request. If the engine `has_drafts`, the seed is ignored: drafts
-    may repeat earlier replies. With their random numbers, likely tokens would be accepted more
-    often than their probability.
+    `fields` are those of vLLM's request, `variables` what the chat template reads. If the engine
+    `has_drafts`, the seed is ignored: drafts may repeat earlier replies. With their random numbers,
+    likely tokens would be accepted more often than their probability.
     """
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
@@ -203,12 +210,15 @@ def rule(
         if asked is not None and asked != value:
             told[name] = f"{_word(value)} (asked {_word(asked)})"
     lacking = [name for name in kept if name not in fields and name not in _WITHOUT_EFFECT]
+    lacking += ["documents"] * ("documents" not in variables)
     dropped = dict.fromkeys([*_UNSERVED, *lacking])
     ignored = [name for name in dropped if kept.pop(name, None) not in _NOTHING]
     told |= {_label(name): _NOT for name in ignored if name not in holds}
     values = kept.get("chat_template_kwargs")
-    owned = OWNED.intersection(values) if isinstance(values, dict) else ()
-    told |= {f"chat_template_kwargs.{name}": _NOT for name in sorted(owned)}
+    values = values if isinstance(values, dict) else {}
+    unread = sorted(name for name in values if name in OWNED or name not in variables)
+    told |= {f"chat_template_kwargs.{_label(name)}": _NOT for name in unread}
+    told |= _efforts(kept, values, variables)
     # Anthropic's API lets a reply begin as the last message says.
     last = _objects(kept.get("messages"))[-1:]
     if "stop_sequences" in fields and last and last[0].get("role") == "assistant":
@@ -224,6 +234,26 @@ def rule(
         kept["tool_choice"] = {**choice, "type": "auto"} if is_anthropics else "auto"
         told["tool_choice"] = "auto (asked)"
     return kept, told | _parts(kept)
+
+
+def _efforts(
+    kept: dict[str, Any], values: dict[str, Any], variables: Collection[str]
+) -> dict[str, str]:
+    """Returns what holds in place of an effort of reasoning, if the template does not read it.
+
+    vLLM also gives the template a switch, unless it is among `values`, which knows only "none".
+    """
+    if "reasoning_effort" in variables:
+        return {}
+    asked = {"reasoning_effort": kept.get("reasoning_effort")}
+    for name in ("reasoning", "output_config"):
+        asked |= {f"{name}.effort": part.get("effort") for part in _objects([kept.get(name)])}
+    if kept.get("thinking") == {"type": "disabled"}:
+        asked["thinking.disabled"] = "none"
+    if _SWITCH in variables and _SWITCH not in values:
+        on = {name: effort for name, effort in asked.items() if effort not in (None, "none")}
+        return {name: f"{_SWITCH} (asked {_word(effort)})" for name, effort in on.items()}
+    return {name: _NOT for name, effort in asked.items() if effort is not None}
 
 
 def _parts(kept: dict[str, Any]) -> dict[str, str]:

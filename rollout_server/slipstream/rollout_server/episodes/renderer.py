@@ -9,8 +9,8 @@ import json
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,10 +19,10 @@ import numpy as np
 import psutil
 from pydantic import JsonValue
 from slipstream.core.configuration.config_file import vocabulary_size
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, did_you_mean, near_names
 from slipstream.core.models.thoughts import begins_thoughts, marks_thoughts, split_thoughts
 from slipstream.core.models.vision import ImageTokens, PlacedImage
-from slipstream.core.template_values import read_template
+from slipstream.core.template_values import OWNED, read_template
 from slipstream.rollout_server.chat import (
     NO_INPUTS,
     PLACEHOLDER,
@@ -107,6 +107,8 @@ class Renderer:
             if template is not None:
                 where = f"rollout_server.chat_template: {template}"
             raise ConfigError(f"{where} fails: {error}") from error
+        if cause := self.unread(self._values):
+            raise ConfigError(f"rollout_server.{cause}")
         # What the template writes first behind a reply, where that is a special token.
         self._ends: list[str] = []
         with contextlib.suppress(RenderingFailed):
@@ -281,7 +283,25 @@ class Renderer:
         text = self._text((shown,), NO_INPUTS)
         return text.partition(f"{_MARK}0")[2].partition(f"{_MARK}1")[0]
 
-    @property
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names of the values that the template reads."""
+        from transformers.utils.chat_template_utils import _get_template_variables
+
+        texts = self._tokenizer.chat_template
+        texts = texts.values() if isinstance(texts, dict) else (texts,)
+        return frozenset().union(*map(_get_template_variables, texts))
+
+    def unread(self, names: Iterable[str]) -> str:
+        """Returns a line on the first of these names that the template does not read, or ""."""
+        for name in names:
+            if name not in self.variables:
+                near = near_names(name, self.variables - OWNED)
+                hint = did_you_mean(near) if near else "leave it out"
+                return f"chat_template_kwargs: the chat template does not read {name!r}; {hint}"
+        return ""
+
+    @cached_property
     def writes_tools(self) -> bool:
         """Whether the template writes the offered tools into the prompt.
 
@@ -376,6 +396,8 @@ class Renderer:
             raise RenderingFailed(f"{type(error).__name__}: {said}") from error
 
     def _render(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> tuple[int, ...]:
+        if inputs.values and (cause := self.unread(json.loads(inputs.values))):
+            raise RenderingFailed(cause)
         text = self._text(messages, inputs)
         text = self._asking(text, messages, inputs)
         self._check_written(messages, inputs)

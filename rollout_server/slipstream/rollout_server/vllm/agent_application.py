@@ -406,6 +406,7 @@ def open_answering(parts: VllmParts, settings: RolloutServerSection) -> Answerin
             RESPONSES_PATH: {*ResponsesRequest.model_fields},
             MESSAGES_PATH: {*AnthropicMessagesRequest.model_fields},
         },
+        variables=own.variables,
         model=MODEL,
         has_tools=has_tools,
         has_drafts=parts.vllm_config.speculative_config is not None,

@@ -50,10 +50,13 @@ from slipstream.core.settings.sections import (
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.access.tokens import check_own_certificate
 from support.fakes.small_configs import config_of, small_config
+from support.fakes.tiny_models import make_model_folder
 from support.rigs.other_pythons import bare_python
 from support.rigs.run_processes import until_gone
 from support.rigs.valkey import EmbeddedServer
 from support.rigs.waiting import LIMIT_S
+
+ECHO = {"name": "echo", "reference": "slipstream.environments.echo:Echo"}
 
 
 def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
@@ -526,6 +529,22 @@ async def test_a_check_that_was_killed_says_nothing_about_the_settings(monkeypat
     config = small_config(rollout_server={"tool_parser": "hermes"})
     with pytest.raises(RunFailed, match="vLLM did not check rollout_server: SIGKILL ended"):
         await check_vllm(Scene(config))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"rollout_server": {"chat_template_kwargs": {"think": 1}}}, "rollout_server.chat"),
+        ({"environments": [ECHO | {"chat_template_kwargs": {"think": 1}}]}, "echo: chat"),
+    ],
+)
+async def test_values_that_the_template_does_not_read_are_refused(tmp_path, table, said) -> None:
+    config = small_config(**table)
+    model = config.model.model_copy(update={"path": make_model_folder(tmp_path / "model")})
+    scene = Scene(config.model_copy(update={"model": model}))
+    with pytest.raises(ConfigError, match=f"^{said}.*the chat template does not read 'think'"):
+        await check_vllm(scene)
 
 
 @pytest.mark.process

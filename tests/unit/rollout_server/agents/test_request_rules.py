@@ -14,11 +14,16 @@ FIELDS = (
     *("model", "messages", "temperature", "top_p", "seed", "stop", "tools", "tool_choice", "text"),
     *("response_format", "logit_bias", "min_tokens", "thinking", "truncation", "prompt_logprobs"),
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "output_config", "reasoning"),
+    *("chat_template_kwargs", "documents", "reasoning_effort"),
 )
+# What a chat template reads that knows efforts of reasoning, or whether to reason, or neither.
+EFFORTS = ("messages", "reasoning_effort", "documents", "persona")
+SWITCH = ("messages", "enable_thinking")
+NEITHER = ("messages",)
 
 
-def ruled(body: dict, **others: object):
-    return rule(body, SAMPLING, fields=FIELDS, **others)
+def ruled(body: dict, *, variables=EFFORTS, **others: object):
+    return rule(body, SAMPLING, fields=FIELDS, variables=variables, **others)
 
 
 def test_a_request_that_asks_for_nothing_is_told_nothing() -> None:
@@ -79,6 +84,49 @@ def test_what_was_asked_otherwise_is_told(asked, told) -> None:
     assert header.startswith(told)
     assert header.isascii()
     assert "\n" not in header
+
+
+@pytest.mark.parametrize(
+    ("asked", "variables", "told"),
+    [
+        ({"reasoning_effort": "low"}, EFFORTS, {}),
+        ({"reasoning_effort": "low"}, NEITHER, {"reasoning_effort": "none (asked)"}),
+        (
+            {"reasoning_effort": "low"},
+            SWITCH,
+            {"reasoning_effort": 'enable_thinking (asked "low")'},
+        ),
+        ({"reasoning_effort": "none"}, SWITCH, {}),
+        ({"reasoning_effort": "none"}, NEITHER, {"reasoning_effort": "none (asked)"}),
+        # The request's own switch holds, not the one that its effort would turn.
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            SWITCH,
+            {"reasoning_effort": "none (asked)"},
+        ),
+        ({"reasoning": {"effort": "high"}}, NEITHER, {"reasoning.effort": "none (asked)"}),
+        ({"reasoning": {}}, NEITHER, {}),
+        ({"output_config": {"effort": "high"}}, NEITHER, {"output_config.effort": "none (asked)"}),
+        ({"thinking": {"type": "disabled"}}, NEITHER, {"thinking.disabled": "none (asked)"}),
+        ({"thinking": {"type": "disabled"}}, SWITCH, {}),
+        ({"thinking": {"type": "adaptive"}}, NEITHER, {}),
+        ({"documents": [{"text": "a"}]}, EFFORTS, {}),
+        ({"documents": [{"text": "a"}]}, SWITCH, {"documents": "none (asked)"}),
+        ({"documents": []}, SWITCH, {}),
+        ({"chat_template_kwargs": {"persona": "x"}}, EFFORTS, {}),
+        (
+            {"chat_template_kwargs": {"persona": "x", "enable_thinkin": False, "a b": 1}},
+            SWITCH,
+            {
+                "chat_template_kwargs.others": "none (asked)",
+                "chat_template_kwargs.enable_thinkin": "none (asked)",
+                "chat_template_kwargs.persona": "none (asked)",
+            },
+        ),
+    ],
+)
+def test_what_the_chat_template_does_not_read_is_told(asked, variables, told) -> None:
+    assert ruled(asked, variables=variables)[1] == told
 
 
 def test_everything_that_is_ignored_is_named() -> None:

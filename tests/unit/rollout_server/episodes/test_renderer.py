@@ -245,6 +245,22 @@ def test_a_template_that_writes_no_tools_is_found(tmp_path: Path) -> None:
         assert with_template(tmp_path, refuses + CHAT).writes_tools
 
 
+def test_a_value_that_the_template_does_not_read_is_refused(tmp_path: Path) -> None:
+    renderer = with_template(tmp_path, TOOLS)
+    said = "chat_template_kwargs: the chat template does not read 'think'; did you mean 'thinks'?"
+    with pytest.raises(RenderingFailed) as failed:
+        renderer.prompt([user("a")], TemplateInputs(values='{"thinks": true, "think": false}'))
+    assert str(failed.value) == said
+    with pytest.raises(ConfigError) as refused:
+        Renderer(tmp_path, values={"think": False})
+    assert str(refused.value) == f"rollout_server.{said}"
+    assert renderer.unread(["enable_x"]).endswith("does not read 'enable_x'; leave it out")
+    (tmp_path / "chat_template.jinja").write_text(CHAT)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(TOOLS)
+    assert Renderer(tmp_path).unread(["thinks"]) == ""
+
+
 def test_a_template_from_a_file_takes_the_place_of_the_tokenizers(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     template = tmp_path / "mine.jinja"
