@@ -3,14 +3,14 @@
     python -m slipstream.rollout_server.check < FILE
 
 Values are checked against the types of vLLM's arguments, and names of parsers against vLLM's lists.
-A chat template of the settings is tried, and any if a parser of tool calls is set. No weights are
-read, and no engine is started.
+A chat template of the settings is tried, and any if a parser of tool calls or a value for it is
+set. No weights are read, and no engine is started.
 
     python -m slipstream.rollout_server.check prompts < QUESTION
 
 QUESTION is JSON: the folder `model`, a file `template` or null, `values`, and `environments`, each
 with `values` as JSON text and serialized `openings` in base64. The answer is JSON too: for each
-opening `tokens` and `fault`, such as a message that the template leaves out.
+opening `tokens`, `fault`, such as a message that the template leaves out, and what is `told` of it.
 """
 
 import json
@@ -32,7 +32,7 @@ from slipstream.v1 import environment_pb2
 
 
 def check_settings(config: Config) -> None:
-    """Raises ConfigError for the first value or variable that vLLM, or a template, refuses.
+    """Raises ConfigError for the first value or variable that vLLM, or a template, does not take.
 
     Prints a warning if a tool parser is set but the chat template does not render tools.
     """
@@ -58,38 +58,45 @@ def check_settings(config: Config) -> None:
     for section in given:
         if cause := renderer.unread(section.chat_template_kwargs):
             raise ConfigError(f"{section.name}: {cause}")
+    if server.tool_parser is not None and (cause := _unwritten_tools(renderer, template or folder)):
+        print(f"{WARNING}rollout_server.tool_parser is set, but {cause}", file=sys.stderr)
+
+
+def _unwritten_tools(renderer: Renderer, place: Path) -> str:
+    """Returns why a model sees no tools with the template in `place`; "" if it sees them."""
     try:
-        if server.tool_parser is None or renderer.writes_tools:
-            return
+        if renderer.writes_tools:
+            return ""
         cause = "writes no tools, so that the model never sees those that it is offered"
     except RenderingFailed as error:
         cause = f"fails where tools are offered: {error}"
-    print(
-        f"{WARNING}rollout_server.tool_parser is set, but the chat template in "
-        f"{template or folder} {cause}: name one that writes them in rollout_server.chat_template, "
-        "or describe them in messages",
-        file=sys.stderr,
+    return (
+        f"the chat template in {place} {cause}: name one that writes them in "
+        "rollout_server.chat_template, or describe them in messages"
     )
 
 
 def check_prompts() -> int:
     """Answers the question on stdin; returns 0, or 2 with the cause on stderr if it cannot."""
     asked = json.loads(sys.stdin.read())
-    template = asked["template"] and Path(asked["template"])
+    template, folder = asked["template"] and Path(asked["template"]), Path(asked["model"])
     try:
-        renderer = Renderer(Path(asked["model"]), template=template, values=asked["values"])
+        renderer = Renderer(folder, template=template, values=asked["values"])
     except (ConfigError, OSError, ValueError) as error:
         print(str(error).splitlines()[0], file=sys.stderr)
         return USAGE_ERROR
     answers = [
-        [_look(renderer, b64decode(opening), each["values"]) for opening in each["openings"]]
+        [
+            _look(renderer, b64decode(opening), each["values"], template or folder)
+            for opening in each["openings"]
+        ]
         for each in asked["environments"]
     ]
     print(json.dumps(answers))
     return 0
 
 
-def _look(renderer: Renderer, data: bytes, values: str) -> dict[str, Any]:
+def _look(renderer: Renderer, data: bytes, values: str, place: Path) -> dict[str, Any]:
     opening = environment_pb2.Observation.FromString(data)
     messages = tuple(map(ChatMessage.from_pb, opening.messages))
     inputs = TemplateInputs(opening.tools_json, values)
@@ -97,9 +104,14 @@ def _look(renderer: Renderer, data: bytes, values: str) -> dict[str, Any]:
         tokens = len(renderer.prompt(messages, inputs))
         if opening.given_reply:
             renderer.reply(opening.given_reply, messages, inputs)
-        return {"tokens": tokens, "fault": "", "special": renderer.special_in(messages)}
     except RenderingFailed as error:
-        return {"tokens": 0, "fault": str(error), "special": ""}
+        return {"tokens": 0, "fault": str(error), "told": []}
+    told = []
+    if special := renderer.special_in(messages):
+        told.append(f"have a message that spells {special}: the model reads that token")
+    if inputs.tools and (cause := _unwritten_tools(renderer, place)):
+        told.append(f"offer tools, but {cause}")
+    return {"tokens": tokens, "fault": "", "told": told}
 
 
 if __name__ == "__main__":

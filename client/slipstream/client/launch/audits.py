@@ -8,7 +8,9 @@ import importlib.util
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import TypedDict
@@ -46,8 +48,8 @@ class Prompt(TypedDict):
     tokens: int
     # Why it cannot be written, such as a message that the template leaves out.
     fault: str
-    # A special token that a message spells, or "".
-    special: str
+    # What is said of it beside others, such as "offer tools, but ...".
+    told: list[str]
 
 
 async def audit_class(
@@ -155,9 +157,8 @@ def _show(name: str, report: Report, prompts: Sequence[Prompt], most: int) -> in
     of = f"of {counted(len(prompts), 'prompt')}"
     if faults:
         lines.append(f"! {len(faults)} {of} cannot be written: {faults[0]}")
-    if special := [prompt["special"] for prompt in prompts if prompt["special"]]:
-        what = f"have a message that spells {special[0]}: the model reads that token"
-        lines.append(f"! {len(special)} {of} {what}")
+    told = Counter(chain.from_iterable(prompt["told"] for prompt in prompts))
+    lines += [f"! {number} {of} {what}" for what, number in told.items()]
     if most and (longer := sum(count > most for count in counts)):
         lines.append(f"! {longer} {of} have more than {most:,} tokens: their tasks are set aside")
     for line in lines:

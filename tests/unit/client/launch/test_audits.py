@@ -79,6 +79,30 @@ async def test_a_message_that_spells_a_special_token_is_told(asking, capsys):
     assert said in capsys.readouterr().out.splitlines()
 
 
+async def test_tools_that_the_template_does_not_write_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model_folder(tmp_path / "model")
+    monkeypatch.chdir(Path(__file__).parents[3] / "support" / "fakes")
+    looking = "example_tools:Looking"
+    assert await audit_class(looking, [], python="", timeout_s=60.0, model=model) == 0
+    *_, told, _ = capsys.readouterr().out.splitlines()
+    assert told == (
+        f"  ! 20 of 20 prompts offer tools, but the chat template in {model} writes no tools, so "
+        "that the model never sees those that it is offered: name one that writes them in "
+        "rollout_server.chat_template, or describe them in messages"
+    )
+
+
+async def test_a_value_that_the_template_does_not_read_is_no_prompt(asking, capsys) -> None:
+    config = asking([row("a", ("user", "b c"))])
+    (section,) = config.environments
+    section = section.model_copy(update={"chat_template_kwargs": {"think": False}})
+    assert await audit_all(config.model_copy(update={"environments": (section,)})) == 2
+    said = "chat_template_kwargs: the chat template does not read 'think'"
+    assert f"most prompts cannot be written: {said}" in capsys.readouterr().err
+
+
 @pytest.mark.long
 async def test_tasks_that_are_trained_and_measured_are_told(asking, capsys):
     config = asking([row(letter, ("user", f"{letter} b")) for letter in "cde"])
