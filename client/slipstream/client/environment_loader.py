@@ -12,6 +12,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -39,7 +40,9 @@ _BUILTIN = tuple(f"{folder}environments/" for folder in _OURS)
 
 def environment_failed(cause: str) -> EnvironmentFailed:
     """Returns an error that blames the environment; `cause` becomes one line of limited length."""
-    # Names of files may hold what no message can carry.
+    # Addresses of objects would make each cause another one. Names of files may hold what no
+    # message can carry.
+    cause = re.sub(r" at 0x[0-9a-f]+(?=>|\.{3})", "", cause)
     line = " ".join(cause.encode(errors="backslashreplace").decode().split())
     if len(line) > MAX_CAUSE_CHARACTERS:
         line = line[: MAX_CAUSE_CHARACTERS - 3] + "..."
@@ -196,9 +199,10 @@ def awaited_place(task: asyncio.Task[object]) -> str:
 
 
 def _describe(frames: Sequence[tuple[types.CodeType, int]]) -> str:
-    """Returns the first frame of an environment, or else the first; the innermost comes first."""
+    """Returns the first frame of an environment, a library's or any; the innermost comes first."""
     # A library that the environment called says less than the line that called it.
     own = [frame for frame in frames if is_of_environment(frame[0].co_filename)]
-    for code, line in (own or frames)[:1]:
+    others = [frame for frame in frames if not is_ours(frame[0].co_filename)]
+    for code, line in (own or others or frames)[:1]:
         return f"{Path(code.co_filename).name}:{line} in {code.co_name}"
     return ""

@@ -255,34 +255,42 @@ class EpisodeHost:
         await self._run(episode, lambda: _result(episode.environment.close()))
 
     async def _run(self, episode: _Episode, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Runs user code; turns everything that the code raises into EnvironmentFailed.
+        """Runs user code in a task; turns everything that it raises into EnvironmentFailed.
 
         Raises CancelledError if this task is cancelled for another reason than the episode's end.
         """
         this = asyncio.current_task()
         assert this is not None
-        episode.running = this
+
+        async def run() -> Answer:
+            try:
+                with _ending_children():
+                    return await call()
+            except (EnvironmentFailed, asyncio.CancelledError):
+                raise
+            except BaseException as error:
+                # Raised here, a SystemExit would end the event loop.
+                raise environment_failed(describe(error)) from error
+
+        # Code that cancels its own task cancels this one, and no caller.
+        episode.running = asyncio.create_task(run())
         episode.idle.clear()
-        # The tracker records the run of an agent separately: `this` only waits for it.
+        # The tracker records the run of an agent separately: this task only waits for it.
         tracker = self._tracker if episode.agent is None else None
         if tracker is not None:
-            tracker.begin(episode.key, this)
+            tracker.begin(episode.key, episode.running)
         try:
-            with _ending_children():
-                return await call()
-        except EnvironmentFailed:
-            raise
+            return await episode.running
         except asyncio.CancelledError as error:
-            if episode.abandoned and this.uncancel() == 0:
+            if episode.abandoned:
                 raise environment_failed("the episode was closed") from error
             if this.cancelling():
                 raise
-            raise environment_failed(describe(error)) from error
-        except BaseException as error:
-            raise environment_failed(describe(error)) from error
+            cause = f"its own code has cancelled the call: {describe(error)}"
+            raise environment_failed(cause) from error
         finally:
             if tracker is not None:
-                tracker.end(this)
+                tracker.end(episode.running)
             episode.running = None
             episode.abandoned = False
             episode.idle.set()

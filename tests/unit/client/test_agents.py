@@ -334,7 +334,10 @@ class Refused(Agent):
             Gives(BaseExceptionGroup("g", [SystemExit()])),
             "SystemExit (test_agents.py:",
         ),
-        (Gives(asyncio.CancelledError()), "CancelledError (test_agents.py:"),
+        (
+            Gives(asyncio.CancelledError()),
+            "its own code has cancelled the call: CancelledError (test_agents.py:",
+        ),
         (Gives(None), "run() must return a number or an AgentOutcome, got None"),
         (Gives(float("nan")), "the reward must be a finite number, got nan"),
         (Gives(AgentOutcome(1.0, shares={"a/b": 1.0})), "shares are of branches, with names of 1 "),

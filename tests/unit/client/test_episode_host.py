@@ -98,7 +98,7 @@ async def test_episodes_do_not_see_each_other() -> None:
         ("panic", "Panic: index out of range (fake_workers.py:"),
         ("exit", "SystemExit: 3 (fake_workers.py:"),
         ("interrupt", "KeyboardInterrupt (fake_workers.py:"),
-        ("cancel", "CancelledError (fake_workers.py:"),
+        ("cancel", "its own code has cancelled the call: CancelledError (fake_workers.py:"),
         ("nothing", "step() must return a StepResult, got None"),
         ("no messages", "step() must give messages when the episode is not done"),
         ("forgot done", "step() gives messages that nobody will read: done is True"),
@@ -250,6 +250,36 @@ async def test_closing_an_episode_cancels_what_runs_and_calls_close() -> None:
     assert (await close(host)).WhichOneof("message") == "pong"
     assert (await hanging).failure.message == "the episode was closed"
     assert closed == [3]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_an_environment_that_cancels_its_own_task_fails_one_call(waits: bool) -> None:
+    class Cancelling(Plain):
+        async def step(self, reply: str) -> StepResult:
+            if reply:
+                asyncio.current_task().cancel()
+                await asyncio.sleep(0 if waits else -1)
+            return StepResult(1.0)
+
+    host = EpisodeHost(Cancelling())
+    await reset(host)
+    failure = (await step(host, "x")).failure
+    assert failure.kind == ENVIRONMENT
+    assert failure.message.startswith("its own code has cancelled the call: CancelledError (test_e")
+    assert (await step(host, "")).verdict.reward == 1.0
+
+
+@pytest.mark.parametrize("name", ["a", "a" * 26])
+async def test_a_cause_is_the_same_for_each_object_that_it_shows(name: str) -> None:
+    class Showing(Plain):
+        def step(self, reply: str) -> object:
+            return type(name, (), {"__module__": "m", "__slots__": ()})()
+
+    host = EpisodeHost(Showing())
+    await reset(host)
+    causes = {(await step(host, "x")).failure.message for _ in range(9)}
+    assert len(causes) == 1
+    assert causes.pop().startswith(f"step() must return a StepResult, got <m.{name} object")
 
 
 async def test_calls_that_no_server_should_make_are_refused() -> None:
