@@ -18,7 +18,7 @@ from typing import Annotated, Literal, SupportsFloat, cast
 
 from pydantic import Field
 from slipstream.client.environment import Message, Reply, StepResult, answer_of
-from slipstream.client.environment_loader import environment_failed
+from slipstream.client.environment_loader import describe, environment_failed
 from slipstream.core.arguments import AboveZero, Count, checked
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX
@@ -233,9 +233,17 @@ class JudgeFunction:
 
     async def judge(self, question: Question, reply: str) -> StepResult:
         """Returns the function's reward and metrics. Raises EnvironmentFailed without a reward."""
+        known: dict[str, object] = {"reply": reply, "question": question.text}
         # A function that changes its arguments changes them for this reply alone.
-        answer, row = copy.deepcopy((question.value, question.row))
-        known = {"reply": reply, "question": question.text, "answer": answer, "row": row}
+        for name, value in (("answer", question.value), ("row", question.row)):
+            try:
+                known[name] = copy.deepcopy(value) if name in self._taken else None
+            except Exception as error:
+                raise environment_failed(
+                    f"judge {self._reference} gets a copy of the {name}, and that of "
+                    f"{question.text!r:.60} has none: {describe(error)}; keep what is no data "
+                    "outside the rows"
+                ) from error
         found: object = self._call(**{name: known[name] for name in self._taken})
         if inspect.isawaitable(found):
             found = await found

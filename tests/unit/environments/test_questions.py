@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
@@ -81,6 +82,27 @@ TALK = [
     {"role": "tool", "tool_call_id": "c1", "content": "-3 C"},
     {"role": "user", "content": "And in F?"},
 ]
+
+
+@pytest.mark.parametrize(
+    ("field", "cause"),
+    [
+        (threading.Lock(), "TypeError: cannot pickle '_thread.lock' object"),
+        ((n for n in range(3)), "TypeError: cannot pickle 'generator' object"),
+    ],
+)
+async def test_a_row_that_cannot_be_copied_is_no_row_for_a_judge(field, cause) -> None:
+    row = {"question": "1 + 1", "extra": field}
+    environment = Questions([row], judge=lambda reply, row: 1.0)
+    environment.reset(environment.tasks()[0])
+    with pytest.raises(EnvironmentFailed) as failed:
+        await environment.step("2")
+    said = str(failed.value)
+    assert "gets a copy of the row, and that of '1 + 1' has none: " + cause in said
+    assert said.endswith("; keep what is no data outside the rows")
+    environment = Questions([row], judge=lambda reply, question: 1.0)
+    environment.reset(environment.tasks()[0])
+    assert (await environment.step("2")).reward == 1.0
 
 
 @pytest.mark.parametrize("write", [json_lines, parquet])
