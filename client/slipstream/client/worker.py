@@ -18,13 +18,14 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from base64 import b64encode
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc.aio
-from slipstream.client.environment_loader import CallTracker, running_place
+from slipstream.client.environment_loader import CallTracker, describe, running_place
 from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
 from slipstream.core.errors import WARNING, ConfigError
 from slipstream.core.machine.files import remove_abandoned
@@ -41,6 +42,7 @@ TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
 CONNECT_TIMEOUT_S = 20.0
 # Seconds after the end of its stream at which a worker exits, whatever threads are left.
 EXIT_TIMEOUT_S = 5.0
+_exit = os._exit
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,12 +78,18 @@ def main(argv: list[str] | None = None) -> int:
     output = sys.stdout = sys.stderr = lossy_output()
     if arguments.check is None:
         return _serve(arguments.connect, arguments.record)
-    said = asyncio.run(_Check(arguments, output).run())
+    check = _Check(arguments, output)
+    os._exit = check.told_exit
+    try:
+        said = asyncio.run(check.run())
+    except BaseException as error:  # noqa: BLE001 - such as one of an event loop that was stopped
+        traceback.print_exc()
+        check.fail(f"its check broke off: {describe(error)}")
     with open(report, "w", encoding="utf-8", errors="backslashreplace") as file:
         print(said, file=file)
     # Threads of the environment must not keep the process alive.
     output.flush()
-    os._exit(0)
+    return _exit(0)
 
 
 class _Output(io.TextIOWrapper):
@@ -144,7 +152,7 @@ class _Check:
     def __init__(self, options: argparse.Namespace, output: io.TextIOWrapper) -> None:
         self._options, self._output = options, output
         self._host = EpisodeHost()
-        self._main_thread = threading.get_ident()
+        self._main_thread, self._process = threading.get_ident(), os.getpid()
         self._other: asyncio.subprocess.Process | None = None
 
     async def run(self) -> str:
@@ -152,7 +160,7 @@ class _Check:
         spec = {"reference": options.check, "args_json": options.args}
         loading = await self._call(load={"spec": spec | {"search_path": options.search_path}})
         if loading.HasField("failure"):
-            self._fail(loading.failure.message)
+            self.fail(loading.failure.message)
         if options.no_play:
             return f"environment {options.check} is loaded: {loading.loaded.digest}"
         from slipstream.client.audit import Audit
@@ -173,7 +181,7 @@ class _Check:
             most = options.max_images
             played = await audit.run(has_tools=not options.no_tools, max_images=most)
         except ConfigError as error:
-            self._fail(str(error))
+            self.fail(str(error))
         if played.first_call and options.max_turns == 1:
             second = "with sampling.max_turns = 1 an agent's second call is refused (400)"
             print(f"{WARNING}{second}", file=sys.stderr)
@@ -185,7 +193,7 @@ class _Check:
         found = [*findings(played), *slow]
         refused = [each.text for each in found if each.is_refused and not options.tell]
         if refused and not options.json:
-            self._fail(refused[0])
+            self.fail(refused[0])
         told = [each.text for each in found if each.text not in refused]
         for each in found if options.warn else ():
             if each.text in told:
@@ -216,16 +224,23 @@ class _Check:
             (fields,) = command.values()
             key = fields.get("episode_key", "")
             place = self._host.place(key) or "it awaits something that does not come"
-        self._fail(f"no answer within {self._options.timeout_s:g} s ({place})")
+        self.fail(f"no answer within {self._options.timeout_s:g} s ({place})")
 
-    def _fail(self, cause: str) -> NoReturn:
+    def told_exit(self, status: int) -> NoReturn:
+        """Takes the place of `os._exit` for the environment, whose forks may end without a word."""
+        if os.getpid() == self._process:
+            place = running_place(threading.get_ident())
+            self.fail(f"it has ended its process by os._exit({status}) ({place})")
+        _exit(status)
+
+    def fail(self, cause: str) -> NoReturn:
         # This is the last line of stderr, after all that the environment has printed.
         self._output.flush()
         if self._other is not None:
             send_signal(self._other, signal.SIGKILL)
         line = f"environment {self._options.check}: {cause}\n"
         os.write(2, line.encode(errors="backslashreplace"))
-        os._exit(2)
+        _exit(2)
 
 
 if __name__ == "__main__":

@@ -257,8 +257,11 @@ async def run_check(command: Sequence[str], *, timeout_s: float, played_s: float
         return replace(ended, lines=(*ended.lines, late))
     if not (ended.output or (ended.lines and ended.code == USAGE_ERROR)):
         # A library or the environment itself has ended the process.
-        says = f"environment {command[command.index('--check') + 1]}: "
-        says += f"its check exited with code {ended.code}, without a report"
+        how = f"ended itself with exit code {ended.code}"
+        if ended.code < 0:
+            how = f"was ended by {signal.Signals(-ended.code).name}"
+        name = command[command.index("--check") + 1]
+        says = f"environment {name}: its process {how} in the middle of its check"
         return replace(ended, code=ended.code or USAGE_ERROR, lines=(*ended.lines, says))
     return ended
 

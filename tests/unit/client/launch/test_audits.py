@@ -170,16 +170,44 @@ async def test_tasks_that_differ_between_processes_are_refused(tmp_path, monkeyp
     assert "tasks() gives other tasks in another process" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("os._exit(0)", "it has ended its process by os._exit(0) (leaving.py:3 in <module>)"),
+        ("os._exit(3)", "it has ended its process by os._exit(3) (leaving.py:3 in <module>)"),
+        ("os.kill(os.getpid(), 9)", "its process was ended by SIGKILL in the middle of its check"),
+        (
+            "ctypes.CDLL(None)._exit(0)",
+            "its process ended itself with exit code 0 in the middle of its check",
+        ),
+    ],
+)
 async def test_an_environment_that_ends_its_process_is_one_line(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "leaving.py").write_text(f"import os\nprint('loaded')\nos._exit({number})\n")
+    (tmp_path / "leaving.py").write_text(f"import ctypes, os\nprint('loaded')\n{line}\n")
     monkeypatch.chdir(tmp_path)
     assert await audit_class("leaving:X", [], python="", timeout_s=60.0, model=None) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"environment leaving:X: its check exited with code {number}, without a report"
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0] == "loaded"
+    assert shown[-1] == f"environment leaving:X: {said}"
+
+
+async def test_a_fork_of_an_environment_may_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = (
+        "import os\nfrom slipstream.environments.echo import Echo\n"
+        "os.fork() or os._exit(0)\nassert os.wait()[1] == 0\n"
     )
+    (tmp_path / "forking.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    assert await audit_class("forking:Echo", [], python="", timeout_s=60.0, model=None) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("line", ["sys.stdout.close()", "sys.stdout = sys.stderr = None"])
@@ -204,8 +232,7 @@ async def test_the_end_of_a_check_by_an_error_of_python_names_the_environment(
     assert await audit_class("closing:Echo", [], python="", timeout_s=60.0, model=None) == 2
     *_, error, last = capsys.readouterr().err.splitlines()
     assert error == "OSError: [Errno 9] Bad file descriptor"
-    said = "environment closing:Echo: its check exited with code 1, without a report"
-    assert last.startswith(said)
+    assert last.startswith("environment closing:Echo: its check broke off: OSError: [Errno 9] Bad")
 
 
 async def test_an_environment_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch, capsys):
