@@ -150,14 +150,17 @@ def time_lines(metrics: Mapping[str, float]) -> list[str]:
     step_s = metrics.get("step_s", 0.0)
     if not step_s or "groups_wait_s" not in metrics:
         return []
-    parts = {words: metrics.get(name, 0.0) for name, words in TRAINER_PARTS.items()}
+    # The steps of a client's own loop have no rewards.
+    whom = "groups" if "reward_mean" in metrics else "the client"
+    told = {name: words.replace("groups", whom) for name, words in TRAINER_PARTS.items()}
+    parts = {words: metrics.get(name, 0.0) for name, words in told.items()}
     parts["other"] = max(0.0, step_s - sum(parts.values()))
     causes = {name: metrics.get(f"lease_wait_{name}_s", 0.0) for name in LEASE_WAITS}
     cause = max(causes, key=lambda name: causes[name])
     if metrics["groups_wait_s"] / step_s < NEGLIGIBLE:
         waits = "the servers wait for the trainer" if cause == "staleness" else "nobody waits long"
     elif not causes[cause]:
-        waits = "the trainer waits for groups"
+        waits = f"the trainer waits for {whom}"
     elif cause == "slots":
         waits = "the trainer waits for the servers, which are full"
     elif cause == "staleness":

@@ -8,6 +8,7 @@ from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trajectory_pb2
 
 METRICS = {
     "step_s": 2.0,
+    "reward_mean": 0.5,
     "training_s": 1.0,
     "groups_wait_s": 0.5,
     "publish_s": 0.25,
@@ -179,5 +180,13 @@ def test_no_time_is_told_before_a_step_and_of_an_older_controller() -> None:
 )
 def test_the_words_say_which_fleet_waits(waited_s: float, cause: str | None, words: str) -> None:
     waits = {f"lease_wait_{name}_s": float(name == cause) for name in LEASE_WAITS}
-    head, *_ = time_lines({"step_s": 1.0, "groups_wait_s": waited_s, **waits})
+    metrics = {"step_s": 1.0, "groups_wait_s": waited_s, "reward_mean": 0.5, **waits}
+    head, *_ = time_lines(metrics)
     assert words in head
+
+
+def test_the_trainer_of_a_clients_own_loop_waits_for_the_client() -> None:
+    assert time_lines({"step_s": 1.0, "groups_wait_s": 0.75, "training_s": 0.25})[:2] == [
+        "a step takes 1.00 s: the trainer waits for the client",
+        "  trainer: training 25%, waiting for the client 75%",
+    ]

@@ -168,8 +168,10 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     mixed, probes = summary["trajectories_with_several_versions"], summary["publishes_verified"]
     publishes = f"{summary['publishes']} since the last start"
     rows = [("steps", f"{summary['steps']}")]
-    if (first := summary["reward_first"]) is not None:
-        # The steps of a client's own loop have neither rewards nor lags.
+    # The steps of a client's own loop have neither groups nor rewards nor lags.
+    if (first := summary["reward_first"]) is None:
+        shares = {name: told.replace("groups", "the client") for name, told in shares.items()}
+    else:
         last = summary["reward_last"]
         rows += [
             ("reward", f"{first:.3f} in the first {span}, {last:.3f} in the last {span}"),

@@ -104,6 +104,11 @@ LEDGER |= {"generated": 10, "trained": 5, "queued": 3, "in_flight": 2}
 ROWS: list[tuple[dict[str, object], str]] = [
     ({}, "time of the trainer  training 70%\n"),
     ({}, "time of the servers  sampling 50%\n"),
+    # A client's own loop has no groups.
+    (
+        {"reward_first": None, "time": {"trainer": {"waiting for groups": 0.7}, "servers": {}}},
+        "time of the trainer  waiting for the client 70%\n",
+    ),
     ({}, "publishes            3 since the last start, 1 probe compared\n"),
     (
         {"suspended_environments": {"a": "KeyError", "b": "x"}},
