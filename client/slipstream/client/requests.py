@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from slipstream.client.client import Client
 from slipstream.client.run_folder import FoundRun, find_run
-from slipstream.client.status import EnvironmentStatus, RunStatus, fates
+from slipstream.client.status import EnvironmentStatus, RunStatus, episodes_under_way, fates
 from slipstream.client.terminal import aligned, counted, say
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.run_folder import LEASE_WAITS, SERVER_SHARES, TRAINER_PARTS
@@ -113,6 +113,8 @@ def status_lines(run: RunStatus) -> list[str]:
     lines.append(f"{reward}version {run.step} of {run.num_steps}, up for {run.uptime_s:.0f} s")
     if run.waiting_for:
         lines.append(f"waits for {run.waiting_for}")
+    if under_way := episodes_under_way(run):
+        lines.append(under_way)
     if run.lease_wait:
         lines.append(f"the next lease waits for {run.lease_wait}")
     if "passes" in run.metrics:
@@ -152,8 +154,10 @@ def time_lines(metrics: Mapping[str, float]) -> list[str]:
         return []
     # The steps of a client's own loop have no rewards.
     whom = "groups" if "reward_mean" in metrics else "the client"
-    told = {name: words.replace("groups", whom) for name, words in TRAINER_PARTS.items()}
-    parts = {words: metrics.get(name, 0.0) for name, words in told.items()}
+    parts = {
+        words.replace("groups", whom): metrics.get(name, 0.0)
+        for name, words in TRAINER_PARTS.items()
+    }
     parts["other"] = max(0.0, step_s - sum(parts.values()))
     causes = {name: metrics.get(f"lease_wait_{name}_s", 0.0) for name in LEASE_WAITS}
     cause = max(causes, key=lambda name: causes[name])

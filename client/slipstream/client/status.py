@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.message import Message
+from slipstream.client.terminal import counted
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_from_pb
 from slipstream.v1 import environment_pb2, status_pb2
@@ -63,6 +64,8 @@ class ServerStatus:
     leased_groups: int
     open_episodes: int
     generated_tokens: int
+    # Sampled tokens of the open episodes.
+    in_flight_tokens: int
     # Tokens that vLLM's speculative decoding drafted, and how many of them were accepted.
     drafted_tokens: int
     accepted_tokens: int
@@ -132,6 +135,19 @@ class RunStatus:
     @property
     def is_over(self) -> bool:
         return self.state in ("finished", "failed", "stopped")
+
+
+def episodes_under_way(run: RunStatus) -> str:
+    """Returns a line on how far the open episodes are, and how fast, or "" if none is open."""
+    episodes = sum(server.open_episodes for server in run.servers)
+    if not episodes:
+        return ""
+    mean = sum(server.in_flight_tokens for server in run.servers) / episodes
+    rate = sum(s.generated_tokens / s.busy_s for s in run.servers if s.open_episodes and s.busy_s)
+    return (
+        f"{counted(episodes, 'episode')} under way, with {mean:,.0f} tokens each so far, at "
+        f"{rate:,.0f} tok/s in all"
+    )
 
 
 @dataclass(frozen=True)

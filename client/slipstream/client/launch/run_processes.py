@@ -36,7 +36,7 @@ from slipstream.client.run_folder import (
     read_summary,
     write_config,
 )
-from slipstream.client.status import RunStatus, run_from_pb
+from slipstream.client.status import RunStatus, episodes_under_way, run_from_pb
 from slipstream.core.configuration.automatic import describe_choices
 from slipstream.core.configuration.config_file import model_warnings
 from slipstream.core.errors import FAILED, RunFailed
@@ -127,8 +127,11 @@ async def end_in_order(ends: asyncio.Future[Child | None], calls: RunCalls) -> N
     await asyncio.gather(stop, return_exceptions=True)
 
 
-async def tell_waits(display: Display, calls: RunCalls) -> None:
-    """Says why the run waits after `FIRST_S` without a line, then after twice as long."""
+async def tell_waits(display: Display, calls: RunCalls, most_tokens: int) -> None:
+    """Says why the run waits after `FIRST_S` without a line, then after twice as long.
+
+    A reply may have `most_tokens`.
+    """
     patience_s, last_line_s = FIRST_S, 0.0
     while True:
         if display.spoke_s != last_line_s:
@@ -138,15 +141,15 @@ async def tell_waits(display: Display, calls: RunCalls) -> None:
             await asyncio.sleep(patience_s - display.quiet_s)
             continue
         try:
-            display.tell(wait_line(run_from_pb(await calls.status())))
+            display.tell(wait_line(run_from_pb(await calls.status()), most_tokens))
         except grpc.aio.AioRpcError as error:
             display.warn(f"the controller gives no answer: {error.code().name}")
         last_line_s = display.spoke_s
         patience_s = min(2 * patience_s, LIMIT_S)
 
 
-def wait_line(run: RunStatus) -> str:
-    """Returns one line that says why a run waits."""
+def wait_line(run: RunStatus, most_tokens: int) -> str:
+    """Returns one line that says why a run waits, whose replies may have `most_tokens`."""
     busy = [
         f"{s.server_id} {'has left' if s.state == 'left' else f'is {s.state}'}"
         for s in run.servers
@@ -156,6 +159,8 @@ def wait_line(run: RunStatus) -> str:
     if run.servers and all(s.state in ("left", "dead") for s in run.servers):
         servers += "; no rollout server is connected"
     waits = f"waits for {run.waiting_for}" if run.waiting_for else f"the run is {run.state}"
+    if under_way := episodes_under_way(run):
+        waits += f"; {under_way} (sampling.max_reply_tokens = {most_tokens:,})"
     return waits + (f"; {servers}" if servers else "")
 
 
@@ -281,7 +286,9 @@ class RunProcesses:
             return self._signalled
         keep_trainers = asyncio.ensure_future(self._told("the trainer", self._watch_trainers()))
         forward_stop = asyncio.ensure_future(self._forward_stop())
-        waits = asyncio.ensure_future(tell_waits(self._display, self._calls))
+        waits = asyncio.ensure_future(
+            tell_waits(self._display, self._calls, self._config.sampling.max_reply_tokens)
+        )
         tasks = (keep_trainers, forward_stop, waits)
         try:
             controller = await self._keep_controller()

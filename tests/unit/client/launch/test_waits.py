@@ -9,6 +9,7 @@ import pytest
 from slipstream.client.launch import run_processes
 from slipstream.client.launch.display import Display
 from slipstream.client.launch.run_processes import RunCalls, tell_waits, wait_line
+from slipstream.client.requests import status_lines
 from slipstream.client.status import run_from_pb
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import status_pb2, status_pb2_grpc
@@ -51,7 +52,23 @@ def test_the_line_names_what_is_waited_for_and_servers_that_do_not_serve(run, se
     told = status_pb2.RunStatus(**run)
     for name, state in servers.items():
         told.servers.add(server_id=name, state=f"SERVER_STATE_{state}")
-    assert wait_line(run_from_pb(told)) == line
+    assert wait_line(run_from_pb(told), 3072) == line
+
+
+def test_the_line_says_how_far_open_episodes_are_and_how_fast() -> None:
+    told = status_pb2.RunStatus(waiting_for="t")
+    for name, report in {
+        "a": {"open_episodes": 3, "in_flight_tokens": 4000, "generated_tokens": 900, "busy_s": 9},
+        "b": {"open_episodes": 1, "in_flight_tokens": 801, "generated_tokens": 1000, "busy_s": 10},
+        # Neither has it begun, nor does it work on any.
+        "c": {"open_episodes": 1},
+        "d": {"generated_tokens": 900, "busy_s": 1},
+    }.items():
+        told.servers.add(server_id=name, state="SERVER_STATE_SERVING", report=report)
+    under_way = "5 episodes under way, with 960 tokens each so far, at 200 tok/s in all"
+    run = run_from_pb(told)
+    assert wait_line(run, 3072) == f"waits for t; {under_way} (sampling.max_reply_tokens = 3,072)"
+    assert under_way in status_lines(run)
 
 
 async def test_silence_is_broken_again_and_again_less_often(
@@ -67,7 +84,7 @@ async def test_silence_is_broken_again_and_again_less_often(
     address = f"127.0.0.1:{bind(server, '127.0.0.1:0', OPEN)}"
     await server.start()
     calls = RunCalls(address, OPEN)
-    telling = asyncio.create_task(tell_waits(display, calls))
+    telling = asyncio.create_task(tell_waits(display, calls, 3072))
     await asyncio.wait_for(controller.asked.wait(), LIMIT_S)
     telling.cancel()
     await asyncio.gather(telling, return_exceptions=True)
@@ -86,7 +103,7 @@ async def test_a_controller_without_an_answer_is_told(
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     display = Display(config_of(tmp_path))
-    telling = asyncio.create_task(tell_waits(display, RunCalls("127.0.0.1:1", OPEN)))
+    telling = asyncio.create_task(tell_waits(display, RunCalls("127.0.0.1:1", OPEN), 3072))
     await until(out.getvalue, 20)
     telling.cancel()
     await asyncio.gather(telling, return_exceptions=True)
