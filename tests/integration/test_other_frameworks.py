@@ -161,12 +161,14 @@ def test_the_taskset_of_the_guide_trains(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def echoing(folder: Path) -> Iterator[str]:
-    """Yields the address of the server that `openenv init` makes."""
+def echoing(folder: Path, *, places: int = 100) -> Iterator[str]:
+    """Yields the address of the server that `openenv init` makes, for sessions at `places`."""
     made = [FOLDER / "verifiers" / "bin" / "openenv", "init", "echoing"]
     subprocess.run(made, cwd=folder, check=True, capture_output=True, timeout=LIMIT_S)
     app = folder / "echoing" / "server" / "app.py"
-    app.write_text(app.read_text().replace("max_concurrent_envs=1,", "max_concurrent_envs=100,"))
+    text = app.read_text()
+    assert "max_concurrent_envs=1," in text
+    app.write_text(text.replace("max_concurrent_envs=1,", f"max_concurrent_envs={places},"))
     port = free_port("127.0.0.1")
     options = ["--port", str(port), "--log-level", "warning"]
     program = [python_of("verifiers"), "-m", "uvicorn", "echoing.server.app:app", *options]
@@ -197,6 +199,19 @@ def test_verifiers_plays_environments_of_openenv(tmp_path: Path) -> None:
     assert episode["failure"] == ""
     assert "Echoing environment ready!" in str(episode["requests"][0]["messages"])
     assert episode["reward"] == pytest.approx(0.2)
+
+
+def test_a_server_of_openenv_with_one_place_is_refused_by_a_check(tmp_path: Path) -> None:
+    with echoing(tmp_path, places=1) as address:
+        args = json.dumps({"taskset": {"id": "openenv", "base_url": address}})
+        options = ["--args", args, "--python", str(python_of("verifiers"))]
+        ended = run_processes.run_command("check", VERIFIERS, *options, cwd=tmp_path)
+    assert ended.returncode == 2
+    said = (
+        "of two episodes at once one fails, and a run plays many: RuntimeError: EnvError: OpenEnv"
+    )
+    assert said in ended.stderr
+    assert "a server of OpenEnv closes sessions beyond the max_concurrent_envs" in ended.stderr
 
 
 @pytest.mark.slow

@@ -110,8 +110,10 @@ class Played:
     """What was played, and what it earned."""
 
     num_tasks: int
-    # Whether the environment is an agent, which only begins.
+    # The first call of an agent, which only begins, "none" or "" for no agent; how one of two
+    # episodes at once failed.
     first_call: str = ""
+    beside: str = ""
     tasks: list[Task] = field(default_factory=list)
     # Tasks beyond the sample, which were opened alone.
     further: list[Task] = field(default_factory=list)
@@ -265,14 +267,8 @@ class Audit:
                     wrong=[wrong] * bool(wrong) if isinstance(wrong, str) else wrong,
                 )
                 if opening.is_agent:
-                    # The first call is one that no model answers; a run may end without any.
                     played.tasks.append(task)
-                    answer = await self._ask(follow_agent={"episode_key": key})
-                    if answer.HasField("failure"):
-                        played.unbegun[index] = answer.failure.message
-                    call, is_call = answer.agent_call, answer.HasField("agent_call")
-                    played.first_call = f"{call.method} {call.path}" if is_call else "none"
-                    await self._close(key)
+                    await self._begin_two(key, index)
                     return
                 # An environment may draw each episode's limit.
                 opening.ClearField("max_reply_tokens")
@@ -284,6 +280,31 @@ class Audit:
             texts = ["\n".join(text_of(opening)) for opening in openings]
             played.unequal[index] = (texts[0], texts[1])
         into.append(task)
+
+    async def _begin_two(self, key: str, index: int) -> None:
+        """Lets the agent of the open episode `key`, and one beside it, go on to their first calls.
+
+        No model answers these. A run may end without any.
+        """
+
+        async def begin(episode: dict[str, Any]) -> pb.WorkerMessage:
+            if episode["episode_key"] != key:
+                answer = await self._ask(reset=episode | {"task_index": index, "seed": index})
+                if answer.HasField("failure"):
+                    return answer
+            return await self._ask(follow_agent=episode)
+
+        keys = (key, f"{key}-beside")
+        answers = await asyncio.gather(*(begin({"episode_key": each}) for each in keys))
+        failures = [each.failure.message for each in answers if each.HasField("failure")]
+        calls = [each.agent_call for each in answers if each.HasField("agent_call")]
+        self.played.first_call = f"{calls[0].method} {calls[0].path}" if calls else "none"
+        if len(failures) == len(keys):
+            self.played.unbegun[index] = failures[0]
+        elif failures:
+            self.played.beside = failures[0]
+        for each in keys:
+            await self._close(each)
 
     async def _choose_form(self) -> None:
         """Finds the form in which the first right answers earn more than an empty reply."""

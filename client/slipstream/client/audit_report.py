@@ -58,6 +58,9 @@ def _failures(played: Played) -> list[Finding]:
     found = [Finding(f"close() fails: {played.unclosed}")] * bool(played.unclosed)
     if played.first_call == "none" and not played.unbegun:
         found.append(Finding("run() ended without a call to its endpoint", is_refused=True))
+    if played.beside:
+        text = f"of two episodes at once one fails, and a run plays many: {played.beside}"
+        found.append(Finding(text, is_refused=True))
     if played.unbegun:
         index, cause = min(played.unbegun.items())
         # A task alone, or all of them, need no number.

@@ -1,6 +1,7 @@
 """Agents that call the model, or do not."""
 
 import asyncio
+import threading
 import time
 import urllib.request
 
@@ -43,3 +44,17 @@ class Sleeps(Calls):
 class Blocks(Calls):
     async def run(self, task, endpoint):
         time.sleep(3600)
+
+
+class Alone(Calls):
+    """Has a place for one episode at a time."""
+
+    place = threading.Lock()
+
+    def run(self, task, endpoint):
+        if not self.place.acquire(blocking=False):
+            raise ConnectionError("no place is free")
+        try:
+            return super().run(task, endpoint)
+        finally:
+            self.place.release()

@@ -163,6 +163,7 @@ CAUSES = {
     "CallsNobody": "run() ended without a call to its endpoint",
     "Imports": "ModuleNotFoundError: No module named 'no_such_package' (agents_for_checks.py",
     **dict.fromkeys(("Waits", "Sleeps", "Blocks"), HANGS),
+    "Alone": "of two episodes at once one fails, and a run plays many: ConnectionError: no",
 }
 
 

@@ -27,6 +27,10 @@ INSTALL = (
     "'verifiers>=0.4,<0.5' in a virtual environment of its own, and give its interpreter as "
     "`python` of the environment"
 )
+CAPACITY = (
+    "a server of OpenEnv closes sessions beyond the max_concurrent_envs of its create_app, which "
+    "is 1 unless set: it must hold all episodes that are open at once (rollout_server.max_episodes)"
+)
 # Harnesses that our in-process one replaces: verifiers would run each as a program per episode, by
 # `uv run`.
 REPLACED = frozenset({"null"})
@@ -112,7 +116,10 @@ class Verifiers(AgentEnvironment[Any]):
         if not episode.ok:
             errors = [*episode.errors, *(each for one in episode.traces for each in one.errors)]
             if errors:
-                raise RuntimeError(f"{errors[0].type}: {errors[0].message}")
+                text = f"{errors[0].type}: {errors[0].message}"
+                if "OpenEnv" in text and "ConnectionClosed" in text:
+                    text += f"; {CAPACITY}"
+                raise RuntimeError(text)
             stops = ", ".join(str(trace.stop_condition) for trace in episode.traces) or "nothing"
             what = "verifiers calls the episode not ok; its traces"
             raise RuntimeError(f"{what} stopped at {stops}")
