@@ -255,6 +255,12 @@ async def test_the_runs_sampling_holds_and_the_answer_says_so(rig) -> None:
         ("chat/completions", {"reasoning_effort": "none", "user": "u", "service_tier": "flex"}, ""),
         ("chat/completions", {"documents": [{"text": "a"}]}, "documents"),
         ("messages", {"max_tokens": 9, "thinking": {"type": "disabled"}}, ""),
+        ("chat/completions", {"return_prompt_text": True}, "return_prompt_text"),
+        (
+            "chat/completions",
+            {"chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs.messages",
+        ),
         (
             "responses",
             {"input": "hi", "chat_template_kwargs": {"enable_thinkin": False}},

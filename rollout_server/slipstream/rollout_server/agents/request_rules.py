@@ -131,7 +131,8 @@ _UNSERVED = (
     *("logit_bias", "stop_token_ids", "watermarking", "prompt", "prompt_logprobs", "vllm_xargs"),
     *("max_tool_calls", "truncate_prompt_tokens", "previous_input_messages", "logprob_token_ids"),
     *("add_special_tokens", "kv_transfer_params", "ec_transfer_params", "cache_salt", "priority"),
-    "echo",
+    *("echo", "mm_payload", "return_mm_kwargs", "routed_experts_prompt_start", "truncation_side"),
+    *("return_prompt_text", "return_token_offsets"),
 )
 # Fields that no reply depends on, whether vLLM has them or not.
 _WITHOUT_EFFECT = (
@@ -162,6 +163,8 @@ _RESULTS = ("text", "image", "tool_reference")
 # Values that ask for nothing.
 _NOTHING: tuple[object, ...] = (None, [], False, 0, ["text"], {"type": "text"})
 _NOT = "none (asked)"
+# What a response may hold beside its output.
+_LOGPROBS = "message.output_text.logprobs"
 # The variable of a chat template that vLLM sets for an effort of reasoning.
 _SWITCH = "enable_thinking"
 # Limits of a reply, which hold below the run's.
@@ -218,6 +221,11 @@ def rule(
     values = values if isinstance(values, dict) else {}
     unread = sorted(name for name in values if name in OWNED or name not in variables)
     told |= {f"chat_template_kwargs.{_label(name)}": _NOT for name in unread}
+    if unread:
+        kept["chat_template_kwargs"] = {n: values[n] for n in values if n not in unread}
+    asked = kept.get("include")
+    if rest := [each for each in asked if each != _LOGPROBS] if isinstance(asked, list) else []:
+        told["include"] = f"none (asked {_word(rest)})"
     told |= _efforts(kept, values, variables)
     # Anthropic's API lets a reply begin as the last message says.
     last = _objects(kept.get("messages"))[-1:]
@@ -283,6 +291,9 @@ def _parts(kept: dict[str, Any]) -> dict[str, str]:
 
 def _check_history(body: dict[str, Any]) -> None:
     """Raises Refusal for parts of messages that vLLM would drop, or fail at."""
+    kinds = [part.get("type") for part in _objects(body.get("system"))]
+    if any(kind != "text" for kind in kinds):
+        raise Refusal(f"system must hold text, got {_word(kinds)}", param="system")
     for result in _results(_objects(body.get("messages"))):
         kinds = [part.get("type") for part in _objects(result.get("content"))]
         if not all(kind in _RESULTS for kind in kinds):

@@ -14,7 +14,8 @@ FIELDS = (
     *("model", "messages", "temperature", "top_p", "seed", "stop", "tools", "tool_choice", "text"),
     *("response_format", "logit_bias", "min_tokens", "thinking", "truncation", "prompt_logprobs"),
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "output_config", "reasoning"),
-    *("chat_template_kwargs", "documents", "reasoning_effort"),
+    *("chat_template_kwargs", "documents", "reasoning_effort", "include", "system"),
+    *("return_prompt_text", "return_token_offsets"),
 )
 # What a chat template reads that knows efforts of reasoning, or whether to reason, or neither.
 EFFORTS = ("messages", "reasoning_effort", "documents", "persona")
@@ -58,6 +59,12 @@ def test_an_engine_that_drafts_takes_no_seed(seed: int) -> None:
         ({"logit_bias": {"5": -100}}, 'logit_bias=null (asked {"5": -100})'),
         ({"conversation": "conv_x"}, "conversation=none (asked)"),
         ({"prompt_logprobs": 1}, "prompt_logprobs=none (asked)"),
+        ({"return_prompt_text": True}, "return_prompt_text=none (asked)"),
+        ({"return_token_offsets": True}, "return_token_offsets=none (asked)"),
+        (
+            {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]},
+            'include=none (asked ["reasoning.encrypted_content"])',
+        ),
         ({"modalities": ["text", "audio"], "audio": {"voice": "x"}}, "modalities=none (asked); au"),
         ({"functions": [{"name": "f"}]}, "functions=none (asked)"),
         ({"web_search_options": {}}, "web_search_options=none (asked)"),
@@ -127,6 +134,20 @@ def test_what_was_asked_otherwise_is_told(asked, told) -> None:
 )
 def test_what_the_chat_template_does_not_read_is_told(asked, variables, told) -> None:
     assert ruled(asked, variables=variables)[1] == told
+
+
+def test_values_that_servers_set_or_nobody_reads_are_taken_out() -> None:
+    values = {"messages": [], "persona": "x", "other": 1}
+    body, told = ruled({"chat_template_kwargs": values})
+    assert body == {"chat_template_kwargs": {"persona": "x"}}
+    assert [*told] == ["chat_template_kwargs.messages", "chat_template_kwargs.other"]
+
+
+def test_a_system_prompt_that_is_no_text_is_refused() -> None:
+    body = {"system": [{"type": "text", "text": "a"}, {"type": "image"}]}
+    with pytest.raises(Refusal, match=r'system must hold text, got \["text", "image"\]'):
+        ruled(body)
+    assert ruled({"system": "a"})[1] == ruled({"system": body["system"][:1]})[1]
 
 
 def test_everything_that_is_ignored_is_named() -> None:
