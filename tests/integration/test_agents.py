@@ -595,7 +595,7 @@ async def test_an_empty_list_is_no_tools_and_no_text(rig, path, choice) -> None:
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
 async def test_null_is_a_fields_default(rig, path) -> None:
-    asked = dict.fromkeys(rig.api._fields[f"/v1/{path}"]) | {"model": "m", "max_tokens": 9}
+    asked = dict.fromkeys(rig.api.fields[f"/v1/{path}"]) | {"model": "m", "max_tokens": 9}
     asked |= {"input": "hi"} if path == "responses" else {"messages": [QUESTION]}
     answer = await rig.http().post(f"/v1/{path}", json=asked)
     assert answer.status_code == 200, answer.text

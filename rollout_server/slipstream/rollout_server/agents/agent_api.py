@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
 from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from slipstream.core.template_values import NEED_PARSER
@@ -49,31 +50,22 @@ QUIET_S = 15.0
 _MAX_HEADER = 1000
 
 
+@dataclass(frozen=True)
 class Answering:
     """Answers HTTP requests of agents with ASGI applications, which sample through a `Recorder`."""
 
-    def __init__(
-        self,
-        plain: Application,
-        with_tools: Application,
-        current: ContextVar[tuple[Recorder, ServedCall] | None],
-        *,
-        fields: Mapping[str, set[str]],
-        variables: frozenset[str],
-        model: str,
-        has_tools: bool,
-        has_drafts: bool,
-    ) -> None:
-        """Takes the applications for requests without tools (`plain`) and with tools.
-
-        Both take the recorder and the state of the present call from the context variable
-        `current`. `fields` are those that the applications read of a request, by its path,
-        `variables` those that the chat template reads. `has_tools` says that `with_tools` can parse
-        tool calls, `has_drafts` that the engine decodes speculatively.
-        """
-        self._plain, self._with_tools, self._current = plain, with_tools, current
-        self._fields, self._variables, self._model = fields, variables, model
-        self._has_tools, self._has_drafts = has_tools, has_drafts
+    # The applications for requests without tools and with tools, which take the recorder and the
+    # state of the present call from `current`.
+    plain: Application
+    with_tools: Application
+    current: ContextVar[tuple[Recorder, ServedCall] | None]
+    # The fields that the applications read of a request, by its path, and what the template reads.
+    fields: Mapping[str, set[str]]
+    variables: frozenset[str]
+    model: str
+    # Whether `with_tools` can parse tool calls, and whether the engine decodes speculatively.
+    has_tools: bool
+    has_drafts: bool
 
     async def answer(self, recorder: Recorder, http: AgentCall) -> AsyncGenerator[ReplyPart, None]:
         """Yields the parts of the answer to `http`; `recorder` records the tokens of the reply.
@@ -94,7 +86,7 @@ class Answering:
                 )
             if http.method == "GET" and name and not listed:
                 # Each name is one of the policy.
-                found = _exchange(self._with_tools, copy_context(), "GET", MODELS_PATH, b"")
+                found = _exchange(self.with_tools, copy_context(), "GET", MODELS_PATH, b"")
                 policy, *_ = json.loads(b"".join([part.body async for part in found]))["data"]
                 yield _whole(policy | {"id": name}, 200)
                 return
@@ -108,10 +100,10 @@ class Answering:
                 body = b""
                 if http.body:
                     asked = _asked(http.body)
-                    if asked.get("tools") and not self._has_tools:
+                    if asked.get("tools") and not self.has_tools:
                         raise Refusal(NEED_PARSER)
                     body = _encoded(self._filled(recorder, asked))
-                parts = _exchange(self._with_tools, copy_context(), http.method, path, body)
+                parts = _exchange(self.with_tools, copy_context(), http.method, path, body)
             async for part in parts:
                 yield part
         except Refusal as refusal:
@@ -123,16 +115,16 @@ class Answering:
         served, told = rule(
             self._filled(recorder, _asked(http.body)),
             recorder.sampling,
-            fields=self._fields[path],
-            variables=self._variables,
-            has_drafts=self._has_drafts,
+            fields=self.fields[path],
+            variables=self.variables,
+            has_drafts=self.has_drafts,
         )
         if not served.get("tools"):
             # vLLM refuses an empty list, and demands its parser of tool calls for a choice.
             served = {name: served[name] for name in served if name not in ("tools", "tool_choice")}
         asks_none = served.get("tool_choice") in ("none", {"type": "none"})
         uses_tools = "tools" in served and not asks_none
-        if uses_tools and not self._has_tools:
+        if uses_tools and not self.has_tools:
             raise Refusal(NEED_PARSER)
         previous = recorder.expand(served) if path == RESPONSES_PATH else None
         body = _encoded(served)
@@ -142,8 +134,8 @@ class Answering:
         if path == RESPONSES_PATH and served.get("store") is not False:
             opened.stored_items = items_of(served)
         context = copy_context()
-        context.run(self._current.set, (recorder, opened))
-        application = self._with_tools if uses_tools else self._plain
+        context.run(self.current.set, (recorder, opened))
+        application = self.with_tools if uses_tools else self.plain
         try:
             async for part in _exchange(application, context, "POST", path, body):
                 if opened.refusal is not None:
@@ -159,7 +151,7 @@ class Answering:
 
     def _filled(self, recorder: Recorder, asked: dict[str, Any]) -> dict[str, Any]:
         """Returns the request with the name of the model and the environment's template values."""
-        filled = {**asked, "model": self._model}
+        filled = {**asked, "model": self.model}
         values, asked_values = recorder.template_values, asked.get("chat_template_kwargs") or {}
         if values and isinstance(asked_values, dict):
             filled["chat_template_kwargs"] = {**values, **asked_values}
