@@ -282,12 +282,28 @@ class Relay:
                     cause = f"the client that served {entry.spec.name} left"
                     _answer(call.answers, _lost(call.call_id, cause))
 
-    def call_environments(
+    async def call_environments(
         self, requests: AsyncIterator[fleet_pb2.EnvironmentCall]
     ) -> AsyncGenerator[fleet_pb2.EnvironmentAnswer, None]:
-        """Relays a rollout server's calls to clients; yields the answers as they arrive."""
+        """Relays a rollout server's calls to clients; yields the answers as they arrive.
+
+        At the end of the server's stream, clients close the episodes that it has left open.
+        """
         answers = Outbox[fleet_pb2.EnvironmentAnswer]()
-        return answers.messages(self._read_calls(requests, answers))
+        # The client of each open episode, by the episode's key.
+        episodes: dict[str, Outbox[pb.WorkerCommand]] = {}
+        try:
+            reading = self._read_calls(requests, answers, episodes)
+            async with aclosing(answers.messages(reading)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            for number, call in list(self._calls.items()):
+                if call.answers is answers:
+                    del self._calls[number]
+            for key, client in episodes.items():
+                close = pb.CloseCommand(episode_key=key)
+                client.put(pb.WorkerCommand(call_id=next(self._numbers), close=close))
 
     def close(self) -> None:
         """Ends the streams of all clients."""
@@ -299,14 +315,18 @@ class Relay:
         self,
         requests: AsyncIterator[fleet_pb2.EnvironmentCall],
         answers: Outbox[fleet_pb2.EnvironmentAnswer],
+        episodes: dict[str, Outbox[pb.WorkerCommand]],
     ) -> None:
         async for call in requests:
+            episodes.pop(call.command.close.episode_key, None)
             entry = self._entries.get(call.environment)
             if entry is None or (client := entry.client) is None:
                 cause = f"no client serves {call.environment}"
                 _answer(answers, _lost(call.command.call_id, cause))
                 continue
             number = next(self._numbers)
+            if call.command.HasField("reset"):
+                episodes[call.command.reset.episode_key] = client
             # Nothing answers the last part of a reply.
             if not call.command.reply_part.is_last:
                 followed = call.command.follow_agent.episode_key

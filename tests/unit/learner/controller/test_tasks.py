@@ -311,6 +311,33 @@ async def test_an_agent_is_followed_by_one_call_and_its_last_parts_leave_none_op
     assert not clients.relay._calls
 
 
+async def test_clients_close_what_a_lost_server_has_left_open() -> None:
+    clients, calls = Clients(), Stream()
+    commands = await clients.come("served")
+    answers = clients.relay.call_environments(aiter(calls))
+    waits = asyncio.ensure_future(anext(answers))
+    for number, command in enumerate(
+        (
+            pb.WorkerCommand(reset=pb.ResetCommand(episode_key="over")),
+            pb.WorkerCommand(reset=pb.ResetCommand(episode_key="open")),
+            pb.WorkerCommand(close=pb.CloseCommand(episode_key="over")),
+            pb.WorkerCommand(follow_agent=pb.FollowAgentCommand(episode_key="open")),
+        ),
+        start=1,
+    ):
+        command.call_id = number
+        calls.say(fleet_pb2.EnvironmentCall(environment="served", command=command))
+    async with asyncio.timeout(LIMIT_S):
+        came = [await clients.first, *[await anext(commands) for _ in range(3)]]
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+        await answers.aclose()
+        last = await anext(commands)
+    assert last.close.episode_key == "open"
+    assert last.call_id not in [command.call_id for command in came]
+    assert not clients.relay._calls
+
+
 async def test_an_agent_whose_last_part_finds_no_room_is_told_as_lost(monkeypatch) -> None:
     monkeypatch.setattr(session, "MAX_MESSAGES", 3)
     clients, calls = Clients(), Stream()
