@@ -31,8 +31,8 @@ from slipstream.v1 import fleet_pb2, trajectory_pb2
 
 # Above this number tasks are taken in their own order: a permutation would not fit into memory.
 MAX_SHUFFLED_TASKS = 1_000_000
-# Largest number of different events of one kind about an environment.
-MAX_TOLD = 3
+# Largest number of different events of one kind about an environment, and of kinds remembered.
+MAX_TOLD, MAX_KINDS = 3, 1000
 # Tasks in a row with too long a prompt that suspend an environment; all tasks if it has fewer.
 MAX_SKIPPED_TASKS = 1000
 # Ended groups per trained group up to which an environment gets its full share of trained groups.
@@ -79,6 +79,10 @@ class EnvironmentEntry:
         return self.state == pb.ENVIRONMENT_STATE_READY
 
     @property
+    def is_suspended(self) -> bool:
+        return self.state == pb.ENVIRONMENT_STATE_SUSPENDED
+
+    @property
     def share(self) -> float:
         """Number of leased and trained groups divided by the weight, plus the head start.
 
@@ -94,8 +98,14 @@ class EnvironmentEntry:
         return self.client_episodes is not None or key in self.loaded_on
 
     def is_news(self, kind: str, text: str = "") -> bool:
-        """Notes `text`; returns False if it was noted before or its `kind` has `MAX_TOLD` texts."""
+        """Notes `text`; returns False if it was noted before or its `kind` has `MAX_TOLD` texts.
+
+        A kind may hold the cause of a failure, of which a long run has ever new ones: after
+        `MAX_KINDS` other kinds a kind is forgotten.
+        """
         told = self.told.setdefault(kind, set())
+        if len(self.told) > MAX_KINDS:
+            del self.told[next(iter(self.told))]
         if text in told or len(told) >= MAX_TOLD:
             return False
         told.add(text)
@@ -190,8 +200,7 @@ class EnvironmentBook:
 
     def suspended(self) -> dict[str, str]:
         """Returns the cause of each suspended training environment, by name."""
-        state = pb.ENVIRONMENT_STATE_SUSPENDED
-        return {e.spec.name: e.cause for e in self.training() if e.state == state}
+        return {e.spec.name: e.cause for e in self.training() if e.is_suspended}
 
     def evaluations(self) -> list[EnvironmentEntry]:
         """Returns the environments that are only evaluated."""

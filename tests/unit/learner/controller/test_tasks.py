@@ -12,7 +12,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.servers import session
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.learner.controller.tasks import EnvironmentBook, Relay
+from slipstream.learner.controller.tasks import MAX_KINDS, EnvironmentBook, Relay
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
 from slipstream.v1 import environment_pb2 as pb
 from support.fakes.slow_disk import several_turns
@@ -155,6 +155,14 @@ def test_each_cause_of_a_failure_or_an_end_is_told_once_and_only_the_first_few()
     for kind in ("failure", "worker"):
         causes = ["a", "a", "b", "a", "c", "d", "b", "d"]
         assert [cause for cause in causes if entry.is_news(kind, cause)] == ["a", "b", "c"]
+
+
+def test_a_run_with_ever_new_causes_remembers_the_newest_kinds() -> None:
+    entry = add(make_book(), "e")
+    kinds_told = [f"set aside: request {number} failed" for number in range(MAX_KINDS + 5)]
+    assert all(entry.is_news(kind, "17") for kind in kinds_told)
+    assert len(entry.told) == MAX_KINDS
+    assert not entry.is_news(kinds_told[-1], "17")
 
 
 def test_an_evaluation_tells_its_newest_round_only():

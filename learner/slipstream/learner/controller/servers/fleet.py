@@ -19,7 +19,7 @@ from slipstream.learner.controller.servers.session import (
     ServerSession,
     describe,
 )
-from slipstream.v1 import fleet_pb2, status_pb2
+from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2
 
 # Largest number of departed servers whose last state the status shows; each answer copies them.
 MAX_DEPARTED = 100
@@ -126,6 +126,11 @@ class Fleet:
         """Sends one order to all servers."""
         for session in self.sessions.values():
             session.send(message)
+
+    def unload(self, spec: environment_pb2.EnvironmentSpec) -> None:
+        """Tells all servers to end the workers of an environment, if they have any."""
+        order = fleet_pb2.EnvironmentOrder(spec=spec, unload=True)
+        self.broadcast(fleet_pb2.ControllerMessage(environment=order))
 
     def add(self, session: ServerSession) -> None:
         """Adds a server that joined; removes the session of its earlier epoch."""

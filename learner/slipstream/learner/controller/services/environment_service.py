@@ -76,7 +76,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
 
     def joined(self, session: ServerSession) -> None:
         for entry in self._environments.entries.values():
-            if entry.client_episodes is None:
+            if entry.client_episodes is None and not entry.is_suspended:
                 session.send(_load_order(entry.spec))
 
     def environment_reported(
@@ -160,8 +160,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
             if all(session.key in entry.failed_on for session in self._fleet.sessions.values()):
                 self._environments.entries.pop(spec.name, None)
                 self._journal.append(kinds.Unsubmitted(environment=spec.name))
-                order = fleet_pb2.EnvironmentOrder(spec=spec, unload=True)
-                self._fleet.broadcast(fleet_pb2.ControllerMessage(environment=order))
+                self._fleet.unload(spec)
                 entry.state = pb.ENVIRONMENT_STATE_SUSPENDED
                 break
             await self._run.signal.changes(1.0)
@@ -202,7 +201,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
                 f"got {shown(spec.name)}"
             )
         entry = self._environments.entries.get(spec.name)
-        if entry is not None and entry.state != pb.ENVIRONMENT_STATE_SUSPENDED:
+        if entry is not None and not entry.is_suspended:
             return f"the run has an environment {spec.name} already; choose another name"
         if not MIN_WEIGHT <= spec.weight <= 1 / MIN_WEIGHT:
             return (
@@ -219,7 +218,8 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
                 f"adapter of {spec.name} must stay {entry.spec.adapter!r}, got {spec.adapter!r}: "
                 "its leased groups are sampled with it; choose another name"
             )
-        if len(self._environments.entries) >= MAX_ENVIRONMENTS and entry is None:
+        lasting = len(self._environments.entries) - len(self._left())
+        if lasting >= MAX_ENVIRONMENTS and entry is None:
             return f"a run has at most {MAX_ENVIRONMENTS} environments"
         if spec.purpose != trajectory_pb2.EPISODE_PURPOSE_TRAINING:
             return "only environments to train on can be submitted"
@@ -235,9 +235,16 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
             return str(error)
         return ""
 
+    def _left(self) -> list[str]:
+        """Returns the suspended environments that clients had added, oldest first."""
+        own = {spec.name for spec in self._own}
+        entries = self._environments.entries.items()
+        return [name for name, entry in entries if entry.is_suspended and name not in own]
+
     def _start_problem(self, spec: pb.EnvironmentSpec) -> str:
         """Returns why rollout servers may not start the workers of `spec`, or "" if they may."""
         left_out = {spec.name, *(each.name for each in self._own)}
+        left_out |= {*self._left()}
         others = (e.spec for name, e in self._environments.entries.items() if name not in left_out)
         used = sum(each.num_workers for each in others if each.reference)
         if not 1 <= spec.num_workers <= MAX_WORKERS - used:
@@ -260,6 +267,9 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
 
     def _enter(self, spec: pb.EnvironmentSpec) -> EnvironmentEntry:
         """Adds an environment to the running mixture, level with the others."""
+        entries = self._environments.entries
+        if spec.name not in entries and len(entries) >= MAX_ENVIRONMENTS:
+            del entries[self._left()[0]]
         entry = self._environments.add(spec)
         head_start = self._environments.head_start(entry)
         if head_start > entry.counts.head_start:

@@ -199,7 +199,7 @@ class Intake(ServerListener):
             self._give_up(group, gone, failure)
 
     def suspend(self, environment: str, cause: str) -> None:
-        """Suspends an environment: reports it, withdraws all of its groups, dismisses its client.
+        """Suspends an environment: reports it, withdraws its groups, ends its workers or client.
 
         Once all training environments are suspended, the watch fails the run.
         """
@@ -210,6 +210,8 @@ class Intake(ServerListener):
         self._run.events.add(f"environment {environment} is suspended: {cause}", logging.ERROR)
         groups = [g for g in self._book.groups.values() if g.environment == environment]
         self.withdraw(groups, f"environment {environment} is suspended")
+        entry.loaded_on.clear()
+        self._fleet.unload(entry.spec)
 
     def _file(self, trajectory: Trajectory) -> None:
         group = self._book.groups.get(trajectory.group_id)

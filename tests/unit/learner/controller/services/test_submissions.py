@@ -6,13 +6,18 @@ import pytest
 from google.protobuf import json_format
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.servers.session import ServerSession
+from slipstream.learner.controller.services import environment_service
 from slipstream.learner.controller.services.environment_service import (
     EnvironmentServicer,
 )
 from slipstream.learner.controller.tasks import EnvironmentBook
-from slipstream.v1 import environment_pb2, trajectory_pb2
+from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
 from support.rigs.lease_rig import books_of
-from support.rigs.publishing_scene import run_of
+from support.rigs.publishing_scene import joined, run_of
+
+SUSPENDED = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
 
 OWN = {"name": "own", "reference": "ours:Sums", "num_workers": 200, "python": "bin/python"}
 
@@ -21,6 +26,14 @@ def submitted(name: str, **fields: Any) -> environment_pb2.EnvironmentSpec:
     values = {"reference": "ours:Sums", "weight": 1.0, "timeout_s": 1.0, "num_workers": 1}
     purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
     return environment_pb2.EnvironmentSpec(name=name, purpose=purpose, **values | fields)
+
+
+def orders(session: ServerSession) -> list[fleet_pb2.EnvironmentOrder]:
+    found = []
+    while (message := session.outbox.pop()) is not None:
+        assert isinstance(message, fleet_pb2.ControllerMessage)
+        found.append(message.environment)
+    return found
 
 
 def submissions(**sections: Any) -> tuple[EnvironmentServicer, EnvironmentBook, Run]:
@@ -60,9 +73,48 @@ def test_submitted_environments_share_a_number_of_workers() -> None:
     assert servicer._problem(submitted("b", num_workers=7)) == (
         "num_workers must be between 1 and 256 with the 250 of other submitted environments, got 7"
     )
-    # A suspended one is replaced.
-    book.entries["a"].state = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
-    assert servicer._problem(submitted("a", num_workers=256)) == ""
+    # A suspended one has none, and may be replaced.
+    book.entries["a"].state = SUSPENDED
+    for name in ("a", "b"):
+        assert servicer._problem(submitted(name, num_workers=256)) == ""
+
+
+def test_environments_that_were_suspended_make_room_for_others(monkeypatch) -> None:
+    monkeypatch.setattr(environment_service, "MAX_ENVIRONMENTS", 4)
+    servicer, book, _ = submissions()
+    for name in ("a", "b", "c"):
+        servicer._enter(submitted(name))
+    assert servicer._problem(submitted("d")) == "a run has at most 4 environments"
+    # One of the run's settings keeps its place.
+    for name in ("own", "b", "c"):
+        book.entries[name].state = SUSPENDED
+    assert servicer._problem(submitted("d")) == ""
+    servicer._enter(submitted("d"))
+    assert list(book.entries) == ["own", "a", "c", "d"]
+    # One that comes back takes its own place.
+    servicer._enter(submitted("c"))
+    assert list(book.entries) == ["own", "a", "c", "d"]
+    assert servicer._problem(submitted("e")) == "a run has at most 4 environments"
+
+
+def test_a_suspended_environment_has_no_workers_until_it_is_submitted_again() -> None:
+    run = run_of(environments=[OWN])
+    books = books_of(run)
+    intake = Intake(run, books)
+    servicer = EnvironmentServicer(run, books, intake)
+    books.fleet.listeners = [servicer, intake]
+    session = joined(books.fleet, "early")
+    entry = books.environments.entries["own"]
+    entry.loaded(session.key, 5)
+    intake.suspend("own", "its last group failed")
+    late = joined(books.fleet, "late")
+    assert [order.unload for order in orders(session)] == [False, True]
+    assert orders(late) == []
+    assert not entry.loaded_on
+    again = servicer._enter(entry.spec)
+    newest = joined(books.fleet, "newest")
+    assert not again.is_suspended
+    assert [order.spec.name for order in orders(newest)] == ["own"]
 
 
 def test_what_an_earlier_start_allowed_is_judged_again() -> None:
@@ -102,7 +154,7 @@ def test_an_environment_that_was_suspended_keeps_its_adapter(adapter: str, probl
     run = run_of(lora=lora)
     books = books_of(run)
     entry = books.environments.add(submitted("e", adapter="math"))
-    entry.state = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
+    entry.state = SUSPENDED
     servicer = EnvironmentServicer(run, books, None)  # type: ignore[arg-type]
     assert servicer._problem(submitted("e", adapter=adapter)) == problem
 
