@@ -342,6 +342,11 @@ class RunProcesses:
         self._children.append(child)
         return child
 
+    def _bury(self, child: Child) -> None:
+        """Ends what an ended child has started; later another group of processes has its number."""
+        child.signal(signal.SIGKILL)
+        self._children.remove(child)
+
     async def _told(self, name: str, keeping: Awaitable[None]) -> None:
         """Awaits `keeping`; an OSError, such as from a full disk, ends the run as failed.
 
@@ -382,6 +387,7 @@ class RunProcesses:
                 return controller
             if not await self._may_restart(policy, controller):
                 return controller
+            self._bury(controller)
             self._controller = asyncio.ensure_future(self._start_controller())
 
     async def _keep(
@@ -397,8 +403,7 @@ class RunProcesses:
             child = await start_child(name, program.module, given, log_path=log, environ=environ)
             self._children.append(child)
             await child.process.wait()
-            # Processes that it has started must not outlive it.
-            child.signal(signal.SIGKILL)
+            self._bury(child)
             has_left = is_server and child.process.returncode == 0
             if self._over or self._display.is_over or has_left:
                 return

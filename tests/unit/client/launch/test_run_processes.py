@@ -90,6 +90,34 @@ async def test_each_server_is_told_its_own_memory_and_episodes(tmp_path, monkeyp
         assert f"max_episodes={episodes}" in given[name]
 
 
+async def test_a_process_that_ended_is_not_signalled_at_the_end_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weeks later another group of processes may have its number."""
+    started: list[SimpleNamespace] = []
+    restarts = 50
+
+    async def start(name: str, *_: object, **options: object) -> SimpleNamespace:
+        code = 0 if len(started) == restarts else 1
+        process = SimpleNamespace(wait=AsyncMock(), returncode=code)
+        child = SimpleNamespace(name=name, process=process, signals=[], is_running=False)
+        child.signal, child.stop = child.signals.append, AsyncMock()
+        started.append(child)
+        return child
+
+    monkeypatch.setattr(run_processes, "start_child", start)
+    config = small_config(run={"dir": str(tmp_path)})
+    async with RunProcesses(config, OPEN, Placement()) as processes:
+        monkeypatch.setattr(processes, "_may_restart", AsyncMock(return_value=True))
+        processes.keep_rollout_server(0)
+        await asyncio.gather(*processes._servers.values())
+        assert processes._children == []
+    assert len(started) == restarts + 1
+    for child in started:
+        assert child.signals == [signal.SIGKILL]
+        child.stop.assert_not_called()
+
+
 @pytest.mark.parametrize("is_extended", [False, True])
 async def test_a_run_goes_on_without_a_second_server_that_nobody_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_extended: bool
