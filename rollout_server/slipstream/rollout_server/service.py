@@ -180,6 +180,7 @@ class RolloutServer:
             if time.monotonic() > deadline_s:
                 raise RunFailed(f"no welcome from the controller at {self._address}: {cause}")
             epoch = secrets.randbits(63)
+            self._outbox.end()
             self._outbox = OutgoingMessages()
             engine = self._model.engine
             greeting = hello(self._server_id, epoch, self._config, engine, process=self._process)

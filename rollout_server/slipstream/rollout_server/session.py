@@ -197,6 +197,11 @@ class OutgoingMessages(asyncio.Queue[fleet_pb2.ServerMessage | None]):
         while (message := await self.get()) is not None:
             yield message
 
+    def end(self) -> None:
+        """Ends `messages`, for which gRPC would wait for ever behind a stream that is over."""
+        with contextlib.suppress(asyncio.QueueFull):
+            self.put_nowait(None)
+
 
 def hello(
     server_id: ServerId, epoch: int, config: Config, engine: Engine, *, process: int

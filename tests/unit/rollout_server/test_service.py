@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import gc
 import logging
 import re
 
@@ -700,6 +701,31 @@ async def test_a_lost_stream_ends_what_runs_and_joins_in_a_new_epoch(server) -> 
     beat = await second.wait_quiet()
     assert trajectories[-1].server_epoch == second.hello.server_epoch
     assert (beat.generated_tokens, beat.ended_tokens) == (4, 4)
+
+
+def waiting_streams() -> int:
+    """The number of tasks of gRPC that wait for the next message on a stream, ended or not."""
+    return sum("_consume_request_iterator" in repr(task) for task in asyncio.all_tasks())
+
+
+async def test_nothing_waits_on_a_stream_that_is_over(server) -> None:
+    client = server.fleet.client
+    # The collector would find such a task some time, and the log would tell of it.
+    gc.disable()
+    try:
+        for number in range(8):
+            connection = await server.join()
+            server.fleet.client = None if number % 2 else client
+            connection.lease(f"g{number}", members=[0], max_attempts=1)
+            await server.fleet.wait_trajectories(number + 1)
+            connection.hang_up()
+        await server.join()
+        # Those of the newest session, and of the calls to clients.
+        assert waiting_streams() <= 2
+    finally:
+        gc.enable()
+    failed = [t.failure is not None for t in server.fleet.trajectories]
+    assert failed == [False, True] * 4
 
 
 async def test_what_runs_may_end_while_the_controller_is_away(start_server) -> None:

@@ -8,6 +8,7 @@ worker fewer episodes share one for a while.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
@@ -191,7 +192,8 @@ class ClientEnvironments:
     def __init__(self, channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> None:
         self._stub = fleet_pb2_grpc.FleetServiceStub(channel)
         self._metadata = metadata
-        self._calls: asyncio.Queue[fleet_pb2.EnvironmentCall] = asyncio.Queue(_MAX_QUEUED_CALLS)
+        # None ends the stream.
+        self._calls = asyncio.Queue[fleet_pb2.EnvironmentCall | None](_MAX_QUEUED_CALLS)
         self._tables: dict[str, CallTable] = {}
         self._wanted = asyncio.Event()
 
@@ -233,6 +235,9 @@ class ClientEnvironments:
                     f"calls to clients broke off: {cause}",
                 )
             self._tables.clear()
+            with contextlib.suppress(asyncio.QueueFull):
+                # Behind a stream that is over gRPC would wait for the next call for ever.
+                self._calls.put_nowait(None)
             self._calls = asyncio.Queue(_MAX_QUEUED_CALLS)
             this = asyncio.current_task()
             if this is not None and this.cancelling():
@@ -241,8 +246,8 @@ class ClientEnvironments:
 
     async def _outgoing(self) -> AsyncIterator[fleet_pb2.EnvironmentCall]:
         queue = self._calls
-        while True:
-            yield await queue.get()
+        while (call := await queue.get()) is not None:
+            yield call
 
 
 class Environments:
