@@ -177,6 +177,8 @@ class WorkerLogs:
         """`trim` shortens each log in `folder` that has more than `max_bytes`."""
         self.folder, self._max_bytes = folder, max_bytes
         self._paths: set[Path] = set()
+        # Those that could not be trimmed at the last look, which the server's log tells once.
+        self._told: set[Path] = set()
 
     def output(self, name: str) -> BinaryIO:
         """Opens the log called `name` as the output of a process; the caller closes it."""
@@ -192,20 +194,25 @@ class WorkerLogs:
 
     def trim(self) -> None:
         """Leaves the last `max_bytes` / 2 of each longer log, from the beginning of a line on."""
-        kept = self._max_bytes // 2
         for path in list(self._paths):
             try:
-                size = path.stat().st_size
-                if size <= self._max_bytes:
-                    continue
-                with path.open("a+b", buffering=0) as file:
-                    last = os.pread(file.fileno(), kept, size - kept)
-                    lines = last.partition(b"\n")[2] or last
-                    # Workers append too: what they print meanwhile comes before these lines.
-                    file.truncate(0)
-                    file.write(b"slipstream: older lines were removed\n" + lines)
+                if (size := path.stat().st_size) > self._max_bytes:
+                    self._shorten(path, size)
             except OSError as error:
-                log.warning("%s is not trimmed: %s", path, error.strerror)
+                if path not in self._told:
+                    log.warning("%s is not trimmed: %s", path, error.strerror)
+                self._told.add(path)
+            else:
+                self._told.discard(path)
+
+    def _shorten(self, path: Path, size: int) -> None:
+        kept = self._max_bytes // 2
+        with path.open("a+b", buffering=0) as file:
+            last = os.pread(file.fileno(), kept, size - kept)
+            lines = last.partition(b"\n")[2] or last
+            # Workers append too: what they print meanwhile comes before these lines.
+            file.truncate(0)
+            file.write(b"slipstream: older lines were removed\n" + lines)
 
 
 class WorkerStream:
