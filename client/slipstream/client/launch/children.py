@@ -206,13 +206,14 @@ async def show_lines(path: Path, prefix: str, ended: asyncio.Event) -> None:
 def last_complaint(path: Path, start: int = 0) -> str:
     """Returns the line of a log that most likely names the cause of a failure, or "" without one.
 
-    Only lines from byte `start` on count. A line that our programs wrote for people is preferred,
-    then the exception of the last traceback, then the last line.
+    Only lines from byte `start` on count, unless the log was cut meanwhile. A line that our
+    programs wrote for people is preferred, then the exception of the last traceback, then the last
+    line.
     """
     try:
         with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(start, file.tell() - TAIL_BYTES))
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(start if start <= end else 0, end - TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""

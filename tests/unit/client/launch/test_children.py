@@ -90,6 +90,14 @@ def test_an_earlier_life_is_not_the_cause_of_this_end(tmp_path: Path) -> None:
     assert last_complaint(log, start) == "RuntimeError: second"
 
 
+def test_the_cause_is_found_in_a_log_that_was_cut_since_the_start(tmp_path: Path) -> None:
+    # As logrotate does with copytruncate.
+    log = write(tmp_path / "log", *["an earlier line"] * 100)
+    start = log.stat().st_size
+    write(log, "RuntimeError: here")
+    assert last_complaint(log, start) == "RuntimeError: here"
+
+
 @pytest.mark.parametrize("prefix", ["", "[rank0]: ", "(EngineCore pid=7) ERROR 11-21 [core.py:1] "])
 def test_the_exception_is_the_cause_and_not_the_end_of_its_text(prefix, tmp_path):
     first, *traceback = REFUSED
