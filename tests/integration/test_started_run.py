@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import tomllib
@@ -21,6 +22,7 @@ import slipstream
 from slipstream.client import ResetResult, started_run
 from slipstream.client.client import NoController
 from slipstream.core.errors import ConfigError, EnvironmentFailed, RunFailed
+from slipstream.core.machine.files import remove_abandoned
 from slipstream.core.template_values import NEED_PARSER
 from slipstream.environments.questions import Questions
 from support.fakes.example_environments import Repeat
@@ -328,7 +330,12 @@ def test_a_handle_that_nobody_has_any_more_ends_its_run(quick) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("end", ["raise ValueError", "os.kill(os.getpid(), 9)"])
-def test_a_program_that_ends_leaves_no_process(quick, tmp_path: Path, tiny_model, end) -> None:
+def test_a_program_that_ends_leaves_no_process_and_no_file(
+    quick, tmp_path: Path, tiny_model, end, monkeypatch
+) -> None:
+    # Sockets are not made in a longer path.
+    temporary = tempfile.TemporaryDirectory(prefix="t")
+    monkeypatch.setenv("TMPDIR", temporary.name)
     program = tmp_path / "program.py"
     program.write_text(
         textwrap.dedent(
@@ -352,6 +359,11 @@ def test_a_program_that_ends_leaves_no_process(quick, tmp_path: Path, tiny_model
     for command in commands():
         # It became a child of this process.
         command.wait(LIMIT_S)
+    # The next run of this user removes what a killed one has left.
+    monkeypatch.setattr(tempfile, "tempdir", temporary.name)
+    remove_abandoned()
+    with temporary:
+        assert os.listdir(temporary.name) == []
 
 
 @pytest.mark.timeout(900)

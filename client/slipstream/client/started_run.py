@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import contextlib
 import inspect
 import io
 import math
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -54,6 +54,7 @@ from slipstream.core.errors import (
     EnvironmentFailed,
     RunFailed,
 )
+from slipstream.core.machine.files import OwnedFolder
 from slipstream.core.machine.process import die_with_parent, send_signal
 from slipstream.core.run_folder import ADDRESS, METRICS
 from slipstream.core.settings.config import Config
@@ -327,23 +328,26 @@ class _Start:
 async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
     """Starts the command; returns it with what its end will be."""
     before = plan.address
-    folder = tempfile.TemporaryDirectory(prefix="slipstream-")
-    settings, stderr = Path(folder.name, "settings.toml"), Path(folder.name, "stderr")
-    settings.write_bytes(tomli_w.dumps(plan.table).encode())
-    with stderr.open("wb") as file:
-        process = await asyncio.create_subprocess_exec(
-            *(*COMMAND, str(os.getpid()), str(settings)),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=None if plan.show else asyncio.subprocess.DEVNULL,
-            stderr=file,
-            cwd=plan.cwd,
-            # An interrupted cell interrupts its process group.
-            start_new_session=True,
-        )
+    folder = OwnedFolder("notebook")
+    settings, stderr = folder.path / "settings.toml", folder.path / "stderr"
+    with contextlib.ExitStack() as at_failure:
+        at_failure.callback(folder.close)
+        settings.write_bytes(tomli_w.dumps(plan.table).encode())
+        with stderr.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(
+                *(*COMMAND, str(os.getpid()), str(settings)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=None if plan.show else asyncio.subprocess.DEVNULL,
+                stderr=file,
+                cwd=plan.cwd,
+                # An interrupted cell interrupts its process group.
+                start_new_session=True,
+            )
+        at_failure.pop_all()
     start = _Start(process)
 
     async def conduct() -> None:
-        with folder:
+        with contextlib.closing(folder):
             over: concurrent.futures.Future[None] = concurrent.futures.Future()
             loop = _loop(ENVIRONMENTS)
             served = asyncio.run_coroutine_threadsafe(_serve(plan, before, over), loop)

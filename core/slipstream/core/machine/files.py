@@ -19,7 +19,7 @@ import stat
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import BinaryIO, Literal, cast, get_args
 
 _FLAGS = {"rb": os.O_RDONLY, "r+b": os.O_RDWR, "ab": os.O_WRONLY | os.O_APPEND | os.O_CREAT}
 
@@ -89,8 +89,8 @@ def sync_folder(path: Path) -> None:
 MAX_SOCKET_PATH_BYTES = 100
 # What is left of it for the temporary folder, in which vLLM's names of sockets have 37 bytes.
 _MAX_TEMPORARY_BYTES = MAX_SOCKET_PATH_BYTES - 40
-Kind = Literal["sockets", "sandbox", "agent"]
-_NAME = re.compile(r"slipstream-(sockets|sandbox|agent)-[a-z0-9_]{8}")
+Kind = Literal["sockets", "sandbox", "agent", "notebook"]
+_NAME = re.compile(rf"slipstream-({'|'.join(get_args(Kind))})-[a-z0-9_]{{8}}")
 
 
 class OwnedFolder:
