@@ -1,7 +1,7 @@
 """Measures what one controller takes for each trajectory, with servers that take no time.
 
-PYTHONPATH=tests python -m benchmarks.controller.load --servers 8 64 256 512 1024
-PYTHONPATH=tests python -m benchmarks.controller.load --servers 8 --joining 500
+PYTHONPATH=tests:deploy python -m benchmarks.controller.load --servers 8 64 256 512 1024
+PYTHONPATH=tests:deploy python -m benchmarks.controller.load --servers 8 --joining 500
 
 Each row is one run. Servers deliver as fast as they are leased, the trainer reports at once, every
 step is published to all. The claim is processor time of the controller: the generator shares the
@@ -30,8 +30,9 @@ from slipstream.protocol.access.security import open_channel
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.protocol.queue.base import seal
 from slipstream.v1 import fleet_pb2, status_pb2, status_pb2_grpc, trainer_pb2, trajectory_pb2
-from support.fakes.fake_server import LAYOUT, OPEN, FakeServer, bucket_digests
+from support.fakes.fake_server import LAYOUT, FakeServer, bucket_digests
 from support.fakes.fake_trainer import FakeTrainer
+from support.fakes.named_channel import OPEN
 from support.fakes.plain_trajectory import plain_trajectory
 from support.rigs.controller_runs import make_config
 from support.rigs.waiting import until
@@ -103,8 +104,9 @@ class LoadServer(FakeServer):
             sealed = seal(self.delivery_key, name, made.SerializeToString())
             self.generated += self.reply_tokens
             self.ended += self.reply_tokens
+            self.num_ended += 1
             self.num_delivered += 1
-            await self.sender.put(name, sealed, timeout_s=60)
+            await self.sender.put(name, sealed, timeout_s=60, tokens=self.reply_tokens)
         closed = fleet_pb2.LeaseReport(group_id=lease.group_id, closed=True)
         self.outbox.put_nowait(fleet_pb2.ServerMessage(lease=closed))
 
@@ -118,11 +120,12 @@ class LoadTrainer(FakeTrainer):
             await super()._follow(directives)
             return
         self.version = PolicyVersion(self.version.incarnation, batch.step + 1)
+        self.digest = self.version.step.to_bytes(16, "big")
         report = trainer_pb2.StepReport(
             step=batch.step,
             batch_id=batch.batch_id,
             version=trajectory_pb2.PolicyVersion(step=self.version.step),
-            weight_digest=self.version.step.to_bytes(16, "big"),
+            weight_digest=self.digest,
             metrics=METRICS,
             wall_s=0.001,
         )
