@@ -91,7 +91,7 @@ def test_an_earlier_life_is_not_the_cause_of_this_end(tmp_path: Path) -> None:
 
 
 def test_the_cause_is_found_in_a_log_that_was_cut_since_the_start(tmp_path: Path) -> None:
-    # As logrotate does with copytruncate.
+    # logrotate cuts it so, with copytruncate.
     log = write(tmp_path / "log", *["an earlier line"] * 100)
     start = log.stat().st_size
     write(log, "RuntimeError: here")
