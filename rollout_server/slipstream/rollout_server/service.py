@@ -47,11 +47,12 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.protocol.rich_errors import Reason, has_reason
+from slipstream.rollout_server.episodes.calls import OutgoingMessages
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.play import EpisodeServices, Identity, Model
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.parts import open_fetches, open_reference, open_sender
-from slipstream.rollout_server.session import JoinCall, OutgoingMessages, Session, hello
+from slipstream.rollout_server.session import JoinCall, Session, hello
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class RolloutServer:
         self._model, self._gateway = model, gateway
         self._credentials = Credentials.load(config.security)
         self._metadata = call_metadata(self._credentials, config.run.id)
-        self._outbox = OutgoingMessages()
+        self._outbox = OutgoingMessages[fleet_pb2.ServerMessage]()
         self._open_fetches = open_fetches(config, server_id)
 
     async def run(self, stop: asyncio.Event) -> None:

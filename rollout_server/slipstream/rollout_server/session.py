@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -23,6 +22,7 @@ from slipstream.protocol.queue.base import Amount, TrajectorySender
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.nccl_group import agreed_settings
 from slipstream.rollout_server.engine_interface import Engine
+from slipstream.rollout_server.episodes.calls import OutgoingMessages
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.episodes.play import EpisodeServices, Identity, Lease
 from slipstream.rollout_server.process import is_cpu_build
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_OUTGOING = 65_536
 _FLUSH_PERIOD_S = 0.02
 # Time limits for cancelled episodes to end, for the queue to send its trajectories, and for the
 # controller to end the stream.
@@ -55,7 +54,7 @@ class Session:
         self,
         identity: Identity,
         welcome: fleet_pb2.Welcome,
-        outbox: OutgoingMessages,
+        outbox: OutgoingMessages[fleet_pb2.ServerMessage],
         config: Config,
         sender: TrajectorySender,
         services: EpisodeServices,
@@ -184,23 +183,6 @@ class Session:
 
     def _tell_publish(self, report: fleet_pb2.PublishReport) -> None:
         self._outbox.put_nowait(fleet_pb2.ServerMessage(publish=report))
-
-
-class OutgoingMessages(asyncio.Queue[fleet_pb2.ServerMessage | None]):
-    """A queue of messages to the controller; None ends the stream after the messages before it."""
-
-    def __init__(self) -> None:
-        super().__init__(_MAX_OUTGOING)
-
-    async def messages(self) -> AsyncIterator[fleet_pb2.ServerMessage]:
-        """Yields the messages in order, until None."""
-        while (message := await self.get()) is not None:
-            yield message
-
-    def end(self) -> None:
-        """Ends `messages`, for which gRPC would wait for ever behind a stream that is over."""
-        with contextlib.suppress(asyncio.QueueFull):
-            self.put_nowait(None)
 
 
 def hello(

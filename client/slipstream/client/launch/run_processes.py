@@ -342,11 +342,6 @@ class RunProcesses:
         self._children.append(child)
         return child
 
-    def _bury(self, child: Child) -> None:
-        """Ends what an ended child has started; later another group of processes has its number."""
-        child.signal(signal.SIGKILL)
-        self._children.remove(child)
-
     async def _told(self, name: str, keeping: Awaitable[None]) -> None:
         """Awaits `keeping`; an OSError, such as from a full disk, ends the run as failed.
 
@@ -387,7 +382,8 @@ class RunProcesses:
                 return controller
             if not await self._may_restart(policy, controller):
                 return controller
-            self._bury(controller)
+            controller.signal(signal.SIGKILL)
+            self._children.remove(controller)
             self._controller = asyncio.ensure_future(self._start_controller())
 
     async def _keep(
@@ -403,7 +399,9 @@ class RunProcesses:
             child = await start_child(name, program.module, given, log_path=log, environ=environ)
             self._children.append(child)
             await child.process.wait()
-            self._bury(child)
+            # Processes that it has started must not outlive it. Others may have its number later.
+            child.signal(signal.SIGKILL)
+            self._children.remove(child)
             has_left = is_server and child.process.returncode == 0
             if self._over or self._display.is_over or has_left:
                 return

@@ -307,9 +307,7 @@ class Relay:
                 async for message in messages:
                     yield message
         finally:
-            for number, call in list(self._calls.items()):
-                if call.answers is answers:
-                    del self._calls[number]
+            self._calls = {n: c for n, c in self._calls.items() if c.answers is not answers}
             for key, client in episodes.items():
                 close = pb.CloseCommand(episode_key=key)
                 client.put(pb.WorkerCommand(call_id=next(self._numbers), close=close))

@@ -7,10 +7,11 @@ answer. Unblocked by: the answer, the limit of the call, or the end of the strea
 """
 
 import asyncio
+import contextlib
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import ClassVar, TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import ClassVar, TypeAlias, TypeVar
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.template_values import NEED_PARSER, read_tools
@@ -18,9 +19,12 @@ from slipstream.protocol.bounds import largest
 from slipstream.rollout_server.chat import ParsedReply
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
+Message = TypeVar("Message")
 MAX_MESSAGE_CHARACTERS = 500
 # The controller blames the server for a trajectory with a larger sum of rewards.
 MAX_REWARD = largest(trajectory_pb2.Trajectory, "reward")
+# Messages that may wait for a stream to the controller.
+_MAX_OUTGOING = 65_536
 # Calls of one agent that may wait to be taken; a worker opens far fewer.
 _MAX_WAITING_CALLS = 1024
 # The answers to a command, mostly one; a failure is the last of them.
@@ -179,6 +183,23 @@ def _offered(tools: str) -> str:
         return tools if tools and read_tools(tools) else ""
     except ValueError as error:
         raise misused(str(error)) from None
+
+
+class OutgoingMessages(asyncio.Queue[Message | None]):
+    """A queue of messages to the controller; None ends the stream after the messages before it."""
+
+    def __init__(self) -> None:
+        super().__init__(_MAX_OUTGOING)
+
+    async def messages(self) -> AsyncIterator[Message]:
+        """Yields the messages in order, until None."""
+        while (message := await self.get()) is not None:
+            yield message
+
+    def end(self) -> None:
+        """Ends `messages`, for which gRPC would wait for ever behind a stream that is over."""
+        with contextlib.suppress(asyncio.QueueFull):
+            self.put_nowait(None)
 
 
 class CallTable:

@@ -8,16 +8,15 @@ worker fewer episodes share one for a while.
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import grpc
 import grpc.aio
 from slipstream.core.backoff import Backoff
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.rollout_server.episodes.calls import CallTable, StreamSession
+from slipstream.rollout_server.episodes.calls import CallTable, OutgoingMessages, StreamSession
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.episodes.workers import UNLOADED, EnvironmentWorker, Suspects
 from slipstream.v1 import environment_pb2, fleet_pb2, fleet_pb2_grpc, trajectory_pb2
@@ -27,7 +26,6 @@ _MAX_RESTARTS_IN_A_ROW = 5
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
 _LONE_PING_S = 1.0
-_MAX_QUEUED_CALLS = 65_536
 Report = Callable[[fleet_pb2.EnvironmentReport], None]
 
 
@@ -192,8 +190,7 @@ class ClientEnvironments:
     def __init__(self, channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> None:
         self._stub = fleet_pb2_grpc.FleetServiceStub(channel)
         self._metadata = metadata
-        # None ends the stream.
-        self._calls = asyncio.Queue[fleet_pb2.EnvironmentCall | None](_MAX_QUEUED_CALLS)
+        self._calls = OutgoingMessages[fleet_pb2.EnvironmentCall]()
         self._tables: dict[str, CallTable] = {}
         self._wanted = asyncio.Event()
 
@@ -218,7 +215,7 @@ class ClientEnvironments:
         """
         while True:
             await self._wanted.wait()
-            stream = self._stub.CallEnvironments(self._outgoing(), metadata=self._metadata)
+            stream = self._stub.CallEnvironments(self._calls.messages(), metadata=self._metadata)
             cause = "the controller ended the stream"
             try:
                 async for answer in stream:
@@ -235,19 +232,12 @@ class ClientEnvironments:
                     f"calls to clients broke off: {cause}",
                 )
             self._tables.clear()
-            with contextlib.suppress(asyncio.QueueFull):
-                # Behind a stream that is over gRPC would wait for the next call for ever.
-                self._calls.put_nowait(None)
-            self._calls = asyncio.Queue(_MAX_QUEUED_CALLS)
+            self._calls.end()
+            self._calls = OutgoingMessages()
             this = asyncio.current_task()
             if this is not None and this.cancelling():
                 # A stream that fails while it is cancelled swallows the cancellation.
                 return
-
-    async def _outgoing(self) -> AsyncIterator[fleet_pb2.EnvironmentCall]:
-        queue = self._calls
-        while (call := await queue.get()) is not None:
-            yield call
 
 
 class Environments:

@@ -177,7 +177,7 @@ class WorkerLogs:
         """`trim` shortens each log in `folder` that has more than `max_bytes`."""
         self.folder, self._max_bytes = folder, max_bytes
         self._paths: set[Path] = set()
-        # Those that could not be trimmed at the last look, which the server's log tells once.
+        # Those that could not be trimmed, which the server's log tells once.
         self._told: set[Path] = set()
 
     def output(self, name: str) -> BinaryIO:
@@ -194,25 +194,22 @@ class WorkerLogs:
 
     def trim(self) -> None:
         """Leaves the last `max_bytes` / 2 of each longer log, from the beginning of a line on."""
+        kept = self._max_bytes // 2
         for path in list(self._paths):
             try:
-                if (size := path.stat().st_size) > self._max_bytes:
-                    self._shorten(path, size)
+                size = path.stat().st_size
+                if size <= self._max_bytes:
+                    continue
+                with path.open("a+b", buffering=0) as file:
+                    last = os.pread(file.fileno(), kept, size - kept)
+                    lines = last.partition(b"\n")[2] or last
+                    # Workers append too: what they print meanwhile comes before these lines.
+                    file.truncate(0)
+                    file.write(b"slipstream: older lines were removed\n" + lines)
             except OSError as error:
                 if path not in self._told:
                     log.warning("%s is not trimmed: %s", path, error.strerror)
                 self._told.add(path)
-            else:
-                self._told.discard(path)
-
-    def _shorten(self, path: Path, size: int) -> None:
-        kept = self._max_bytes // 2
-        with path.open("a+b", buffering=0) as file:
-            last = os.pread(file.fileno(), kept, size - kept)
-            lines = last.partition(b"\n")[2] or last
-            # Workers append too: what they print meanwhile comes before these lines.
-            file.truncate(0)
-            file.write(b"slipstream: older lines were removed\n" + lines)
 
 
 class WorkerStream:

@@ -197,13 +197,8 @@ class RunRecorder:
         return time.monotonic() - self._last_step_s
 
     def close(self) -> None:
-        """Closes all files; blocks until the trackers are done, but only for a limited time."""
-        self._close_files()
+        """Closes the trackers; blocks until they are done, but only for a limited time."""
         self._trackers.close()
-
-    def _close_files(self) -> None:
-        for file in (self._metrics, self._samples, self._groups):
-            file.close()
 
     def server_report(self, report: fleet_pb2.ServerReport) -> None:
         """Notes when the first engine began to generate, for the generation rate."""
@@ -348,7 +343,8 @@ class RunRecorder:
         text = json.dumps(finite, indent=2)
         write_result(self._folder / SUMMARY, f"{text}\n".encode(), self._warn)
         # Closing adds events about lost lines while clients still follow the events.
-        self._close_files()
+        for file in (self._metrics, self._samples, self._groups):
+            file.close()
         return finite
 
 

@@ -227,25 +227,22 @@ class Fleet:
     def receive(self, session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
         """Passes a message of a server to the listeners, of which some handle it."""
         session.last_seen_s = session.clock.now_s()
-        match message.WhichOneof("message"):
-            case "heartbeat" | "drained" as kind:
-                report = getattr(message, kind)
-                for each in self.listeners:
-                    each.reported(session, report)
-                session.report = report
-                if kind == "drained":
-                    session.drained.set()
-            case "environment":
-                for each in self.listeners:
+        kind = message.WhichOneof("message")
+        if kind == "draining":
+            self.drains(session, message.draining.reason)
+        for each in self.listeners:
+            match kind:
+                case "heartbeat" | "drained":
+                    each.reported(session, getattr(message, kind))
+                case "environment":
                     each.environment_reported(session, message.environment)
-            case "publish":
-                for each in self.listeners:
+                case "publish":
                     each.publish_reported(session, message.publish)
-            case "lease":
-                for each in self.listeners:
+                case "lease":
                     each.lease_reported(session, message.lease)
-            case "rested":
-                for each in self.listeners:
+                case "rested":
                     each.rested(session, message.rested)
-            case "draining":
-                self.drains(session, message.draining.reason)
+        if kind in ("heartbeat", "drained"):
+            session.report = getattr(message, kind)
+        if kind == "drained":
+            session.drained.set()
