@@ -182,13 +182,16 @@ class Run:
         while not is_last:
             is_last = self._end.done()
             with path.open("rb") if path.is_file() else io.BytesIO() as file:
+                if file.seek(0, os.SEEK_END) < self._offset:
+                    # It was cut or removed meanwhile.
+                    self._offset = 0
                 file.seek(self._offset)
                 for line in file:
-                    row = parsed(line)
-                    if not line.endswith(b"\n") or not isinstance(row, dict):
+                    if not line.endswith(b"\n"):
                         break
                     self._offset += len(line)
-                    yield row
+                    if isinstance(row := parsed(line), dict):
+                        yield row
             if not is_last:
                 self._look()
         self.wait()

@@ -4,7 +4,9 @@ import asyncio
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 from slipstream.client import started_run
@@ -46,6 +48,25 @@ def test_two_threads_that_start_their_first_runs_share_one_loop(monkeypatch) -> 
     found[0].call_soon_threadsafe(found[0].stop)
     running.join()
     found[0].close()
+
+
+def test_rows_come_behind_a_damaged_line_and_in_a_file_that_was_cut(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run = started_run.Run.__new__(started_run.Run)
+    run._plan, run._end, run._offset = SimpleNamespace(folder=tmp_path), Future(), 0
+    looks = iter(
+        [
+            lambda: path.write_text('{"step": 1.0}\n{"step": \n{"step": 3.0}\n{"st'),
+            # What follows a torn line is no row.
+            lambda: path.write_text('{"step": 1.0}\n{"step": \n{"step": 3.0}\n{"st{}\n'),
+            lambda: path.write_text('{"step": 5.0}\n'),
+            path.unlink,
+            lambda: path.write_text('{"step": 6.0}\n'),
+            lambda: run._end.set_result(None),
+        ]
+    )
+    monkeypatch.setattr(run, "_look", lambda: next(looks)())
+    assert [row["step"] for row in run] == [1.0, 3.0, 5.0, 6.0]
 
 
 @pytest.mark.process
