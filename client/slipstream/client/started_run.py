@@ -333,20 +333,17 @@ async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
     before = plan.address
     folder = OwnedFolder("notebook")
     settings, stderr = folder.path / "settings.toml", folder.path / "stderr"
-    with contextlib.ExitStack() as at_failure:
-        at_failure.callback(folder.close)
-        settings.write_bytes(tomli_w.dumps(plan.table).encode())
-        with stderr.open("wb") as file:
-            process = await asyncio.create_subprocess_exec(
-                *(*COMMAND, str(os.getpid()), str(settings)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=None if plan.show else asyncio.subprocess.DEVNULL,
-                stderr=file,
-                cwd=plan.cwd,
-                # An interrupted cell interrupts its process group.
-                start_new_session=True,
-            )
-        at_failure.pop_all()
+    settings.write_bytes(tomli_w.dumps(plan.table).encode())
+    with stderr.open("wb") as file:
+        process = await asyncio.create_subprocess_exec(
+            *(*COMMAND, str(os.getpid()), str(settings)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=None if plan.show else asyncio.subprocess.DEVNULL,
+            stderr=file,
+            cwd=plan.cwd,
+            # An interrupted cell interrupts its process group.
+            start_new_session=True,
+        )
     start = _Start(process)
 
     async def conduct() -> None:

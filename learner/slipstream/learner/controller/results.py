@@ -115,7 +115,8 @@ class Results(Part):
 
     def reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
         self._books.ledger.report(session.key, report)
-        self._recorder.server_report(report)
+        if report.busy_s:
+            self._recorder.rate.began(time.monotonic() - report.busy_s)
         self._times.report(session.report, report)
 
     def lost(self, session: ServerSession) -> None:

@@ -42,7 +42,7 @@ from slipstream.learner.controller.trajectories.batch import (
     environment_means,
     equal_rewards,
 )
-from slipstream.v1 import fleet_pb2, status_pb2
+from slipstream.v1 import status_pb2
 
 TOKENIZER = "tokenizer.json"
 MIN_SAMPLED_GROUPS = 2
@@ -199,11 +199,6 @@ class RunRecorder:
     def close(self) -> None:
         """Closes the trackers; blocks until they are done, but only for a limited time."""
         self._trackers.close()
-
-    def server_report(self, report: fleet_pb2.ServerReport) -> None:
-        """Notes when the first engine began to generate, for the generation rate."""
-        if report.busy_s:
-            self.rate.began(time.monotonic() - report.busy_s)
 
     def step(
         self,

@@ -84,10 +84,10 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
     ) -> None:
         cause = report.failure.message if report.HasField("failure") else ""
         entry = self._environments.entries.get(report.environment)
-        if entry is not None and entry.client_episodes is not None:
-            # A client serves the environment, so that no rollout server loads it.
+        if entry is None or entry.is_suspended or entry.client_episodes is not None:
+            # It left the run meanwhile, or a client serves it, so that no rollout server loads it.
             return
-        if entry is not None and not cause:
+        if not cause:
             # Tasks are leased by their number, which must name the same task on every server.
             has_others = bool(report.digest) and entry.counts.digest != report.digest
             is_elsewhere = bool(entry.loaded_on - {session.key})
@@ -102,10 +102,9 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
             elif has_others:
                 self._take_tasks(entry, report.num_tasks, report.digest)
         if cause:
-            if entry is not None:
-                entry.load_failed(session.key, cause)
+            entry.load_failed(session.key, cause)
             self._run.events.warn(f"environment {report.environment} on {session.name}: {cause}")
-        elif entry is not None:
+        else:
             entry.loaded(session.key, report.num_tasks)
         self._run.signal.notify()
 

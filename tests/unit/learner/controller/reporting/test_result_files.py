@@ -142,7 +142,7 @@ def test_a_report_with_the_name_of_a_metric_of_the_run_is_told_once(tmp_path):
 def test_a_clock_that_is_set_changes_no_length_of_time(tmp_path, monkeypatch, jump_s):
     recorder, _ = opened(tmp_path)
     report = fleet_pb2.ServerReport(busy_s=1.0)
-    recorder.server_report(report)
+    recorder.rate.began(time.monotonic() - report.busy_s)
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
     row = step(recorder, 0, trained_tokens=9.0)
@@ -310,7 +310,7 @@ def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(tmp_path: Pa
     recorder.rate.earlier = history.servers.generated
     report = fleet_pb2.ServerReport()
     before_s, report.busy_s = time.monotonic(), 100.0
-    recorder.server_report(report)
+    recorder.rate.began(time.monotonic() - report.busy_s)
     after_s = time.monotonic()
     # A moment passed between the two clocks.
     slowest = 25_000 / (100.0 + after_s - before_s)

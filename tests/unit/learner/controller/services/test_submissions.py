@@ -110,6 +110,9 @@ def test_a_suspended_environment_has_no_workers_until_it_is_submitted_again() ->
     late = joined(books.fleet, "late")
     assert [order.unload for order in orders(session)] == [False, True]
     assert orders(late) == []
+    # This report was under way.
+    late_report = fleet_pb2.EnvironmentReport(environment="own", num_tasks=5)
+    servicer.environment_reported(session, late_report)
     assert not entry.loaded_on
     again = servicer._enter(entry.spec)
     newest = joined(books.fleet, "newest")
