@@ -196,7 +196,9 @@ class EnvironmentWorker:
         if not self._stream.attached.is_set():
             (path, begin), said = self._log, b""
             with contextlib.suppress(OSError):
-                said = path.read_bytes()[begin:].strip()
+                said = path.read_bytes()
+                # The log may have been trimmed meanwhile.
+                said = said[begin if begin <= len(said) else 0 :].strip()
             last = said.rpartition(b"\n")[2].decode(errors="replace") or "without a word"
             ended = f"{ended} before it attached: {last:.{MAX_MESSAGE_CHARACTERS - 80}}"
         elif calls.current in self.episodes:

@@ -4,9 +4,13 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from slipstream.rollout_server.episodes.worker_gateway import WorkerLogs
+from slipstream.rollout_server.episodes.workers import EnvironmentWorker, Suspects
+from slipstream.v1 import environment_pb2
 from support.rigs.waiting import LIMIT_S
 
 REMOVED = "slipstream: older lines were removed"
@@ -74,3 +78,18 @@ def test_a_log_that_was_removed_is_told_of_once(tmp_path, caplog):
         for _ in range(100):
             logs.trim()
     assert [record.message for record in caplog.records] == [told]
+
+
+@pytest.mark.parametrize("begin", [0, len(REMOVED), 5_000])
+async def test_the_last_words_of_a_worker_are_found_in_a_log_that_was_trimmed(tmp_path, begin):
+    said = f"{REMOVED}\nImportError: no numpy\n"
+    (tmp_path / "a.log").write_text(said)
+    spec = environment_pb2.EnvironmentSpec(name="e")
+    worker = EnvironmentWorker(SimpleNamespace(), spec, Suspects(), try_reset=False)
+    wait = AsyncMock(return_value="worker exited with code 1")
+    worker._process = SimpleNamespace(wait=wait, calls=lambda: SimpleNamespace(running=()))
+    worker._log = tmp_path / "a.log", begin
+    await worker._watch_exit()
+    assert str(worker.table.failure) == (
+        "worker exited with code 1 before it attached: ImportError: no numpy"
+    )
