@@ -328,12 +328,12 @@ class Controller:
         self.intake.withdraw(list(self._book.groups.values()), "the run is over")
         until_s = clock.now_s() + DRAIN_LIMIT_S
         while waiting and clock.now_s() < until_s:
-            await self._run.signal.wait(0.1)
+            await self._run.signal.changes(0.1, gather_s=0.0)
             waiting = [s for s in waiting if not s.drained.is_set() and fleet.find(s.key) is s]
         if waiting:
             self._run.events.warn("a rollout server did not drain in time")
         for session in sessions:
-            session.disconnect()
+            session.outbox.close()
 
 
 def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:

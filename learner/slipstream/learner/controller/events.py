@@ -62,10 +62,6 @@ class Signal:
             timer.cancel()
             waiters.pop(waiter, None)
 
-    async def wait(self, timeout_s: float) -> None:
-        """Waits for the next `notify`, at most `timeout_s`."""
-        await self.changes(timeout_s, gather_s=0.0)
-
 
 def _wake(waiters: Iterable[asyncio.Future[None]]) -> None:
     for waiter in waiters:
@@ -137,7 +133,7 @@ class EventLog:
                 yield event
             if self.closed and after >= self._count:
                 return
-            await self._signal.wait(5.0)
+            await self._signal.changes(5.0, gather_s=0.0)
 
     def _append(self, event: status_pb2.Event) -> None:
         self._count += 1

@@ -228,7 +228,7 @@ async def test_the_passes_of_a_step_are_written_while_the_last_one_is_computed(t
 async def test_an_operation_whose_turn_has_come_wakes_the_trainer(tmp_path: Path) -> None:
     with opened(tmp_path) as loop:
         await loop.begin()
-        trainer = asyncio.create_task(loop.run.signal.wait(LIMIT_S))
+        trainer = asyncio.create_task(loop.run.signal.changes(LIMIT_S, gather_s=0.0))
         await asyncio.sleep(0)
         loop.operations._take_turn()
         await asyncio.sleep(0)

@@ -89,11 +89,11 @@ async def test_a_task_wakes_once_for_all_changes_of_a_moment() -> None:
 async def test_a_notice_wakes_those_that_wait_and_no_later_ones() -> None:
     signal = Signal()
     signal.notify()
-    waiting = [asyncio.create_task(signal.wait(60.0)) for _ in range(2)]
+    waiting = [asyncio.create_task(signal.changes(60.0, gather_s=0.0)) for _ in range(2)]
     await asyncio.sleep(0)
     signal.notify()
     await asyncio.wait_for(asyncio.gather(*waiting), LIMIT_S)
-    late = asyncio.create_task(signal.wait(60.0))
+    late = asyncio.create_task(signal.changes(60.0, gather_s=0.0))
     for _ in range(10):
         await asyncio.sleep(0)
     assert not late.done()
@@ -103,7 +103,7 @@ async def test_a_notice_wakes_those_that_wait_and_no_later_ones() -> None:
 async def test_one_change_of_many_wakes_only_those_that_gather() -> None:
     signal = Signal()
     gathering = asyncio.create_task(signal.changes(60.0, gather_s=0.001))
-    waiting = asyncio.create_task(signal.wait(60.0))
+    waiting = asyncio.create_task(signal.changes(60.0, gather_s=0.0))
     await asyncio.sleep(0)
     signal.notify(gathered=True)
     async with asyncio.timeout(LIMIT_S):

@@ -53,7 +53,7 @@ async def test_a_server_is_not_silent_while_the_loop_stands_still() -> None:
     # Now nothing but its own silence is left.
     async with asyncio.timeout(LIMIT_S):
         while fleet.find(session.key) is session:
-            await run.signal.wait(1.0)
+            await run.signal.changes(1.0, gather_s=0.0)
     cause = fleet.departed[session.key.server_id].cause
     # Not of the time in which the loop was blocked.
     assert 0.6 <= float(cause.removeprefix("silent for ").removesuffix(" s")) < 1.5, cause

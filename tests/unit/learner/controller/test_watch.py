@@ -45,7 +45,7 @@ class Watched:
     async def until_over(self) -> None:
         async with asyncio.timeout(LIMIT_S):
             while not self.scene.run.progress.is_over:
-                await self.scene.run.signal.wait(1.0)
+                await self.scene.run.signal.changes(1.0, gather_s=0.0)
         self.watching.cancel()
 
 

@@ -148,7 +148,7 @@ class Fleet:
 
     def remove(self, session: ServerSession, cause: str) -> None:
         """Ends a server's stream and removes the server; the episodes that it ran are lost."""
-        session.disconnect()
+        session.outbox.close()
         if self.find(session.key) is not session:
             return
         del self.sessions[session.key.server_id]

@@ -247,10 +247,6 @@ class ServerSession:
         if not self.outbox.put(message, after=after, overtakes=overtakes):
             self.outbox.close()
 
-    def disconnect(self) -> None:
-        """Ends the server's stream after the waiting messages are sent."""
-        self.outbox.close()
-
 
 def describe(session: ServerSession) -> status_pb2.ServerStatus:
     """Returns a session in the form in which the status call shows it."""

@@ -508,7 +508,7 @@ async def await_goodbye(run: Run, trainer: TrainerServicer, *, silence_s: float)
                 "export the model; run the same command again to resume it"
             )
             return
-        await run.signal.wait(min(LOOK_S, silence_s - silent_s + 0.001))
+        await run.signal.changes(min(LOOK_S, silence_s - silent_s + 0.001), gather_s=0.0)
     goodbye, is_wanted = trainer.goodbye, run.config.learner.export_final
     if goodbye is not None and is_wanted and not goodbye.export_path:
         progress.fail(

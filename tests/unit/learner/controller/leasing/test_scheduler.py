@@ -85,7 +85,7 @@ async def test_a_lease_that_waits_for_the_disk_leaves_though_the_run_ends(rig, m
     with pytest.raises(asyncio.CancelledError):
         await leasing
     session.send(fleet_pb2.ControllerMessage(drain=fleet_pb2.Drain()))
-    session.disconnect()
+    session.outbox.close()
     disk.go_on()
     async with asyncio.timeout(LIMIT_S):
         left = [m.WhichOneof("message") async for m in session.outbox.messages()]

@@ -67,7 +67,7 @@ async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_i
         # The late server is not asked again before its answer has come.
         scene.publisher.ask_ahead(PolicyVersion(0, 2))
         assert late.outbox.pop() is None
-        changed = asyncio.create_task(scene.run.signal.wait(10))
+        changed = asyncio.create_task(scene.run.signal.changes(10, gather_s=0.0))
         await asyncio.sleep(0)
         scene.say(question, READY, late)
         await changed
