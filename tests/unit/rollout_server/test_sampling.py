@@ -47,7 +47,7 @@ def test_settings_of_what_is_drawn_reach_vllm_and_the_rule_for_agents_from_one_p
     sampling = Sampling.from_pb(section.to_pb())
     asked = parameters(sampling, 8, experts_from=0)
     assert (asked.seed, parameters(replace(sampling, seed=0), 8, experts_from=0).seed) == (None, 0)
-    _, told = rule({"temperature": 1, "top_p": 1, "top_k": 1}, sampling, fields=())
+    _, told = rule({"temperature": 1, "top_p": 1, "top_k": 1}, sampling, fields=(), variables=())
     for name in ("temperature", "top_p", "top_k"):
         assert sampling.distribution[name] == getattr(section, name)
         assert getattr(asked, name) == getattr(section, name)

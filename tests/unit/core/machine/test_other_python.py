@@ -32,7 +32,9 @@ def check(python: Path, reference: str, *options: object) -> subprocess.Complete
 
 
 def test_a_worker_runs_with_another_interpreter_that_lacks_slipstream(furnished: Path) -> None:
-    lacks = subprocess.run([furnished, "-c", "import slipstream"], capture_output=True, check=False)
+    # -E: whoever runs the tests may have a PYTHONPATH with our sources.
+    command = [furnished, "-E", "-c", "import slipstream"]
+    lacks = subprocess.run(command, capture_output=True, check=False)
     assert lacks.returncode != 0
     ended = check(furnished, "fake_workers:Good")
     assert ended.returncode == 0, ended.stderr
