@@ -182,7 +182,11 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
     "a step has two batches": (more("batch"), "step 2 has two batches"),
     "a batch's file is gone": (
         lambda p: batch_path(p.log.parent, 3).unlink(),
-        "the batch of step 3 cannot be read: No such file",
+        "files of 1 batches are missing, of the steps [3]",
+    ),
+    "old batches were removed": (
+        lambda p: [batch_path(p.log.parent, step).unlink() for step in range(3)],
+        "files of 3 batches are missing, of the steps [0, 1, 2]",
     ),
     "a batch is another": (
         in_record("batch", crc32=7),
