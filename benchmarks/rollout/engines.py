@@ -102,8 +102,9 @@ class Ours:
         self._vllm, self._sizes, self._config = engine, sizes, config
         self._stop = asyncio.Event()
         gateway = WorkerGateway(config.run_dir / "logs-ours", log_bytes=1 << 20)
-        agents = AgentServices(engine.parts, config.rollout_server)
-        model = Model(engine, Renderer(config.model.path), agents)
+        renderer = Renderer(config.model.path)
+        agents = AgentServices(engine.llm, renderer, config.rollout_server)
+        model = Model(engine, renderer, agents)
         server = RolloutServer(config, address, ServerId("ours"), model, gateway)
         self._serving = asyncio.create_task(server.run(self._stop))
         self._serving.add_done_callback(_give_up)
@@ -114,7 +115,7 @@ class Ours:
         await self._vllm.aclose()
         # Else the finalisers of vLLM's client run behind those of its modules, and log errors.
         gc.unfreeze()
-        del self._vllm._llm
+        del self._vllm.llm
         gc.collect()
 
     @classmethod
@@ -200,7 +201,7 @@ class Ours:
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
 
-        llm, sizes = self._vllm._llm, self._sizes
+        llm, sizes = self._vllm.llm, self._sizes
 
         async def last(collector: Any) -> Any:  # noqa: ANN401 - vLLM's
             while not (output := await collector.get()).finished:

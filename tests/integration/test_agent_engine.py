@@ -19,6 +19,7 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
     TextPart,
 )
+from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.vllm.agent_services import AgentServices
 from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config
 from support.fakes.chat_models import make_chat_model
@@ -54,7 +55,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]
     async with started_engine(config) as engine:
         await engine.pauses.resume(PolicyVersion(0, 0))
         before = processes(), listening()
-        agents = AgentServices(engine.parts, config.rollout_server)
+        agents = AgentServices(engine.llm, Renderer(folder), config.rollout_server)
         api = await agents.api()
         yield SimpleNamespace(
             engine=engine,
@@ -118,7 +119,7 @@ async def test_parts_hold_what_generate_returns(served, is_streamed) -> None:
     parts, end = await parts_of(
         served.engine, f"parts{is_streamed}", greedy, is_streamed=is_streamed
     )
-    text = served.engine._llm.get_tokenizer().decode(whole.token_ids.tolist())
+    text = served.engine.llm.get_tokenizer().decode(whole.token_ids.tolist())
     assert "".join(part.text for part in parts) == text
     assert end.token_ids.tolist() == whole.token_ids.tolist()
     assert np.abs(end.logprobs - whole.logprobs).max() < 1e-5
@@ -151,7 +152,7 @@ async def test_more_logprobs_change_nothing_that_is_recorded(served, is_streamed
 async def test_a_stop_text_ends_a_reply_and_the_tokens_add_up(served, is_streamed) -> None:
     greedy = dataclasses.replace(ENDLESS, temperature=0.0)
     _, endless = await parts_of(served.engine, f"endless{is_streamed}", greedy)
-    text = served.engine._llm.get_tokenizer().decode(endless.token_ids.tolist())
+    text = served.engine.llm.get_tokenizer().decode(endless.token_ids.tolist())
     stop = next(letter for letter in text[5:] if letter.isascii() and letter.isprintable())
     parts, end = await parts_of(
         served.engine, f"stop{is_streamed}", greedy, is_streamed=is_streamed, stop=(stop,)

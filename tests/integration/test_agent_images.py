@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from slipstream.rollout_server.episodes.recording import Recording
-from slipstream.rollout_server.vllm.agent_services import AgentServices
-from support.fakes.agent_rig import SAMPLING, AgentRig, agent_config, scripted_engine
+from support.fakes.agent_rig import (
+    SAMPLING,
+    AgentRig,
+    agent_config,
+    agent_services,
+    scripted_engine,
+)
 from support.fakes.tiny_models import make_seeing_model
 
 from deploy.environments.colours import COLOURS, square_png
@@ -28,7 +33,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AgentRig:
     make_seeing_model(folder, "qwen2_5_vl", max_position_embeddings=4096)
     config = agent_config(folder, tool_parser=None)
     engine = scripted_engine(config, lambda _: "red")
-    return AgentRig(engine, await AgentServices(engine.parts, config.rollout_server).api())
+    return AgentRig(engine, await agent_services(engine, config.rollout_server).api())
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -85,7 +90,7 @@ async def test_the_template_of_the_settings_shows_images(tmp_path: Path) -> None
     template = (tmp_path / "chat_template.jinja").rename(tmp_path / "mine.jinja")
     config = agent_config(tmp_path, tool_parser=None, chat_template=str(template))
     engine = scripted_engine(config, lambda _: "red")
-    rig = AgentRig(engine, await AgentServices(engine.parts, config.rollout_server).api())
+    rig = AgentRig(engine, await agent_services(engine, config.rollout_server).api())
     rig.begin(SEEING)
     answer = await ask(rig, "/v1/chat/completions", messages=[user(RED, "colour")])
     assert answer.status_code == 200, answer.text

@@ -16,13 +16,13 @@ from slipstream.core.template_values import NEED_PARSER
 from slipstream.rollout_server.agents import agent_api
 from slipstream.rollout_server.chat import TemplateInputs
 from slipstream.rollout_server.engine_interface import RequestRefused
-from slipstream.rollout_server.vllm.agent_services import AgentServices
 from support.fakes.agent_rig import (
     CALL,
     SAMPLING,
     AgentRig,
     agent_config,
     agent_rig,
+    agent_services,
     script,
     scripted_engine,
 )
@@ -698,7 +698,7 @@ async def test_no_call_is_served_after_the_end_of_the_episode(rig) -> None:
 async def test_a_parser_that_does_not_fit_the_model_is_named(shared) -> None:
     settings = agent_config(Path("models/any"), tool_parser="deepseek_v3").rollout_server
     with pytest.raises(ConfigError, match="rollout_server.tool_parser = 'deepseek_v3'"):
-        await AgentServices(shared.engine.parts, settings).api()
+        await agent_services(shared.engine, settings).api()
 
 
 # Like Gemma 4: a result stands inside the message with its call.
@@ -749,7 +749,7 @@ async def test_a_template_without_a_generation_prompt_begins_replies_too(tmp_pat
 
 async def test_values_of_the_environment_come_before_the_runs_and_behind_the_requests(shared):
     settings = agent_config(Path("models/any"), chat_template_kwargs={"enable_thinking": True})
-    api = await AgentServices(shared.engine.parts, settings.rollout_server).api()
+    api = await agent_services(shared.engine, settings.rollout_server).api()
     rig = AgentRig(shared.engine, api)
     rig.begin(template_values={"enable_thinking": False})
     await chat(rig, [QUESTION])
@@ -767,7 +767,7 @@ async def test_values_of_the_environment_come_before_the_runs_and_behind_the_req
 
 async def test_tools_without_a_parser_are_refused_by_its_name(shared) -> None:
     settings = agent_config(Path("models/any"), tool_parser=None).rollout_server
-    rig = AgentRig(shared.engine, await AgentServices(shared.engine.parts, settings).api())
+    rig = AgentRig(shared.engine, await agent_services(shared.engine, settings).api())
     with pytest.raises(openai.BadRequestError, match=r"tools need rollout_server\.tool_parser"):
         await chat(rig, [QUESTION], tools=TOOLS)
     counted = {"messages": [QUESTION], "tools": TOOLS}
@@ -778,7 +778,7 @@ async def test_tools_without_a_parser_are_refused_by_its_name(shared) -> None:
 
 async def test_reasoning_comes_apart_and_may_be_left_out_when_it_is_sent_back(shared) -> None:
     settings = agent_config(Path("models/any"), reasoning_parser="qwen3").rollout_server
-    rig = AgentRig(shared.engine, await AgentServices(shared.engine.parts, settings).api())
+    rig = AgentRig(shared.engine, await agent_services(shared.engine, settings).api())
     messages = [{"role": "user", "content": "think"}]
     for with_reasoning in (True, False):
         message = await chat(rig, messages)
@@ -801,7 +801,7 @@ async def test_thoughts_are_told_apart_in_every_turn(shared, template_values, st
     an answer for thoughts where the template has ended them.
     """
     settings = agent_config(Path("models/any"), reasoning_parser="deepseek_r1").rollout_server
-    rig = AgentRig(shared.engine, await AgentServices(shared.engine.parts, settings).api())
+    rig = AgentRig(shared.engine, await agent_services(shared.engine, settings).api())
     rig.begin(template_values=template_values)
     asked = "hi" if template_values else "think"
     messages: list = []
@@ -939,7 +939,7 @@ async def test_a_call_without_an_object_of_arguments_is_text_where_no_other_fits
 async def test_a_parser_that_reads_no_reply_is_named_before_the_first_one(shared) -> None:
     settings = agent_config(Path("models/any"), reasoning_parser="openai_gptoss").rollout_server
     with pytest.raises(ConfigError, match="reasoning_parser = 'openai_gptoss': NotImplemented"):
-        await AgentServices(shared.engine.parts, settings).api()
+        await agent_services(shared.engine, settings).api()
 
 
 async def test_a_call_that_a_model_wrote_wrongly_leaves_no_traceback(tmp_path, caplog) -> None:

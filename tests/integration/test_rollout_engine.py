@@ -57,7 +57,7 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
 async def turns_at_rest(rig: Rig) -> None:
     """Lets the engine's loop turn twenty times: each turn answers, and would make a step."""
     for _ in range(20):
-        assert await rig.engine._llm.is_paused()
+        assert await rig.engine.llm.is_paused()
 
 
 async def test_it_starts_paused_and_takes_its_first_weights(rig) -> None:
@@ -157,7 +157,7 @@ async def sample_as(rig, kind: str, parameters: dict[str, object]):
             output_kind=RequestOutputKind[kind],
             **parameters,
         )
-        collector = await rig.engine._llm.add_request(
+        collector = await rig.engine.llm.add_request(
             f"{kind}{number}", tokens_input([*PROMPT, 4 + number]), settings
         )
         waiting.append(asyncio.create_task(last_output(collector)))
@@ -310,7 +310,7 @@ async def test_a_request_that_cannot_be_served_fails_alone(rig) -> None:
     # Its client is at fault.
     with pytest.raises(RequestRefused):
         await rig.generate("none", num_tokens=0)
-    vocabulary = rig.engine.parts.vllm_config.model_config.get_vocab_size()
+    vocabulary = rig.engine.llm.model_config.get_vocab_size()
     with pytest.raises(RequestRefused, match=f"token {vocabulary}: the model has {vocabulary} "):
         await rig.generate("unknown", [4, vocabulary])
     for options in (TextOptions(num_logprobs=10**9), TextOptions(stop=("\ud800",))):

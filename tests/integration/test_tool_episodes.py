@@ -11,9 +11,8 @@ from typing import Any
 from slipstream.core.types import Branch, FailureKind, Status, Trajectory
 from slipstream.rollout_server.chat import TemplateInputs
 from slipstream.rollout_server.engine_interface import GenerationFailed
-from slipstream.rollout_server.vllm.agent_services import AgentServices
 from support.fakes import example_tools
-from support.fakes.agent_rig import agent_config, script, scripted_engine
+from support.fakes.agent_rig import agent_config, agent_services, script, scripted_engine
 from support.fakes.chat_models import CHAT_TEMPLATE, make_chat_model
 from support.rigs import episode_server
 from support.rigs.episode_server import EpisodeServer, recorded
@@ -171,9 +170,9 @@ async def test_a_reply_to_an_environment_without_tools_keeps_its_whole_text(tmp_
     )
     engine = scripted_engine(config, script)
     inputs = TemplateInputs("", "")
-    reader = await AgentServices(engine.parts, config.rollout_server).reader(inputs)
+    reader = await agent_services(engine, config.rollout_server).reader(inputs)
     text = "I call. <tool_call>\n<function=add>\n</function>\n</tool_call>"
-    tokenizer = engine.parts.renderer.get_tokenizer()
+    tokenizer = engine.llm.renderer.get_tokenizer()
     read = reader.read([], tokenizer.encode(f"<think>Hm.</think>{text}"), inputs)
     assert (read.reasoning, read.content, read.tool_calls) == ("Hm.", text, ())
     # An answer is none of the thoughts that the template has ended, or that nobody has begun.

@@ -418,11 +418,12 @@ class World:
         gateway = SimulatedGateway(self.loop, seed, self._folder / "logs")
         self.engines.append(engine)
         self.gateways.append(gateway)
+        renderer = NumberRenderer()
         server = service.RolloutServer(
             self.config,
             ADDRESS,
             name,
-            Model(engine, NumberRenderer(), AgentServices(None, self.config.rollout_server)),
+            Model(engine, renderer, AgentServices(None, renderer, self.config.rollout_server)),
             gateway,
         )
         stop = self.stops[process.name] = asyncio.Event()

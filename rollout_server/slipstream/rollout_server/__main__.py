@@ -134,7 +134,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
             ),
             takes_tools=settings.tool_parser is not None,
         )
-        model = Model(engine, renderer, AgentServices(engine.parts, settings))
+        model = Model(engine, renderer, AgentServices(engine.llm, renderer, settings))
         server = RolloutServer(config, options.controller, server_id, model, gateway)
         async with _metrics(config, engine, server_id):
             await server.run(stop)

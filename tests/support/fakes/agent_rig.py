@@ -4,14 +4,17 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import httpx2
+from slipstream.core.models.vision import image_tokens
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.engine_interface import Sampling
+from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.vllm.agent_services import AgentServices
 from slipstream.v1.environment_pb2 import AgentCall
 
@@ -54,15 +57,27 @@ def agent_config(folder: Path, *, max_tokens: int = 3000, **rollout_server: obje
 def scripted_engine(config: Config, script: Callable[[str], str]) -> ScriptedEngine:
     become_a_server(config)
     from slipstream.rollout_server.vllm.engine_arguments import engine_config
-    from slipstream.rollout_server.vllm.vllm_requests import VllmParts
     from vllm.renderers import renderer_from_config
 
     settings = engine_config(config, 1)
     renderer = renderer_from_config(settings)
     engine = ScriptedEngine(renderer.get_tokenizer(), script)
-    engine.parts = VllmParts(settings, renderer)
-    engine.agents = AgentServices(engine.parts, config.rollout_server)
+    server, folder = config.rollout_server, config.model.path
+    engine.llm = SimpleNamespace(
+        vllm_config=settings, model_config=settings.model_config, renderer=renderer
+    )
+    engine.renderer = Renderer(
+        folder,
+        template=server.chat_template,
+        values=server.chat_template_kwargs,
+        images=image_tokens(folder),
+    )
+    engine.agents = agent_services(engine, server)
     return engine
+
+
+def agent_services(engine: Any, settings: RolloutServerSection) -> AgentServices:
+    return AgentServices(engine.llm, engine.renderer, settings)
 
 
 @dataclass

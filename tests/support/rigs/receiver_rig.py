@@ -200,7 +200,7 @@ class Rig:
 
     async def bits(self) -> list[str]:
         """A digest of each worker's parameters."""
-        return await self.engine._llm.collective_rpc("parameter_digest")
+        return await self.engine.llm.collective_rpc("parameter_digest")
 
     async def gaps(
         self, replies: list[tuple[list[int], Generation]], *, bucket_mib: float

@@ -61,7 +61,7 @@ async def end_engine(engine: VllmEngine) -> None:
     """Closes an engine, and has the finalisers of vLLM's client run before those of its modules."""
     await engine.aclose()
     gc.unfreeze()
-    del engine._llm
+    del engine.llm
     gc.collect()
 
 

@@ -84,7 +84,7 @@ def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartSer
         async with FakeFleet(**fleet_options) as fleet:
             fleet.client = EchoClient()
             gateway = WorkerGateway(tmp_path / "logs", log_bytes=1 << 20)
-            model = Model(engine, renderer, AgentServices(None, config.rollout_server))
+            model = Model(engine, renderer, AgentServices(None, renderer, config.rollout_server))
             server = RolloutServer(config, fleet.address, ServerId("server-0"), model, gateway)
             task = asyncio.create_task(server.run(stop))
             try:

@@ -12,12 +12,11 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from slipstream.core.errors import SlipstreamError
-from slipstream.core.models.vision import PlacedImage, data_of_url, image_tokens
+from slipstream.core.models.vision import PlacedImage, data_of_url
 from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.agents.conversations import Found, message_key
@@ -33,7 +32,7 @@ from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT
 from slipstream.rollout_server.engine_interface import RequestRefused, TextOptions, TextPart
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed, limited_time
 from slipstream.rollout_server.vllm.reply_reader import CURRENT, of_whole_replies
-from slipstream.rollout_server.vllm.vllm_requests import VllmParts
+from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -306,12 +305,11 @@ class RecordingClient:
     is_running = True
     input_processor = None
 
-    def __init__(self, parts: VllmParts, *, is_parsed: bool) -> None:
+    def __init__(self, llm: EngineClient, *, is_parsed: bool) -> None:
         """A parser reads the replies, as a whole, if `is_parsed`."""
         self._is_parsed = is_parsed
-        self.vllm_config = parts.vllm_config
-        self.model_config = parts.vllm_config.model_config
-        self.renderer = parts.renderer
+        self.vllm_config, self.model_config = llm.vllm_config, llm.model_config
+        self.renderer = llm.renderer
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Implements vLLM's method; admits every call."""
@@ -380,26 +378,19 @@ async def _outputs(
         raise RetryableRequestError(str(error)) from error
 
 
-def open_answering(parts: VllmParts, settings: RolloutServerSection) -> Answering:
+def open_answering(llm: EngineClient, own: Renderer, settings: RolloutServerSection) -> Answering:
     """Returns the API for agents, of vLLM's applications for requests without and with tools.
 
-    Without a tool parser both are the same. With a tool parser, vLLM would cut tool calls out of
-    replies to requests without tools too, and lose them. Call this in a thread: it takes a second
-    or two and needs no event loop.
+    `own` is the renderer of episodes. Without a tool parser both applications are the same. With
+    one, vLLM would cut tool calls out of replies to requests without tools too, and lose them. Call
+    this in a thread: it takes a second or two and needs no event loop.
     """
-    folder = Path(parts.vllm_config.model_config.model)
-    own = Renderer(
-        folder,
-        template=settings.chat_template,
-        values=settings.chat_template_kwargs,
-        images=image_tokens(folder),
-    )
-    renderer = PromptRenderer(parts.renderer, own)
-    plain = _open_application(parts, settings.model_copy(update={"tool_parser": None}), renderer)
+    renderer = PromptRenderer(llm.renderer, own)
+    plain = _open_application(llm, settings.model_copy(update={"tool_parser": None}), renderer)
     has_tools = settings.tool_parser is not None
     return Answering(
         plain,
-        _open_application(parts, settings, renderer) if has_tools else plain,
+        _open_application(llm, settings, renderer) if has_tools else plain,
         CURRENT,
         fields={
             CHAT_PATH: {*ChatCompletionRequest.model_fields},
@@ -409,16 +400,16 @@ def open_answering(parts: VllmParts, settings: RolloutServerSection) -> Answerin
         variables=own.variables,
         model=MODEL,
         has_tools=has_tools,
-        has_drafts=parts.vllm_config.speculative_config is not None,
+        has_drafts=llm.vllm_config.speculative_config is not None,
     )
 
 
 def _open_application(
-    parts: VllmParts, settings: RolloutServerSection, renderer: PromptRenderer
+    llm: EngineClient, settings: RolloutServerSection, renderer: PromptRenderer
 ) -> FastAPI:
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     assert isinstance(arguments, argparse.Namespace)
-    arguments.model = parts.vllm_config.model_config.model
+    arguments.model = llm.model_config.model
     arguments.served_model_name = [MODEL]
     arguments.enable_prompt_tokens_details = True
     arguments.chat_template = settings.chat_template and str(settings.chat_template)
@@ -434,15 +425,15 @@ def _open_application(
     # vLLM logs a traceback for each request that it refuses; the agent has the cause in its answer.
     logging.getLogger("vllm.entrypoints").setLevel(logging.CRITICAL)
     is_parsed = settings.tool_parser is not None or settings.reasoning_parser is not None
-    client: Any = RecordingClient(parts, is_parsed=is_parsed)
+    client: Any = RecordingClient(llm, is_parsed=is_parsed)
     asyncio.run(init_app_state(client, app.state, arguments, ("generate",)))
     app.state.online_renderer.renderer = renderer
     responses, chat = app.state.openai_serving_responses, app.state.openai_serving_chat
     _answer_as_openai(responses)
     for reading in (responses, app.state.online_renderer):
-        reading.parser = of_whole_replies(reading.parser, parts)
+        reading.parser = of_whole_replies(reading.parser, llm)
     for serving in (chat, app.state.anthropic_serving_messages):
-        serving.parser_cls = of_whole_replies(serving.parser_cls, parts)
+        serving.parser_cls = of_whole_replies(serving.parser_cls, llm)
     stream = chat.chat_completion_stream_generator
 
     async def streamed(*arguments: Any, **named: Any) -> AsyncGenerator[str, None]:  # noqa: ANN401

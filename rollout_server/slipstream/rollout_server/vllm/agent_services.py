@@ -15,8 +15,9 @@ from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.chat import TemplateInputs
 
 if TYPE_CHECKING:
+    from slipstream.rollout_server.episodes.renderer import Renderer
     from slipstream.rollout_server.vllm.reply_reader import ReplyReader
-    from slipstream.rollout_server.vllm.vllm_requests import VllmParts
+    from vllm.engine.protocol import EngineClient
 
 Opened = TypeVar("Opened")
 
@@ -24,8 +25,10 @@ Opened = TypeVar("Opened")
 class AgentServices:
     """An `AgentApi` of vLLM, which all episodes of a server share."""
 
-    def __init__(self, parts: VllmParts, settings: RolloutServerSection) -> None:
-        self._parts, self._settings = parts, settings
+    def __init__(
+        self, llm: EngineClient, renderer: Renderer, settings: RolloutServerSection
+    ) -> None:
+        self._llm, self._renderer, self._settings = llm, renderer, settings
         self.takes_tools = settings.tool_parser is not None
         self.reads_thoughts = settings.reasoning_parser is not None
         # What was asked for, by its name.
@@ -45,13 +48,13 @@ class AgentServices:
     def _open_reader(self) -> ReplyReader:
         from slipstream.rollout_server.vllm.reply_reader import ReplyReader
 
-        return ReplyReader(self._parts, self._settings)
+        return ReplyReader(self._llm, self._settings)
 
     def _open_api(self) -> Answering:
         # This imports vLLM's server, which takes a second.
         from slipstream.rollout_server.vllm.agent_application import open_answering
 
-        return open_answering(self._parts, self._settings)
+        return open_answering(self._llm, self._renderer, self._settings)
 
     async def _once(self, what: str, open_it: Callable[[], Opened]) -> Opened:
         settings = self._settings

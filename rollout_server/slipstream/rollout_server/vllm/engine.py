@@ -28,7 +28,6 @@ from slipstream.rollout_server.vllm.engine_requests import (
     EngineRequests,
     TokenCounter,
 )
-from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from slipstream.rollout_server.weights.weight_update import WeightUpdate
 from slipstream.v1 import weights_pb2
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -59,7 +58,7 @@ class VllmEngine:
     ) -> None:
         # Closed when the engine's processes are gone.
         self._files = contextlib.ExitStack()
-        self._llm, self._processes, self._adapters = llm, processes, adapters
+        self.llm, self._processes, self._adapters = llm, processes, adapters
         self.num_workers = int(llm.vllm_config.parallel_config.world_size)
         self.max_model_len = int(llm.model_config.max_model_len)
         self.num_experts = int(llm.model_config.get_num_experts())
@@ -115,10 +114,6 @@ class VllmEngine:
         gc.freeze()
         return engine
 
-    @property
-    def parts(self) -> VllmParts:
-        return VllmParts(self._llm.vllm_config, self._llm.renderer)
-
     async def prepare_weights(
         self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
     ) -> None:
@@ -153,7 +148,7 @@ class VllmEngine:
     async def watch(self) -> None:
         # time.monotonic of the last look at which the engine had nothing to do.
         idle_s = time.monotonic()
-        while not self._llm.errored:
+        while not self.llm.errored:
             await asyncio.sleep(min(_HEALTH_PERIOD_S, SILENCE_LIMIT_S))
             now_s, num_open = time.monotonic(), self.requests.num_open
             if self.pauses.clock.is_paused or not num_open:
@@ -166,7 +161,7 @@ class VllmEngine:
         raise EngineDied("vLLM's engine process is gone; its own message stands above")
 
     async def aclose(self) -> None:
-        self._llm.shutdown(timeout=_EXIT_LIMIT_S)
+        self.llm.shutdown(timeout=_EXIT_LIMIT_S)
         _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
         for each in alive:
             each.kill()
@@ -183,7 +178,7 @@ class VllmEngine:
         async def answers() -> list[Any]:
             try:
                 asked = (method, *arguments)
-                return list(await self._llm.collective_rpc("slipstream_call", args=asked))
+                return list(await self.llm.collective_rpc("slipstream_call", args=asked))
             except EngineDeadError as error:
                 raise EngineDied(str(error)) from error
             except Exception as error:

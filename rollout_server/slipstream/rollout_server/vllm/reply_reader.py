@@ -19,8 +19,8 @@ from slipstream.rollout_server.chat import (
     read_arguments,
 )
 from slipstream.rollout_server.engine_interface import GenerationFailed
-from slipstream.rollout_server.vllm.vllm_requests import VllmParts
 from slipstream.v1 import trajectory_pb2
+from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.base.protocol import (
     DeltaFunctionCall,
     DeltaMessage,
@@ -165,7 +165,7 @@ def _chat_tools(tools: Sequence[Any] | None) -> list[ChatCompletionToolsParam]:
     return found
 
 
-def of_whole_replies(kind: type[Parser] | None, parts: VllmParts) -> type[Parser] | None:
+def of_whole_replies(kind: type[Parser] | None, llm: EngineClient) -> type[Parser] | None:
     """Returns a class of vLLM's parsers as one that reads whole replies alone.
 
     Raises the error of a parser that reads none, such as one made for another model.
@@ -174,7 +174,7 @@ def of_whole_replies(kind: type[Parser] | None, parts: VllmParts) -> type[Parser
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     found = kind and type(kind.__name__, (WholeReply, kind), {})
     if found is not None and issubclass(found, DelegatingParser):
-        parser = found(parts.renderer.get_tokenizer(), model_config=parts.vllm_config.model_config)
+        parser = found(llm.renderer.get_tokenizer(), model_config=llm.model_config)
         parser.extract_reasoning("", ChatCompletionRequest(messages=[]))
     return found
 
@@ -182,11 +182,10 @@ def of_whole_replies(kind: type[Parser] | None, parts: VllmParts) -> type[Parser
 class ReplyReader:
     """Parses whole replies into reasoning, tool calls and text; stateless."""
 
-    def __init__(self, parts: VllmParts, settings: RolloutServerSection) -> None:
+    def __init__(self, llm: EngineClient, settings: RolloutServerSection) -> None:
         """Opens the parsers; raises vLLM's error for parsers that do not fit the tokenizer."""
-        model = parts.vllm_config.model_config
-        self._parts, self._model = parts, model
-        self._tokenizer: Any = parts.renderer.get_tokenizer()
+        self._llm, self._model = llm, llm.model_config
+        self._tokenizer: Any = llm.renderer.get_tokenizer()
         self._special_ids = frozenset(self._tokenizer.all_special_ids)
         self._settings = settings
         # A parser of tool calls would also cut calls out of replies to requests without tools, and
@@ -205,7 +204,7 @@ class ReplyReader:
             is_harmony=family_of(self._model.hf_config.to_dict()).engine.is_harmony,
             tokenizer=self._tokenizer,
         )
-        return of_whole_replies(kind, self._parts)
+        return of_whole_replies(kind, self._llm)
 
     def check(self, inputs: TemplateInputs) -> None:
         try:

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,8 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
 )
 from vllm import SamplingParams
-from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.renderers import BaseRenderer
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -32,14 +29,6 @@ _CONTEXT = 8
 # What a decoder writes for bytes that are no character, or not yet.
 _NO_CHARACTER = "\ufffd"
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
-
-
-@dataclass(frozen=True)
-class VllmParts:
-    """Configuration and renderer of a vLLM engine, for its HTTP application."""
-
-    vllm_config: VllmConfig
-    renderer: BaseRenderer
 
 
 def parameters(
