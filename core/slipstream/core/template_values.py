@@ -62,15 +62,20 @@ def values_json(values: Mapping[str, JsonValue] | None) -> str:
     return json_object("chat_template_kwargs", values, allow_nan=False)
 
 
-def read_values(text: str) -> dict[str, JsonValue]:
-    """Returns the values in a JSON text of `values_json`. Raises ValueError for other texts."""
+def read_object(name: str, text: str) -> dict[str, JsonValue]:
+    """Returns the JSON object in `text`, {} for ""; raises ValueError, with `name`, for others."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"chat_template_kwargs must be a JSON object: {error}") from None
+        raise ValueError(f"{name} must be a JSON object: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"chat_template_kwargs must be a JSON object, got {text[:60]}")
-    return check_values(found)
+        raise ValueError(f"{name} must be a JSON object, got {text[:60]}")
+    return found
+
+
+def read_values(text: str) -> dict[str, JsonValue]:
+    """Returns the values in a JSON text of `values_json`. Raises ValueError for other texts."""
+    return check_values(read_object("chat_template_kwargs", text))
 
 
 TemplateValues = Annotated[dict[str, JsonValue], AfterValidator(check_values)]

@@ -17,7 +17,7 @@ from google.protobuf import json_format
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.section import REFERENCE_FORM
 from slipstream.core.settings.sections import EnvironmentSection
-from slipstream.core.template_values import read_values, values_json
+from slipstream.core.template_values import read_object, read_values, values_json
 from slipstream.core.types import Purpose
 from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.part import Part
@@ -223,12 +223,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         if spec.purpose != trajectory_pb2.EPISODE_PURPOSE_TRAINING:
             return "only environments to train on can be submitted"
         try:
-            args = json.loads(spec.args_json or "{}")
-        except (ValueError, RecursionError) as error:
-            return f"args must be a JSON object: {error}"
-        if not isinstance(args, dict):
-            return f"args must be a JSON object, got {spec.args_json}"
-        try:
+            read_object("args", spec.args_json)
             read_values(spec.chat_template_kwargs_json)
         except ValueError as error:
             return str(error)
