@@ -9,13 +9,14 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
-from contextvars import Context, ContextVar, copy_context
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from slipstream.core.template_values import NEED_PARSER
 from slipstream.rollout_server.agents.recorder import (
     CHAT_PATH,
+    CURRENT,
     MESSAGES_PATH,
     RESPONSES_PATH,
     Recorder,
@@ -23,7 +24,6 @@ from slipstream.rollout_server.agents.recorder import (
 from slipstream.rollout_server.agents.request_rules import (
     SAMPLING_HEADER,
     Refusal,
-    ServedCall,
     items_of,
     rule,
 )
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 Message: TypeAlias = MutableMapping[str, Any]
 Application: TypeAlias = Callable[..., Awaitable[None]]
 
+# The name of the only model; requests may name any.
+MODEL = "policy"
 COUNT_PATH = "/v1/messages/count_tokens"
 MODELS_PATH = "/v1/models"
 METHODS = dict.fromkeys((CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH), "POST")
@@ -54,17 +56,14 @@ _MAX_HEADER = 1000
 class Answering:
     """Answers HTTP requests of agents with ASGI applications, which sample through a `Recorder`."""
 
-    # The applications for requests without tools and with tools, which take the recorder and the
-    # state of the present call from `current`.
+    # The applications for requests without tools and with tools, None if the run parses no calls.
+    # Both take the present call from `CURRENT`.
     plain: Application
-    with_tools: Application
-    current: ContextVar[tuple[Recorder, ServedCall] | None]
+    with_tools: Application | None
     # The fields that the applications read of a request, by its path, and what the template reads.
     fields: Mapping[str, set[str]]
     variables: frozenset[str]
-    model: str
-    # Whether `with_tools` can parse tool calls, and whether the engine decodes speculatively.
-    has_tools: bool
+    # Whether the engine decodes speculatively.
     has_drafts: bool
 
     async def answer(self, recorder: Recorder, http: AgentCall) -> AsyncGenerator[ReplyPart, None]:
@@ -86,7 +85,7 @@ class Answering:
                 )
             if http.method == "GET" and name and not listed:
                 # Each name is one of the policy.
-                found = _exchange(self.with_tools, copy_context(), "GET", MODELS_PATH, b"")
+                found = _exchange(self.plain, copy_context(), "GET", MODELS_PATH, b"")
                 policy, *_ = json.loads(b"".join([part.body async for part in found]))["data"]
                 yield _whole(policy | {"id": name}, 200)
                 return
@@ -100,10 +99,11 @@ class Answering:
                 body = b""
                 if http.body:
                     asked = _asked(http.body)
-                    if asked.get("tools") and not self.has_tools:
+                    if asked.get("tools") and self.with_tools is None:
                         raise Refusal(NEED_PARSER)
                     body = _encoded(self._filled(recorder, asked))
-                parts = _exchange(self.with_tools, copy_context(), http.method, path, body)
+                application = self.with_tools or self.plain
+                parts = _exchange(application, copy_context(), http.method, path, body)
             async for part in parts:
                 yield part
         except Refusal as refusal:
@@ -124,7 +124,7 @@ class Answering:
             served = {name: served[name] for name in served if name not in ("tools", "tool_choice")}
         asks_none = served.get("tool_choice") in ("none", {"type": "none"})
         uses_tools = "tools" in served and not asks_none
-        if uses_tools and not self.has_tools:
+        if uses_tools and self.with_tools is None:
             raise Refusal(NEED_PARSER)
         previous = recorder.expand(served) if path == RESPONSES_PATH else None
         body = _encoded(served)
@@ -134,8 +134,8 @@ class Answering:
         if path == RESPONSES_PATH and served.get("store") is not False:
             opened.stored_items = items_of(served)
         context = copy_context()
-        context.run(self.current.set, (recorder, opened))
-        application = self.with_tools if uses_tools else self.plain
+        context.run(CURRENT.set, (recorder, opened))
+        application = self.with_tools if uses_tools and self.with_tools else self.plain
         try:
             async for part in _exchange(application, context, "POST", path, body):
                 if opened.refusal is not None:
@@ -151,7 +151,7 @@ class Answering:
 
     def _filled(self, recorder: Recorder, asked: dict[str, Any]) -> dict[str, Any]:
         """Returns the request with the name of the model and the environment's template values."""
-        filled = {**asked, "model": self.model}
+        filled = {**asked, "model": MODEL}
         values, asked_values = recorder.template_values, asked.get("chat_template_kwargs") or {}
         if values and isinstance(asked_values, dict):
             filled["chat_template_kwargs"] = {**values, **asked_values}

@@ -16,6 +16,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -314,6 +315,10 @@ class Recorder:
             elif not is_over:
                 waiting.append(opened)
         self._unread = waiting
+
+
+# The recorder and the call that the current task works for; vLLM's own tasks inherit it.
+CURRENT: ContextVar[tuple[Recorder, ServedCall] | None] = ContextVar("agent_call", default=None)
 
 
 class LimitReached(Exception):

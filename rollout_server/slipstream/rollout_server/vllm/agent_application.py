@@ -18,10 +18,11 @@ from fastapi import FastAPI
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.models.vision import PlacedImage, data_of_url
 from slipstream.core.settings.sections import RolloutServerSection
-from slipstream.rollout_server.agents.agent_api import Answering
+from slipstream.rollout_server.agents.agent_api import MODEL, Answering
 from slipstream.rollout_server.agents.conversations import Found, message_key
 from slipstream.rollout_server.agents.recorder import (
     CHAT_PATH,
+    CURRENT,
     MESSAGES_PATH,
     RESPONSES_PATH,
     LimitReached,
@@ -31,7 +32,7 @@ from slipstream.rollout_server.agents.request_rules import ServedCall
 from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT
 from slipstream.rollout_server.engine_interface import RequestRefused, TextOptions, TextPart
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed, limited_time
-from slipstream.rollout_server.vllm.reply_reader import CURRENT, of_whole_replies
+from slipstream.rollout_server.vllm.reply_reader import of_whole_replies
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.anthropic.api_router import attach_router as attach_messages
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
@@ -57,8 +58,6 @@ from vllm.renderers import BaseRenderer, ChatParams, TokenizeParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-# The name of the only model; requests may name any.
-MODEL = "policy"
 # Stands for an image in the messages that are rendered; no template may change its text.
 MARK = "slipstreamimageplaceholder"
 _IMAGE_PARTS = {"image_url", "input_image"}
@@ -381,25 +380,21 @@ async def _outputs(
 def open_answering(llm: EngineClient, own: Renderer, settings: RolloutServerSection) -> Answering:
     """Returns the API for agents, of vLLM's applications for requests without and with tools.
 
-    `own` is the renderer of episodes. Without a tool parser both applications are the same. With
-    one, vLLM would cut tool calls out of replies to requests without tools too, and lose them. Call
-    this in a thread: it takes a second or two and needs no event loop.
+    `own` is the renderer of episodes. With a tool parser, vLLM would cut tool calls out of replies
+    to requests without tools too, and lose them. Call this in a thread: it takes a second or two
+    and needs no event loop.
     """
     renderer = PromptRenderer(llm.renderer, own)
     plain = _open_application(llm, settings.model_copy(update={"tool_parser": None}), renderer)
-    has_tools = settings.tool_parser is not None
     return Answering(
         plain,
-        _open_application(llm, settings, renderer) if has_tools else plain,
-        CURRENT,
+        None if settings.tool_parser is None else _open_application(llm, settings, renderer),
         fields={
             CHAT_PATH: {*ChatCompletionRequest.model_fields},
             RESPONSES_PATH: {*ResponsesRequest.model_fields},
             MESSAGES_PATH: {*AnthropicMessagesRequest.model_fields},
         },
         variables=own.variables,
-        model=MODEL,
-        has_tools=has_tools,
         has_drafts=llm.vllm_config.speculative_config is not None,
     )
 

@@ -3,15 +3,13 @@
 import json
 import logging
 from collections.abc import Sequence
-from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.models.families import family_of
 from slipstream.core.settings.sections import RolloutServerSection
-from slipstream.rollout_server.agents.recorder import MESSAGES_PATH, Recorder
-from slipstream.rollout_server.agents.request_rules import ServedCall
+from slipstream.rollout_server.agents.recorder import CURRENT, MESSAGES_PATH
 from slipstream.rollout_server.chat import (
     ParsedReply,
     ParsedToolCall,
@@ -41,8 +39,6 @@ log = logging.getLogger(__name__)
 _CACHED_REQUESTS = 128
 # A longer id, which some models write themselves, does not fit into a message and is replaced.
 _MAX_ID_BYTES = 1024
-# The recorder and the call that the current task works for; vLLM's own tasks inherit it.
-CURRENT: ContextVar[tuple[Recorder, ServedCall] | None] = ContextVar("agent_call", default=None)
 # What parsers raise for calls that a model wrote wrongly.
 _UNREADABLE = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, SyntaxError),
