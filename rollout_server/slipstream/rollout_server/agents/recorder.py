@@ -187,7 +187,7 @@ class Recorder:
         """Waits until the episode's limits leave room for a reply; returns the call's prompt.
 
         The prompt is the conversation up to `turn`, if any, then `context`; the offsets of `images`
-        count from the start of `context`. Raises LimitReached if there will never be room, if an
+        count from the start of `context`. Raises Refusal if there will never be room, if an
         image is refused, or if the call has been ended.
         """
         name = opened.http.branch
@@ -198,11 +198,11 @@ class Recorder:
             await check_pixels(images)
         except ValueError as error:
             self._release(opened)
-            raise LimitReached(str(error)) from error
+            raise Refusal(str(error)) from error
         while True:
             if self._is_cancelled or opened.is_answered:
                 self._release(opened)
-                raise LimitReached("the episode is over")
+                raise Refusal("the episode is over")
             # Calls that began and have not ended reserve tokens, turns and branches.
             held = [
                 (each.call, len(each.call.context) + each.max_tokens)
@@ -225,7 +225,7 @@ class Recorder:
                 self.was_refused = True
                 opened.refusal = found
                 self._release(opened)
-                raise LimitReached(found.message)
+                raise found
             self._changed.clear()
             await self._changed.wait()
 
@@ -235,12 +235,12 @@ class Recorder:
         """Starts to sample the reply to a call that has begun; returns a generator of its parts.
 
         The generator raises GenerationFailed if the engine cannot serve the call. The reply is
-        sampled and recorded until `close`, even if the client does not read it. Raises LimitReached
+        sampled and recorded until `close`, even if the client does not read it. Raises Refusal
         for a call that was closed, whose tokens could not be recorded.
         """
         assert opened.max_tokens is not None, "a call begins before it is sampled"
         if opened.is_answered:
-            raise LimitReached("the client has hung up")
+            raise Refusal("the client has hung up")
         parts: _Parts = asyncio.Queue()
         most = min(max_tokens, opened.max_tokens)
         opened.sampling = self._start(self._sample(opened, most, options, parts))
@@ -319,10 +319,6 @@ class Recorder:
 
 # The recorder and the call that the current task works for; vLLM's own tasks inherit it.
 CURRENT: ContextVar[tuple[Recorder, ServedCall] | None] = ContextVar("agent_call", default=None)
-
-
-class LimitReached(Exception):
-    """Raised for a call that exceeds a limit of its episode, has a bad image, or has been ended."""
 
 
 async def _read(parts: _Parts) -> AsyncGenerator[TextPart, None]:

@@ -25,10 +25,9 @@ from slipstream.rollout_server.agents.recorder import (
     CURRENT,
     MESSAGES_PATH,
     RESPONSES_PATH,
-    LimitReached,
     Recorder,
 )
-from slipstream.rollout_server.agents.request_rules import ServedCall
+from slipstream.rollout_server.agents.request_rules import Refusal, ServedCall
 from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT
 from slipstream.rollout_server.engine_interface import RequestRefused, TextOptions, TextPart
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed, limited_time
@@ -111,7 +110,7 @@ class PromptRenderer:
         recorder, opened = current
         try:
             prompt = await self._prompt(recorder, opened, messages, chat_params)
-        except LimitReached as error:
+        except Refusal as error:
             raise VLLMValidationError(str(error)) from error
         return [messages], [tokens_input(prompt)]
 

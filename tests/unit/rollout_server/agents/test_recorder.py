@@ -11,10 +11,9 @@ from slipstream.rollout_server.agents.conversations import MessageKey
 from slipstream.rollout_server.agents.recorder import (
     CHAT_PATH,
     RESPONSES_PATH,
-    LimitReached,
     Recorder,
 )
-from slipstream.rollout_server.agents.request_rules import ServedCall
+from slipstream.rollout_server.agents.request_rules import Refusal, ServedCall
 from slipstream.rollout_server.engine_interface import (
     GenerationFailed,
     Sampling,
@@ -123,7 +122,7 @@ async def test_a_call_that_waits_for_room_can_be_ended(way: str) -> None:
     else:
         calls.recorder.close(opened[2])
     async with asyncio.timeout(LIMIT_S):
-        with pytest.raises(LimitReached, match="the episode is over"):
+        with pytest.raises(Refusal, match="the episode is over"):
             await waiting
     assert not calls.recorder.is_truncated
 
@@ -133,7 +132,7 @@ async def test_a_call_that_was_closed_before_its_sample_samples_nothing() -> Non
     opened = calls.open()
     await calls.begin(opened, "u1")
     calls.recorder.close(opened)
-    with pytest.raises(LimitReached, match="the client has hung up"):
+    with pytest.raises(Refusal, match="the client has hung up"):
         await calls.sample(opened)
     assert calls.told == []
 
@@ -181,7 +180,7 @@ async def test_no_more_tokens_are_sampled_than_there_is_room() -> None:
         [3, 10],
     ]
     opened = calls.open()
-    with pytest.raises(LimitReached, match="sampling.max_total_tokens = 45"):
+    with pytest.raises(Refusal, match="sampling.max_total_tokens = 45"):
         await calls.begin(opened, "u", "u")
     calls.recorder.close(opened)
     assert calls.recorder.is_truncated
