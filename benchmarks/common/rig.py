@@ -255,7 +255,7 @@ class SteeredController(Controller):
 
     async def moved(self, limit_s: float) -> None:
         """Waits until the state of the run changes, at most `limit_s`."""
-        await self._run.signal.wait(limit_s)
+        await self._run.signal.changes(limit_s, gather_s=0.0)
 
 
 class Rig:
