@@ -18,7 +18,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
+    MasterDownError,
     NoPermissionError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
     WatchError,
@@ -36,11 +38,13 @@ REQUIRED_SETTINGS = {
     # With "yes" nothing is synced while the append-only file is rewritten.
     "no-appendfsync-on-rewrite": "no",
 }
-CALL_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S, CLEANUP_S = 10.0, 1.0
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
-# Errors of redis-py when the server does not answer.
-CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, WatchError, OSError)
+# Errors of redis-py when the server has become a replica: its name may lead to the new primary.
+DEMOTIONS = (ReadOnlyError, MasterDownError)
+# Those, and the errors when the server does not answer.
+CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, WatchError, OSError, *DEMOTIONS)
 # The only field of a stream entry: a DeliverRequest, as servers send it over gRPC.
 DELIVERY = b"delivery"
 REFUSALS = (AuthenticationError, AuthorizationError, ssl.SSLCertVerificationError)
@@ -48,7 +52,9 @@ REFUSALS = (AuthenticationError, AuthorizationError, ssl.SSLCertVerificationErro
 # Patterns of the server's and the client library's messages about a command; the latter's hold its
 # data, too.
 REFUSED_COMMAND = re.compile(r"run the '([^']+)' command")
-COMMAND_OF_PIPELINE = re.compile(r"Command # \d+ \((\w+).*\) of pipeline caused error: ", re.DOTALL)
+COMMAND_OF_PIPELINE = re.compile(
+    r"""Command # \d+ \((\w+).*\) of pipeline caused error: (?:\(["'](.*)["'],\)|(.*))""", re.DOTALL
+)
 ON_LOSS = "start the run again: it generates lost trajectories again"
 
 logger = logging.getLogger(__name__)
@@ -91,9 +97,17 @@ class RedisConnection:
         self.user = str(self.client.connection_pool.connection_kwargs.get("username") or "default")
 
     async def once(self, call: Callable[[], Awaitable[Result]]) -> Result:
-        """Runs `call`. Raises TimeoutError after 10 s."""
-        async with asyncio.timeout(CALL_TIMEOUT_S):
-            return await call()
+        """Runs `call`. Raises TimeoutError after 10 s, or 11 s if redis-py still cleans up then."""
+        limit_s = CALL_TIMEOUT_S
+        try:
+            # A cancelled transaction sends UNWATCH, for whose answer redis-py knows no limit.
+            async with asyncio.timeout(limit_s + CLEANUP_S), asyncio.timeout(limit_s):
+                return await call()
+        except DEMOTIONS:
+            await self.client.connection_pool.disconnect(inuse_connections=False)
+            raise
+        except TimeoutError:
+            raise TimeoutError(f"a call had no answer for {limit_s:g} s") from None
 
     async def persistently(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """Runs `call`; repeats it for `reconnect_timeout_s` while the server is unreachable.
@@ -109,8 +123,7 @@ class RedisConnection:
             except CONNECTION_ERRORS as error:
                 if _refusal(error) is not None:
                     raise self.failure(error) from error
-                # A call that timed out has no error text.
-                cause = str(error) or f"a call had no answer for {CALL_TIMEOUT_S:g} s"
+                cause = _said(error)
                 if asyncio.get_running_loop().time() + backoff.next_s > deadline:
                     raise self.away(self.reconnect_timeout_s, cause) from error
                 if self.trouble is None:
@@ -176,7 +189,12 @@ class RedisConnection:
             )
         if isinstance(error, REFUSALS):
             return ConfigError(f"redis at {self.name}: user {self.user}: {error}")
-        return QueueError(f"redis at {self.name}: {COMMAND_OF_PIPELINE.sub('', str(error))}")
+        return QueueError(f"redis at {self.name}: {_said(error)}")
+
+
+def _said(error: BaseException) -> str:
+    """Returns the text of an error, without the command of a pipeline that had it."""
+    return COMMAND_OF_PIPELINE.sub(r"\2\3", str(error))
 
 
 def _refusal(error: BaseException) -> BaseException | None:

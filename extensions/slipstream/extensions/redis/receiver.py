@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 from slipstream.core.errors import ConfigError, ProtocolError, QueueError
 from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.connection import (
@@ -37,8 +37,9 @@ CONSUMER = "controller"
 BLOCK_MS = 1_000
 ENTRIES_PER_READ = 16
 AUDIT_S = 1.0
-# First words of errors when a stream or its group is missing, or was deleted during a read.
-STREAM_IS_GONE = ("NOGROUP", "UNBLOCKED")
+# First words of errors when a stream or its group is missing, or was deleted during a read, and
+# when the server became a replica during a read.
+STREAM_IS_GONE, DEMOTED = ("NOGROUP", "UNBLOCKED the stream"), "UNBLOCKED force"
 
 logger = logging.getLogger(__name__)
 
@@ -197,10 +198,10 @@ class RedisReceiver:
                 await connection.client.incrby(connection.bytes_key, lack)
         return entries
 
-    def _group_lost(self, error: ResponseError) -> QueueError | ConfigError:
+    def _group_lost(self, error: ResponseError) -> QueueError | ResponseError:
         if str(error).startswith(STREAM_IS_GONE):
             return self._connection.lost("the stream or its group is gone")
-        return self._connection.failure(error)
+        return ReadOnlyError(str(error)) if str(error).startswith(DEMOTED) else error
 
     async def _fetch(self, after: bytes) -> list[_Entry]:
         """Returns pending entries after the id `after`, or new entries if `after` is ">"."""
@@ -214,7 +215,7 @@ class RedisReceiver:
                 block=BLOCK_MS if after == b">" else None,
             )
         except ResponseError as error:
-            raise self._group_lost(error) from error
+            raise self._group_lost(error) from None
         return self._entries_of(answer)
 
     def _entries_of(self, answer: object) -> list[_Entry]:
