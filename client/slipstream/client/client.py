@@ -50,7 +50,8 @@ from slipstream.v1 import (
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
-LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+# Ends of a stream after which a caller comes again; INTERNAL is that of proxies.
+LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
 REFUSED = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -243,14 +244,15 @@ class Client:
         hello = environment_pb2.WorkerHello(
             spec=spec, num_tasks=host.num_tasks, digest=host.digest(), max_episodes=episodes
         )
-        loop, no_answer = asyncio.get_running_loop(), self._no_answer
+        loop = asyncio.get_running_loop()
         began_s, is_told = loop.time(), math.isinf(connect_timeout_s)
         while True:
             # This distinguishes a wrong address from a controller that is lost later.
             try:
                 await self.status()
                 break
-            except NoController:
+            except NoController as error:
+                no_answer = str(error).removesuffix(self._to_do)
                 if loop.time() - began_s >= connect_timeout_s:
                     raise ConfigError(f"{no_answer} within {connect_timeout_s:g} s") from None
                 if not is_told:
@@ -376,7 +378,10 @@ class Client:
                 return ConfigError(f"{address} does not speak TLS as expected: {details}")
             if "Socket closed" in details and self._credentials.ca is None:
                 return ConfigError(f"{address} hung up: does it want TLS (tls_ca)?")
-            return NoController(f"{self._no_answer}{self._to_do}")
+            cause = " ".join(details.rpartition("last error: ")[2].split())
+            # Where a connection is refused nothing listens, which is said already.
+            cause = "" if "Connection refused" in cause else f" ({cause})"
+            return NoController(f"{self._no_answer}{cause}{self._to_do}")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ConfigError(f"what answers at {address} is no controller of this version")
         if code in REFUSED:

@@ -199,15 +199,14 @@ class RolloutServer:
                 cause = "it sent no welcome"
             except grpc.aio.AioRpcError as error:
                 cause = error.details() or error.code().name
-                if has_reason(error, Reason.OTHER_RUN):
-                    raise RunFailed(cause) from None
-                if error.code() in _REFUSALS:
-                    raise ConfigError(f"the controller refuses this server: {cause}") from None
-                if cause != told:
-                    log.warning("no welcome from the controller yet: %s", cause)
-                    told = cause
+                if has_reason(error, Reason.OTHER_RUN) or error.code() in _REFUSALS:
+                    kind = RunFailed if has_reason(error, Reason.OTHER_RUN) else ConfigError
+                    raise kind(f"{self._address} refuses this server: {cause}") from None
             except TimeoutError:
-                cause = f"no welcome within {_WELCOME_LIMIT_S:g} s"
+                cause = f"no answer within {_WELCOME_LIMIT_S:g} s"
+            if cause != told:
+                log.warning("no welcome from the controller at %s yet: %s", self._address, cause)
+                told = cause
             call.cancel()
             await asyncio.sleep(_RETRY_S)
         return None

@@ -30,15 +30,17 @@ class BadNetwork:
         self.connections = 0
         self._changed = asyncio.Event()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._passing: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._pass, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._begin, "127.0.0.1", 0)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
         self.reset()
+        await asyncio.gather(*self._passing)
 
     @property
     def port(self) -> int:
@@ -62,6 +64,11 @@ class BadNetwork:
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
 
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        passing = asyncio.create_task(self._pass(reader, writer))
+        self._passing.add(passing)
+        passing.add_done_callback(self._passing.discard)
+
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         self._writers.add(writer)
@@ -70,6 +77,8 @@ class BadNetwork:
                 await reader.read(1)
                 writer.write(self.page)
                 await writer.drain()
+                while await reader.read(1 << 16):
+                    pass
                 return
             if self.target.startswith("unix:"):
                 far = await asyncio.open_unix_connection(self.target.removeprefix("unix:"))

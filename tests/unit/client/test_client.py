@@ -27,6 +27,7 @@ from slipstream.v1 import (
     trajectory_pb2,
 )
 from support.fakes.fake_workers import Empty, Good
+from support.rigs.bad_network import BadNetwork
 from support.rigs.waiting import LIMIT_S, until
 
 TOKEN = "k" * 32
@@ -72,6 +73,7 @@ class Controller(
         # Events of each Watch stream, and whether it breaks after them.
         self.events: list[list[status_pb2.Event]] = []
         self.watched_after: list[int] = []
+        self.breaks_with = grpc.StatusCode.UNAVAILABLE
 
     async def SubmitEnvironment(self, request, context):  # noqa: N802
         if self.refusal is not None:
@@ -101,7 +103,7 @@ class Controller(
         self.watched_after.append(request.after)
         for event in self.events.pop(0):
             yield event
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "going down")
+        await context.abort(self.breaks_with, "going down")
 
     async def DrainServer(self, request, context):  # noqa: N802
         self.drained.append((request.server_id, request.reason))
@@ -202,9 +204,11 @@ async def test_a_refusal_becomes_an_error_of_ours_in_one_line(
     [
         ("Socket closed", "hung up: does it want TLS"),
         ("Ssl handshake failed: WRONG_VERSION_NUMBER", "does not speak TLS as expected: Ssl"),
+        ("errors resolving x: [a,\n b]", r"\(errors resolving x: \[a, b\]\); start a run"),
+        ("to all addresses; last error: UNKNOWN: No route", r"\(UNKNOWN: No route\); start a run"),
     ],
 )
-async def test_a_controller_that_wants_or_lacks_tls_is_named(client, controller, details, said):
+async def test_why_a_controller_is_not_reached_is_told(client, controller, details, said):
     controller.refusal = grpc.StatusCode.UNAVAILABLE, details
     with pytest.raises(ConfigError, match=f"{controller.address}.* {said}"):
         await client.submit("m:C")
@@ -304,6 +308,17 @@ async def test_another_service_at_the_address_is_named() -> None:
                 await call
 
 
+async def test_what_answers_in_place_of_a_controller_is_told() -> None:
+    async with BadNetwork("127.0.0.1:9") as network, Client(network.address) as client:
+        network.page = b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n"
+        said = rf"no controller answers at {network.address} \(.*HTTP status 502.*\); start a run"
+        with pytest.raises(ConfigError, match=said):
+            await client.status()
+        said = rf"no controller answers at {network.address} \(.*HTTP status 502.*\) within 0.1 s$"
+        with pytest.raises(ConfigError, match=said):
+            await client.serve(Good(), connect_timeout_s=0.1)
+
+
 async def test_a_wrong_token_is_reported(controller: Controller, tmp_path: Path) -> None:
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text(TOKEN)
@@ -357,7 +372,10 @@ async def test_stop_hands_the_reason_on(client: Client, controller: Controller) 
     assert controller.stopped == ["enough"]
 
 
-async def test_watch_goes_on_after_a_lost_stream_and_ends_with_the_run(client, controller):
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL])
+async def test_watch_goes_on_after_a_lost_stream_and_ends_with_the_run(client, controller, code):
+    # A proxy between them that ends a stream does so with INTERNAL.
+    controller.breaks_with = code
     controller.events = [
         [status_pb2.Event(number=n, text=f"event {n}") for n in (4, 5)],
         [],

@@ -79,13 +79,14 @@ StartServer = Callable[..., AbstractAsyncContextManager[Server]]
 @pytest.fixture
 def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartServer:
     @contextlib.asynccontextmanager
-    async def start(config=config, **fleet_options):
+    async def start(config=config, at=None, **fleet_options):
         engine, stop = FakeEngine(), asyncio.Event()
         async with FakeFleet(**fleet_options) as fleet:
             fleet.client = EchoClient()
             gateway = WorkerGateway(tmp_path / "logs", log_bytes=1 << 20)
             model = Model(engine, renderer, AgentServices(None, renderer, config.rollout_server))
-            server = RolloutServer(config, fleet.address, ServerId("server-0"), model, gateway)
+            address = at or fleet.address
+            server = RolloutServer(config, address, ServerId("server-0"), model, gateway)
             task = asyncio.create_task(server.run(stop))
             try:
                 yield Server(fleet, engine, stop, task, gateway)

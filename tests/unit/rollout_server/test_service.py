@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import FailureKind, PolicyVersion, Purpose, Status
-from slipstream.rollout_server import session
+from slipstream.rollout_server import service, session
 from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.episodes import dispatcher
 from slipstream.v1 import environment_pb2 as env_pb
 from slipstream.v1 import fleet_pb2, trajectory_pb2, weights_pb2
+from support.rigs.bad_network import BadNetwork
 from support.rigs.waiting import LIMIT_S, until
 
 
@@ -802,7 +803,23 @@ async def test_no_count_lacks_the_episodes_that_end_with_their_engine(server) ->
         await server.task
 
 
-async def test_a_refusal_is_final(server) -> None:
+async def test_a_refusal_is_final_and_names_who_refuses(server) -> None:
     server.fleet.refusal = "protocol version 1, the controller speaks 2"
-    with pytest.raises(ConfigError, match="the controller speaks 2"):
+    said = f"{server.fleet.address} refuses this server: .* the controller speaks 2"
+    with pytest.raises(ConfigError, match=said):
         await server.task
+
+
+async def test_a_controller_that_does_not_answer_is_told_with_its_address(
+    start_server, caplog, monkeypatch
+) -> None:
+    monkeypatch.setattr(service, "_WELCOME_LIMIT_S", 1.0)
+    async with BadNetwork("127.0.0.1:9") as network:
+        # It speaks HTTP/2, and answers no call.
+        network.page = bytes.fromhex("000000040000000000")
+        async with start_server(at=network.address) as server:
+            told = f"no welcome from the controller at {network.address} yet: no answer within 1 s"
+            await until(lambda: told in caplog.text)
+            network.target, network.page = server.fleet.address, None
+            network.reset()
+            await server.join()
