@@ -8,8 +8,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.machine.address import is_loopback
 from slipstream.core.machine.files import read_regular
 
 if TYPE_CHECKING:
@@ -26,9 +28,10 @@ def openai_client(
 
     A call fails if its whole answer takes longer than `timeout_s` or has more than `most_bytes`.
     The client retries a call up to `max_retries` times after an exceeded limit, a broken
-    connection, an answer that is no JSON, or status 408, 409, 429 or 5xx. It follows no redirect,
-    so texts go only to `base_url`. Raises ConfigError for a `base_url` that is no URL, for an empty
-    key, in whose place openai would send that of OPENAI_API_KEY, or without the package openai.
+    connection, an answer that is no JSON, or status 408, 409, 429 or 5xx. It follows no redirect
+    and asks no proxy for an address on loopback, so texts go only to `base_url`. Raises ConfigError
+    for a `base_url` that is no URL, for an empty key, in whose place openai would send that of
+    OPENAI_API_KEY, or without the package openai.
     """
     if re.fullmatch(r"https?://[^\s/?#]+(/[!-~]*)?", base_url) is None:
         what = "the address of an API is http://HOST:PORT/v1, or with https"
@@ -41,6 +44,9 @@ def openai_client(
         raise ConfigError(
             f"the API at {base_url} needs the package openai: pip install openai"
         ) from error
+    # Without a transport of their own these take that of no proxy, whatever HTTP_PROXY says.
+    own = is_loopback(urlsplit(base_url).hostname or "")
+    mounts = dict.fromkeys(("http://", "https://") if own else ())
     # httpx, or what the package has in its place.
     http: Any = importlib.import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__)
 
@@ -83,7 +89,7 @@ def openai_client(
         api_key=api_key,
         timeout=timeout_s,
         max_retries=max_retries,
-        http_client=Bounded(),
+        http_client=Bounded(mounts=mounts),
     )
 
 

@@ -91,6 +91,17 @@ async def test_without_likely_tokens_only_the_sampled_ones_are_asked_for(endpoin
     assert endpoint.asked[0]["prompt_logprobs"] == 0
 
 
+async def test_no_proxy_of_the_machine_is_asked_for_a_server_on_loopback(endpoint, monkeypatch):
+    """It would not find the server, and read the texts and the key."""
+    with reference_endpoint() as proxy:
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, proxy.url.removesuffix("/v1"))
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        await ask(section(endpoint), ONE)
+    assert (len(endpoint.keys), proxy.keys) == (1, [])
+
+
 async def test_a_call_is_repeated_and_then_given_up(endpoint) -> None:
     busy = (503, {"error": {"message": "no engine"}})
     endpoint.answers = [busy, busy]
