@@ -1,6 +1,7 @@
 """What every trajectory queue promises, tried on all of them, and what only gRPC's does."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -273,7 +274,7 @@ async def test_a_refused_sender_ends_with_the_reason(tmp_path: Path, puts_first:
     )
 
 
-async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path) -> None:
+async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path, caplog) -> None:
     """Every third message breaks its stream, before or after it was taken."""
     taken: list[str] = []
     count = 0
@@ -297,6 +298,9 @@ async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path) -> 
             await sender.put(TrajectoryId(str(number)), b"x", timeout_s=LIMIT_S)
         await until(lambda: not sender.queued_bytes, LIMIT_S)
     assert set(taken) == {str(number) for number in range(10)}
+    # The log tells how much is on its way each time.
+    said = r"was lost: broken before; \d+ trajectories of \d+ bytes are sent again in \d"
+    assert re.search(said, caplog.text)
 
 
 async def test_an_id_acknowledged_while_its_stream_was_broken_is_acknowledged_on_the_next(tmp_path):

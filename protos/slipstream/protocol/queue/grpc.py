@@ -137,9 +137,9 @@ class GrpcSender:
             # A call that fails while it is cancelled swallows the cancellation.
             if self._closed:
                 return
-            logger.warning(
-                "trajectory stream lost: %s; again in %.1f s", cause, self._backoff.next_s
-            )
+            waiting = f"{len(self._unacknowledged)} trajectories of {self.queued_bytes} bytes"
+            again = f"{waiting} are sent again in {self._backoff.next_s:.1f} s"
+            logger.warning("the stream of trajectories was lost: %s; %s", cause, again)
             await asyncio.sleep(self._backoff.take_s())
 
     async def _write(self, call: DeliverCall) -> None:

@@ -152,10 +152,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         stream ended.
         """
         older = self._fleet.sessions.get(ServerId(hello.server_id))
-        if older is None or older.hello.process == hello.process:
-            return
-        # A server whose hello lacks the process counts as the same process.
-        if not older.hello.process or not hello.process:
+        # A server whose hello lacks the process, 0, counts as the same process.
+        if older is None or older.hello.process in (0, hello.process) or not hello.process:
             return
         text = (
             f"another process of this name has joined from {older.hello.host} and lives; "
