@@ -57,8 +57,6 @@ REFUSED = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.ALREADY_EXISTS,
-    grpc.StatusCode.NOT_FOUND,
 )
 # Seconds in which a lost controller may come back.
 RECONNECT_TIMEOUT_S = 120.0

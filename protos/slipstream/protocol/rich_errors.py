@@ -15,6 +15,15 @@ from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "slipstream"
 DETAILS_KEY = "grpc-status-details-bin"
+# Status codes with which a controller refuses a call: another attempt would not help.
+REFUSALS = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
 
 
 class Reason(Enum):

@@ -46,7 +46,7 @@ from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
-from slipstream.protocol.rich_errors import Reason, has_reason
+from slipstream.protocol.rich_errors import REFUSALS, Reason, has_reason
 from slipstream.rollout_server.episodes.calls import OutgoingMessages
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.play import EpisodeServices, Identity, Model
@@ -61,14 +61,6 @@ _RETRY_S = 0.2
 # Most trajectory ids in a ServerHello; trajectories beyond this number may be sampled again.
 MAX_UNDELIVERED = 16384
 _WELCOME_LIMIT_S = 20.0
-# Status codes with which a controller refuses a server: another attempt would not help.
-_REFUSALS = {
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.UNIMPLEMENTED,
-}
 
 
 class _Joined(NamedTuple):
@@ -199,7 +191,7 @@ class RolloutServer:
                 cause = "it sent no welcome"
             except grpc.aio.AioRpcError as error:
                 cause = error.details() or error.code().name
-                if has_reason(error, Reason.OTHER_RUN) or error.code() in _REFUSALS:
+                if error.code() in REFUSALS:
                     kind = RunFailed if has_reason(error, Reason.OTHER_RUN) else ConfigError
                     raise kind(f"{self._address} refuses this server: {cause}") from None
             except TimeoutError:

@@ -16,6 +16,7 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     AuthorizationError,
     MasterDownError,
@@ -189,6 +190,10 @@ class RedisConnection:
             )
         if isinstance(error, REFUSALS):
             return ConfigError(f"redis at {self.name}: user {self.user}: {error}")
+        if isinstance(error, AskError):
+            node = _said(error).rpartition(" ")[2]
+            what = f"is part of a cluster, which keeps keys of run {self._run_id} at {node}"
+            return ConfigError(f"redis at {self.name} {what}: the queue needs one server for all")
         return QueueError(f"redis at {self.name}: {_said(error)}")
 
 

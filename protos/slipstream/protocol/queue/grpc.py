@@ -25,6 +25,7 @@ from slipstream.protocol.queue.base import (
     OpenSeal,
     opened,
 )
+from slipstream.protocol.rich_errors import REFUSALS
 from slipstream.v1 import trajectory_pb2 as pb
 from slipstream.v1 import trajectory_pb2_grpc
 
@@ -32,14 +33,6 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 REFUSAL_WAIT_S = 0.2
 MAX_IDS_IN_RESPONSE = 4096
-
-REFUSALS = (
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNIMPLEMENTED,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-)
 
 # The trajectories that one stream has yet to acknowledge.
 _Answers: TypeAlias = asyncio.Queue[TrajectoryId]

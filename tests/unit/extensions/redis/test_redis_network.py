@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncIterator
 
 import pytest
-from slipstream.core.errors import QueueError
+from slipstream.core.errors import ConfigError, QueueError
 from slipstream.extensions.redis import connection
 from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import RedisReceiver
@@ -87,6 +87,15 @@ async def test_a_replica_is_not_told_as_a_loss_of_data(server, administrator, mo
             await asyncio.sleep(LIMIT_S)
     (cause,) = causes(caught.value)
     assert "within 0.1 s: You can't write against a read only replica" in cause
+
+
+async def test_a_node_of_a_cluster_is_named_as_such() -> None:
+    async with BadNetwork("127.0.0.1:9") as network:
+        network.page = b"-MOVED 12182 10.0.0.7:6379\r\n"
+        said = rf"redis://{network.address} is part of a cluster, which .* run at 10.0.0.7:6379: "
+        with pytest.raises(ConfigError, match=said):
+            async with RedisSender(f"redis://{network.address}", "run", 1_000):
+                pass
 
 
 async def test_a_full_redis_is_told_in_its_words(server, administrator):
