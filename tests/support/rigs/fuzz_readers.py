@@ -300,7 +300,8 @@ def _judged(message: environment_pb2.WorkerMessage) -> object:
     """What a rollout server makes of an environment's answer to `reset` and to `step`."""
 
     async def judged() -> object:
-        table = CallTable(lambda command: None)
+        sent: list[environment_pb2.WorkerCommand] = []
+        table = CallTable(sent.append)
 
         async def timed_out(error: EnvironmentFailed) -> EnvironmentFailed:
             return error
@@ -309,12 +310,10 @@ def _judged(message: environment_pb2.WorkerMessage) -> object:
             table, "g1.0", 5.0, on_timeout=timed_out, on_close=lambda was_judged: None
         )
         found: list[object] = []
-        for number, call in enumerate(
-            (session.reset(0, 1), session.step("a", truncated=False)), start=1
-        ):
+        for call in (session.reset(0, 1), session.step("a", truncated=False)):
             asking = asyncio.ensure_future(call)
             await asyncio.sleep(0)
-            message.call_id = number
+            message.call_id = sent[-1].call_id
             table.answered(message)
             try:
                 found.append(await asking)
