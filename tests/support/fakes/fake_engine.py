@@ -38,7 +38,7 @@ class FakeEngine:
     max_model_len = 64
     num_experts = 4
     # What vLLM's application for agents would need.
-    parts = None
+    llm = None
 
     def __init__(self) -> None:
         self.version: PolicyVersion | None = None
