@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.template_values import NEED_PARSER, read_tools
@@ -205,12 +205,17 @@ class OutgoingMessages(asyncio.Queue[Message | None]):
 class CallTable:
     """The open calls of one stream, until `end`; afterwards every call fails."""
 
-    # The ids of calls: several tables may use one stream.
-    _numbers: ClassVar[Iterator[int]] = itertools.count(1)
+    def __init__(
+        self,
+        send: Callable[[environment_pb2.WorkerCommand], None],
+        numbers: Iterator[int] | None = None,
+    ) -> None:
+        """`send` puts a command on the stream without waiting; `numbers` yields the ids of calls.
 
-    def __init__(self, send: Callable[[environment_pb2.WorkerCommand], None]) -> None:
-        """`send` puts a command on the stream without waiting."""
+        Several tables that use one stream share `numbers`.
+        """
         self._send = send
+        self._numbers = itertools.count(1) if numbers is None else numbers
         self._open: dict[int, Answers] = {}
         # Why the stream has ended; None while it is open.
         self.failure: EnvironmentFailed | None = None

@@ -8,6 +8,7 @@ worker fewer episodes share one for a while.
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -192,6 +193,7 @@ class ClientEnvironments:
         self._metadata = metadata
         self._calls = OutgoingMessages[fleet_pb2.EnvironmentCall]()
         self._tables: dict[str, CallTable] = {}
+        self._numbers = itertools.count(1)
         self._wanted = asyncio.Event()
 
     def open(self, environment: str, episode_key: str, timeout_s: float) -> StreamSession:
@@ -204,7 +206,7 @@ class ClientEnvironments:
                 call = fleet_pb2.EnvironmentCall(environment=environment, command=command)
                 calls.put_nowait(call)
 
-            table = self._tables[environment] = CallTable(send)
+            table = self._tables[environment] = CallTable(send, self._numbers)
         self._wanted.set()
         return StreamSession(table, episode_key, timeout_s)
 
