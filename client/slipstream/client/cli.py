@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import importlib
 import io
 import json
@@ -76,6 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SlipstreamError as error:
         complain(str(error))
         return 1
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        complain(f"{error.filename}: {error.strerror}")
+        return 2
     except KeyboardInterrupt:
         return 130
 

@@ -282,10 +282,10 @@ class EpisodeHost:
         try:
             return await episode.running
         except asyncio.CancelledError as error:
-            if episode.abandoned:
-                raise environment_failed("the episode was closed") from error
             if this.cancelling():
                 raise
+            if episode.abandoned:
+                raise environment_failed("the episode was closed") from error
             cause = f"its own code has cancelled the call: {describe(error)}"
             raise environment_failed(cause) from error
         finally:

@@ -109,6 +109,13 @@ def test_a_folder_that_cannot_be_looked_at_is_named_in_one_line(words, capsys) -
     assert capsys.readouterr().err.endswith(f"{name}/config.toml: File name too long\n")
 
 
+@pytest.mark.parametrize("words", [["check", "m:C", "--model"], ["check"]])
+def test_a_name_that_no_file_can_have_is_told_in_one_line(words, capsys) -> None:
+    name = "x" * 300 + ":C"
+    assert main([*words, name]) == 2
+    assert capsys.readouterr().err == f"slipstream: {name}: File name too long\n"
+
+
 @pytest.mark.process
 async def test_one_environment_is_checked_without_settings(tmp_path, monkeypatch, capfd) -> None:
     (tmp_path / "mine.py").write_text(

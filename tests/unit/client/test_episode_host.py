@@ -269,6 +269,28 @@ async def test_an_environment_that_cancels_its_own_task_fails_one_call(waits: bo
     assert (await step(host, "")).verdict.reward == 1.0
 
 
+async def test_who_is_cancelled_while_its_episode_is_closed_is_cancelled() -> None:
+    begun = asyncio.Event()
+
+    class Waiting(Plain):
+        async def step(self, reply: str) -> StepResult:
+            begun.set()
+            await asyncio.Event().wait()
+            return StepResult(1.0)
+
+    host = EpisodeHost(Waiting())
+    await reset(host)
+    asking = asyncio.ensure_future(step(host, "x"))
+    await begun.wait()
+    closing = asyncio.ensure_future(close(host))
+    # It has cancelled the call, whose end is not known yet.
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await closing
+
+
 @pytest.mark.parametrize("name", ["a", "a" * 26])
 async def test_a_cause_is_the_same_for_each_object_that_it_shows(name: str) -> None:
     class Showing(Plain):
