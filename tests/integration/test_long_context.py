@@ -204,6 +204,7 @@ def test_context_parallel_ranks_train_a_long_sequence_like_one_rank(model: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_131072_tokens_on_two_ranks_are_those_of_one_and_of_plain_transformers(folder, trained):
     length = 131072
     one = trained("llama-1", "one", length)
