@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from slipstream.core.template_values import NEED_PARSER
 from slipstream.rollout_server.agents.recorder import (
+    BUSY,
     CHAT_PATH,
     CURRENT,
     MESSAGES_PATH,
@@ -40,7 +41,7 @@ COUNT_PATH = "/v1/messages/count_tokens"
 MODELS_PATH = "/v1/models"
 METHODS = dict.fromkeys((CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH), "POST")
 METHODS[MODELS_PATH] = "GET"
-_NOT_FOUND, _BROKEN, _BUSY = 404, 500, 503
+_NOT_FOUND, _BROKEN = 404, 500
 # Bytes of a request for each token that its prompt may have, and for all the rest. Parsing a larger
 # request would delay other episodes, and its prompt is too long anyway.
 _BYTES_PER_TOKEN, _OTHER_BYTES = 32, 1 << 16
@@ -138,8 +139,11 @@ class Answering:
         application = self.with_tools if uses_tools and self.with_tools else self.plain
         try:
             async for part in _exchange(application, context, "POST", path, body):
-                if opened.refusal is not None:
-                    raise opened.refusal
+                if (refusal := opened.refusal) is not None:
+                    if not opened.status:
+                        raise refusal
+                    yield _last_event(path, refusal, opened.body)
+                    return
                 if part.status and told:
                     header = "; ".join(f"{name}={value}" for name, value in told.items())
                     part.headers.add(name=SAMPLING_HEADER, value=header[:_MAX_HEADER])
@@ -184,9 +188,11 @@ async def _exchange(
     """Runs an application in `context` with one request, and yields its answer in parts.
 
     A part has the bytes that the application has sent since the previous part, up to a limit. The
-    application's own error is logged, not raised. If the client hangs up, close the generator: it
-    cancels the application.
+    application's own error becomes the refusal of the call in `context`, and is logged unless the
+    call has one. If the client hangs up, close the generator: it cancels the application.
     """
+    _, opened = context.get(CURRENT) or (None, None)
+    broken = Refusal("no answer", code="internal_error", status=_BROKEN)
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -222,8 +228,6 @@ async def _exchange(
                 first.headers.add(name=name.decode(), value=value.decode())
                 is_stream = is_stream or value.startswith(b"text/event-stream")
             changed.set()
-            if first.status == _BUSY:
-                first.headers.add(name="retry-after", value="1")
         elif message["type"] == "http.response.body":
             waiting.extend(message.get("body", b""))
             is_whole = not message.get("more_body", False)
@@ -262,28 +266,42 @@ async def _exchange(
             if current is not None and current.cancelling():
                 raise
         except Exception:
-            log.exception("an agent's call ended with an error")
+            if opened is None or opened.refusal is None:
+                log.exception("an agent's call ended with an error")
+            if opened is not None:
+                opened.refusal = opened.refusal or broken
     if first.status:
         part.is_last = True
         yield part
     else:
-        yield _error(path, Refusal("no answer", code="internal_error", status=_BROKEN))
+        yield _error(path, broken)
 
 
 def _error(path: str, refusal: Refusal) -> ReplyPart:
     """Returns the refusal as an error answer in the format of the API at `path`."""
+    return _whole(_body(path, refusal), refusal.status)
+
+
+def _last_event(path: str, refusal: Refusal, sent: bytes | bytearray) -> ReplyPart:
+    """Returns the refusal as the last event of a stream of the API at `path` after `sent`."""
+    number = {"type": "error", "sequence_number": sent.count(b"\n\nevent: ") + 1}
+    event = json.dumps(number | _body(path, refusal))
+    return ReplyPart(body=f"event: error\ndata: {event}\n\n".encode(), is_last=True)
+
+
+def _body(path: str, refusal: Refusal) -> dict[str, object]:
     kind = "not_found_error" if refusal.status == _NOT_FOUND else "invalid_request_error"
     if refusal.status >= _BROKEN:
         kind = "api_error"
     error: dict[str, object] = {"type": kind, "message": refusal.message}
     if path.startswith(MESSAGES_PATH):
-        body: dict[str, object] = {"type": "error", "error": error}
-    else:
-        body = {"error": error | {"param": refusal.param, "code": refusal.code}}
-    return _whole(body, refusal.status)
+        return {"type": "error", "error": error}
+    return {"error": error | {"param": refusal.param, "code": refusal.code}}
 
 
 def _whole(body: Mapping[str, object], status: int) -> ReplyPart:
     part = ReplyPart(body=json.dumps(body).encode(), is_last=True, status=status)
     part.headers.add(name="content-type", value="application/json")
+    if status == BUSY:
+        part.headers.add(name="retry-after", value="1")
     return part

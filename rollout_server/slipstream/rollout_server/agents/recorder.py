@@ -35,6 +35,7 @@ from slipstream.rollout_server.engine_interface import (
     EngineDied,
     FinishReason,
     GenerationFailed,
+    RequestRefused,
     Requests,
     Sampling,
     TextOptions,
@@ -45,7 +46,7 @@ from slipstream.v1.environment_pb2 import AgentCall
 
 log = logging.getLogger(__name__)
 
-_OK = 200
+_OK, BUSY = 200, 503
 _Parts: TypeAlias = "asyncio.Queue[TextPart | Exception]"
 
 CHAT_PATH = "/v1/chat/completions"
@@ -234,7 +235,7 @@ class Recorder:
     ) -> AsyncGenerator[TextPart, None]:
         """Starts to sample the reply to a call that has begun; returns a generator of its parts.
 
-        The generator raises GenerationFailed if the engine cannot serve the call. The reply is
+        The generator raises what the engine raised, whose refusal `opened` has then. The reply is
         sampled and recorded until `close`, even if the client does not read it. Raises Refusal
         for a call that was closed, whose tokens could not be recorded.
         """
@@ -269,12 +270,13 @@ class Recorder:
                     is_cut = reply.finish_reason is FinishReason.LENGTH
                     self._is_cut[call.branch] = is_cut and max_tokens == opened.max_tokens
                 parts.put_nowait(part)
-        except (GenerationFailed, EngineDied) as error:
-            log.warning("call %s of an agent: %s", opened.request_id, error)
-            parts.put_nowait(error)
         except Exception as error:
+            is_known = isinstance(error, (GenerationFailed, EngineDied))
+            log.warning("call %s: %s", opened.request_id, error, exc_info=not is_known)
+            opened.refusal = Refusal(str(error), code="server_error", status=BUSY)
+            if isinstance(error, RequestRefused):
+                opened.refusal = Refusal(str(error))
             # The reader of the parts would wait for the last one for ever.
-            log.exception("call %s of an agent", opened.request_id)
             parts.put_nowait(error)
         finally:
             self.clock.leave()

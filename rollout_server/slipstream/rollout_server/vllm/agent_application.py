@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
-from slipstream.core.errors import SlipstreamError
 from slipstream.core.models.vision import PlacedImage, data_of_url
 from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.agents.agent_api import MODEL, Answering
@@ -29,7 +28,7 @@ from slipstream.rollout_server.agents.recorder import (
 )
 from slipstream.rollout_server.agents.request_rules import Refusal, ServedCall
 from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT
-from slipstream.rollout_server.engine_interface import RequestRefused, TextOptions, TextPart
+from slipstream.rollout_server.engine_interface import TextOptions, TextPart
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed, limited_time
 from slipstream.rollout_server.vllm.reply_reader import of_whole_replies
 from vllm.engine.protocol import EngineClient
@@ -49,7 +48,7 @@ from vllm.entrypoints.openai.responses.streaming_events import (
     _StateType,
 )
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
-from vllm.exceptions import RetryableRequestError, VLLMValidationError
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import EngineInput
 from vllm.inputs.engine import TokensInput, tokens_input
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -108,10 +107,8 @@ class PromptRenderer:
             return rendered
         (messages,) = conversations
         recorder, opened = current
-        try:
+        with _refusals():
             prompt = await self._prompt(recorder, opened, messages, chat_params)
-        except Refusal as error:
-            raise VLLMValidationError(str(error)) from error
         return [messages], [tokens_input(prompt)]
 
     async def _prompt(
@@ -125,8 +122,7 @@ class PromptRenderer:
             found = None
         length = sum(len(each.get("content") or "") for each in messages)
         most = recorder.sampling.max_episode_tokens * self._own.longest_token
-        with _refusals():
-            marked, images = without_images(messages, sees_images=self._own.images is not None)
+        marked, images = without_images(messages, sees_images=self._own.images is not None)
 
         async def render(found: Found | None) -> list[int] | None:
             if length <= _INLINE_CHARACTERS:
@@ -141,8 +137,7 @@ class PromptRenderer:
         placed: Sequence[PlacedImage] = ()
         if self._own.images is not None:
             new = [i for one in images[found.num_messages if found else 0 :] for i in one]
-            with _refusals():
-                context, placed = self._own.images.expanded(context, new)
+            context, placed = self._own.images.expanded(context, new)
         return await recorder.begin(opened, found.turn if found else None, context, placed)
 
     def _render(
@@ -248,8 +243,7 @@ class PromptRenderer:
         if len(text) > most_characters:
             # Tokenizing it would only delay the answer that it is too long.
             return [0] * (most_characters // self._own.longest_token + 1)
-        with _refusals():
-            return self._own.tokens(text.replace(MARK, self._image_text))
+        return self._own.tokens(text.replace(MARK, self._image_text))
 
 
 @contextlib.contextmanager
@@ -257,7 +251,9 @@ def _refusals() -> Iterator[None]:
     """Re-raises an error about messages as vLLM's error, which is reported to the agent."""
     try:
         yield
-    except (RenderingFailed, ValueError) as error:
+    except VLLMValidationError:
+        raise
+    except (Refusal, RenderingFailed, ValueError) as error:
         raise VLLMValidationError(str(error), parameter="messages") from error
 
 
@@ -349,31 +345,25 @@ async def _outputs(
     parts: AsyncGenerator[TextPart, None], request_id: str, prompt: list[int], opened: ServedCall
 ) -> AsyncGenerator[RequestOutput, None]:
     said = ""
-    try:
-        async for part in parts:
-            end, said = part.generation, said + part.text
-            if end is not None:
-                # A parser that reads the reply tells it anew.
-                opened.reply = {"role": "assistant", "content": said}
-            completion = CompletionOutput(
-                index=0,
-                text=part.text,
-                token_ids=part.token_ids,
-                cumulative_logprob=None,
-                logprobs=part.top_logprobs,
-                finish_reason=None if end is None else end.finish_reason.value,
-                stop_reason=part.stop_reason,
-            )
-            cached = None if end is None else end.cached_tokens
-            yield RequestOutput(
-                request_id, None, prompt, None, [completion], end is not None, None,
-                num_cached_tokens=cached,
-            )  # fmt: skip
-    except RequestRefused as error:
-        raise VLLMValidationError(str(error)) from error
-    except SlipstreamError as error:
-        # The engine could not serve this request, or is gone: a client may try again.
-        raise RetryableRequestError(str(error)) from error
+    async for part in parts:
+        end, said = part.generation, said + part.text
+        if end is not None:
+            # A parser that reads the reply tells it anew.
+            opened.reply = {"role": "assistant", "content": said}
+        completion = CompletionOutput(
+            index=0,
+            text=part.text,
+            token_ids=part.token_ids,
+            cumulative_logprob=None,
+            logprobs=part.top_logprobs,
+            finish_reason=None if end is None else end.finish_reason.value,
+            stop_reason=part.stop_reason,
+        )
+        cached = None if end is None else end.cached_tokens
+        yield RequestOutput(
+            request_id, None, prompt, None, [completion], end is not None, None,
+            num_cached_tokens=cached,
+        )  # fmt: skip
 
 
 def open_answering(llm: EngineClient, own: Renderer, settings: RolloutServerSection) -> Answering:
