@@ -1,9 +1,12 @@
 """Strangers on open ports: what they send, or do not send, delays no member beyond a deadline."""
 
+import asyncio
 import contextlib
 import random
+import resource
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -138,3 +141,38 @@ async def test_a_controller_answers_beside_three_hundred_strangers(tmp_path: Pat
                     status_pb2.GetStatusRequest(), metadata=token, timeout=60, wait_for_ready=True
                 )
         assert status.run_id
+
+
+# Opens so many connections to a port, says nothing, and waits until so many have been closed.
+CROWD = """
+import resource, selectors, socket, sys
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+port, count, closed = map(int, sys.argv[1:])
+waiting = selectors.DefaultSelector()
+for _ in range(count):
+    waiting.register(socket.create_connection(("127.0.0.1", port)), selectors.EVENT_READ)
+while closed > 0:
+    for found, _ in waiting.select():
+        try:
+            is_over = not found.fileobj.recv(4096)
+        except ConnectionError:
+            is_over = True
+        if is_over:
+            waiting.unregister(found.fileobj)
+            closed -= 1
+"""
+
+
+async def test_a_crowd_leaves_a_controller_files_to_open(tmp_path: Path) -> None:
+    most, count = 512, 600
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        async with serving(tmp_path) as address:
+            port = address.rpartition(":")[2]
+            asked = [sys.executable, "-c", CROWD, port, str(count), str(count - most // 2)]
+            crowd = await asyncio.create_subprocess_exec(*asked)
+            assert await asyncio.wait_for(crowd.wait(), LIMIT_S) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

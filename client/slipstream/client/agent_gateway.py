@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import hmac
 import json
-import resource
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ import uvicorn
 from slipstream.client.agent_exchange import CallExchange, PendingCall, TooManyCalls
 from slipstream.client.environment import BRANCH_NAME, Endpoint
 from slipstream.core.errors import ProtocolError
+from slipstream.core.machine.process import most_connections
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import environment_pb2 as pb
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -156,16 +156,13 @@ def bounded_server(
     Heads have a size, requests a deadline, connections a number, at most half of what the process
     may open. The body is read where `application` asks for it.
     """
-    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most_files != resource.RLIM_INFINITY:
-        max_connections = min(max_connections, most_files // 2)
     return uvicorn.Config(
         application,
         host=LOOPBACK,
         port=port,
         interface="asgi3",
         http=partial(  # type: ignore[arg-type]
-            BoundedConnection, limit_s=limit_s, most=max_connections, resting={}
+            BoundedConnection, limit_s=limit_s, most=most_connections(max_connections), resting={}
         ),
         ws="none",
         lifespan="off",

@@ -206,6 +206,15 @@ def raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
 
 
+def most_connections(wanted: int = MAX_OPEN_FILES) -> int:
+    """Returns `wanted`, or half of what this process may open if less: files need descriptors too.
+
+    Strangers may fill a server's connections, which must not keep it from writing its files.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft // 2)
+
+
 @contextmanager
 def without_collections() -> Iterator[None]:
     """Turns the garbage collector off within the block, for imports of vLLM or Megatron.

@@ -14,6 +14,7 @@ from grpc.experimental import ChannelOptions
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.address import is_loopback as is_loopback_host
+from slipstream.core.machine.process import most_connections
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import QueueEnd, QueueSection, SecuritySection
 from slipstream.protocol.access.checked_calls import (
@@ -154,7 +155,8 @@ def create_server(credentials: Credentials, *, run_id: str | None = None) -> grp
     """
     tokens = () if credentials.token is None else (credentials.token, *credentials.further_tokens)
     access = AccessInterceptor(run_id, tokens)
-    return grpc.aio.server(interceptors=[access, CheckingInterceptor()], options=SERVER_OPTIONS)
+    options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", most_connections()))
+    return grpc.aio.server(interceptors=[access, CheckingInterceptor()], options=options)
 
 
 def bind(server: grpc.aio.Server, address: str, credentials: Credentials) -> int:
