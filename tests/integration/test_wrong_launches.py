@@ -91,7 +91,7 @@ WRONG = {
     ),
     "other authority than the controller's": Wrong(
         (*SERVER, "security.tls_ca=elsewhere/ca.pem"),
-        ("the controller at", "CERTIFICATE_VERIFY_FAILED", "unable to get local issuer"),
+        ("the controller at", "certificate is refused (unable to get local issuer", "tls_ca its"),
         nothing,
         is_forked=False,
     ),

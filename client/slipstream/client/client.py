@@ -34,8 +34,10 @@ from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.sections import SecuritySection
 from slipstream.core.template_values import json_object, values_json
 from slipstream.protocol.access.security import (
+    UNTRUSTED,
     Credentials,
     call_metadata,
+    cause_of,
     is_loopback,
     open_channel,
 )
@@ -370,13 +372,15 @@ class Client:
 
     def _error(self, code: grpc.StatusCode, details: str) -> SlipstreamError:
         """Returns the error for a status of gRPC, with the controller's address and the remedy."""
-        address = self._address
+        address, cause = self._address, cause_of(code, details)
         if code is grpc.StatusCode.UNAVAILABLE:
+            if cause.startswith(UNTRUSTED):
+                return ConfigError(f"{address}: {cause}")
             if "handshake" in details.lower():
                 return ConfigError(f"{address} does not speak TLS as expected: {details}")
             if "Socket closed" in details and self._credentials.ca is None:
                 return ConfigError(f"{address} hung up: does it want TLS (tls_ca)?")
-            cause = " ".join(details.rpartition("last error: ")[2].split())
+            cause = cause.rpartition("last error: ")[2]
             # Where a connection is refused nothing listens, which is said already.
             cause = "" if "Connection refused" in cause else f" ({cause})"
             return NoController(f"{self._no_answer}{cause}{self._to_do}")

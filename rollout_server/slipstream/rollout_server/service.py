@@ -45,7 +45,7 @@ import grpc.aio
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, TrajectoryId
-from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
+from slipstream.protocol.access.security import Credentials, call_metadata, cause_of, open_channel
 from slipstream.protocol.rich_errors import REFUSALS, Reason, has_reason
 from slipstream.rollout_server.episodes.calls import OutgoingMessages
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
@@ -190,7 +190,7 @@ class RolloutServer:
                     return _Joined(call, epoch, message.welcome)
                 cause = "it sent no welcome"
             except grpc.aio.AioRpcError as error:
-                cause = error.details() or error.code().name
+                cause = cause_of(error.code(), error.details())
                 if error.code() in REFUSALS:
                     kind = RunFailed if has_reason(error, Reason.OTHER_RUN) else ConfigError
                     raise kind(f"{self._address} refuses this server: {cause}") from None

@@ -203,6 +203,18 @@ async def test_a_refusal_becomes_an_error_of_ours_in_one_line(
     ("details", "said"),
     [
         ("Socket closed", "hung up: does it want TLS"),
+        (
+            "Tls handshake failed: CERTIFICATE_VERIFY_FAILED: certificate has expired: OK",
+            r"certificate is refused \(certificate has expired\): .*make_certificates.sh issues",
+        ),
+        (
+            "Tls handshake failed: CERTIFICATE_VERIFY_FAILED: self-signed certificate: OK",
+            r"certificate is refused \(self-signed certificate\): is security.tls_ca its authority",
+        ),
+        (
+            "Custom verification check failed: Hostname Verification Check failed.",
+            r"certificate is refused \(Hostname Verification Check failed\): .*issues a new one",
+        ),
         ("Ssl handshake failed: WRONG_VERSION_NUMBER", "does not speak TLS as expected: Ssl"),
         ("errors resolving x: [a,\n b]", r"\(errors resolving x: \[a, b\]\); start a run"),
         ("to all addresses; last error: UNKNOWN: No route", r"\(UNKNOWN: No route\); start a run"),

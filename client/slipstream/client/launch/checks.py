@@ -54,8 +54,10 @@ from slipstream.protocol.access.exposure import (
     local_address,
 )
 from slipstream.protocol.access.security import (
+    UNTRUSTED,
     Credentials,
     call_metadata,
+    cause_of,
     check_address,
     check_metrics_address,
     open_channel,
@@ -80,8 +82,6 @@ FILES = "deploy/make_certificates.sh makes all files"
 RETRY_S = 0.2
 # Status codes after which the controller may still come.
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-# Parts of gRPC's texts about a refused certificate, which a retry would not change.
-UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
 # Seconds in which a file of another host must appear: network file systems cache for a while that
 # there was none.
 SHOW_LIMIT_S = 5.0
@@ -348,10 +348,10 @@ async def ask_controller(scene: Scene, run_id: str | None = None) -> Answer:
                     metadata=call_metadata(credentials, run_id),
                 )
             except grpc.aio.AioRpcError as error:
-                cause = " ".join((error.details() or error.code().name).split())
+                cause = cause_of(error.code(), error.details())
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     cause = "what answers is no controller of this version"
-                if error.code() not in AWAY or any(map(cause.__contains__, UNTRUSTED)):
+                if error.code() not in AWAY or cause.startswith(UNTRUSTED):
                     raise ConfigError(f"the controller at {address}: {cause}") from None
             else:
                 return Answer(setup, asked_s, time.time())

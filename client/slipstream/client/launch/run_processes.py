@@ -44,7 +44,7 @@ from slipstream.core.machine.files import remove_abandoned
 from slipstream.core.run_folder import LOGS, log_path
 from slipstream.core.settings.config import Config
 from slipstream.core.waits import within
-from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
+from slipstream.protocol.access.security import Credentials, call_metadata, cause_of, open_channel
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 STARTING = status_pb2.RUN_STATE_STARTING
@@ -143,7 +143,8 @@ async def tell_waits(display: Display, calls: RunCalls, most_tokens: int) -> Non
         try:
             display.tell(wait_line(run_from_pb(await calls.status()), most_tokens))
         except grpc.aio.AioRpcError as error:
-            display.warn(f"the controller gives no answer: {error.code().name}")
+            cause = cause_of(error.code(), error.details())
+            display.warn(f"the controller gives no answer: {cause}")
         last_line_s = display.spoke_s
         patience_s = min(2 * patience_s, LIMIT_S)
 

@@ -18,7 +18,12 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.ranks.activity import Activity
-from slipstream.protocol.access.security import Credentials, call_metadata, open_blocking_channel
+from slipstream.protocol.access.security import (
+    Credentials,
+    call_metadata,
+    cause_of,
+    open_blocking_channel,
+)
 from slipstream.protocol.bounds import one_line
 from slipstream.protocol.codec import (
     TRAINER_EPOCH,
@@ -325,7 +330,7 @@ def _code(error: Stub) -> grpc.StatusCode:
 
 
 def _describe(error: Stub) -> str:
-    return f"{_code(error).name}: {error.details()}"
+    return f"{_code(error).name}: {cause_of(_code(error), error.details())}"
 
 
 Order: TypeAlias = (

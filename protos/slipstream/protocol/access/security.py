@@ -42,6 +42,10 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_REQUEST_BYTES = 33 << 20
 MAX_STREAMS = 4096
 
+# Begins the cause of a call whose controller has a certificate that no retry makes good.
+UNTRUSTED = "the controller's certificate is refused"
+_UNTRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED: (.+?)(?:: OK)?$|(Hostname Verif.+ failed)")
+
 # Words that redis-py takes for "no".
 _NO = ("0", "f", "false", "n", "no")
 
@@ -209,6 +213,19 @@ def _caller_tls(address: str, credentials: Credentials) -> grpc.ChannelCredentia
         private_key=credentials.key,
         certificate_chain=credentials.certificate,
     )
+
+
+def cause_of(code: grpc.StatusCode, details: str | None) -> str:
+    """Returns in one line why a call failed: gRPC's words, or a certificate's fault and remedy."""
+    words = " ".join((details or code.name).split())
+    if (found := _UNTRUSTED.search(words)) is None:
+        return words
+    fault = found[1] or found[2]
+    if "certificate has expired" in fault or found[2]:
+        what = "deploy/make_certificates.sh issues a new one, which a controller reads at its start"
+    else:
+        what = "is security.tls_ca its authority?"
+    return f"{UNTRUSTED} ({fault}): {what}"
 
 
 def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:

@@ -107,4 +107,4 @@ async def test_a_controller_without_an_answer_is_told(
     await until(out.getvalue, 20)
     telling.cancel()
     await asyncio.gather(telling, return_exceptions=True)
-    assert "! the controller gives no answer: UNAVAILABLE" in out.getvalue()
+    assert "! the controller gives no answer: failed to connect to all" in out.getvalue()
