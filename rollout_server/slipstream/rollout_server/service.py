@@ -38,6 +38,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import NamedTuple
 
 import grpc
@@ -52,8 +53,8 @@ from slipstream.rollout_server.episodes.environments import ClientEnvironments, 
 from slipstream.rollout_server.episodes.play import EpisodeServices, Identity, Model
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.parts import open_fetches, open_reference, open_sender
-from slipstream.rollout_server.session import JoinCall, Session, hello
-from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
+from slipstream.rollout_server.session import SILENT_S, JoinCall, Session, hello
+from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, status_pb2, status_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class RolloutServer:
                         services,
                         group,
                         self._open_fetches,
+                        partial(self._is_known, channel, epoch),
                     )
                     try:
                         is_lost = await session.serve(call, stop)
@@ -154,6 +156,20 @@ class RolloutServer:
                     watch.cancel()
                 environments.close()
         log.info("drained")
+
+    async def _is_known(self, channel: grpc.aio.Channel, epoch: int) -> bool:
+        try:
+            status = await status_pb2_grpc.StatusServiceStub(channel).GetStatus(
+                status_pb2.GetStatusRequest(), metadata=self._metadata, timeout=SILENT_S
+            )
+            gone = (fleet_pb2.SERVER_STATE_DEAD, fleet_pb2.SERVER_STATE_LEFT)
+            known = {each.server_epoch for each in status.servers if each.state not in gone}
+            cause = "" if epoch in known else "it knows no such stream"
+        except grpc.aio.AioRpcError as error:
+            cause = cause_of(error.code(), error.details())
+        if cause:
+            log.warning("the stream leads to no controller at %s: %s", self._address, cause)
+        return not cause
 
     async def _join(
         self,

@@ -19,6 +19,8 @@ from slipstream.v1 import (
     environment_pb2,
     fleet_pb2,
     fleet_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
     trajectory_pb2,
     trajectory_pb2_grpc,
     weights_pb2,
@@ -124,7 +126,11 @@ class Connection:
         self.send(lease=fleet_pb2.Lease(**(lease | changes)))
 
 
-class FakeFleet(fleet_pb2_grpc.FleetServiceServicer, trajectory_pb2_grpc.TrajectoryServiceServicer):
+class FakeFleet(
+    fleet_pb2_grpc.FleetServiceServicer,
+    trajectory_pb2_grpc.TrajectoryServiceServicer,
+    status_pb2_grpc.StatusServiceServicer,
+):
     """Serves while it is entered; acknowledges trajectories as long as `acknowledging`."""
 
     def __init__(self, *, heartbeat_s: float = 0.02, heartbeat_timeout_s: float = 0.2) -> None:
@@ -136,10 +142,14 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer, trajectory_pb2_grpc.Traject
         self.acknowledging = True
         # Answers calls to environments that clients serve; None: it hangs up on such a call.
         self.client: Callable[[fleet_pb2.EnvironmentCall], Answer | Awaitable[Answer]] | None = None
+        # The epochs that it names when asked; None: it does not answer.
+        self.known: set[int] | None = set()
+        self.asked = 0
         self._arrived = asyncio.Condition()
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)
         trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(self, self._server)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self.refusal = ""
 
@@ -170,6 +180,8 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer, trajectory_pb2_grpc.Traject
         if self.refusal:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refusal)
         connection = Connection(hello)
+        if self.known is not None:
+            self.known.add(hello.server_epoch)
         yield fleet_pb2.ControllerMessage(welcome=self.welcome)
         self.connections.put_nowait(connection)
 
@@ -185,6 +197,16 @@ class FakeFleet(fleet_pb2_grpc.FleetServiceServicer, trajectory_pb2_grpc.Traject
         finally:
             reader.cancel()
             connection.ended.set()
+
+    async def GetStatus(
+        self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> status_pb2.RunStatus:
+        self.asked += 1
+        while self.known is None:
+            await asyncio.sleep(0.01)
+        serving = fleet_pb2.SERVER_STATE_SERVING
+        servers = [status_pb2.ServerStatus(server_epoch=e, state=serving) for e in self.known]
+        return status_pb2.RunStatus(servers=servers)
 
     async def CallEnvironments(
         self, requests: AsyncIterator[fleet_pb2.EnvironmentCall], context: grpc.aio.ServicerContext

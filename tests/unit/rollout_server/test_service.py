@@ -823,3 +823,23 @@ async def test_a_controller_that_does_not_answer_is_told_with_its_address(
             network.target, network.page = server.fleet.address, None
             network.reset()
             await server.join()
+
+
+@pytest.mark.parametrize("known", [set(), None])
+async def test_a_stream_that_leads_to_no_controller_is_left(
+    start_server, caplog, monkeypatch, known
+) -> None:
+    """A proxy keeps the stream of a controller that is gone: another one answers, or nobody."""
+    monkeypatch.setattr(session, "SILENT_S", 0.2)
+    async with start_server() as server:
+        await server.join()
+        await until(lambda: server.fleet.asked > 1)
+        assert server.fleet.connections.empty()
+        server.fleet.known = known
+        if known is None:
+            monkeypatch.setattr(service, "SILENT_S", 0.2)
+        await until(lambda: "the stream leads to no controller at" in caplog.text)
+        server.fleet.known = set()
+        monkeypatch.setattr(service, "SILENT_S", LIMIT_S)
+        connection = await server.join()
+        await connection.wait_for("heartbeat")
