@@ -62,6 +62,9 @@ _COMMON_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
+    # A controller may move to another address of its name; gRPC asks for it every 30 s, which is as
+    # long as callers try.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # The variables for web proxies are not meant for the hosts of a run.
     ("grpc.enable_http_proxy", 0),
     # With this option two servers on one port would silently share its connections.

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import socket
 import struct
 import subprocess
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import QueueSection, SecuritySection
 from slipstream.protocol.access.security import (
+    CHANNEL_OPTIONS,
     MAX_REQUEST_BYTES,
     MAX_STREAMS,
     Credentials,
@@ -92,6 +94,47 @@ async def call(channel: grpc.aio.Channel, shape: str, credentials: Credentials) 
     if shape.endswith("Unary"):
         return await answer
     return b"".join([part async for part in answer])
+
+
+class Names(asyncio.DatagramProtocol):
+    """A name server on loopback, which answers every name with the address `here`."""
+
+    def __init__(self, here: str) -> None:
+        self.here = here
+
+    def connection_made(self, transport: asyncio.DatagramTransport) -> None:
+        self.transport = transport
+
+    def datagram_received(self, data: bytes, caller: tuple[str, int]) -> None:
+        end = data.index(b"\0", 12) + 5
+        is_asked = data[end - 4 : end - 2] == b"\0\x01"
+        head = data[:2] + b"\x81\x80\0\x01" + (b"\0\x01" if is_asked else b"\0\0") + bytes(4)
+        record = b"\xc0\x0c\0\x01\0\x01" + bytes(4) + b"\0\x04" + socket.inet_aton(self.here)
+        self.transport.sendto(head + data[12:end] + record * is_asked, caller)
+
+
+async def test_a_controller_is_found_at_the_address_to_which_its_name_moves() -> None:
+    loop = asyncio.get_running_loop()
+    transport, names = await loop.create_datagram_endpoint(
+        lambda: Names("127.0.0.1"), local_addr=("127.0.0.1", 0)
+    )
+    name_server = transport.get_extra_info("sockname")[1]
+    async with serving_at("127.0.0.1", OPEN) as first:
+        port = first.rpartition(":")[2]
+        target = f"dns://127.0.0.1:{name_server}/controller.example:{port}"
+        channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        assert await call(channel, "UnaryUnary", OPEN) == b"hello"
+    moved = create_server(OPEN)
+    moved.add_generic_rpc_handlers((echo_handlers(),))
+    bind(moved, f"127.0.0.2:{port}", OPEN)
+    await moved.start()
+    names.here = "127.0.0.2"
+    # A rank of the trainer gives up after 30 s.
+    answer = channel.unary_unary("/test.Echo/UnaryUnary")
+    assert await answer(b"hello", timeout=25.0, wait_for_ready=True) == b"hello"
+    await channel.close()
+    await moved.stop(None)
+    transport.close()
 
 
 def make_certificate(folder: Path, names: str, *, days: int = 2) -> Path:
