@@ -16,7 +16,6 @@ import contextlib
 import functools
 import logging
 import os
-import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -46,7 +45,7 @@ from slipstream.client.launch.preflight import hold_address, told_when_slow
 from slipstream.client.run_folder import check_run_folder
 from slipstream.core.configuration.config_file import check_model, check_sizes, model_warnings
 from slipstream.core.errors import ConfigError, QueueError
-from slipstream.core.machine.address import address_parts
+from slipstream.core.machine.address import address_parts, listen
 from slipstream.core.settings.measurement_sections import check_trackers
 from slipstream.protocol.access.exposure import (
     describe_exposure,
@@ -250,9 +249,7 @@ def check_master(scene: Scene) -> str | None:
     address = scene.config.learner.master
     host, port = address_parts(address)
     try:
-        family, *_, found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((found[0], 0))
+        listen(host).close()
     except OSError:
         if not scene.dry_run:
             raise ConfigError(

@@ -139,10 +139,8 @@ class Answering:
         application = self.with_tools if uses_tools and self.with_tools else self.plain
         try:
             async for part in _exchange(application, context, "POST", path, body):
-                if (refusal := opened.refusal) is not None:
-                    if not opened.status:
-                        raise refusal
-                    yield _last_event(path, refusal, opened.body)
+                if opened.refusal is not None:
+                    yield _error(path, opened.refusal, opened.body)
                     return
                 if part.status and told:
                     header = "; ".join(f"{name}={value}" for name, value in told.items())
@@ -277,26 +275,21 @@ async def _exchange(
         yield _error(path, broken)
 
 
-def _error(path: str, refusal: Refusal) -> ReplyPart:
-    """Returns the refusal as an error answer in the format of the API at `path`."""
-    return _whole(_body(path, refusal), refusal.status)
-
-
-def _last_event(path: str, refusal: Refusal, sent: bytes | bytearray) -> ReplyPart:
-    """Returns the refusal as the last event of a stream of the API at `path` after `sent`."""
-    number = {"type": "error", "sequence_number": sent.count(b"\n\nevent: ") + 1}
-    event = json.dumps(number | _body(path, refusal))
-    return ReplyPart(body=f"event: error\ndata: {event}\n\n".encode(), is_last=True)
-
-
-def _body(path: str, refusal: Refusal) -> dict[str, object]:
+def _error(path: str, refusal: Refusal, sent: bytes | bytearray = b"") -> ReplyPart:
+    """Returns the error of the API at `path`: an answer, or after `sent` the last of its events."""
     kind = "not_found_error" if refusal.status == _NOT_FOUND else "invalid_request_error"
     if refusal.status >= _BROKEN:
         kind = "api_error"
     error: dict[str, object] = {"type": kind, "message": refusal.message}
     if path.startswith(MESSAGES_PATH):
-        return {"type": "error", "error": error}
-    return {"error": error | {"param": refusal.param, "code": refusal.code}}
+        body: dict[str, object] = {"type": "error", "error": error}
+    else:
+        body = {"error": error | {"param": refusal.param, "code": refusal.code}}
+    if not sent:
+        return _whole(body, refusal.status)
+    body |= {"type": "error", "sequence_number": sent.count(b"\n\nevent: ") + 1}
+    event = f"event: error\ndata: {json.dumps(body)}\n\n"
+    return ReplyPart(body=event.encode(), is_last=True)
 
 
 def _whole(body: Mapping[str, object], status: int) -> ReplyPart:
