@@ -33,6 +33,7 @@ from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamErr
 from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.sections import SecuritySection
 from slipstream.core.template_values import json_object, values_json
+from slipstream.core.waits import asking_in_silence
 from slipstream.protocol.access.security import (
     UNTRUSTED,
     Credentials,
@@ -42,6 +43,7 @@ from slipstream.protocol.access.security import (
     open_channel,
 )
 from slipstream.protocol.access.tokens import check_certificates
+from slipstream.protocol.rich_errors import broken_stream
 from slipstream.v1 import (
     environment_pb2,
     environment_pb2_grpc,
@@ -53,7 +55,8 @@ from slipstream.v1 import (
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 # Ends of a stream after which a caller comes again; INTERNAL is that of proxies.
-LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
+_AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+LOST = (*_AWAY, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
 REFUSED = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -262,7 +265,7 @@ class Client:
         patience = ReconnectLimit(self._reconnect_timeout_s)
 
         async def commands(call: WorkerCall) -> AsyncIterator[environment_pb2.WorkerCommand]:
-            async for command in call:
+            async for command in self._messages(call):
                 patience.succeeded()
                 yield command
 
@@ -343,7 +346,7 @@ class Client:
             call = self._status.Watch(status_pb2.WatchRequest(after=after), metadata=self._metadata)
             lost = (grpc.StatusCode.UNAVAILABLE, "the stream ended")
             try:
-                async for message in call:
+                async for message in self._messages(call):
                     patience.succeeded()
                     after = message.number
                     yield event_from_pb(message)
@@ -355,6 +358,24 @@ class Client:
                 call.cancel()
             if lost[0] not in LOST or not patience.served or not await patience.wait(lost[1]):
                 raise self._error(*lost)
+
+    async def _messages(self, call: Any) -> AsyncIterator[Any]:  # noqa: ANN401 - of either shape
+        """Yields a stream's messages; raises AioRpcError if it leads to no controller any more."""
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+
+        async def ask() -> None:
+            run = await self._status.GetStatus(
+                status_pb2.GetStatusRequest(), metadata=self._metadata, timeout=CALL_TIMEOUT_S
+            )
+            # Clocks of two hosts differ a little.
+            if run.uptime_s < 0.99 * (clock() - began_s) - 1.0:
+                raise broken_stream("another controller has started since the stream began")
+
+        async for message in asking_in_silence(call.read, ask):
+            if message is grpc.aio.EOF:  # type: ignore[attr-defined]
+                return
+            yield message
 
     async def _ask(
         self,

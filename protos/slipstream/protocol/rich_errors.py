@@ -72,6 +72,12 @@ async def abort(
     raise AssertionError("abort does not return")
 
 
+def broken_stream(details: str) -> grpc.aio.AioRpcError:
+    """Returns the error of a stream that leads nowhere, as of one whose connection was lost."""
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details, details)
+
+
 def has_reason(error: grpc.RpcError, reason: Reason) -> bool:
     """Whether a call failed for the `reason` that `abort` was given."""
     # The error of a call is also a grpc.Call, which the stubs do not declare.

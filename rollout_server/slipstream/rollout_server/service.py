@@ -46,14 +46,15 @@ import grpc.aio
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, TrajectoryId
+from slipstream.core.waits import SILENT_S
 from slipstream.protocol.access.security import Credentials, call_metadata, cause_of, open_channel
-from slipstream.protocol.rich_errors import REFUSALS, Reason, has_reason
+from slipstream.protocol.rich_errors import REFUSALS, Reason, broken_stream, has_reason
 from slipstream.rollout_server.episodes.calls import OutgoingMessages
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.play import EpisodeServices, Identity, Model
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.parts import open_fetches, open_reference, open_sender
-from slipstream.rollout_server.session import SILENT_S, JoinCall, Session, hello
+from slipstream.rollout_server.session import JoinCall, Session, hello
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, status_pb2, status_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ class RolloutServer:
                         services,
                         group,
                         self._open_fetches,
-                        partial(self._is_known, channel, epoch),
+                        partial(self._ask, channel, epoch),
                     )
                     try:
                         is_lost = await session.serve(call, stop)
@@ -157,19 +158,14 @@ class RolloutServer:
                 environments.close()
         log.info("drained")
 
-    async def _is_known(self, channel: grpc.aio.Channel, epoch: int) -> bool:
-        try:
-            status = await status_pb2_grpc.StatusServiceStub(channel).GetStatus(
-                status_pb2.GetStatusRequest(), metadata=self._metadata, timeout=SILENT_S
-            )
-            gone = (fleet_pb2.SERVER_STATE_DEAD, fleet_pb2.SERVER_STATE_LEFT)
-            known = {each.server_epoch for each in status.servers if each.state not in gone}
-            cause = "" if epoch in known else "it knows no such stream"
-        except grpc.aio.AioRpcError as error:
-            cause = cause_of(error.code(), error.details())
-        if cause:
-            log.warning("the stream leads to no controller at %s: %s", self._address, cause)
-        return not cause
+    async def _ask(self, channel: grpc.aio.Channel, epoch: int) -> None:
+        """Raises AioRpcError unless a controller answers that has a stream of `epoch`."""
+        status = await status_pb2_grpc.StatusServiceStub(channel).GetStatus(
+            status_pb2.GetStatusRequest(), metadata=self._metadata, timeout=SILENT_S
+        )
+        gone = (fleet_pb2.SERVER_STATE_DEAD, fleet_pb2.SERVER_STATE_LEFT)
+        if epoch not in {each.server_epoch for each in status.servers if each.state not in gone}:
+            raise broken_stream("the controller has no such stream")
 
     async def _join(
         self,

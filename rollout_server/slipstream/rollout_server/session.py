@@ -17,7 +17,7 @@ import grpc.aio
 from slipstream.core.machine.gpus import gpu_names
 from slipstream.core.settings.config import Config
 from slipstream.core.types import GroupId, ServerId
-from slipstream.core.waits import within
+from slipstream.core.waits import asking_in_silence, within
 from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.protocol.queue.base import Amount, TrajectorySender
 from slipstream.protocol.weights.handover import host_id
@@ -40,9 +40,6 @@ _FLUSH_PERIOD_S = 0.02
 # Time limits for cancelled episodes to end, for the queue to send its trajectories, and for the
 # controller to end the stream.
 CANCEL_S, FLUSH_S, GOODBYE_S = 5.0, 5.0, 2.0
-# Seconds without an order after which a server asks whether the controller still knows its epoch. A
-# proxy between both outlives a controller whose host is gone, and answers gRPC's pings for it.
-SILENT_S = 60.0
 
 JoinCall = grpc.aio.StreamStreamCall[fleet_pb2.ServerMessage, fleet_pb2.ControllerMessage]
 
@@ -64,14 +61,14 @@ class Session:
         services: EpisodeServices,
         group: asyncio.TaskGroup,
         open_fetches: OpenFetches | None,
-        is_known: Callable[[], Awaitable[bool]],
+        ask: Callable[[], Awaitable[None]],
     ) -> None:
         """Runs its tasks in `group`; the engine must be paused and have no open request.
 
-        `open_fetches` is None if the trainer sends the weights. `is_known` asks the controller
-        whether it knows the epoch.
+        `open_fetches` is None if the trainer sends the weights. `ask` raises AioRpcError if
+        the controller does not know the epoch.
         """
-        self._is_known = is_known
+        self._ask = ask
         self._welcome, self._outbox, self._config = welcome, outbox, config
         self._sender, self._environments = sender, services.environments
         self._engine = services.model.engine
@@ -132,21 +129,12 @@ class Session:
     async def _read(self, call: JoinCall) -> None:
         """Reads and executes orders until the stream ends, with or without an error."""
         try:
-            while isinstance(message := await self._next(call), fleet_pb2.ControllerMessage):
+            async for message in asking_in_silence(call.read, self._ask):
+                if not isinstance(message, fleet_pb2.ControllerMessage):
+                    return
                 await self._take(message)
         except grpc.aio.AioRpcError as error:
             log.warning("the controller's stream broke: %s", error.details() or error.code().name)
-
-    async def _next(self, call: JoinCall) -> object:
-        """Returns the stream's next message, or None when the controller has forgotten it."""
-        reading = asyncio.ensure_future(call.read())
-        try:
-            while not (await asyncio.wait((reading,), timeout=SILENT_S))[0]:
-                if not await self._is_known():
-                    return None
-            return reading.result()
-        finally:
-            reading.cancel()
 
     async def _take(self, message: fleet_pb2.ControllerMessage) -> None:
         match message.WhichOneof("message"):

@@ -15,6 +15,7 @@ from slipstream.client.environment import TaskSource
 from slipstream.client.episode_host import digest_of
 from slipstream.client.requests import status_lines
 from slipstream.client.run_folder import find_run, hold_folder
+from slipstream.core import waits
 from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
 from slipstream.core.machine.address import free_port
 from slipstream.protocol.access.security import Credentials, bind, create_server
@@ -70,8 +71,8 @@ class Controller(
         self.lacking = ""
         # What each stream of ServeEpisodes does, one after the other.
         self.streams: list[Stream] = []
-        # Events of each Watch stream, and whether it breaks after them.
-        self.events: list[list[status_pb2.Event]] = []
+        # Events of each Watch stream before it breaks; None: nothing more, for ever.
+        self.events: list[list[status_pb2.Event | None]] = []
         self.watched_after: list[int] = []
         self.breaks_with = grpc.StatusCode.UNAVAILABLE
 
@@ -102,6 +103,8 @@ class Controller(
     async def Watch(self, request, context):  # noqa: N802
         self.watched_after.append(request.after)
         for event in self.events.pop(0):
+            if event is None:
+                await asyncio.Event().wait()
             yield event
         await context.abort(self.breaks_with, "going down")
 
@@ -401,6 +404,34 @@ async def test_watch_goes_on_after_a_lost_stream_and_ends_with_the_run(client, c
     assert (events[2].severity, events[2].metrics) == ("warning", {"a": 1.0})
     assert [event.final_state for event in events] == ["", "", "", "finished"]
     assert controller.watched_after == [3, 5, 5]
+
+
+async def test_watch_leaves_a_stream_that_another_controller_does_not_know(
+    client, controller, monkeypatch
+) -> None:
+    monkeypatch.setattr(waits, "SILENT_S", 0.2)
+    last = status_pb2.Event(number=2, final_state=status_pb2.RUN_STATE_FINISHED)
+    controller.events = [[status_pb2.Event(number=1), None], [last]]
+    events = [event async for event in client.watch()]
+    assert [event.final_state for event in events] == ["", "finished"]
+
+
+async def test_serve_leaves_a_stream_that_another_controller_does_not_know(
+    client, controller, monkeypatch
+) -> None:
+    monkeypatch.setattr(waits, "SILENT_S", 0.2)
+
+    async def silent(call: Call) -> None:
+        assert (await call.read()).HasField("hello")
+        await asyncio.Event().wait()
+
+    async def ending(call: Call) -> None:
+        controller.status.uptime_s = 1e9
+        assert (await call.reset("a")).HasField("hello")
+
+    controller.streams = [silent, ending]
+    await asyncio.wait_for(client.serve(Good()), LIMIT_S)
+    assert not controller.streams
 
 
 async def test_serve_answers_the_controller_until_it_ends_the_stream(client, controller):
