@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import grpc
 import grpc.aio
 from slipstream.client.environment import AnyEnvironment
-from slipstream.client.episode_host import EpisodeHost, WorkerCall, answer_commands, open_stream
+from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
 from slipstream.client.run_folder import FoundRun, find_run
 from slipstream.client.status import (
     EnvironmentStatus,
@@ -264,17 +264,12 @@ class Client:
                 await asyncio.sleep(min(LOOK_S, connect_timeout_s))
         patience = ReconnectLimit(self._reconnect_timeout_s)
 
-        async def commands(call: WorkerCall) -> AsyncIterator[environment_pb2.WorkerCommand]:
-            async for command in self._messages(call):
-                patience.succeeded()
-                yield command
-
         while True:
             open_call = partial(self._environments.ServeEpisodes, metadata=self._metadata)
             try:
                 call = await open_stream(open_call, hello)
                 try:
-                    await answer_commands(host, commands(call), call.write)
+                    await answer_commands(host, self._messages(call, patience), call.write)
                 finally:
                     call.cancel()
                 lost = grpc.StatusCode.OK, ""
@@ -346,8 +341,7 @@ class Client:
             call = self._status.Watch(status_pb2.WatchRequest(after=after), metadata=self._metadata)
             lost = (grpc.StatusCode.UNAVAILABLE, "the stream ended")
             try:
-                async for message in self._messages(call):
-                    patience.succeeded()
+                async for message in self._messages(call, patience):
                     after = message.number
                     yield event_from_pb(message)
                     if message.final_state:
@@ -359,7 +353,11 @@ class Client:
             if lost[0] not in LOST or not patience.served or not await patience.wait(lost[1]):
                 raise self._error(*lost)
 
-    async def _messages(self, call: Any) -> AsyncIterator[Any]:  # noqa: ANN401 - of either shape
+    async def _messages(
+        self,
+        call: Any,  # noqa: ANN401 - a stream of either shape
+        patience: "ReconnectLimit",
+    ) -> AsyncIterator[Any]:
         """Yields a stream's messages; raises AioRpcError if it leads to no controller any more."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
@@ -375,6 +373,7 @@ class Client:
         async for message in asking_in_silence(call.read, ask):
             if message is grpc.aio.EOF:  # type: ignore[attr-defined]
                 return
+            patience.succeeded()
             yield message
 
     async def _ask(
