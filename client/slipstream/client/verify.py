@@ -50,14 +50,19 @@ class Findings:
     lags: Counter[int] = field(default_factory=Counter)
     # The number of passes, if a client's own loop ordered the steps.
     passes: int | None = None
+    # The number of the first batches, which the run has removed, as its settings say.
+    removed: int = 0
 
     @property
     def trained(self) -> str:
         """The steps and what they trained, in words."""
         if self.passes is not None:
-            return f"{self.steps} steps of a client's own loop, {self.passes:,} passes"
-        late = max(self.lags, default=0)
-        return f"{self.steps} steps, {self.lags.total():,} trained tokens, at most {late} late"
+            told = f"{self.steps} steps of a client's own loop, {self.passes:,} passes"
+        else:
+            late = max(self.lags, default=0)
+            told = f"{self.steps} steps, {self.lags.total():,} trained tokens, at most {late} late"
+        what = f"; not checked: the first {self.removed} batches, which checkpoint.keep_batches = "
+        return told + (f"{what}false has removed" if self.removed else "")
 
     @contextmanager
     def reading(self, what: str) -> Iterator[None]:
@@ -92,12 +97,13 @@ def examine(folder: Path) -> Findings:
     with found.reading(CONFIG):
         data = read_regular(folder / CONFIG, most_bytes=MOST_BYTES)
         check_whole(folder / CONFIG, data)
-        table: Any = parse_toml(data.decode())["algorithm"]
+        table: Any = parse_toml(data.decode())
         names = ("max_staleness", "group_size", "groups_per_step")
-        bounds = [int(table[name]) for name in names]
+        bounds = [int(table["algorithm"][name]) for name in names]
     if not bounds:
         return found
-    oracle = _Oracle(folder, bounds, found)
+    removes = table.get("checkpoint", {}).get("keep_batches") is False
+    oracle = _Oracle(folder, bounds, found, removes_batches=removes)
     for *_, record in read_journal(folder, found):
         with found.reading(f"record {record['line']} of the journal"):
             oracle.take(record)
@@ -168,8 +174,10 @@ def read_batch(folder: Path, record: Record) -> trainer_pb2.RecordedBatch:
 class _Oracle:
     """Takes a journal record by record; the checks then compare it with all other files."""
 
-    def __init__(self, folder: Path, bounds: Sequence[int], found: Findings) -> None:
-        self._folder, self._found = folder, found
+    def __init__(
+        self, folder: Path, bounds: Sequence[int], found: Findings, *, removes_batches: bool
+    ) -> None:
+        self._folder, self._found, self._removes_batches = folder, found, removes_batches
         self._max_staleness, self._group_size, self._groups_per_step = bounds
         self._run_ids: list[str] = []
         # The first lease of each group, the open groups, and how untrained trajectories ended.
@@ -184,6 +192,8 @@ class _Oracle:
         self.steps: dict[int, Record] = {}
         self._weights: dict[tuple[int, ...], str] = {}
         self._evaluations: dict[int, float | None] = {}
+        # The newest version with a checkpoint.
+        self._saved = 0
         # The reward of each trajectory, and those of groups with their tasks, by version.
         self._rewards: dict[int, dict[str, float]] = {}
         self._groups: dict[int, Counter[tuple[str, int, tuple[float, ...]]]] = {}
@@ -250,6 +260,7 @@ class _Oracle:
             self.steps[step] = record
         elif kind == "checkpoint":
             self._same_weights("a checkpoint", tuple(record["version"]), record["digest"])
+            self._saved = max(self._saved, record["version"][1])
         elif kind == "evaluation":
             self._evaluations[record["version"]] = record["reward_mean"]
 
@@ -287,6 +298,9 @@ class _Oracle:
                     continue
                 lags = self._batch(step, record, batch)
                 self._same(f"lags of step {step}", lags if step in self.steps else told, told)
+        if self._removes_batches and lacking == [*range(min(len(lacking), self._saved))]:
+            self._found.removed = len(lacking)
+            return
         text = f"files of {len(lacking)} batches are missing, of the steps {lacking[:_MOST_STEPS]}"
         self._wrong(text, unless=not lacking)
 

@@ -225,6 +225,20 @@ def _kept(folder: Path) -> set[int]:
     return {int(step) for step, until_s in kept.items() if until_s > now_s}
 
 
+def _retained(folder: Path) -> list[int]:
+    """Returns the complete versions whose stay the settings decide, ascending."""
+    return sorted({*complete_steps(folder)} - _kept(folder))
+
+
+def first_needed_step(folder: Path, *, keep_last: int) -> int:
+    """Returns the first step that a resume from one of the `keep_last` newest checkpoints trains.
+
+    It is 0, the start of the run, if there are fewer checkpoints in `folder`.
+    """
+    steps = _retained(folder)
+    return steps[-keep_last] if len(steps) >= keep_last else 0
+
+
 def publish_and_retain(partial: Path, *, keep_last: int, keep_every: int) -> Path:
     """Renames a complete `.partial` folder to its final name, and returns the new path.
 
@@ -241,8 +255,7 @@ def publish_and_retain(partial: Path, *, keep_last: int, keep_every: int) -> Pat
     partial.rename(path)
     folder = path.parent
     sync_folder(folder)
-    steps = {*complete_steps(folder)} - _kept(folder)
-    for step in steps_to_remove(steps, keep_last=keep_last, keep_every=keep_every):
+    for step in steps_to_remove(_retained(folder), keep_last=keep_last, keep_every=keep_every):
         remove_checkpoint(folder, step)
     return path
 

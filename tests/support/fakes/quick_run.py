@@ -152,6 +152,13 @@ def train() -> None:
         partial.write_text(json.dumps(state))
         partial.rename(path)
 
+    def checkpoint() -> None:
+        folder = config.run_dir / "checkpoints"
+        if version.step not in complete_steps(folder):
+            save_checkpoint(folder, version.step, weight_digest=digest.hex())
+        report = trainer_pb2.CheckpointReport(version=version_to_pb(version), weight_digest=digest)
+        client.report_checkpoint(report)
+
     hello = trainer_pb2.TrainerHello(
         world_size=1,
         layout_description="on 1 rank",
@@ -184,17 +191,13 @@ def train() -> None:
                 version = client.report_step(report)
                 if version.step % CHECKPOINT_STEPS == 0:
                     save()
+                    if not config.checkpoint.keep_batches:
+                        checkpoint()
             case "compute":
                 client.report_pass(passed(models, first.compute))
             case "save":
                 save()
-                folder = config.run_dir / "checkpoints"
-                if version.step not in complete_steps(folder):
-                    save_checkpoint(folder, version.step, weight_digest=digest.hex())
-                report = trainer_pb2.CheckpointReport(
-                    version=version_to_pb(version), weight_digest=digest
-                )
-                client.report_checkpoint(report)
+                checkpoint()
             case "publish":
                 communicator = publish(client, first.publish, communicator)
             case "stop":

@@ -18,6 +18,7 @@ from slipstream.protocol.checkpoints import (
     check_newest,
     checkpoint_path,
     complete_steps,
+    first_needed_step,
     passed_over,
     publish_and_retain,
     read_manifest,
@@ -271,3 +272,13 @@ def test_files_and_links_that_end_in_partial_are_removed(tmp_path: Path) -> None
     assert remove_partial(folder) == ["step-000001.partial", "step-000002.partial"]
     assert not list(folder.iterdir())
     assert (tmp_path / "elsewhere" / "kept").exists()
+
+
+def test_a_resume_needs_the_steps_from_the_oldest_of_the_newest_checkpoints_on(tmp_path) -> None:
+    assert first_needed_step(tmp_path, keep_last=1) == 0
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, step)
+    assert [first_needed_step(tmp_path, keep_last=n) for n in (1, 2, 4, 5)] == [4, 3, 1, 0]
+    # What a client keeps may go when the client says so.
+    write_kept(tmp_path, {3: math.inf})
+    assert first_needed_step(tmp_path, keep_last=2) == 2

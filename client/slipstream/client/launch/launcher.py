@@ -318,9 +318,10 @@ async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None
     await require(Scene(config, frozenset({"replay"})), Stage.SETTINGS)
     if not (folder / JOURNAL).is_dir():
         raise ConfigError(f"{folder} has no journal")
-    if not any((folder / JOURNAL / BATCHES).glob("*.pb")):
+    if not any((folder / JOURNAL / BATCHES).glob("step-000000*.pb")):
         raise ConfigError(
-            f"{folder} holds no batch that could be replayed: no step began, or they were removed"
+            f"{folder} does not hold the first step's batch, with which a replay begins: no step "
+            "began, or it was removed (checkpoint.keep_batches)"
         )
     ranks = []
     placement = place_here(config, ranks=config.learner.world_size)

@@ -185,6 +185,9 @@ class CheckpointSection(Section):
     # Also keep checkpoints whose version is a multiple of this, which is one of `every_steps`. 0
     # keeps no others.
     keep_every: int = Field(0, ge=0)
+    # Whether batches in `journal/batches` stay that no resume from the `keep_last` newest
+    # checkpoints needs. Without them a run cannot be replayed, and is verified in part.
+    keep_batches: bool = True
     # Folder of Megatron's checkpoint files (torch_dist) to start from. `model.path` still gives
     # shape and tokenizer.
     load: Path | None = None
@@ -195,6 +198,11 @@ class CheckpointSection(Section):
             raise ValueError(
                 f"keep_every must be a multiple of every_steps, got {self.keep_every} and "
                 f"{self.every_steps}: other versions are not saved"
+            )
+        if not (self.keep_batches or self.every_steps):
+            raise ValueError(
+                "keep_batches = false needs checkpoints, and every_steps is 0: without one a run "
+                "begins again with its first batch"
             )
         return self
 

@@ -30,7 +30,9 @@ import asyncio
 import time
 from pathlib import Path
 
+import msgspec
 from slipstream.core.errors import ProtocolError, RunFailed
+from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books
@@ -38,7 +40,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.state import JournaledStep, batch_name
-from slipstream.learner.controller.run import Stopwatch
+from slipstream.learner.controller.run import Run, Stopwatch
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
     FormedBatch,
@@ -47,6 +49,7 @@ from slipstream.learner.controller.trajectories.batch import (
     Trained,
     from_record,
 )
+from slipstream.protocol.checkpoints import first_needed_step
 from slipstream.protocol.codec import version_from_pb
 from slipstream.v1 import trainer_pb2 as pb
 
@@ -134,22 +137,21 @@ class BatchFormer:
         }
         if last in steps and steps[last].version != found:
             made[last] = JournaledStep(found, digest)
-        for step, record in sorted(made.items()):
-            batch = await self._read(step)
-            is_newest = step == self._state.version.step - 1
-            metrics = dict(self._state.metrics) if is_newest else {}
-            self._journal.append(_step_record(batch, record.version, record.digest, metrics))
-
-    async def _read(self, step: int) -> FormedBatch:
-        batch = self._state.batches[step]
-        return from_record(await asyncio.to_thread(self._journal.read_batch, batch))
+        if made:
+            await self.durable()
+            # The files of their batches may be gone.
+            records = await asyncio.to_thread(self._journal.read_steps, {*made})
+            for step, its in sorted(made.items()):
+                changes = {"version": its.version, "digest": its.digest}
+                self._journal.append(msgspec.structs.replace(records[step], **changes))
 
     async def recorded(self, step: int) -> FormedBatch:
         """Returns the journaled batch of `step`, which is now the trainer's batch."""
         if self._forming is not None:
             await self.form()
         if self.training is None or self.training.step != step:
-            self.training = await self._read(step)
+            batch = self._state.batches[step]
+            self.training = from_record(await asyncio.to_thread(self._journal.read_batch, batch))
         return self.training
 
     async def take_up(self, message: pb.StepReport | pb.DataFault, trainer: PolicyVersion) -> None:
@@ -264,8 +266,15 @@ class BatchFormer:
         earlier = self._state.steps.get(batch.step)
         version = self.identify(version_from_pb(report.version), report.weight_digest.hex())
         if earlier is None or earlier.version != version:
-            metrics = {} if batch.given is None else dict(report.metrics)
-            self._journal.append(_step_record(batch, version, report.weight_digest.hex(), metrics))
+            made = kinds.Step(
+                step=batch.step,
+                version=version,
+                digest=report.weight_digest.hex(),
+                lags=sorted(batch.token_lags.items()),
+                several=batch.num_with_several_versions,
+                metrics={} if batch.given is None else dict(report.metrics),
+            )
+            self._journal.append(made)
         self._reported = report, version
         return Trained(batch, version, again=earlier is not None)
 
@@ -317,11 +326,36 @@ class BatchFormer:
         """Waits until all records journaled so far are on the disk."""
         await self._journal.durable()
 
-    async def saved(self, report: pb.CheckpointReport) -> None:
-        """Journals a checkpoint."""
+    async def saved(self, report: pb.CheckpointReport, run: Run) -> None:
+        """Journals a checkpoint; then a task removes old batches, if the settings say so."""
         version, digest = version_from_pb(report.version), report.weight_digest.hex()
         self._journal.append(kinds.Checkpoint(version=version, digest=digest, path=report.path))
         await self.durable()
+        # A run that has failed does not wait for the task.
+        if not (run.config.checkpoint.keep_batches or run.progress.has_failed):
+            self._tasks.create_task(self._make_room(run))
+
+    async def _make_room(self, run: Run) -> None:
+        """Removes batches that no resume from one of the `keep_last` newest checkpoints needs.
+
+        The newest batch stays, and those with groups that wait for another one.
+        """
+        checkpoints, state = run.config.run_dir / CHECKPOINTS, self._state
+        least = min([state.next_step - 1, *(batch.step for batch in state.put_back.values())])
+
+        def remove() -> int:
+            first = first_needed_step(checkpoints, keep_last=run.config.checkpoint.keep_last)
+            return self._journal.remove_batches(before=min(first, least))
+
+        try:
+            number = await asyncio.to_thread(remove)
+        except OSError as error:
+            run.events.warn(f"{error.filename} cannot be removed: {error.strerror}")
+            return
+        if number:
+            run.events.add(
+                f"{number} batches were removed, which no resume needs (checkpoint.keep_batches)"
+            )
 
 
 def version_of(
@@ -339,15 +373,6 @@ def version_of(
     if recorded.digest == digest:
         return recorded.version
     return PolicyVersion(newest + 1, step)
-
-
-def _step_record(
-    batch: FormedBatch, version: PolicyVersion, digest: str, metrics: dict[str, float]
-) -> kinds.Step:
-    lags, several = sorted(batch.token_lags.items()), batch.num_with_several_versions
-    return kinds.Step(
-        step=batch.step, version=version, digest=digest, lags=lags, several=several, metrics=metrics
-    )
 
 
 def _batch_of(message: FormedBatch | pb.StepReport | pb.DataFault) -> tuple[str, int]:

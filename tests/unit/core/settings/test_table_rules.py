@@ -265,6 +265,8 @@ checkpoint = {every_steps = 30, keep_every = 100}
     checkpoint: keep_every must be a multiple of every_steps, got 100 and 30: other versions are not
 checkpoint = {every_steps = 0, keep_every = 100}
     checkpoint: keep_every must be a multiple of every_steps, got 100 and 0: other versions are not
+checkpoint = {every_steps = 0, keep_batches = false}
+    checkpoint: keep_batches = false needs checkpoints, and every_steps is 0: without one a run
 algorithm.kl = {estimator = "k2"}
     algorithm: kl.coefficient must be given with kl.estimator: without it nothing is added (0)
 algorithm.advantage = "none", algorithm.kl = {coefficient = 1, placement = "reward"}

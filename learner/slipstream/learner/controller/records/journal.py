@@ -21,7 +21,7 @@ import re
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
@@ -252,6 +252,12 @@ class Journal:
         """Reads a batch from this journal's folder; see the module's function `read_batch`."""
         return read_batch(self._folder, batch.step, batch.crc32, batch.attempt)
 
+    def read_steps(self, wanted: Set[int]) -> dict[int, kinds.Step]:
+        """Reads the newest durable record of each step of `wanted`; blocks on the disk."""
+        records = (r for r in read_records(self._folder) if r["kind"] == "step")
+        found = (kinds.parsed(r) for r in records if r["step"] in wanted)
+        return {record.step: record for record in found if isinstance(record, kinds.Step)}
+
     def path(self, step: int, attempt: int = 0) -> Path:
         """Returns the path of a batch file in this journal's folder; see `batch_path`."""
         return batch_path(self._folder, step, attempt)
@@ -262,6 +268,16 @@ class Journal:
         names = [path.stem.removeprefix("step-") for path in paths]
         found = [re.fullmatch(r"([0-9]{6,18})(?:-([0-9]{1,9}))?", name) for name in names]
         return {(int(match[1]), int(match[2] or 0)) for match in found if match}
+
+    def remove_batches(self, *, before: int) -> int:
+        """Removes the files of batches of steps below `before`, oldest first; returns how many.
+
+        A crash leaves the newest of them, which the next call removes. Raises OSError.
+        """
+        old = sorted(place for place in self.kept_batches() if place[0] < before)
+        for place in old:
+            self.path(*place).unlink(missing_ok=True)
+        return len(old)
 
 
 def tokens_by_server(

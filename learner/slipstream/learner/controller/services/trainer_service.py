@@ -343,7 +343,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.CheckpointReport, context: CallContext
     ) -> pb.CheckpointReceipt:
         await self.place.check(context)
-        await self._former.saved(request)
+        await self._former.saved(request, self._run)
         for part in self._parts:
             part.saved(request.version.step)
         self._run.events.add(

@@ -168,11 +168,16 @@ class EarlierIds:
         if step is None:
             return False
         batch = self._batches.get(step)
-        if batch is None or not self._journal.path(step, batch.attempt).is_file():
-            # The file was removed because a checkpoint covers the batch.
+        if batch is None:
             return True
         if self._newest[0] != step:
-            message = self._journal.read_batch(batch)
+            try:
+                message = self._journal.read_batch(batch)
+            except ProtocolError:
+                if self._journal.path(step, batch.attempt).is_file():
+                    raise
+                # It was removed, maybe just now, because a checkpoint covers the batch.
+                return True
             ids = frozenset(trajectory_from_pb(t).trajectory_id for t in message.trajectories)
             self._newest = step, ids
         return trajectory_id in self._newest[1]

@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -409,6 +410,57 @@ def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
         journal.path(0).unlink()
         # A checkpoint covers it: it was acknowledged long ago.
         assert EarlierIds(history, journal).holds(trained.group_id, TrajectoryId("g000001.0.9.7"))
+
+
+def write_batches(journal: Journal, number: int) -> None:
+    for step in range(number):
+        header = trainer_pb2.BatchHeader(step=step, batch_id="b")
+        journal.write_batch(trainer_pb2.RecordedBatch(header=header))
+
+
+def test_a_removal_that_is_killed_anywhere_leaves_the_newest_and_ends_the_next_time(
+    tmp_path, monkeypatch
+):
+    unlink, left = Path.unlink, 0
+
+    def kill(path: Path, missing_ok: bool = False) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    with Journal(tmp_path) as journal:
+        for killed_at in range(4):
+            write_batches(journal, 6)
+            (tmp_path / "batches" / "step-000002-1.pb").touch()
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "unlink", kill)
+                left = killed_at
+                with pytest.raises(KeyboardInterrupt):
+                    journal.remove_batches(before=4)
+            kept = sorted(journal.kept_batches())
+            assert kept == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (4, 0), (5, 0)][killed_at:]
+            assert journal.remove_batches(before=4) == 5 - killed_at
+            assert journal.kept_batches() == {(4, 0), (5, 0)}
+
+
+def test_a_batch_that_goes_while_it_is_looked_for_is_covered_by_a_checkpoint(tmp_path, monkeypatch):
+    history = RunHistory(trained_in={GroupId("g000001"): 0})
+    with Journal(tmp_path) as journal:
+        write_batches(journal, 1)
+        history.batches[0] = RecordedBatch(0, "b", 0)
+        read = journal.read_batch
+
+        def remove_and_read(batch: RecordedBatch) -> trainer_pb2.RecordedBatch:
+            journal.remove_batches(before=1)
+            return read(batch)
+
+        earlier = EarlierIds(history, journal)
+        with pytest.raises(ProtocolError, match="is damaged"):
+            earlier.holds(GroupId("g000001"), TrajectoryId("g000001.0.0.7"))
+        monkeypatch.setattr(journal, "read_batch", remove_and_read)
+        assert earlier.holds(GroupId("g000001"), TrajectoryId("g000001.0.0.7"))
 
 
 def test_stray_files_beside_the_batches_are_no_batches(tmp_path):
