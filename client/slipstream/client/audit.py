@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.client.audit_data import Row
 from slipstream.client.episode_host import MAX_LISTED, spaced
 from slipstream.client.terminal import counted
-from slipstream.core.errors import ConfigError, EnvironmentFailed
+from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.template_values import NEED_PARSER
 
 if TYPE_CHECKING:
@@ -54,6 +54,22 @@ _LEADS = re.compile(r"""(?:^|["'`\s])((?:\w+ )?\w+\s?[:=]) ?[\[(<{]?[A-Z_]{3,}\b
 _MAX_ASKED = 4
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a run allows an episode, and how it plays; None where that is not known."""
+
+    has_tools: bool = True
+    max_images: int | None = None
+    max_turns: int | None = None
+    max_reply_tokens: int | None = None
+    # Episodes that a worker plays at one time, those of all workers, and a worker's of one step.
+    at_once: int = AT_ONCE
+    in_all: int = AT_ONCE
+    num_episodes: int = 64
+    # Whether rewards of one task are compared.
+    compares: bool = True
+
+
 class Kind(Enum):
     """The replies that are played, in the words of the report."""
 
@@ -83,6 +99,8 @@ class Task(Row):
     opening: pb.Observation
     # Replies that are wrong, if the environment names some.
     wrong: Sequence[str]
+    # The limit of a reply, or 0.
+    max_reply_tokens: int
     # A task with another answer, and whether this one is named first where both are.
     other: Task | None = None
     is_first: bool = True
@@ -103,6 +121,10 @@ class Play:
     failure: str = ""
     num_turns: int = 0
     is_done: bool = False
+    # What the environment gave so far.
+    metrics: dict[str, float] = field(default_factory=dict)
+    images: set[bytes] = field(default_factory=set)
+    calls: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -110,6 +132,7 @@ class Played:
     """What was played, and what it earned."""
 
     num_tasks: int
+    limits: Limits = Limits()
     # The first call of an agent, which only begins, "none" or "" for no agent; how one of two
     # episodes at once failed.
     first_call: str = ""
@@ -165,35 +188,32 @@ class Played:
 class Audit:
     """Plays one environment."""
 
-    def __init__(self, host: EpisodeHost, ask: Ask, *, loaded: pb.Loaded, limit_s: float) -> None:
+    def __init__(
+        self,
+        host: EpisodeHost,
+        ask: Ask,
+        *,
+        loaded: pb.Loaded,
+        limit_s: float,
+        limits: Limits = Limits(),
+    ) -> None:
         """Takes the host that has `loaded` an environment; after `limit_s` no more play begins."""
         self._host, self._ask, self._digest = host, ask, loaded.digest
         self._began_s = time.monotonic()
         self._until_s = self._began_s + limit_s
-        self._places = asyncio.Semaphore(AT_ONCE)
-        self.played = Played(loaded.num_tasks)
+        self._limits, self._places = limits, asyncio.Semaphore(min(AT_ONCE, limits.at_once))
+        self.played = Played(loaded.num_tasks, limits)
 
-    async def run(self, *, has_tools: bool = True, max_images: int | None = None) -> Played:
-        """Plays what there is time for; raises ConfigError for an opening beyond these limits."""
-
-        def look(index: int, opening: pb.Observation) -> None:
-            if opening.tools_json and not has_tools:
-                raise ConfigError(NEED_PARSER)
-            parts = [part for message in opening.messages for part in message.parts]
-            images = {part.image for part in parts if part.image}
-            if max_images is not None and len(images) > max_images:
-                which, shown = f"task {index}" if index else "first task", len(images)
-                what = f"its {which} shows {counted(shown, 'image')}, more than sampling.max_images"
-                raise ConfigError(f"{what} = {max_images}")
-
+    async def run(self) -> Played:
+        """Plays what there is time for."""
         played, number = self.played, self.played.num_tasks
         indices = spaced(number or FIRST_TASKS, MAX_TASKS)
-        await self._open(indices[0], look, played.tasks)
+        await self._open(indices[0], played.tasks)
         if played.first_call or not played.tasks:
             return self._ended()
         await self._choose_form()
         await self._all(_FIRST)
-        await self._each(self._open(index, look, played.tasks) for index in indices[1:])
+        await self._each(self._open(index, played.tasks) for index in indices[1:])
         played.tasks.sort(key=lambda task: task.index)
         known = [task for task in played.tasks if task.right]
         for place, task in enumerate(known):
@@ -210,7 +230,7 @@ class Audit:
             played.form = chosen
         rest = [] if played.tasks[0].has_images else spaced(number, MAX_LISTED)
         rest = [index for index in rest if index not in {*indices}]
-        await self._each(self._open(index, look, played.further) for index in rest)
+        await self._each(self._open(index, played.further) for index in rest)
         return self._ended()
 
     def _ended(self) -> Played:
@@ -233,9 +253,7 @@ class Audit:
 
         await asyncio.gather(*(one(play) for play in plays))
 
-    async def _open(
-        self, index: int, look: Callable[[int, pb.Observation], None], into: list[Task]
-    ) -> None:
+    async def _open(self, index: int, into: list[Task]) -> None:
         """Resets a task and adds it to a list; resets one of the sample twice, and compares."""
         played, is_further = self.played, into is self.played.further
         if played.tasks and not self._has_time:
@@ -249,11 +267,10 @@ class Audit:
                 break
             key = f"reset-{number}-{index}"
             answer = await self._ask(reset={"episode_key": key, "task_index": index, "seed": index})
-            if answer.HasField("failure"):
-                played.unbegun[index] = answer.failure.message
+            opening = answer.observation
+            if cause := answer.failure.message or self._refusal(Play(), opening):
+                played.unbegun[index] = cause
             else:
-                opening = answer.observation
-                look(index, opening)
                 own = self._host.environment_of(key)
                 wrong, messages = own.wrong_reply, opening.messages
                 roles = [message.role for message in messages]
@@ -265,6 +282,7 @@ class Audit:
                     has_images=any(part.image for each in messages for part in each.parts),
                     opening=opening,
                     wrong=[wrong] * bool(wrong) if isinstance(wrong, str) else wrong,
+                    max_reply_tokens=opening.max_reply_tokens,
                 )
                 if opening.is_agent:
                     played.tasks.append(task)
@@ -294,7 +312,7 @@ class Audit:
                     return answer
             return await self._ask(follow_agent=episode)
 
-        keys = (key, f"{key}-beside")
+        keys = (key, f"{key}-beside")[: self._limits.in_all]
         answers = await asyncio.gather(*(begin({"episode_key": each}) for each in keys))
         failures = [each.failure.message for each in answers if each.HasField("failure")]
         calls = [each.agent_call for each in answers if each.HasField("agent_call")]
@@ -377,7 +395,9 @@ class Audit:
         most = MOST_TURNS if task is self.played.tasks[0] else MAX_TURNS
         command = {"episode_key": key, "task_index": task.index, "seed": task.index}
         answer = await self._ask(reset=command)
-        play.failure, given = answer.failure.message, answer.observation.given_reply
+        opening = answer.observation
+        play.failure = answer.failure.message or self._refusal(play, opening)
+        given = opening.given_reply
         while not (play.failure or play.is_done or play.num_turns >= most):
             if play.num_turns > MAX_TURNS and not self._has_time:
                 break
@@ -389,10 +409,20 @@ class Audit:
             if given:
                 step = {"reply": given}
             play.said = play.said or str((step or {}).get("reply", ""))
+            step = step or {"reply": ""}
+            # One for each word, and one that ends the reply.
+            tokens = [0] * (len(step["reply"].split()) + 1)
             began_s = time.monotonic()
-            answer = await self._ask(step={"episode_key": key, **(step or {"reply": ""})})
+            answer = await self._ask(step={"episode_key": key, "token_ids": tokens, **step})
             self.played.calls_s.append(time.monotonic() - began_s)
-            play.failure, verdict = answer.failure.message, answer.verdict
+            verdict, numbers = answer.verdict, len(answer.verdict.token_rewards)
+            play.failure = answer.failure.message
+            if numbers not in (0, len(tokens)):
+                needs = "token_rewards needs a number for each token of its reply"
+                play.failure = f"{needs}: {len(tokens)}, got {numbers}"
+            elif not (verdict.done or play.failure):
+                play.failure = self._refusal(play, verdict, gives=bool(opening.given_reply))
+            play.metrics.update(verdict.metrics)
             opened = task.opening.messages
             if len(verdict.messages) > len(opened) and verdict.messages[: len(opened)] == opened:
                 self.played.repeats = True
@@ -405,6 +435,30 @@ class Audit:
     async def _close(self, key: str) -> None:
         answer = await self._ask(close={"episode_key": key})
         self.played.unclosed = self.played.unclosed or answer.failure.message
+
+    def _refusal(
+        self, play: Play, given: pb.Observation | pb.Verdict, *, gives: bool | None = None
+    ) -> str:
+        """Notes what an episode gets; returns why a run would refuse it, or "".
+
+        `gives` says for a verdict whether the environment gave the reply before it.
+        """
+        most = self._limits.max_images
+        if given.tools_json not in ("", "[]") and not self._limits.has_tools:
+            return NEED_PARSER
+        for message in given.messages:
+            play.images |= {part.image for part in message.parts if part.image}
+            play.calls |= {call.id for call in message.tool_calls}
+            # The replies that are played call no tool.
+            if gives is not None and message.tool_call_id not in {"", *play.calls}:
+                what = "tool_call_id must be the id of a call of the model"
+                return f"{what}, got {message.tool_call_id[:60]!r}"
+        if most is not None and len(play.images) > most:
+            shown = counted(len(play.images), "image")
+            return f"it shows {shown}, more than sampling.max_images = {most}"
+        if gives not in (None, bool(given.given_reply)):
+            return "an environment gives all replies of an episode, or none"
+        return ""
 
 
 # The kinds that are played of all tasks before the others.

@@ -2,14 +2,16 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from os.path import commonprefix
 from statistics import fmean
 
+from slipstream.client.answers import MAX_ANSWER_BYTES
 from slipstream.client.audit import MOST_TURNS, OWN, PLAIN, Kind, Play, Played
 from slipstream.client.audit_data import of, quoted, surprises
 from slipstream.client.terminal import aligned, counted
+from slipstream.core.types import FULL_REWARD, kept_metrics
 
 # What differs between two errors of one cause.
 _VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
@@ -32,6 +34,7 @@ class Finding:
 def findings(played: Played) -> list[Finding]:
     """Returns what is wrong or surprising, refusals first."""
     found = [*_openings(played), *_failures(played), *_rewards(played), *_turns(played)]
+    found += map(Finding, _cut(played))
     has_turns = any(play.num_turns > 1 for *_, play in played.every())
     found += map(Finding, surprises(played.rows, is_interactive=has_turns))
     return sorted(found, key=lambda finding: not finding.is_refused)
@@ -47,7 +50,7 @@ def _openings(played: Played) -> list[Finding]:
         texts = "not in their texts" if first == second else texts
         what += f"begin otherwise when they are reset twice with one seed: {texts}"
         cause = "; the members of a group would not read the same prompt"
-        found.append(Finding(what + cause, is_refused=True))
+        found.append(Finding(what + cause * played.limits.compares, played.limits.compares))
     for when in played.other_tasks:
         cause = f"tasks() gives other tasks {when}: draw them with a fixed seed, in a fixed order"
         found.append(Finding(cause, is_refused=True))
@@ -60,7 +63,8 @@ def _failures(played: Played) -> list[Finding]:
         found.append(Finding("run() ended without a call to its endpoint", is_refused=True))
     if played.beside:
         text = f"of two episodes at once one fails, and a run plays many: {played.beside}"
-        found.append(Finding(text, is_refused=True))
+        # Each worker may have a place.
+        found.append(Finding(text, is_refused=played.limits.at_once > 1))
     if played.unbegun:
         index, cause = min(played.unbegun.items())
         # A task alone, or all of them, need no number.
@@ -120,7 +124,8 @@ def _rewards(played: Played) -> list[Finding]:
         text += f"{of(len(below), len(right))}, such as {_example(played, below[0])}"
         found.append(Finding(text))
     index, kind, highest = _highest(played)
-    if highest > 1:
+    # Rounding may raise a sum of token rewards.
+    if highest > 2 - FULL_REWARD:
         text = f"{kind.value} earned {highest:g} in task {index}: an evaluation's pass_at_k counts "
         found.append(Finding(f"{text}each reward from 1 on as passed"))
     return [*found, *_free(played)]
@@ -150,8 +155,34 @@ def _turns(played: Played) -> list[Finding]:
     return found
 
 
-def slowness(played: Played, *, num_episodes: int, limit_s: float) -> list[Finding]:
+def _cut(played: Played) -> Iterator[str]:
+    """Yields lines on what a run would cut or leave out."""
+    limits, plays, tasks = played.limits, played.every(), played.tasks
+    most = limits.max_turns
+    longer = [(i, kind) for i, kind, play in plays if most is not None and play.num_turns > most]
+    for index, kind in longer[:1]:
+        text = f"{kind.value} goes on in task {index} after {counted(most or 0, 'turn')}, where a "
+        yield f"{text}run ends the episode with what it earned so far (sampling.max_turns)"
+    metrics = max((play.metrics for *_, play in plays), key=len, default={})
+    if left_out := len(metrics) - len(kept_metrics(metrics)):
+        text = f"of {counted(len(metrics), 'metric')} of an episode a run leaves out {left_out}"
+        yield f"{text}: 16 are kept, each by the first 40 characters of its name"
+    limit = limits.max_reply_tokens
+    above = [task for task in tasks if limit is not None and task.max_reply_tokens > limit]
+    for task in above[:1]:
+        text = f"max_reply_tokens = {task.max_reply_tokens} of task {task.index} is more than a "
+        yield f"{text}run allows, whose replies end after sampling.max_reply_tokens = {limit}"
+    cut = [task.index for task in tasks if len(task.answer.encode()) > MAX_ANSWER_BYTES]
+    if cut:
+        text = (
+            f"expected_answer is longer than {MAX_ANSWER_BYTES} bytes in {of(len(cut), len(tasks))}"
+        )
+        yield f"{text}, such as task {cut[0]}: a run keeps the first ones"
+
+
+def slowness(played: Played, *, limit_s: float) -> list[Finding]:
     """Returns whether the judge is slow for the episodes of a step, which one worker plays."""
+    num_episodes = played.limits.num_episodes
     seconds, calls = (sum(each) for each in zip((0.0, 0), *played.timed, strict=True))
     plays = played.every()
     replies = sum(play.num_turns for *_, play in plays) / max(len(plays), 1)

@@ -38,7 +38,7 @@ from slipstream.client.client import LOOK_S, Client, NoController
 from slipstream.client.environment import AnyEnvironment, Environment
 from slipstream.client.environment_loader import running_place
 from slipstream.client.episode_host import EpisodeHost
-from slipstream.client.launch.preflight import CHECKED_CALLS, RUN_AUDIT_S, SLOW_S
+from slipstream.client.launch.preflight import CHECKED_CALLS, RUN_AUDIT_S, SLOW_S, limits_of
 from slipstream.client.page import PAGE
 from slipstream.client.run_folder import FoundRun, parsed, read_summary
 from slipstream.client.status import RunStatus
@@ -430,10 +430,10 @@ def _audit(one: _Served, plan: _Plan) -> None:
         loaded = pb.Loaded(num_tasks=host.num_tasks, digest=host.digest())
         try:
             ask = lambda **command: host.answer(pb.WorkerCommand(**command))  # noqa: E731
-            audit = Audit(host, ask, loaded=loaded, limit_s=RUN_AUDIT_S)
-            has_tools = config.rollout_server.tool_parser is not None
-            most = config.sampling.max_images
-            return findings(await audit.run(has_tools=has_tools, max_images=most))
+            # One host plays the episodes of all servers.
+            limits = limits_of(config, num_workers=1)
+            audit = Audit(host, ask, loaded=loaded, limit_s=RUN_AUDIT_S, limits=limits)
+            return findings(await audit.run())
         finally:
             await host.close_all()
 

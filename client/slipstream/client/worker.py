@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc.aio
 from slipstream.client.environment_loader import CallTracker, describe, running_place
 from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
-from slipstream.core.errors import WARNING, ConfigError
+from slipstream.core.errors import WARNING
 from slipstream.core.machine.files import remove_abandoned
 from slipstream.core.machine.process import die_with_parent, send_signal
 from slipstream.core.waits import within
@@ -61,14 +61,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--args", default="{}", metavar="JSON", help="keyword arguments (--check)")
     parser.add_argument("--search-path", default="", metavar="DIR", help="where the module lies")
     parser.add_argument("--no-play", action="store_true", help="only load it (--check)")
-    parser.add_argument("--no-tools", action="store_true", help="refuse tools (--check)")
-    parser.add_argument("--max-images", type=int, metavar="N", help="refuse more (--check)")
+    parser.add_argument("--limits", default="{}", metavar="JSON", help="of a run (--check)")
     parser.add_argument("--seconds", type=float, default=15.0, help="limit of all plays (--check)")
     parser.add_argument("--warn", action="store_true", help="what is odd, on stderr (--check)")
     parser.add_argument("--tell", action="store_true", help="refuse no reward or prompt (--check)")
     parser.add_argument("--json", action="store_true", help="a report for programs (--check)")
-    parser.add_argument("--episodes", type=int, default=64, help="of a step, for it (--check)")
-    parser.add_argument("--max-turns", type=int, help="warn of a limit that ends it (--check)")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of a call (--check)")
     arguments = parser.parse_args(argv)
     # The environment's prints go to stderr.
@@ -163,12 +160,13 @@ class _Check:
             self.fail(loading.failure.message)
         if options.no_play:
             return f"environment {options.check} is loaded: {loading.loaded.digest}"
-        from slipstream.client.audit import Audit
+        from slipstream.client.audit import Audit, Limits
         from slipstream.client.audit_data import key_of
         from slipstream.client.audit_report import findings, headline, slowness, table
 
         loaded = loading.loaded
-        audit = Audit(self._host, self._call, loaded=loaded, limit_s=options.seconds)
+        limits = Limits(**json.loads(options.limits))
+        audit = Audit(self._host, self._call, loaded=loaded, limit_s=options.seconds, limits=limits)
         # Without a fixed seed sets have another order in each process, as in no run.
         if not options.warn and "PYTHONHASHSEED" in os.environ:
             # It loads the environment too, and says the digest of its tasks.
@@ -177,19 +175,15 @@ class _Check:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
             )
-        try:
-            most = options.max_images
-            played = await audit.run(has_tools=not options.no_tools, max_images=most)
-        except ConfigError as error:
-            self.fail(str(error))
-        if played.first_call and options.max_turns == 1:
+        played = await audit.run()
+        if played.first_call and limits.max_turns == 1:
             second = "with sampling.max_turns = 1 an agent's second call is refused (400)"
             print(f"{WARNING}{second}", file=sys.stderr)
         if self._other is not None:
             said, _ = await self._other.communicate()
             if said.decode().rpartition(": ")[2].strip() not in ("", loaded.digest):
                 played.other_tasks.append("in another process")
-        slow = slowness(played, num_episodes=options.episodes, limit_s=options.timeout_s)
+        slow = slowness(played, limit_s=options.timeout_s)
         found = [*findings(played), *slow]
         refused = [each.text for each in found if each.is_refused and not options.tell]
         if refused and not options.json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType
@@ -27,6 +27,10 @@ FULL_REWARD = 1 - 1e-6
 IGNORED = "ignored/"
 # The number of an episode's metrics that are left out, beyond what a trajectory has.
 DROPPED_METRICS = "dropped_metrics"
+# Largest number of an environment's metrics in a trajectory, and of a run's own ones there; and the
+# largest number of characters and bytes in a metric's name.
+MAX_METRICS = 16
+_MAX_METRIC_NAME, _MAX_METRIC_BYTES = 40, 128
 # What a run measures itself of each environment and evaluation: metrics of such names get others.
 MEASURED = re.compile(
     r"reward(_mean|_std|_min|_max|_median)?|reply_tokens_(mean|max)|truncated_fraction|pass_at_\d+|"
@@ -54,6 +58,23 @@ _TWO_BYTES = 65535
 MAX_TOP_K = 128
 # Rounding may raise the logarithm of 1, and a sum of probabilities, to at most these values.
 _LARGEST_LOGPROB, _LARGEST_SUM = 1e-3, 1.01
+
+
+def kept_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics of an episode that a trajectory takes, by the names that it takes.
+
+    One with a name of what the run measures itself stays apart: `reward` is `metric/reward`.
+    """
+    kept: dict[str, float] = {}
+    for name, value in metrics.items():
+        own = "metric/" if MEASURED.fullmatch(name) else ""
+        kept[short_name(f"{own}{name}")] = value
+    return dict([*kept.items()][:MAX_METRICS])
+
+
+def short_name(name: str) -> str:
+    """Returns what a trajectory takes of a metric's name."""
+    return name[:_MAX_METRIC_NAME].encode()[:_MAX_METRIC_BYTES].decode(errors="ignore")
 
 
 class TrajectoryName(NamedTuple):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from slipstream.client.audit import Audit, Kind, Play, Played
+from slipstream.client.audit import Audit, Kind, Limits, Play, Played
 from slipstream.client.audit_data import key_of, shared_questions
 from slipstream.client.audit_report import Finding, findings, slowness, table
 from slipstream.client.episode_host import EpisodeHost
@@ -121,9 +121,10 @@ def test_many_rows_are_compared_on_both_sides() -> None:
 )
 def test_a_slow_judge_is_told(calls_s, timed_s, num_episodes, says) -> None:
     # What was played to choose a form is not timed.
-    played = Played(20, calls_s=[*calls_s, 0.1], timed=[(timed_s, len(calls_s)), (0.0, 0)])
+    played = Played(20, limits=Limits(num_episodes=num_episodes), calls_s=[*calls_s, 0.1])
+    played.timed = [(timed_s, len(calls_s)), (0.0, 0)]
     played.plays[Kind.RIGHT] = dict.fromkeys(range(len(calls_s)), Play(num_turns=1, is_done=True))
-    found = slowness(played, num_episodes=num_episodes, limit_s=10.0)
+    found = slowness(played, limit_s=10.0)
     assert [each.is_refused for each in found] == [False] * bool(says)
     assert says in "".join(each.text for each in found)
 
@@ -132,7 +133,7 @@ def test_a_judge_that_is_too_slow_to_be_timed_is_told() -> None:
     slow = "3 s for a reply, so that none were judged at once"
     for calls_s, says in (([3.0] * 4, slow), ([0.5] * 4, ""), ([3.0, 0.5], "")):
         played = Played(20, calls_s=calls_s, timed=[(0.0, 0)])
-        found = slowness(played, num_episodes=64, limit_s=60.0)
+        found = slowness(played, limit_s=60.0)
         assert says in "".join(each.text for each in found)
         assert len(found) == bool(says)
 

@@ -241,7 +241,9 @@ async def test_a_check_tells_who_needs_more_than_one_reply(tmp_path: Path) -> No
         ("agents_for_checks:Calls", FAKES, 0, ""),
         ("steps:Given", str(tmp_path), 0, ""),
     ):
-        code, _, told = await check(name, "--search-path", folder, "--max-turns", str(limit))
+        code, _, told = await check(
+            name, "--search-path", folder, "--limits", f'{{"max_turns": {limit}}}'
+        )
         assert code == 0
         assert told.startswith(f"slipstream: warning: {cause}") == bool(cause)
         assert bool(told) == bool(cause)

@@ -159,11 +159,13 @@ def _show(name: str, report: Report, prompts: Sequence[Prompt], most: int) -> in
         lines.append(f"! {len(faults)} {of} cannot be written: {faults[0]}")
     told = Counter(chain.from_iterable(prompt["told"] for prompt in prompts))
     lines += [f"! {number} {of} {what}" for what, number in told.items()]
-    if most and (longer := sum(count > most for count in counts)):
+    longer, refused = sum(count > most for count in counts) if most else 0, report["refused"]
+    if longer:
         lines.append(f"! {longer} {of} have more than {most:,} tokens: their tasks are set aside")
     for line in lines:
         say(f"  {line}")
-    refused = report["refused"]
+    if longer == len(prompts) > 0:
+        refused = [*refused, f"none {of} fits: all have more than {most:,} tokens"]
     if 2 * len(faults) >= max(len(prompts), 1):
         refused = [*refused, f"most prompts cannot be written: {faults[0]}"]
     for cause in refused:

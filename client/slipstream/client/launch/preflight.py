@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from slipstream.client.audit import Limits
 from slipstream.client.launch.findings import Finding, Scene, problem
 from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain
@@ -36,6 +37,7 @@ from slipstream.core.machine.process import open_variables, send_signal
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import EvaluationSection, PlayedSection
+from slipstream.core.settings.sections import MAX_TURNS
 from slipstream.core.waits import within
 
 TAIL_BYTES = 65536
@@ -278,14 +280,27 @@ def audit_command(section: PlayedSection, config: Config) -> list[str]:
     command = [*worker_program(str(section.python or "")), "--check", section.reference]
     command += ["--args", json.dumps(section.args), "--search-path", os.getcwd()]
     command += ["--timeout-s", str(section.timeout_s)]
-    command += ["--max-images", str(config.sampling.max_images)]
-    command += ["--max-turns", str(config.sampling.max_turns)]
-    of_step = config.algorithm.groups_per_step * config.algorithm.group_size
-    number = section.num_episodes if isinstance(section, EvaluationSection) else of_step
-    workers = section.num_workers * config.rollout_server.count
-    command += ["--episodes", str(math.ceil(number / workers))]
-    command += ["--no-tools"] * (config.rollout_server.tool_parser is None)
+    limits = limits_of(config, num_workers=section.num_workers * config.rollout_server.count)
+    if isinstance(section, EvaluationSection):
+        number = math.ceil(section.num_episodes / section.num_workers / config.rollout_server.count)
+        limits = replace(limits, num_episodes=number, compares=False)
+    command += ["--limits", json.dumps(vars(limits))]
     return command + ["--tell"] * (config.run.audit == "tell")
+
+
+def limits_of(config: Config, *, num_workers: int) -> Limits:
+    """Returns what the audit of an environment goes by that `num_workers` of all servers play."""
+    sampling, server, algorithm = config.sampling, config.rollout_server, config.algorithm
+    return Limits(
+        has_tools=server.tool_parser is not None,
+        max_images=sampling.max_images,
+        max_turns=sampling.max_turns or MAX_TURNS,
+        max_reply_tokens=sampling.max_reply_tokens,
+        at_once=math.ceil(server.max_episodes * server.count / num_workers),
+        in_all=server.max_episodes * server.count,
+        num_episodes=math.ceil(algorithm.groups_per_step * algorithm.group_size / num_workers),
+        compares=algorithm.group_size > 1,
+    )
 
 
 def _keep_printed(config: Config, lines: Sequence[str]) -> Path:

@@ -11,24 +11,17 @@ from slipstream.core.models.vision import PlacedImage
 from slipstream.core.staleness import max_text_bytes
 from slipstream.core.types import (
     DROPPED_METRICS,
-    MEASURED,
+    MAX_METRICS,
     SAMPLED_ARRAYS,
     Branch,
     ImagePlace,
     LogprobArray,
     ReferenceLogprobs,
+    kept_metrics,
+    short_name,
 )
 from slipstream.rollout_server.agents.conversations import Conversations, TokenRecord
 from slipstream.rollout_server.engine_interface import Sampling
-
-# Largest number of an environment's metrics in a trajectory, and of our own metrics there; and the
-# largest number of characters and bytes in a metric's name.
-_MAX_METRICS = 16
-_MAX_METRIC_NAME, _MAX_METRIC_BYTES = 40, 128
-
-
-def _short(name: str) -> str:
-    return name[:_MAX_METRIC_NAME].encode()[:_MAX_METRIC_BYTES].decode(errors="ignore")
 
 
 class ScoredSequence(NamedTuple):
@@ -101,19 +94,12 @@ class Recording(TokenRecord):
 
     @property
     def short_metrics(self) -> dict[str, float]:
-        """The metrics, truncated to the number and the length of names that a trajectory allows.
-
-        One with a name of what the run measures itself stays apart: `reward` is `metric/reward`.
-        """
-        kept: dict[str, float] = {}
-        for name, value in self.metrics.items():
-            own = "metric/" if MEASURED.fullmatch(name) else ""
-            kept[_short(f"{own}{name}")] = value
-        kept = dict([*kept.items()][:_MAX_METRICS])
+        """The metrics, truncated to the number and the length of names that a trajectory allows."""
+        kept = kept_metrics(self.metrics)
         if left_out := len(self.metrics) - len(kept):
             self.counts[DROPPED_METRICS] = left_out
-        counts = {_short(name): float(count) for name, count in self.counts.items()}
-        return kept | dict([*counts.items()][:_MAX_METRICS])
+        counts = {short_name(name): float(count) for name, count in self.counts.items()}
+        return kept | dict([*counts.items()][:MAX_METRICS])
 
     def clip(self, text: str) -> str:
         """Returns `text`, truncated to the bytes that a trajectory with so many tokens may have."""

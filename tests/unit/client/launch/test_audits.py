@@ -121,11 +121,12 @@ def test_the_episodes_of_a_step_are_shared_by_the_workers(asking: Callable[..., 
     algorithm, servers = config.algorithm, config.rollout_server.count
     section = section.model_copy(update={"num_workers": 2})
     command = audit_command(section, config)
-    number = int(command[command.index("--episodes") + 1])
+    limits = json.loads(command[command.index("--limits") + 1])
+    number = limits["num_episodes"]
     most = algorithm.groups_per_step * algorithm.group_size / (2 * servers)
     assert most <= number < most + 1
     # What the warning of an agent's second call goes by.
-    assert command[command.index("--max-turns") + 1] == str(config.sampling.max_turns) == "1"
+    assert limits["max_turns"] == config.sampling.max_turns == 1
 
 
 async def test_no_prompt_of_an_agent_is_written_since_its_calls_have_the_messages(
@@ -243,3 +244,27 @@ async def test_an_environment_that_cannot_be_loaded_is_one_line(tmp_path, monkey
     shown = capsys.readouterr()
     assert (lines_of(shown.out), len(shown.err.splitlines())) == ([], 1)
     assert "there is no module 'no_such'" in shown.err
+
+
+async def test_an_environment_of_which_no_prompt_fits_is_refused(asking, capsys) -> None:
+    rows = [row("a", ("user", "b c d")), row("b", ("user", "c d e"))]
+    assert await audit_all(asking(rows, max_prompt_tokens=2)) == 2
+    shown = capsys.readouterr()
+    said = "sums: none of 2 prompts fits: all have more than 2 tokens"
+    assert (shown.err, "  ready" in shown.out.splitlines()) == (f"slipstream: {said}\n", False)
+
+
+@pytest.mark.parametrize(("episodes", "workers", "at_once"), [(1, 1, 1), (4, 4, 1), (5, 4, 2)])
+def test_a_worker_plays_its_share_of_the_episodes_at_one_time(
+    episodes: int, workers: int, at_once: int
+) -> None:
+    environment = {"name": "e", "reference": "m:E", "num_workers": workers}
+    config = small_config(
+        environments=[environment],
+        algorithm={"group_size": 1, "groups_per_step": 4, "advantage": "reinforce_pp"},
+        rollout_server={"max_episodes": episodes, "count": 2},
+    )
+    limits = audit_command(config.environments[0], config)
+    limits = json.loads(limits[limits.index("--limits") + 1])
+    assert (limits["at_once"], limits["in_all"]) == (at_once, 2 * episodes)
+    assert not limits["compares"]

@@ -447,7 +447,7 @@ async def test_an_environment_that_shows_an_image_needs_room_for_it_before_anyth
     with pytest.raises(ConfigError) as caught:
         await check_environments(Scene(small_config(**played)))
     assert str(caught.value) == (
-        "environment e: its first task shows 1 image, more than sampling.max_images = 0"
+        "environment e: it shows 1 image, more than sampling.max_images = 0"
     )
     await check_environments(Scene(small_config(**played, sampling={"max_images": 1})))
 
