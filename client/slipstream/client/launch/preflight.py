@@ -307,7 +307,10 @@ def _keep_printed(config: Config, lines: Sequence[str]) -> Path:
     make_run_folder(config)
     path = log_path(config.run_dir, "preflight")
     make_folder(path.parent)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    try:
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
     return path
 
 

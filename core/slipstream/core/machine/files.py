@@ -59,7 +59,7 @@ def _no_file(path: Path) -> OSError:
 def replace_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Writes a file, in place of an earlier one: one of them is there after a crash, and whole.
 
-    Raises OSError, with the earlier file unchanged.
+    Raises OSError, which names `path`, with the earlier file unchanged.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -69,9 +69,11 @@ def replace_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()
+        # That of a write names nothing.
+        error.filename = str(path)
         raise
     sync_folder(path.parent)
 

@@ -154,9 +154,13 @@ async def metrics_endpoint(
     try:
         target = f"{address.rpartition(':')[0]}:{listening.getsockname()[1]}"
         log.info("metrics at %s", target)
-        path.parent.mkdir(exist_ok=True)
         text = json.dumps([{"targets": [target], "labels": {"job": f"slipstream_{role}"}}])
-        replace_file(path, f"{text}\n".encode())
+        try:
+            path.parent.mkdir(exist_ok=True)
+            replace_file(path, f"{text}\n".encode())
+        except OSError as error:
+            told = f"{path} cannot be written: {error.strerror}"
+            log.warning("%s; Prometheus does not find %s by it", told, target)
         yield
     finally:
         with contextlib.suppress(OSError):

@@ -123,7 +123,8 @@ class EnvironmentWorker:
         except OSError as error:
             # Environments may have used up the processes that the machine can have.
             self._gateway.forget(self._stream)
-            cause = f"no worker could be started: {error.strerror}"
+            what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+            cause = f"no worker could be started: {what}"
             return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, cause)
         try:
             async with asyncio.TaskGroup() as group:

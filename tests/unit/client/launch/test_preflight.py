@@ -629,6 +629,15 @@ class Printing(Echo):
 
 
 @pytest.mark.process
+async def test_a_log_of_the_checks_that_cannot_be_written_is_named(playing) -> None:
+    config = playing(PRINTING, "Printing")
+    path = config.run_dir / "logs" / "preflight.log"
+    path.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"^{path} cannot be written: Is a directory$"):
+        await check_environments(Scene(config))
+
+
+@pytest.mark.process
 async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alone(playing):
     config = playing(PRINTING, "Printing")
     path = config.run_dir / "logs" / "preflight.log"

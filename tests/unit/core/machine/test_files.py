@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError, SlipstreamError
-from slipstream.core.machine.files import OwnedFolder, open_regular, read_regular, remove_abandoned
+from slipstream.core.machine.files import (
+    OwnedFolder,
+    open_regular,
+    read_regular,
+    remove_abandoned,
+    replace_file,
+)
 from slipstream.core.models.model_files import read_header
 from slipstream.core.run_folder import journaled_run_id
 from slipstream.environments.question_files import named_rows
@@ -20,6 +26,7 @@ from slipstream.learner.controller.records.journal import Journal, read_batch
 from slipstream.learner.controller.reporting.trackers import ResultFile, read_rows
 from slipstream.protocol.access.tokens import read_tokens
 from slipstream.protocol.checkpoints import read_manifest
+from support.rigs.small_disks import small_disk
 from support.rigs.waiting import LIMIT_S
 
 ODD = "it is a pipe or a device, no regular file"
@@ -53,6 +60,16 @@ def test_only_a_regular_file_is_opened(odd, tmp_path: Path, mode: str) -> None:
     assert read_regular(tmp_path / "new") == b"abc"
     with pytest.raises(FileNotFoundError):
         open_regular(tmp_path / "none")
+
+
+@pytest.mark.process
+def test_a_full_disk_leaves_the_earlier_file_and_the_error_names_it(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=64k") as disk:
+        path = disk / "state"
+        replace_file(path, b"earlier")
+        with pytest.raises(OSError, match=f"No space left on device: '{path}'$"):
+            replace_file(path, bytes(1 << 20))
+        assert (path.read_bytes(), [*disk.iterdir()]) == (b"earlier", [path])
 
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {

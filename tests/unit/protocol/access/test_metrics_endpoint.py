@@ -84,6 +84,15 @@ async def test_every_sample_has_the_run_and_its_own_labels(tmp_path):
     assert not list((config.run.dir / TARGETS).iterdir())
 
 
+async def test_a_file_of_targets_that_cannot_be_written_is_told_and_ends_nothing(tmp_path, caplog):
+    config = metrics_config(tmp_path)
+    (config.run.dir / TARGETS).touch()
+    async with metrics_endpoint(config, "controller", [Weather()]):
+        (told,) = [line for line in caplog.messages if "cannot be written" in line]
+    path = config.run.dir / TARGETS / "test@controller.json"
+    assert told.startswith(f"{path} cannot be written: File exists; Prometheus does not find ")
+
+
 @pytest.mark.parametrize(
     ("request_bytes", "status"),
     [

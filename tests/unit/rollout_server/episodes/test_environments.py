@@ -476,13 +476,22 @@ async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(
         assert not child_processes("--connect")
 
 
+async def test_a_worker_whose_log_cannot_be_written_names_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "rollout-server-environment-Good-0.log"
+    log.mkdir(parents=True)
+    async with hosting(tmp_path) as hosted:
+        report = await hosted.loaded("Good")
+    assert report.failure.message == f"no worker could be started: {log}: Is a directory"
+
+
 async def test_a_worker_that_cannot_be_started_is_reported_and_ends_nothing_else(
     hosted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as changed:
         changed.setattr(sys, "executable", "/missing/python")
         report = await hosted.loaded("Good")
-    assert report.failure.message == "no worker could be started: No such file or directory"
+    cause = "/missing/python: No such file or directory"
+    assert report.failure.message == f"no worker could be started: {cause}"
     assert not (await hosted.loaded("Curious")).HasField("failure")
 
 
