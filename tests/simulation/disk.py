@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from slipstream.core.run_folder import log_number
 from slipstream.learner.controller.records.journal import Journal
 
 from simulation.virtual_loop import PROCESS, Killed, Process
+
+REMOVED = "removed"
 
 
 class Disk:
@@ -96,7 +99,10 @@ class Disk:
 
 
 class OwnedJournal(Journal):
-    """The product's journal; the end of its process closes its file, which frees the lock."""
+    """The product's journal; the end of its process closes its file, which frees the lock.
+
+    Batches that it removes lie in `removed`, beside its folder, for who judges the run.
+    """
 
     def __init__(self, folder: Path) -> None:
         process: Process | None = PROCESS.get()
@@ -106,6 +112,14 @@ class OwnedJournal(Journal):
         finally:
             # It may have died half-way.
             process.files += [vars(self)[n] for n in ("_file", "_lock_file") if n in vars(self)]
+
+    def remove_batches(self, *, before: int) -> int:
+        removed = self._folder.with_name(REMOVED)
+        removed.mkdir(exist_ok=True)
+        for place in self.kept_batches():
+            if place[0] < before:
+                shutil.copy(self.path(*place), removed)
+        return super().remove_batches(before=before)
 
 
 def close_files(process: Process) -> None:

@@ -57,6 +57,9 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
         "ahead, self._ahead = self._ahead, None\n"
         "    await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)",
     ),
+    "a batch goes that a resume needs": Change(
+        f"{BATCHES}._make_room", "min(first, least)", "min(first, least) + 1"
+    ),
     "acknowledge ends before the journal has them": Change(
         f"{CONTROLLER}.records.ledger:TokenLedger.flush",
         "await self._journal.durable()",
@@ -214,6 +217,7 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
 # Each must be caught in continuous integration, which plays this seed before all others: it was the
 # first to break a rule.
 NAMED = {
+    "a batch goes that a resume needs": 3,
     "acknowledge a batch before the journal has it": 2,
     "no epoch fence for trainers": 21,
     "serve after a failed load": 9,

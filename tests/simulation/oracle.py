@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.client.run_folder import write_config
 from slipstream.client.verify import Findings, examine, read_batch, read_journal
+from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.types import GroupId, PolicyVersion, Trajectory
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, read_history
@@ -17,6 +19,7 @@ from slipstream.learner.controller.records.kinds import parsed
 from slipstream.learner.controller.records.state import RunState
 from slipstream.protocol.codec import trajectory_from_pb
 
+from simulation.disk import REMOVED
 from simulation.fleet import NUM_TASKS, text_of, verdict_on
 from simulation.trainer import is_trainable
 
@@ -43,6 +46,10 @@ class _Judge:
 
     def run(self) -> Counter[str]:
         write_config(self._world.config, self._folder)
+        for path in (self._folder / REMOVED).glob("*"):
+            shutil.copy(path, self._folder / "journal" / "batches")
+        # They are empty.
+        shutil.rmtree(self._folder / CHECKPOINTS, ignore_errors=True)
         found = examine(self._folder)
         if self._world.fired["told lost delivery"]:
             # What was lost in the queue stays known.

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.core.errors import RunFailed, SlipstreamError
+from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion, Trajectory
 from slipstream.extensions.stored_weights.trainer import VersionWriter
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.controller_client import TERMINATED, ControllerClient, read_order
 from slipstream.learner.trainer.ranks.activity import Activity, signs_of_life
+from slipstream.protocol.checkpoints import MANIFEST_NAME, checkpoint_path
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.v1 import trainer_pb2 as pb
 from slipstream.v1 import weights_pb2
@@ -61,12 +63,13 @@ class SimulatedTrainer:
         checkpoint_every: int,
         noise: bool,
     ) -> None:
-        self.client = ControllerClient(config)
+        self.client, self._config = ControllerClient(config), config
         self._name, self._wire, self._truth = name, wire, truth
         self._random = random.Random(f"trainer/{seed}")
         self._alive, self._checkpoint_every = alive, checkpoint_every
         self._noise = self._random.randbytes(4) if noise else b""
         self.version, self.weights = truth.checkpoint
+        self._saving: tuple[PolicyVersion, bytes] | None = None
         self._activity, self._communicator = Activity(), ""
         # Whether it was told to leave.
         self.is_leaving = False
@@ -125,6 +128,7 @@ class SimulatedTrainer:
 
     def _train(self, batch: Batch) -> None:
         assert batch.step == self.version.step
+        self._save()
         time.sleep(self._random.uniform(0.05, 0.5))
         faulty = sorted({group for group in batch.group_ids if not is_trainable(group)})
         if faulty:
@@ -145,11 +149,24 @@ class SimulatedTrainer:
         )
         self._adopt(self.client.report_step(report))
         if self._checkpoint_every and self.version.step % self._checkpoint_every == 0:
-            self._truth.checkpoint = (self.version, self.weights)
-            checkpoint = pb.CheckpointReport(
-                version=version_to_pb(self.version), weight_digest=self.weights
-            )
-            self.client.report_checkpoint(checkpoint)
+            self._saving = (self.version, self.weights)
+            if self._config.checkpoint.keep_batches:
+                self._save()
+
+    def _save(self) -> None:
+        """Ends the save that goes on; where batches are removed, the next one is given by then."""
+        saved, self._saving = self._saving, None
+        if saved is None:
+            return
+        self._truth.checkpoint = saved
+        version, weights = saved
+        if not self._config.checkpoint.keep_batches:
+            # The controller looks which there are.
+            path = checkpoint_path(self._config.run_dir / CHECKPOINTS, version.step)
+            path.mkdir(parents=True, exist_ok=True)
+            (path / MANIFEST_NAME).touch()
+        checkpoint = pb.CheckpointReport(version=version_to_pb(version), weight_digest=weights)
+        self.client.report_checkpoint(checkpoint)
 
     def _publish(self, order: weights_pb2.PublishOrder) -> None:
         assert version_from_pb(order.version) == self.version

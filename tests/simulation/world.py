@@ -98,6 +98,8 @@ class Shape:
     is_by_storage: bool = False
     # Whether no lease is taken back for its time: a lie must be found out at once.
     has_patience: bool = False
+    # Whether batches go that no resume needs.
+    removes: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,8 @@ def config_of(shape: Shape, folder: Path) -> Config:
         # Each would be a thread on the real clock.
         "tracking": {"trackers": []},
     }
+    if shape.removes:
+        table["checkpoint"] = {"keep_last": 1, "keep_batches": False}
     if shape.is_by_storage:
         table["weights"] |= {"storage_url": URL, "storage_deadline_s": 6.0}
     if shape.has_queue:
@@ -178,7 +182,8 @@ def config_of(shape: Shape, folder: Path) -> Config:
 
 def plan(seed: int) -> tuple[Shape, list[Fault]]:
     """The settings and faults of a seed."""
-    return many_crashes(seed) if seed >= CRASHES else some_faults(seed)
+    shape, faults = many_crashes(seed) if seed >= CRASHES else some_faults(seed)
+    return replace(shape, removes=bool(shape.checkpoint_every and seed % 2)), faults
 
 
 def many_crashes(seed: int) -> tuple[Shape, list[Fault]]:
@@ -473,6 +478,9 @@ class World:
             return True
         if "another trainer has taken over" in text:
             return self.fired["second trainer"] > 0
+        if "is missing; put it back" in text:
+            # The other trainer had made a newer checkpoint while this one waited for its place.
+            return self.shape.removes and self.fired["second trainer"] > 0
         return "the run calls the trainer's version" in text and self.shape.noise
 
     def _trainer(self, name: str) -> SimulatedTrainer:

@@ -280,17 +280,20 @@ def audit_command(section: PlayedSection, config: Config) -> list[str]:
     command = [*worker_program(str(section.python or "")), "--check", section.reference]
     command += ["--args", json.dumps(section.args), "--search-path", os.getcwd()]
     command += ["--timeout-s", str(section.timeout_s)]
-    limits = limits_of(config, num_workers=section.num_workers * config.rollout_server.count)
-    if isinstance(section, EvaluationSection):
-        number = math.ceil(section.num_episodes / section.num_workers / config.rollout_server.count)
-        limits = replace(limits, num_episodes=number, compares=False)
+    measured = section.num_episodes if isinstance(section, EvaluationSection) else 0
+    workers = section.num_workers * config.rollout_server.count
+    limits = limits_of(config, num_workers=workers, measured=measured)
     command += ["--limits", json.dumps(vars(limits))]
     return command + ["--tell"] * (config.run.audit == "tell")
 
 
-def limits_of(config: Config, *, num_workers: int) -> Limits:
-    """Returns what the audit of an environment goes by that `num_workers` of all servers play."""
+def limits_of(config: Config, *, num_workers: int, measured: int = 0) -> Limits:
+    """Returns what the audit of an environment goes by that `num_workers` of all servers play.
+
+    `measured` is the number of an evaluation's episodes, or 0 for an environment that is trained.
+    """
     sampling, server, algorithm = config.sampling, config.rollout_server, config.algorithm
+    of_step = algorithm.groups_per_step * algorithm.group_size
     return Limits(
         has_tools=server.tool_parser is not None,
         max_images=sampling.max_images,
@@ -298,8 +301,8 @@ def limits_of(config: Config, *, num_workers: int) -> Limits:
         max_reply_tokens=sampling.max_reply_tokens,
         at_once=math.ceil(server.max_episodes * server.count / num_workers),
         in_all=server.max_episodes * server.count,
-        num_episodes=math.ceil(algorithm.groups_per_step * algorithm.group_size / num_workers),
-        compares=algorithm.group_size > 1,
+        num_episodes=math.ceil((measured or of_step) / num_workers),
+        compares=not measured and algorithm.group_size > 1,
     )
 
 
