@@ -141,10 +141,10 @@ WRONG = {
         ("torch 2.", "the controller's host has 2.11.0"),
         lambda setup: setup.versions.update({"torch": "2.11.0"}),
     ),
-    "other protocol": Wrong(
+    "the same release with another protocol": Wrong(
         SERVER,
-        ("protocol version", "install the same release of slipstream-rl"),
-        lambda setup: setattr(setup, "protocol_version", setup.protocol_version - 1),
+        ("(protocol ", "the controller's host has 0.1.0 (protocol 0a1b2c3d): install the same"),
+        lambda setup: setup.versions.update({"slipstream-rl": "0.1.0 (protocol 0a1b2c3d)"}),
     ),
     "clock is behind": Wrong(
         SERVER,

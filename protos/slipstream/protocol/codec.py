@@ -39,7 +39,8 @@ from slipstream.v1 import trajectory_pb2 as pb
 MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
 # Metadata of the trainer's calls; see trainer.proto.
 TRAINER_EPOCH = "slipstream-trainer-epoch"
-PROTOCOL_VERSION = 12
+# Controllers that do not know `RELEASE_KEY` compare it in the hello of a server.
+PROTOCOL_VERSION = 13
 _TOKENS, _LOGPROBS = np.dtype("<u4"), np.dtype("<f4")
 _MAX_LAYERS = 65535
 _OTHER_FIELDS = {"token_ids", "checksum", *SAMPLED_ARRAYS}

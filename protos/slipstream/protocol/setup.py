@@ -14,10 +14,10 @@ from slipstream.core.machine.description import installed
 from slipstream.core.models.model_files import tokenizer_digest, weights_digest
 from slipstream.core.settings.config import Config, flat_settings, is_below
 from slipstream.protocol.codec import PROTOCOL_VERSION
+from slipstream.protocol.release import OURS, RELEASE
 from slipstream.v1 import status_pb2
 
-# Packages of which all trainer ranks need the same version; `slipstream-rl` is compared everywhere.
-OURS = "slipstream-rl"
+# Packages of which all trainer ranks need the same version; ours is compared everywhere.
 RANKS_PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers")
 # Sections and settings that all trainer ranks must have alike.
 OF_RANKS = (
@@ -64,7 +64,7 @@ def describe_setup(config: Config, *, run_id: str, mark: str) -> status_pb2.Setu
     return status_pb2.Setup(
         run_id=run_id,
         protocol_version=PROTOCOL_VERSION,
-        versions={"python": python, **installed((OURS, *RANKS_PACKAGES))},
+        versions={"python": python, OURS: RELEASE, **installed(RANKS_PACKAGES)},
         settings={key: values[key] for key in values if is_below(key, wanted)},
         model_digest=model_digest(config.model.path),
         mark=mark,
@@ -78,11 +78,6 @@ def differences(answer: Answer, config: Config, *, of_ranks: bool) -> Iterator[s
     """
     theirs, ours = answer.setup, describe_setup(config, run_id="", mark="")
     alike = "start all instances of a run with the same settings"
-    if ours.protocol_version != theirs.protocol_version:
-        yield (
-            f"protocol version {ours.protocol_version} here, the controller speaks "
-            f"{theirs.protocol_version}: install the same release of {OURS} on all hosts"
-        )
     for name in (OURS, *(("python", *RANKS_PACKAGES) if of_ranks else ())):
         here, there = (each.versions.get(name, "none") for each in (ours, theirs))
         if here != there:

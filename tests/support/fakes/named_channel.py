@@ -1,11 +1,10 @@
-"""Channels whose calls all name the run of `make_config`, as those of its own parts do."""
+"""Channels whose calls all name our release and the run of `make_config`, as its parts do."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from slipstream.protocol.access.security import Credentials, open_channel
-from slipstream.protocol.access.tokens import RUN_KEY
+from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 
 RUN_ID = "r-0001"
 OPEN = Credentials()
@@ -14,7 +13,7 @@ SHAPES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 class NamedChannel:
     def __init__(self, channel: Any, run_id: str = RUN_ID) -> None:  # noqa: ANN401
-        self._channel, self._named = channel, (RUN_KEY, run_id)
+        self._channel, self._named = channel, call_metadata(OPEN, run_id)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         made = getattr(self._channel, name)
@@ -25,7 +24,7 @@ class NamedChannel:
             call = make(*args, **options)
 
             def named(*given: object, metadata: Any = (), **more: object) -> Any:  # noqa: ANN401
-                return call(*given, metadata=(*(metadata or ()), self._named), **more)
+                return call(*given, metadata=(*(metadata or ()), *self._named), **more)
 
             return named
 

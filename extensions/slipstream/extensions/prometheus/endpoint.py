@@ -31,7 +31,8 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import METRICS_PORTS
 from slipstream.protocol.access.checked_calls import Refusals
 from slipstream.protocol.access.security import Credentials, check_metrics_address, is_loopback
-from slipstream.protocol.setup import OURS, RANKS_PACKAGES
+from slipstream.protocol.release import OURS
+from slipstream.protocol.setup import RANKS_PACKAGES
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState

@@ -29,12 +29,14 @@ from slipstream.protocol.access.tokens import (
     TOKEN_KEY,
     check_own,
     may_call,
+    needs_release,
     needs_run,
     read_secret,
     read_text,
     read_tokens,
     role_token,
 )
+from slipstream.protocol.release import RELEASE, RELEASE_KEY, other_release
 from slipstream.protocol.rich_errors import Reason
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -276,16 +278,17 @@ def without_password(config: Config) -> Config:
 def call_metadata(
     credentials: Credentials, run_id: str | None = None
 ) -> tuple[tuple[str, str], ...]:
-    """Returns the metadata that every call must carry: the token and the run's id, if known."""
+    """Returns the metadata that every call must carry: our release, the token, the run's id."""
     token = () if credentials.token is None else ((TOKEN_KEY, f"Bearer {credentials.token}"),)
-    return (*token, *(() if run_id is None else ((RUN_KEY, run_id),)))
+    return (RELEASE_KEY, RELEASE), *token, *(() if run_id is None else ((RUN_KEY, run_id),))
 
 
 class AccessInterceptor(Interceptor):
-    """Refuses calls of another run, without a valid token, or that the token's role may not make.
+    """Refuses calls of another run or release, or without a token whose role may make them.
 
-    Without a run's id every run's calls pass, and without tokens everybody's; a call that names no
-    run may only call `NAMELESS` methods.
+    Without a run's id every run's calls pass, also those that name no release, and without tokens
+    everybody's. A call that names no run may only call `NAMELESS` methods, one of another release
+    those `OF_ANY_RELEASE`.
     """
 
     def __init__(self, run_id: str | None, tokens: Sequence[str]) -> None:
@@ -314,6 +317,10 @@ class AccessInterceptor(Interceptor):
         refusing, method = self._refusals.refusing, str(handler_call_details.method)
         metadata = dict(handler_call_details.invocation_metadata or ())
         named, ours = metadata.get(RUN_KEY, ""), self._run_id
+        shown_release = str(metadata.get(RELEASE_KEY, RELEASE if ours is None else ""))
+        if needs_release(method) and (text := other_release(shown_release)):
+            code, reason = grpc.StatusCode.FAILED_PRECONDITION, Reason.PROTOCOL
+            handler = refusing(handler, code, text, reason)
         if ours is not None and named != ours and (named or needs_run(method)):
             text = f"this is the controller of run {ours}, "
             text += f"not of {named!s}" if named else f"and a call names its run in {RUN_KEY}"

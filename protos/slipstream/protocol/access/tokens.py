@@ -30,6 +30,8 @@ _PREFIX = "/slipstream.v1."
 _READS = ("StatusService/GetStatus", "StatusService/Watch", "EnvironmentService/ListEnvironments")
 # Methods that tell a caller which run it has found, so that they can be called without its id.
 NAMELESS = (*_READS, "StatusService/GetSetup")
+# Methods that callers of another release may call: who upgrades must see and stop the run.
+OF_ANY_RELEASE = (*NAMELESS, "StatusService/StopRun", "StatusService/DrainServer")
 # Methods that each role may call in addition to `_READS`: all methods of a service, or one.
 RIGHTS: dict[str, tuple[str, ...]] = {
     "trainer": ("TrainerService/", "StatusService/StopRun", "StatusService/GetSetup"),
@@ -55,6 +57,11 @@ def role_of(token: str) -> str | None:
 def needs_run(method: str) -> bool:
     """Whether calls of `method` must name the run by its id in the metadata `RUN_KEY`."""
     return method.startswith(_PREFIX) and method.removeprefix(_PREFIX) not in NAMELESS
+
+
+def needs_release(method: str) -> bool:
+    """Whether callers of `method` must have the release of the server, in `RELEASE_KEY`."""
+    return method.startswith(_PREFIX) and method.removeprefix(_PREFIX) not in OF_ANY_RELEASE
 
 
 def may_call(role: str | None, method: str) -> bool:

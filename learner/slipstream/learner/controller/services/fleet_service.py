@@ -28,7 +28,6 @@ from slipstream.learner.controller.servers.session import (
     describe,
 )
 from slipstream.learner.controller.tasks import Relay, first_message
-from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.protocol.queue.base import server_key
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.protocol.setup import describe_setup
@@ -106,13 +105,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         limit_s = config.controller.heartbeat_timeout_s
         hello = (await first_message(requests, context, clock, limit_s=limit_s)).hello
         problem, reason = "", Reason.TOO_SMALL
-        if hello.protocol_version != PROTOCOL_VERSION:
-            problem = (
-                f"protocol version {hello.protocol_version}, "
-                f"the controller speaks {PROTOCOL_VERSION}"
-            )
-            reason = Reason.PROTOCOL
-        elif problem := _impossible(hello):
+        if problem := _impossible(hello):
             reason = Reason.PROTOCOL
         elif hello.max_episodes < config.algorithm.group_size:
             problem = (
