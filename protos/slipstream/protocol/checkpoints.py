@@ -21,7 +21,8 @@ from slipstream.core.errors import CheckpointError
 from slipstream.core.machine.files import open_regular, read_regular, replace_file, sync_folder
 from slipstream.core.run_folder import rename_aside
 from slipstream.core.types import PolicyVersion
-from slipstream.protocol.bounds import one_line
+from slipstream.protocol.bounds import one_line, shown
+from slipstream.protocol.release import OURS, RELEASE
 
 MANIFEST_NAME = "manifest.json"
 # The file that says which versions stay, whatever the settings say.
@@ -124,7 +125,8 @@ def _candidates(folder: Path) -> list[tuple[int, Path]]:
 def read_manifest(path: Path) -> Manifest:
     """Returns the manifest of a checkpoint folder.
 
-    Raises CheckpointError if it is unreadable, damaged, or of another version than the folder.
+    Raises CheckpointError if it is unreadable, damaged, of another version than the folder, or
+    written by another release in a form that is not known here.
     """
     name = _NAME_FORM.fullmatch(path.name)
     try:
@@ -132,7 +134,15 @@ def read_manifest(path: Path) -> Manifest:
     except OSError as error:
         cause = f"cannot be read: {error.strerror}"
     except ValidationError as error:
-        first = error.errors()[0]
+        first, *_ = errors = error.errors()
+        others = [e for e in errors if e["type"] == "extra_forbidden" or e["loc"] == ("format",)]
+        if others:
+            # Advice to remove the folder would cost its steps.
+            place = ".".join(map(str, others[0]["loc"]))
+            raise CheckpointError(
+                f"{path} is of another release: {OURS} {RELEASE} does not know {shown(place)} of "
+                f"its {MANIFEST_NAME}; go on with the release that wrote it"
+            ) from None
         place = ".".join(map(str, first["loc"]))
         cause = f"is damaged: {f'{place}: ' if place else ''}{first['msg']}"
     else:

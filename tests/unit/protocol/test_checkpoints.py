@@ -1,6 +1,7 @@
 """Which checkpoints are whole, which are kept, and what a damaged one says."""
 
 import itertools
+import json
 import math
 import os
 import shutil
@@ -27,6 +28,7 @@ from slipstream.protocol.checkpoints import (
     steps_to_remove,
     write_kept,
 )
+from slipstream.protocol.release import RELEASE
 from support.fakes.small_checkpoints import save_checkpoint, written_checkpoint
 
 
@@ -210,6 +212,27 @@ def test_a_damaged_manifest_is_one_line_with_what_to_remove(tmp_path, spoil, cau
         # The folder looks whole, so it is not passed over.
         with pytest.raises(CheckpointError, match="remove that folder"):
             check_newest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("written", "place"),
+    [
+        ({"shards": 3}, "'shards'"),
+        ({"format": 2}, "'format'"),
+        ({"layout": {"tensor": 1}}, "'layout.tensor'"),
+    ],
+)
+def test_nobody_is_told_to_remove_a_checkpoint_of_another_release(tmp_path, written, place):
+    path = save_checkpoint(tmp_path, 40)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | written))
+    for read in (lambda: read_manifest(path), lambda: check_newest(tmp_path)):
+        with pytest.raises(CheckpointError) as caught:
+            read()
+        assert str(caught.value) == (
+            f"{path} is of another release: slipstream-rl {RELEASE} does not know {place} of its "
+            "manifest.json; go on with the release that wrote it"
+        )
 
 
 def file_in_place(path: Path) -> None:
