@@ -144,7 +144,7 @@ def load_config(
 
 
 def _drop_unknown(table: Table, path: Path | None) -> None:
-    """Takes the keys that are no settings out of a file that an earlier version wrote."""
+    """Takes the keys that are no settings out of a file that another release wrote."""
     try:
         Tables.model_validate(table)
     except ValidationError as error:
@@ -153,7 +153,7 @@ def _drop_unknown(table: Table, path: Path | None) -> None:
             del reduce(operator.getitem, parents, cast(Any, table))[last]
         gone = ", ".join(".".join(map(str, location)) for location in unknown)
         if gone:
-            logger.warning("%s is of an earlier version: %s are no settings", path, gone)
+            logger.warning("%s is of another release: %s are no settings here", path, gone)
 
 
 def parse_config(table: Mapping[str, JsonValue], *, source: str, complete: bool = True) -> Config:

@@ -430,7 +430,7 @@ def test_an_override_of_any_depth_and_size_is_refused_in_one_line(override, said
     assert len(str(caught.value)) < 250
 
 
-def test_what_is_no_setting_in_the_file_of_an_earlier_versions_run_is_told(tmp_path, caplog):
+def test_what_is_no_setting_in_the_file_of_another_releases_run_is_told(tmp_path, caplog):
     played = [{"name": name, "reference": "a:B"} for name in ("a", "held")]
     config = config_with({"environments": played[:1], "evaluations": played[1:]})
     table = parse_toml(dump_config(config))
@@ -441,4 +441,4 @@ def test_what_is_no_setting_in_the_file_of_an_earlier_versions_run_is_told(tmp_p
     file.write_bytes(with_first_line(tomli_w.dumps(table)))
     assert load_config(file) == config
     gone = "environments.0.algorithm, evaluations.0.pass_reward, debug.head_dtype"
-    assert caplog.messages == [f"{file} is of an earlier version: {gone} are no settings"]
+    assert caplog.messages == [f"{file} is of another release: {gone} are no settings here"]

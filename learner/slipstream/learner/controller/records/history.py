@@ -15,12 +15,13 @@ from pydantic import JsonValue
 from slipstream.core.errors import ProtocolError
 from slipstream.core.types import GroupId, ServerId, TrajectoryId, TrajectoryName
 from slipstream.learner.controller.records import kinds
-from slipstream.learner.controller.records.kinds import Record, ServerTokens, parsed
+from slipstream.learner.controller.records.kinds import Record, ServerTokens, UnknownFact, parsed
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.protocol.bounds import one_line, shown
 from slipstream.protocol.queue.base import Amount
+from slipstream.protocol.release import OURS, RELEASE
 
 # Groups of one page; a forged id costs at most one page.
 PAGE = 256
@@ -163,7 +164,8 @@ class RunHistory(RunState):
             case kinds.Start():
                 if record.format != FORMAT:
                     raise ProtocolError(
-                        f"the journal has format {record.format}, this version reads {FORMAT}"
+                        f"the journal has format {record.format}, {OURS} {RELEASE} reads {FORMAT}: "
+                        "go on with the release that wrote it"
                     )
                 self.servers.all_died()
                 self.run_id = record.run_id
@@ -207,13 +209,19 @@ def settled_by(settled: Amount, record: Record) -> Amount:
 
 def read_history(records: Iterable[Mapping[str, JsonValue]]) -> RunHistory:
     """Returns the state after all records; raises ProtocolError if a record is not valid."""
-    history = RunHistory()
+    history, wrote = RunHistory(), "another release"
     for number, record in enumerate(records, start=1):
         if number == 1 and record["kind"] != "start":
             raise ProtocolError("the journal was written by an older version: it has no start")
         try:
-            if (known := parsed(record)) is not None:
-                history.add(known)
+            if record["kind"] == "start" and isinstance(packages := record.get("packages"), dict):
+                wrote = f"{OURS} {packages.get(OURS, 'of another release')}"
+            history.add(parsed(record))
+        except UnknownFact as error:
+            raise ProtocolError(
+                f"line {number} of the journal is of another release, {wrote}: {error} is not "
+                f"known to {RELEASE}; go on with the release that wrote it"
+            ) from error
         except (ArithmeticError, LookupError, ValueError) as error:
             kind, cause = shown(str(record["kind"])), one_line(str(error), 200)
             raise ProtocolError(

@@ -239,14 +239,22 @@ _KINDS: Mapping[str, type[Record]] = {
 }
 
 
-def parsed(record: Mapping[str, JsonValue]) -> Record | None:
-    """Returns a record of JSON, or None if its kind is not known.
+class UnknownFact(ValueError):
+    """Raised for a record that another release wrote: its facts must not be passed over."""
 
-    Raises ValueError if a field is missing, has a wrong type or a number of more than 64 bits.
+
+def parsed(record: Mapping[str, JsonValue]) -> Record:
+    """Returns a record of JSON.
+
+    Raises UnknownFact if its kind or a field is not known, and ValueError if a field is missing,
+    has a wrong type or a number of more than 64 bits.
     """
-    kind = _KINDS.get(str(record["kind"]))
+    name = str(record["kind"])
+    kind = _KINDS.get(name)
     if kind is None:
-        return None
+        raise UnknownFact(f"a record {shown(name)}")
+    if unknown := record.keys() - {"kind", *kind.__struct_fields__}:
+        raise UnknownFact(f"the field {shown(min(unknown))} of a record {shown(name)}")
     for name, value in record.items():
         if type(value) is not str:
             _check_numbers(name, value)

@@ -198,8 +198,25 @@ def test_records_are_written_as_they_are_read() -> None:
     assert {record["kind"] for record in RECORDS} >= {"lease", "end", "servers", "batch_set_aside"}
 
 
-def test_a_record_of_a_kind_that_is_not_known_says_nothing() -> None:
-    assert read_history([start(), {"kind": "weather", "rain": True}]).run_id == "r-1"
+@pytest.mark.parametrize(
+    ("record", "fact"),
+    [
+        ({"kind": "weather", "rain": True}, "a record 'weather'"),
+        (
+            {"kind": "servers", "generated": [], "judged": [["s", 7, 3]]},
+            "the field 'judged' of a record 'servers'",
+        ),
+    ],
+)
+def test_a_fact_that_another_release_wrote_is_refused_by_its_name_and_version(
+    record: dict, fact: str
+) -> None:
+    newer = start(packages={"slipstream-rl": "0.9.0"})
+    with pytest.raises(ProtocolError) as caught:
+        read_history([start(), newer, record])
+    line = f"line 3 of the journal is of another release, slipstream-rl 0.9.0: {fact} is not known"
+    assert str(caught.value).startswith(line)
+    assert "go on with the release that wrote it" in str(caught.value)
 
 
 @pytest.mark.parametrize("left_out", ["end", "tokens", "server", "epoch"])
