@@ -22,7 +22,7 @@ from slipstream.core.machine.files import open_regular, read_regular, replace_fi
 from slipstream.core.run_folder import rename_aside
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.bounds import one_line, shown
-from slipstream.protocol.release import OURS, RELEASE
+from slipstream.protocol.release import unknown_fact
 
 MANIFEST_NAME = "manifest.json"
 # The file that says which versions stay, whatever the settings say.
@@ -139,10 +139,8 @@ def read_manifest(path: Path) -> Manifest:
         if others:
             # Advice to remove the folder would cost its steps.
             place = ".".join(map(str, others[0]["loc"]))
-            raise CheckpointError(
-                f"{path} is of another release: {OURS} {RELEASE} does not know {shown(place)} of "
-                f"its {MANIFEST_NAME}; go on with the release that wrote it"
-            ) from None
+            fact = f"{shown(place)} in {MANIFEST_NAME}"
+            raise CheckpointError(unknown_fact(str(path), fact)) from None
         place = ".".join(map(str, first["loc"]))
         cause = f"is damaged: {f'{place}: ' if place else ''}{first['msg']}"
     else:

@@ -27,6 +27,14 @@ _VERSION = installed((OURS,)).get(OURS, "unknown")
 RELEASE = f"{_VERSION} (protocol {source_digest(Path(__file__).parent.parent)})"
 
 
+def unknown_fact(what: str, fact: str) -> str:
+    """Returns the line about stored facts of another release, which nobody may pass over."""
+    return (
+        f"{what} is of another release: {fact} is not known to {OURS} {RELEASE}; go on with the "
+        "release that wrote it"
+    )
+
+
 def other_release(shown: str) -> str:
     """Returns the line with which a caller of another release is refused, or "" for ours."""
     if shown == RELEASE:

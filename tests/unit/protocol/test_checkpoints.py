@@ -230,8 +230,8 @@ def test_nobody_is_told_to_remove_a_checkpoint_of_another_release(tmp_path, writ
         with pytest.raises(CheckpointError) as caught:
             read()
         assert str(caught.value) == (
-            f"{path} is of another release: slipstream-rl {RELEASE} does not know {place} of its "
-            "manifest.json; go on with the release that wrote it"
+            f"{path} is of another release: {place} in manifest.json is not known to slipstream-rl "
+            f"{RELEASE}; go on with the release that wrote it"
         )
 
 

@@ -21,7 +21,7 @@ from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.protocol.bounds import one_line, shown
 from slipstream.protocol.queue.base import Amount
-from slipstream.protocol.release import OURS, RELEASE
+from slipstream.protocol.release import OURS, unknown_fact
 
 # Groups of one page; a forged id costs at most one page.
 PAGE = 256
@@ -163,10 +163,7 @@ class RunHistory(RunState):
                 self._servers(record)
             case kinds.Start():
                 if record.format != FORMAT:
-                    raise ProtocolError(
-                        f"the journal has format {record.format}, {OURS} {RELEASE} reads {FORMAT}: "
-                        "go on with the release that wrote it"
-                    )
+                    raise ProtocolError(unknown_fact("the journal", f"format {record.format}"))
                 self.servers.all_died()
                 self.run_id = record.run_id
                 self.starts += 1
@@ -218,10 +215,8 @@ def read_history(records: Iterable[Mapping[str, JsonValue]]) -> RunHistory:
                 wrote = f"{OURS} {packages.get(OURS, 'of another release')}"
             history.add(parsed(record))
         except UnknownFact as error:
-            raise ProtocolError(
-                f"line {number} of the journal is of another release, {wrote}: {error} is not "
-                f"known to {RELEASE}; go on with the release that wrote it"
-            ) from error
+            what = f"line {number} of the journal, by {wrote},"
+            raise ProtocolError(unknown_fact(what, str(error))) from error
         except (ArithmeticError, LookupError, ValueError) as error:
             kind, cause = shown(str(record["kind"])), one_line(str(error), 200)
             raise ProtocolError(

@@ -48,6 +48,7 @@ from slipstream.learner.controller.records.kinds import Record, ServerTokens, fi
 from slipstream.learner.controller.records.state import RecordedBatch, RunState, attempt_of
 from slipstream.protocol.bounds import check_bounds
 from slipstream.protocol.queue.base import Amount
+from slipstream.protocol.release import unknown_fact
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 
 FENCED = "a controller that was started later writes the journal of this run; this one ends"
@@ -392,22 +393,26 @@ def _count_lines(folder: Path) -> int:
 def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> trainer_pb2.RecordedBatch:
     """Reads the batch of a step; raises ProtocolError unless its checksum is `crc32`.
 
-    `attempt` is the number of earlier batches of this step that were set aside.
+    Also raises it if another release wrote a fact that the step would lack. `attempt` is the number
+    of earlier batches of this step that were set aside.
     """
     path = batch_path(folder, step, attempt)
     try:
         data = read_regular(path)
     except OSError as error:
         raise ProtocolError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
-    cause = ""
+    if zlib.crc32(data) != crc32:
+        raise ProtocolError(f"{path} is damaged; {REMEDY}")
     try:
-        if zlib.crc32(data) == crc32:
-            batch = trainer_pb2.RecordedBatch.FromString(data)
-            check_bounds(batch)
-            return batch
+        batch = trainer_pb2.RecordedBatch.FromString(data)
+        check_bounds(batch)
     except (DecodeError, ProtocolError) as error:
-        cause = f": {error}"
-    raise ProtocolError(f"{path} is damaged{cause}; {REMEDY}")
+        raise ProtocolError(f"{path} is damaged: {error}; {REMEDY}") from error
+    num_bytes = batch.ByteSize()
+    batch.DiscardUnknownFields()
+    if batch.ByteSize() < num_bytes:
+        raise ProtocolError(unknown_fact(str(path), "a field"))
+    return batch
 
 
 def batch_path(folder: Path, step: int, attempt: int = 0) -> Path:

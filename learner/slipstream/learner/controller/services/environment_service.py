@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 from google.protobuf import json_format
+from slipstream.core.errors import ProtocolError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.section import REFERENCE_FORM
 from slipstream.core.settings.sections import EnvironmentSection
@@ -27,7 +28,8 @@ from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext, ServerSession
 from slipstream.learner.controller.tasks import EnvironmentEntry, Relay, first_message
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.protocol.bounds import shown
+from slipstream.protocol.bounds import one_line, shown
+from slipstream.protocol.release import unknown_fact
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc, fleet_pb2, trajectory_pb2
@@ -61,7 +63,11 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         for name, text in history.submitted.items():
             if name in self._environments.entries:
                 continue
-            spec = json_format.Parse(text, pb.EnvironmentSpec())
+            try:
+                spec = json_format.Parse(text, pb.EnvironmentSpec())
+            except json_format.ParseError as error:
+                what, fact = f"the submitted environment {name}", one_line(str(error), 200)
+                raise ProtocolError(unknown_fact(what, fact)) from error
             if problem := self._problem(spec):
                 # The settings may allow less than before.
                 self._run.events.warn(f"environment {name} is not submitted again: {problem}")

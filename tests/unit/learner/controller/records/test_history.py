@@ -214,8 +214,8 @@ def test_a_fact_that_another_release_wrote_is_refused_by_its_name_and_version(
     newer = start(packages={"slipstream-rl": "0.9.0"})
     with pytest.raises(ProtocolError) as caught:
         read_history([start(), newer, record])
-    line = f"line 3 of the journal is of another release, slipstream-rl 0.9.0: {fact} is not known"
-    assert str(caught.value).startswith(line)
+    line = "line 3 of the journal, by slipstream-rl 0.9.0, is of another release: "
+    assert str(caught.value).startswith(f"{line}{fact} is not known to slipstream-rl ")
     assert "go on with the release that wrote it" in str(caught.value)
 
 

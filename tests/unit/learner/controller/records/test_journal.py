@@ -275,6 +275,24 @@ def test_a_batch_file_is_held_to_the_bounds_of_messages(tmp_path):
         read_batch(tmp_path, 3, zlib.crc32(data))
 
 
+@pytest.mark.parametrize("place", ["the batch", "a trajectory"])
+def test_a_batch_with_a_fact_of_another_release_is_not_trained_without_it(tmp_path, place):
+    batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=3, batch_id="b3"))
+    # Field 1999 with the value 7.
+    unknown = b"\xf8\x7c\x07"
+    if place == "a trajectory":
+        batch.trajectories.add(group_id="g000001").MergeFromString(unknown)
+    data = batch.SerializeToString() + unknown * (place == "the batch")
+    path = batch_path(tmp_path, 3)
+    path.parent.mkdir()
+    path.write_bytes(data)
+    with pytest.raises(ProtocolError) as caught:
+        read_batch(tmp_path, 3, zlib.crc32(data))
+    line = f"{path} is of another release: a field is not known to slipstream-rl "
+    assert str(caught.value).startswith(line)
+    assert "damaged" not in str(caught.value)
+
+
 def test_a_writer_goes_on_behind_the_last_whole_record(tmp_path):
     with Journal(tmp_path) as journal:
         journal.append(note("a"))

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from google.protobuf import json_format
+from slipstream.core.errors import ProtocolError
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
@@ -131,6 +132,18 @@ def test_what_an_earlier_start_allowed_is_judged_again() -> None:
         "environment bad is not submitted again: search_path must be empty or that of an "
         "environment of the run's settings, got '/tmp/evil'"
     ]
+
+
+def test_a_submission_that_another_release_journaled_ends_the_resume_in_one_line() -> None:
+    servicer, _, _ = submissions()
+    history = RunHistory()
+    history.submitted["late"] = '{"name": "late", "reference": "ours:Sums", "gpus": 2}'
+    with pytest.raises(ProtocolError) as caught:
+        servicer.restore(history)
+    line = str(caught.value)
+    assert line.startswith("the submitted environment late is of another release: Message type ")
+    assert '"gpus"' in line
+    assert "\n" not in line
 
 
 def test_readers_do_not_see_the_arguments_of_an_environment() -> None:
