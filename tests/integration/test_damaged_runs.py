@@ -9,10 +9,11 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from slipstream.core.errors import ConfigError, RunFailed
+from slipstream.core.errors import ConfigError, ProtocolError, RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller import application
 from slipstream.learner.controller.application import Controller
+from slipstream.learner.controller.records.journal import encoded
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.named_channel import OPEN
@@ -167,6 +168,28 @@ async def test_a_journal_that_lost_whole_lines_at_its_end_is_refused(
         f"{folder / cause}, but {log} {ends}: lines at its end are lost; put it back from a copy "
         "of the run, or begin anew with another run.name"
     )
+
+
+async def test_a_start_that_is_refused_keeps_the_models_of_earlier_ends(tmp_path):
+    config = make_config(tmp_path, run__steps=STEPS)
+    await play(config)
+    folder = config.run_dir / "checkpoints"
+    for name in ("final", "final-earlier"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "model").write_text(name)
+    log = config.run_dir / "journal" / "journal.log"
+    lines = log.read_bytes()
+    log.write_bytes(lines + encoded(lines.count(b"\n") + 1, {"kind": "weather"}))
+    with pytest.raises(ProtocolError, match="a record 'weather' is not known"):
+        await Controller(config, OPEN).run()
+    assert [(folder / name / "model").read_text() for name in ("final", "final-earlier")] == [
+        "final",
+        "final-earlier",
+    ]
+    log.write_bytes(lines)
+    await play(config, is_damaged=True)
+    assert not (folder / "final").exists()
+    assert (folder / "final-earlier" / "model").read_text() == "final"
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -386,22 +385,6 @@ def begin_run(config: Config, address: str) -> str:
     except OSError as error:
         raise ConfigError(f"{folder / ADDRESS} cannot be written: {error.strerror}") from error
     return run_id
-
-
-def move_finals(folder: Path) -> Iterator[Path]:
-    """Renames the models of an earlier end, and yields their new paths; raises ConfigError.
-
-    Whoever copies one while the run goes on would take it for the model of this end.
-    """
-    for final in (folder / CHECKPOINTS / FINAL_MODEL, folder / CHECKPOINTS / FINAL_ADAPTERS):
-        earlier = final.with_name(f"{final.name}-earlier")
-        try:
-            if final.is_dir():
-                if earlier.exists():
-                    shutil.rmtree(earlier)
-                yield final.rename(earlier)
-        except OSError as error:
-            raise ConfigError(f"{final} cannot become {earlier}: {error.strerror}") from error
 
 
 def identified(config: Config, address: str, run_id: str) -> Config:

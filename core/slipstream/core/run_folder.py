@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError
@@ -115,3 +117,19 @@ LEASE_WAITS = {
     "environment": "an environment",
     "queue": "room in the queue",
 }
+
+
+def move_finals(folder: Path) -> Iterator[Path]:
+    """Renames the models of an earlier end, and yields their new paths; raises ConfigError.
+
+    Whoever copies one while the run goes on would take it for the model of this end.
+    """
+    for final in (folder / CHECKPOINTS / FINAL_MODEL, folder / CHECKPOINTS / FINAL_ADAPTERS):
+        earlier = final.with_name(f"{final.name}-earlier")
+        try:
+            if final.is_dir():
+                if earlier.exists():
+                    shutil.rmtree(earlier)
+                yield final.rename(earlier)
+        except OSError as error:
+            raise ConfigError(f"{final} cannot become {earlier}: {error.strerror}") from error

@@ -13,10 +13,10 @@ from slipstream.client.run_folder import (
     hold_folder,
     hold_run_folder,
     make_run_folder,
-    move_finals,
     write_config,
 )
 from slipstream.core.errors import ConfigError
+from slipstream.core.run_folder import move_finals
 from slipstream.learner.controller.application import begin
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.run import Run

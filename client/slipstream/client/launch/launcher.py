@@ -165,8 +165,6 @@ async def _carry_out(
         credentials = Credentials.load(config.security)
         if share.has_controller:
             run_id = run_folder.begin_run(config, address)
-            for path in run_folder.move_finals(config.run_dir):
-                say(f"the model of the run's earlier end lies in {path}")
         else:
             run_id = await running_id(scene)
         processes = RunProcesses(

@@ -21,6 +21,7 @@ from slipstream.core.run_folder import (
     JOURNAL,
     JOURNAL_LOG,
     check_journal_not_lost,
+    move_finals,
 )
 from slipstream.core.settings.config import Config
 from slipstream.core.types import MAX_EXCUSED_ATTEMPTS
@@ -191,6 +192,9 @@ class Controller:
                 warn_of_checkpoints(folder / CHECKPOINTS, history.checkpoint.step, self._run.events)
                 services, health_service = self._connect(server)
                 self._restore(history)
+                # What could refuse this start is behind it.
+                for path in move_finals(folder):
+                    self._run.events.add(f"the model of the run's earlier end lies in {path}")
                 self._book.awaited.hold(receiver.backlog)
                 await server.start()
                 if self._config.tracking.prometheus is not None:
