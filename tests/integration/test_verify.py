@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.run_folder import write_config
-from slipstream.client.verify import examine, run_verify
+from slipstream.client.verify import UNCHECKED, examine, run_verify
 from slipstream.core.errors import ConfigError
 from slipstream.learner.controller.records.journal import batch_path, encoded
+from slipstream.learner.controller.records.kinds import _KINDS
 from slipstream.v1 import trainer_pb2
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
@@ -238,6 +239,10 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
     "the number of steps": (changed_summary("steps", 9), f"the steps: 9 and {STEPS}"),
     "no summary": (lambda p: (p.folder / "summary.json").unlink(), "summary.json cannot be read"),
     "records of another run": (more("start", run_id="other"), "the runs of the journal: 2 and 1"),
+    "a record of another release": (
+        lambda p: p.records.append({"kind": "weather", "rain": True}),
+        "of the journal is of another release: a record 'weather' is not known to slipstream-rl ",
+    ),
     "no start": (without("start"), "before a start"),
     "the curve": (
         in_file("metrics.jsonl", r'"reward_mean": [\d.]+', '"reward_mean": 7'),
@@ -284,6 +289,13 @@ def test_a_change_is_found(planted: Planted, change: str) -> None:
     changed, told = CHANGES[change]
     changed(planted)
     assert [text for text in planted.faults() if told in text], planted.faults()
+
+
+def test_every_kind_of_record_is_known(planted: Planted) -> None:
+    for name in UNCHECKED:
+        assert name in _KINDS
+    planted.records += [{"kind": kind} for kind in _KINDS]
+    assert not [text for text in planted.faults() if "is of another release" in text]
 
 
 def test_a_flipped_bit_is_found_and_a_torn_end_is_none(planted: Planted) -> None:

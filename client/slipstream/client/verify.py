@@ -23,6 +23,8 @@ from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import DONE, FAILED, ConfigError
 from slipstream.core.machine.files import open_regular, read_regular
 from slipstream.core.run_folder import CONFIG, GROUPS, METRICS, SAMPLES, SUMMARY
+from slipstream.protocol.bounds import shown
+from slipstream.protocol.release import unknown_fact
 from slipstream.v1 import trainer_pb2
 
 Record = Mapping[str, Any]
@@ -33,6 +35,8 @@ MOST_FAULTS, MOST_CHARACTERS = 100, 500
 # Most steps that one fault names.
 _MOST_STEPS = 20
 _START = (0, 0)
+# Kinds of records whose facts no other file has.
+UNCHECKED = ("start", "queue", "servers", "submitted", "unsubmitted", "head_start", "tasks")
 # Where generated tokens end, as journal and summary have it; what the summary alone knows.
 _ENDS = ("filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside")
 _OTHERS = ("trained", "queued", "in_flight", "lost", "difference")
@@ -263,6 +267,9 @@ class _Oracle:
             self._saved = max(self._saved, record["version"][1])
         elif kind == "evaluation":
             self._evaluations[record["version"]] = record["reward_mean"]
+        elif kind not in UNCHECKED:
+            what, fact = f"record {record['line']} of the journal", f"a record {shown(kind)}"
+            self._wrong(unknown_fact(what, fact))
 
     def _close(self, group: str, how: str) -> None:
         self._wrong(f"{group} is {how} and was not open", unless=group in self._open)
