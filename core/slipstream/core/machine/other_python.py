@@ -34,7 +34,8 @@ NEEDS = {
 REFUSED = 2
 
 
-def worker_program(python: str) -> tuple[str, ...]:
+# In quotes, here and below: older interpreters, which `main` refuses, cannot evaluate the type.
+def worker_program(python: str) -> "tuple[str, ...]":
     """Returns a worker's command, before its arguments; "" is this process's interpreter."""
     if not python:
         return (sys.executable, "-m", WORKER)
@@ -79,7 +80,7 @@ def _is_there(module: str, requirement: str) -> bool:
     return _numbers(lowest) <= found and (not below or found < _numbers(below))
 
 
-def _numbers(version: str) -> list[int]:
+def _numbers(version: str) -> "list[int]":
     """Returns the leading numbers of a version: [1, 76, 0] for "1.76.0rc1"."""
     leading = re.match(r"\d+(?:\.\d+)*|", version)
     return [int(number) for number in leading[0].split(".") if number] if leading else []

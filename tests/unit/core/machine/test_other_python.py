@@ -1,3 +1,4 @@
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -109,3 +110,14 @@ def test_what_a_worker_needs_is_what_the_client_is_installed_with() -> None:
 
 def test_this_interpreter_runs_the_worker_as_a_module() -> None:
     assert worker_program("") == (sys.executable, "-m", "slipstream.client.worker")
+
+
+def test_an_interpreter_from_before_its_types_reaches_the_refusal() -> None:
+    source = Path(worker_program("python")[1]).read_text()
+    tree = ast.parse(source, feature_version=(3, 7))
+    functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
+    types = [each.returns for each in functions]
+    types += [argument.annotation for each in functions for argument in each.args.args]
+    assert "main" in [each.name for each in functions]
+    # `tuple[int]` and `int | str` are evaluated where a function is defined.
+    assert [each for each in types if not isinstance(each, ast.Name | ast.Constant)] == []
