@@ -4,10 +4,10 @@ An upgrade in the middle of a run replaces files under processes that go on: wha
 as a trainer rank after a crash, is of another release than the controller.
 """
 
+import contextlib
 import hashlib
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-from slipstream.core.machine.description import installed
 
 OURS = "slipstream-rl"
 # Metadata of every call.
@@ -23,8 +23,11 @@ def source_digest(root: Path) -> str:
 
 
 # Read once: the files may be replaced while this process runs.
-_VERSION = installed((OURS,)).get(OURS, "unknown")
-RELEASE = f"{_VERSION} (protocol {source_digest(Path(__file__).parent.parent)})"
+_PROTOCOL = f"(protocol {source_digest(Path(__file__).parent.parent)})"
+_VERSION = "unknown"
+with contextlib.suppress(PackageNotFoundError):
+    _VERSION = version(OURS)
+RELEASE = f"{_VERSION} {_PROTOCOL}"
 
 
 def unknown_fact(what: str, fact: str) -> str:
@@ -35,11 +38,14 @@ def unknown_fact(what: str, fact: str) -> str:
     )
 
 
-def other_release(shown: str) -> str:
-    """Returns the line with which a caller of another release is refused, or "" for ours."""
-    if shown == RELEASE:
+def other_release(shown: str, *, of_worker: bool = False) -> str:
+    """Returns the line with which a caller of another release is refused, or "" for ours.
+
+    The interpreter of a worker may have any version of the package: it runs the server's source.
+    """
+    if shown == RELEASE or (of_worker and shown.endswith(_PROTOCOL)):
         return ""
     return (
-        f"{OURS} {RELEASE} runs here, the caller has {shown or 'an older one'}: install the same "
+        f"the run has {OURS} {RELEASE}, the caller {shown or 'an older one'}: install the same "
         "release on all hosts; after an upgrade stop the run, and the same command resumes it"
     )

@@ -805,8 +805,8 @@ async def test_no_count_lacks_the_episodes_that_end_with_their_engine(server) ->
 
 
 async def test_a_refusal_is_final_and_names_who_refuses(server) -> None:
-    server.fleet.refusal = "slipstream-rl 2.0 runs here, the caller has 1.0"
-    said = f"{server.fleet.address} refuses this server: .* the caller has 1.0"
+    server.fleet.refusal = "the run has slipstream-rl 2.0, the caller 1.0"
+    said = f"{server.fleet.address} refuses this server: .* the caller 1.0"
     with pytest.raises(ConfigError, match=said):
         await server.task
 

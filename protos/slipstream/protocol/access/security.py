@@ -318,7 +318,8 @@ class AccessInterceptor(Interceptor):
         metadata = dict(handler_call_details.invocation_metadata or ())
         named, ours = metadata.get(RUN_KEY, ""), self._run_id
         shown_release = str(metadata.get(RELEASE_KEY, RELEASE if ours is None else ""))
-        if needs_release(method) and (text := other_release(shown_release)):
+        text = other_release(shown_release, of_worker=ours is None)
+        if text and needs_release(method):
             code, reason = grpc.StatusCode.FAILED_PRECONDITION, Reason.PROTOCOL
             handler = refusing(handler, code, text, reason)
         if ours is not None and named != ours and (named or needs_run(method)):

@@ -105,7 +105,9 @@ async def test_a_trainer_of_another_release_is_refused_and_a_stop_is_not(
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert has_reason(caught.value, Reason.PROTOCOL)
         line = caught.value.details()
-        assert f"slipstream-rl {RELEASE} runs here, the caller has {release or 'an older'}" in line
+        assert (
+            f"the run has slipstream-rl {RELEASE}, the caller {release or 'an older one'}: " in line
+        )
         assert "stop the run, and the same command resumes it" in line
         await status.StopRun(status_pb2.StopRunRequest(reason="upgrade"), metadata=other)
         assert parts.called == ["StopRun"]
@@ -117,10 +119,19 @@ async def test_a_worker_that_an_upgrade_replaced_is_refused_by_its_server() -> N
     parts = Parts()
     async for channel in served(parts, None):
         workers = environment_pb2_grpc.WorkerServiceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError, match=r"the caller has 9\.0"):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"the caller 9\.0"):
             await workers.Attach(iter(()), metadata=of_release("9.0")).read()
         assert parts.called == []
         assert await workers.Attach(iter(()), metadata=of_release(RELEASE)).read()
+        # Its interpreter lacks our package, or has another version; the source is the server's.
+        elsewhere = f"unknown {RELEASE.partition(' ')[2]}"
+        assert await workers.Attach(iter(()), metadata=of_release(elsewhere)).read()
+    async for channel in served(parts, "r-1"):
+        trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="the caller unknown"):
+            await trainer.Register(
+                trainer_pb2.TrainerHello(), metadata=of_release(elsewhere, "r-1")
+            )
 
 
 def test_clones_of_one_version_with_other_messages_are_other_releases(tmp_path: Path) -> None:
