@@ -24,13 +24,14 @@ from slipstream.protocol.access.checked_calls import (
     Refusals,
 )
 from slipstream.protocol.access.tokens import (
+    NAMELESS,
+    OF_ANY_RELEASE,
     RIGHTS,
     RUN_KEY,
     TOKEN_KEY,
     check_own,
+    is_bound,
     may_call,
-    needs_release,
-    needs_run,
     read_secret,
     read_text,
     read_tokens,
@@ -319,10 +320,10 @@ class AccessInterceptor(Interceptor):
         named, ours = metadata.get(RUN_KEY, ""), self._run_id
         shown_release = str(metadata.get(RELEASE_KEY, RELEASE if ours is None else ""))
         text = other_release(shown_release, of_worker=ours is None)
-        if text and needs_release(method):
+        if text and is_bound(method, OF_ANY_RELEASE):
             code, reason = grpc.StatusCode.FAILED_PRECONDITION, Reason.PROTOCOL
             handler = refusing(handler, code, text, reason)
-        if ours is not None and named != ours and (named or needs_run(method)):
+        if ours is not None and named != ours and (named or is_bound(method, NAMELESS)):
             text = f"this is the controller of run {ours}, "
             text += f"not of {named!s}" if named else f"and a call names its run in {RUN_KEY}"
             code, reason = grpc.StatusCode.FAILED_PRECONDITION, Reason.OTHER_RUN

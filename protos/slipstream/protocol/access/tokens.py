@@ -54,14 +54,9 @@ def role_of(token: str) -> str | None:
     return role if dot and role in RIGHTS else None
 
 
-def needs_run(method: str) -> bool:
-    """Whether calls of `method` must name the run by its id in the metadata `RUN_KEY`."""
-    return method.startswith(_PREFIX) and method.removeprefix(_PREFIX) not in NAMELESS
-
-
-def needs_release(method: str) -> bool:
-    """Whether callers of `method` must have the release of the server, in `RELEASE_KEY`."""
-    return method.startswith(_PREFIX) and method.removeprefix(_PREFIX) not in OF_ANY_RELEASE
+def is_bound(method: str, free: Sequence[str]) -> bool:
+    """Whether `method` is one of ours and not among `free`, `NAMELESS` or `OF_ANY_RELEASE`."""
+    return method.startswith(_PREFIX) and method.removeprefix(_PREFIX) not in free
 
 
 def may_call(role: str | None, method: str) -> bool:

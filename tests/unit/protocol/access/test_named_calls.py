@@ -13,7 +13,7 @@ from slipstream.protocol.access.security import (
     create_server,
     open_channel,
 )
-from slipstream.protocol.access.tokens import needs_run
+from slipstream.protocol.access.tokens import NAMELESS, is_bound
 from slipstream.protocol.rich_errors import Reason, has_reason
 from slipstream.v1 import (
     environment_pb2,
@@ -51,9 +51,9 @@ def services() -> list[ServiceDescriptor]:
 
 def test_only_calls_that_tell_which_run_it_is_need_not_name_it() -> None:
     names = [f"/{m.containing_service.full_name}/{m.name}" for s in services() for m in s.methods]
-    open_ones = {name.rpartition("/")[2] for name in names if not needs_run(name)}
+    open_ones = {name.rpartition("/")[2] for name in names if not is_bound(name, NAMELESS)}
     assert open_ones == {"GetStatus", "GetSetup", "Watch", "ListEnvironments"}
-    assert not needs_run("/grpc.health.v1.Health/Check")
+    assert not is_bound("/grpc.health.v1.Health/Check", NAMELESS)
 
 
 @pytest.mark.parametrize("credentials", [OPEN, TOKEN], ids=["open", "token"])

@@ -16,7 +16,7 @@ from slipstream.protocol.access.security import (
     create_server,
     open_channel,
 )
-from slipstream.protocol.access.tokens import needs_release
+from slipstream.protocol.access.tokens import OF_ANY_RELEASE, is_bound
 from slipstream.protocol.release import RELEASE, RELEASE_KEY, source_digest
 from slipstream.protocol.rich_errors import Reason, has_reason
 from slipstream.v1 import (
@@ -85,10 +85,10 @@ def test_who_upgrades_may_see_and_stop_a_run_and_nothing_else() -> None:
         service for m in modules for service in m.DESCRIPTOR.services_by_name.values()
     ]
     names = [f"/{s.full_name}/{m.name}" for s in services for m in s.methods]
-    open_ones = {name.rpartition("/")[2] for name in names if not needs_release(name)}
+    open_ones = {name.rpartition("/")[2] for name in names if not is_bound(name, OF_ANY_RELEASE)}
     reads = {"GetStatus", "GetSetup", "Watch", "ListEnvironments"}
     assert open_ones == reads | {"StopRun", "DrainServer"}
-    assert not needs_release("/grpc.health.v1.Health/Check")
+    assert not is_bound("/grpc.health.v1.Health/Check", OF_ANY_RELEASE)
 
 
 @pytest.mark.parametrize("release", ["0.0.9 (protocol 01234567)", None])

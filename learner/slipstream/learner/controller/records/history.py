@@ -206,16 +206,16 @@ def settled_by(settled: Amount, record: Record) -> Amount:
 
 def read_history(records: Iterable[Mapping[str, JsonValue]]) -> RunHistory:
     """Returns the state after all records; raises ProtocolError if a record is not valid."""
-    history, wrote = RunHistory(), "another release"
+    history, wrote = RunHistory(), ""
     for number, record in enumerate(records, start=1):
         if number == 1 and record["kind"] != "start":
             raise ProtocolError("the journal was written by an older version: it has no start")
         try:
             if record["kind"] == "start" and isinstance(packages := record.get("packages"), dict):
-                wrote = f"{OURS} {packages.get(OURS, 'of another release')}"
+                wrote = f", by {OURS} {packages.get(OURS)},"
             history.add(parsed(record))
         except UnknownFact as error:
-            what = f"line {number} of the journal, by {wrote},"
+            what = f"line {number} of the journal{wrote}"
             raise ProtocolError(unknown_fact(what, str(error))) from error
         except (ArithmeticError, LookupError, ValueError) as error:
             kind, cause = shown(str(record["kind"])), one_line(str(error), 200)
