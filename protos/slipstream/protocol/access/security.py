@@ -287,9 +287,9 @@ def call_metadata(
 class AccessInterceptor(Interceptor):
     """Refuses calls of another run or release, or without a token whose role may make them.
 
-    Without a run's id every run's calls pass, also those that name no release, and without tokens
-    everybody's. A call that names no run may only call `NAMELESS` methods, one of another release
-    those `OF_ANY_RELEASE`.
+    Without a run's id every run's calls pass, and without tokens everybody's. A call that names no
+    run may only call `NAMELESS` methods, one of another release those `OF_ANY_RELEASE`, and one of
+    no release those of clients.
     """
 
     def __init__(self, run_id: str | None, tokens: Sequence[str]) -> None:
@@ -318,7 +318,9 @@ class AccessInterceptor(Interceptor):
         refusing, method = self._refusals.refusing, str(handler_call_details.method)
         metadata = dict(handler_call_details.invocation_metadata or ())
         named, ours = metadata.get(RUN_KEY, ""), self._run_id
-        shown_release = str(metadata.get(RELEASE_KEY, RELEASE if ours is None else ""))
+        # A client may be somebody's own program, which has no release.
+        is_free = ours is None or may_call("client", method)
+        shown_release = str(metadata.get(RELEASE_KEY, RELEASE if is_free else ""))
         text = other_release(shown_release, of_worker=ours is None)
         if text and is_bound(method, OF_ANY_RELEASE):
             code, reason = grpc.StatusCode.FAILED_PRECONDITION, Reason.PROTOCOL

@@ -39,6 +39,7 @@ class Parts(
     status_pb2_grpc.StatusServiceServicer,
     trainer_pb2_grpc.TrainerServiceServicer,
     environment_pb2_grpc.WorkerServiceServicer,
+    environment_pb2_grpc.EnvironmentServiceServicer,
 ):
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -51,6 +52,10 @@ class Parts(
         self.called.append("Register")
         return trainer_pb2.TrainerWelcome()
 
+    async def SubmitEnvironment(self, request, context):  # noqa: N802
+        self.called.append("SubmitEnvironment")
+        return environment_pb2.SubmitEnvironmentResponse()
+
     async def Attach(self, requests, context):  # noqa: N802
         self.called.append("Attach")
         yield environment_pb2.WorkerCommand()
@@ -61,6 +66,7 @@ async def served(parts: Parts, run_id: str | None) -> AsyncIterator[grpc.aio.Cha
     status_pb2_grpc.add_StatusServiceServicer_to_server(parts, server)
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(parts, server)
     environment_pb2_grpc.add_WorkerServiceServicer_to_server(parts, server)
+    environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(parts, server)
     port = bind(server, "127.0.0.1:0", OPEN)
     await server.start()
     try:
@@ -113,6 +119,18 @@ async def test_a_trainer_of_another_release_is_refused_and_a_stop_is_not(
         assert parts.called == ["StopRun"]
         await trainer.Register(trainer_pb2.TrainerHello(), metadata=of_release(RELEASE, "r-1"))
         assert parts.called == ["StopRun", "Register"]
+
+
+async def test_a_program_of_ones_own_has_no_release_and_a_client_of_another_is_refused() -> None:
+    parts = Parts()
+    async for channel in served(parts, "r-1"):
+        submit = environment_pb2_grpc.EnvironmentServiceStub(channel).SubmitEnvironment
+        request = environment_pb2.SubmitEnvironmentRequest()
+        with pytest.raises(grpc.aio.AioRpcError, match="the caller 9.0"):
+            await submit(request, metadata=of_release("9.0", "r-1"))
+        assert parts.called == []
+        await submit(request, metadata=of_release(None, "r-1"))
+        assert parts.called == ["SubmitEnvironment"]
 
 
 async def test_a_worker_that_an_upgrade_replaced_is_refused_by_its_server() -> None:
