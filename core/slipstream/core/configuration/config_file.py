@@ -22,7 +22,7 @@ import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
 from slipstream.core.configuration.automatic import Hub, completed
 from slipstream.core.configuration.function_sources import source_digests
-from slipstream.core.configuration.roles import missing_weights, role_folders, role_problems
+from slipstream.core.configuration.roles import role_problems
 from slipstream.core.configuration.toml_text import MAX_KEY_PARTS, Table, check_values, parse_toml
 from slipstream.core.errors import (
     USAGE_ERROR,
@@ -193,12 +193,12 @@ def check_model(config: Config) -> None:
     missing = check_sizes(config)
     if missing:
         raise ConfigError(missing[0])
-    for name, path in (("model", config.model.path), *role_folders(config)):
+    for setting, path in {"model.path": config.model.path, **config.role_folders}.items():
         problems = model_files.tensor_problems(
             path,
-            f"{name}.path",
+            setting,
             # A critic replaces the output projection by its own head.
-            has_output=name != "critic",
+            has_output=setting != "critic.path",
             has_tower=read_model_sizes(path).has_vision,
         )
         for problem in problems:
@@ -270,7 +270,8 @@ def check_sizes(config: Config) -> list[str]:
                 f"{problem}; algorithm.router_replay adds {per_token} bytes for each token"
             )
     missing = model_files.missing_files(config.model.path, config.rollout_server.chat_template)
-    missing = [*missing, *missing_weights(config)]
+    for setting, folder in config.role_folders.items():
+        missing += model_files.missing_weights(folder, setting)
     files = config.checkpoint.load
     if files and not any((files / part / "metadata.json").is_file() for part in ("", "state")):
         missing.append(
@@ -283,10 +284,10 @@ def check_sizes(config: Config) -> list[str]:
 def model_warnings(config: Config) -> list[str]:
     """Returns one line for each model folder whose config.json has unknown fields."""
     lines = []
-    for name, path in (("model", config.model.path), *role_folders(config)):
+    for setting, path in {"model.path": config.model.path, **config.role_folders}.items():
         if fields := unknown_fields(read_model_table(path)):
             lines.append(
-                f"{name}.path: config.json has fields that are not known here: "
+                f"{setting}: config.json has fields that are not known here: "
                 f"{', '.join(fields)}; if one of them changes what the model computes, learner and "
                 "rollout servers may differ"
             )

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.models import model_files
 from slipstream.core.models.model_fields import field_problems
 from slipstream.core.models.model_rules import (
     layout_problems,
@@ -72,25 +71,11 @@ def named(config: Config, name: str) -> Iterator[None]:
         raise ConfigError(f"the {name}: {problem}") from error
 
 
-def role_folders(config: Config) -> list[tuple[str, Path]]:
-    """Returns name and folder of each role that has its own folder."""
-    return [(name, role.path) for name, role in config.roles.items() if role.path is not None]
-
-
 def of_policy(config: Config) -> Config:
     """Returns the settings without the folders of other models, which only training reads."""
     roles = {name: role.model_copy(update={"path": None}) for name, role in config.roles.items()}
     checkpoint = config.checkpoint.model_copy(update={"load": None})
     return config.model_copy(update={**roles, "checkpoint": checkpoint})
-
-
-def missing_weights(config: Config) -> list[str]:
-    """Returns one message for each fault of the weights in the roles' own folders."""
-    return [
-        problem
-        for name, path in role_folders(config)
-        for problem in model_files.missing_weights(path, f"{name}.path")
-    ]
 
 
 def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:

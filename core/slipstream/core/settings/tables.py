@@ -147,8 +147,13 @@ class Tables(Section):
         return {name: table for name, table in tables.items() if table is not None}
 
     @property
+    def role_folders(self) -> dict[str, Path]:
+        """The folders of the roles that have one of their own, by the settings that name them."""
+        found = {f"{name}.path": role.path for name, role in self.roles.items()}
+        return {setting: folder for setting, folder in found.items() if folder is not None}
+
+    @property
     def weight_folders(self) -> dict[str, Path]:
         """The folders of weights besides `model.path`, by the settings that name them."""
-        found = {f"{name}.path": role.path for name, role in self.roles.items()}
-        found["checkpoint.load"] = self.checkpoint.load
-        return {name: folder for name, folder in found.items() if folder is not None}
+        load = self.checkpoint.load
+        return self.role_folders if load is None else {**self.role_folders, "checkpoint.load": load}
