@@ -19,7 +19,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 from slipstream.core.machine import process
@@ -37,43 +36,18 @@ EXPENDABLE = "1000"
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
 
 
-@dataclass(frozen=True)
-class ProgramLimits:
-    """Limits of PROGRAM and its descendants; 0 means no limit.
-
-    `memory_setting` and `processes_setting` name the limits in the message about an excess.
-    """
-
-    memory_bytes: int = 0
-    memory_setting: str = ""
-    processes: int = 0
-    processes_setting: str = ""
-
-    def exceeded(self, found: Sequence[process.Descendant]) -> str:
-        """Returns a description of the limit that the processes `found` exceed, or "" if none."""
-        if self.processes and len(found) > self.processes:
-            return (
-                f"it had {len(found)} processes, more than {self.processes_setting} = "
-                f"{self.processes}"
-            )
-        if not self.memory_bytes or sum(map(process.resident_bytes, found)) <= self.memory_bytes:
-            return ""
-        # Pages that several processes share were counted for each of them; this exact count takes
-        # longer.
-        used = sum(map(process.shared_out_bytes, found))
-        if used <= self.memory_bytes:
-            return ""
-        return (
-            f"out of memory: it took {used / (1 << 30):.2f} GiB, more than {self.memory_setting} = "
-            f"{self.memory_bytes / (1 << 30):.2f}"
-        )
-
-
 class Keeper:
     """Runs one program, and ends all processes below it."""
 
-    def __init__(self, limits: ProgramLimits) -> None:
-        self._limits = limits
+    def __init__(
+        self, memory_bytes: int, memory_setting: str, processes: int, processes_setting: str
+    ) -> None:
+        """Limits the program with its descendants, unless a limit is 0.
+
+        `memory_setting` and `processes_setting` name the limits in the message about an excess.
+        """
+        self._memory_bytes, self._memory_setting = memory_bytes, memory_setting
+        self._processes, self._processes_setting = processes, processes_setting
         self._parent = os.getppid()
         self._status: int | None = None
         self._oom_kills = process.kernel_oom_kills()
@@ -114,7 +88,7 @@ class Keeper:
             self._reap()
             told_to_end = received is not None and received.si_signo == signal.SIGTERM
             if self._status is None:
-                self.cause = self._limits.exceeded(process.descendants(os.getpid()))
+                self.cause = self._exceeded(process.descendants(os.getpid()))
         if told_to_end and os.getppid() == self._parent:
             if self._status is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -129,6 +103,23 @@ class Keeper:
             self.cause = "out of memory: the kernel killed it"
         self._kill_all()
         return signal.SIGKILL if self._status is None else self._status
+
+    def _exceeded(self, found: Sequence[process.Descendant]) -> str:
+        """Returns a description of the limit that the processes `found` exceed, or "" if none."""
+        limit, most = self._memory_bytes, self._processes
+        if most and len(found) > most:
+            return f"it had {len(found)} processes, more than {self._processes_setting} = {most}"
+        # Pages that several processes share are counted for each of them first; the exact count
+        # takes longer.
+        if not limit or sum(map(process.resident_bytes, found)) <= limit:
+            return ""
+        used = sum(map(process.shared_out_bytes, found))
+        if used <= limit:
+            return ""
+        return (
+            f"out of memory: it took {used / (1 << 30):.2f} GiB, more than {self._memory_setting} "
+            f"= {limit / (1 << 30):.2f}"
+        )
 
     def _reap(self) -> bool:
         """Reaps the processes that have ended; returns whether any process is left."""
@@ -177,7 +168,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if sys.platform != "linux":
         os.execvp(options.command[0], options.command)
     memory, command = (options.memory_bytes, options.memory_setting), options.command
-    keeper = Keeper(ProgramLimits(*memory, options.processes, options.processes_setting))
+    keeper = Keeper(*memory, options.processes, options.processes_setting)
 
     def become() -> NoReturn:
         try:

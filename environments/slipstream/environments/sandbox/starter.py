@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from slipstream.core.machine.keeper import Keeper, ProgramLimits
+from slipstream.core.machine.keeper import Keeper
 from slipstream.core.machine.process import die_with_parent
 from slipstream.environments.sandbox.launcher import launch
 from slipstream.environments.sandbox.plan import Plan
@@ -92,13 +92,12 @@ def _keep(starter: int, asked: int, stdin: int, stdout: int, stderr: int, cause:
         os.set_inheritable(cause, False)
         plan = replace(Plan.of(plan_text), cause_fd=cause)
         os.chdir(plan.folder)
-        limits = ProgramLimits(
+        keeper = Keeper(
             plan.limits.memory_bytes + _LAUNCHER_BYTES,
             "memory_bytes",
             plan.limits.processes + _OWN_PROCESSES,
             "processes",
         )
-        keeper = Keeper(limits)
         status = keeper.run(lambda: launch(plan, command))
         # No program is to blame for the end of the starter.
         if os.getppid() == starter:
