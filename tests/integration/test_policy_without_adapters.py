@@ -38,7 +38,6 @@ def config_of(job: str, folder: Path) -> Config:
 
 
 def run_rank(folder: Path, job: str) -> None:
-    from slipstream.core.configuration.roles import reference_config
     from slipstream.core.settings.role_sections import ReferenceSection
     from slipstream.extensions.other_models.trainer import PolicyWithoutAdapters, Reference, Roles
     from slipstream.learner.trainer.parts import step_parts
@@ -55,8 +54,7 @@ def run_rank(folder: Path, job: str) -> None:
     if own is not None:
         # A table of its own makes the reference another model.
         other = config.model_copy(update={"reference": ReferenceSection(path=config.model.path)})
-        settings = reference_config(other)
-        assert settings is not None
+        settings = role_settings(other)["reference"]
         found["bare"] = PolicyWithoutAdapters(policy, config).logprobs(second)
         found["own"] = Reference(settings, policy.ranks).logprobs(second)
     # The adapters are on again.

@@ -178,13 +178,12 @@ def run_rank(folder: Path, job: str) -> None:
 
 def see_critic(policy: Policy, config: Config, folder: Path, job: str) -> None:
     """Values behind images before and after a step of the critic towards its returns."""
-    from slipstream.core.configuration.roles import critic_config
+    from slipstream.core.configuration.roles import role_settings
     from slipstream.extensions.other_models.trainer import Critic
     from slipstream.learner.trainer.algorithms.loss import ModelEstimates, training_sequences
     from slipstream.learner.trainer.batches.batch import Batch
 
-    settings = critic_config(config)
-    assert settings is not None
+    settings = role_settings(config)["critic"]
     critic, batch = Critic(settings, policy.ranks), Batch(0, "batch", trajectories(config))
     before = critic.values(batch)
     estimates = [ModelEstimates(values=values) for values in before]

@@ -35,29 +35,17 @@ def reference_is_policy(config: Config) -> bool:
     return config.needs_reference and config.lora.rank > 0 and not is_other and not replays
 
 
-def reference_config(config: Config) -> Config | None:
-    """Returns the settings for loading a separate reference model, or None if ranks load none."""
-    if not config.needs_reference or reference_is_policy(config):
-        return None
-    section = config.reference or ReferenceSection()
-    if section.server is not None:
-        return None
-    return _in_place_of_policy(config, section)
-
-
-def critic_config(config: Config) -> Config | None:
-    """Returns the settings for loading and training the critic, or None if the run has none."""
-    section = config.critic
-    if section is None:
-        return None
-    algorithm = config.algorithm.model_copy(update={"learning_rate": section.learning_rate})
-    return _in_place_of_policy(config, section).model_copy(update={"algorithm": algorithm})
-
-
 def role_settings(config: Config) -> dict[str, Config]:
     """Returns the settings of each model that ranks load besides the policy, by role name."""
-    found = {"reference": reference_config(config), "critic": critic_config(config)}
-    return {name: settings for name, settings in found.items() if settings is not None}
+    found: dict[str, Config] = {}
+    reference, critic = config.reference or ReferenceSection(), config.critic
+    if config.needs_reference and reference.server is None and not reference_is_policy(config):
+        found["reference"] = _in_place_of_policy(config, reference)
+    if critic is not None:
+        algorithm = config.algorithm.model_copy(update={"learning_rate": critic.learning_rate})
+        settings = _in_place_of_policy(config, critic)
+        found["critic"] = settings.model_copy(update={"algorithm": algorithm})
+    return found
 
 
 @contextlib.contextmanager

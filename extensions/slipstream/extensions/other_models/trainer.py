@@ -12,12 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 import torch.nn.functional as F
-from slipstream.core.configuration.roles import (
-    critic_config,
-    named,
-    reference_config,
-    reference_is_policy,
-)
+from slipstream.core.configuration.roles import named, reference_is_policy, role_settings
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray, ReferenceLogprobs
@@ -57,17 +52,17 @@ class Roles(StepPart):
 
         Raises ConfigError for a model or a setting that cannot work.
         """
-        of_reference, of_critic = reference_config(config), critic_config(config)
+        settings = role_settings(config)
         self.reference: Reference | PolicyWithoutAdapters | None = None
         self.critic: Critic | None = None
         if reference_is_policy(config):
             self.reference = PolicyWithoutAdapters(policy, config)
-        elif of_reference is not None:
+        elif "reference" in settings:
             with named(config, "reference"):
-                self.reference = Reference(of_reference, policy.ranks)
-        if of_critic is not None:
+                self.reference = Reference(settings["reference"], policy.ranks)
+        if "critic" in settings:
             with named(config, "critic"):
-                self.critic = Critic(of_critic, policy.ranks)
+                self.critic = Critic(settings["critic"], policy.ranks)
         self._section = section = config.reference
         self._refresh_every_steps = 0 if section is None else section.refresh_every_steps
 
@@ -126,7 +121,7 @@ class Reference:
     """A frozen reference model; every method is collective and itself puts its layout in force."""
 
     def __init__(self, settings: Config, ranks: Ranks) -> None:
-        """Loads the model; `settings` must come from `reference_config`."""
+        """Loads the model; `settings` must come from `role_settings`."""
         self._settings = settings
         self._ranks = ranks.placed(settings.learner.parallel)
         with self._ranks.in_force():
@@ -280,7 +275,7 @@ class Critic:
     """The critic model; every method is collective and itself puts the model's layout in force."""
 
     def __init__(self, settings: Config, ranks: Ranks) -> None:
-        """Loads the model; `settings` must come from `critic_config`."""
+        """Loads the model; `settings` must come from `role_settings`."""
         assert settings.critic is not None
         self._section = settings.critic
         # Forward and backward passes over a mini-batch of the newest `train`.

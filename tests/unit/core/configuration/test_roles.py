@@ -8,10 +8,9 @@ import pytest
 from pydantic import JsonValue
 from slipstream.core.configuration.config_file import check_model, dump_config, parse_config
 from slipstream.core.configuration.roles import (
-    critic_config,
-    reference_config,
     reference_is_policy,
     role_problems,
+    role_settings,
 )
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_sizes import read_model_sizes
@@ -57,13 +56,13 @@ def test_a_reference_without_a_penalty_is_refused() -> None:
     assert refusal({}, reference={}) == (
         "the table reference has no effect with algorithm.kl.coefficient = 0"
     )
-    assert reference_config(config_with({})) is None
+    assert role_settings(config_with({})) == {}
 
 
 def test_a_penalty_brings_the_default_reference_the_start_folder_in_the_policys_layout() -> None:
     learner: Table = {"world_size": 2, "parallel": {"tp": 2}}
     config = config_with(KL, learner=learner)
-    settings = reference_config(config)
+    settings = role_settings(config)["reference"]
     assert settings.model == config.model
     assert settings.learner == config.learner
 
@@ -72,7 +71,7 @@ def test_a_reference_has_its_own_folder_and_layout() -> None:
     learner: Table = {"world_size": 2, "parallel": {"tp": 2}, "transformer": {"a": 1}}
     reference: Table = {"path": "old", "parallel": {"pp": 2}}
     config = config_with(KL, learner=learner, reference=reference)
-    settings = reference_config(config)
+    settings = role_settings(config)["reference"]
     assert settings.model.path == Path("old")
     assert (settings.learner.parallel.pp, settings.learner.parallel.tp) == (2, 1)
     assert settings.learner.transformer == {"a": 1}
@@ -82,10 +81,9 @@ def test_a_reference_has_its_own_folder_and_layout() -> None:
 def test_a_critic_has_a_rate_of_its_own_and_else_the_learners_settings() -> None:
     learner: Table = {"world_size": 2, "weight_decay": 0.5, "optimizer": {"a": 1}, "ddp": {"b": 1}}
     config = config_with(GAE, learner=learner, critic={"learning_rate": 0.25})
-    settings = critic_config(config)
+    settings = role_settings(config)["critic"]
     assert settings.algorithm.learning_rate == 0.25
     assert settings.learner == config.learner
-    assert critic_config(config_with({})) is None
 
 
 def test_layers_of_the_policys_stages_are_not_assigned_to_other_stages_of_a_role() -> None:
@@ -97,7 +95,7 @@ def test_layers_of_the_policys_stages_are_not_assigned_to_other_stages_of_a_role
         (None, list(stages)),
     ):
         role = {} if own is None else {"parallel": own}
-        settings = reference_config(config_with(KL, learner=learner, reference=role))
+        settings = role_settings(config_with(KL, learner=learner, reference=role))["reference"]
         assert list(settings.learner.transformer) == kept
 
 
@@ -272,7 +270,7 @@ FORWARD: Table = {"kl": {"coefficient": 1.0, "estimator": "forward_top_k"}}
 def test_a_reference_behind_a_server_loads_no_model() -> None:
     for table in ({"lora": {"rank": 8}}, {}):
         config = config_with(KL, reference={"server": SERVER}, **table)
-        assert reference_config(config) is None
+        assert role_settings(config) == {}
         assert not reference_is_policy(config)
         # The settings as a run writes them are read again.
         again = parse_config(tomllib.loads(dump_config(config)), source="config.toml")
