@@ -252,16 +252,6 @@ def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return kept | {"PYTHONHASHSEED": "0"}
 
 
-def flush_output() -> None:
-    """Flushes both outputs; a full disk changes neither results nor the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            # The interpreter flushes again at its end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
 def leave(code: int) -> NoReturn:
     """Ends this process with `code` after the atexit functions, without finalising its modules.
 
@@ -270,7 +260,10 @@ def leave(code: int) -> NoReturn:
     logs errors.
     """
     atexit._run_exitfuncs()
-    flush_output()
+    for stream in (sys.stdout, sys.stderr):
+        # A full disk changes neither results nor the exit code.
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 
