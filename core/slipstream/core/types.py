@@ -350,11 +350,6 @@ def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
     return np.dtype(np.uint8) if num_experts <= _ONE_BYTE else np.dtype(np.uint16)
 
 
-def routing_bytes_per_token(num_layers: int, top_k: int, num_experts: int) -> int:
-    """Returns the size of one token's expert ids on the wire, in bytes."""
-    return num_layers * top_k * expert_dtype(num_experts).itemsize
-
-
 @dataclass(frozen=True, eq=False)
 class ReferenceLogprobs:
     """The reference model's log-probabilities of sampled tokens, and its most likely tokens.

@@ -4,12 +4,8 @@ import hashlib
 import numpy as np
 import pytest
 from slipstream.core.errors import ProtocolError
-from slipstream.core.types import (
-    RoutedExperts,
-    Trajectory,
-    expert_dtype,
-    routing_bytes_per_token,
-)
+from slipstream.core.models.model_sizes import ModelSizes
+from slipstream.core.types import RoutedExperts, Trajectory, expert_dtype
 from slipstream.protocol.codec import (
     decode_trajectory,
     encode_trajectory,
@@ -43,7 +39,8 @@ def test_a_token_costs_what_the_budget_of_the_queue_counts() -> None:
         ids = np.zeros((1024, 48, 8), expert_dtype(num_experts))
         routed = dataclasses.replace(plain, routed_experts=RoutedExperts(ids, num_experts))
         more = len(encode_trajectory(routed)) - len(encode_trajectory(plain))
-        assert routing_bytes_per_token(48, 8, num_experts) == per_token
+        fields = {"num_hidden_layers": 48, "num_experts_per_tok": 8, "num_experts": num_experts}
+        assert ModelSizes.of(fields).routing_bytes_per_token == per_token
         assert 1024 * per_token <= more <= 1024 * per_token + 32
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.families import FAMILIES, Family, architecture_of, family_of
 from slipstream.core.models.model_fields import has_tied_output, rope_table
-from slipstream.core.types import routing_bytes_per_token
+from slipstream.core.types import expert_dtype
 
 # Fields with the heads of delta nets.
 _LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
@@ -71,7 +71,8 @@ class ModelSizes:
 
     @property
     def routing_bytes_per_token(self) -> int:
-        return routing_bytes_per_token(self.layers, self.experts_per_token, self.experts)
+        """The size of one token's expert ids on the wire, in bytes."""
+        return self.layers * self.experts_per_token * expert_dtype(self.experts).itemsize
 
     @property
     def parameters(self) -> int:

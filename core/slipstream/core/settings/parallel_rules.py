@@ -353,18 +353,3 @@ def _optimizer_problems(learner: LearnerSection) -> Iterator[str]:
     share = optimizer.get("optimizer_offload_fraction", 0.0)
     if not isinstance(share, int | float) or not 0 <= share <= 1:
         yield f"learner.optimizer.optimizer_offload_fraction must be 0 to 1, got {share!r}"
-
-
-def replay_problems(transformer: dict[str, JsonValue]) -> Iterator[str]:
-    """Yields one line for each setting that prevents the replay of experts recorded in rollouts."""
-    if transformer.get("moe_router_fusion"):
-        yield (
-            "learner.transformer.moe_router_fusion must be false with algorithm.router_replay: "
-            "the fused kernel chooses the experts itself"
-        )
-    for key in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
-        if transformer.get(key) not in (None, False, "none"):
-            yield (
-                f"learner.transformer.{key} cannot be set with algorithm.router_replay: "
-                "a graph would replay the experts that it was recorded with"
-            )

@@ -11,7 +11,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 from slipstream.core.settings.algorithm_section import is_own
 from slipstream.core.settings.engine_table import engine_problems
-from slipstream.core.settings.parallel_rules import replay_problems, table_problems, world_problems
+from slipstream.core.settings.parallel_rules import table_problems, world_problems
 from slipstream.core.settings.role_sections import NOT_EXCHANGED, in_place_of, renamed
 from slipstream.core.settings.tables import Tables
 from slipstream.v1 import bounds_pb2, trajectory_pb2
@@ -269,7 +269,18 @@ def replay_table_problems(config: Tables) -> Iterator[str]:
             "algorithm.router_replay excludes rollout_server.engine.speculative_config and drafts: "
             "experts of drafted tokens were not tested"
         )
-    yield from replay_problems(config.learner.transformer)
+    transformer = config.learner.transformer
+    if transformer.get("moe_router_fusion"):
+        yield (
+            "learner.transformer.moe_router_fusion must be false with algorithm.router_replay: "
+            "the fused kernel chooses the experts itself"
+        )
+    for key in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
+        if transformer.get(key) not in (None, False, "none"):
+            yield (
+                f"learner.transformer.{key} cannot be set with algorithm.router_replay: "
+                "a graph would replay the experts that it was recorded with"
+            )
 
 
 def _lora_problems(config: Tables) -> Iterator[str]:
