@@ -168,32 +168,32 @@ class _Gather:
 
     def _own(self, lane: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for piece, span, _ in self._pieces:
-            dim, of_part, whole = _split(piece, span, lane)
-            target, part = whole.narrow(dim, 0, min(of_part[dim], whole.shape[dim])), piece.part
-            if target.is_contiguous() and target.numel() == part.numel():
-                yield target.view(part.shape), part
-            else:
-                yield target, part.view(of_part).narrow(dim, 0, target.shape[dim])
+            yield from _placed(piece, span, lane, piece.part)
 
     def _unpacking(self, gathered: Tensor, lane: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for piece, span, offset in self._pieces:
-            dim, of_part, whole = _split(piece, span, lane)
-            size = piece.part.numel()
             for number, source in enumerate(gathered.view(self.num_others, -1), 1):
-                start = number * of_part[dim]
-                # Rows beyond the shape are padding.
-                length = min(of_part[dim], piece.shape[dim] - start)
-                if length > 0:
-                    part = source[offset : offset + size].view(of_part).narrow(dim, 0, length)
-                    yield whole.narrow(dim, start, length), part
+                part = source[offset : offset + piece.part.numel()]
+                yield from _placed(piece, span, lane, part, number)
 
 
-def _split(piece: Piece, span: Span, lane: Tensor) -> tuple[int, list[int], Tensor]:
-    """Returns the split dimension, the shape of a rank's part, and the whole tensor in `lane`."""
-    whole, of_part = _place_of(span, lane), list(piece.shape)
-    assert piece.dim is not None
-    of_part[piece.dim] = piece.part.numel() // (whole.numel() // piece.shape[piece.dim])
-    return piece.dim, of_part, whole
+def _placed(
+    piece: Piece, span: Span, lane: Tensor, part: Tensor, number: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the copy of rank `number`'s part of a tensor to its place in `lane`, if it has any."""
+    whole, of_part, dim = _place_of(span, lane), list(piece.shape), piece.dim or 0
+    of_part[dim] = part.numel() // (whole.numel() // piece.shape[dim])
+    start = number * of_part[dim]
+    # Rows beyond the shape are padding.
+    length = min(of_part[dim], piece.shape[dim] - start)
+    if length <= 0:
+        return
+    target = whole.narrow(dim, start, length)
+    if target.is_contiguous() and target.numel() == part.numel():
+        # A part that is no view of its tensor's shape has the same order of elements.
+        yield target.view(part.shape), part
+    else:
+        yield target, part.view(of_part).narrow(dim, 0, length)
 
 
 class PlannedFilling:
@@ -235,7 +235,8 @@ class PlannedFilling:
         self._gathers: list[list[_Gather]] = []
         for place, bucket in enumerate(buckets):
             lane, is_lead = lanes[place % len(lanes)], self._leads[place] == self._rank
-            whole, by_group = [], dict[dist.ProcessGroup, _Gather]()
+            by_group = dict[dist.ProcessGroup, _Gather]()
+            whole: list[tuple[Tensor, Tensor]] = []
             for span in bucket.spans:
                 piece = self._pieces.get(span.tensor.name)
                 if piece is None:
@@ -243,7 +244,7 @@ class PlannedFilling:
                 if piece.num_parts > 1:
                     by_group.setdefault(piece.group, _Gather(piece.group)).add(piece, span)
                 elif is_lead:
-                    whole.append(_whole(piece, span, lane))
+                    whole += _placed(piece, span, lane, piece.part)
             self._whole.append(Copies(whole))
             self._gathers.append(list(by_group.values()))
         every, device = list(itertools.chain(*self._gathers)), lanes[0].device
@@ -307,11 +308,3 @@ def _place_of(span: Span, lane: Tensor) -> Tensor:
     tensor = span.tensor
     data = lane[span.offset_bytes : span.offset_bytes + tensor.num_bytes]
     return data.view(getattr(torch, tensor.dtype)).view(tensor.shape)
-
-
-def _whole(piece: Piece, span: Span, lane: Tensor) -> tuple[Tensor, Tensor]:
-    target, part = _place_of(span, lane), piece.part
-    if part.numel() != target.numel():
-        # The vocabulary is padded.
-        part = part[: target.shape[0]]
-    return target.view(part.shape), part

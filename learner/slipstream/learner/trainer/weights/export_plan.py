@@ -68,15 +68,9 @@ def plan_matrices(policy: Policy, *, merged: bool) -> list[Piece]:
             raise UnknownMapping(f"{task.param_name} has an adapter")
         weight, mapping = _plain(task.param_weight), task.mapping
         for name, part, dim in _parts(task, weight):
-            sizes = list(part.shape)
-            if dim == 0:
-                columns = weight.shape[1:]
-                sizes = [part.numel() // columns.numel(), *columns]
-            if dim is not None:
-                sizes[dim] *= dist.get_world_size(mapping.tp_group)
+            piece = _piece(name, part, dim, weight.shape[1:], mapping)
             if name.endswith(VOCABULARY):
-                sizes[0] = policy.vocab_size
-            piece = Piece(name, part, tuple(sizes), dim, mapping.tp_group, mapping.is_expert)
+                piece = replace(piece, shape=(policy.vocab_size, *piece.shape[1:]))
             pieces.append(piece)
             if is_tied and name.endswith(EMBEDDING) and HEAD in expected:
                 pieces.append(replace(piece, name=HEAD))
@@ -107,8 +101,6 @@ def plan_adapters(policy: Policy) -> list[Piece]:
         if task.mapping.is_expert:
             raise UnknownMapping(f"{task.param_name} is of several experts")
         first, second = (_plain(layer.weight) for layer in (adapter.linear_in, adapter.linear_out))
-        group = task.mapping.tp_group
-        num_parts = dist.get_world_size(group)
         for name, rows, dim in _parts(task, second):
             if dim is None:
                 raise UnknownMapping(f"{task.param_name} is whole on every rank")
@@ -117,12 +109,19 @@ def plan_adapters(policy: Policy) -> list[Piece]:
                 for factor in ("lora_A", "lora_B")
             )
             split = 1 if dim == 1 else 0
-            sizes = list(first.shape)
-            sizes[split] *= num_parts
-            pieces.append(Piece(lora_a, first, tuple(sizes), split, group, False))
-            sizes = [rows.numel() // second.shape[1] * num_parts, second.shape[1]]
-            pieces.append(Piece(lora_b, rows, tuple(sizes), 0, group, False))
+            pieces.append(_piece(lora_a, first, split, first.shape[1:], task.mapping))
+            pieces.append(_piece(lora_b, rows, 0, second.shape[1:], task.mapping))
     return pieces
+
+
+def _piece(
+    name: str, part: Tensor, dim: int | None, columns: torch.Size, mapping: Megatron
+) -> Piece:
+    """Returns the piece of a tensor whose rows are split, if `dim` is 0, and have `columns`."""
+    sizes = [part.numel() // columns.numel(), *columns] if dim == 0 else list(part.shape)
+    if dim is not None:
+        sizes[dim] *= dist.get_world_size(mapping.tp_group)
+    return Piece(name, part, tuple(sizes), dim, mapping.tp_group, mapping.is_expert)
 
 
 def peft_name(name: str, factor: str, *, has_vision: bool) -> str:
