@@ -4,7 +4,6 @@ The classes inherit from Megatron's, so import this module only after `compat.in
 """
 
 import functools
-from collections.abc import Callable
 from typing import Self
 
 import torch
@@ -17,7 +16,7 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.layers import own_device
+from slipstream.learner.trainer.layers import keep_buffers, own_device
 from torch import Tensor
 
 # Buffers of a router that has a bias.
@@ -33,21 +32,6 @@ def mark_experts(chunks: list[Megatron]) -> list[Megatron]:
     and counts of routers are kept in float32. Call this before the chunks are wrapped for data
     parallelism. Returns `chunks`.
     """
-
-    def keep_bias(router: Megatron) -> None:
-        # Megatron casts the bias back to float32 after it was rounded: tokens would go to other
-        # experts. In 16 bits it would count no further than some hundred tokens.
-        convert = router._apply
-
-        def kept(function: Callable[[Tensor], Tensor], recurse: bool = True) -> Megatron:
-            own = {name: getattr(router, name).clone() for name in _EXACT}
-            found = convert(function, recurse)
-            for name, value in own.items():
-                setattr(router, name, value.to(getattr(router, name).device))
-            return found
-
-        router._apply = kept
-
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".mlp.experts." in name:
@@ -55,7 +39,9 @@ def mark_experts(chunks: list[Megatron]) -> list[Megatron]:
                 parameter.tensor_model_parallel = True
         for module in chunk.modules():
             if getattr(module, "expert_bias", None) is not None:
-                keep_bias(module)
+                # Megatron casts the bias back to float32 after it was rounded: tokens would go to
+                # other experts. In 16 bits it would count no further than some hundred tokens.
+                keep_buffers(module, _EXACT)
     return chunks
 
 

@@ -1,10 +1,9 @@
 """transformers' vision towers, and the tables that models with towers need."""
 
-from typing import Any, Self
-
 import torch
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.training_sequence import ImageInputs
+from slipstream.learner.trainer.layers import keep_buffers
 from torch import Tensor
 
 
@@ -14,19 +13,8 @@ class Tower(torch.nn.Module):
     def __init__(self, inner: Megatron) -> None:
         super().__init__()
         self.inner = inner
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:  # noqa: ANN401
-        """Moves and casts the parameters; moves the tables of angles without a cast."""
-        tables = [
-            (module, name, table)
-            for module in self.inner.modules()
-            for name, table in module.named_buffers(recurse=False)
-        ]
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        device = next(self.inner.parameters()).device
-        for module, name, table in tables:
-            setattr(module, name, table.to(device))
-        return self
+        for module in inner.modules():
+            keep_buffers(module, [name for name, _ in module.named_buffers(recurse=False)])
 
     def forward(self, images: ImageInputs) -> list[Tensor]:
         """Returns the embedding's features, then DeepStack's, each [image tokens, hidden size]."""
