@@ -62,15 +62,7 @@ def rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
 
     def connect() -> Store:
         try:
-            return dist.TCPStore(  # type: ignore[attr-defined]
-                host,
-                port,
-                is_master=descriptor is not None,
-                # With a count of workers torch would count every client that connects.
-                wait_for_workers=False,
-                timeout=timeout,
-                master_listen_fd=descriptor,
-            )
+            return open_store(host, port, timeout, descriptor)
         except dist.DistNetworkError as error:
             raise Unanswered from error
 
@@ -122,6 +114,22 @@ def rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
             f"learner.master: what listens on {host}:{port} did not answer like rank 0 {within}: "
             "rank 0 is stopped or very slow, or another program has the port"
         ) from unanswered
+
+
+def open_store(host: str, port: int, timeout: timedelta, descriptor: int | None = None) -> Store:
+    """Connects to the store at an address, or opens it on the `descriptor` of a listening socket.
+
+    Without a descriptor torch itself would listen, on all addresses.
+    """
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        is_master=descriptor is not None,
+        # With a count of workers torch would count every client that connects.
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=descriptor,
+    )
 
 
 class RankFlags:

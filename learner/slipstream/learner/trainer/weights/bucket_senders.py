@@ -19,6 +19,7 @@ import torch.distributed as dist
 from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.core.machine.address import listen
 from slipstream.core.settings.sections import WeightsSection
+from slipstream.learner.trainer.ranks.rendezvous import open_store
 from slipstream.learner.trainer.weights.weight_stream import Release
 from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.weights.buckets import Bucket
@@ -330,7 +331,6 @@ class GlooSender(BucketSender):
         self._wire = Wire()
 
     def _meet(self, communicator_id: str, num_senders: int) -> dict[str, Any]:
-        # The store would listen on all addresses if it opened the socket itself.
         try:
             listener = listen(self._host)
         except OSError as error:
@@ -338,14 +338,8 @@ class GlooSender(BucketSender):
                 f"learner.master must be an address of this machine, got {self._host}: {error}"
             ) from error
         port = listener.getsockname()[1]
-        self._meeting_place = dist.TCPStore(  # type: ignore[attr-defined]
-            self._host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._weights.join_deadline_s),
-            master_listen_fd=listener.detach(),
-        )
+        timeout = timedelta(seconds=self._weights.join_deadline_s)
+        self._meeting_place = open_store(self._host, port, timeout, listener.detach())
         return {"store_host": self._host, "store_port": port}
 
     def _join(
@@ -358,15 +352,10 @@ class GlooSender(BucketSender):
         def join() -> dist.ProcessGroupGloo:
             # The leader connects as a client too: a thread that is left behind must not keep the
             # leader's own store open.
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                announced.store_host,
-                announced.store_port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timeout,
-            )
+            where = announced.store_host, announced.store_port
+            store = open_store(*where, timeout)
             # Further senders may run on other machines than the leader.
-            host = local_address(announced.store_host, announced.store_port)
+            host = local_address(*where)
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             options._threads = 1
