@@ -16,7 +16,6 @@ from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.rollout_server.engine_interface import EngineDied, FinishReason, Sampling
 from slipstream.rollout_server.vllm import engine, engine_pause
-from slipstream.rollout_server.vllm.adapter_slot import AdapterRequests
 from slipstream.rollout_server.vllm.engine import VllmEngine
 from slipstream.rollout_server.vllm.engine_requests import TokenCounter
 from slipstream.v1 import weights_pb2
@@ -98,10 +97,9 @@ class Rig:
 
     def __init__(self) -> None:
         self.llm = NotedCalls()
-        adapters = AdapterRequests(LoraSection())
-        self.engine = VllmEngine(
-            self.llm, [], may_stage=False, adapters=adapters, recompute_context=True
-        )
+        server = SimpleNamespace(recompute_context=True)
+        config = SimpleNamespace(lora=LoraSection(), rollout_server=server, may_stage=False)
+        self.engine = VllmEngine(self.llm, [], config)
         self.requests: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:

@@ -47,25 +47,19 @@ _NOTHING: LogprobArray = np.empty(0, dtype=np.float32)
 class VllmEngine:
     """An `Engine` of vLLM, which forks: call `start` before any gRPC channel is opened."""
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        processes: list[psutil.Process],
-        *,
-        may_stage: bool,
-        adapters: AdapterRequests,
-        recompute_context: bool,
-    ) -> None:
+    def __init__(self, llm: AsyncLLM, processes: list[psutil.Process], config: Config) -> None:
         # Closed when the engine's processes are gone.
         self._files = contextlib.ExitStack()
-        self.llm, self._processes, self._adapters = llm, processes, adapters
+        self.llm, self._processes = llm, processes
+        self._adapters = AdapterRequests(config.lora)
         self.num_workers = int(llm.vllm_config.parallel_config.world_size)
         self.max_model_len = int(llm.model_config.max_model_len)
         self.num_experts = int(llm.model_config.get_num_experts())
-        self.pauses = EnginePause(llm, recompute_context=recompute_context)
-        self.requests = EngineRequests(llm, self.pauses, adapters)
+        recomputes = config.rollout_server.recompute_context
+        self.pauses = EnginePause(llm, recompute_context=recomputes)
+        self.requests = EngineRequests(llm, self.pauses, self._adapters)
         self._updates = WeightUpdate(
-            self._call_all, self.pauses.pause_for_update, may_stage=may_stage
+            self._call_all, self.pauses.pause_for_update, may_stage=config.may_stage
         )
 
     @classmethod
@@ -100,13 +94,7 @@ class VllmEngine:
                     "actor or on WSL"
                 )
             started = [p for p in psutil.Process().children(recursive=True) if p not in before]
-            engine = cls(
-                llm,
-                started,
-                may_stage=config.may_stage,
-                adapters=AdapterRequests(config.lora),
-                recompute_context=config.rollout_server.recompute_context,
-            )
+            engine = cls(llm, started, config)
             await engine.pauses.pause()
             engine._files = files.pop_all()
         # Objects that exist now stay: collections need not look through vLLM's modules again.
