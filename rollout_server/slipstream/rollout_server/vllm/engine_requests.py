@@ -276,6 +276,3 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
 
     def log_engine_initialized(self) -> None:
         """Overrides vLLM's method; logs nothing."""
-
-    def log(self) -> None:
-        """Overrides vLLM's method; logs nothing."""
