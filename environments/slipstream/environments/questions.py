@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Literal, SupportsFloat, cast
+from typing import Annotated, Any, Literal, SupportsFloat, cast
 
 from pydantic import Field
 from slipstream.client.environment import Message, Reply, StepResult, answer_of
@@ -196,7 +196,8 @@ class JudgeFunction:
         Raises ConfigError if there is no such function, or it requires an argument not in
         `ARGUMENTS`.
         """
-        self._reference, call = getattr(judge, "__qualname__", repr(judge)), judge
+        self._reference = getattr(judge, "__qualname__", repr(judge))
+        call: Any = judge
         if isinstance(judge, str):
             self._reference = judge
             module, _, name = judge.partition(":")
@@ -208,8 +209,6 @@ class JudgeFunction:
                 raise ConfigError(f"judge: there is no module {error.name!r}") from error
             if not callable(call):
                 raise ConfigError(f"judge: module {module} has no function {name!r}")
-        if not callable(call):
-            raise ConfigError(f"judge must be a function, or the name of one, got {call!r}")
         self._call: Callable[..., object] = call
         self._taken: list[str] = []
         parameters = inspect.signature(call).parameters

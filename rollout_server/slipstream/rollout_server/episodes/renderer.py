@@ -41,7 +41,7 @@ _LONG_TOKEN = 128
 # Characters of a prompt that an error shows.
 _SHOWN = 40
 # Tokens at the end of a prompt in which a template may begin thoughts.
-_LAST_TOKENS = 16
+LAST_TOKENS = 16
 
 # A tool with which a template is tried.
 _PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}}}
@@ -339,7 +339,7 @@ class Renderer:
         said = text if parsed is None else parsed.content
         if parsed is None and self._hides_thoughts:
             said = self.decode_all(reply)
-        is_open = begins_thoughts(self.decode_all(before[-_LAST_TOKENS:]))
+        is_open = begins_thoughts(self.decode_all(before[-LAST_TOKENS:]))
         thoughts, answer = split_thoughts(said, is_open=is_open)
         if answer == said:
             return parsed

@@ -17,6 +17,7 @@ from slipstream.rollout_server.chat import (
     read_arguments,
 )
 from slipstream.rollout_server.engine_interface import GenerationFailed
+from slipstream.rollout_server.episodes.renderer import LAST_TOKENS
 from slipstream.v1 import trajectory_pb2
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.base.protocol import (
@@ -44,8 +45,6 @@ _UNREADABLE = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, SyntaxError),
     *(TypeError, ValueError),
 )
-# Tokens at the end of a prompt in which a template may begin thoughts.
-_LAST_TOKENS = 16
 
 
 class WholeReply(Parser):  # type: ignore[misc]
@@ -70,7 +69,7 @@ class WholeReply(Parser):  # type: ignore[misc]
         parser = self.reasoning_parser
         start, end = parser and parser.reasoning_start_str, parser and parser.reasoning_end_str
         if start and end and start not in model_output and end not in model_output:
-            before: str = self.model_tokenizer.decode(self._prompt[-_LAST_TOKENS:])
+            before: str = self.model_tokenizer.decode(self._prompt[-LAST_TOKENS:])
             if before.rfind(start) <= before.rfind(end):
                 return None, model_output
         found: tuple[str | None, str | None] = super().extract_reasoning(model_output, request)
