@@ -130,7 +130,8 @@ def test_a_server_that_is_no_controller_is_refused(arguments, folder, web_server
 def test_a_run_that_trained_no_step_is_not_replayed(folder: Path, tmp_path: Path) -> None:
     run = shutil.copytree(folder, tmp_path / "run", dirs_exist_ok=True)
     (run / "journal" / "batches").mkdir(parents=True)
-    check_refused(run_command("replay", str(run), cwd=folder), f"{run} holds no batch")
+    replayed = run_command("replay", str(run), cwd=folder)
+    check_refused(replayed, f"{run} does not hold the first step's batch")
 
 
 def test_a_port_in_use_is_refused(folder: Path) -> None:
