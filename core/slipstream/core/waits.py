@@ -5,8 +5,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 Message = TypeVar("Message")
-# Seconds without a message after which a stream's other end is asked for it.
-SILENT_S = 60.0
+# Seconds without a message after which a stream's other end is asked for it; a thousand servers may
+# be silent while their episodes are long, and each asks for the whole status.
+SILENT_S = 300.0
 
 
 async def within(limit_s: float, wait: Awaitable[object]) -> bool:

@@ -46,7 +46,6 @@ import grpc.aio
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, TrajectoryId
-from slipstream.core.waits import SILENT_S
 from slipstream.protocol.access.security import Credentials, call_metadata, cause_of, open_channel
 from slipstream.protocol.rich_errors import REFUSALS, Reason, broken_stream, has_reason
 from slipstream.rollout_server.episodes.calls import OutgoingMessages
@@ -63,6 +62,8 @@ _RETRY_S = 0.2
 # Most trajectory ids in a ServerHello; trajectories beyond this number may be sampled again.
 MAX_UNDELIVERED = 16384
 _WELCOME_LIMIT_S = 20.0
+# For the answer to a question about a stream that is silent.
+_ASK_LIMIT_S = 60.0
 
 
 class _Joined(NamedTuple):
@@ -161,7 +162,7 @@ class RolloutServer:
     async def _ask(self, channel: grpc.aio.Channel, epoch: int) -> None:
         """Raises AioRpcError unless a controller answers that has a stream of `epoch`."""
         status = await status_pb2_grpc.StatusServiceStub(channel).GetStatus(
-            status_pb2.GetStatusRequest(), metadata=self._metadata, timeout=SILENT_S
+            status_pb2.GetStatusRequest(), metadata=self._metadata, timeout=_ASK_LIMIT_S
         )
         gone = (fleet_pb2.SERVER_STATE_DEAD, fleet_pb2.SERVER_STATE_LEFT)
         if epoch not in {each.server_epoch for each in status.servers if each.state not in gone}:

@@ -838,9 +838,9 @@ async def test_a_stream_that_leads_to_no_controller_is_left(
         assert server.fleet.connections.empty()
         server.fleet.known = known
         if known is None:
-            monkeypatch.setattr(service, "SILENT_S", 0.2)
+            monkeypatch.setattr(service, "_ASK_LIMIT_S", 0.2)
         await until(lambda: "the controller's stream broke" in caplog.text)
         server.fleet.known = set()
-        monkeypatch.setattr(service, "SILENT_S", LIMIT_S)
+        monkeypatch.setattr(service, "_ASK_LIMIT_S", LIMIT_S)
         connection = await server.join()
         await connection.wait_for("heartbeat")
