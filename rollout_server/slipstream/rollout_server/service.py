@@ -62,7 +62,7 @@ _RETRY_S = 0.2
 # Most trajectory ids in a ServerHello; trajectories beyond this number may be sampled again.
 MAX_UNDELIVERED = 16384
 _WELCOME_LIMIT_S = 20.0
-# For the answer to a question about a stream that is silent.
+# Seconds that a controller has to say whether it knows a silent stream.
 _ASK_LIMIT_S = 60.0
 
 
