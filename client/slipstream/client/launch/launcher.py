@@ -39,6 +39,7 @@ from slipstream.client.launch.placement import (
     describe_sharing,
     fit_here,
     learner_node,
+    node_gpus,
     place_here,
     uses_gpus,
 )
@@ -46,6 +47,7 @@ from slipstream.client.launch.preflight import hold_address, proof_faults
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
 from slipstream.client.page import PAGE, differences, page_kept, reply_lines, settings_in
 from slipstream.client.terminal import complain, counted, say
+from slipstream.core.configuration.automatic import describe_plan
 from slipstream.core.configuration.config_file import (
     check_sizes,
     dump_config,
@@ -86,7 +88,7 @@ _CLIENT_LOOP = ("controller.client_loop=true", "learner.shared_prefix_tokens=0")
 async def run_all(path: Path | None, overrides: Sequence[str], *, dry_run: bool) -> int:
     """Runs `slipstream run`: controller, trainer ranks and rollout servers on this machine."""
     raise_open_files()
-    config = load_config(path, overrides, hub="small" if dry_run else "whole")
+    config = load_config(path, overrides, hub="small" if dry_run else "whole", gpus=node_gpus())
     share = Share(range(config.learner.world_size), config.rollout_server.count)
     return await _carry_out(config, share, dry_run=dry_run)
 
@@ -283,7 +285,8 @@ async def run_doctor(arguments: argparse.Namespace) -> int:
             overrides = [*learner_overrides(arguments.master), *overrides]
         elif role is not None and arguments.controller is not None:
             overrides = [*overrides, f'controller.address="{arguments.controller}"']
-        config = load_config(path, overrides, hub="small", apart=role is not None)
+        gpus = node_gpus() if role is None else None
+        config = load_config(path, overrides, hub="small", apart=role is not None, gpus=gpus)
         share = Share(range(config.learner.world_size), config.rollout_server.count)
         if role is not None:
             is_learner = role == "learner"
@@ -464,6 +467,7 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
         gpus, misfit = ["The GPUs of what starts here:", *placement.describe(share.ranks)], []
         gpus += describe_sharing(config, placement)
         gpus += [f"weights travel by {transport}"] if transport else []
+        gpus += filter(None, [describe_plan(config)])
     notes: list[str] = []
     models = {"The trainer's ranks:": config} | {
         f"The {name} in the same ranks:": role for name, role in role_settings(config).items()

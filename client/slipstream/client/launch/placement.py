@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from slipstream.core.configuration.automatic import ON_GPUS
+from slipstream.core.configuration.node_plan import NodeGpus
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts, is_loopback
@@ -275,6 +276,17 @@ def with_second_server(config: Config, placement: Placement) -> Placement:
     ):
         return placement
     return extended
+
+
+def node_gpus() -> NodeGpus | None:
+    """Returns the GPUs that a run on this machine may use, or None if it computes on CPUs."""
+    if not uses_gpus():
+        return None
+    gpus = list_gpus()
+    visible = [find_gpu(name, gpus) for name in visible_ids(os.environ, gpus)]
+    # A part of a GPU has no entry of its own, and a driver may not say a memory: both count as 0.
+    memory_bytes = [gpu.memory_bytes if gpu is not None else 0 for gpu in visible]
+    return NodeGpus(len(visible), min(memory_bytes, default=0))
 
 
 def uses_gpus() -> bool:

@@ -37,7 +37,7 @@ from slipstream.client.run_folder import (
     write_config,
 )
 from slipstream.client.status import RunStatus, episodes_under_way, run_from_pb
-from slipstream.core.configuration.automatic import describe_choices
+from slipstream.core.configuration.automatic import describe_choices, describe_plan
 from slipstream.core.configuration.config_file import model_warnings
 from slipstream.core.errors import FAILED, RunFailed
 from slipstream.core.machine.files import remove_abandoned
@@ -233,6 +233,8 @@ class RunProcesses:
         if self._config.automatic:
             chosen = describe_choices(self._config)
             self._display.tell(f"chosen for {self._config.model.path}: {chosen}")
+        if reason := describe_plan(self._config):
+            self._display.tell(reason)
         for line in describe_sharing(self._config, self._placement):
             self._display.tell(line)
         for line in model_warnings(self._config):

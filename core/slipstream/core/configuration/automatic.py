@@ -1,7 +1,8 @@
 """Settings that a run chooses automatically, from its other settings and the model's config.json.
 
-The machine has no part in the choice, so that all hosts of a run choose the same. A stated value
-always wins. The run's folder keeps the chosen values, and a resumed run takes them from there.
+The machine has a part in the choice only where one command starts the whole run: hosts of a run
+that are started one by one must choose the same. A stated value always wins. The run's folder keeps
+the chosen values, and a resumed run takes them from there.
 """
 
 import contextlib
@@ -15,6 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from pydantic import BaseModel, JsonValue, ValidationError
+from slipstream.core.configuration.node_plan import (
+    ModelSpeed,
+    NodeGpus,
+    NodePlan,
+    divide_gpus,
+    plan_node,
+)
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import COMMIT, DATA_PREFIX, HubFiles
@@ -36,6 +44,12 @@ _WITHOUT = ("consolidated*", "original/*", "*/*.safetensors", "params.json")
 
 # Numbers of parameters from which a model is small, or large, for learning rate and batch.
 SMALL, LARGE = 5e7, 1e9
+# Episodes of a step, of small models on CPUs or one GPU, and of large ones.
+SMALL_BATCH, LARGE_BATCH = 128, 512
+# Bounds on the lag to choose from: a larger one feeds the trainer better and learns worse by reply.
+STALENESS_BOUNDS = (2, 4)
+# What a run chooses for the GPUs of a machine alone; a run that goes on keeps it on any machine.
+NODE_CHOICES = ("learner.world_size", "rollout_server.count", "algorithm.max_staleness")
 # Most tokens of an episode, and episodes of a server, unless more are asked for.
 EPISODE_TOKENS, SERVER_EPISODES = 4096, 512
 # Bytes of weights on one GPU of an engine: half of the smallest GPU for such work.
@@ -55,13 +69,19 @@ T = TypeVar("T")
 
 
 def completed(
-    table: Mapping[str, JsonValue], *, hub: Hub = "no", apart: bool = False
+    table: Mapping[str, JsonValue],
+    *,
+    hub: Hub = "no",
+    apart: bool = False,
+    gpus: NodeGpus | None = None,
 ) -> dict[str, JsonValue]:
     """Returns the settings of a file, completed with settings that a run chooses automatically.
 
     The names of the chosen settings are under the key `automatic`. For models given by their
     Hugging Face name, `hub` says what is downloaded: nothing ("no"), all but weights ("small") or
-    everything ("whole"); `apart` is as in `bring_files`. Raises pydantic's ValidationError for an
+    everything ("whole"); `apart` is as in `bring_files`. `gpus` are those of a machine on which one
+    command starts the whole run; with two or more of them a new run chooses ranks, servers, batch
+    and bound for them. Raises pydantic's ValidationError for an
     invalid section, and ConfigError like `bring_files`.
     """
     whole: dict[str, Any] = copy.deepcopy(dict(table))
@@ -93,14 +113,19 @@ def completed(
     if recorded:
         # Settings stated now may conflict with settings that were chosen for other values.
         with contextlib.suppress(ValidationError):
-            kept = _filled(whole, tables, sizes, recorded)
+            kept = _filled(whole, tables, sizes, recorded, gpus=None)
             Config.model_validate(kept)
             return kept
-    return _filled(whole, tables, sizes, {})
+    return _filled(whole, tables, sizes, {}, gpus=None if before else gpus)
 
 
 def _filled(
-    table: Mapping[str, Any], tables: Tables, sizes: ModelSizes, recorded: Mapping[str, JsonValue]
+    table: Mapping[str, Any],
+    tables: Tables,
+    sizes: ModelSizes,
+    recorded: Mapping[str, JsonValue],
+    *,
+    gpus: NodeGpus | None,
 ) -> dict[str, Any]:
     """Returns `table` with what a run chooses where it is silent; `recorded` choices stay."""
     choice = _Choice(table, tables, recorded)
@@ -109,10 +134,32 @@ def _filled(
     is_large = parameters >= LARGE
     algorithm, learner, steps = tables.algorithm, tables.learner, tables.run.steps
 
-    # The step.
+    # Lengths.
+    context = sizes.max_positions or EPISODE_TOKENS
+    set_reply = "max_reply_tokens" in tables.sampling.model_fields_set
+    room = tables.sampling.max_reply_tokens * 4 // 3 if set_reply else 0
+    longest = choice("sampling.max_episode_tokens", min(context, max(EPISODE_TOKENS, room)))
+    choice("sampling.max_reply_tokens", max(1, longest * 3 // 4))
+
+    # The step, and what it is divided among.
+    workers = choice("rollout_server.tensor_parallel_size", _workers(sizes, model_bytes))
+    is_for_gpus = tables.model.dtype != "float32" and parameters >= ON_GPUS
     compares = algorithm.advantage not in ("score", "none")
     size = choice("algorithm.group_size", 8 if compares else 1)
-    episodes = 512 if is_large else 128
+    episodes = LARGE_BATCH if is_large else SMALL_BATCH
+    for key in NODE_CHOICES:
+        if key in recorded:
+            choice(key, recorded[key])
+    if gpus is not None and gpus.count > 1 and is_for_gpus and _can_plan(tables, sizes):
+        longest_reply_tokens = choice.applied().sampling.max_reply_tokens
+        plan = _node_plan(tables, sizes, gpus, size, workers, longest_reply_tokens)
+        if plan.world_size > 1 and not _divides(tables):
+            choice("learner.world_size", plan.world_size)
+        if plan.num_servers > 1 and not _divides(tables):
+            choice("rollout_server.count", plan.num_servers)
+        episodes = plan.episodes_per_step
+        choice("algorithm.max_staleness", plan.max_staleness)
+    max_staleness = choice.applied().algorithm.max_staleness
     per_mini_batch = max(1, episodes // size // algorithm.mini_batches)
     groups = choice("algorithm.groups_per_step", per_mini_batch * algorithm.mini_batches)
     # Adapters learn best at some ten times the rate of all parameters.
@@ -123,17 +170,9 @@ def _filled(
     rising = min(10, steps // 30, steps - fixed - falling) if parameters >= SMALL else 0
     choice("algorithm.warmup_steps", max(0, rising))
 
-    # Lengths.
-    context = sizes.max_positions or EPISODE_TOKENS
-    set_reply = "max_reply_tokens" in tables.sampling.model_fields_set
-    room = tables.sampling.max_reply_tokens * 4 // 3 if set_reply else 0
-    longest = choice("sampling.max_episode_tokens", min(context, max(EPISODE_TOKENS, room)))
-    choice("sampling.max_reply_tokens", max(1, longest * 3 // 4))
-
     # The learner.
     share = math.ceil(longest / learner.parallel.cp)
     packed = max(4096, share, min(2 * share, 8192))
-    is_for_gpus = tables.model.dtype != "float32" and parameters >= ON_GPUS
     if is_for_gpus:
         kernels = 2 if sizes.experts else 1
         layer = sizes.layer_parameters / learner.parallel.tp / kernels
@@ -148,7 +187,6 @@ def _filled(
 
     # The rollout servers.
     server = tables.rollout_server
-    workers = choice("rollout_server.tensor_parallel_size", _workers(sizes, model_bytes))
     batched = server.engine.get("max_num_batched_tokens")
     most, open_steps = SERVER_EPISODES // 2, 1
     if is_for_gpus:
@@ -156,7 +194,7 @@ def _filled(
         per_token = sizes.cache_bytes_per_token(2, workers)
         fitting = (ENGINE_BYTES - model_bytes / workers) / max(1, per_token * longest / 2)
         most = min(SERVER_EPISODES, max(64, int(fitting)))
-        open_steps = algorithm.max_staleness + 1
+        open_steps = max_staleness + 1
     if isinstance(batched, int):
         most = min(most, batched)
     running = min(most, max(64, size * groups * open_steps))
@@ -166,7 +204,7 @@ def _filled(
     replays = choice("algorithm.router_replay", _replay(choice.applied(), sizes)) != "off"
     routing = sizes.routing_bytes_per_token if replays else 0
     trajectory = choice.applied().trajectory_bytes(routing_bytes_per_token=routing)
-    ahead = (algorithm.max_staleness + 1) * groups * size * trajectory
+    ahead = (max_staleness + 1) * groups * size * trajectory
     choice("queue.max_bytes", max(256 * MIB, ahead))
 
     # Buckets, the deadlines of a publish, and the longest silence of a rank.
@@ -180,6 +218,80 @@ def _filled(
     if choice.made:
         choice.whole["automatic"] = sorted({*tables.automatic, *choice.made})
     return choice.whole
+
+
+def _can_plan(tables: Tables, sizes: ModelSizes) -> bool:
+    """Whether the speeds that a plan goes by are those of this run."""
+    return not (
+        sizes.experts
+        or tables.controller.client_loop
+        or tables.reference is not None
+        or tables.critic is not None
+    )
+
+
+def _divides(tables: Tables) -> bool:
+    """Whether the settings say how GPUs are divided between the learner and rollout servers."""
+    learner = {"world_size", "ranks_per_node", "devices", "parallel"}
+    server = {"count", "devices"}
+    is_learner_stated = learner & tables.learner.model_fields_set
+    return bool(is_learner_stated or server & tables.rollout_server.model_fields_set)
+
+
+def _node_plan(
+    tables: Tables,
+    sizes: ModelSizes,
+    gpus: NodeGpus,
+    group_size: int,
+    workers: int,
+    longest_reply_tokens: int,
+) -> NodePlan:
+    """Returns the plan for `gpus`; what the settings state is no choice of the plan's."""
+    speed = ModelSpeed.of(sizes, workers=workers, longest_reply_tokens=longest_reply_tokens)
+    division = (tables.learner.world_size, tables.rollout_server.count)
+    if not _divides(tables):
+        division = divide_gpus(gpus, sizes, speed, workers=workers)
+    batches: tuple[int, ...] = (LARGE_BATCH,)
+    if "groups_per_step" in tables.algorithm.model_fields_set:
+        batches = (tables.algorithm.groups_per_step * group_size,)
+    elif sizes.parameters < LARGE:
+        batches = (SMALL_BATCH, 2 * SMALL_BATCH)
+        batches += (LARGE_BATCH,) * (gpus.count >= 4)
+    bounds: tuple[int, ...] = STALENESS_BOUNDS
+    if "max_staleness" in tables.algorithm.model_fields_set:
+        bounds = (tables.algorithm.max_staleness,)
+    return plan_node(
+        division=division,
+        speed=speed,
+        longest_reply_tokens=longest_reply_tokens,
+        episodes_per_step=batches,
+        max_staleness=bounds,
+    )
+
+
+def describe_plan(tables: Tables) -> str:
+    """Returns why a run chose its batch and bound for its GPUs, in a line, or "" if it did not."""
+    if "algorithm.max_staleness" not in tables.automatic:
+        return ""
+    sizes = read_model_sizes(tables.model.path)
+    algorithm = tables.algorithm
+    reply_tokens = tables.sampling.max_reply_tokens
+    workers = tables.rollout_server.tensor_parallel_size
+    speed = ModelSpeed.of(sizes, workers=workers, longest_reply_tokens=reply_tokens)
+    plan = NodePlan(
+        world_size=tables.learner.world_size,
+        num_servers=tables.rollout_server.count,
+        episodes_per_step=algorithm.groups_per_step * algorithm.group_size,
+        max_staleness=algorithm.max_staleness,
+    )
+    ranks = f"{plan.world_size} trainer rank{'s' * (plan.world_size > 1)}"
+    servers = f"{plan.num_servers} server{'s' * (plan.num_servers > 1)}"
+    return (
+        f"{ranks} and {servers}, {plan.episodes_per_step} episodes a step and max_staleness "
+        f"{plan.max_staleness} are chosen for these GPUs and replies of up to {reply_tokens:,} "
+        "tokens; by the speed of H200s the trainer would wait for replies for "
+        f"{speed.wait_share(plan, reply_tokens):.0%} of a step"
+    )
 
 
 def describe_choices(tables: Tables) -> str:

@@ -22,6 +22,7 @@ import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
 from slipstream.core.configuration.automatic import Hub, completed
 from slipstream.core.configuration.function_sources import source_digests
+from slipstream.core.configuration.node_plan import NodeGpus
 from slipstream.core.configuration.roles import role_problems
 from slipstream.core.configuration.toml_text import MAX_KEY_PARTS, Table, check_values, parse_toml
 from slipstream.core.errors import (
@@ -84,14 +85,19 @@ def _digest(data: bytes) -> str:
 
 
 def load_config(
-    path: Path | None, overrides: Sequence[str] = (), *, hub: Hub = "no", apart: bool = False
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    hub: Hub = "no",
+    apart: bool = False,
+    gpus: NodeGpus | None = None,
 ) -> Config:
     """Returns the checked settings of the file `path`, if any, with `overrides` applied.
 
     An override is a dotted key and a TOML value: "algorithm.max_staleness=0". Settings that file
-    and overrides leave out are chosen automatically where possible; `completed` explains `hub` and
-    `apart`. If the file has no digests of the user's own functions, of the tokenizer and of a chat
-    template, they are computed from the files on this host.
+    and overrides leave out are chosen automatically where possible; `completed` explains `hub`,
+    `apart` and `gpus`. If the file has no digests of the user's own functions, of the tokenizer and
+    of a chat template, they are computed from the files on this host.
 
     Raises ConfigError with one line that names the value and the rule. For an unknown key, the line
     also names the most similar known keys.
@@ -121,7 +127,7 @@ def load_config(
     for override in overrides:
         _apply_override(table, override)
     try:
-        config = Config.model_validate(completed(table, hub=hub, apart=apart))
+        config = Config.model_validate(completed(table, hub=hub, apart=apart, gpus=gpus))
     except ValidationError as error:
         place, line = _explained(error)
         keys = [override.partition("=")[0].strip().removeprefix("--") for override in overrides]

@@ -411,8 +411,9 @@ Quantization = Literal["off", "fp8_per_channel"]
 class RolloutServerSection(Section):
     """A rollout server and its vLLM engine."""
 
-    # Number of servers that `slipstream run` starts. Without it a second one may sample on the GPU
-    # of the only trainer rank.
+    # Number of servers that `slipstream run` starts. Without it a run on several GPUs
+    # [plans it](guides/gpus.md#what-a-run-makes-of-several-gpus), and a second one may sample on
+    # the GPU of the only trainer rank.
     count: Positive = 1
     # Most episodes at one time on a server. One on a GPU that the learner uses too has 5/16 of them
     # where others have their own.

@@ -21,6 +21,7 @@ from slipstream.client.launch.placement import (
     share_memory,
 )
 from slipstream.core.configuration.config_file import dump_config, parse_config
+from slipstream.core.configuration.node_plan import NodeGpus
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.gpus import Gpu
@@ -368,3 +369,18 @@ def test_a_run_with_stored_weights_says_that_they_travel_so() -> None:
     config = small_config(weights={"storage_url": "weights"})
     _, _, transport = fit_here(config, Share(range(1), 1))
     assert transport == "storage"
+
+
+def test_the_gpus_of_a_machine_are_those_that_a_run_may_use(monkeypatch) -> None:
+    unequal = (*GPUS[:2], replace(GPUS[2], memory_bytes=1 << 20))
+    monkeypatch.setattr(placement, "list_gpus", lambda: unequal)
+    monkeypatch.setattr(placement, "uses_gpus", lambda: False)
+    assert placement.node_gpus() is None
+    monkeypatch.setattr(placement, "uses_gpus", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert placement.node_gpus() == NodeGpus(3, 1 << 20)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert placement.node_gpus() == NodeGpus(2, 1 << 30)
+    # The driver lists no part of a GPU, so its memory is unknown.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,MIG-1234")
+    assert placement.node_gpus() == NodeGpus(2, 0)
