@@ -18,13 +18,16 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from slipstream.core.configuration.config_file import dump_config, parse_config
 from slipstream.core.machine.address import free_port
+from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.sections import WeightsSection
 from slipstream.core.types import GroupId, PolicyVersion, VersionSpan
 from slipstream.extensions.stored_weights.server import StoredWeights
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.checkpoints import checkpoint_path
 from slipstream.protocol.codec import trajectory_to_pb, unpack_logprobs, unpack_tokens
+from slipstream.protocol.rich_errors import Reason
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests, weight_digest
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
@@ -170,6 +173,32 @@ def trained(
         found = finish(ranks, folder)
     assert found == list(statuses), (folder / "rank-0.log").read_text()[-3000:]
     return controller
+
+
+def test_an_outdated_trainer_loads_the_newest_checkpoint_and_goes_on_from_it(
+    tmp_path: Path, model: Path, rank_pool: RankPool
+) -> None:
+    settings = {"checkpoint": {"every_steps": 1}, "world_size": 2, "pool": rank_pool}
+    orders = [*map(batch_order, BATCHES), stop_order()]
+    whole = trained(tmp_path, model, orders, statuses=(0, 0), **settings)
+    folder = tmp_path / "program" / CHECKPOINTS
+    shutil.rmtree(checkpoint_path(folder, 3))
+    # Another trainer writes them while this one, of version 0, waits.
+    hidden = folder.rename(tmp_path / "hidden")
+
+    def write() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        hidden.rename(folder)
+
+    with FakeController([batch_order(BATCHES[2]), stop_order()]) as controller:
+        controller.refusals.append(Reason.OUTDATED)
+        controller.on_refused = write
+        ranks = start_trainer(tmp_path, model, controller.address, **settings)
+        assert finish(ranks, tmp_path) == [0, 0], (tmp_path / "rank-0.log").read_text()[-3000:]
+    (hello,) = controller.hellos
+    assert (hello.version.step, hello.weight_digest) == (2, whole.steps[1].weight_digest)
+    (step,) = controller.steps
+    assert step.weight_digest == whole.steps[2].weight_digest
 
 
 def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Path) -> None:

@@ -17,7 +17,12 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion, Trajectory
 from slipstream.extensions.stored_weights.trainer import VersionWriter
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.controller_client import TERMINATED, ControllerClient, read_order
+from slipstream.learner.trainer.controller_client import (
+    TERMINATED,
+    ControllerClient,
+    Outdated,
+    read_order,
+)
 from slipstream.learner.trainer.ranks.activity import Activity, signs_of_life
 from slipstream.protocol.checkpoints import MANIFEST_NAME, checkpoint_path
 from slipstream.protocol.codec import version_from_pb, version_to_pb
@@ -94,14 +99,7 @@ class SimulatedTrainer:
         self.client.close()
 
     def _follow(self) -> None:
-        hello = pb.TrainerHello(
-            world_size=1,
-            layout_description="on 1 rank",
-            version=version_to_pb(self.version),
-            weight_digest=self.weights,
-            process=self._name,
-        )
-        self._adopt(version_from_pb(self.client.register(hello).version))
+        self._register()
         while True:
             directives = self.client.next(
                 self.version,
@@ -121,6 +119,27 @@ class SimulatedTrainer:
                 self._finish(order)
                 return
             self._activity.note()
+
+    def _register(self) -> None:
+        """Registers as the program does, which loads the newest checkpoint if it must."""
+        while True:
+            hello = pb.TrainerHello(
+                world_size=1,
+                layout_description="on 1 rank",
+                version=version_to_pb(self.version),
+                weight_digest=self.weights,
+                process=self._name,
+            )
+            try:
+                welcome = self.client.register(hello)
+                break
+            except Outdated:
+                newest, weights = self._truth.checkpoint
+                if newest.step <= self.version.step:
+                    raise RunFailed("there is no newer checkpoint") from None
+                self.version = newest
+                self.weights = weights
+        self._adopt(version_from_pb(welcome.version))
 
     def _adopt(self, version: PolicyVersion) -> None:
         self.version = version

@@ -478,8 +478,8 @@ class World:
             return True
         if "another trainer has taken over" in text:
             return self.fired["second trainer"] > 0
-        if "is missing; put it back" in text:
-            # The other trainer had made a newer checkpoint while this one waited for its place.
+        if "was removed, and there is a checkpoint" in text:
+            # The other trainer made it while this one had lost its connections.
             return self.shape.removes and self.fired["second trainer"] > 0
         return "the run calls the trainer's version" in text and self.shape.noise
 

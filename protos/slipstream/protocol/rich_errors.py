@@ -41,6 +41,9 @@ class Reason(Enum):
     NOT_REGISTERED = "NOT_REGISTERED"
     # Another trainer, or another server of the same name, has the place until it ends.
     PLACE_TAKEN = "PLACE_TAKEN"
+    # The trainer's weights are older than the batches that the run keeps: it must load the newest
+    # checkpoint before it registers.
+    OUTDATED = "OUTDATED"
     # The token is missing or wrong.
     WRONG_TOKEN = "WRONG_TOKEN"
     # The token belongs to a role that must not call the method.

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
+from typing import NoReturn
 
 import grpc
 import numpy as np
@@ -80,6 +81,9 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         # All that registered, and the epoch of the newest one; 0: it was started again since.
         self.hellos: list[pb.TrainerHello] = []
         self.epoch = 0
+        # The reasons of its next refusals of a trainer, and what happens before each.
+        self.refusals: list[Reason] = []
+        self.on_refused: Callable[[], None] = lambda: None
         # Added to the timeline of each trainer.
         self.incarnation = 0
         self._forgotten = threading.Event()
@@ -112,6 +116,9 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
     def Register(
         self, request: pb.TrainerHello, context: grpc.ServicerContext
     ) -> pb.TrainerWelcome:
+        if self.refusals:
+            self.on_refused()
+            _refuse(context, self.refusals.pop(0))
         self.hellos.append(pb.TrainerHello.FromString(request.SerializeToString()))
         self.epoch = len(self.hellos)
         version = pb.TrainerWelcome(version=request.version).version
@@ -132,13 +139,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         told = dict(context.invocation_metadata()).get(TRAINER_EPOCH, "")
         if told == str(self.epoch) and self.epoch:
             return
-        info = error_details_pb2.ErrorInfo(reason=Reason.NOT_REGISTERED.value, domain=DOMAIN)
-        detail = any_pb2.Any()
-        detail.Pack(info)
-        code = grpc.StatusCode.FAILED_PRECONDITION
-        status = status_pb2.Status(code=code.value[0], message="who", details=[detail])
-        context.set_trailing_metadata(((DETAILS_KEY, status.SerializeToString()),))
-        context.abort(code, "who")
+        _refuse(context, Reason.NOT_REGISTERED)
 
     def KeepPlace(
         self, request: pb.PlaceRequest, context: grpc.ServicerContext
@@ -221,6 +222,17 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> pb.TrainerGoodbyeReceipt:
         self.goodbye = request
         return pb.TrainerGoodbyeReceipt()
+
+
+def _refuse(context: grpc.ServicerContext, reason: Reason) -> NoReturn:
+    info = error_details_pb2.ErrorInfo(reason=reason.value, domain=DOMAIN)
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    text = reason.value.lower()
+    status = status_pb2.Status(code=code.value[0], message=text, details=[detail])
+    context.set_trailing_metadata(((DETAILS_KEY, status.SerializeToString()),))
+    context.abort(code, text)
 
 
 def batch_order(batch: Batch, *, chunk_size: int = 5) -> list[pb.Directive]:

@@ -16,6 +16,9 @@ from slipstream.learner.controller.events import EventLog, Signal
 from slipstream.v1 import status_pb2
 from slipstream.v1.weights_pb2 import Place
 
+# Seconds within which a trainer that lives is heard of again after a restart of the controller.
+HEARD_S = 30.0
+
 
 class Run:
     """The settings, events, clock and progress of one run."""
@@ -64,6 +67,8 @@ class RunProgress:
         self._idle = Stopwatch()
         # The batch at which the trainer failed and how to skip it, as text. Empty without one.
         self._suspect = ""
+        # The failure of a trainer without a place, and its time by the run's clock.
+        self._unplaced_failure: tuple[str, float] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -90,6 +95,7 @@ class RunProgress:
     def trainer_registered(self, places: Iterable[Place]) -> None:
         """Notes a new trainer and its ranks' places; unless it is over, the run is RUNNING."""
         self.has_trainer, self.learner_places = True, tuple(places)
+        self._unplaced_failure = None
         if not self.is_over:
             self.state = status_pb2.RUN_STATE_RUNNING
 
@@ -109,6 +115,22 @@ class RunProgress:
         "" if no batch is to blame.
         """
         self._suspect = suspect
+
+    def fail_unless_heard(self, cause: str) -> None:
+        """Notes the failure of a trainer that has no place, while no trainer is registered.
+
+        It becomes that of the run, by `unheard_failure`, unless another trainer lives.
+        """
+        self._unplaced_failure = (cause, self._clock.now_s())
+
+    @property
+    def unheard_failure(self) -> str:
+        """The cause of `fail_unless_heard` once `HEARD_S` passed without a trainer, else ""."""
+        if self._unplaced_failure is None:
+            return ""
+        cause, failed_s = self._unplaced_failure
+        silent_s = self._clock.now_s() - max(failed_s, self.trainer_heard_s)
+        return cause if silent_s > HEARD_S else ""
 
     def note_serving(self, is_any: bool) -> None:
         """Notes whether any server serves; `idle_s` grows only while a server serves."""

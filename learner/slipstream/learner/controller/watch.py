@@ -75,6 +75,8 @@ class RunWatch:
                 self._fleet.remove(session, cause)
 
     def _cause_to_fail(self) -> str:
+        if failure := self._progress.unheard_failure:
+            return failure
         settings, now = self._config.controller, self._run.clock.now_s()
         training = self._environments.training()
         causes = "; ".join(f"{entry.spec.name}: {entry.cause}" for entry in training)

@@ -53,6 +53,10 @@ PLACE_PAUSE_S = 5.0
 TERMINATED = "the trainer was told to terminate"
 
 
+class Outdated(RuntimeError):  # noqa: N818
+    """Raised if the trainer must load the newest checkpoint before it can register."""
+
+
 class ControllerClient:
     """Makes the calls of one trainer rank; close it after use.
 
@@ -85,7 +89,8 @@ class ControllerClient:
         """Registers the trainer, and keeps its place in the run until `close`.
 
         While another trainer has the place, waits for at most half of `learner.timeout_s`. After a
-        restart of the controller, a thread registers again with the newest version.
+        restart of the controller, a thread registers again with the newest version. Raises Outdated
+        if batches were removed that the trainer of this version would need.
         """
         welcome = self._enter(hello)
         self._hello = hello
@@ -103,6 +108,8 @@ class ControllerClient:
                 welcome: pb.TrainerWelcome = self._retried("Register", call, hello, CALL_TIMEOUT_S)
                 break
             except grpc.RpcError as error:
+                if has_reason(error, Reason.OUTDATED):
+                    raise Outdated(_describe(error)) from error
                 is_over = self._stop_reason is not None or time.monotonic() > until_s
                 if is_over or not has_reason(error, Reason.PLACE_TAKEN):
                     raise self._failure("Register", error) from error
@@ -149,7 +156,7 @@ class ControllerClient:
         with self._entering:
             try:
                 found = version_from_pb(self._enter(self._hello).version)
-            except RunFailed as error:
+            except (RunFailed, Outdated) as error:
                 self._fault = error
                 return
             if found != version:

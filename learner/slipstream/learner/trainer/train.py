@@ -98,10 +98,7 @@ class Trainer:
         self._publisher = WeightPublisher(self._published, make, ranks=self._ranks, client=client)
         self._writer = open_writer(config, policy, self._published, client)
         self._digests = self._export()
-        for memory in self._memories:
-            # What is loaded leaves before its first use.
-            with memory.resident(*Part):
-                pass
+        self._settle()
 
     def run(self) -> None:
         """Follows the controller's orders until a stop order, or SIGTERM after the current one."""
@@ -156,28 +153,59 @@ class Trainer:
     def _register(self) -> None:
         has_experts = self._policy.chunks[0].config.num_moe_experts is not None
         layout = self._ranks.describe(has_experts=has_experts)
-        version = self._version
         place = weights_pb2.Place(
             host_id=host_id(), gpus=self._ranks.gpus, nccl=agreed_settings(os.environ)
         )
-        told = self._ranks.gather_bytes(place.SerializeToString())
+        places = self._ranks.gather_bytes(place.SerializeToString())
         if self._ranks.is_main:
             logger.info("%s", layout)
-            welcome = self._client.register(
-                trainer_pb2.TrainerHello(
-                    world_size=self._ranks.world_size,
-                    layout_description=layout,
-                    version=version_to_pb(version),
-                    weight_digest=self._digests.identity,
-                    num_parameters=self._published.weights.num_parameters,
-                    num_senders=len(self._published.weights.senders),
-                    places=[weights_pb2.Place.FromString(data) for data in told],
-                    process=f"host {socket.gethostname()}, process {os.getpid()}",
-                )
+        while True:
+            hello = trainer_pb2.TrainerHello(
+                world_size=self._ranks.world_size,
+                layout_description=layout,
+                version=version_to_pb(self._version),
+                weight_digest=self._digests.identity,
+                num_parameters=self._published.weights.num_parameters,
+                num_senders=len(self._published.weights.senders),
+                places=[weights_pb2.Place.FromString(data) for data in places],
+                process=f"host {socket.gethostname()}, process {os.getpid()}",
             )
-            version = version_from_pb(welcome.version)
-            logger.info("registered for run %s with version %s", welcome.run_id, version)
-        self._adopt(version)
+            welcome = self._enter(hello) if self._ranks.is_main else None
+            # No welcome is empty: it has an epoch.
+            answer = self._ranks.broadcast_bytes(welcome)
+            if answer:
+                break
+            self._load_newer()
+        self._version = version_from_pb(trainer_pb2.TrainerWelcome.FromString(answer).version)
+        logger.info("registered with version %s", self._version)
+
+    def _enter(self, hello: trainer_pb2.TrainerHello) -> bytes:
+        """Registers on rank 0; returns the welcome, or b"" if these weights are outdated."""
+        try:
+            return self._client.register(hello).SerializeToString()
+        except controller_client.Outdated as refusal:
+            logger.warning("loading the newest checkpoint: %s", refusal)
+            return b""
+
+    def _load_newer(self) -> None:
+        """Loads a newer checkpoint, which another trainer has written; collective."""
+        with self._policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+            # The other trainer may be writing the next one.
+            loaded = self._checkpointer.load_newest(removes_partial=False)
+        if loaded is None or loaded.version.step <= self._version.step:
+            raise RunFailed(
+                f"a trainer of version {self._version} needs batches that were removed, and there "
+                f"is no newer checkpoint in {self._config.run_dir / CHECKPOINTS}"
+            )
+        self._version = loaded.version
+        self._digests = self._export()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Moves what was loaded to where it is between its uses; collective."""
+        for memory in self._memories:
+            with memory.resident(*Part):
+                pass
 
     def _adopt(self, version: PolicyVersion) -> None:
         """Sets the version of the weights on all ranks to rank 0's `version`; collective."""

@@ -10,9 +10,10 @@ from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer import controller_client
-from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.learner.trainer.controller_client import ControllerClient, Outdated
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.protocol.codec import version_to_pb
+from slipstream.protocol.rich_errors import Reason
 from slipstream.v1 import trainer_pb2 as pb
 from support.fakes.fake_controller import FakeController, batch_order, make_batch, stop_order
 from support.fakes.small_configs import small_config
@@ -136,6 +137,27 @@ def test_a_trainer_of_another_version_than_the_run_starts_again(tmp_path: Path) 
         with pytest.raises(RuntimeError, match="the run calls the trainer's version 0 0/1 now"):
             client.report_step(report(0))
         assert controller.steps == []
+
+
+def test_an_outdated_trainer_is_told_so_and_may_register_again(tmp_path: Path) -> None:
+    with connected(tmp_path) as (controller, client):
+        controller.refusals.append(Reason.OUTDATED)
+        with pytest.raises(Outdated, match="outdated"):
+            client.register(pb.TrainerHello(world_size=1))
+        newer = pb.TrainerHello(world_size=1, version=version_to_pb(PolicyVersion(0, 4)))
+        assert client.register(newer).version.step == 4
+
+
+def test_a_trainer_that_another_one_left_behind_starts_again(tmp_path: Path) -> None:
+    with connected(tmp_path) as (controller, client):
+        client.register(pb.TrainerHello(world_size=1))
+        until_places(controller, 1)
+        controller.refusals.append(Reason.OUTDATED)
+        controller.forget()
+        wait_until(lambda: not controller.refusals)
+        # Not a RunFailed: the ranks start again, from the newest checkpoint.
+        with pytest.raises(Outdated):
+            client.report_step(report(0))
 
 
 def test_every_call_carries_the_token(tmp_path: Path) -> None:

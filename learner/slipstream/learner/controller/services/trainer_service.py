@@ -12,9 +12,11 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from typing import NoReturn
 
 import grpc
 from slipstream.core.errors import ProtocolError, RunFailed
+from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import GATHER_S
 from slipstream.learner.controller.leasing.leases import LeaseBook
@@ -25,6 +27,7 @@ from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext
 from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, header
+from slipstream.protocol.checkpoints import complete_steps
 from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import status_pb2, trainer_pb2_grpc
@@ -151,19 +154,25 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Registers a trainer if the place is free; the trainer repeats the steps it has lost."""
         if claim := _impossible(request):
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, claim, Reason.PROTOCOL)
-        version, newest = version_from_pb(request.version), self._progress.version
-        missing = self._former.first_missing(version.step)
+        version = version_from_pb(request.version)
         problem = ""
         if self._progress.is_over and not self._is_stopping:
             problem = "the run is over"
-        elif version.step > newest.step:
-            problem = f"the run is at version {newest}"
-        elif missing is not None:
-            problem = f"{missing} is missing; {REMEDY}"
+        elif version.step > self._progress.version.step:
+            problem = f"the run is at version {self._progress.version}"
         if problem:
-            text = f"{problem}; a trainer of version {version} cannot go on"
-            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, text, Reason.WRONG_STATE)
+            await _refuse(context, problem, version)
+        # Batches may go while a trainer waits: only when it gets the place it needs them.
         await self.place.check_free(request, context)
+        if (missing := self._former.first_missing(version.step)) is not None:
+            folder = self._run.config.run_dir / CHECKPOINTS
+            checkpoint = max(await asyncio.to_thread(complete_steps, folder), default=0)
+            if checkpoint > version.step:
+                problem = (
+                    f"{missing} was removed, and there is a checkpoint of version {checkpoint}"
+                )
+                await _refuse(context, problem, version, Reason.OUTDATED)
+            await _refuse(context, f"{missing} is missing; {REMEDY}", version)
         self._publisher.trainer_joined(max(1, request.num_senders))
         self._former.trainer_joined()
         epoch = self.place.take(request, context)
@@ -376,18 +385,22 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             await self.place.check(context)
             is_set_aside = await self._set_aside(request, context)
             return pb.TrainerFailureReceipt(set_aside=is_set_aside)
-        # A rank that fails before it has registered has no epoch yet.
-        expected = "" if self.place.epoch == 0 else str(self.place.epoch)
-        told = epoch_of(context)
-        if told not in ("", expected):
+        # Rank 0 has an epoch once it has registered, and the other ranks never have one.
+        epoch = epoch_of(context)
+        has_place = epoch != "" and epoch == str(self.place.epoch)
+        if epoch and not has_place:
             return pb.TrainerFailureReceipt()
-        self._suspect()
+        if has_place or request.rank > 0 or not self.place.is_taken:
+            self._suspect()
         cause = f"trainer rank {request.rank}: {request.message}"
-        if request.final and told == expected:
+        if request.final and has_place:
             self._progress.fail(cause)
-        else:
-            # The launcher of the ranks starts them again, or fails the run.
-            self._run.events.warn(cause)
+            return pb.TrainerFailureReceipt()
+        # The launcher of the ranks starts them again, or fails the run.
+        self._run.events.warn(cause)
+        if request.final and self.place.epoch == 0:
+            # The trainer of the newest version may live, and register again in a moment.
+            self._progress.fail_unless_heard(cause)
         return pb.TrainerFailureReceipt()
 
     async def _set_aside(self, request: pb.TrainerFailure, context: CallContext) -> bool:
@@ -454,6 +467,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Whether the run is stopping and a trainer, even a restarted one, must save and export."""
         stopping = self._progress.state == status_pb2.RUN_STATE_STOPPING
         return stopping and self._progress.has_trainer and self.goodbye is None
+
+
+async def _refuse(
+    context: CallContext,
+    problem: str,
+    version: PolicyVersion,
+    reason: Reason = Reason.WRONG_STATE,
+) -> NoReturn:
+    """Ends the registration of a trainer of `version`, which cannot go on for this `problem`."""
+    text = f"{problem}; a trainer of version {version} cannot go on"
+    await abort(context, grpc.StatusCode.FAILED_PRECONDITION, text, reason)
 
 
 def _batch_wait(book: LeaseBook) -> str:

@@ -71,15 +71,17 @@ class Checkpointer:
         is_its_turn = every > 0 and step > 0 and (is_last or step % every == 0)
         return is_its_turn and step != self._last_step
 
-    def load_newest(self) -> checkpoints.Manifest | None:
+    def load_newest(self, *, removes_partial: bool = True) -> checkpoints.Manifest | None:
         """Loads the run's newest complete checkpoint; returns None if there is none.
 
-        Removes folders of interrupted saves. Raises CheckpointError when the checkpoint is damaged
-        or has other models, or when checkpoints are enabled and the ranks do not share a folder.
+        With `removes_partial` removes folders of interrupted saves. Raises CheckpointError when the
+        checkpoint is damaged or has other models, or when checkpoints are enabled and the ranks do
+        not share a folder.
         """
 
         def newest_step() -> bytes:
-            for name in checkpoints.remove_partial(self._folder):
+            removed = checkpoints.remove_partial(self._folder) if removes_partial else ()
+            for name in removed:
                 logger.warning("removed %s: its save was interrupted", self._folder / name)
             for path in checkpoints.passed_over(self._folder):
                 logger.warning("%s is passed over: it is no whole checkpoint", path)

@@ -5,9 +5,11 @@ import re
 from contextlib import aclosing
 
 import pytest
+from google.rpc import error_details_pb2, status_pb2
+from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.part import Part
-from slipstream.learner.controller.run import LoopClock, Run
+from slipstream.learner.controller.run import HEARD_S, LoopClock, Run, RunProgress
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.services.fleet_service import FleetServicer
 from slipstream.learner.controller.services.trainer_service import (
@@ -18,7 +20,9 @@ from slipstream.learner.controller.services.trainer_service import (
 from slipstream.learner.controller.tasks import Relay
 from slipstream.learner.controller.trajectories.batch import FormedBatch, Trained
 from slipstream.protocol.codec import TRAINER_EPOCH, version_to_pb
+from slipstream.protocol.rich_errors import Reason
 from slipstream.v1 import fleet_pb2, trainer_pb2
+from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.lease_rig import book_of
 from support.rigs.publishing_scene import joined, run_of
 
@@ -54,7 +58,11 @@ class Unfinished(Part):
 
 
 class Refused(Exception):
-    """A call ended with this text."""
+    """A call ended with this text and reason."""
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class Call:
@@ -72,11 +80,10 @@ class Call:
     async def send_initial_metadata(self, metadata: object) -> None:
         pass
 
-    async def abort(self, code: object, text: str, metadata: object) -> None:
-        raise Refused(text)
-
-    async def abort_with_status(self, *_: object) -> None:
-        raise Refused
+    async def abort(self, code: object, text: str, metadata: tuple[tuple[str, bytes]]) -> None:
+        ((_, data),) = metadata
+        (detail,) = status_pb2.Status.FromString(data).details
+        raise Refused(text, error_details_pb2.ErrorInfo.FromString(detail.value).reason)
 
 
 def new_servicer(run: Run) -> TrainerServicer:
@@ -173,15 +180,87 @@ async def test_a_trainer_that_cannot_go_on_is_refused_before_it_takes_the_place(
     run.progress.reached(PolicyVersion(0, 3))
     servicer = new_servicer(run)
     servicer._former.missing = missing  # type: ignore[attr-defined]
-    hello = trainer_pb2.TrainerHello(
+    with pytest.raises(Refused, match=f"^{re.escape(said)}"):
+        await servicer.Register(hello_of(step), Call())
+    await servicer.place.check_free(HELLO, Call())
+
+
+def hello_of(step: int) -> trainer_pb2.TrainerHello:
+    return trainer_pb2.TrainerHello(
         process="host here, process 1",
         world_size=1,
         layout_description="one rank",
         version=version_to_pb(PolicyVersion(0, step)),
     )
-    with pytest.raises(Refused, match=f"^{re.escape(said)}"):
-        await servicer.Register(hello, Call())
-    await servicer.place.check_free(HELLO, Call())
+
+
+async def test_a_trainer_whose_batches_went_is_sent_for_the_newest_checkpoint(tmp_path) -> None:
+    run = run_of(run={"name": "r", "steps": 9, "dir": str(tmp_path)})
+    run.progress.reached(PolicyVersion(0, 3))
+    servicer = new_servicer(run)
+    servicer._former.missing = "the batch of step 1"  # type: ignore[attr-defined]
+    save_checkpoint(run.config.run_dir / CHECKPOINTS, 2)
+    with pytest.raises(
+        Refused, match="was removed, and there is a checkpoint of version 2"
+    ) as told:
+        await servicer.Register(hello_of(0), Call())
+    assert told.value.reason == Reason.OUTDATED.value
+    # Without a newer checkpoint the batch is lost.
+    with pytest.raises(Refused, match="the batch of step 1 is missing; put it back") as told:
+        await servicer.Register(hello_of(2), Call())
+    assert told.value.reason == Reason.WRONG_STATE.value
+
+
+async def test_batches_that_go_while_a_trainer_waits_for_its_place_are_no_news_to_it() -> None:
+    run = run_of()
+    servicer = new_servicer(run)
+    servicer._former.missing = "the batch of step 1"  # type: ignore[attr-defined]
+    servicer.place.take(HELLO, Call())
+    with pytest.raises(Refused, match="has the place in this run") as told:
+        await servicer.Register(hello_of(0), Call())
+    assert told.value.reason == Reason.PLACE_TAKEN.value
+
+
+async def test_a_failure_of_who_has_no_place_fails_no_run_whose_trainer_lives() -> None:
+    run = run_of()
+    run.clock = clock = SetClock()
+    run.progress = RunProgress(run, "r-1")
+    servicer = new_servicer(run)
+    failure = trainer_pb2.TrainerFailure(message="no such model", rank=1, final=True)
+    await servicer.ReportFailure(failure, Call())
+    clock.time_s = HEARD_S
+    assert (run.progress.has_failed, run.progress.unheard_failure) == (False, "")
+    run.progress.trainer_registered(())
+    clock.time_s = 3 * HEARD_S
+    assert run.progress.unheard_failure == ""
+
+
+async def test_a_failure_of_who_has_no_place_is_the_run_s_if_no_trainer_is_heard_of() -> None:
+    run = run_of()
+    run.clock = clock = SetClock()
+    run.progress = RunProgress(run, "r-1")
+    servicer = new_servicer(run)
+    failure = trainer_pb2.TrainerFailure(message="no such model", rank=1, final=True)
+    await servicer.ReportFailure(failure, Call())
+    clock.time_s = HEARD_S - 1
+    # Another trainer loads its model.
+    await servicer.ReportWork(trainer_pb2.WorkReport(), Call())
+    clock.time_s = 2 * HEARD_S - 1
+    assert run.progress.unheard_failure == ""
+    clock.time_s = 2 * HEARD_S
+    assert run.progress.unheard_failure == "trainer rank 1: no such model"
+
+
+@pytest.mark.parametrize(("rank", "is_suspect"), [(0, False), (1, True)])
+async def test_a_failure_of_who_has_no_place_blames_no_batch(*, rank, is_suspect) -> None:
+    """Rank 0 of the trainer that has the place would have its epoch; its other ranks have none."""
+    run = run_of()
+    servicer = new_servicer(run)
+    servicer._former.untried = FormedBatch(4, "b000004", ())  # type: ignore[attr-defined]
+    servicer.place.take(HELLO, Call())
+    await servicer.ReportFailure(trainer_pb2.TrainerFailure(message="lost", rank=rank), Call())
+    run.progress.fail("the disk is full")
+    assert ("batch b000004" in run.progress.cause) == is_suspect
 
 
 async def test_a_failure_of_an_earlier_trainer_changes_nothing() -> None:
