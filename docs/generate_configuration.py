@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from slipstream.core.configuration.automatic import completed
-from slipstream.core.settings.algorithm_section import FUNCTIONS, FunctionKind
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.function_table import FUNCTIONS, FunctionKind
 from slipstream.core.settings.measurement_sections import PlayedSection
 from slipstream.core.settings.section import Section
 from slipstream.core.settings.sections import QueueUserSection
@@ -191,8 +191,8 @@ def _section(title: str, model: type[BaseModel], path: str) -> Iterator[str]:
 def _arguments(kind: FunctionKind) -> Iterator[str]:
     """The arguments of the built-in functions of a kind, each with those that have it."""
     names: dict[Row, list[str]] = {}
-    for function, model in FUNCTIONS[kind].items():
-        for row in _rows(model, ""):
+    for function, built_in in FUNCTIONS[kind].items():
+        for row in _rows(built_in.arguments, ""):
             names.setdefault(row, []).append(f"`{function}`")
     if names:
         yield f"## `[algorithm.{kind}_args]`\n"

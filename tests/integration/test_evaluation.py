@@ -82,6 +82,7 @@ async def test_each_evaluation_has_its_own_settings(tmp_path):
         {"name": "sampled", "num_episodes": 4, "top_p": 0.5, "temperature": 0.7},
         run__steps=1,
         sampling__top_p=0.9,
+        algorithm__weight="none",
         sampling__stop_token_ids=[5, 6],
         sampling__stop=["</call>"],
     )

@@ -36,6 +36,17 @@ def test_every_setting_of_the_sampling_reaches_the_engine_under_its_name() -> No
         assert getattr(sampling, name) == getattr(section, name), name
 
 
+def test_each_setting_of_what_is_drawn_is_the_learners_too_or_known_to_cut() -> None:
+    uncut = SamplingSection(max_reply_tokens=8, max_episode_tokens=32)
+    assert not uncut.cuts
+    for name, value in {"top_p": 0.5, "top_k": 3}.items():
+        section = SamplingSection(max_reply_tokens=8, max_episode_tokens=32, **{name: value})
+        assert section.cuts == {f"sampling.{name}": (value, getattr(uncut, name))}
+    # The learner divides its logits by the temperature.
+    drawn = Sampling.from_pb(uncut.to_pb()).distribution.keys()
+    assert drawn == {"temperature", "top_p", "top_k"}
+
+
 @pytest.mark.process
 def test_settings_of_what_is_drawn_reach_vllm_and_the_rule_for_agents_from_one_place() -> None:
     pytest.importorskip("vllm")

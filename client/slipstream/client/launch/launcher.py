@@ -477,7 +477,7 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
         layout = RankLayout.of(settings.learner.parallel, settings.learner.world_size)
         notes += [title, *layout.describe(has_experts=has_experts).splitlines(), ""]
     notes += [*gpus, *engine]
-    for warning in filter(None, [config.algorithm.staleness_warning, *model_warnings(config)]):
+    for warning in (*config.training_warnings, *model_warnings(config)):
         notes += ["", f"Warning: {warning}"]
     if missing:
         notes += ["", "Only sizes were checked. Before a run can start:", *missing]

@@ -1,11 +1,10 @@
 """The settings of the algorithm, its functions with their arguments, and the rules between them.
 
-A function's name with a colon is `module:function`, a function of the user's own. The learner's
-package `algorithms` holds the built-in functions, whose keywords are these arguments.
+A function's name with a colon is `module:function`, a function of the user's own.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal, Self, TypeAlias, cast
+from typing import Literal, Self, TypeAlias, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -16,124 +15,18 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from slipstream.core.settings.function_table import (
+    ADVANTAGES,
+    BANDS,
+    FUNCTIONS,
+    KINDS,
+    LOSSES,
+    Estimator,
+    FunctionKind,
+)
 from slipstream.core.settings.section import REFERENCE_FORM, Positive, Section
 
-FunctionKind: TypeAlias = Literal["loss", "advantage", "weight", "reward", "filter"]
 Arguments: TypeAlias = dict[str, JsonValue]
-# Denominator of the ratio in a loss.
-Anchor: TypeAlias = Literal["proximal", "behavior"]
-Band = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]
-
-
-class ClipArguments(Section):
-    """The arguments of the losses `gspo` and `cispo`."""
-
-    # The ratio is clipped to 1 - clip_low .. 1 + clip_high.
-    clip_low: float = Field(0.2, gt=0, le=1)
-    # See `clip_low`.
-    clip_high: float = Field(0.2, gt=0)
-    # Denominator of the ratio, the policy before the step or the behavior policy.
-    ratio: Anchor = "proximal"
-
-
-class PpoArguments(ClipArguments):
-    """The arguments of the loss `ppo`."""
-
-    # Bound of the loss of tokens with negative advantage, in advantages.
-    dual_clip: float | None = Field(None, gt=1)
-
-
-class SapoArguments(Section):
-    """The arguments of the loss `sapo`."""
-
-    # Temperature of the gate where the advantage is positive.
-    tau_positive: float = Field(1.0, gt=0)
-    # Temperature of the gate where it is not.
-    tau_negative: float = Field(1.05, gt=0)
-    # Denominator of the ratio, the policy before the step or the behavior policy.
-    ratio: Anchor = "proximal"
-
-
-class ReturnArguments(Section):
-    """The arguments of the advantage `return_to_go`."""
-
-    # Discount of each turn. 0 means the turn's own reward alone.
-    gamma: float = Field(1.0, ge=0, le=1)
-    # Divide by the deviation of the group's returns of that turn.
-    normalize: bool = True
-
-
-class GaeArguments(Section):
-    """The arguments of the advantages `gae` and `turn_gae`, generalised advantage estimation."""
-
-    # Discount of each step: a sampled token or, with `turn_gae`, a turn.
-    gamma: float = Field(1.0, gt=0, le=1)
-    # 0 means one-step differences of the values, 1 returns minus values.
-    lam: float = Field(0.95, ge=0, le=1)
-    # Scale a batch's advantages to mean 0 and deviation 1 over its tokens.
-    normalize: bool = True
-
-
-class BandArguments(Section):
-    """The arguments of the weight `none`, which is 0 for tokens outside a band and else 1."""
-
-    # IcePop, by which tokens with a ratio outside the band leave the loss. By default all stay.
-    token_band: Band | None = None
-    # The same for sequences, by the geometric mean of their ratios.
-    sequence_band: Band | None = None
-    # Numerator of the ratios, the policy before the step or, for a loss without a ratio, the
-    # present one.
-    to: Literal["proximal", "present"] = "proximal"
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        for name in ("token_band", "sequence_band"):
-            band: Band | None = getattr(self, name)
-            if band is not None and not band[0] < band[1]:
-                raise ValueError(f"{name} must be [low, high] with low < high, got {list(band)}")
-        return self
-
-
-class CapArguments(BandArguments):
-    """The arguments of the weights `token` and `sequence`."""
-
-    # Upper bound of the weight.
-    cap: float = Field(2.0, gt=0)
-
-
-class OverlongArguments(Section):
-    """The arguments of the reward `overlong`."""
-
-    # Subtracted from the reward of an episode whose longest reply has `max_reply_tokens`.
-    penalty: float = Field(1.0, gt=0)
-    # Last tokens over which the penalty rises linearly.
-    cache_tokens: Positive
-
-
-class NoArguments(Section):
-    """The empty table of arguments for a function that takes no arguments."""
-
-
-# The built-in functions of each kind.
-FUNCTIONS: dict[FunctionKind, dict[str, type[Section]]] = {
-    "loss": {
-        "ppo": PpoArguments,
-        "gspo": ClipArguments,
-        "cispo": ClipArguments,
-        "sapo": SapoArguments,
-        "reinforce": NoArguments,
-    },
-    "advantage": {
-        **dict.fromkeys(("grpo", "dr_grpo", "rloo", "reinforce_pp"), NoArguments),
-        "reinforce_pp_baseline": NoArguments,
-        "return_to_go": ReturnArguments,
-        **dict.fromkeys(("gae", "turn_gae"), GaeArguments),
-        **dict.fromkeys(("score", "none"), NoArguments),
-    },
-    "weight": {"none": BandArguments, "token": CapArguments, "sequence": CapArguments},
-    "reward": {"none": NoArguments, "overlong": OverlongArguments},
-    "filter": {"none": NoArguments, "unequal_rewards": NoArguments},
-}
 
 
 def is_own(name: str) -> bool:
@@ -164,13 +57,9 @@ def validated(model: type[BaseModel], given: Mapping[str, object], *, what: str)
 
 AggregationKind: TypeAlias = Literal["token_mean", "sequence_mean", "fixed"]
 DecayKind: TypeAlias = Literal["none", "linear", "cosine", "sqrt"]
-KlEstimator: TypeAlias = Literal["k1", "k2", "k3", "forward_top_k", "reverse_top_k"]
-
-TOP_K_ESTIMATORS: tuple[KlEstimator, ...] = ("forward_top_k", "reverse_top_k")
-
-# Advantages that only compare the episodes of a group: equal rewards make them all 0.
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
-KINDS = tuple(FUNCTIONS)
+TopKEstimator: TypeAlias = Literal["forward_top_k", "reverse_top_k"]
+KlEstimator: TypeAlias = Literal[Literal["k1", "k2", "k3"], TopKEstimator]
+TOP_K_ESTIMATORS: tuple[TopKEstimator, ...] = get_args(TopKEstimator)
 
 
 def _function(kind: FunctionKind, default: str) -> str:
@@ -274,7 +163,8 @@ class AlgorithmSection(Section):
         # checked when it is loaded.
         if name is None or is_own(name):
             return given
-        found = validated(FUNCTIONS[kind][name], given, what=f"{kind} {name}")
+        model = FUNCTIONS[kind][name].arguments
+        found = validated(model, given, what=f"{kind} {name}")
         return found.model_dump(mode="json", exclude_none=True)
 
     @model_validator(mode="after")
@@ -285,7 +175,7 @@ class AlgorithmSection(Section):
 
     def refusals(self) -> Iterator[str]:
         """Yields one line for each rule that these settings break."""
-        if self.group_size == 1 and self.advantage in (*GROUP_ADVANTAGES, "return_to_go"):
+        if self.group_size == 1 and self.compares_group:
             yield f"advantage = {self.advantage!r} compares a group: group_size must be >= 2, got 1"
         if (told := self.kl.model_fields_set) and "coefficient" not in told:
             named = f"kl.{min(told)}"
@@ -297,15 +187,16 @@ class AlgorithmSection(Section):
                 f"kl.placement = 'loss', got {self.kl.coefficient} and {self.kl.placement!r}"
             )
         if self.filter == "unequal_rewards":
-            if self.advantage in ("score", "none"):
+            estimator = self.estimator
+            if estimator is not None and estimator.compares_with == "nothing":
                 yield (
                     "filter = 'unequal_rewards' leaves out groups of equal rewards, but advantage "
                     f"= {self.advantage!r} compares none: filter must be 'none'"
                 )
             if self.group_size == 1:
                 yield "filter = 'unequal_rewards' would leave out every group of group_size = 1"
-        weights = self.weight in ("token", "sequence")
-        if self._has_behavior_ratio and weights:
+        has_weight = self.weight != "none" and not is_own(self.weight)
+        if self._has_behavior_ratio and has_weight:
             yield (
                 "ratio = 'behavior' of the loss corrects already: weight must be 'none', "
                 f"got {self.weight!r}"
@@ -313,10 +204,12 @@ class AlgorithmSection(Section):
         cap, band = self.weight_args.get("cap"), self.weight_args.get("token_band")
         if self.weight == "token" and isinstance(band, list) and band[0] >= cap:  # type: ignore[operator]
             yield f"token_band of the weight begins at {band[0]}, above its cap {cap}"
-        several, to = self.mini_batches * self.epochs > 1, self.weight_args.get("to")
-        if self.loss == "reinforce" and several and weights and to == "proximal":
+        num_updates = self.mini_batches * self.epochs
+        has_no_ratio = not is_own(self.loss) and not LOSSES[self.loss].has_ratio
+        to_proximal = self.weight_args.get("to") == "proximal"
+        if has_no_ratio and has_weight and num_updates > 1 and to_proximal:
             yield (
-                "loss = 'reinforce' has no ratio that leads on from the policy before the step: "
+                f"loss = {self.loss!r} has no ratio that leads on from the policy before the step: "
                 "with several mini_batches or epochs weight_args.to must be 'present'"
             )
         if self.kl.coefficient > 0 and (self.kl.placement, self.kl.estimator) == ("loss", "k1"):
@@ -331,8 +224,39 @@ class AlgorithmSection(Section):
             )
 
     @property
+    def estimator(self) -> Estimator | None:
+        """What is known of `advantage`, or None for a user's own function."""
+        return ADVANTAGES.get(self.advantage)
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether equal rewards of a group are known to give advantages of 0."""
+        return self.estimator is not None and self.estimator.compares_with == "group"
+
+    @property
     def _has_behavior_ratio(self) -> bool:
         return not is_own(self.loss) and self.loss_args.get("ratio") == "behavior"
+
+    @property
+    def behavior_ratios(self) -> dict[str, str]:
+        """The settings by which the engine's probabilities enter a step, each with its remedy.
+
+        They are right only if engine and learner sample from the same tokens. What a user's own
+        functions read is not known here (`losses.reads_behavior` finds out).
+        """
+        settings: dict[str, str] = {}
+        if not is_own(self.weight):
+            if self.weight != "none":
+                settings[f"algorithm.weight = {self.weight!r}"] = "algorithm.weight = 'none'"
+            for band in sorted(BANDS & self.weight_args.keys()):
+                settings[f"algorithm.weight_args.{band}"] = f"leave {band} out"
+        if self._has_behavior_ratio:
+            setting = "algorithm.loss_args.ratio"
+            settings[f"{setting} = 'behavior'"] = f"{setting} = 'proximal'"
+        if self.kl.coefficient > 0 and self.kl.placement == "reward":
+            setting = "algorithm.kl.placement"
+            settings[f"{setting} = 'reward'"] = f"{setting} = 'loss'"
+        return settings
 
     @property
     def own_functions(self) -> dict[FunctionKind, str]:
@@ -342,24 +266,29 @@ class AlgorithmSection(Section):
     @property
     def acts(self) -> bool:
         """Whether the importance weight `weight` can change a loss or mask a token."""
-        has_bands = self.weight_args.keys() & {"token_band", "sequence_band"}
-        return self.weight != "none" or bool(has_bands)
+        return self.weight != "none" or bool(self.weight_args.keys() & BANDS)
 
     @property
     def corrects(self) -> bool:
         """Whether the algorithm can correct for engine probabilities that deviate even at lag 0."""
         return self._has_behavior_ratio or self.acts or is_own(self.loss)
 
-    @property
-    def staleness_warning(self) -> str | None:
-        """The warning about training on stale tokens without a correction, or None."""
+    def staleness_warning(self, *, is_cut: bool) -> str | None:
+        """Returns the warning about training on stale tokens without a correction, or None.
+
+        `is_cut` says whether engines sample from a part of the vocabulary, which no correction
+        allows for.
+        """
         if self.max_staleness == 0 or self.acts or is_own(self.loss):
             return None
         start = f"algorithm.max_staleness is {self.max_staleness} without a correction: "
         if not self._has_behavior_ratio:
+            remedy = "set algorithm.weight"
+            if is_cut:
+                remedy = "set it to 0, or sample from the whole vocabulary and set algorithm.weight"
             return start + (
                 "tokens of older versions are trained as if the newest had sampled them, which "
-                "biases the gradient; set algorithm.weight"
+                f"biases the gradient; {remedy}"
             )
         if self.loss == "cispo":
             # CISPO's clipped ratio to the behavior policy is a truncated importance weight.

@@ -10,6 +10,8 @@ from slipstream.core.settings.sections import RolloutServerSection
 SECTION = "rollout_server.engine"
 # mp: each worker has a process; uni: one worker in the engine's process.
 _EXECUTORS = ("mp", "uni")
+# Ways of taking drafted tokens that leave the distribution what it is.
+_EXACT_REJECTIONS = ("standard", "block")
 # Most tokens of a batch by default: vLLM's default on the largest GPU.
 _MOST_BATCHED = 16384
 
@@ -24,6 +26,7 @@ _PREFIXES = "prefixes that are cached outside of the engine would stay those of 
 _MOVED = "an expert that vLLM has moved would get the weights of another at each publish"
 _TURNED_AWAY = "set rollout_server.max_episodes; a request that is turned away is a failed episode"
 _TEXT = "the engine samples replies"
+_PREPARED = "the learner would prepare images without it"
 _DRAFTS = "set it in rollout_server.engine.speculative_config"
 # Arguments that must agree with other settings or with Slipstream's code, each with the setting to
 # use instead or the reason.
@@ -50,6 +53,7 @@ OWNED = {
     "nnodes": _REPLICAS,
     "logprobs_mode": _PROCESSED,
     "max_logprobs": "one log-probability is asked for, that of the sampled token",
+    "enable_trace_replay": "the engine samples replies",
     "return_sampling_mask": "nothing here reads it",
     "logits_processors": _PROCESSED,
     "generation_config": "set the table sampling",
@@ -67,6 +71,9 @@ OWNED = {
     "max_lora_rank": _ADAPTERS,
     "lora_target_modules": _ADAPTERS,
     "lora_dtype": _ADAPTERS,
+    "default_mm_loras": _ADAPTERS,
+    "mm_processor_kwargs": _PREPARED,
+    "media_io_kwargs": _PREPARED,
     "worker_cls": _WEIGHTS,
     "worker_extension_cls": _WEIGHTS,
     "weight_transfer_config": _WEIGHTS,
@@ -104,10 +111,15 @@ def engine_problems(server: RolloutServerSection) -> Iterator[str]:
             f"got {executor!r}"
         )
     drafts = table.get("speculative_config")
-    if isinstance(drafts, dict) and "synthetic" in drafts.values():
+    # vLLM takes names with hyphens, too.
+    arguments = drafts.items() if isinstance(drafts, dict) else ()
+    draft_settings = {key.replace("-", "_"): value for key, value in arguments}
+    method = draft_settings.get("rejection_sample_method")
+    if method not in (None, *_EXACT_REJECTIONS):
         yield (
-            f"{SECTION}.speculative_config.rejection_sample_method cannot be 'synthetic': drafted "
-            "tokens would be kept that the model did not sample"
+            f"{SECTION}.speculative_config.rejection_sample_method must be one of "
+            f"{', '.join(_EXACT_REJECTIONS)}, got {method!r}: another keeps drafted tokens "
+            "that the model did not sample"
         )
     # vLLM accepts this word in upper and lower case.
     if str(table.get("load_format", "")).lower() == "ipc_cache":

@@ -1,6 +1,7 @@
 """The sections of a run's settings, one frozen model each. A setting's name ends in its unit."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
@@ -58,15 +59,20 @@ class WeightsSection(Section):
 MAX_TURNS = 256
 
 
+# The values with which no token is left out.
+_NEUTRAL: Mapping[str, float] = {"top_p": 1.0, "top_k": 0}
+
+
 class SamplingSection(Section):
     """Sampling of replies, and limits of an episode's length."""
 
     # Temperature of sampling and of the learner's logits. An environment's own replies are trained
     # at 1.
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
-    # Sampling uses the smallest set of tokens with this probability. The learner ignores it.
+    # Sampling uses the smallest set of tokens with this probability. The learner's policy has all
+    # tokens, so below 1 nothing may [compare the two](algorithms.md#a-part-of-the-vocabulary).
     top_p: float = Field(1.0, gt=0, le=1)
-    # Sampling uses this many of the most probable tokens, or all with 0. The learner ignores it.
+    # Sampling uses this many of the most probable tokens, or all with 0. See `top_p`.
     top_k: int = Field(0, ge=0)
     # Most sampled tokens of a reply.
     max_reply_tokens: int = Field(3072, ge=1, le=1 << 20)
@@ -89,6 +95,15 @@ class SamplingSection(Section):
     max_images: int = Field(0, ge=0, le=64)
     # Most bytes of an encoded image. A lease reserves `max_images` of them in the queue.
     max_image_bytes: int = Field(262144, ge=1, le=16777216)
+
+    @property
+    def cuts(self) -> dict[str, tuple[float, float]]:
+        """The settings that leave tokens out of the distribution: name -> its value, that of none.
+
+        The engine's log-probabilities are then those of a part of the vocabulary.
+        """
+        values = {name: (getattr(self, name), _NEUTRAL[name]) for name in _NEUTRAL}
+        return {f"sampling.{name}": pair for name, pair in values.items() if pair[0] != pair[1]}
 
     @property
     def total_tokens(self) -> int:
@@ -406,6 +421,8 @@ class LearnerSection(Section):
 
 
 Quantization = Literal["off", "fp8_per_channel"]
+# Types of a KV cache that has all bits of the model's type.
+_EXACT_CACHES = ("auto", "float16", "bfloat16")
 
 
 class RolloutServerSection(Section):
@@ -466,9 +483,9 @@ class RolloutServerSection(Section):
 
     @property
     def computes_in_fp8(self) -> bool:
-        """Whether engines use FP8 for weights or KV cache, so that their probabilities deviate."""
+        """Whether weights or KV cache have FP8 or fewer bits, so that probabilities deviate."""
         cache = str(self.engine.get("kv_cache_dtype", "auto")).lower()
-        return self.quantization != "off" or cache.startswith("fp8")
+        return self.quantization != "off" or cache not in _EXACT_CACHES
 
     def is_eager(self, *, on_cpu: bool) -> bool:
         """Whether the engine runs eagerly, which by default it does on CPUs only."""

@@ -9,7 +9,6 @@ from operator import attrgetter
 from typing import Any, cast
 
 from pydantic import ValidationError
-from slipstream.core.settings.algorithm_section import is_own
 from slipstream.core.settings.engine_table import engine_problems
 from slipstream.core.settings.parallel_rules import table_problems, world_problems
 from slipstream.core.settings.role_sections import NOT_EXCHANGED, in_place_of, renamed
@@ -33,6 +32,20 @@ def _precision_problems(config: Tables) -> Iterator[str]:
         yield f"{start}lora.publish = 'merged', got {lora.publish!r}"
 
 
+def _cut_problems(config: Tables) -> Iterator[str]:
+    ratios = config.algorithm.behavior_ratios
+    if not ratios:
+        return
+    readers = " and ".join(ratios)
+    remedies = " and ".join(ratios.values())
+    for name, (value, neutral) in config.sampling.cuts.items():
+        yield (
+            f"{name} = {value!r} leaves out tokens that the learner's policy has, so {readers} "
+            "would compare unlike probabilities, which biases even tokens of the newest weights: "
+            f"set {name} = {neutral!r} (evaluations may have their own) or {remedies}"
+        )
+
+
 def _agreement_problems(config: Tables) -> Iterator[str]:
     if config.algorithm.agreement != "bits":
         return
@@ -46,8 +59,10 @@ def _agreement_problems(config: Tables) -> Iterator[str]:
         "lora.rank": (0, "merged and separate adapters round differently"),
         "sampling.max_images": (0, "the tower has kernels of its own"),
         "sampling.temperature": (1.0, "the engine divides logits in a kernel of its own"),
-        "sampling.top_p": (1.0, "the learner leaves out no token"),
-        "sampling.top_k": (0, "the learner leaves out no token"),
+        **{
+            name: (neutral, "the learner leaves out no token")
+            for name, (_, neutral) in config.sampling.cuts.items()
+        },
         "rollout_server.recompute_context": (
             True,
             "else replies go on with keys and values of older weights",
@@ -228,10 +243,12 @@ def _algorithm_problems(config: Tables) -> Iterator[str]:
             f"algorithm.reward_args.cache_tokens must be at most sampling.max_reply_tokens, "
             f"got {cache_tokens} and {sampling.max_reply_tokens}"
         )
-    if algorithm.advantage == "gae" and config.critic is None:
-        yield "algorithm.advantage = 'gae' needs the table critic"
-    values = algorithm.advantage in ("gae", "turn_gae") or is_own(algorithm.advantage)
-    if config.critic is not None and not values:
+    estimator = algorithm.estimator
+    # A user's own advantage may read the values of a critic.
+    critic = "optional" if estimator is None else estimator.critic
+    if critic == "needed" and config.critic is None:
+        yield f"algorithm.advantage = {algorithm.advantage!r} needs the table critic"
+    if critic == "unused" and config.critic is not None:
         yield f"the table critic has no effect with algorithm.advantage = {algorithm.advantage!r}"
     if config.critic is not None and config.critic.warmup_steps >= config.run.steps:
         yield (
@@ -366,6 +383,7 @@ TABLE_RULES: tuple[Callable[[Tables], Iterator[str]], ...] = (
     _size_problems,
     _precision_problems,
     _agreement_problems,
+    _cut_problems,
     _storage_problems,
     _length_problems,
     _algorithm_problems,

@@ -92,6 +92,20 @@ class Tables(Section):
         return PROBE_TOLERANCES[self.model.dtype]
 
     @property
+    def training_warnings(self) -> list[str]:
+        """What a user should know of settings that are allowed, a line each."""
+        algorithm = self.algorithm
+        stale = algorithm.staleness_warning(is_cut=bool(self.sampling.cuts))
+        warnings = [] if stale is None else [stale]
+        if algorithm.reward == "overlong" and algorithm.filter == "none":
+            warnings.append(
+                "algorithm.reward = 'overlong' with filter = 'none': groups whose answers are all "
+                "wrong, or all right, are trained by their lengths alone; filter = "
+                "'unequal_rewards' leaves them out"
+            )
+        return warnings
+
+    @property
     def may_stage(self) -> bool:
         """Whether weights may arrive on a server beside those that serve.
 

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from slipstream.core.errors import RunFailed
-from slipstream.core.settings.algorithm_section import AlgorithmSection, FunctionKind
+from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.core.settings.function_table import FunctionKind
 from slipstream.learner.algorithms.episodes import RewardedEpisode, ScoredEpisode, Turn
 from slipstream.learner.algorithms.functions import (
     Function,

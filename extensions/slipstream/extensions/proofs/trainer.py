@@ -8,8 +8,8 @@ import sys
 import torch
 from slipstream.core.configuration.config_file import run_check
 from slipstream.core.errors import ConfigError
-from slipstream.core.settings.algorithm_section import KINDS
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.function_table import KINDS
 from slipstream.extensions.proofs.proof import EpisodeProof
 from slipstream.extensions.proofs.token_proof import TokenProof
 from slipstream.learner.algorithms.functions import function_of, load_functions

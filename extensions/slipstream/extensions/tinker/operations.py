@@ -195,6 +195,12 @@ def _sequence(place: int, datum: wire.Datum, loss_fn: str) -> dict[str, bytes]:
             f"datum {place}: target_tokens has {strange[0]}, which is no token; {advantages} of 0 "
             "leave a token out"
         )
+    if behavior is not None and np.isnan(behavior).any():
+        raise Refused(
+            f"datum {place}: logprobs has NaN, as replies have that were sampled with top_p below "
+            "1 or top_k above 0: theirs would be of a part of the vocabulary, and loss_fn "
+            f"{loss_fn} compares with the whole; sample what is trained with top_p = 1"
+        )
     return {
         "token_ids": b"".join(chunk.encoded_text.tokens for chunk in datum.model_input),
         "targets": targets.astype("<u4").tobytes(),

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
+import numpy as np
 from slipstream.core.errors import ProtocolError
-from slipstream.core.types import Status
+from slipstream.core.types import Status, Trajectory
 from slipstream.extensions.tinker.models import Entry, Model, Models, Named
 from slipstream.learner.controller.leasing.groups import Group, RawPrompt
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
@@ -254,7 +255,7 @@ class Samples:
         samples = [
             pb.Sampled(
                 token_ids=one.token_ids[one.run_lengths[0] :].astype("<u4").tobytes(),
-                logprobs=one.behavior_logprobs.astype("<f4").tobytes(),
+                logprobs=_logprobs(one, entry.operation.sample.sampling),
                 truncated=one.status is Status.TRUNCATED,
                 prompt_logprobs=one.prompt_logprobs,
             )
@@ -263,3 +264,15 @@ class Samples:
         self._end(entry, id=entry.operation.id, error=error, samples=samples)
         # The result has its replies.
         entry.finished.clear()
+
+
+def _logprobs(reply: Trajectory, sampling: fleet_pb2.SamplingSettings) -> bytes:
+    """Returns the log-probabilities of a reply's tokens, NaN where tokens were left out.
+
+    The engine's are then of a part of the vocabulary, and a loss that compares them with the
+    model's, of all of it, would train by a wrong ratio.
+    """
+    logprobs = reply.behavior_logprobs
+    if sampling.top_p < 1.0 or sampling.top_k > 0:
+        logprobs = np.full_like(logprobs, np.nan)
+    return logprobs.astype("<f4").tobytes()

@@ -9,8 +9,10 @@ import importlib.util
 import sys
 
 from slipstream.core.configuration.config_file import run_check
+from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
-from slipstream.learner.algorithms.functions import load_functions
+from slipstream.core.settings.function_table import FUNCTIONS_OF_TOKENS
+from slipstream.learner.algorithms.functions import function_of, load_functions
 
 
 def check_functions(config: Config) -> None:
@@ -19,10 +21,20 @@ def check_functions(config: Config) -> None:
     if importlib.util.find_spec("torch") is None:
         load_functions(config, ("reward", "filter"))
         return
-    from slipstream.learner.algorithms.losses import step_columns
+    from slipstream.learner.algorithms.losses import reads_behavior, step_columns
 
     load_functions(config)
-    step_columns(config.algorithm, has_reference=config.needs_reference)
+    has_reference = config.needs_reference
+    step_columns(config.algorithm, has_reference=has_reference)
+    for name, (value, neutral) in config.sampling.cuts.items():
+        for kind in FUNCTIONS_OF_TOKENS:
+            function = function_of(config.algorithm, kind)
+            if function.is_own and reads_behavior(function, has_reference=has_reference):
+                raise ConfigError(
+                    f"{name} = {value!r} leaves out tokens that the learner's policy has, and "
+                    f"algorithm.{kind} {function.name} reads behavior_logprobs, which are of the "
+                    f"others alone: set {name} = {neutral!r} (evaluations may have their own)"
+                )
 
 
 if __name__ == "__main__":

@@ -27,14 +27,9 @@ import numpy as np
 from pydantic import ConfigDict, create_model
 from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.errors import ConfigError, RunFailed
-from slipstream.core.settings.algorithm_section import (
-    KINDS,
-    AlgorithmSection,
-    FunctionKind,
-    is_own,
-    validated,
-)
+from slipstream.core.settings.algorithm_section import AlgorithmSection, is_own, validated
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.function_table import FUNCTIONS_OF_TOKENS, KINDS, FunctionKind
 from slipstream.core.types import Branch, Status, Trajectory
 from slipstream.learner.algorithms.episodes import (
     RewardedEpisode,
@@ -145,7 +140,7 @@ def _loaded(kind: FunctionKind, name: str, arguments: str) -> Function:
     given = json.loads(arguments)
     if not is_own(name):
         # Weights are functions of the same tokens as losses.
-        file = "losses" if kind in ("loss", "weight") else f"{kind}s"
+        file = "losses" if kind in FUNCTIONS_OF_TOKENS else f"{kind}s"
         module = importlib.import_module(f"{_FOLDER}.{file}")
         return Function(kind, name, functools.partial(getattr(module, name), **given))
     call = _imported(kind, name)

@@ -22,7 +22,8 @@ from enum import Enum
 from typing import Literal, Self, TypeVar
 
 import torch
-from slipstream.core.settings.algorithm_section import AlgorithmSection, Anchor, Band, KlEstimator
+from slipstream.core.settings.algorithm_section import AlgorithmSection, KlEstimator
+from slipstream.core.settings.function_table import Anchor, Band
 from slipstream.learner.algorithms.functions import Function, function_of
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
 from torch import Tensor
@@ -339,6 +340,23 @@ def step_columns(algorithm: AlgorithmSection, *, has_reference: bool) -> list[Co
     found = {Column.of_report(name) for name in reports}
     found |= {Column(str(own), Reduce.FAULTS) for own in (weight, loss) if own.is_own}
     return sorted(found, key=lambda column: column.name)
+
+
+def reads_behavior(function: Function, *, has_reference: bool) -> bool:
+    """Whether a loss or weight gives other values if the sampling policy is another one.
+
+    The function is called with three tokens, whose behavior log-probabilities are shifted a little
+    and by much: one that ignores them there is taken to ignore them.
+    """
+    tokens = _three_tokens(has_reference=has_reference)
+    call = token_weights if function.kind == "weight" else token_terms
+    values: list[Tensor] = []
+    for shift in (0.0, -0.05, -2.0, 2.0):
+        shifted = replace(tokens, behavior_logprobs=tokens.behavior_logprobs + shift)
+        result = call(function, shifted, "three tokens")
+        numbers = result.losses if isinstance(result, TokenTerms) else result.weights
+        values.append(numbers.detach())
+    return any(not torch.equal(values[0], shifted_values) for shifted_values in values[1:])
 
 
 def _three_tokens(*, has_reference: bool) -> LossInputs:

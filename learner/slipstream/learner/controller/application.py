@@ -206,7 +206,7 @@ class Controller:
                     serving = metrics_endpoint(self._config, "controller", [collector])
                     await stack.enter_async_context(serving)
                 self._run.events.add(f"run {self._progress.run_id} listens")
-                if warning := self._config.algorithm.staleness_warning:
+                for warning in self._config.training_warnings:
                     self._run.events.warn(warning)
                 if not (self.books.environments.training() or self._config.controller.client_loop):
                     self._run.events.add(NO_ENVIRONMENT)

@@ -161,6 +161,8 @@ TABLES: list[tuple[Changes, str]] = [
             ("logprobs_mode", LEARNED_FROM),
             ("max_num_seqs", "set rollout_server.max_episodes"),
             ("quantization", "set rollout_server.quantization"),
+            ("default_mm_loras", "set lora.publish"),
+            ("mm_processor_kwargs", "the learner would prepare images without it"),
             ("kv_events_config", "it opens a port without TLS or token"),
         )
     ),
@@ -173,10 +175,12 @@ TABLES: list[tuple[Changes, str]] = [
     ),
     *(
         (
-            {"rollout_server.engine": {"speculative_config": NGRAM | {name: "synthetic"}}},
-            "rollout_server.engine.speculative_config.rejection_sample_method cannot",
+            {"rollout_server.engine": {"speculative_config": NGRAM | {name: method}}},
+            "rollout_server.engine.speculative_config.rejection_sample_method must be one of "
+            f"standard, block, got {method!r}",
         )
         for name in ("rejection_sample_method", "rejection-sample-method")
+        for method in ("synthetic", "a newer one")
     ),
     ({"rollout_server.engine": {"spec_method": "ngram"}}, "rollout_server.engine.spec_method cann"),
     # Adapters.
@@ -280,6 +284,34 @@ algorithm.weight_args = {cap = 1.0, token_band = [1.5, 2.0]}
     algorithm: token_band of the weight begins at 1.5, above its cap 1.0
 algorithm.kl = {coefficient = 0.1, estimator = "k1"}
     algorithm: kl.estimator = 'k1' in the loss has a gradient of mean 0: take k2 or k3
+algorithm.advantage = "return_to_go", algorithm.group_size = 1
+    algorithm: advantage = 'return_to_go' compares a group: group_size must be >= 2, got 1
+algorithm.advantage = "none", algorithm.kl.coefficient = 1, algorithm.filter = "unequal_rewards"
+    algorithm: filter = 'unequal_rewards' leaves out groups of equal rewards, but advantage = 'none'
+algorithm.advantage = "gae"
+    algorithm.advantage = 'gae' needs the table critic
+critic.learning_rate = 1
+    the table critic has no effect with algorithm.advantage = 'grpo'
+# A part of the vocabulary.
+sampling.top_p = 0.8
+    sampling.top_p = 0.8 leaves out tokens that the learner's policy has, so algorithm.weight =
+    'token' would compare unlike probabilities, which biases even tokens of the newest weights: set
+    sampling.top_p = 1.0 (evaluations may have their own) or algorithm.weight = 'none'
+sampling.top_k = 50, algorithm.weight = "sequence"
+    sampling.top_k = 50 leaves out tokens that the learner's policy has, so algorithm.weight =
+    'sequence' would
+sampling.top_p = 0.8, algorithm.weight = "none", algorithm.weight_args.token_band = [0.5, 2.0]
+    sampling.top_p = 0.8 leaves out tokens that the learner's policy has, so
+    algorithm.weight_args.token_band would
+sampling.top_p = 0.8, algorithm.weight = "none", algorithm.weight_args.sequence_band = [0.5, 2.0]
+    sampling.top_p = 0.8 leaves out tokens that the learner's policy has, so
+    algorithm.weight_args.sequence_band would
+sampling.top_p = 0.8, algorithm = {weight = "none", loss = "gspo", loss_args = {ratio = "behavior"}}
+    sampling.top_p = 0.8 leaves out tokens that the learner's policy has, so
+    algorithm.loss_args.ratio = 'behavior' would
+sampling.top_p = 0.8, algorithm = {weight = "none", kl = {coefficient = 1, placement = "reward"}}
+    sampling.top_p = 0.8 leaves out tokens that the learner's policy has, so algorithm.kl.placement
+    = 'reward' would
 controller.address = "127.0.0.1:9400", tracking.prometheus = "127.0.0.1:9400"
     tracking.prometheus must have a port of its own, got controller.address 127.0.0.1:9400
 algorithm.reward = "overlong"
@@ -314,6 +346,8 @@ def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:
     "changes",
     [
         evaluated(max_reply_tokens=15),
+        evaluated(top_p=0.5),
+        {"sampling.top_p": 0.8, "sampling.top_k": 50, "algorithm.weight": "none"},
         *(
             FP8 | {"algorithm.weight": "none"} | corrected
             for corrected in (
@@ -351,7 +385,9 @@ def test_settings_that_go_together_come_back_from_their_dump(changes: Changes) -
 
 
 def test_a_probe_allows_for_the_rounding_of_fp8() -> None:
-    for server in (FP8, {"rollout_server.engine": {"kv_cache_dtype": "fp8"}}):
+    caches = ("fp8", "int4_per_token_head", "nvfp4", "turboquant_3bit_nc")
+    cached = [{"rollout_server.engine": {"kv_cache_dtype": name}} for name in caches]
+    for server in (FP8, *cached):
         assert config_with(server).probe_tolerance == 0.5
     assert config_with().probe_tolerance == 0.16
 
@@ -375,8 +411,28 @@ def test_engines_that_give_their_memory_back_keep_none_for_arriving_weights() ->
     ],
 )
 def test_stale_tokens_without_a_correction_are_warned_of(changes: Changes, words: str) -> None:
-    warning = AlgorithmSection.model_validate({"max_staleness": 3} | changes).staleness_warning
+    settings = AlgorithmSection.model_validate({"max_staleness": 3} | changes)
+    warning = settings.staleness_warning(is_cut=False)
     assert (warning is None) == (not words)
     if warning:
         assert warning.startswith("algorithm.max_staleness is 3 without a correction: ")
         assert words in warning
+
+
+def test_where_no_weight_is_right_the_warning_about_stale_tokens_advises_none() -> None:
+    settings = {"algorithm.weight": "none", "algorithm.max_staleness": 2}
+    (whole,) = config_with(settings).training_warnings
+    assert whole.endswith("biases the gradient; set algorithm.weight")
+    (cut,) = config_with(settings | {"sampling.top_p": 0.8}).training_warnings
+    assert cut.endswith(
+        "; set it to 0, or sample from the whole vocabulary and set algorithm.weight"
+    )
+
+
+def test_a_penalty_that_trains_groups_of_equal_rewards_is_warned_of() -> None:
+    penalty = {"algorithm.reward": "overlong", "algorithm.reward_args": {"cache_tokens": 2}}
+    (warning,) = config_with(penalty).training_warnings
+    assert (
+        "are trained by their lengths alone; filter = 'unequal_rewards' leaves them out" in warning
+    )
+    assert not config_with(penalty | {"algorithm.filter": "unequal_rewards"}).training_warnings

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from pydantic import JsonValue
-from slipstream.core.settings.algorithm_section import FUNCTIONS, AlgorithmSection, FunctionKind
+from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.core.settings.function_table import FUNCTIONS, FunctionKind
 from slipstream.extensions.proofs.proof import EpisodeProof
 from slipstream.extensions.proofs.token_proof import TokenProof
 from slipstream.learner.algorithms.functions import function_of

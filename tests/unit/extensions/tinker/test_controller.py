@@ -11,9 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from slipstream.core.errors import ProtocolError
-from slipstream.core.types import PolicyVersion, ServerId, VersionSpan
+from slipstream.core.types import PolicyVersion, ServerId, Status, VersionSpan
 from slipstream.extensions.tinker import controller, models
 from slipstream.extensions.tinker.controller import KEPT, Operations
 from slipstream.extensions.tinker.models import Entry, Named
@@ -562,6 +563,41 @@ async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(tmp_path,
         loop.samples._over(late)
         await until(late.ended.is_set)
         assert "0" in loop.entries
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_cut"),
+    [
+        ({"top_p": 1.0}, False),
+        ({"top_p": 1.0, "temperature": 0.5}, False),
+        ({"top_p": 0.9}, True),
+        ({"top_p": 1.0, "top_k": 5}, True),
+    ],
+)
+async def test_replies_from_a_part_of_the_vocabulary_have_no_log_probabilities(
+    tmp_path: Path, sampling: dict[str, float], is_cut: bool
+) -> None:
+    """A loss that compares them with those of the whole would train by a wrong ratio."""
+    settings = fleet_pb2.SamplingSettings(**sampling)
+    async with writing(tmp_path) as loop:
+        entry = Entry(Operation(id="s:0", sample=pb.Sample(num_samples=1, sampling=settings)))
+        reply: Any = SimpleNamespace(
+            token_ids=np.array([1, 2, 3], dtype=np.uint32),
+            run_lengths=(1, 2),
+            behavior_logprobs=np.array([-0.5, -1.0], dtype=np.float32),
+            status=Status.COMPLETED,
+            prompt_logprobs=b"",
+            task_index=0,
+        )
+        entry.finished.append(reply)
+        loop.samples.open[entry] = None
+        loop.samples._over(entry)
+        assert entry.result is not None
+        (sample,) = entry.result.samples
+    logprobs = np.frombuffer(sample.logprobs, dtype="<f4")
+    assert len(logprobs) == 2
+    assert np.isnan(logprobs).all() == is_cut
+    assert is_cut or logprobs.tolist() == [-0.5, -1.0]
 
 
 async def test_a_sample_whose_stream_broke_is_told_to_the_next_one(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The wire of the Tinker API, with what SDK 0.38 sends and what it reads, byte for byte."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -224,6 +225,8 @@ def spoiled(**changes: object) -> wire.ForwardBackwardRequest:
             inputs["target_tokens"].dense = np.array(value, "<i8").tobytes()
         elif name == "floats":
             inputs["target_tokens"].dtype = wire.FLOAT32
+        elif name == "logprobs":
+            inputs["logprobs"].dense = np.array(value, "<f4").tobytes()
         elif name == "image":
             request.data[0].model_input.add()
         else:
@@ -243,6 +246,10 @@ def spoiled(**changes: object) -> wire.ForwardBackwardRequest:
         ({"targets": [2, -100, 4]}, "target_tokens has -100, which is no token; advantages of 0 "),
         ({"targets": [2, 3, 1 << 32]}, "target_tokens has 4294967296, which is no token"),
         ({"floats": 0}, "datum 0: target_tokens must be integers"),
+        (
+            {"logprobs": [0.0, math.nan, -1.0]},
+            "datum 0: logprobs has NaN, as replies have that were sampled with top_p below 1 or ",
+        ),
         ({"image": 0}, "datum 0 has an image or sound; this server takes text"),
     ],
 )

@@ -11,8 +11,8 @@ import torch
 from pydantic import JsonValue
 from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.errors import ConfigError, RunFailed
-from slipstream.core.settings.algorithm_section import FUNCTIONS
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.function_table import FUNCTIONS
 from slipstream.core.types import Branch, Status, Trajectory
 from slipstream.learner.algorithms.episodes import RewardedEpisode, ScoredEpisode
 from slipstream.learner.algorithms.filters import unequal_rewards
@@ -137,7 +137,7 @@ def test_built_in_functions_have_the_arguments_of_their_settings(kind, name):
     found = function_of(algorithm(**{kind: name, f"{kind}_args": given}, **needs), kind)
     _, *keywords = inspect.signature(found.call.func).parameters.values()  # type: ignore[attr-defined]
     assert all(each.kind is each.KEYWORD_ONLY for each in keywords)
-    fields = FUNCTIONS[kind][name].model_fields
+    fields = FUNCTIONS[kind][name].arguments.model_fields
     defaults = {
         name: inspect.Parameter.empty if field.is_required() else field.default
         for name, field in fields.items()

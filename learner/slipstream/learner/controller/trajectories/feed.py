@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pydantic import JsonValue
-from slipstream.core.settings.algorithm_section import GROUP_ADVANTAGES
 from slipstream.core.types import DROPPED_METRICS, IGNORED, Purpose, Status, Trajectory
 from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.run import Run
@@ -58,9 +57,9 @@ class Feed:
                 f"agents of {entry.spec.name} ask for {', '.join(sorted(ignored))}, which "
                 "changes nothing: docs/guides/agents.md says what holds"
             )
-        advantage = self._run.config.algorithm.advantage
-        adds_up = advantage in (*GROUP_ADVANTAGES, "score") and trajectory.token_rewards is not None
-        if adds_up and entry.is_news("sums"):
+        estimator = self._run.config.algorithm.estimator
+        sums_turns = estimator is not None and estimator.sums_turns
+        if sums_turns and trajectory.token_rewards is not None and entry.is_news("sums"):
             self._run.events.add(
                 f"rewards of several turns of {trajectory.environment} are added up: all turns of "
                 "an episode learn from the sum"
