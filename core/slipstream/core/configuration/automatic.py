@@ -139,7 +139,7 @@ def _filled(
     set_reply = "max_reply_tokens" in tables.sampling.model_fields_set
     room = tables.sampling.max_reply_tokens * 4 // 3 if set_reply else 0
     longest = choice("sampling.max_episode_tokens", min(context, max(EPISODE_TOKENS, room)))
-    choice("sampling.max_reply_tokens", max(1, longest * 3 // 4))
+    longest_reply_tokens = choice("sampling.max_reply_tokens", max(1, longest * 3 // 4))
 
     # The step, and what it is divided among.
     workers = choice("rollout_server.tensor_parallel_size", _workers(sizes, model_bytes))
@@ -151,7 +151,6 @@ def _filled(
         if key in recorded:
             choice(key, recorded[key])
     if gpus is not None and gpus.count > 1 and is_for_gpus and _can_plan(tables, sizes):
-        longest_reply_tokens = choice.applied().sampling.max_reply_tokens
         plan = _node_plan(tables, sizes, gpus, size, workers, longest_reply_tokens)
         if plan.world_size > 1 and not _divides(tables):
             choice("learner.world_size", plan.world_size)
@@ -190,9 +189,11 @@ def _filled(
     batched = server.engine.get("max_num_batched_tokens")
     most, open_steps = SERVER_EPISODES // 2, 1
     if is_for_gpus:
-        # An engine is faster with more episodes, as long as their mean length fits its cache.
+        # An engine is faster with more episodes, as long as their mean length fits its cache: that
+        # of one reply, where an episode may be longer than two of them.
         per_token = sizes.cache_bytes_per_token(2, workers)
-        fitting = (ENGINE_BYTES - model_bytes / workers) / max(1, per_token * longest / 2)
+        mean_tokens = min(longest / 2, max(1, longest_reply_tokens))
+        fitting = (ENGINE_BYTES - model_bytes / workers) / max(1, per_token * mean_tokens)
         most = min(SERVER_EPISODES, max(64, int(fitting)))
         open_steps = max_staleness + 1
     if isinstance(batched, int):

@@ -143,6 +143,8 @@ def test_micro_batches_are_long_enough_for_a_gpu(model, tables, tokens, tmp_path
         (SMALL, {"sampling": {"max_episode_tokens": 1152}, "algorithm": {"max_staleness": 7}}, 512),
         # 70 GB hold the weights and so many halves of 4,096 tokens.
         (SMALL, {}, 292),
+        # Replies of 1,024 tokens are half as long.
+        (SMALL, {"sampling": {"max_reply_tokens": 1024}}, 384),
         (LARGE, {}, 200),
         (LARGE | {"num_hidden_layers": 126}, {}, 78),
         (SMALL, {"dtype": "float32"}, 128),

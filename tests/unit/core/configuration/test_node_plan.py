@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slipstream.client.launch.placement import FURTHER_EPISODES
 from slipstream.core.configuration.automatic import completed, describe_plan
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.node_plan import (
@@ -178,3 +179,10 @@ def test_the_reason_of_a_plan_is_told(tmp_path: Path) -> None:
         "GPUs and replies of up to 1,024 tokens; by the speed of H200s the trainer would wait for "
         "replies for 48% of a step"
     )
+
+
+def test_a_plan_leaves_the_second_server_room_beside_the_first(tmp_path: Path) -> None:
+    config = config_for(tmp_path, NodeGpus(2, H200_BYTES))
+    beside = config.rollout_server.max_episodes * FURTHER_EPISODES // 16
+    episodes_per_step = divided(config).episodes_per_step
+    assert episodes_per_step <= config.rollout_server.max_episodes - beside
