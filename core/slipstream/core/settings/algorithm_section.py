@@ -126,7 +126,7 @@ class AlgorithmSection(Section):
     # Arguments of the function.
     reward_args: Arguments = Field({}, validate_default=True)
     # Groups that are trained, while others are leased for the rest. `unequal_rewards` takes those
-    # with two different rewards.
+    # with two different rewards by the environment, before `reward` changes them.
     filter: str = _function("filter", "none")
     # Arguments of the function.
     filter_args: Arguments = Field({}, validate_default=True)

@@ -230,6 +230,8 @@ class EpisodeProof:
                     lengths = (size, 16) if member % 2 else (3 * size,)
                     of = (bool(member % 2), lengths, 16, "environment", group)
                     found.append(RewardedEpisode(reward, metrics, *of))
+                    if self.kind == "filter":
+                        found[-1] = replace(found[-1], changed_reward=reward - size / 8)
                     continue
                 values = chance.normal(0, 0.5, size) if self.has_values else None
                 branches = (slice(0, 1), slice(1, size)) if size > 2 else (slice(0, size),)
@@ -252,7 +254,7 @@ class EpisodeProof:
         found: list[list[float]] = []
         if self.kind == "reward":
             shaped = rewarded(self.algorithm, given, where=where)
-            found = [[each.reward, *each.reports.values()] for each in shaped]
+            found = [[each.shaped_reward, *each.reports.values()] for each in shaped]
         else:
             for one in token_advantages(self.algorithm, given, where=where):
                 found.append([*one.advantages, *one.reports.values()])

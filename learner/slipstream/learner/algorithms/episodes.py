@@ -127,10 +127,11 @@ class RewardedEpisode:
     """One episode of a group, or one side's part of it, before the episode is trained.
 
     In a game whose sides have their own rewards, the reward function is called once for each side
-    of a group, as if the side were a group. A filter gets all sides of a group, with the rewards
-    that the reward function returned.
+    of a group, as if the side were a group. A filter gets all sides of a group, with both rewards:
+    groups are told apart by what the environment says, and trained by the shaped reward.
     """
 
+    # The environment's.
     reward: float
     # The metrics that the environment measured.
     metrics: Mapping[str, float]
@@ -146,3 +147,10 @@ class RewardedEpisode:
     side: str = ""
     # The values that the function `reward` reported of the episode.
     reports: Mapping[str, float] = field(default_factory=dict)
+    # The result of the function `reward`; None before its call.
+    changed_reward: float | None = None
+
+    @property
+    def shaped_reward(self) -> float:
+        """The reward that is trained: the environment's, changed by the function `reward`."""
+        return self.reward if self.changed_reward is None else self.changed_reward

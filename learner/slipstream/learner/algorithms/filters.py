@@ -13,10 +13,11 @@ def none(group: Sequence[RewardedEpisode]) -> bool:
 
 
 def unequal_rewards(group: Sequence[RewardedEpisode]) -> bool:
-    """Whether the rewards of a group differ within at least one side of its episodes.
+    """Whether the environment's rewards differ within at least one side of a group's episodes.
 
-    Source: dynamic sampling of DAPO (arXiv:2503.14476, section 3.2), which leaves out groups of
-    equal rewards.
+    A penalty makes no difference: answers that are all wrong at different lengths teach lengths
+    alone. Source: dynamic sampling of DAPO (arXiv:2503.14476, section 3.2), which leaves out groups
+    whose answers are all right or all wrong.
     """
     rewards: dict[str, list[float]] = defaultdict(list)
     for episode in group:

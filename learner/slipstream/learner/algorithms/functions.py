@@ -198,7 +198,7 @@ def _checked(call: Callable[..., Any], given: Mapping[str, Any], *, what: str) -
 def rewarded(
     algorithm: AlgorithmSection, group: Sequence[RewardedEpisode], *, where: str
 ) -> list[RewardedEpisode]:
-    """Returns a group's episodes with their new rewards; raises RunFailed about `where`."""
+    """Returns a group's episodes with their shaped rewards; raises RunFailed about `where`."""
     function = function_of(algorithm, "reward")
     with function.named(where):
         found = list(function.call(tuple(group)))
@@ -210,7 +210,7 @@ def rewarded(
             raise function.fault(f"a reward is no finite number: {each.reward!r}", where)
         function.check_numbers(each.reports, where)
     return [
-        replace(episode, reward=float(each.reward), reports=each.reports)
+        replace(episode, changed_reward=float(each.reward), reports=each.reports)
         for episode, each in zip(group, shaped, strict=True)
     ]
 
@@ -295,7 +295,7 @@ def is_counted(trajectory: Trajectory, algorithm: AlgorithmSection) -> bool:
 def shaped_rewards(
     trajectories: Sequence[Trajectory], config: Config
 ) -> list[list[RewardedEpisode]]:
-    """Returns a list of sides for each episode, with the rewards that `algorithm.reward` gives.
+    """Returns the sides of each episode, with both of their rewards, by `algorithm.reward`, too.
 
     The sides are in the order of their first branches. An episode without branches has one side; an
     episode that does not count (`is_counted`) has none. Raises RunFailed if the reward function is

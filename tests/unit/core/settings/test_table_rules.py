@@ -421,10 +421,10 @@ def test_stale_tokens_without_a_correction_are_warned_of(changes: Changes, words
 
 def test_where_no_weight_is_right_the_warning_about_stale_tokens_advises_none() -> None:
     settings = {"algorithm.weight": "none", "algorithm.max_staleness": 2}
-    (whole,) = config_with(settings).training_warnings
-    assert whole.endswith("biases the gradient; set algorithm.weight")
-    (cut,) = config_with(settings | {"sampling.top_p": 0.8}).training_warnings
-    assert cut.endswith(
+    (warning,) = config_with(settings).training_warnings
+    assert warning.endswith("biases the gradient; set algorithm.weight")
+    (cut_warning,) = config_with(settings | {"sampling.top_p": 0.8}).training_warnings
+    assert cut_warning.endswith(
         "; set it to 0, or sample from the whole vocabulary and set algorithm.weight"
     )
 

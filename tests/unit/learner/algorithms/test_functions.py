@@ -268,7 +268,7 @@ def test_a_faulty_reward_or_filter_is_named_in_one_line(module, function, what):
 def test_rewards_and_advantages_report_numbers_of_episodes(module: str) -> None:
     group = [RewardedEpisode(reward, {}, False, (2,), 10, "e", 0) for reward in (1.0, 3.0)]
     found = rewarded(algorithm(reward=f"{module}:shaped"), group, where="group g1")
-    assert [(one.reward, one.reports["half"]) for one in found] == [(0.5, 0.5), (1.5, 1.5)]
+    assert [(one.shaped_reward, one.reports["half"]) for one in found] == [(0.5, 0.5), (1.5, 1.5)]
     settings = algorithm(advantage=f"{module}:half_reported")
     assert [one.reports for one in token_advantages(settings, episodes(), where="")] == [
         {"ones": 1.0}
@@ -317,7 +317,7 @@ def config(**algorithm: JsonValue) -> Config:
 
 def shaped(trajectory: Trajectory, settings: Config) -> dict[str, float]:
     (sides,) = shaped_rewards([trajectory], settings)
-    return {side.side: side.reward for side in sides}
+    return {side.side: side.shaped_reward for side in sides}
 
 
 def has_variance(group: list[Trajectory], settings: Config) -> bool:
@@ -369,13 +369,13 @@ def test_truncated_episodes_count_unless_they_are_filtered() -> None:
     assert is_counted(trajectory(1.0), config(leave_out_truncated=True).algorithm)
 
 
-def test_variance_is_that_of_the_rewards_with_their_penalties() -> None:
+def test_variance_is_that_of_the_environments_rewards_whatever_the_penalties() -> None:
     alike = [trajectory(1.0, reply=2), trajectory(1.0, reply=10)]
     assert not has_variance(alike, config())
-    assert has_variance(alike, config(**PENALTY))
+    assert not has_variance(alike, config(**PENALTY))
     # 1.0 - 0.5 and 0.5: the penalty takes the difference away.
     evened = [trajectory(1.0, reply=10), trajectory(0.5, reply=2)]
-    assert not has_variance(evened, config(**PENALTY))
+    assert has_variance(evened, config(**PENALTY))
 
 
 def test_filtered_episodes_give_no_variance() -> None:

@@ -324,7 +324,10 @@ def means_of_metrics(episodes: Sequence[Mapping[str, float]]) -> dict[str, float
 
 
 def equal_rewards(groups: Sequence[Sequence[Trajectory]], config: Config) -> dict[str, float]:
-    """Returns the fraction of groups with equal shaped rewards, in total and by environment."""
+    """Returns the fraction of groups of equal rewards, in all and for each environment.
+
+    The rewards are the environment's: a penalty makes no two of them different.
+    """
     found: dict[str, list[bool]] = {}
     for group in groups:
         sides = [side for episode in shaped_rewards(group, config) for side in episode]

@@ -203,7 +203,7 @@ def _advantages(
     for index, (trajectory, sides) in enumerate(zip(batch.trajectories, shaped, strict=True)):
         if not sides:
             continue
-        by_side = {side.side: float(side.reward) for side in sides}
+        by_side = {side.side: side.shaped_reward for side in sides}
         turns, told = _turns_of(trajectory), trajectory.token_rewards
         own_rewards = {side_of(branch): branch.reward for branch in trajectory.branches}
         costs, kl = np.zeros(trajectory.num_sampled_tokens), config.algorithm.kl
