@@ -7,9 +7,11 @@ import os
 import random
 import signal
 import sys
+import tomllib
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,20 @@ def refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(refuse_processes)
+
+
+def pytest_configure() -> None:
+    """Refuses an editable install that has not read pyproject.toml's entry points."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    for group, entries in project["entry-points"].items():
+        missing = sorted(entries.keys() - entry_points(group=group).names)
+        if missing:
+            raise pytest.UsageError(
+                f"the installed package lacks the entry points {', '.join(missing)} of {group}: "
+                "run `make install`, which reads pyproject.toml again"
+            )
+
+
 # gRPC and torch say nothing of peers that go, which here are sent away.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -50,7 +50,7 @@ STAIRS = (
     *("events", "run"),
     *("servers", "records", "tasks", "leasing", "trajectories"),
     *("part", "publishing", "loop"),
-    *("set_aside_batch", "watch", "reporting", "services", "results"),
+    *("set_aside_batch", "watch", "reporting", "services", "results", "kernel"),
     *("application", "__main__"),
 )
 # Packages whose modules and folders form no circle either.

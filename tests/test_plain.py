@@ -93,7 +93,7 @@ def test_a_budget_allows_what_it_says_and_no_more() -> None:
 def test_full_lines_are_refused_with_the_fullest_of_them() -> None:
     headline, fullest, *_ = problems(DENSE_LINE * 10)
     assert headline == (
-        "core/example.py: 22.00 tokens on a line of code, 100 tokens too many for its lines"
+        "core/example.py: 22.00 tokens on a line of code, 80 tokens too many for its lines"
     )
     assert fullest.endswith(
         ": 22 tokens on a line: name a part of it, or give it more lines",

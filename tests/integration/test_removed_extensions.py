@@ -12,21 +12,38 @@ from support.rigs.smallest_run import SHORT, SMALLEST, own_settings
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 STEPS = 20
-# A `sitecustomize`, which Python imports at its start: whoever imports a removed module fails.
+# A `sitecustomize`, which Python imports at its start: a removed module has no entry point, and
+# whoever imports it fails.
 HOOK = """
 import importlib.abc
+import importlib.metadata
 import sys
 
 REMOVED = {removed!r}
 
 
+def is_removed(name):
+    return any(name == module or name.startswith(module + ".") for module in REMOVED)
+
+
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if any(name == each or name.startswith(each + ".") for each in REMOVED):
+        if is_removed(name):
             raise ModuleNotFoundError(f"{{name}} is removed", name=name)
         return None
 
 
+all_entry_points = importlib.metadata.entry_points
+
+
+def entry_points(**chosen):
+    entries = all_entry_points(**chosen)
+    if chosen.get("group") != "slipstream.extensions":
+        return entries
+    return importlib.metadata.EntryPoints(e for e in entries if not is_removed(e.module))
+
+
+importlib.metadata.entry_points = entry_points
 sys.meta_path.insert(0, Finder())
 """
 # Tests of modules of the kernel.

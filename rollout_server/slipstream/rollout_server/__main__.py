@@ -13,9 +13,7 @@ import secrets
 import signal
 import sys
 import traceback
-from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvloop
 from slipstream.core.configuration.config_file import check_model, load_config
@@ -27,6 +25,7 @@ from slipstream.core.errors import (
     ConfigError,
     SlipstreamError,
 )
+from slipstream.core.extension import check_process
 from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.description import free_memory
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
@@ -36,14 +35,9 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId
 from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.weights.nccl_group import set_nccl_environment
-from slipstream.protocol.weights.transports import check_storage
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.episodes.worker_gateway import WorkerLimits
-
-if TYPE_CHECKING:
-    from slipstream.rollout_server.vllm.engine import VllmEngine
-
 
 # Bytes of output that are kept for each environment worker; older lines are removed.
 WORKER_LOG_BYTES = 16 << 20
@@ -84,7 +78,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
     from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
     from slipstream.rollout_server.service import RolloutServer
 
-    check_storage(config.weights.storage_url)
+    check_process(config)
     process.import_engine(config)
     from slipstream.rollout_server.vllm.agent_services import AgentServices
     from slipstream.rollout_server.vllm.engine import VllmEngine
@@ -136,8 +130,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
         )
         model = Model(engine, renderer, AgentServices(engine.llm, renderer, settings))
         server = RolloutServer(config, options.controller, server_id, model, gateway)
-        async with _metrics(config, engine, server_id):
-            await server.run(stop)
+        await server.run(stop)
     except* EngineDied as died:
         # Every open request has failed with the same error.
         said = str(_leaves(died)[0])
@@ -145,16 +138,6 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
     finally:
         await engine.aclose()
     return DONE
-
-
-def _metrics(
-    config: Config, engine: "VllmEngine", server_id: ServerId
-) -> AbstractAsyncContextManager[None]:
-    if config.tracking.prometheus is None:
-        return nullcontext()
-    from slipstream.extensions.prometheus.endpoint import metrics_endpoint
-
-    return metrics_endpoint(config, "rollout_server", [engine.requests], server=server_id)
 
 
 def _report(error: BaseException) -> int:

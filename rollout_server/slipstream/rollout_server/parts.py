@@ -1,28 +1,15 @@
 """Opens the parts of a server that the settings ask for; the modules of others stay unimported."""
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
 
 import grpc.aio
-from slipstream.core.configuration.config_file import vocabulary_size
-from slipstream.core.run_folder import FETCHED
+from slipstream.core.extension import active, resolve
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId
 from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.base import TrajectorySender
-
-if TYPE_CHECKING:
-    from slipstream.extensions.reference_server.server import ReferenceServer
-    from slipstream.extensions.stored_weights.server import FetchOrders
-    from slipstream.v1 import fleet_pb2
-
-    # Opens the orders of one session, which reports on publishes, and whose tasks are in the group.
-    OpenFetches: TypeAlias = Callable[
-        [Callable[[fleet_pb2.PublishReport], None], asyncio.TaskGroup], FetchOrders
-    ]
+from slipstream.rollout_server.part import ServerPart
 
 
 async def open_sender(
@@ -44,35 +31,12 @@ async def open_sender(
     return await stack.enter_async_context(GrpcSender(channel, metadata, queue.max_bytes))
 
 
-def open_reference(stack: AsyncExitStack, config: Config) -> "ReferenceServer | None":
-    """Returns the connection to the reference model's server, which `stack` closes.
-
-    Returns None if the settings name no such server. Raises ConfigError if the file of its API
-    key cannot be read.
-    """
-    section = config.reference
-    if section is None or section.server is None:
-        return None
-    from slipstream.extensions.reference_server.server import ReferenceServer
-
-    opened = ReferenceServer(
-        section.server,
-        top_k=section.top_k,
-        vocab_size=vocabulary_size(config.model.path),
-        max_tokens=config.sampling.max_episode_tokens,
-    )
-    stack.push_async_callback(opened.aclose)
-    return opened
-
-
-def open_fetches(config: Config, server: ServerId) -> "OpenFetches | None":
-    """Returns what opens the orders to fetch of each session; None if the trainer sends weights.
-
-    Raises ConfigError if the storage cannot be opened.
-    """
-    if config.weights.storage_url is None:
-        return None
-    from slipstream.extensions.stored_weights.server import FetchOrders, StoredWeights
-
-    stored = StoredWeights(config.weights, config.run_dir / FETCHED / server)
-    return partial(FetchOrders, stored)
+def server_parts(config: Config, server: ServerId) -> list[ServerPart]:
+    """Makes the parts of a server; raises ConfigError if the settings of one cannot work."""
+    parts: list[ServerPart] = []
+    for extension in active(config):
+        if extension.server:
+            part: ServerPart | None = resolve(extension.server)(config, server)
+            if part is not None:
+                parts.append(part)
+    return parts

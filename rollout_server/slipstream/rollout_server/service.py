@@ -36,7 +36,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import NamedTuple
@@ -52,7 +52,8 @@ from slipstream.rollout_server.episodes.calls import OutgoingMessages
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
 from slipstream.rollout_server.episodes.play import EpisodeServices, Identity, Model
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
-from slipstream.rollout_server.parts import open_fetches, open_reference, open_sender
+from slipstream.rollout_server.part import Fetches
+from slipstream.rollout_server.parts import open_sender, server_parts
 from slipstream.rollout_server.session import JoinCall, Session, hello
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, status_pb2, status_pb2_grpc
 
@@ -93,7 +94,7 @@ class RolloutServer:
         self._credentials = Credentials.load(config.security)
         self._metadata = call_metadata(self._credentials, config.run.id)
         self._outbox = OutgoingMessages[fleet_pb2.ServerMessage]()
-        self._open_fetches = open_fetches(config, server_id)
+        self._parts = server_parts(config, server_id)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set or the controller orders it to leave, then drains.
@@ -103,6 +104,9 @@ class RolloutServer:
         `controller.stall_timeout_s`. After the first welcome, errors come in an exception group.
         """
         async with AsyncExitStack() as stack:
+            for part in self._parts:
+                await stack.enter_async_context(part.beside(self._model.engine))
+                stack.push_async_callback(part.aclose)
             channel = open_channel(self._address, self._credentials)
             stack.push_async_callback(channel.close, None)
             following = await self._join(channel, stop)
@@ -121,7 +125,9 @@ class RolloutServer:
                         fleet_pb2.ServerMessage(environment=report)
                     ),
                 )
-                services = EpisodeServices(self._model, environments, open_reference(stack, config))
+                references = [part.references() for part in self._parts]
+                reference = next(filter(None, references), None)
+                services = EpisodeServices(self._model, environments, reference)
                 watches = [
                     group.create_task(self._model.engine.watch()),
                     group.create_task(self._gateway.logs.watch()),
@@ -140,7 +146,7 @@ class RolloutServer:
                         sender,
                         services,
                         group,
-                        self._open_fetches,
+                        self._fetches,
                         partial(self._ask, channel, epoch),
                     )
                     try:
@@ -158,6 +164,15 @@ class RolloutServer:
                     watch.cancel()
                 environments.close()
         log.info("drained")
+
+    def _fetches(
+        self,
+        report: Callable[[fleet_pb2.PublishReport], None],
+        group: asyncio.TaskGroup,
+    ) -> Fetches | None:
+        """Returns what fetches versions for one session; None if the trainer sends them."""
+        fetches = [part.fetches(report, group) for part in self._parts]
+        return next(filter(None, fetches), None)
 
     async def _ask(self, channel: grpc.aio.Channel, epoch: int) -> None:
         """Raises AioRpcError unless a controller answers that has a stream of `epoch`."""

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import grpc.aio
 from slipstream.core.machine.gpus import gpu_names
@@ -26,13 +26,17 @@ from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.calls import OutgoingMessages
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.episodes.play import EpisodeServices, Identity, Lease
+from slipstream.rollout_server.part import Fetches
 from slipstream.rollout_server.process import is_cpu_build
 from slipstream.rollout_server.usage import EpochCounters
 from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2
 
-if TYPE_CHECKING:
-    from slipstream.rollout_server.parts import OpenFetches
+# Opens what fetches versions for one session, which reports on publishes by the function and has
+# its tasks in the group; returns None if the trainer sends the weights.
+OpenFetches: TypeAlias = Callable[
+    [Callable[[fleet_pb2.PublishReport], None], asyncio.TaskGroup], Fetches | None
+]
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +64,12 @@ class Session:
         sender: TrajectorySender,
         services: EpisodeServices,
         group: asyncio.TaskGroup,
-        open_fetches: OpenFetches | None,
+        open_fetches: OpenFetches,
         ask: Callable[[], Awaitable[None]],
     ) -> None:
         """Runs its tasks in `group`; the engine must be paused and have no open request.
 
-        `open_fetches` is None if the trainer sends the weights. `ask` raises AioRpcError if
-        the controller does not know the epoch.
+        `ask` raises AioRpcError if the controller does not know the epoch.
         """
         self._ask = ask
         self._welcome, self._outbox, self._config = welcome, outbox, config
@@ -89,7 +92,7 @@ class Session:
             self._publish_report,
             rested=lambda answer: outbox.put_nowait(fleet_pb2.ServerMessage(rested=answer)),
         )
-        self._fetches = open_fetches and open_fetches(self._tell_publish, group)
+        self._fetches = open_fetches(self._tell_publish, group)
         self._group = group
         self._drain_ordered = asyncio.Event()
         # Set by a drain order that leaves running episodes no time.

@@ -33,8 +33,6 @@ from slipstream.client.launch.fit import describe_engine, processor_problems
 from slipstream.client.launch.machine import require_packages, warn_unproved
 from slipstream.client.launch.placement import SERVER as SERVER_PROGRAM
 from slipstream.client.launch.placement import (
-    TINKER,
-    Program,
     Share,
     describe_sharing,
     fit_here,
@@ -62,6 +60,7 @@ from slipstream.core.errors import (
     SlipstreamError,
     check_server_id,
 )
+from slipstream.core.extension import Program, program
 from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.process import raise_open_files
 from slipstream.core.models.model_sizes import read_model_sizes
@@ -104,7 +103,7 @@ async def run_tinker(
     config = load_config(path, overrides, hub="small" if dry_run else "whole")
     share = Share(range(config.learner.world_size), config.rollout_server.count)
     say(f"base_url=http://{address} and any api_key that begins with tml-")
-    beside = (TINKER, ["--port", str(chosen), *(["--in-flight"] if in_flight else [])])
+    beside = (program("tinker"), ["--port", str(chosen), *(["--in-flight"] if in_flight else [])])
     return await _carry_out(config, share, dry_run=dry_run, beside=beside)
 
 

@@ -15,6 +15,7 @@ from slipstream.core.configuration.automatic import ON_GPUS
 from slipstream.core.configuration.node_plan import NodeGpus
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
+from slipstream.core.extension import Program
 from slipstream.core.machine.address import address_parts, is_loopback
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.gpus import (
@@ -36,20 +37,9 @@ from slipstream.v1.weights_pb2 import Place
 QUEUE_ENDS: tuple[QueueEnd, ...] = ("controller", "rollout_server")
 
 
-@dataclass(frozen=True)
-class Program:
-    """A process of a run, which is started again when it dies."""
-
-    name: str
-    module: str
-    # The most starts after the first one, until it gets on.
-    restarts: int
-
-
 CONTROLLER = Program("controller", "slipstream.learner.controller", restarts=5)
 TRAINER = Program("trainer-rank", "slipstream.learner.trainer", restarts=3)
 SERVER = Program("server", "slipstream.rollout_server", restarts=5)
-TINKER = Program("tinker", "slipstream.extensions.tinker.front", restarts=5)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from slipstream.client.launch.placement import (
     SERVER,
     TRAINER,
     Placement,
-    Program,
     describe_sharing,
 )
 from slipstream.client.run_folder import (
@@ -40,6 +39,7 @@ from slipstream.client.status import RunStatus, episodes_under_way, run_from_pb
 from slipstream.core.configuration.automatic import describe_choices, describe_plan
 from slipstream.core.configuration.config_file import model_warnings
 from slipstream.core.errors import FAILED, RunFailed
+from slipstream.core.extension import Program
 from slipstream.core.machine.files import remove_abandoned
 from slipstream.core.run_folder import LOGS, log_path
 from slipstream.core.settings.config import Config

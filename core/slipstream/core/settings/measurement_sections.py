@@ -8,23 +8,13 @@ from typing import Annotated, Self
 
 from pydantic import Field, JsonValue, model_validator
 from slipstream.core.errors import ConfigError
+from slipstream.core.extension import Tracker, installed
 from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.section import Address, Positive, Reference, Seconds, Section
 from slipstream.core.template_values import TemplateValues
 
 # Group of the entry points by which other packages add trackers.
 TRACKERS = "slipstream.trackers"
-_CLASSES = {"tensorboard": "TensorBoardTracker", "wandb": "WandbTracker", "mlflow": "MlflowTracker"}
-# Modules of each of our trackers, with the requirements that have them.
-PACKAGES: dict[str, dict[str, str]] = {
-    "tensorboard": {"tensorboard": "tensorboard>=2.20,<3"},
-    "wandb": {"wandb": "wandb>=0.20,<1"},
-    "mlflow": {
-        "mlflow": "mlflow-skinny>=3.17,<4",
-        "sqlalchemy": "sqlalchemy>=2,<3",
-        "alembic": "alembic>=1.14,<2",
-    },
-}
 
 
 # Between 0 and this temperature vLLM silently samples at this temperature.
@@ -136,14 +126,21 @@ class DebugSection(Section):
     ignore_eos: bool = False
 
 
+def built_in_trackers() -> dict[str, Tracker]:
+    """Returns the trackers of installed extensions, by the names that settings have for them."""
+    return {
+        name: tracker for manifest in installed() for name, tracker in manifest.trackers.items()
+    }
+
+
 def tracker_named(name: str) -> EntryPoint:
     """Returns the place of a tracker of ours or of another package; raises ConfigError."""
-    if name in PACKAGES:
-        place = f"slipstream.extensions.trackers.controller:{_CLASSES[name]}"
-        return EntryPoint(name, place, TRACKERS)
+    built_in = built_in_trackers()
+    if name in built_in:
+        return EntryPoint(name, built_in[name].place, TRACKERS)
     others = entry_points(group=TRACKERS)
     if name not in others.names:
-        known = ", ".join(sorted({*PACKAGES, *others.names}))
+        known = ", ".join(sorted({*built_in, *others.names}))
         raise ConfigError(
             f"tracking.trackers has {name!r}, which no installed package gives as an entry point "
             f"of {TRACKERS}; there are {known}"
@@ -153,11 +150,13 @@ def tracker_named(name: str) -> EntryPoint:
 
 def check_trackers(tracking: TrackingSection) -> None:
     """Raises ConfigError with the command to run when a tracker's package is not installed."""
-    for tracker in tracking.trackers:
-        tracker_named(tracker)
-        for package in PACKAGES.get(tracker, ()):
+    built_in = built_in_trackers()
+    for name in tracking.trackers:
+        tracker_named(name)
+        packages = built_in[name].packages if name in built_in else {}
+        for package in packages:
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(
-                    f"tracking.trackers has {tracker!r}, which needs the package {package}: "
-                    f"pip install {shlex.join(PACKAGES[tracker].values())}"
+                    f"tracking.trackers has {name!r}, which needs the package {package}: "
+                    f"pip install {shlex.join(packages.values())}"
                 )

@@ -159,3 +159,9 @@ class DraftTraining(StepPart):
         found = F.embedding(own.where(is_here, 0), table) * is_here[..., None]
         whole: Tensor = reduce_from_tensor_model_parallel_region(found, tp_group)
         return whole
+
+
+def step_part(config: Config, policy: Policy) -> DraftTraining:
+    """Returns the part that trains the layer."""
+    assert policy.drafts is not None
+    return DraftTraining(policy.drafts, policy, config)

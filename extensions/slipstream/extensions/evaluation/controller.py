@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.types import FULL_REWARD, GroupId, PolicyVersion, Status
+from slipstream.learner.controller.kernel import Kernel
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.part import Part, Tasks
@@ -336,3 +337,15 @@ def _line(step: int, name: str, values: Mapping[str, float]) -> str:
     if values["num_failed"]:
         parts.append(f"{values['num_failed']:.0f} failed")
     return f"evaluation {name} at version {step}: {', '.join(parts)}"
+
+
+def part(kernel: Kernel) -> Evaluator:
+    """Returns the part of the controller that evaluates."""
+    return Evaluator(
+        kernel.run,
+        kernel.books,
+        kernel.intake,
+        kernel.publisher,
+        kernel.scheduler,
+        kernel.results,
+    )

@@ -8,12 +8,16 @@ import asyncio
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from slipstream.core.run_folder import LEASE_WAITS
 from slipstream.core.settings.config import Config
+from slipstream.extensions.prometheus.endpoint import metrics_endpoint
+from slipstream.learner.controller.kernel import Kernel
+from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.ledger import FATES
 from slipstream.learner.controller.services.fleet_service import StatusServicer
@@ -245,3 +249,14 @@ def _labelled(
 
 
 _gauges, _counters = partial(_labelled, GaugeMetricFamily), partial(_labelled, CounterMetricFamily)
+
+
+class MetricsPart(Part):
+    """Serves the controller's /metrics."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._config = kernel.run.config
+        self._collector = RunCollector(self._config, kernel.status, kernel.publisher)
+
+    def beside(self) -> AbstractAsyncContextManager[None]:
+        return metrics_endpoint(self._config, "controller", [self._collector])

@@ -19,9 +19,10 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.openai_client import faults_as, key_in, openai_client
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import ReferenceServerSection
-from slipstream.core.types import ReferenceLogprobs, check_reference
+from slipstream.core.types import ReferenceLogprobs, ServerId, check_reference
 from slipstream.rollout_server.episodes.play import ServiceFailed
 from slipstream.rollout_server.episodes.recording import ScoredSequence
+from slipstream.rollout_server.part import ServerPart
 
 # Calls after the first one.
 _MAX_RETRIES = 5
@@ -149,6 +150,31 @@ class ReferenceServer:
         found = ReferenceLogprobs(logprobs, top_ids, top_logprobs)
         fault = check_reference(found, [0] if len(places) and places[0] == 0 else [])
         return f"must run with --logprobs-mode raw_logprobs: {fault}" if fault else found
+
+
+class ReferencePart(ServerPart):
+    """Connects a rollout server to the reference model's server."""
+
+    def __init__(self, config: Config, _: ServerId) -> None:
+        self._config = config
+        self._server: ReferenceServer | None = None
+
+    def references(self) -> ReferenceServer:
+        """Opens the connection; raises ConfigError if the file of the key cannot be read."""
+        reference = self._config.reference
+        assert reference is not None
+        assert reference.server is not None
+        self._server = ReferenceServer(
+            reference.server,
+            top_k=reference.top_k,
+            vocab_size=vocabulary_size(self._config.model.path),
+            max_tokens=self._config.sampling.max_episode_tokens,
+        )
+        return self._server
+
+    async def aclose(self) -> None:
+        if self._server is not None:
+            await self._server.aclose()
 
 
 async def check_reference_server(config: Config) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from slipstream.core.errors import RunFailed
+from slipstream.core.settings.config import Config
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.layers.routers import sparse_layers
@@ -147,3 +148,8 @@ class Routing(StepPart):
             raise RunFailed("no router replayed the recorded experts")
         difference = differing / max(1, replayed)
         return {"routing_difference": difference, "routing_unrecorded": unrecorded}
+
+
+def step_part(_: Config, policy: Policy) -> Routing:
+    """Returns the part that compares the routers' experts with the engine's."""
+    return Routing(policy.chunks)

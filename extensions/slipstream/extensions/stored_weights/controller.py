@@ -12,6 +12,7 @@ import time
 from collections import Counter
 
 from slipstream.core.types import PolicyVersion
+from slipstream.learner.controller.kernel import Kernel
 from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publish, Publisher
 from slipstream.learner.controller.publishing.receivers import (
@@ -178,3 +179,13 @@ class StoredPublisher(Part):
                 f"old for step {step + 1} (algorithm.max_staleness = {bound}); it has not fetched "
                 "a newer one from storage yet"
             )
+
+
+def part(kernel: Kernel) -> StoredPublisher:
+    """Returns the part of the controller that publishes through storage."""
+    return StoredPublisher(
+        kernel.books.fleet,
+        kernel.run,
+        kernel.tasks,
+        publisher=kernel.publisher,
+    )

@@ -21,11 +21,15 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from slipstream.core.errors import ProtocolError, WeightSyncError
+from slipstream.core.run_folder import FETCHED
+from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import WeightsSection
+from slipstream.core.types import ServerId
 from slipstream.extensions.stored_weights import storage
 from slipstream.protocol.bounds import check_bounds
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
+from slipstream.rollout_server.part import ServerPart
 from slipstream.v1 import fleet_pb2, weights_pb2
 
 log = logging.getLogger(__name__)
@@ -242,3 +246,18 @@ class FetchOrders:
                 *(order.version.step, fetched.seconds, fetched.num_bytes, fetched.num_links),
             )
         self._report(report)
+
+
+class StoredWeightsPart(ServerPart):
+    """Fetches the versions of a run from storage."""
+
+    def __init__(self, config: Config, server: ServerId) -> None:
+        """Opens the storage; raises ConfigError if fsspec cannot."""
+        self._stored = StoredWeights(config.weights, config.run_dir / FETCHED / server)
+
+    def fetches(
+        self,
+        report: Callable[[fleet_pb2.PublishReport], None],
+        group: asyncio.TaskGroup,
+    ) -> FetchOrders:
+        return FetchOrders(self._stored, report, group)

@@ -31,6 +31,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 from slipstream.core.errors import ConfigError, ProtocolError, WeightSyncError
+from slipstream.core.settings.config import Config
 from slipstream.protocol.bounds import one_line
 from slipstream.protocol.weights.buckets import ALIGNMENT_BYTES, Bucket
 from slipstream.protocol.weights.digests import bucket_digest
@@ -218,3 +219,9 @@ def content_name(bucket_digests: Iterable[bytes]) -> bytes:
     """Returns the name of all buckets' content, a digest of their digests; b"" without buckets."""
     digests = list(bucket_digests)
     return bucket_digest(digests) if digests else b""
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError when fsspec cannot open the storage; sends no request to it."""
+    assert config.weights.storage_url is not None
+    Storage(config.weights.storage_url)

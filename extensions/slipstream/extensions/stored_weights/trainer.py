@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 from slipstream.core.errors import RunFailed, WeightSyncError
+from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import WeightsSection
 from slipstream.extensions.stored_weights.storage import (
     Storage,
@@ -27,6 +28,7 @@ from slipstream.extensions.stored_weights.storage import (
     travels_whole,
 )
 from slipstream.learner.trainer.controller_client import ControllerClient
+from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.weights.publish import Published
 from slipstream.protocol.bounds import one_line
@@ -340,3 +342,10 @@ class RankObjects:
         return weights_pb2.StoredObject(
             key=key, num_bytes=len(data), digest=object_digest(data), buckets=parts
         )
+
+
+def writer(
+    config: Config, policy: Policy, published: Published, client: ControllerClient
+) -> VersionWriter:
+    """Returns the writer of a run's versions; raises ConfigError if fsspec cannot open the URL."""
+    return VersionWriter(published, config.weights, ranks=policy.ranks, client=client)

@@ -27,6 +27,7 @@ from slipstream.core.waits import within
 from slipstream.extensions.tinker.models import Entry, Model, Models, Named
 from slipstream.extensions.tinker.samples import Samples
 from slipstream.extensions.tinker.store import OperationStore
+from slipstream.learner.controller.kernel import Kernel
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.part import Part, Tasks
@@ -581,3 +582,15 @@ class Operations(Part, operations_pb2_grpc.OperationServiceServicer):
         entry, given = self._current, found.batch.given
         if entry is not None and given is not None and entry.operation.id == given.id:
             self._end(entry, error=found.cause)
+
+
+def part(kernel: Kernel) -> Operations:
+    """Returns the part of the controller that carries out a client's operations."""
+    return Operations(
+        kernel.run,
+        kernel.books,
+        kernel.intake,
+        kernel.publisher,
+        kernel.scheduler,
+        kernel.former,
+    )

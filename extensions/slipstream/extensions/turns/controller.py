@@ -9,6 +9,7 @@ controller ends the server's stream.
 import asyncio
 from collections.abc import Collection, Sequence
 
+from slipstream.learner.controller.kernel import Kernel
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
@@ -164,3 +165,10 @@ def shares(server: Place, rank: Place) -> bool:
     if not server.gpus and not rank.gpus:
         return True
     return bool(set(server.gpus) & set(rank.gpus))
+
+
+def part(kernel: Kernel) -> EngineTurns | None:
+    """Returns the part that lets engines rest; None if servers load weights while it trains."""
+    if kernel.run.config.weights.storage_url is not None:
+        return None
+    return EngineTurns(kernel.books.fleet, kernel.run)

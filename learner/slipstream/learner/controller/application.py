@@ -27,6 +27,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import MAX_EXCUSED_ATTEMPTS
 from slipstream.learner.algorithms.functions import used_functions
 from slipstream.learner.controller.events import EventLog
+from slipstream.learner.controller.kernel import Kernel, extension_parts
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.loop import BatchFormer
@@ -197,14 +198,8 @@ class Controller:
                     self._run.events.add(f"the model of the run's earlier end lies in {path}")
                 self._book.awaited.hold(receiver.backlog)
                 await server.start()
-                if self._config.tracking.prometheus is not None:
-                    # The library takes a third of a second to import.
-                    from slipstream.extensions.prometheus.controller import RunCollector
-                    from slipstream.extensions.prometheus.endpoint import metrics_endpoint
-
-                    collector = RunCollector(self._config, self.status, self.publisher)
-                    serving = metrics_endpoint(self._config, "controller", [collector])
-                    await stack.enter_async_context(serving)
+                for part in self.parts:
+                    await stack.enter_async_context(part.beside())
                 self._run.events.add(f"run {self._progress.run_id} listens")
                 for warning in self._config.training_warnings:
                     self._run.events.warn(warning)
@@ -247,36 +242,35 @@ class Controller:
 
         The modules of parts that the settings do not ask for are not imported.
         """
-        run, books, recorder = self._run, self.books, self.recorder
+        run = self._run
+        books = self.books
         self.intake = intake = Intake(run, books)
         self.publisher = publisher = Publisher(books.fleet, run, tasks)
         self.scheduler = scheduler = Scheduler(run, books, intake.start_afresh)
         self.former = former = BatchFormer(books, tasks)
-        self.results = Results(run, books, recorder, intake, former, publisher, scheduler)
+        self.results = results = Results(
+            run, books, self.recorder, intake, former, publisher, scheduler
+        )
         self.environments = EnvironmentServicer(run, books, intake)
-        # Those that take part in the events of the run, in the order in which they are told.
-        self.parts: list[Part] = [self.results]
-        if run.config.evaluations:
-            from slipstream.extensions.evaluation.controller import Evaluator
-
-            results = self.results
-            self.parts.append(Evaluator(run, books, intake, publisher, scheduler, results))
-        if run.config.controller.client_loop:
-            from slipstream.extensions.tinker.controller import Operations
-
-            self.parts.append(Operations(run, books, intake, publisher, scheduler, former))
+        self.status = status = StatusServicer(run, books, scheduler, self.recorder)
+        kernel = Kernel(
+            run=run,
+            books=books,
+            intake=intake,
+            publisher=publisher,
+            scheduler=scheduler,
+            former=former,
+            results=results,
+            status=status,
+            tasks=tasks,
+        )
+        # The parts that take part in the events of the run, in the order in which they are told.
+        self.parts: list[Part] = [results]
+        self.parts += extension_parts(kernel, precede_publisher=True)
         self.parts += [self.environments, publisher]
-        if run.config.weights.storage_url is not None:
-            from slipstream.extensions.stored_weights.controller import StoredPublisher
-
-            self.parts.append(StoredPublisher(books.fleet, run, tasks, publisher=publisher))
-        elif run.config.controller.turns != "off":
-            from slipstream.extensions.turns.controller import EngineTurns
-
-            self.parts.append(EngineTurns(books.fleet, run))
+        self.parts += extension_parts(kernel, precede_publisher=False)
         self.trainer = TrainerServicer(run, books.leases, former, publisher, self.parts)
         self.watch = RunWatch(run, books, publisher, intake)
-        self.status = StatusServicer(run, books, scheduler, recorder)
 
     def _restore(self, history: RunHistory) -> None:
         """Restores each part, before any server connects, unless this is the run's first start."""

@@ -1,6 +1,7 @@
 """What a part of the controller may do at the events of a run."""
 
 from collections.abc import Collection, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -22,6 +23,10 @@ class Part(ServerListener):
     def tasks(self) -> Tasks:
         """Returns what the part does besides, from the first server to the end of the run."""
         return {}
+
+    def beside(self) -> AbstractAsyncContextManager[None]:
+        """Returns a context for the time from the first call that is served to the end."""
+        return nullcontext()
 
     def trainer_asks(self, receivers: Collection[str]) -> None:
         """Handles a trainer that asks for an order; servers `receivers` get its weights now."""

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from slipstream.core import errors
 from slipstream.core.configuration.config_file import check_model, load_config
+from slipstream.core.extension import check_process
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
 from slipstream.core.machine.process import leave, without_collections
 from slipstream.core.run_folder import LOCKS
 from slipstream.core.settings.config import Config
-from slipstream.protocol.weights.transports import check_storage
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.ranks.parallel import Launch
@@ -49,7 +49,7 @@ def main() -> int:
     try:
         config = load_config(arguments.config, arguments.overrides)
         check_model(config)
-        check_storage(config.weights.storage_url)
+        check_process(config)
         from slipstream.learner.trainer.ranks.parallel import Launch
 
         launch = Launch.from_environment()

@@ -9,14 +9,14 @@ from contextlib import nullcontext
 
 from slipstream.core.configuration.config_file import run_check
 from slipstream.core.configuration.roles import named, role_settings
+from slipstream.core.extension import check_process
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.ranks import compat
-from slipstream.protocol.weights.transports import check_storage
 
 
 def check_settings(config: Config) -> None:
     """Raises ConfigError for settings that Megatron rejects, of all models, or the storage."""
-    check_storage(config.weights.storage_url)
+    check_process(config)
     auto_bridge = compat.install()
     from slipstream.learner.trainer.model.recipe import (
         check_biases,

@@ -2,66 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from slipstream.core.extension import active, resolve
 from slipstream.core.settings.config import Config
-from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.step import StepPart
 from slipstream.learner.trainer.weights.publish import Published
+from slipstream.v1 import trainer_pb2, weights_pb2
 
-if TYPE_CHECKING:
-    from slipstream.extensions.prefix_sharing.trainer import PrefixSharing
-    from slipstream.extensions.stored_weights.trainer import VersionWriter
+
+class VersionWriter(Protocol):
+    """Writes versions of the weights elsewhere; `store` and `close` are collective."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the newest order is carried out."""
+
+    def store(self, order: trainer_pb2.StoreOrder, probe: weights_pb2.Probe) -> None:
+        """Copies the weights, and begins to write them on a thread."""
+
+    def close(self, *, keep: bool = False) -> None:
+        """Ends the writing; unless `keep`, no server needs the run's versions any more."""
 
 
 def step_parts(config: Config, policy: Policy) -> list[StepPart]:
     """Returns the parts of steps, with their models, or raises ConfigError; collective."""
-    found: list[StepPart] = []
-    if config.debug.profile.start_step is not None:
-        from slipstream.extensions.profiles.trainer import ProfileWindow
-
-        folder = config.run_dir / "profile"
-        found.append(ProfileWindow(config.debug.profile, folder, rank=policy.ranks.rank))
-    if config.controller.turns == "sleep":
-        from slipstream.extensions.turns.trainer import LockedSteps
-
-        found.append(LockedSteps(config, policy.ranks.gpus))
-    if policy.sharing is not None:
-        found.append(_SharedWork(policy.sharing))
-    if config.needs_reference or config.roles:
-        from slipstream.extensions.other_models.trainer import Roles
-
-        found.append(Roles(config, policy))
-    if policy.drafts is not None:
-        from slipstream.extensions.drafts.trainer import DraftTraining
-
-        found.append(DraftTraining(policy.drafts, policy, config))
-    if config.algorithm.router_replay != "off":
-        from slipstream.extensions.router_replay.trainer import Routing
-
-        found.append(Routing(policy.chunks))
-    return found
+    parts: list[StepPart] = []
+    for extension in active(config):
+        if extension.trainer:
+            part: StepPart | None = resolve(extension.trainer)(config, policy)
+            if part is not None:
+                parts.append(part)
+    return parts
 
 
 def open_writer(
     config: Config, policy: Policy, published: Published, client: ControllerClient
 ) -> VersionWriter | None:
-    """Returns the writer of versions to storage; None without `weights.storage_url`."""
-    if config.weights.storage_url is None:
-        return None
-    from slipstream.extensions.stored_weights.trainer import VersionWriter
-
-    return VersionWriter(published, config.weights, ranks=policy.ranks, client=client)
-
-
-class _SharedWork(StepPart):
-    def __init__(self, sharing: PrefixSharing) -> None:
-        self._sharing = sharing
-
-    def begins(self) -> None:
-        self._sharing.begin_step()
-
-    def ends(self, policy: Policy, batch: Batch) -> dict[str, float]:
-        return {"shared_tokens": float(self._sharing.saved.tokens)}
+    """Returns the writer of versions; None if the trainer sends them to servers."""
+    for extension in active(config):
+        if extension.writer:
+            writer: VersionWriter = resolve(extension.writer)(config, policy, published, client)
+            return writer
+    return None

@@ -70,11 +70,3 @@ def choose_transport(
                 "nccl, and give each process its own GPU"
             )
     return setting
-
-
-def check_storage(url: str | None) -> None:
-    """Raises ConfigError when fsspec cannot open `url`; sends no request to the storage."""
-    if url is not None:
-        from slipstream.extensions.stored_weights.storage import Storage
-
-        Storage(url)

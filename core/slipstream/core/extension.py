@@ -1,0 +1,130 @@
+"""Finds what a run may do without: each option has a manifest, named by an entry point.
+
+A package adds an option by an entry point of the group `slipstream.extensions`, whose value names
+an `Extension`. A manifest imports nothing but this package's settings: what it adds is named as
+"module:attribute", which the process that needs it imports when the settings ask for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any
+
+from slipstream.core.errors import ConfigError
+
+GROUP = "slipstream.extensions"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A process of a run, which is started again when it dies."""
+
+    name: str
+    module: str
+    # The most starts after the first one, until it gets on.
+    restarts: int
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A tracker of metrics, which `tracking.trackers` names."""
+
+    # "module:Class".
+    place: str
+    # Modules that it needs, with the requirements that have them.
+    packages: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """The manifest of an option; each place is "module:attribute", or "" if it has no such part."""
+
+    # The name of its entry point.
+    name: str
+    # Whether the settings of a run (`Tables`) ask for the option.
+    is_on: Callable[[Any], bool] = lambda _: False
+    # Names of options whose parts of the same process come before its own.
+    after: tuple[str, ...] = ()
+    # A function of the settings that raises ConfigError where the option cannot work; trainer and
+    # rollout server call it before they load anything.
+    process_check: str = ""
+    # A function of the controller's `Kernel` that returns a `Part`, or None.
+    controller: str = ""
+    # Whether its part of the controller is told of events before the publisher is.
+    precedes_publisher: bool = False
+    # A function of the settings and the policy that returns a `StepPart`, or None; collective.
+    trainer: str = ""
+    # A function of settings, policy, published weights and the controller's client that returns a
+    # `VersionWriter`, to which versions go in place of the servers.
+    writer: str = ""
+    # A function of the settings and the server's id that returns a `ServerPart`, or None.
+    server: str = ""
+    # Processes that it may add to a run, by the names of the commands that start them.
+    programs: Mapping[str, Program] = field(default_factory=dict)
+    trackers: Mapping[str, Tracker] = field(default_factory=dict)
+
+
+@functools.cache
+def installed() -> tuple[Extension, ...]:
+    """Returns the manifests of all installed options, each behind those in its `after`.
+
+    Raises ConfigError for a manifest that cannot be imported or is none, and for two of one name.
+    """
+    manifests: dict[str, Extension] = {}
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        place = f"the entry point {entry.name} of {GROUP} ({entry.value})"
+        try:
+            manifest = entry.load()
+        except (ImportError, AttributeError, TypeError) as error:
+            raise ConfigError(f"{place} cannot be loaded: {error}") from error
+        if not isinstance(manifest, Extension) or manifest.name != entry.name:
+            raise ConfigError(f"{place} must be an Extension of that name, got {manifest!r}")
+        if entry.name in manifests:
+            raise ConfigError(f"{place} stands beside another of that name: uninstall one of them")
+        manifests[entry.name] = manifest
+    return tuple(_sorted(manifests))
+
+
+def _sorted(manifests: Mapping[str, Extension]) -> list[Extension]:
+    """Returns the manifests by name, but each behind those in its `after` that are installed."""
+    behind = {name: set(manifest.after) & set(manifests) for name, manifest in manifests.items()}
+    order: list[Extension] = []
+    while behind:
+        free = next((name for name in sorted(behind) if not behind[name]), "")
+        if not free:
+            circle = ", ".join(sorted(behind))
+            raise ConfigError(f"the extensions {circle} each come after another of them")
+        del behind[free]
+        order.append(manifests[free])
+        for names in behind.values():
+            names.discard(free)
+    return order
+
+
+def active(config: Any) -> list[Extension]:  # noqa: ANN401 - `Tables` is built from manifests
+    """Returns the manifests of the options that the settings ask for."""
+    return [manifest for manifest in installed() if manifest.is_on(config)]
+
+
+def resolve(place: str) -> Any:  # noqa: ANN401 - each field of a manifest says what it names
+    """Imports and returns what "module:attribute" names."""
+    return pkgutil.resolve_name(place)
+
+
+def program(command: str) -> Program:
+    """Returns the process that `command` adds to a run; raises ConfigError if none is installed."""
+    for manifest in installed():
+        if command in manifest.programs:
+            return manifest.programs[command]
+    raise ConfigError(f"slipstream {command}: no installed extension gives this program")
+
+
+def check_process(config: Any) -> None:  # noqa: ANN401 - see `active`
+    """Raises ConfigError if an option that the settings ask for cannot work in this process."""
+    for manifest in active(config):
+        if manifest.process_check:
+            resolve(manifest.process_check)(config)

@@ -1,0 +1,23 @@
+"""Serves /metrics of a rollout server."""
+
+from contextlib import AbstractAsyncContextManager
+from typing import cast
+
+from prometheus_client.registry import Collector
+from slipstream.core.settings.config import Config
+from slipstream.core.types import ServerId
+from slipstream.extensions.prometheus.endpoint import metrics_endpoint
+from slipstream.rollout_server.engine_interface import Engine
+from slipstream.rollout_server.part import ServerPart
+
+
+class MetricsPart(ServerPart):
+    """Serves /metrics with the load of the engine."""
+
+    def __init__(self, config: Config, server: ServerId) -> None:
+        self._config = config
+        self._server = server
+
+    def beside(self, engine: Engine) -> AbstractAsyncContextManager[None]:
+        load = cast(Collector, engine.requests)
+        return metrics_endpoint(self._config, "rollout_server", [load], server=self._server)
