@@ -43,15 +43,18 @@ _WEIGHTS = "*.safetensors"
 _WITHOUT = ("consolidated*", "original/*", "*/*.safetensors", "params.json")
 
 # Numbers of parameters from which a model is small, or large, for learning rate and batch.
-SMALL, LARGE = 5e7, 1e9
+SMALL = 5e7
+LARGE = 1e9
 # Episodes of a step, of small models on CPUs or one GPU, and of large ones.
-SMALL_BATCH, LARGE_BATCH = 128, 512
+SMALL_BATCH = 128
+LARGE_BATCH = 512
 # Bounds on the lag to choose from: a larger one feeds the trainer better and learns worse by reply.
 STALENESS_BOUNDS = (2, 4)
 # What a run chooses for the GPUs of a machine alone; a run that goes on keeps it on any machine.
 NODE_CHOICES = ("learner.world_size", "rollout_server.count", "algorithm.max_staleness")
 # Most tokens of an episode, and episodes of a server, unless more are asked for.
-EPISODE_TOKENS, SERVER_EPISODES = 4096, 512
+EPISODE_TOKENS = 4096
+SERVER_EPISODES = 512
 # Bytes of weights on one GPU of an engine: half of the smallest GPU for such work.
 WORKER_BYTES = 40e9
 # Bytes that such an engine has for weights and KV cache.
@@ -59,7 +62,9 @@ ENGINE_BYTES = 70e9
 # Tokens of a micro batch times parameters of a layer from which a GPU computes for longer than the
 # host needs to launch its kernels, which are twice as many for a mixture; and the smallest and
 # largest number of tokens that follow.
-LAYER_WORK, LEAST_PACKED, MOST_PACKED = 4.6e11, 8192, 32768
+LAYER_WORK = 4.6e11
+LEAST_PACKED = 8192
+MOST_PACKED = 32768
 # Parameters from which a model in 16 bits is trained on GPUs.
 ON_GPUS = 1e8
 MIB = 1 << 20
@@ -84,20 +89,20 @@ def completed(
     and bound for them. Raises pydantic's ValidationError for an
     invalid section, and ConfigError like `bring_files`.
     """
-    whole: dict[str, Any] = copy.deepcopy(dict(table))
-    add_names(whole)
-    lora = whole.get("lora")
+    settings: dict[str, Any] = copy.deepcopy(dict(table))
+    add_names(settings)
+    lora = settings.get("lora")
     if isinstance(lora, dict) and lora.get("adapters"):
         lora.setdefault("publish", "adapters")
-    tables = Tables.model_validate(whole)
-    before: dict[str, Any] = {}
+    tables = Tables.model_validate(settings)
+    earlier: dict[str, Any] = {}
     if tables.run.resume != "never":
         # A folder without readable settings has recorded nothing.
         with contextlib.suppress(OSError, ValueError):
-            before = parse_toml(read_regular(tables.run_dir / CONFIG).decode())
+            earlier = parse_toml(read_regular(tables.run_dir / CONFIG).decode())
     if hub != "no":
-        bring_files(whole, before, whole=hub == "whole", apart=apart)
-        tables = Tables.model_validate(whole)
+        bring_files(settings, earlier, whole=hub == "whole", apart=apart)
+        tables = Tables.model_validate(settings)
     try:
         sizes = read_model_sizes(tables.model.path)
     except ConfigError:
@@ -107,16 +112,16 @@ def completed(
     # All that the earlier start chose, or nothing where a part of it is missing.
     with contextlib.suppress(KeyError, TypeError, AttributeError):
         recorded = {
-            key: reduce(lambda place, name: place[name], key.split("."), before)
-            for key in before["automatic"]
+            key: reduce(lambda place, name: place[name], key.split("."), earlier)
+            for key in earlier["automatic"]
         }
     if recorded:
         # Settings stated now may conflict with settings that were chosen for other values.
         with contextlib.suppress(ValidationError):
-            kept = _filled(whole, tables, sizes, recorded, gpus=None)
-            Config.model_validate(kept)
-            return kept
-    return _filled(whole, tables, sizes, {}, gpus=None if before else gpus)
+            completed_settings = _filled(settings, tables, sizes, recorded, gpus=None)
+            Config.model_validate(completed_settings)
+            return completed_settings
+    return _filled(settings, tables, sizes, {}, gpus=None if earlier else gpus)
 
 
 def _filled(
@@ -132,7 +137,9 @@ def _filled(
     parameters = sizes.parameters
     model_bytes = parameters * (4 if tables.model.dtype == "float32" else 2)
     is_large = parameters >= LARGE
-    algorithm, learner, steps = tables.algorithm, tables.learner, tables.run.steps
+    algorithm = tables.algorithm
+    learner = tables.learner
+    steps = tables.run.steps
 
     # Lengths.
     context = sizes.max_positions or EPISODE_TOKENS
@@ -187,18 +194,19 @@ def _filled(
     # The rollout servers.
     server = tables.rollout_server
     batched = server.engine.get("max_num_batched_tokens")
-    most, open_steps = SERVER_EPISODES // 2, 1
+    most_episodes = SERVER_EPISODES // 2
+    open_steps = 1
     if is_for_gpus:
         # An engine is faster with more episodes, as long as their mean length fits its cache: that
         # of one reply, where an episode may be longer than two of them.
         per_token = sizes.cache_bytes_per_token(2, workers)
         mean_tokens = min(longest / 2, max(1, longest_reply_tokens))
         fitting = (ENGINE_BYTES - model_bytes / workers) / max(1, per_token * mean_tokens)
-        most = min(SERVER_EPISODES, max(64, int(fitting)))
+        most_episodes = min(SERVER_EPISODES, max(64, int(fitting)))
         open_steps = max_staleness + 1
     if isinstance(batched, int):
-        most = min(most, batched)
-    running = min(most, max(64, size * groups * open_steps))
+        most_episodes = min(most_episodes, batched)
+    running = min(most_episodes, max(64, size * groups * open_steps))
     choice("rollout_server.max_episodes", max(size, running))
 
     # Routing, and the queue, which must hold the bytes that routing adds.
@@ -216,9 +224,9 @@ def _filled(
     join_s = choice("weights.join_deadline_s", round(min(120.0, 20 + model_bytes / 1e7), 1))
     silence_s = 1800.0 if parameters >= 1e8 else 600.0
     choice("learner.timeout_s", max(silence_s, 2 * (join_s + bucket_s)))
-    if choice.made:
-        choice.whole["automatic"] = sorted({*tables.automatic, *choice.made})
-    return choice.whole
+    if choice.names:
+        choice.settings["automatic"] = sorted({*tables.automatic, *choice.names})
+    return choice.settings
 
 
 def _can_plan(tables: Tables, sizes: ModelSizes) -> bool:
@@ -308,27 +316,30 @@ def describe_choices(tables: Tables) -> str:
 class _Choice:
     """Chooses a setting's value: the stated one, else the recorded one, else the caller's.
 
-    `whole` has the stated settings and the choices made so far, `made` the names of the latter.
+    `settings` are the stated ones and the choices so far, `names` those of the latter.
     """
 
     def __init__(
         self, table: Mapping[str, Any], tables: Tables, recorded: Mapping[str, JsonValue]
     ) -> None:
-        self.whole, self.made = copy.deepcopy(dict(table)), list[str]()
-        self._stated, self._recorded = tables, recorded
+        self.settings = copy.deepcopy(dict(table))
+        self.names: list[str] = []
+        self._stated = tables
+        self._recorded = recorded
 
     def __call__(self, key: str, value: T) -> T:
         *parents, name = key.split(".")
         section: BaseModel = attrgetter(".".join(parents))(self._stated)
         if name in section.model_fields_set:
             return cast("T", getattr(section, name))
-        found = self._recorded.get(key, cast("JsonValue", value))
-        reduce(lambda place, name: place.setdefault(name, {}), parents, self.whole)[name] = found
-        self.made.append(key)
-        return cast("T", found)
+        chosen = self._recorded.get(key, cast("JsonValue", value))
+        table = reduce(lambda place, name: place.setdefault(name, {}), parents, self.settings)
+        table[name] = chosen
+        self.names.append(key)
+        return cast("T", chosen)
 
     def applied(self) -> Tables:
-        return Tables.model_validate(self.whole)
+        return Tables.model_validate(self.settings)
 
 
 def add_names(table: dict[str, Any]) -> None:
@@ -336,12 +347,13 @@ def add_names(table: dict[str, Any]) -> None:
     names: list[str] = []
     for place, end in (("environments", ""), ("evaluations", "-evaluation")):
         sections = table.get(place)
-        for each in sections if isinstance(sections, list) else ():
-            if isinstance(each, dict):
-                own = str(each.get("reference")).rpartition(":")[2].lower() or "none"
-                name = str(each.setdefault("name", f"{own}{end}"))
+        for section in sections if isinstance(sections, list) else ():
+            if isinstance(section, dict):
+                class_name = str(section.get("reference")).rpartition(":")[2].lower() or "none"
+                name = str(section.setdefault("name", f"{class_name}{end}"))
                 names += [name] if place == "environments" else []
-    model, run = table.get("model"), table.setdefault("run", {})
+    model = table.get("model")
+    run = table.setdefault("run", {})
     path = model.get("path") if isinstance(model, dict) else None
     if isinstance(run, dict):
         parts = [Path(str(path)).absolute().name, *names]
@@ -389,10 +401,11 @@ def bring_files(
     is missing or a download fails.
     """
     for place in MODELS:
-        section, earlier = table.get(place), before.get(place)
+        section = table.get(place)
+        earlier = before.get(place)
         if isinstance(section, dict) and isinstance(section.get("path"), str):
-            known = earlier.get("path") if isinstance(earlier, dict) else None
-            section["path"] = _folder(f"{place}.path", section["path"], known, whole, apart)
+            earlier_path = earlier.get("path") if isinstance(earlier, dict) else None
+            section["path"] = _folder(f"{place}.path", section["path"], earlier_path, whole, apart)
     for place in ("environments", "evaluations") if whole else ():
         sections = table.get(place)
         for section in sections if isinstance(sections, list) else ():
@@ -402,12 +415,12 @@ def bring_files(
 
 def _folder(setting: str, path: str, before: object, whole: bool, apart: bool) -> str:
     """Returns `path` or, if it is a hub name, the folder into which the model is downloaded."""
-    named = _NAME.fullmatch(path)
+    hub_name = _NAME.fullmatch(path)
     owner = path.partition("/")[0]
     # A missing folder in models/ has not been made yet; it is no hub name.
-    if named is None or Path(path).exists() or owner == "models" or Path(owner).exists():
+    if hub_name is None or Path(path).exists() or owner == "models" or Path(owner).exists():
         return path
-    name, revision = named.groups()
+    name, revision = hub_name.groups()
     if apart and COMMIT.fullmatch(revision or "") is None:
         raise ConfigError(
             f"{setting} must name a commit, {name}@COMMIT, or a folder where the parts of a run "
@@ -428,9 +441,9 @@ def _pin_data(args: object, before: object) -> None:
     if not isinstance(path, str) or not path.startswith(DATA_PREFIX):
         return
     for section in before if isinstance(before, list) else ():
-        known = section.get("args", {}) if isinstance(section, dict) else {}
-        if known.get("path") == path and known.get("hub_revision"):
-            args["hub_revision"] = known["hub_revision"]
+        earlier_args = section.get("args", {}) if isinstance(section, dict) else {}
+        if earlier_args.get("path") == path and earlier_args.get("hub_revision"):
+            args["hub_revision"] = earlier_args["hub_revision"]
             return
     files = HubFiles(path.removeprefix(DATA_PREFIX), "dataset", shown=path)
     args["hub_revision"] = files.bring(["README.md"]).name
