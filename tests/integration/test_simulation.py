@@ -5,12 +5,14 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from simulation import run
+from simulation import run, world
 from simulation.mutants import NAMED, catching_seed
-from simulation.world import CRASHES, Result, World, shared_memory
+from simulation.virtual_loop import Process
+from simulation.world import CRASHES, Fault, Result, World, shared_memory
 from support.rigs.completed import python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +23,7 @@ BROKEN = (
     *(4181, 9012, 9460, 10897, 15279, 17021, 22093, 22924, 25886),
     *(44345, 50067, 64486, 77180, 78626, 89599, 89925, 200343),
     *(1003373, 1004001, 1005552, 1006201),
+    *(7000231, 7000491),
 )
 # Continuous integration spreads the parts over its processes.
 PARTS = 10
@@ -60,6 +63,53 @@ def test_no_rule_breaks_whatever_fails(folder: Path, part: int) -> None:
 def test_no_rule_breaks_in_many_more_runs(folder: Path) -> None:
     crashes = range(CRASHES + SEEDS // 10, CRASHES + SEEDS)
     assert not broken_rules(folder, (*range(SEEDS, 11 * SEEDS), *crashes))
+
+
+class StallingWorld(World):
+    """A run in which one process stands still, or hears nothing, for `seconds`, and none ends."""
+
+    seconds = 0.0
+
+    def spawn(self, name: str) -> Process:
+        if name.partition("/")[0] in self.processes and not self._is_over():
+            self.violations.append(f"{name} is another start")
+        return super().spawn(name)
+
+    def fault_stopped_controller(self) -> bool:
+        self.processes["controller"].stop(self.seconds)
+        return True
+
+    def fault_stopped_trainer(self) -> bool:
+        self.processes["trainer"].stop(self.seconds)
+        return True
+
+    def fault_cut_trainer(self) -> bool:
+        name = self.processes["trainer"].name
+        self.network.cut |= {(name, "controller"), ("controller", name)}
+        self._later(self.network.heal, self.seconds, self.seconds)
+        return True
+
+
+@pytest.mark.parametrize(
+    ("fault", "seconds"),
+    [
+        ("stopped_controller", 56.0),
+        ("stopped_controller", 500.0),
+        ("cut_trainer", 45.0),
+        ("cut_trainer", 180.0),
+        ("stopped_trainer", 330.0),
+    ],
+)
+def test_a_stall_is_no_failure(folder: Path, monkeypatch, fault: str, seconds: float) -> None:
+    monkeypatch.setattr(StallingWorld, "seconds", seconds)
+    monkeypatch.setattr(world, "LIMIT_S", seconds + 60.0)
+    shape, _ = world.some_faults(1)
+    shape = replace(shape, steps=4, servers=1, checkpoint_every=1, has_client=False)
+    for at_s in (1.5, 3.0, 4.5):
+        faults = [Fault(at_s, fault)]
+        stalling = StallingWorld(7, folder, planned=(shape, faults))
+        assert stalling.run().violations == []
+        assert stalling.fired[fault.replace("_", " ")] == 1
 
 
 class FailingWorld:

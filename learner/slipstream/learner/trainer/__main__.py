@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _run_rank(config: Config, launch: "Launch") -> int:
-    from slipstream.learner.trainer.controller_client import ControllerClient
+    from slipstream.learner.trainer.controller_client import ControllerClient, ControllerLost
     from slipstream.v1 import trainer_pb2
 
     logging.basicConfig(
@@ -98,13 +98,15 @@ def _run_rank(config: Config, launch: "Launch") -> int:
     except Exception as error:
         logger.exception("rank %d failed", launch.rank)
         code = exit_code(error, has_loaded=has_loaded)
-        client.report_failure(
-            trainer_pb2.TrainerFailure(
-                message=f"{type(error).__name__}: {error}",
-                rank=launch.rank,
-                final=code == errors.FINAL_ERROR,
+        # A controller that comes back must not blame a batch for its own absence.
+        if not isinstance(error, ControllerLost):
+            client.report_failure(
+                trainer_pb2.TrainerFailure(
+                    message=f"{type(error).__name__}: {error}",
+                    rank=launch.rank,
+                    final=code == errors.FINAL_ERROR,
+                )
             )
-        )
         logging.shutdown()
         # A collective that the other ranks never finish would block an orderly exit.
         os._exit(code)

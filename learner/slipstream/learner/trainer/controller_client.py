@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ import grpc
 from google.protobuf.proto import parse_length_prefixed, serialize_length_prefixed
 from slipstream.core.backoff import Backoff
 from slipstream.core.errors import ProtocolError, RunFailed
+from slipstream.core.patience import Patience
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.batches.batch import Batch
@@ -44,13 +46,19 @@ Stub: TypeAlias = Any
 CALL_TIMEOUT_S = 30.0
 FAILURE_TIMEOUT_S = 5.0
 QUESTION_TIMEOUT_S = 5.0
-# Seconds that the controller may be away before the run has failed.
-RETRY_S = 30.0
 RETRY_PAUSE_S = 0.5
 # Longest pause between two attempts to register while another trainer has the place.
 PLACE_PAUSE_S = 5.0
 # The reason of a stop order that comes from SIGTERM: the run may go on with another trainer.
 TERMINATED = "the trainer was told to terminate"
+
+
+# Statuses of a call that found no controller, or one that stands still.
+SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class ControllerLost(Exception):  # noqa: N818
+    """Raised if no controller answers: another start of the ranks may find one."""
 
 
 class Outdated(RuntimeError):  # noqa: N818
@@ -60,9 +68,11 @@ class Outdated(RuntimeError):  # noqa: N818
 class ControllerClient:
     """Makes the calls of one trainer rank; close it after use.
 
-    Unless its docstring says otherwise, a method that calls the controller raises RunFailed if the
-    controller is unreachable for `RETRY_S`, misses the call's deadline or rejects the call. It
-    raises RuntimeError if a restarted controller has another version than the trainer.
+    Unless its docstring says otherwise, a method that calls the controller repeats the call for
+    `controller.stall_timeout_s` while no controller answers, then raises ControllerLost. Seconds in
+    which this process stood still do not count. The method raises RunFailed if the controller
+    rejects the call, and RuntimeError if a restarted controller has another version than the
+    trainer.
     """
 
     def __init__(self, config: Config) -> None:
@@ -81,6 +91,9 @@ class ControllerClient:
         self._epoch: tuple[tuple[str, str], ...] = ()
         # Half of the other ranks' limit, so that they outlast a call that rank 0 abandons.
         self._long_timeout_s = config.learner.timeout_s / 2
+        self._stall_timeout_s = config.controller.stall_timeout_s
+        # The patience of the calls of `next` that have had no answer; None after an answer.
+        self._patience: Patience | None = None
         self._stop_reason: str | None = None
         self._next_call: Stub | None = None
         self._closed = threading.Event()
@@ -100,17 +113,18 @@ class ControllerClient:
 
     def _enter(self, hello: pb.TrainerHello) -> pb.TrainerWelcome:
         """Registers once the place is free; later calls carry the epoch of this registration."""
-        until_s = time.monotonic() + self._long_timeout_s
+        patience = Patience(self._long_timeout_s)
         backoff = Backoff(RETRY_PAUSE_S, PLACE_PAUSE_S)
         call = functools.partial(self._stub.Register, metadata=self._token)
         while True:
+            patience.begin(PLACE_PAUSE_S)
             try:
                 welcome: pb.TrainerWelcome = self._retried("Register", call, hello, CALL_TIMEOUT_S)
                 break
             except grpc.RpcError as error:
                 if has_reason(error, Reason.OUTDATED):
                     raise Outdated(_describe(error)) from error
-                is_over = self._stop_reason is not None or time.monotonic() > until_s
+                is_over = self._stop_reason is not None or patience.is_over
                 if is_over or not has_reason(error, Reason.PLACE_TAKEN):
                     raise self._failure("Register", error) from error
                 logger.warning("waiting for the place in the run: %s", _describe(error))
@@ -156,7 +170,7 @@ class ControllerClient:
         with self._entering:
             try:
                 found = version_from_pb(self._enter(self._hello).version)
-            except (RunFailed, Outdated) as error:
+            except (RunFailed, ControllerLost, Outdated) as error:
                 self._fault = error
                 return
             if found != version:
@@ -175,10 +189,11 @@ class ControllerClient:
     ) -> list[pb.Directive]:
         """Waits for the controller's next order, and returns the messages of the answer.
 
-        After `stop`, even during the call, it returns a stop order. `version` and `bucket_digests`
-        describe the trainer's weights, `held_passes` its gradients. `communicator_id` is the
-        senders' open communicator ("" if there is none). `can_store` says that a version can be
-        stored now.
+        It returns an order to ask again before other ranks lose their patience, even if no
+        controller answers. After `stop`, even during the call, it returns a stop order. `version`
+        and `bucket_digests` describe the trainer's weights, `held_passes` its gradients.
+        `communicator_id` is the senders' open communicator ("" if there is none). `can_store` says
+        that a version can be stored now.
         """
         request = pb.NextRequest(
             version=version_to_pb(version),
@@ -203,13 +218,20 @@ class ControllerClient:
                 directives += stream
             return directives
 
+        self._patience = self._patience or Patience(self._stall_timeout_s)
         try:
-            return self._retried("Next", read, request, self._long_timeout_s)
+            directives = self._retried(
+                "Next", read, request, self._long_timeout_s, lasting=self._patience
+            )
         except grpc.RpcError as error:
-            if self._stop_reason is None:
-                raise self._failure("Next", error) from error
-            stop = pb.StopOrder(reason=self._stop_reason, without_model=True)
-            return [pb.Directive(stop=stop)]
+            if self._stop_reason is not None:
+                stop = pb.StopOrder(reason=self._stop_reason, without_model=True)
+                return [pb.Directive(stop=stop)]
+            if _is_silence(error) and not self._patience.is_over:
+                return [pb.Directive(wait=pb.WaitOrder())]
+            raise self._failure("Next", error) from error
+        self._patience = None
+        return directives
 
     def stop(self, reason: str) -> None:
         """Makes `next` return a stop order; may be called from a signal handler."""
@@ -302,10 +324,23 @@ class ControllerClient:
             raise self._failure(name, error) from error
 
     def _retried(
-        self, name: str, call: Callable[..., Answer], request: object, timeout: float
+        self,
+        name: str,
+        call: Callable[..., Answer],
+        request: object,
+        timeout: float,
+        *,
+        lasting: Patience | None = None,
     ) -> Answer:
-        until_s = time.monotonic() + RETRY_S
+        """Returns the answer of `call`, which is repeated while no controller answers.
+
+        The patience is that of one call or, if `lasting` is given, that of several calls, of which
+        this one takes at most half of the other ranks' limit.
+        """
+        patience = lasting or Patience(self._stall_timeout_s)
+        until_s = math.inf if lasting is None else time.monotonic() + self._long_timeout_s
         while True:
+            patience.begin(timeout + RETRY_PAUSE_S)
             with self._entering:
                 epoch = self._epoch
                 if self._fault is not None:
@@ -319,16 +354,22 @@ class ControllerClient:
                     raise self._fault from error
                 if has_entered:
                     continue
-                is_away = _code(error) is grpc.StatusCode.UNAVAILABLE
+                is_away = _is_silence(error)
                 # `_keep_place` registers with a controller that was started again.
                 is_away |= self._hello is not None and has_reason(error, Reason.NOT_REGISTERED)
-                if not is_away or self._stop_reason is not None or time.monotonic() > until_s:
+                is_over = patience.is_over or time.monotonic() > until_s
+                if not is_away or self._stop_reason is not None or is_over:
                     raise
                 logger.warning("%s: %s; trying again", name, _describe(error))
             time.sleep(RETRY_PAUSE_S)
 
-    def _failure(self, name: str, error: grpc.RpcError) -> RunFailed:
-        return RunFailed(f"the controller at {self._address} failed {name}: {_describe(error)}")
+    def _failure(self, name: str, error: grpc.RpcError) -> RunFailed | ControllerLost:
+        kind = ControllerLost if _is_silence(error) else RunFailed
+        return kind(f"the controller at {self._address} failed {name}: {_describe(error)}")
+
+
+def _is_silence(error: Stub) -> bool:
+    return _code(error) in SILENCE
 
 
 def _code(error: Stub) -> grpc.StatusCode:

@@ -176,8 +176,10 @@ class Trainer:
             if answer:
                 break
             self._load_newer()
-        self._version = version_from_pb(trainer_pb2.TrainerWelcome.FromString(answer).version)
-        logger.info("registered with version %s", self._version)
+        message = trainer_pb2.TrainerWelcome.FromString(answer)
+        self._version = version_from_pb(message.version)
+        if self._ranks.is_main:
+            logger.info("registered for run %s with version %s", message.run_id, self._version)
 
     def _enter(self, hello: trainer_pb2.TrainerHello) -> bytes:
         """Registers on rank 0; returns the welcome, or b"" if these weights are outdated."""

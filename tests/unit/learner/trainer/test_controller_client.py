@@ -4,13 +4,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import grpc
 import pytest
-from slipstream.core.errors import RunFailed
+from slipstream.core import patience
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer import controller_client
-from slipstream.learner.trainer.controller_client import ControllerClient, Outdated
+from slipstream.learner.trainer.controller_client import ControllerClient, ControllerLost, Outdated
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.rich_errors import Reason
@@ -20,12 +22,14 @@ from support.fakes.small_configs import small_config
 from support.rigs.waiting import LIMIT_S, wait_until
 
 
-def config(address: str, tmp_path: Path, **sections: object) -> Config:
+def config(
+    address: str, tmp_path: Path, *, stall_timeout_s: float = 600.0, **sections: object
+) -> Config:
     return small_config(
         run={"name": "client", "steps": 1},
         model={"path": str(tmp_path)},
         algorithm={"groups_per_step": 1},
-        controller={"address": address},
+        controller={"address": address, "stall_timeout_s": stall_timeout_s},
         **sections,
     )
 
@@ -89,12 +93,77 @@ def test_controller_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     client.close()
 
 
-def test_controller_that_stays_away_fails_the_run(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(controller_client, "RETRY_S", 1.0)
-    client = ControllerClient(config("127.0.0.1:1", tmp_path))
-    with pytest.raises(RunFailed, match=r"127\.0\.0\.1:1 failed Register: UNAVAILABLE"):
+def test_a_controller_that_stays_away_is_lost(tmp_path: Path) -> None:
+    client = ControllerClient(config("127.0.0.1:1", tmp_path, stall_timeout_s=1.0))
+    # Not a RunFailed, after which nobody would start the ranks again.
+    with pytest.raises(ControllerLost, match=r"127\.0\.0\.1:1 failed Register: UNAVAILABLE"):
         client.register(pb.TrainerHello(world_size=1))
     client.report_failure(pb.TrainerFailure(message="unheard"))
+    client.close()
+
+
+class Unanswered(grpc.RpcError):
+    """The error of a call that had no answer in its time."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def details(self) -> str:
+        return "Deadline Exceeded"
+
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
+
+class Slow:
+    """Takes the given seconds of a clock for each call without an answer, then answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *took_s: float) -> None:
+        self._now_s, self._took_s = 0.0, list(took_s)
+        clock = SimpleNamespace(monotonic=lambda: self._now_s, sleep=self._pass)
+        for module in (controller_client, patience):
+            monkeypatch.setattr(module, "time", clock)
+
+    def _pass(self, seconds: float) -> None:
+        self._now_s += seconds
+
+    def __call__(self, request: object, *, timeout: float, **_: object) -> str:
+        if not self._took_s:
+            return f"answered within {timeout:g} s"
+        self._pass(self._took_s.pop(0))
+        raise Unanswered
+
+
+def test_a_deadline_that_passed_while_the_trainer_stood_still_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = ControllerClient(config("127.0.0.1:1", tmp_path))
+    asleep = Slow(monkeypatch, 5400.0, 29.0)
+    assert client._retried("ReportStep", asleep, None, 30.0) == "answered within 30 s"
+    client.close()
+
+
+def test_a_controller_that_stands_still_is_waited_for_as_long_as_servers_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = ControllerClient(config("127.0.0.1:1", tmp_path))
+    still = Slow(monkeypatch, *[30.0] * 19)
+    assert client._retried("ReportStep", still, None, 30.0) == "answered within 30 s"
+    still = Slow(monkeypatch, *[30.0] * 20)
+    with pytest.raises(Unanswered):
+        client._retried("ReportStep", still, None, 30.0)
+    client.close()
+
+
+def test_other_ranks_are_told_to_ask_again_while_no_controller_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = ControllerClient(config("127.0.0.1:1", tmp_path))
+    # They wait for 600 s in a collective, and the controller may be away for longer.
+    client._stub = SimpleNamespace(Next=Slow(monkeypatch, 200.0, 150.0, 250.0))
+    assert ask(client) == [pb.Directive(wait=pb.WaitOrder())]
+    with pytest.raises(ControllerLost, match="failed Next: DEADLINE_EXCEEDED"):
+        ask(client)
     client.close()
 
 
