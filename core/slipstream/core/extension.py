@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.core.errors import ConfigError
 
 GROUP = "slipstream.extensions"
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,31 @@ class Program:
     module: str
     # The most starts after the first one, until it gets on.
     restarts: int
+
+
+@dataclass(frozen=True)
+class Queue:
+    """A queue of trajectories, which `queue.kind` names."""
+
+    # A function of settings, gRPC channel, metadata of calls and the run's id, which returns an
+    # asynchronous context of a `TrajectorySender`.
+    sender: str
+    # A function of the controller's `Run`, gRPC server, journal and history, which returns an
+    # asynchronous context of a `TrajectoryReceiver`.
+    receiver: str
+    # Whether all servers write into one queue, of which each reports the whole size.
+    is_shared: bool = False
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A transport of weights, which `weights.transport` names."""
+
+    # A function of the table `weights` and the rank's device, which returns a `BucketSender`.
+    sender: str
+    # A function of the communicator, a rank, a deadline in seconds and the device, which returns a
+    # `BucketReceiver` that has joined.
+    receiver: str
 
 
 @dataclass(frozen=True)
@@ -66,6 +93,13 @@ class Extension:
     # Processes that it may add to a run, by the names of the commands that start them.
     programs: Mapping[str, Program] = field(default_factory=dict)
     trackers: Mapping[str, Tracker] = field(default_factory=dict)
+    # Names that `queue.kind` and `weights.transport` may have besides the built-in ones.
+    queues: Mapping[str, Queue] = field(default_factory=dict)
+    transports: Mapping[str, Transport] = field(default_factory=dict)
+    # Functions by the settings of `algorithm` that may name them, such as "advantage". An
+    # advantage's row is an `Estimator`, the others are `BuiltIn`s of `function_table`; each has its
+    # `place`.
+    algorithms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @functools.cache
@@ -128,3 +162,36 @@ def check_process(config: Any) -> None:  # noqa: ANN401 - see `active`
     for manifest in active(config):
         if manifest.process_check:
             resolve(manifest.process_check)(config)
+
+
+BUILT_IN_QUEUES = {
+    "grpc": Queue(
+        sender="slipstream.protocol.queue.grpc:sender",
+        receiver="slipstream.learner.controller.records.ledger:grpc_receiver",
+    ),
+}
+
+
+def queues() -> dict[str, Queue]:
+    """Returns the queues that trajectories may wait in, by their names in `queue.kind`."""
+    return BUILT_IN_QUEUES | _joined(manifest.queues for manifest in installed())
+
+
+def transports() -> dict[str, Transport]:
+    """Returns the transports that extensions add, by their names in `weights.transport`."""
+    return _joined(manifest.transports for manifest in installed())
+
+
+def algorithm_functions(kind: str) -> dict[str, Any]:
+    """Returns the functions that extensions add, of the kind "advantage", "loss" or another."""
+    return _joined(manifest.algorithms.get(kind, {}) for manifest in installed())
+
+
+def _joined(tables: Iterable[Mapping[str, Row]]) -> dict[str, Row]:
+    rows: dict[str, Row] = {}
+    for table in tables:
+        for name in table:
+            if name in rows:
+                raise ConfigError(f"two installed extensions give {name!r}: uninstall one of them")
+        rows |= table
+    return rows

@@ -1,13 +1,12 @@
 """Opens the parts of a server that the settings ask for; the modules of others stay unimported."""
 
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import grpc.aio
-from slipstream.core.extension import active, resolve
+from slipstream.core.extension import active, queues, resolve
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId
-from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.rollout_server.part import ServerPart
 
@@ -20,15 +19,10 @@ async def open_sender(
     run_id: str,
 ) -> TrajectorySender:
     """Returns the sender of trajectories, which `stack` closes."""
-    queue = config.queue
-    if queue.kind == "redis":
-        from slipstream.extensions.redis.queue import RedisSender
-
-        url = redis_url_of(queue, "rollout_server")
-        return await stack.enter_async_context(RedisSender(url, run_id, queue.max_bytes))
-    from slipstream.protocol.queue.grpc import GrpcSender
-
-    return await stack.enter_async_context(GrpcSender(channel, metadata, queue.max_bytes))
+    queue = queues()[config.queue.kind]
+    sender: AbstractAsyncContextManager[TrajectorySender]
+    sender = resolve(queue.sender)(config, channel, metadata, run_id)
+    return await stack.enter_async_context(sender)
 
 
 def server_parts(config: Config, server: ServerId) -> list[ServerPart]:

@@ -1,15 +1,21 @@
 """Which options are installed, in which order, and what is refused of a manifest."""
 
 import ast
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from slipstream.core import extension
 from slipstream.core.errors import ConfigError
-from slipstream.core.extension import Extension, Program
+from slipstream.core.extension import Extension, Program, Queue
+from slipstream.core.settings.algorithm_section import AlgorithmSection
+from slipstream.core.settings.sections import ParallelSection, QueueSection, WeightsSection
+from slipstream.learner.algorithms import functions
+from slipstream.protocol.weights.transports import choose_transport
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "extensions" / "slipstream" / "extensions"
@@ -51,9 +57,17 @@ def test_every_folder_of_an_extension_has_an_installed_manifest() -> None:
     assert folders == set(names())
 
 
+def place_holders(manifest: Extension) -> Iterator[object]:
+    """Yields whatever of a manifest may be a place, or has one as a field."""
+    yield from vars(manifest).values()
+    yield from manifest.trackers.values()
+    for row in (*manifest.queues.values(), *manifest.transports.values()):
+        yield from vars(row).values()
+
+
 def places(manifest: Extension) -> Iterator[str]:
     """Yields each "module:attribute" of a manifest."""
-    for value in (*vars(manifest).values(), *manifest.trackers.values()):
+    for value in place_holders(manifest):
         text = getattr(value, "place", value)
         if isinstance(text, str) and ":" in text:
             yield text
@@ -164,3 +178,89 @@ def test_a_program_is_found_by_its_command() -> None:
     assert program == Program("tinker", "slipstream.extensions.tinker.front", restarts=5)
     with pytest.raises(ConfigError, match="slipstream brew: no installed extension"):
         extension.program("brew")
+
+
+ADDS = """
+from slipstream.core.extension import Extension, Queue, Transport
+from slipstream.core.settings.function_table import Estimator
+from slipstream.core.settings.section import Section
+
+class Arguments(Section):
+    power: float = 2.0
+
+MANIFEST = Extension(
+    name="outside",
+    queues={"folder": Queue(sender="a:b", receiver="a:c")},
+    transports={"pigeon": Transport(sender="a:d", receiver="a:e")},
+    algorithms={
+        "advantage": {
+            "median": Estimator(Arguments, compares_with="group", place="statistics:median"),
+        },
+    },
+)
+"""
+
+
+@pytest.fixture
+def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    """An extension with a queue, a transport and an advantage."""
+    install(tmp_path, monkeypatch, "outside = outside_manifest:MANIFEST", ADDS)
+
+
+def message(error: pytest.ExceptionInfo[ValidationError]) -> str:
+    return error.value.errors()[0]["msg"]
+
+
+def test_names_of_queues_and_transports_are_refused_as_before() -> None:
+    with pytest.raises(ValidationError) as queue:
+        QueueSection.model_validate({"kind": "folder"})
+    assert message(queue) == "Input should be 'grpc' or 'redis'"
+    with pytest.raises(ValidationError) as transport:
+        WeightsSection.model_validate({"transport": 3})
+    assert message(transport) == "Input should be 'auto', 'gloo', 'nccl' or 'ipc'"
+    with pytest.raises(ValidationError) as algorithm:
+        AlgorithmSection.model_validate({"filter": "median"})
+    told = "input should be none, unequal_rewards or module:function, got 'median'"
+    assert message(algorithm) == f"Value error, {told}"
+
+
+@pytest.mark.usefixtures("added")
+def test_an_extension_adds_names_of_queues_and_transports() -> None:
+    assert QueueSection.model_validate({"kind": "folder"}).kind == "folder"
+    assert extension.queues()["folder"] == Queue(sender="a:b", receiver="a:c")
+    section = WeightsSection.model_validate({"transport": "pigeon"})
+    assert choose_transport(section.transport, [], {}, parallel=ParallelSection()) == "pigeon"
+    with pytest.raises(ValidationError) as error:
+        QueueSection.model_validate({"kind": "carrier"})
+    assert message(error) == "Input should be 'grpc', 'folder' or 'redis'"
+
+
+@pytest.mark.usefixtures("added")
+def test_an_advantage_of_an_extension_has_its_rules_and_arguments() -> None:
+    section = AlgorithmSection.model_validate({"advantage": "median"})
+    assert section.advantage_args == {"power": 2.0}
+    assert section.compares_group
+    assert section.own_functions == {}
+    alone = {"advantage": "median", "group_size": 1}
+    with pytest.raises(ValidationError, match="'median' compares a group: group_size must be >= 2"):
+        AlgorithmSection.model_validate(alone)
+    wrong = {"advantage": "median", "advantage_args": {"strength": 1.0}}
+    with pytest.raises(ValidationError, match="has no argument 'strength'; known: power"):
+        AlgorithmSection.model_validate(wrong)
+    function = functions.function_of(section, "advantage")
+    assert function.call.func is statistics.median
+    assert function.call.keywords == {"power": 2.0}
+
+
+@pytest.mark.usefixtures("added")
+def test_two_extensions_that_give_one_name_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    module = "from slipstream.core.extension import Extension, Queue\n"
+    module += 'X = Extension(name="x", queues={"redis": Queue(sender="a:b", receiver="a:c")})\n'
+    install(other, monkeypatch, "x = outside_manifest:X", module)
+    with pytest.raises(ConfigError, match="two installed extensions give 'redis'"):
+        extension.queues()

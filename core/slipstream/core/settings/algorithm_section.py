@@ -15,18 +15,26 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from slipstream.core.extension import algorithm_functions
 from slipstream.core.settings.function_table import (
-    ADVANTAGES,
     BANDS,
     FUNCTIONS,
     KINDS,
-    LOSSES,
+    BuiltIn,
     Estimator,
     FunctionKind,
 )
 from slipstream.core.settings.section import REFERENCE_FORM, Positive, Section
 
 Arguments: TypeAlias = dict[str, JsonValue]
+
+
+def row_of(kind: FunctionKind, name: str) -> BuiltIn | None:
+    """Returns what is known of a function of ours or of an extension; None for a user's own."""
+    if is_own(name):
+        return None
+    row: BuiltIn | None = FUNCTIONS[kind].get(name) or algorithm_functions(kind).get(name)
+    return row
 
 
 def is_own(name: str) -> bool:
@@ -149,9 +157,10 @@ class AlgorithmSection(Section):
     @field_validator(*KINDS)
     @classmethod
     def _check_name(cls, name: str, info: ValidationInfo) -> str:
-        known = FUNCTIONS[cast(FunctionKind, info.field_name)]
-        if name not in known and REFERENCE_FORM.fullmatch(name) is None:
-            raise ValueError(f"input should be {', '.join(known)} or module:function, got {name!r}")
+        kind = cast(FunctionKind, info.field_name)
+        if REFERENCE_FORM.fullmatch(name) is None and row_of(kind, name) is None:
+            known = ", ".join((*FUNCTIONS[kind], *algorithm_functions(kind)))
+            raise ValueError(f"input should be {known} or module:function, got {name!r}")
         return name
 
     @field_validator(*(f"{kind}_args" for kind in KINDS))
@@ -163,8 +172,9 @@ class AlgorithmSection(Section):
         # checked when it is loaded.
         if name is None or is_own(name):
             return given
-        model = FUNCTIONS[kind][name].arguments
-        found = validated(model, given, what=f"{kind} {name}")
+        row = row_of(kind, name)
+        assert row is not None
+        found = validated(row.arguments, given, what=f"{kind} {name}")
         return found.model_dump(mode="json", exclude_none=True)
 
     @model_validator(mode="after")
@@ -205,7 +215,8 @@ class AlgorithmSection(Section):
         if self.weight == "token" and isinstance(band, list) and band[0] >= cap:  # type: ignore[operator]
             yield f"token_band of the weight begins at {band[0]}, above its cap {cap}"
         num_updates = self.mini_batches * self.epochs
-        has_no_ratio = not is_own(self.loss) and not LOSSES[self.loss].has_ratio
+        loss = row_of("loss", self.loss)
+        has_no_ratio = loss is not None and not loss.has_ratio
         to_proximal = self.weight_args.get("to") == "proximal"
         if has_no_ratio and has_weight and num_updates > 1 and to_proximal:
             yield (
@@ -226,7 +237,9 @@ class AlgorithmSection(Section):
     @property
     def estimator(self) -> Estimator | None:
         """What is known of `advantage`, or None for a user's own function."""
-        return ADVANTAGES.get(self.advantage)
+        row = row_of("advantage", self.advantage)
+        assert row is None or isinstance(row, Estimator)
+        return row
 
     @property
     def compares_group(self) -> bool:

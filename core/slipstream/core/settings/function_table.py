@@ -5,7 +5,7 @@ a rule asks of a function by its name is a field of its row.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
@@ -115,6 +115,9 @@ class BuiltIn:
     """A row of a table: what is known of a built-in function without calling it."""
 
     arguments: type[Section] = NoArguments
+    # "module:function" of a function that an extension adds. One of ours has its name in the module
+    # of its kind.
+    place: str = field(default="", kw_only=True)
 
     @property
     def has_ratio(self) -> bool:

@@ -4,11 +4,20 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 from slipstream.core.machine.address import address_parts
 
 REFERENCE_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -18,6 +27,26 @@ def _check_reference_form(reference: str) -> str:
     if REFERENCE_FORM.fullmatch(reference) is None:
         raise ValueError(f"a reference is package.module:Class, got {reference!r}")
     return reference
+
+
+def check_one_of(
+    built_in: Collection[str], added: Callable[[], Collection[str]]
+) -> BeforeValidator:
+    """Returns a validator for a name out of `built_in`, or of those that extensions add.
+
+    Extensions are looked for only if the name is not built in. The error is that of a `Literal`.
+    """
+
+    def check(name: object) -> object:
+        if name in built_in or name in (known := (*built_in, *added())):
+            return name
+        *others, last = map(repr, dict.fromkeys(known))
+        expected = f"{', '.join(others)} or {last}"
+        raise PydanticCustomError(
+            "literal_error", "Input should be {expected}", {"expected": expected}
+        )
+
+    return BeforeValidator(check)
 
 
 # Types of the numbers of a model.

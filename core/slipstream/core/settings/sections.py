@@ -7,13 +7,21 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
+from slipstream.core import extension
 from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.measurement_sections import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
     PlayedSection,
 )
-from slipstream.core.settings.section import Address, ElementType, Positive, Section, Silence
+from slipstream.core.settings.section import (
+    Address,
+    ElementType,
+    Positive,
+    Section,
+    Silence,
+    check_one_of,
+)
 from slipstream.core.template_values import TemplateValues
 from slipstream.v1 import fleet_pb2
 
@@ -33,12 +41,20 @@ def _check_storage(url: str) -> str:
 StorageUrl = Annotated[str, AfterValidator(_check_storage)]
 
 
+BUILT_IN_TRANSPORTS = ("auto", "gloo", "nccl", "ipc")
+TransportName = Annotated[
+    str,
+    check_one_of(BUILT_IN_TRANSPORTS, extension.transports),
+    Field(json_schema_extra={"enum": [*BUILT_IN_TRANSPORTS]}),
+]
+
+
 class WeightsSection(Section):
     """The transport of new weights to the rollout servers."""
 
     # `nccl` goes between GPUs, `ipc` within a host, also on a shared GPU, and `gloo` over TCP.
     # `auto` is gloo if any part computes on a CPU, ipc on a shared GPU, else nccl.
-    transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    transport: TransportName = "auto"
     # Size at which a bucket is closed, at least that of the largest tensor.
     bucket_mib: Positive = 64
     # Folder or fsspec URL, such as s3://bucket/prefix, from which all servers of the run fetch
@@ -139,12 +155,20 @@ _REDIS_URL = re.compile(
 )
 
 
+# The kinds that no extension must add, and those that the settings' page shows.
+QueueKind = Annotated[
+    str,
+    check_one_of(extension.BUILT_IN_QUEUES, extension.queues),
+    Field(json_schema_extra={"enum": ["grpc", "redis"]}),
+]
+
+
 class QueueSection(Section):
     """The queue in which finished trajectories wait for the journal."""
 
     # `grpc` keeps trajectories in the rollout servers' memory, `redis` on the disk of Redis or
     # Valkey. With `redis_url` the kind is `redis`.
-    kind: Literal["grpc", "redis"] = "grpc"
+    kind: QueueKind = "grpc"
     # URL of a Redis or Valkey server from 7.0 on, with redis://, rediss:// or unix://.
     redis_url: str | None = None
     # A table of its own, below: the controller's user.
@@ -173,8 +197,10 @@ class QueueSection(Section):
                 "kind = 'redis' needs redis_url, the address of a Redis or Valkey server from 7.0 "
                 "on that you start, such as redis://127.0.0.1:6379/0"
             )
-        if self.redis_url is not None and self.kind == "grpc":
-            raise ValueError("redis_url is for kind = 'redis', and kind is 'grpc': leave one out")
+        if self.redis_url is not None and self.kind != "redis":
+            raise ValueError(
+                f"redis_url is for kind = 'redis', and kind is {self.kind!r}: leave one out"
+            )
         if self.redis_url is not None and not _REDIS_URL.fullmatch(self.redis_url):
             # The URL is not shown: it may hold a password.
             raise ValueError(

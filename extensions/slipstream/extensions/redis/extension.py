@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.core.extension import Extension
+from slipstream.core.extension import Extension, Queue
 
 if TYPE_CHECKING:
     from slipstream.core.settings.tables import Tables
@@ -17,4 +17,11 @@ def _is_on(config: Tables) -> bool:
 EXTENSION = Extension(
     name="redis",
     is_on=_is_on,
+    queues={
+        "redis": Queue(
+            sender="slipstream.extensions.redis.queue:sender",
+            receiver="slipstream.extensions.redis.receiver:receiver",
+            is_shared=True,
+        ),
+    },
 )

@@ -17,10 +17,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
+import grpc.aio
 import redis.asyncio
 from redis.exceptions import WatchError
 from slipstream.core.backoff import Backoff
 from slipstream.core.errors import QueueError, TrajectoryQueueFull
+from slipstream.core.settings.config import Config
 from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.connection import (
     DELIVERY,
@@ -28,6 +30,7 @@ from slipstream.extensions.redis.connection import (
     MAX_BACKOFF_S,
     RedisConnection,
 )
+from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.base import EpochAmounts, check_fits, queue_full
 from slipstream.v1 import trajectory_pb2
 
@@ -203,3 +206,14 @@ class RedisSender:
         found = await (reader or connection.client).get(connection.bytes_key)
         self._used_bytes = connection.used_bytes(found)
         return self._used_bytes
+
+
+def sender(
+    config: Config,
+    _channel: grpc.aio.Channel,
+    _metadata: Sequence[tuple[str, str]],
+    run_id: str,
+) -> RedisSender:
+    """Returns the sender of a rollout server, which shares the run's stream with all others."""
+    url = redis_url_of(config.queue, "rollout_server")
+    return RedisSender(url, run_id, config.queue.max_bytes)

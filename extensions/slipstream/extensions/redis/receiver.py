@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import grpc.aio
 from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 from slipstream.core.errors import ConfigError, ProtocolError, QueueError
 from slipstream.core.types import TrajectoryId
@@ -28,8 +29,13 @@ from slipstream.extensions.redis.connection import (
     RedisConnection,
     check_settings,
 )
+from slipstream.learner.controller.records import kinds
+from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.records.journal import Journal
+from slipstream.learner.controller.run import Run
+from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.bounds import decode
-from slipstream.protocol.queue.base import Amount, Delivery, OpenSeal, opened
+from slipstream.protocol.queue.base import Amount, Delivery, OpenSeal, opened, opener
 from slipstream.v1 import trajectory_pb2
 
 GROUP = "controller"
@@ -328,3 +334,27 @@ def _number(entry_id: bytes) -> tuple[int, int]:
     """Returns the two numbers of an entry's id; they rise with each entry."""
     milliseconds, _, sequence = entry_id.partition(b"-")
     return int(milliseconds), int(sequence)
+
+
+@asynccontextmanager
+async def receiver(
+    run: Run,
+    _: grpc.aio.Server,
+    journal: Journal,
+    history: RunHistory,
+) -> AsyncIterator[RedisReceiver]:
+    """Opens the receiver of a run's stream.
+
+    The number of entries ever added to the stream is journaled; if it has fallen, Redis has lost
+    data, and a warning says so.
+    """
+    url = redis_url_of(run.config.queue, "controller")
+    seal = opener(run.progress.run_key)
+    async with RedisReceiver(url, run.progress.run_id, seal) as opened_receiver:
+        last_added = history.queue_added
+        if last_added is not None and (
+            opened_receiver.is_new or opened_receiver.added < last_added
+        ):
+            run.events.warn("the queue lost what waited there; it is generated again")
+        journal.append(kinds.Queue(added=opened_receiver.added))
+        yield opened_receiver

@@ -27,7 +27,8 @@ import numpy as np
 from pydantic import ConfigDict, create_model
 from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.errors import ConfigError, RunFailed
-from slipstream.core.settings.algorithm_section import AlgorithmSection, is_own, validated
+from slipstream.core.extension import resolve
+from slipstream.core.settings.algorithm_section import AlgorithmSection, is_own, row_of, validated
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.function_table import FUNCTIONS_OF_TOKENS, KINDS, FunctionKind
 from slipstream.core.types import Branch, Status, Trajectory
@@ -138,7 +139,10 @@ def used_functions(config: Config) -> dict[str, str]:
 @functools.cache
 def _loaded(kind: FunctionKind, name: str, arguments: str) -> Function:
     given = json.loads(arguments)
-    if not is_own(name):
+    row = row_of(kind, name)
+    if row is not None and row.place:
+        return Function(kind, name, functools.partial(resolve(row.place), **given))
+    if row is not None:
         # Weights are functions of the same tokens as losses.
         file = "losses" if kind in FUNCTIONS_OF_TOKENS else f"{kind}s"
         module = importlib.import_module(f"{_FOLDER}.{file}")

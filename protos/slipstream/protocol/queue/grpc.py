@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 from slipstream.core.backoff import Backoff
 from slipstream.core.errors import QueueError
+from slipstream.core.settings.config import Config
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.base import (
     Amount,
@@ -226,3 +227,13 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer):
     def _charge(self, data: bytes) -> int:
         # A single trajectory must fit any limit.
         return min(len(data), self._budget.max_bytes)
+
+
+def sender(
+    config: Config,
+    channel: grpc.aio.Channel,
+    metadata: Sequence[tuple[str, str]],
+    _run_id: str,
+) -> GrpcSender:
+    """Returns the sender of a rollout server, whose calls go to its controller."""
+    return GrpcSender(channel, metadata, config.queue.max_bytes)

@@ -30,7 +30,8 @@ def choose_transport(
         if on_cpu:
             return "gloo"
         setting = "ipc" if shared else "nccl"
-    if setting == "gloo":
+    if setting not in ("nccl", "ipc"):
+        # Neither gloo nor a transport of an extension asks where processes compute.
         return setting
     first, *others = places
     if setting == "nccl" and on_cpu:

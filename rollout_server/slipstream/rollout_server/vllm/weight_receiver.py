@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.extension import resolve, transports
 from slipstream.core.machine.description import free_memory
 from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_buckets
 from slipstream.protocol.weights.waits import result_of, started
@@ -42,10 +43,11 @@ from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_confi
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader import reload
 
-# Their receivers: each joins as a rank, within seconds, on a device.
-TRANSPORTS: dict[
-    str, Callable[[weights_pb2.Communicator, int, float, torch.device], BucketReceiver]
-] = {
+# A receiver joins as a rank, within seconds, on a device.
+MakeReceiver: TypeAlias = Callable[
+    [weights_pb2.Communicator, int, float, torch.device], BucketReceiver
+]
+TRANSPORTS: dict[str, MakeReceiver] = {
     "gloo": GlooReceiver,
     "ipc": IpcReceiver,
     "nccl": NcclReceiver,
@@ -57,6 +59,17 @@ BACKEND = "slipstream"
 DRAFTS = "draft."
 # Parts of a device's memory that staged weights leave free for other allocations.
 _LEFT_ON_GPU, _LEFT_ON_CPU = 0.02, 0.1
+
+
+def receiver_of(transport: str) -> MakeReceiver:
+    """Returns what makes receivers of a transport; raises WeightSyncError if there is none."""
+    if transport in TRANSPORTS:
+        return TRANSPORTS[transport]
+    added = transports()
+    if transport not in added:
+        raise WeightSyncError(f"transport {transport!r} is not known here")
+    receiver: MakeReceiver = resolve(added[transport].receiver)
+    return receiver
 
 
 class SlipstreamWeightTransfer:
@@ -280,14 +293,13 @@ class SlipstreamWeightTransfer:
         # The reload warns at every update of buffers that no checkpoint holds; we check parameters.
         logging.getLogger(reload.initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
         where, device = order.communicator, self.device
-        if where.transport not in TRANSPORTS:
-            raise WeightSyncError(f"transport {where.transport!r} is not known here")
+        receiver = receiver_of(where.transport)
         rank = first_rank + self.vllm_config.parallel_config.rank
 
         def join() -> BucketReceiver:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            return TRANSPORTS[where.transport](where, rank, order.join_deadline_s, device)
+            return receiver(where, rank, order.join_deadline_s, device)
 
         self._joining = where.communicator_id, started(join, name="weight-join")
 

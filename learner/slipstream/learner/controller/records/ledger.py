@@ -7,11 +7,12 @@ or counted twice. A trajectory is acknowledged once the journal has its end on d
 
 import asyncio
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc.aio
+from slipstream.core.extension import queues, resolve
 from slipstream.core.types import Trajectory, TrajectoryId
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, SeenIds
@@ -21,7 +22,6 @@ from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.queue.base import (
     NOTHING,
     Amount,
@@ -298,26 +298,23 @@ class AccountedReceiver:
 async def open_receiver(
     stack: AsyncExitStack, server: grpc.aio.Server, journal: Journal, history: RunHistory, run: Run
 ) -> TrajectoryReceiver:
-    """Opens and returns the receiver of trajectories for `queue.kind`: Redis or gRPC.
+    """Opens and returns the receiver of trajectories for `queue.kind`, which `stack` closes."""
+    queue = queues()[run.config.queue.kind]
+    opened: AbstractAsyncContextManager[TrajectoryReceiver]
+    opened = resolve(queue.receiver)(run, server, journal, history)
+    return await stack.enter_async_context(opened)
 
-    A Redis receiver is closed by `stack`. The number of entries ever added to its stream is
-    journaled; if it has fallen, Redis has lost data, and a warning says so. A gRPC receiver is
-    added to `server`.
-    """
-    queue = run.config.queue
-    if queue.kind == "redis":
-        from slipstream.extensions.redis.receiver import RedisReceiver
 
-        url = redis_url_of(queue, "controller")
-        receiver = RedisReceiver(url, run.progress.run_id, opener(run.progress.run_key))
-        await stack.enter_async_context(receiver)
-        before = history.queue_added
-        if before is not None and (receiver.is_new or receiver.added < before):
-            run.events.warn("the queue lost what waited there; it is generated again")
-        journal.append(kinds.Queue(added=receiver.added))
-        return receiver
+@asynccontextmanager
+async def grpc_receiver(
+    run: Run,
+    server: grpc.aio.Server,
+    _journal: Journal,
+    _history: RunHistory,
+) -> AsyncIterator[TrajectoryReceiver]:
+    """Adds the receiver of trajectories that servers deliver by calls to `server`."""
     from slipstream.protocol.queue.grpc import GrpcReceiver
 
     servicer = GrpcReceiver(opener(run.progress.run_key))
     trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(servicer, server)
-    return servicer
+    yield servicer

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
+from slipstream.core.extension import queues
 from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
@@ -112,8 +113,7 @@ class Fleet:
     def queued_bytes(self) -> int:
         """Bytes that wait in the queue, according to the servers' newest reports."""
         told = [session.report.queued_bytes for session in self.sessions.values()]
-        if self._run.config.queue.kind == "redis":
-            # All servers share one Redis queue, and each reports its whole size.
+        if queues()[self._run.config.queue.kind].is_shared:
             return max(told, default=0)
         return sum(told)
 

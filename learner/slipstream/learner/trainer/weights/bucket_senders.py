@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from slipstream.core.errors import ConfigError, WeightSyncError
+from slipstream.core.extension import resolve, transports
 from slipstream.core.machine.address import listen
 from slipstream.core.settings.sections import WeightsSection
 from slipstream.learner.trainer.ranks.rendezvous import open_store
@@ -452,7 +453,7 @@ def make_sender(
             return NcclSender(weights, device)
         case "nccl":
             raise ConfigError("weights.transport is nccl, but the trainer has no GPU")
-        case _:
-            raise ConfigError(
-                f"the transport of weights must be gloo, nccl or ipc, got {transport!r}"
-            )
+    if transport in (added := transports()):
+        sender: BucketSender = resolve(added[transport].sender)(weights, device)
+        return sender
+    raise ConfigError(f"the transport of weights must be gloo, nccl or ipc, got {transport!r}")
