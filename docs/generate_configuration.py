@@ -129,7 +129,8 @@ weights:
 - `learner.threads`: 4 if P >= 1e9, else 1.
 - `learner.timeout_s`: 1,800 if P >= 1e8, else 600.
 - `rollout_server.max_episodes`: the episodes of a step, 64 to 256. On GPUs those of `max_staleness`
-  + 1 steps, 64 to 512, while half of `max_episode_tokens` of each fits 70 GB beside the weights.
+  + 1 steps, 64 to 512, while `max_reply_tokens`, or half of `max_episode_tokens` if that is less,
+  of each fits 70 GB beside the weights.
 - `rollout_server.tensor_parallel_size`: 1, 2, 4 or 8: at most 40 GB of weights on a GPU.
 - `queue.max_bytes`: the longest episodes of `max_staleness` + 1 steps, 256 MiB at least.
 - `weights.bucket_mib`: about W / 32, 64 to 512.

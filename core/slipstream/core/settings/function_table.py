@@ -151,9 +151,23 @@ ADVANTAGES: Mapping[str, Estimator] = {
     "rloo": Estimator(compares_with="group"),
     "reinforce_pp": Estimator(compares_with="batch", sums_turns=False),
     "reinforce_pp_baseline": Estimator(compares_with="group"),
-    "return_to_go": Estimator(ReturnArguments, compares_with="group", sums_turns=False),
-    "gae": Estimator(GaeArguments, compares_with="batch", sums_turns=False, critic="needed"),
-    "turn_gae": Estimator(GaeArguments, compares_with="batch", sums_turns=False, critic="optional"),
+    "return_to_go": Estimator(
+        ReturnArguments,
+        compares_with="group",
+        sums_turns=False,
+    ),
+    "gae": Estimator(
+        GaeArguments,
+        compares_with="batch",
+        sums_turns=False,
+        critic="needed",
+    ),
+    "turn_gae": Estimator(
+        GaeArguments,
+        compares_with="batch",
+        sums_turns=False,
+        critic="optional",
+    ),
     "score": Estimator(),
     "none": Estimator(sums_turns=False),
 }
@@ -162,8 +176,14 @@ WEIGHTS: Mapping[str, BuiltIn] = {
     "token": BuiltIn(CapArguments),
     "sequence": BuiltIn(CapArguments),
 }
-REWARDS: Mapping[str, BuiltIn] = {"none": BuiltIn(), "overlong": BuiltIn(OverlongArguments)}
-FILTERS: Mapping[str, BuiltIn] = {"none": BuiltIn(), "unequal_rewards": BuiltIn()}
+REWARDS: Mapping[str, BuiltIn] = {
+    "none": BuiltIn(),
+    "overlong": BuiltIn(OverlongArguments),
+}
+FILTERS: Mapping[str, BuiltIn] = {
+    "none": BuiltIn(),
+    "unequal_rewards": BuiltIn(),
+}
 FUNCTIONS: Mapping[FunctionKind, Mapping[str, BuiltIn]] = {
     "loss": LOSSES,
     "advantage": ADVANTAGES,

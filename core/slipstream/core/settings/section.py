@@ -38,10 +38,13 @@ def check_one_of(
     """
 
     def check(name: object) -> object:
-        if name in built_in or name in (known := (*built_in, *added())):
+        if name in built_in:
             return name
-        *others, last = map(repr, dict.fromkeys(known))
-        expected = f"{', '.join(others)} or {last}"
+        names = list(dict.fromkeys([*built_in, *added()]))
+        if name in names:
+            return name
+        expected = ", ".join(map(repr, names[:-1]))
+        expected += f" or {names[-1]!r}"
         raise PydanticCustomError(
             "literal_error", "Input should be {expected}", {"expected": expected}
         )

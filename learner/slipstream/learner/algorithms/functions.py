@@ -141,7 +141,8 @@ def _loaded(kind: FunctionKind, name: str, arguments: str) -> Function:
     given = json.loads(arguments)
     row = row_of(kind, name)
     if row is not None and row.place:
-        return Function(kind, name, functools.partial(resolve(row.place), **given))
+        call = resolve(row.place)
+        return Function(kind, name, functools.partial(call, **given))
     if row is not None:
         # Weights are functions of the same tokens as losses.
         file = "losses" if kind in FUNCTIONS_OF_TOKENS else f"{kind}s"
