@@ -14,7 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 from slipstream.environments.sandbox import Sandbox
-from support.fakes.escapes import BEGINNING, MAY_FAIL_OUTSIDE, WORK_OUTSIDE
+from slipstream.environments.sandbox.kept_program import ProgramEnd, run_program
+from slipstream.environments.sandbox.plan import Limits, Plan
+from slipstream.environments.sandbox.sandbox import launched, why_not
+from support.fakes.escapes import (
+    BEGINNING,
+    MAY_FAIL_OUTSIDE,
+    NETWORK,
+    RARE_NETWORK,
+    WORK_OUTSIDE,
+)
 from support.rigs.completed import completed
 
 pytestmark = [
@@ -35,6 +44,16 @@ NUMBERS = {
         "reboot": 169,
         "init_module": 175,
         "rt_sigqueueinfo": 129,
+        "rt_tgsigqueueinfo": 297,
+        "sched_getattr": 315,
+        "ioprio_get": 252,
+        "get_robust_list": 274,
+        "io_setup": 206,
+        "name_to_handle_at": 303,
+        "kcmp": 312,
+        "clone": 56,
+        "userfaultfd": 323,
+        "seccomp": 317,
     },
     "aarch64": {
         "bpf": 280,
@@ -44,6 +63,16 @@ NUMBERS = {
         "reboot": 142,
         "init_module": 105,
         "rt_sigqueueinfo": 138,
+        "rt_tgsigqueueinfo": 240,
+        "sched_getattr": 275,
+        "ioprio_get": 31,
+        "get_robust_list": 100,
+        "io_setup": 0,
+        "name_to_handle_at": 264,
+        "kcmp": 272,
+        "clone": 220,
+        "userfaultfd": 282,
+        "seccomp": 277,
     },
 }
 VICTIM = """
@@ -66,6 +95,8 @@ class Outside:
         self._secret.chmod(0o600)
         with contextlib.suppress(OSError):
             os.setxattr(self._secret, "user.known", SECRET.encode())
+        readable = folder / "readable"
+        readable.write_text("text")
         self._victim = subprocess.Popen(
             [sys.executable, "-c", VICTIM],
             stdout=subprocess.PIPE,
@@ -85,6 +116,7 @@ class Outside:
         self.given = {
             "home": str(self._home),
             "secret": str(self._secret),
+            "readable": str(readable),
             # A file of this user that programs may read, and that nobody holds open.
             "library": str(Path(os.__file__).with_name("this.py")),
             "victim": self._victim.pid,
@@ -109,8 +141,8 @@ class Outside:
         self._victim.kill()
         self._victim.wait()
         self._victim.stdout.close()
-        for each in (*self._streams, *self._datagrams):
-            each.close()
+        for listener in (*self._streams, *self._datagrams):
+            listener.close()
         SHARED.unlink(missing_ok=True)
 
     def _bound(self, kind: int, name: str) -> socket.socket:
@@ -170,11 +202,43 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside
 async def test_a_program_does_not_get_out(name: str, backend: str, outside: Outside) -> None:
     program = BEGINNING + (WORK_OUTSIDE | MAY_FAIL_OUTSIDE)[name]
     files = {"given.json": json.dumps(outside.given)}
-    finished = await Sandbox(backend=backend).run(program, files=files)
+    sandbox = Sandbox(backend=backend, readable=[outside.given["readable"]])
+    finished = await sandbox.run(program, files=files)
     assert b"escaped" not in finished.stdout, finished
     assert outside.reached() == {}
     # The program went to its end: it did try.
     assert (finished.status, finished.stderr, finished.ended_by) == (0, b"", "")
+
+
+async def ended_with_a_port(program: str, folder: Path, outside: Outside, port: int) -> ProgramEnd:
+    """Runs a program as `Command` does in its sandbox, with one port that it may connect to."""
+    if reason := why_not("sandlock"):
+        pytest.skip(reason)
+    work = folder / "work"
+    work.mkdir()
+    (work / "given.json").write_text(json.dumps(outside.given))
+    readable = [outside.given["readable"]]
+    plan = Plan("sandlock", str(work), readable, Limits(), cause_fd=1, port=port)
+    command = launched(plan, [sys.executable, "-I", "-c", BEGINNING + program])
+    return await run_program(command, folder=work, variables={}, limits=Limits(seconds=60))
+
+
+@pytest.mark.parametrize("name", NETWORK | RARE_NETWORK)
+async def test_a_program_with_a_port_gets_no_further(
+    name: str, tmp_path: Path, outside: Outside
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as allowed:
+        port = allowed.getsockname()[1]
+        program = (NETWORK | RARE_NETWORK)[name]
+        end = await ended_with_a_port(program, tmp_path, outside, port)
+    assert outside.reached() == {}
+    assert (end.status, end.output) == (0, "")
+
+
+async def test_a_program_with_a_port_reaches_that_port(tmp_path: Path, outside: Outside) -> None:
+    program = NETWORK["connect_by_tcp"]
+    end = await ended_with_a_port(program, tmp_path, outside, outside.given["tcp"])
+    assert (end.status, end.output) == (0, "escaped\n")
 
 
 @pytest.mark.parametrize("name", WORK_OUTSIDE)

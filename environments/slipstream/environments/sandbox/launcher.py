@@ -18,7 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from slipstream.environments.sandbox.plan import Limits, Plan
-from slipstream.environments.sandbox.system_calls import filter_program, give_up_privileges, install
+from slipstream.environments.sandbox.system_calls import (
+    filter_program,
+    filtered,
+    give_up_privileges,
+)
 
 # Seconds between two checks of the time and the folder.
 CHECK_PERIOD_S = 0.2
@@ -83,7 +87,6 @@ def _in_sandlock(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
     import sandlock
 
     give_up_privileges()
-    install(filter_program())
     box = sandlock.Sandbox(
         fs_readable=[*_readable(plan), *_DEVICES],
         fs_writable=[plan.folder, "/dev/null"],
@@ -96,7 +99,8 @@ def _in_sandlock(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
         no_coredump=True,
         net_allow=[f"tcp://127.0.0.1:{plan.port}"] if plan.port else [],
     )
-    process = box.popen(list(command))
+    # The filter is not for the launcher: sandlock makes calls here that no program may make.
+    process = box.popen(filtered(command, with_port=bool(plan.port)))
 
     def wait() -> int:
         result = process.wait()

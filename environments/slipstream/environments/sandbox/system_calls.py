@@ -1,10 +1,12 @@
-"""The system calls that a sandboxed program may not make, as a seccomp filter of Linux.
+"""The filter of system calls of a program in a sandbox, which only the kernel enforces.
 
-Landlock, and so sandlock, still lets a program of the same user
-- change the mode, owner and times of files that it can only read;
+The filter allows the calls of `call_table`, some of them only with certain arguments. Landlock, and
+so sandlock, still lets a program of the same user
+- use sockets other than plain TCP: multipath TCP, TCP fast open, listening without a bound port;
+- change the mode, owner, times and flags of files that it can only read;
 - read extended attributes of files, and watch names, in folders that it cannot read;
 - block whoever opens a file;
-- change the limits of processes outside the sandbox;
+- change the limits of processes outside the sandbox, and learn about them;
 - fill memory that belongs to no process;
 - use kernel interfaces that affect the whole machine.
 The filter refuses all of these, under bubblewrap too.
@@ -18,102 +20,145 @@ import struct
 import sys
 from collections.abc import Sequence
 
-# Calls that do nothing and report success: programs that copy files expect that they work.
-_PRETENDED = (
-    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
-    *("utime", "utimes", "futimesat", "utimensat"),
-)
-_REFUSED = (
-    *("memfd_create", "memfd_secret", "mq_open"),
-    *("io_uring_setup", "io_uring_enter", "io_uring_register", "bpf", "perf_event_open"),
-    *("userfaultfd", "add_key", "request_key", "keyctl", "syslog", "setpriority", "ioprio_set"),
-    *("inotify_init", "inotify_init1", "inotify_add_watch", "fanotify_init", "fanotify_mark"),
-    # A named pipe blocks every process that opens it, as a device may.
-    *("mknod", "mknodat", "file_setattr"),
-)
-# Extended attributes: these calls fail as on a file system without any.
-_OF_MARKS = (
-    *("setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr"),
-    *("getxattr", "lgetxattr", "fgetxattr", "listxattr", "llistxattr", "flistxattr"),
-    *("setxattrat", "getxattrat", "listxattrat", "removexattrat"),
-)
-# Calls whose first argument is a process, which must be 0: the caller.
-_OF_ITSELF = (
-    *("prlimit64", "sched_setaffinity", "sched_setattr"),
-    *("sched_setparam", "sched_setscheduler"),
-)
-# Commands of fcntl that block or watch other processes: F_SETLEASE and F_NOTIFY.
-_FCNTL_REFUSED = (1024, 1026)
-# A socket is one of AF_UNIX, AF_INET and AF_INET6: sandlock judges these.
-_SOCKET_FAMILIES = (1, 2, 10)
+from slipstream.environments.sandbox.call_table import CALLS, MACHINES, Rule
 
-# Numbers of newer calls are the same everywhere.
-_COMMON = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427}
-_COMMON |= {"memfd_secret": 447, "fchmodat2": 452, "setxattrat": 463, "getxattrat": 464}
-_COMMON |= {"listxattrat": 465, "removexattrat": 466, "file_setattr": 469}
-_X86_64 = {"socket": 41, "fcntl": 72, "chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93}
-_X86_64 |= {"lchown": 94, "syslog": 103, "utime": 132, "mknod": 133, "setpriority": 141}
-_X86_64 |= {"sched_setparam": 142, "sched_setscheduler": 144, "setxattr": 188, "lsetxattr": 189}
-_X86_64 |= {"fsetxattr": 190, "getxattr": 191, "lgetxattr": 192, "fgetxattr": 193}
-_X86_64 |= {"listxattr": 194, "llistxattr": 195, "flistxattr": 196}
-_X86_64 |= {"removexattr": 197, "lremovexattr": 198, "fremovexattr": 199}
-_X86_64 |= {"sched_setaffinity": 203, "utimes": 235, "mq_open": 240, "add_key": 248}
-_X86_64 |= {"request_key": 249, "keyctl": 250, "ioprio_set": 251}
-_X86_64 |= {"inotify_init": 253, "inotify_add_watch": 254, "mknodat": 259, "fchownat": 260}
-_X86_64 |= {"futimesat": 261, "fchmodat": 268, "utimensat": 280, "inotify_init1": 294}
-_X86_64 |= {"perf_event_open": 298, "fanotify_init": 300, "fanotify_mark": 301}
-_X86_64 |= {"prlimit64": 302, "sched_setattr": 314, "memfd_create": 319, "bpf": 321}
-_X86_64 |= {"userfaultfd": 323}
-_AARCH64 = {"setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "getxattr": 8, "lgetxattr": 9}
-_AARCH64 |= {"fgetxattr": 10, "listxattr": 11, "llistxattr": 12, "flistxattr": 13}
-_AARCH64 |= {"removexattr": 14, "lremovexattr": 15, "fremovexattr": 16, "fcntl": 25}
-_AARCH64 |= {"inotify_init1": 26, "inotify_add_watch": 27, "ioprio_set": 30, "mknodat": 33}
-_AARCH64 |= {"fchmod": 52, "fchmodat": 53, "fchownat": 54}
-_AARCH64 |= {"fchown": 55, "utimensat": 88, "syslog": 116, "sched_setparam": 118}
-_AARCH64 |= {"sched_setscheduler": 119, "sched_setaffinity": 122, "setpriority": 140}
-_AARCH64 |= {"mq_open": 180, "socket": 198, "add_key": 217, "request_key": 218}
-_AARCH64 |= {"keyctl": 219, "perf_event_open": 241, "prlimit64": 261}
-_AARCH64 |= {"fanotify_init": 262, "fanotify_mark": 263, "sched_setattr": 274}
-_AARCH64 |= {"memfd_create": 279, "bpf": 280, "userfaultfd": 282}
-# Machine -> the kernel's name of its calls, and their numbers.
-_MACHINES = {"x86_64": (0xC000003E, _COMMON | _X86_64), "aarch64": (0xC00000B7, _COMMON | _AARCH64)}
+# Flags of clone, <linux/sched.h>: all but those that make namespaces or trace.
+_CLONE_FLAGS = 0x81FD5FFF
+# Commands of fcntl, <fcntl.h>: descriptors, their flags, locks, seals. Others block, signal or
+# watch other processes, or take pages of pipes that all processes of the user share.
+_FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1027, 1028, 1030, 1032, 1034)
+# Requests of ioctl: whether it is a terminal and its size, FIONREAD, FIONBIO, close-on-exec, clones
+# of files. Others change flags of files, or type into terminals.
+_IOCTL_REQUESTS = (
+    0x5401,
+    0x802C542A,
+    0x5413,
+    0x541B,
+    0x5421,
+    0x5450,
+    0x5451,
+    0x40049409,
+    0x4020940D,
+)
+# Options of prctl: the signal at the parent's end, dumps, capabilities' bounds, names of threads
+# and memory, timer slack, reapers, no_new_privs, huge pages, the auxiliary vector.
+_PRCTL_OPTIONS: tuple[int, ...] = (
+    1,
+    2,
+    3,
+    4,
+    15,
+    16,
+    21,
+    23,
+    29,
+    30,
+    36,
+    37,
+    38,
+    39,
+    41,
+    42,
+    51,
+    56,
+)
+_PRCTL_OPTIONS += (0x53564D41, 0x41555856)
+_AF_UNIX = 1
+_AF_INET = 2
+_SOCK_STREAM = 1
+_SOCK_SEQPACKET = 5
+# SOCK_NONBLOCK and SOCK_CLOEXEC, beside the type of a socket.
+_SOCKET_FLAGS = 0x80800
+# IPPROTO_IP, which is TCP for a stream, and IPPROTO_TCP.
+_TCP = (0, 6)
+# MSG_DONTROUTE, MSG_DONTWAIT, MSG_EOR, MSG_NOSIGNAL and MSG_MORE; not MSG_FASTOPEN.
+_SEND_FLAGS = 0xC0C4
+_SOL_SOCKET = 1
+_SOL_TCP = 6
+# Level -> options: reuse, broadcast, keep-alive, urgent data, lingering, time limits; of TCP no
+# delay, cork, keep-alive, quick answers, time limit, low water.
+_SOCKET_OPTIONS = {
+    _SOL_SOCKET: (2, 6, 9, 10, 13, 20, 21, 66, 67),
+    _SOL_TCP: (1, 3, 4, 5, 6, 12, 18, 25),
+}
+# SO_SNDBUF and SO_RCVBUF report success, and buffers keep the size that the kernel gives them.
+_PRETENDED_OPTIONS = {_SOL_SOCKET: (7, 8), _SOL_TCP: ()}
+
 # Numbers from here on are those of the x32 interface.
 _X32_CALLS = 0x40000000
 
 # Instructions of a filter, <linux/filter.h> and <linux/seccomp.h>.
-_LOAD, _EQUALS, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER_AT, _MACHINE_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = 0, 4, 16, 24
+_LOAD = 0x20
+_AND = 0x54
+_RETURN = 0x06
+_EQUALS = 0x15
+_AT_LEAST = 0x35
+_HAS_BITS = 0x45
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_ERROR = 0x00050000
+_NUMBER_AT = 0
+_MACHINE_AT = 4
+_ARGUMENTS_AT = 16
+_WORD_BITS = 0xFFFFFFFF
 
-_PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 22, 24, 38
+_PR_SET_SECCOMP = 22
+_PR_CAPBSET_DROP = 24
+_PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION = 0x20080522
+# Puts the filter of its first argument, in hexadecimal, on its own process, and then becomes the
+# program of the other arguments. Python ignores two signals, which the program must not inherit.
+FILTERED_START = f"""
+import ctypes, os, sys
+from _signal import SIG_DFL, SIGPIPE, SIGXFSZ, signal
+program, command = bytes.fromhex(sys.argv[1]), sys.argv[2:]
+for number in (SIGPIPE, SIGXFSZ):
+    signal(number, SIG_DFL)
+class Filter(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
+libc = ctypes.CDLL(None, use_errno=True)
+described = Filter(len(program) // {struct.calcsize("HBBI")}, program)
+if libc.prctl({_PR_SET_SECCOMP}, {_SECCOMP_MODE_FILTER}, ctypes.byref(described), 0, 0):
+    sys.exit(f"seccomp: {{os.strerror(ctypes.get_errno())}}")
+try:
+    os.execvp(command[0], command)
+except OSError as error:
+    print(f"{{command[0]}}: {{error.strerror}}", file=sys.stderr)
+    sys.exit(127)
+"""
 
 
 def machine_is_known() -> bool:
     """Whether the numbers of this machine's system calls are known."""
-    return sys.platform == "linux" and platform.machine() in _MACHINES
+    return sys.platform == "linux" and platform.machine() in MACHINES
 
 
-def filter_program(machine: str | None = None) -> bytes:
-    """Returns the filter for `machine`, None for this machine, in the kernel's binary form."""
-    kernels_name, numbers = _MACHINES[machine or platform.machine()]
-    code = [_load(_MACHINE_AT), _jump(_EQUALS, kernels_name, if_not=0, if_so=1), _give(_KILL)]
-    code += [_load(_NUMBER_AT)]
-    refused, without_marks = _ERROR | errno.EPERM, _ERROR | errno.EOPNOTSUPP
-    code += [_jump(_AT_LEAST, _X32_CALLS, if_so=0, if_not=1), _give(refused)]
-    groups = ((_PRETENDED, _ERROR), (_REFUSED, refused), (_OF_MARKS, without_marks))
-    for names, result in groups:
-        for name in names:
-            if name in numbers:
-                code += [_jump(_EQUALS, numbers[name], if_so=0, if_not=1), _give(result)]
-    for name in _OF_ITSELF:
-        code += _if_called(numbers[name], allowed=(0,))
-    code += _if_called(numbers["socket"], allowed=_SOCKET_FAMILIES)
-    for command in _FCNTL_REFUSED:
-        code += [_jump(_EQUALS, numbers["fcntl"], if_so=0, if_not=4), _load(_SECOND_ARGUMENT_AT)]
-        code += [_jump(_EQUALS, command, if_so=0, if_not=1), _give(refused), _load(_NUMBER_AT)]
-    return b"".join([*code, _give(_ALLOW)])
+def filter_program(machine: str | None = None, *, with_port: bool = False) -> bytes:
+    """Returns the filter for `machine`, None for this machine, in the kernel's binary form.
+
+    `with_port` allows clients of TCP. The filter does not see addresses: sandlock judges them.
+    """
+    machine = machine or platform.machine()
+    code = [
+        _load(_MACHINE_AT),
+        _jump(_EQUALS, MACHINES[machine], if_so=1, if_not=0),
+        _give(_KILL),
+        _load(_NUMBER_AT),
+        _jump(_AT_LEAST, _X32_CALLS, if_so=0, if_not=1),
+        _give(_error(errno.ENOSYS)),
+    ]
+    for call in CALLS:
+        if (number := call.numbers.get(machine)) is not None:
+            answer = _answer(call.rule, with_port=with_port)
+            code += [_jump(_EQUALS, number, if_so=0, if_not=len(answer)), *answer]
+    return b"".join([*code, _give(_error(errno.ENOSYS))])
+
+
+def filtered(command: Sequence[str], *, with_port: bool = False) -> list[str]:
+    """Returns a command that puts the filter on itself and then becomes `command`."""
+    program = filter_program(with_port=with_port)
+    return [sys.executable, "-I", "-S", "-c", FILTERED_START, program.hex(), *command]
 
 
 def give_up_privileges() -> None:
@@ -130,26 +175,116 @@ def give_up_privileges() -> None:
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
 
 
-def install(program: bytes) -> None:
-    """Applies a filter to this process and all its children; the filter cannot be removed.
+def _answer(rule: Rule, *, with_port: bool) -> list[bytes]:
+    """Returns instructions that end the filter for a call with this rule."""
+    checks: list[bytes]
+    match rule:
+        case Rule.PRETENDED:
+            return [_give(_ERROR)]
+        case Rule.UNSUPPORTED:
+            return [_give(_error(errno.EOPNOTSUPP))]
+        case Rule.SETSOCKOPT:
+            return _option_answer()
+        case Rule.SOCKET if not with_port:
+            return [_give(_error(errno.EAFNOSUPPORT))]
+        case Rule.WITH_PORT if not with_port:
+            return [_give(_error(errno.EPERM))]
+        case Rule.ALLOWED | Rule.WITH_PORT:
+            checks = []
+        case Rule.OWN_PROCESS:
+            checks = _unless_among(0, (0,), errno.EPERM)
+        case Rule.GETPRIORITY:
+            # PRIO_PROCESS of the caller.
+            checks = _unless_among(0, (0,), errno.EPERM) + _unless_among(1, (0,), errno.EPERM)
+        case Rule.CLONE:
+            checks = _unless_within(0, _CLONE_FLAGS, errno.EPERM)
+        case Rule.FCNTL:
+            checks = _unless_among(1, _FCNTL_COMMANDS, errno.EINVAL)
+        case Rule.IOCTL:
+            checks = _unless_among(1, _IOCTL_REQUESTS, errno.ENOTTY)
+        case Rule.PRCTL:
+            checks = _unless_among(0, _PRCTL_OPTIONS, errno.EINVAL)
+        case Rule.SOCKET:
+            checks = _unless_socket((_AF_INET,), (_SOCK_STREAM,), _TCP)
+        case Rule.SOCKETPAIR:
+            # A pair of datagrams could be sent elsewhere.
+            checks = _unless_socket((_AF_UNIX,), (_SOCK_STREAM, _SOCK_SEQPACKET), (0,))
+        case Rule.SENDTO:
+            no_address = _unless_among(4, (0,), errno.EPERM, is_pointer=True)
+            checks = no_address + _unless_within(3, _SEND_FLAGS, errno.EOPNOTSUPP)
+        case Rule.SENDMSG:
+            # An address in the message means nothing to a connected socket without fast open.
+            checks = _unless_within(2, _SEND_FLAGS, errno.EOPNOTSUPP)
+        case Rule.SENDMMSG:
+            checks = _unless_within(3, _SEND_FLAGS, errno.EOPNOTSUPP)
+    return [*checks, _give(_ALLOW)]
 
-    Raises OSError if the kernel refuses the filter.
-    """
-    code = ctypes.create_string_buffer(program, len(program))
-    size = struct.calcsize("HBBI")
-    described = struct.pack("HxxxxxxQ", len(program) // size, ctypes.addressof(code))
-    libc = ctypes.CDLL(None, use_errno=True)
-    _check(libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, described, 0, 0), "seccomp")
+
+def _option_answer() -> list[bytes]:
+    """Returns instructions for setsockopt, whose arguments 1 and 2 are level and option."""
+    code = []
+    for level, options in _SOCKET_OPTIONS.items():
+        checks = _if_among(2, options, _ALLOW) + _if_among(2, _PRETENDED_OPTIONS[level], _ERROR)
+        of_level = _jump(_EQUALS, level, if_so=0, if_not=len(checks))
+        code += [_load_argument(1), of_level, *checks]
+    return [*code, _give(_error(errno.ENOPROTOOPT))]
 
 
-def _if_called(number: int, *, allowed: Sequence[int]) -> list[bytes]:
-    """Returns BPF instructions that refuse call `number` unless its first argument is allowed."""
-    checks = [
-        _jump(_EQUALS, value, if_so=len(allowed) - index, if_not=0)
-        for index, value in enumerate(allowed)
+def _unless_socket(
+    families: Sequence[int], kinds: Sequence[int], protocols: Sequence[int]
+) -> list[bytes]:
+    """Returns instructions that refuse a socket of another family, type or protocol."""
+    refused = errno.EAFNOSUPPORT
+    return [
+        *_unless_among(0, families, refused),
+        *_unless_among(1, kinds, refused, mask=_WORD_BITS & ~_SOCKET_FLAGS),
+        *_unless_among(2, protocols, refused),
     ]
-    body = [_load(_FIRST_ARGUMENT_AT), *checks, _give(_ERROR | errno.EPERM), _give(_ALLOW)]
-    return [_jump(_EQUALS, number, if_so=0, if_not=len(body)), *body]
+
+
+def _unless_among(
+    argument: int,
+    values: Sequence[int],
+    error: int,
+    *,
+    mask: int = _WORD_BITS,
+    is_pointer: bool = False,
+) -> list[bytes]:
+    """Returns instructions that end with `error` unless an argument is one of `values`.
+
+    The kernel takes arguments as 32 bits, which are all that is compared, but for pointers, whose
+    upper 32 bits must be 0.
+    """
+    checks = [
+        _jump(_EQUALS, value, if_so=len(values) - index, if_not=0)
+        for index, value in enumerate(values)
+    ]
+    masked = struct.pack("HBBI", _AND, 0, 0, mask)
+    code = [_load_argument(argument), masked, *checks, _give(_error(error))]
+    if is_pointer:
+        upper = _load(_ARGUMENTS_AT + 8 * argument + 4)
+        code += [upper, _jump(_EQUALS, 0, if_so=1, if_not=0), _give(_error(error))]
+    return code
+
+
+def _unless_within(argument: int, bits: int, error: int) -> list[bytes]:
+    """Returns instructions that end with `error` if an argument has a bit outside `bits`."""
+    others = _WORD_BITS & ~bits
+    outside = _jump(_HAS_BITS, others, if_so=0, if_not=1)
+    return [_load_argument(argument), outside, _give(_error(error))]
+
+
+def _if_among(argument: int, values: Sequence[int], result: int) -> list[bytes]:
+    """Returns instructions that end with `result` if an argument is one of `values`."""
+    code = [_load_argument(argument)]
+    for value in values:
+        code += [_jump(_EQUALS, value, if_so=0, if_not=1), _give(result)]
+    return code
+
+
+def _load_argument(argument: int) -> bytes:
+    """Returns the instruction that loads the lower 32 bits; both machines are little-endian."""
+    return _load(_ARGUMENTS_AT + 8 * argument)
 
 
 def _load(place: int) -> bytes:
@@ -162,6 +297,10 @@ def _jump(test: int, value: int, *, if_so: int, if_not: int) -> bytes:
 
 def _give(result: int) -> bytes:
     return struct.pack("HBBI", _RETURN, 0, 0, result)
+
+
+def _error(number: int) -> int:
+    return _ERROR | number
 
 
 def _check(result: int, call: str) -> None:
