@@ -116,6 +116,21 @@ class ParsedReply(NamedTuple):
         )
 
 
+class ReplyEnding(NamedTuple):
+    """How a reply ended.
+
+    `by_model` says that the model ended it, with a token. Else a limit cut it, or the text `stop`
+    ended it, which the text of the reply lacks.
+    """
+
+    by_model: bool = True
+    stop: str = ""
+
+
+# What the model ended, it said to the end.
+ENDED_BY_MODEL = ReplyEnding()
+
+
 class TemplateInputs(NamedTuple):
     """The inputs of a chat template in addition to messages, as JSON texts; "" means no input.
 

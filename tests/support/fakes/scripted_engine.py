@@ -69,7 +69,13 @@ class ScriptedEngine(FakeEngine):
             raise failed if isinstance(failed, Exception) else GenerationFailed(failed)
         self.num_open += 1
         text = self.script(self.tokenizer.decode(prompt_token_ids, skip_special_tokens=False))
-        whole = [*self.tokenizer.encode(text, add_special_tokens=False), 2]
+        stop_text = next((stop for stop in options.stop if stop in text), None)
+        if stop_text is None:
+            whole = [*self.tokenizer.encode(text, add_special_tokens=False), 2]
+        else:
+            # The last token completes the text.
+            end = text.index(stop_text) + len(stop_text)
+            whole = self.tokenizer.encode(text[:end], add_special_tokens=False)
         tokens, reason = whole[:max_tokens], FinishReason.STOP
         if len(whole) > max_tokens:
             reason = FinishReason.LENGTH
@@ -117,13 +123,21 @@ class ScriptedEngine(FakeEngine):
         self._returned += len(done)
         text = self.tokenizer.decode(done, skip_special_tokens=options.skip_special_tokens)
         text = text.removesuffix("<|im_end|>")
+        is_stopped = reason is FinishReason.STOP and stop_text is not None
+        if is_stopped and not options.with_stop:
+            text = text.removesuffix(stop_text)
         generation = Generation(
             np.asarray(done, dtype=np.uint32),
             np.asarray(logprobs, dtype=np.float32),
             tuple(spans),
             reason,
         )
-        yield TextPart(done[handed_out:], text[len(said) :], generation=generation)
+        yield TextPart(
+            done[handed_out:],
+            text[len(said) :],
+            stop_reason=stop_text if is_stopped else None,
+            generation=generation,
+        )
 
     async def generate(self, *asked: Any, **_: object) -> Generation:
         options = TextOptions(skip_special_tokens=False)

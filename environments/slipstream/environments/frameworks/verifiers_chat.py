@@ -31,7 +31,7 @@ ENDED = ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
-    """Requests replies and runs their tool calls, until a reply has no tool call."""
+    """Requests replies and runs their tool calls, until a reply has none or is cut."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -54,7 +54,7 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
         mcp_urls: Mapping[str, str],
         data: Foreign,
     ) -> Foreign:
-        """Requests replies and runs their tool calls, until a reply has no tool call.
+        """Requests replies and runs their tool calls, until a reply has none or is cut.
 
         The chat also ends, without an error, when the context is full. Other errors of the API are
         raised.
@@ -93,9 +93,11 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
                     if is_context_overflow(error):
                         return ENDED
                     raise
-                reply = answer.choices[0].message
+                (choice,) = answer.choices
+                reply = choice.message
                 messages.append(reply.model_dump(exclude_none=True))
-                if not reply.tool_calls:
+                # What a limit cut is no whole reply: none of its calls is run.
+                if choice.finish_reason == "length" or not reply.tool_calls:
                     return ENDED
                 for asked in reply.tool_calls:
                     content = await call(asked.function.name, asked.function.arguments or "{}")

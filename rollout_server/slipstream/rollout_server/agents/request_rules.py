@@ -14,6 +14,7 @@ from typing import Any
 
 from slipstream.core.template_values import OWNED
 from slipstream.rollout_server.agents.conversations import AgentCall, AgentTurn, MessageKey
+from slipstream.rollout_server.chat import ENDED_BY_MODEL, ReplyEnding
 from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.v1 import environment_pb2
 
@@ -106,6 +107,9 @@ class ServedCall:
     sampling: asyncio.Task[None] | None = None
     turn: AgentTurn | None = None
     refusal: Refusal | None = None
+    # How the reply ended, and whether a limit of tokens cut it, once it has been sampled.
+    ending: ReplyEnding = ENDED_BY_MODEL
+    is_cut: bool = False
     # The reply as a chat message, once the application has all of it.
     reply: dict[str, Any] | None = None
     # The answer that the client was sent; it is parsed when a later call may continue this call.

@@ -13,7 +13,13 @@ from functools import partial
 from slipstream.core.models.vision import PlacedImage, check_pixels
 from slipstream.core.settings.sections import MAX_TURNS
 from slipstream.core.types import Status
-from slipstream.rollout_server.chat import REPLY, ChatMessage, TemplateInputs, chat_messages
+from slipstream.rollout_server.chat import (
+    REPLY,
+    ChatMessage,
+    ReplyEnding,
+    TemplateInputs,
+    chat_messages,
+)
 from slipstream.rollout_server.engine_interface import FinishReason
 from slipstream.rollout_server.episodes import calls
 from slipstream.rollout_server.episodes.play import Play, PromptTooLong, Reader
@@ -117,15 +123,18 @@ class EnvironmentTalk:
         recording = self._recording
         before = list(recording.conversation)
         if given:
-            said = history.reply(given)
-            said, truncated = said[:most], len(said) > most
+            tokens = history.reply(given)
+            said = tokens[:most]
+            truncated = len(tokens) > most
         else:
             generation = await self._play.generate(most)
             said = generation.token_ids.tolist()
             truncated = generation.finish_reason is FinishReason.LENGTH
         reply = recording.last_text = self._renderer.decode(said)
+        is_by_text = bool(self._sampling.stop and said) and said[-1] not in self._renderer.added
+        ending = ReplyEnding(by_model=not truncated and not is_by_text)
         reader = self._reader
-        parsed = None if reader is None else reader.read(before, said, history.inputs)
+        parsed = None if reader is None else reader.read(before, said, history.inputs, ending)
         judged = parsed
         if not self._agents.reads_thoughts:
             # Without a parser of thoughts, which has the last word, the judge goes by their marks.

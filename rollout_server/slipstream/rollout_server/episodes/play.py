@@ -28,7 +28,12 @@ from slipstream.core.types import (
     VersionSpan,
 )
 from slipstream.protocol.codec import merge_spans, pack_logprobs, unpack_tokens
-from slipstream.rollout_server.chat import ParsedReply, TemplateInputs
+from slipstream.rollout_server.chat import (
+    ENDED_BY_MODEL,
+    ParsedReply,
+    ReplyEnding,
+    TemplateInputs,
+)
 from slipstream.rollout_server.engine_interface import (
     Engine,
     FinishReason,
@@ -152,11 +157,16 @@ class Reader(Protocol):
     """Reads reasoning and tool calls in whole replies."""
 
     def read(
-        self, prompt: Sequence[int], token_ids: Sequence[int], inputs: TemplateInputs
+        self,
+        prompt: Sequence[int],
+        token_ids: Sequence[int],
+        inputs: TemplateInputs,
+        ending: ReplyEnding = ENDED_BY_MODEL,
     ) -> ParsedReply:
         """Returns the parts of a sampled reply to `prompt`, which was rendered with `inputs`.
 
-        Raises GenerationFailed if the reply cannot be read.
+        A call whose text did not end is content. Raises GenerationFailed if the reply cannot be
+        read.
         """
 
 

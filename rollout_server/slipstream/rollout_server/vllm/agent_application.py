@@ -27,8 +27,8 @@ from slipstream.rollout_server.agents.recorder import (
     Recorder,
 )
 from slipstream.rollout_server.agents.request_rules import Refusal, ServedCall
-from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT
-from slipstream.rollout_server.engine_interface import TextOptions, TextPart
+from slipstream.rollout_server.chat import PLACEHOLDER, REPLY, RESULT, ReplyEnding
+from slipstream.rollout_server.engine_interface import FinishReason, TextOptions, TextPart
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed, limited_time
 from slipstream.rollout_server.vllm.reply_reader import of_whole_replies
 from vllm.engine.protocol import EngineClient
@@ -38,6 +38,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.api_router import attach_router as attach_chat
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.models.api_router import attach_router as attach_models
 from vllm.entrypoints.openai.responses.api_router import attach_router as attach_responses
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
@@ -338,18 +339,23 @@ class RecordingClient:
         )
         most = sampling_params.max_tokens or recorder.sampling.max_reply_tokens
         parts = recorder.sample(opened, most, options)
-        return _outputs(parts, request_id, call.prompt, opened)
+        return _outputs(parts, request_id, opened, with_stop=options.with_stop)
 
 
 async def _outputs(
-    parts: AsyncGenerator[TextPart, None], request_id: str, prompt: list[int], opened: ServedCall
+    parts: AsyncGenerator[TextPart, None], request_id: str, opened: ServedCall, *, with_stop: bool
 ) -> AsyncGenerator[RequestOutput, None]:
-    said = ""
+    assert opened.call is not None, "a call begins before it is sampled"
+    prompt = opened.call.prompt
+    text = ""
     async for part in parts:
-        end, said = part.generation, said + part.text
+        end = part.generation
+        text += part.text
         if end is not None:
             # A parser that reads the reply tells it anew.
-            opened.reply = {"role": "assistant", "content": said}
+            opened.reply = {"role": "assistant", "content": text}
+            opened.is_cut = end.finish_reason is FinishReason.LENGTH
+            opened.ending = _ending(end.finish_reason, part.stop_reason, with_stop=with_stop)
         completion = CompletionOutput(
             index=0,
             text=part.text,
@@ -364,6 +370,13 @@ async def _outputs(
             request_id, None, prompt, None, [completion], end is not None, None,
             num_cached_tokens=cached,
         )  # fmt: skip
+
+
+def _ending(reason: FinishReason, stop_reason: int | str | None, *, with_stop: bool) -> ReplyEnding:
+    """Returns how a reply ended; `with_stop` says that its text has the stop text."""
+    if isinstance(stop_reason, str):
+        return ReplyEnding(by_model=False, stop="" if with_stop else stop_reason)
+    return ReplyEnding(by_model=reason is FinishReason.STOP)
 
 
 def open_answering(llm: EngineClient, own: Renderer, settings: RolloutServerSection) -> Answering:
@@ -418,6 +431,7 @@ def _open_application(
         reading.parser = of_whole_replies(reading.parser, llm)
     for serving in (chat, app.state.anthropic_serving_messages):
         serving.parser_cls = of_whole_replies(serving.parser_cls, llm)
+        _tell_limits(serving)
     stream = chat.chat_completion_stream_generator
 
     async def streamed(*arguments: Any, **named: Any) -> AsyncGenerator[str, None]:  # noqa: ANN401
@@ -447,6 +461,24 @@ def _single_parts(event: str) -> Iterator[str]:
         part |= {"logprobs": None, "token_ids": None} if number > 1 else {}
         part |= {"finish_reason": None} if number < len(deltas) else {}
         yield f"data: {json.dumps({**chunk, 'choices': [part]})}\n\n"
+
+
+def _tell_limits(serving: OpenAIServingChat) -> None:
+    """Makes vLLM end a reply that a limit cut with the reason "length", as its streams do.
+
+    vLLM gives the reason "tool_calls" to a whole reply with calls, however it ended.
+    """
+    answer = serving.chat_completion_full_generator
+
+    async def answered(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - vLLM's own
+        response = await answer(*arguments, **named)
+        current = CURRENT.get()
+        if current is not None and current[1].is_cut:
+            for choice in getattr(response, "choices", ()):
+                choice.finish_reason = FinishReason.LENGTH.value
+        return response
+
+    serving.chat_completion_full_generator = answered
 
 
 def _answer_as_openai(serving: OpenAIServingResponses) -> None:

@@ -11,13 +11,16 @@ from slipstream.core.models.families import family_of
 from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.agents.recorder import CURRENT, MESSAGES_PATH
 from slipstream.rollout_server.chat import (
+    ENDED_BY_MODEL,
     ParsedReply,
     ParsedToolCall,
+    ReplyEnding,
     TemplateInputs,
     read_arguments,
 )
 from slipstream.rollout_server.engine_interface import GenerationFailed
 from slipstream.rollout_server.episodes.renderer import LAST_TOKENS
+from slipstream.rollout_server.vllm.finished_calls import calls_that_ended
 from slipstream.v1 import trajectory_pb2
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.base.protocol import (
@@ -34,6 +37,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.parser import ParserManager
 from vllm.parser.abstract_parser import DelegatingParser, Parser
 from vllm.renderers.chat_utils import make_tool_call_id
+from vllm.tool_parsers import ToolParser
 from vllm.tool_parsers.utils import get_function_tools
 
 log = logging.getLogger(__name__)
@@ -42,8 +46,14 @@ _CACHED_REQUESTS = 128
 _MAX_ID_BYTES = 1024
 # What parsers raise for calls that a model wrote wrongly.
 _UNREADABLE = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, SyntaxError),
-    *(TypeError, ValueError),
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
 )
 
 
@@ -54,7 +64,11 @@ class WholeReply(Parser):  # type: ignore[misc]
     behind a prompt with ended thoughts of an earlier reply they take new thoughts for text.
     """
 
+    # How the reply ended, for a reply of an environment. That of an agent's reply is in its call.
+    ending: ReplyEnding = ENDED_BY_MODEL
     _prompt: Sequence[int] = ()
+    # Whether the parser behind this class reads calls through `extract_tool_calls`.
+    _extracts = False
 
     def __init__(self, tokenizer: Any, tools: Sequence[Any] | None = None, **others: Any) -> None:  # noqa: ANN401 - vLLM's own
         super().__init__(tokenizer, _chat_tools(tools), **others)
@@ -67,27 +81,43 @@ class WholeReply(Parser):  # type: ignore[misc]
     def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:  # noqa: ANN401 - vLLM's own
         """Implements vLLM's method; without a mark of thoughts the reply is an answer."""
         parser = self.reasoning_parser
-        start, end = parser and parser.reasoning_start_str, parser and parser.reasoning_end_str
+        start = parser and parser.reasoning_start_str
+        end = parser and parser.reasoning_end_str
         if start and end and start not in model_output and end not in model_output:
-            before: str = self.model_tokenizer.decode(self._prompt[-LAST_TOKENS:])
-            if before.rfind(start) <= before.rfind(end):
+            prompt_end: str = self.model_tokenizer.decode(self._prompt[-LAST_TOKENS:])
+            if prompt_end.rfind(start) <= prompt_end.rfind(end):
                 return None, model_output
-        found: tuple[str | None, str | None] = super().extract_reasoning(model_output, request)
-        return found
+        parts: tuple[str | None, str | None] = super().extract_reasoning(model_output, request)
+        return parts
 
     def extract_tool_calls(
         self,
         model_output: str,
         request: Any,  # noqa: ANN401 - vLLM's own
     ) -> ExtractedToolCallInformation:
-        """Implements vLLM's method; calls that a parser cannot read are text with any parser."""
-        try:
-            found: ExtractedToolCallInformation = super().extract_tool_calls(model_output, request)
-            if found.tool_calls or not found.tools_called:
-                return found
-        except _UNREADABLE as error:
-            log.info("a reply is text, as its calls cannot be read: %r", error)
-        return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=model_output)
+        """Implements vLLM's method.
+
+        Calls that a parser cannot read are text with any parser. So is a call that a limit or a
+        stop text ended in the middle.
+        """
+        self._extracts = True
+        extract = super().extract_tool_calls
+
+        def calls_in(parser: ToolParser | None, text: str) -> ExtractedToolCallInformation:
+            self._tool_parser = parser
+            try:
+                calls: ExtractedToolCallInformation = extract(text, request)
+                if calls.tool_calls or not calls.tools_called:
+                    return calls
+            except _UNREADABLE as error:
+                log.info("a reply is text, as its calls cannot be read: %r", error)
+            return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=text)
+
+        parser = self._tool_parser
+        ending = self._ending
+        if parser is None or ending.by_model:
+            return calls_in(parser, model_output)
+        return calls_that_ended(parser, model_output, ending.stop, calls_in)
 
     def parse(
         self,
@@ -96,25 +126,37 @@ class WholeReply(Parser):  # type: ignore[misc]
         **named: Any,  # noqa: ANN401 - vLLM's own
     ) -> tuple[str | None, str | None, list[FunctionCall]]:
         """Implements vLLM's method; tells the current call what its client gets."""
-        known = request.model_copy(update={"tools": _chat_tools(request.tools)})
-        reasoning, content, found = super().parse(model_output, known, **named)
+        asked = request.model_copy(update={"tools": _chat_tools(request.tools)})
+        reasoning, content, parsed_calls = super().parse(model_output, asked, **named)
         calls = [
             call
             if call.id and len(call.id.encode()) <= _MAX_ID_BYTES
             else call.model_copy(update={"id": make_tool_call_id()})
-            for call in found or ()
+            for call in parsed_calls or ()
         ]
+        if calls and not (self._ending.by_model or self._extracts):
+            # Such a parser tells no end of a call; only the last one can have none.
+            *calls, last_call = calls
+            content = (content or "") + last_call.arguments
         if (current := CURRENT.get()) is not None:
-            read = [read_arguments(call.arguments) for call in calls]
-            if current[1].path == MESSAGES_PATH and not all(isinstance(a, dict) for a in read):
+            _, opened = current
+            arguments = [read_arguments(call.arguments) for call in calls]
+            if opened.path == MESSAGES_PATH and not all(isinstance(a, dict) for a in arguments):
                 # That API has no place for such calls.
                 log.info("a reply is text, as a call's arguments are no object: %r", model_output)
-                reasoning, content, calls = None, model_output, []
-            told = calls[:1] if request.parallel_tool_calls is False else calls
-            functions = [{"id": each.id, "function": each.model_dump()} for each in told]
+                reasoning = None
+                content = model_output
+                calls = []
+            answered = calls[:1] if request.parallel_tool_calls is False else calls
+            functions = [{"id": call.id, "function": call.model_dump()} for call in answered]
             message = {"role": "assistant", "content": content, "reasoning": reasoning}
-            current[1].reply = {**message, "tool_calls": functions}
+            opened.reply = {**message, "tool_calls": functions}
         return reasoning, content, calls
+
+    @property
+    def _ending(self) -> ReplyEnding:
+        current = CURRENT.get()
+        return self.ending if current is None else current[1].ending
 
     def parse_delta(
         self,
@@ -151,13 +193,13 @@ class WholeReply(Parser):  # type: ignore[misc]
 
 def _chat_tools(tools: Sequence[Any] | None) -> list[ChatCompletionToolsParam]:
     """Returns tools of any API as those of chat completions: some parsers read no others."""
-    found: list[ChatCompletionToolsParam] = []
+    chat_tools: list[ChatCompletionToolsParam] = []
     for tool in get_function_tools(tools or ()):
         if not isinstance(tool, ChatCompletionToolsParam):
-            own = tool.model_dump(include={"name", "description", "parameters", "strict"})
-            tool = ChatCompletionToolsParam(function=own)
-        found.append(tool)
-    return found
+            function = tool.model_dump(include={"name", "description", "parameters", "strict"})
+            tool = ChatCompletionToolsParam(function=function)
+        chat_tools.append(tool)
+    return chat_tools
 
 
 def of_whole_replies(kind: type[Parser] | None, llm: EngineClient) -> type[Parser] | None:
@@ -167,11 +209,11 @@ def of_whole_replies(kind: type[Parser] | None, llm: EngineClient) -> type[Parse
     """
     # A model that writes a call wrongly is no fault of the server.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
-    found = kind and type(kind.__name__, (WholeReply, kind), {})
-    if found is not None and issubclass(found, DelegatingParser):
-        parser = found(llm.renderer.get_tokenizer(), model_config=llm.model_config)
+    whole_kind = kind and type(kind.__name__, (WholeReply, kind), {})
+    if whole_kind is not None and issubclass(whole_kind, DelegatingParser):
+        parser = whole_kind(llm.renderer.get_tokenizer(), model_config=llm.model_config)
         parser.extract_reasoning("", ChatCompletionRequest(messages=[]))
-    return found
+    return whole_kind
 
 
 class ReplyReader:
@@ -179,7 +221,8 @@ class ReplyReader:
 
     def __init__(self, llm: EngineClient, settings: RolloutServerSection) -> None:
         """Opens the parsers; raises vLLM's error for parsers that do not fit the tokenizer."""
-        self._llm, self._model = llm, llm.model_config
+        self._llm = llm
+        self._model = llm.model_config
         self._tokenizer: Any = llm.renderer.get_tokenizer()
         self._special_ids = frozenset(self._tokenizer.all_special_ids)
         self._settings = settings
@@ -209,16 +252,21 @@ class ReplyReader:
             raise EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, cause) from error
 
     def read(
-        self, prompt: Sequence[int], token_ids: Sequence[int], inputs: TemplateInputs
+        self,
+        prompt: Sequence[int],
+        token_ids: Sequence[int],
+        inputs: TemplateInputs,
+        ending: ReplyEnding = ENDED_BY_MODEL,
     ) -> ParsedReply:
         request = self._request(inputs)
-        # A special token at the end has ended the reply, and is no part of its text.
         tokens = list(token_ids)
-        if tokens and tokens[-1] in self._special_ids:
+        # A special token with which the model ended the reply is no part of its text.
+        if ending.by_model and tokens and tokens[-1] in self._special_ids:
             tokens.pop()
         text = self._tokenizer.decode(tokens, skip_special_tokens=False)
         try:
             parser = self._parser(request, inputs)
+            parser.ending = ending
             parser.set_prompt_token_ids(prompt)
             reasoning, content, calls = parser.parse(
                 text,
@@ -250,10 +298,10 @@ class ReplyReader:
 
     def _make_request(self, inputs: TemplateInputs) -> ChatCompletionRequest:
         """Returns the chat request that vLLM's parsers need to parse a reply."""
-        asked: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]}
+        fields: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]}
         if inputs.tools:
-            asked["tools"] = json.loads(inputs.tools)
-        request = ChatCompletionRequest(**asked)
+            fields["tools"] = json.loads(inputs.tools)
+        request = ChatCompletionRequest(**fields)
         adjusted = self._parser(request, inputs).adjust_request(request)
         assert isinstance(adjusted, ChatCompletionRequest)
         return adjusted
