@@ -1,7 +1,8 @@
 """Replies that end in the middle of a tool call: what agents and environments are handed."""
 
 import json
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import pytest
 import pytest_asyncio
@@ -12,128 +13,208 @@ from support.fakes.example_agents import TOOLS
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 FUNCTION = TOOLS[0]["function"]
-ITEM_TOOLS = [{"type": "function", **FUNCTION}]
-SCHEMA_TOOLS = [{"name": "add", "input_schema": FUNCTION["parameters"]}]
+ITEM_TOOLS = [
+    {
+        "type": "function",
+        **FUNCTION,
+    }
+]
+SCHEMA_TOOLS = [
+    {
+        "name": "add",
+        "input_schema": FUNCTION["parameters"],
+    }
+]
 QUESTION = {"role": "user", "content": "hi"}
-CALL = "<tool_call>\n<function=add>\n<parameter=a>\n%d\n</parameter>\n</function>\n</tool_call>"
+XML_CALL = "<tool_call>\n<function=add>\n<parameter=a>\n%d\n</parameter>\n</function>\n</tool_call>"
 JSON_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
-TEXTS = {
-    "qwen3_coder": f"I call. {CALL % 51}{CALL % 62}",
-    "hermes": f"I call. {JSON_CALL % 51}{JSON_CALL % 62}",
+ALL_NUMBERS = [51.0, 62.0]
+# A call, and the mark before its name, by the parser.
+CALLS = {
+    "qwen3_coder": (XML_CALL, "<function="),
+    "hermes": (JSON_CALL, '"name"'),
 }
-ALL_CALLS = [51.0, 62.0]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=sorted(TEXTS))
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=sorted(CALLS))
 async def rig(request, tmp_path_factory) -> AgentRig:
-    text = TEXTS[request.param]
-    folder = tmp_path_factory.mktemp("model")
-    rig = await agent_rig(folder, lambda _: text, tool_parser=request.param, max_tokens=8000)
+    call, name_mark = CALLS[request.param]
+    text = "I call. " + "".join(call % number for number in ALL_NUMBERS)
+    rig = await agent_rig(
+        tmp_path_factory.mktemp("model"),
+        lambda _: text,
+        tool_parser=request.param,
+        max_tokens=8000,
+    )
     rig.text = text
+    rig.name_mark = name_mark
     return rig
 
 
-def num_tokens(rig: AgentRig) -> int:
-    return len(rig.engine.tokenizer.encode(rig.text, add_special_tokens=False))
+class Answer(NamedTuple):
+    """How an answer ends, the first argument of each of its calls, and its text."""
+
+    end: Any
+    numbers: list[float]
+    text: str
 
 
-async def asked_chat(rig: AgentRig, stream: bool, limit: int, **options: Any):
-    """Returns the end of a chat completion, the numbers of its calls, and its text."""
-    asked = {"model": "m", "messages": [QUESTION], "tools": TOOLS, "max_tokens": limit, **options}
+def numbers_in(texts: Iterable[str]) -> list[float]:
+    return [json.loads(text)["a"] for text in texts]
+
+
+async def chat(rig: AgentRig, limit: int, *, stream: bool, **options: Any) -> Answer:
     completions = rig.openai().chat.completions
+    fields = {
+        "model": "m",
+        "messages": [QUESTION],
+        "tools": TOOLS,
+        "max_tokens": limit,
+        **options,
+    }
     if not stream:
-        (choice,) = (await completions.create(**asked)).choices
-        calls = [call.function.arguments for call in choice.message.tool_calls or ()]
-        return choice.finish_reason, calls, choice.message.content or ""
-    texts: list[str] = []
+        completion = await completions.create(**fields)
+        (choice,) = completion.choices
+        message = choice.message
+        calls = message.tool_calls or ()
+        numbers = numbers_in(call.function.arguments for call in calls)
+        return Answer(
+            end=choice.finish_reason,
+            numbers=numbers,
+            text=message.content or "",
+        )
+    text = ""
     arguments: dict[int, str] = {}
-    reason = None
-    async for chunk in await completions.create(**asked, stream=True):
+    end = None
+    async for chunk in await completions.create(**fields, stream=True):
         (choice,) = chunk.choices
-        reason = choice.finish_reason or reason
-        texts.append(choice.delta.content or "")
+        end = choice.finish_reason or end
+        text += choice.delta.content or ""
         for call in choice.delta.tool_calls or ():
-            arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
-    return reason, list(arguments.values()), "".join(texts)
+            part = call.function.arguments or ""
+            arguments[call.index] = arguments.get(call.index, "") + part
+    numbers = numbers_in(arguments.values())
+    return Answer(end, numbers, text)
 
 
-async def asked_response(rig: AgentRig, stream: bool, limit: int):
-    asked = {"model": "m", "input": "hi", "tools": ITEM_TOOLS, "max_output_tokens": limit}
+async def respond(rig: AgentRig, limit: int, *, stream: bool) -> Answer:
+    responses = rig.openai().responses
+    fields = {
+        "model": "m",
+        "input": "hi",
+        "tools": ITEM_TOOLS,
+        "max_output_tokens": limit,
+    }
     if stream:
-        async with rig.openai().responses.stream(**asked) as events:
+        async with responses.stream(**fields) as events:
             response = await events.get_final_response()
     else:
-        response = await rig.openai().responses.create(**asked)
-    calls = [item.arguments for item in response.output if item.type == "function_call"]
-    reason = response.incomplete_details and response.incomplete_details.reason
-    return (response.status, reason), calls, response.output_text
+        response = await responses.create(**fields)
+    calls = [item for item in response.output if item.type == "function_call"]
+    details = response.incomplete_details
+    reason = details and details.reason
+    numbers = numbers_in(call.arguments for call in calls)
+    return Answer(
+        end=(response.status, reason),
+        numbers=numbers,
+        text=response.output_text,
+    )
 
 
-async def asked_message(rig: AgentRig, stream: bool, limit: int):
-    asked = {"model": "m", "messages": [QUESTION], "tools": SCHEMA_TOOLS, "max_tokens": limit}
+async def send(rig: AgentRig, limit: int, *, stream: bool) -> Answer:
+    messages = rig.anthropic().messages
+    fields = {
+        "model": "m",
+        "messages": [QUESTION],
+        "tools": SCHEMA_TOOLS,
+        "max_tokens": limit,
+    }
     if stream:
-        async with rig.anthropic().messages.stream(**asked) as events:
+        async with messages.stream(**fields) as events:
             message = await events.get_final_message()
     else:
-        message = await rig.anthropic().messages.create(**asked)
-    calls = [json.dumps(block.input) for block in message.content if block.type == "tool_use"]
-    text = "".join(block.text for block in message.content if block.type == "text")
-    return message.stop_reason, calls, text
+        message = await messages.create(**fields)
+    numbers = []
+    texts = []
+    for block in message.content:
+        if block.type == "tool_use":
+            numbers.append(block.input["a"])
+        elif block.type == "text":
+            texts.append(block.text)
+    return Answer(
+        end=message.stop_reason,
+        numbers=numbers,
+        text="".join(texts),
+    )
 
 
+# The ends of a cut answer and of a whole one, by the API.
 APIS = {
-    asked_chat: ("length", "tool_calls"),
-    asked_response: (("incomplete", "max_output_tokens"), ("completed", None)),
-    asked_message: ("max_tokens", "tool_use"),
+    chat: ("length", "tool_calls"),
+    respond: (("incomplete", "max_output_tokens"), ("completed", None)),
+    send: ("max_tokens", "tool_use"),
 }
 
 
 @pytest.mark.parametrize("api", APIS)
 async def test_a_call_that_a_limit_cut_is_text_of_a_reply_that_ended_at_its_length(rig, api):
     cut_end, whole_end = APIS[api]
-    size = num_tokens(rig)
-    numbers: list[int] = []
+    tokenizer = rig.engine.tokenizer
+    size = len(tokenizer.encode(rig.text, add_special_tokens=False))
+    num_calls: list[int] = []
     for limit in range(1, size + 2):
-        whole = await api(rig, False, limit)
-        assert await api(rig, True, limit) == whole
-        end, calls, text = whole
-        given = [json.loads(call)["a"] for call in calls]
-        assert given == ALL_CALLS[: len(given)]
-        assert end == (cut_end if limit <= size else whole_end)
-        said = rig.engine.tokenizer.decode(rig.engine.samples[-1].tokens)
-        if not given:
-            assert text.strip() == said.strip()
-        elif said.count("<function=") + said.count('"name"') > len(given):
-            unfinished = said.rpartition("</tool_call>")[2]
-            assert text.endswith(unfinished)
-        numbers.append(len(given))
+        answer = await api(rig, limit, stream=False)
+        assert await api(rig, limit, stream=True) == answer
+        num_handed_out = len(answer.numbers)
+        assert answer.numbers == ALL_NUMBERS[:num_handed_out]
+        if limit <= size:
+            assert answer.end == cut_end
+        else:
+            assert answer.end == whole_end
+        sampled_text = tokenizer.decode(rig.engine.samples[-1].tokens)
+        if not answer.numbers:
+            assert answer.text.strip() == sampled_text.strip()
+        elif sampled_text.count(rig.name_mark) > num_handed_out:
+            _, _, unfinished = sampled_text.rpartition("</tool_call>")
+            assert answer.text.endswith(unfinished)
+        num_calls.append(num_handed_out)
         rig.begin()
-    assert (numbers[0], numbers[-1]) == (0, 2)
+    assert num_calls[0] == 0
+    assert num_calls[-1] == len(ALL_NUMBERS)
 
 
-async def test_a_call_that_a_stop_text_ends_in_the_middle_is_no_call(rig) -> None:
-    """One that the stop text ends where its mark stands is a call."""
-    for stop, given in (("add", []), ("</tool_call>", ["51"])):
-        texts = []
-        for stream in (False, True):
-            end, calls, text = await asked_chat(rig, stream, 4000, stop=[stop])
-            assert [str(int(json.loads(call)["a"])) for call in calls] == given
-            assert end == ("tool_calls" if given else "stop")
-            texts.append(text)
-            rig.begin()
-        assert texts[0] == texts[1]
-        if not given:
-            assert texts[0].strip() == rig.text.partition(stop)[0].strip()
+@pytest.mark.parametrize(
+    ("stop", "numbers"),
+    [
+        ("add", []),
+        ("</tool_call>", ALL_NUMBERS[:1]),
+    ],
+)
+async def test_a_call_that_a_stop_text_ends_in_the_middle_is_no_call(rig, stop, numbers) -> None:
+    """A call that the stop text ends where its mark stands is one."""
+    options = {"stop": [stop]}
+    answer = await chat(rig, 4000, stream=False, **options)
+    assert await chat(rig, 4000, stream=True, **options) == answer
+    assert answer.numbers == numbers
+    if numbers:
+        assert answer.end == "tool_calls"
+    else:
+        assert answer.end == "stop"
+        sampled_text, _, _ = rig.text.partition(stop)
+        assert answer.text.strip() == sampled_text.strip()
+    rig.begin()
 
 
 async def test_an_environment_gets_no_call_that_a_limit_cut(rig) -> None:
     inputs = TemplateInputs(json.dumps(TOOLS))
     reader = await rig.engine.agents.reader(inputs)
-    tokens = rig.engine.tokenizer.encode(rig.text, add_special_tokens=False)
+    tokenizer = rig.engine.tokenizer
+    tokens = tokenizer.encode(rig.text, add_special_tokens=False)
+    ending = ReplyEnding(by_model=False)
     for limit in range(len(tokens)):
-        reply = reader.read([], tokens[:limit], inputs, ReplyEnding(by_model=False))
-        given = [json.loads(call.arguments)["a"] for call in reply.tool_calls]
-        assert given == ALL_CALLS[: len(given)]
-        if not given:
-            said = rig.engine.tokenizer.decode(tokens[:limit])
-            assert reply.content.strip() == said.strip()
+        reply = reader.read([], tokens[:limit], inputs, ending)
+        numbers = numbers_in(call.arguments for call in reply.tool_calls)
+        assert numbers == ALL_NUMBERS[: len(numbers)]
+        if not numbers:
+            sampled_text = tokenizer.decode(tokens[:limit])
+            assert reply.content.strip() == sampled_text.strip()

@@ -70,14 +70,15 @@ class ScriptedEngine(FakeEngine):
         self.num_open += 1
         text = self.script(self.tokenizer.decode(prompt_token_ids, skip_special_tokens=False))
         stop_text = next((stop for stop in options.stop if stop in text), None)
-        if stop_text is None:
-            whole = [*self.tokenizer.encode(text, add_special_tokens=False), 2]
-        else:
+        if stop_text is not None:
             # The last token completes the text.
-            end = text.index(stop_text) + len(stop_text)
-            whole = self.tokenizer.encode(text[:end], add_special_tokens=False)
-        tokens, reason = whole[:max_tokens], FinishReason.STOP
-        if len(whole) > max_tokens:
+            text = text[: text.index(stop_text) + len(stop_text)]
+        script_tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        if stop_text is None:
+            script_tokens.append(2)
+        tokens = script_tokens[:max_tokens]
+        reason = FinishReason.STOP
+        if len(script_tokens) > max_tokens:
             reason = FinishReason.LENGTH
         done: list[int] = []
         said, handed_out = "", 0

@@ -45,15 +45,14 @@ def calls_that_ended(
         end = _end_of_text(parser, text, stop, extract)
     if end is None:
         return extract(_anew(parser), text)
+    ended_calls = extract(_anew(parser), text[:end])
+    if not ended_calls.tool_calls:
+        return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=text)
     rest = text[end:]
-    if not end:
-        return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=text)
-    ended = extract(_anew(parser), text[:end])
-    if not ended.tool_calls:
-        return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=text)
     if not _has_words(parser, rest):
-        return ended
-    return ended.model_copy(update={"content": (ended.content or "") + rest})
+        return ended_calls
+    content = ended_calls.content or ""
+    return ended_calls.model_copy(update={"content": content + rest})
 
 
 class _EngineState(NamedTuple):
@@ -74,14 +73,17 @@ def _end_in_engine(parser: ParserEngineToolAdapter, text: str, stop: str) -> int
         return None
     if not state.num_ended:
         return 0
+
+    def num_ended(end: int) -> int:
+        return _engine_state(parser, text[:end]).num_ended
+
     ends = range(len(text) + 1)
-    end = bisect_left(
-        ends, state.num_ended, key=lambda end: _engine_state(parser, text[:end]).num_ended
-    )
+    end = bisect_left(ends, state.num_ended, key=num_ended)
     if end > len(text):
         # The stop text itself ended the last call.
         return None
-    return end - len(_engine_state(parser, text[:end]).next_mark)
+    next_mark = _engine_state(parser, text[:end]).next_mark
+    return end - len(next_mark)
 
 
 def _engine_state(parser: ParserEngineToolAdapter, text: str) -> _EngineState:
@@ -90,8 +92,10 @@ def _engine_state(parser: ParserEngineToolAdapter, text: str) -> _EngineState:
     engine = wrapper._engine
     events = wrapper._feed(text, [])
     # vLLM's `finish` begins so; then it ends the open call, as if the model had done so.
-    events += engine._process_scanner_items(engine._scanner.flush_pending())
-    events += engine._process_lex_tokens(engine._lexer.flush())
+    pending_items = engine._scanner.flush_pending()
+    events += engine._process_scanner_items(pending_items)
+    pending_tokens = engine._lexer.flush()
+    events += engine._process_lex_tokens(pending_tokens)
     num_ended = 0
     next_mark = ""
     for event in events:
@@ -111,27 +115,32 @@ def _engine_state(parser: ParserEngineToolAdapter, text: str) -> _EngineState:
 
 def _is_closed(engine: StreamingParserEngine) -> bool:
     """Returns whether the JSON of the open call's arguments has been closed."""
-    is_held_brace: bool = engine._args_buffer.rstrip().endswith("}")
-    return is_held_brace and engine._args_brace_depth == 0 and not engine._args_in_string
+    if engine._args_in_string or engine._args_brace_depth:
+        return False
+    held_back: str = engine._args_buffer
+    return held_back.rstrip().endswith("}")
 
 
 def _end_of_text(parser: ToolParser, text: str, stop: str, extract: Extract) -> int | None:
     """Returns what `_end_in_engine` does, for a parser of its own kind."""
 
-    def num_calls(text: str) -> int:
-        return len(extract(_anew(parser), text).tool_calls)
+    def num_calls(end: int) -> int:
+        calls = extract(_anew(parser), text[:end])
+        return len(calls.tool_calls)
 
-    num_in_text = num_calls(text)
+    num_in_text = num_calls(len(text))
     if not num_in_text:
         # Kimi K3's parser leaves out what it does not understand of the calls.
         opening = getattr(parser, "tools_open", None)
         return 0 if isinstance(opening, str) and opening in text else None
-    mark = getattr(parser, "tool_call_end_token", _END_MARKS.get(type(parser).__name__))
+    class_mark = _END_MARKS.get(type(parser).__name__)
+    mark = getattr(parser, "tool_call_end_token", class_mark)
     if isinstance(mark, str) and mark:
         place = (text + stop).rfind(mark)
         end = place + len(mark) if place >= 0 else 0
         return None if end > len(text) else end
-    return bisect_left(range(len(text) + 1), num_in_text, key=lambda end: num_calls(text[:end]))
+    ends = range(len(text) + 1)
+    return bisect_left(ends, num_in_text, key=num_calls)
 
 
 def _anew(parser: ToolParser) -> ToolParser:

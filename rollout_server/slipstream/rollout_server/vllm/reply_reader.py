@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 _CACHED_REQUESTS = 128
 # A longer id, which some models write themselves, does not fit into a message and is replaced.
 _MAX_ID_BYTES = 1024
-# What parsers raise for calls that a model wrote wrongly.
+# The errors of parsers for calls that a model wrote wrongly.
 _UNREADABLE = (
     ArithmeticError,
     AssertionError,
@@ -64,7 +64,7 @@ class WholeReply(Parser):  # type: ignore[misc]
     behind a prompt with ended thoughts of an earlier reply they take new thoughts for text.
     """
 
-    # How the reply ended, for a reply of an environment. That of an agent's reply is in its call.
+    # How the reply to an environment ended. The call of an agent has the ending of its own reply.
     ending: ReplyEnding = ENDED_BY_MODEL
     _prompt: Sequence[int] = ()
     # Whether the parser behind this class reads calls through `extract_tool_calls`.
@@ -135,14 +135,15 @@ class WholeReply(Parser):  # type: ignore[misc]
             for call in parsed_calls or ()
         ]
         if calls and not (self._ending.by_model or self._extracts):
-            # Such a parser tells no end of a call; only the last one can have none.
+            # A parser without `extract_tool_calls` tells no end of a call. Only the last call can
+            # have none.
             *calls, last_call = calls
             content = (content or "") + last_call.arguments
         if (current := CURRENT.get()) is not None:
             _, opened = current
             arguments = [read_arguments(call.arguments) for call in calls]
             if opened.path == MESSAGES_PATH and not all(isinstance(a, dict) for a in arguments):
-                # That API has no place for such calls.
+                # Anthropic's API has no place for such calls.
                 log.info("a reply is text, as a call's arguments are no object: %r", model_output)
                 reasoning = None
                 content = model_output
