@@ -83,7 +83,7 @@ def test_no_token_of_the_same_weights_has_other_bits(tmp_path, tiny_model, max_s
     )
     assert sum(row["logprob_gap_tokens"] for row in rows) > 0
     assert [row["logprob_unequal_tokens"] for row in rows] == [0] * 4
-    assert max(row["logprob_gap_max"] for row in rows) == 0
+    assert max(row.get("logprob_gap_max", 0.0) for row in rows) == 0
     assert summary["probe_gap_max"] == 0
 
 

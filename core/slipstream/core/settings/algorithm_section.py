@@ -185,7 +185,8 @@ class AlgorithmSection(Section):
 
     def refusals(self) -> Iterator[str]:
         """Yields one line for each rule that these settings break."""
-        if self.group_size == 1 and self.compares_group:
+        estimator = self.estimator
+        if self.group_size == 1 and estimator is not None and estimator.compares_group:
             yield f"advantage = {self.advantage!r} compares a group: group_size must be >= 2, got 1"
         if (told := self.kl.model_fields_set) and "coefficient" not in told:
             named = f"kl.{min(told)}"
@@ -197,8 +198,8 @@ class AlgorithmSection(Section):
                 f"kl.placement = 'loss', got {self.kl.coefficient} and {self.kl.placement!r}"
             )
         if self.filter == "unequal_rewards":
-            estimator = self.estimator
-            if estimator is not None and estimator.compares_with == "nothing":
+            compares = estimator is None or estimator.compares_group or estimator.compares_batch
+            if not compares:
                 yield (
                     "filter = 'unequal_rewards' leaves out groups of equal rewards, but advantage "
                     f"= {self.advantage!r} compares none: filter must be 'none'"
@@ -240,11 +241,6 @@ class AlgorithmSection(Section):
         row = row_of("advantage", self.advantage)
         assert row is None or isinstance(row, Estimator)
         return row
-
-    @property
-    def compares_group(self) -> bool:
-        """Whether equal rewards of a group are known to give advantages of 0."""
-        return self.estimator is not None and self.estimator.compares_with == "group"
 
     @property
     def _has_behavior_ratio(self) -> bool:

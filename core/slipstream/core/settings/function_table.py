@@ -129,9 +129,11 @@ class BuiltIn:
 class Estimator(BuiltIn):
     """A row of an advantage."""
 
-    # With what scores are compared. Equal rewards of a group give 0 where it is the group, so such
-    # an estimator needs two episodes of a task.
-    compares_with: Literal["group", "batch", "nothing"] = "nothing"
+    # Whether a score is compared with the others of its group, which needs two of them. Equal
+    # rewards of a group then give advantages of 0, unless the batch is compared, too.
+    compares_group: bool = False
+    # Whether advantages are compared with those of the batch.
+    compares_batch: bool = False
     # Whether all turns of an episode learn from the sum of their rewards.
     sums_turns: bool = True
     # Whether the values of a critic are of use: `needed` ones must be there.
@@ -146,25 +148,31 @@ LOSSES: Mapping[str, BuiltIn] = {
     "reinforce": BuiltIn(),
 }
 ADVANTAGES: Mapping[str, Estimator] = {
-    "grpo": Estimator(compares_with="group"),
-    "dr_grpo": Estimator(compares_with="group"),
-    "rloo": Estimator(compares_with="group"),
-    "reinforce_pp": Estimator(compares_with="batch", sums_turns=False),
-    "reinforce_pp_baseline": Estimator(compares_with="group"),
+    "grpo": Estimator(compares_group=True),
+    "dr_grpo": Estimator(compares_group=True),
+    "rloo": Estimator(compares_group=True),
+    "reinforce_pp": Estimator(
+        compares_batch=True,
+        sums_turns=False,
+    ),
+    "reinforce_pp_baseline": Estimator(
+        compares_group=True,
+        compares_batch=True,
+    ),
     "return_to_go": Estimator(
         ReturnArguments,
-        compares_with="group",
+        compares_group=True,
         sums_turns=False,
     ),
     "gae": Estimator(
         GaeArguments,
-        compares_with="batch",
+        compares_batch=True,
         sums_turns=False,
         critic="needed",
     ),
     "turn_gae": Estimator(
         GaeArguments,
-        compares_with="batch",
+        compares_batch=True,
         sums_turns=False,
         critic="optional",
     ),

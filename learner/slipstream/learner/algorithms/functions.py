@@ -32,6 +32,7 @@ from slipstream.core.settings.algorithm_section import AlgorithmSection, is_own,
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.function_table import FUNCTIONS_OF_TOKENS, KINDS, FunctionKind
 from slipstream.core.types import Branch, Status, Trajectory
+from slipstream.learner.algorithms.columns import TAKEN
 from slipstream.learner.algorithms.episodes import (
     RewardedEpisode,
     ScoredEpisode,
@@ -41,15 +42,6 @@ from slipstream.learner.algorithms.episodes import (
 
 _FOLDER = __package__
 _REPORT = re.compile(r"[a-z][a-z0-9_/]*")
-# Metrics of every step of the trainer, whose names no report may have.
-TAKEN = frozenset(
-    (
-        *("loss", "entropy", "kl", "kl_reference", "trained_tokens", "importance_weight_mean"),
-        *("effective_sample_size", "logprob_gap_mean", "logprob_gap_max", "logprob_gap_tokens"),
-        "logprob_unequal_tokens",
-        *("grad_norm", "learning_rate", "num_micro_batches", "forward_backward_s", "optimizer_s"),
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -147,7 +139,8 @@ def _loaded(kind: FunctionKind, name: str, arguments: str) -> Function:
         # Weights are functions of the same tokens as losses.
         file = "losses" if kind in FUNCTIONS_OF_TOKENS else f"{kind}s"
         module = importlib.import_module(f"{_FOLDER}.{file}")
-        return Function(kind, name, functools.partial(getattr(module, name), **given))
+        function = getattr(module, name)
+        return Function(kind, name, functools.partial(function, **given))
     call = _imported(kind, name)
     try:
         checked = _checked(call, given, what=f"{kind} {name}")
@@ -241,8 +234,16 @@ def token_advantages(
     """
     function = function_of(algorithm, "advantage")
     for episode in episodes:
-        tokens = [array for turn in episode.turns for array in (turn.context, turn.reply)]
-        for array in (episode.token_costs, episode.values, episode.lags, episode.earned, *tokens):
+        inputs: list[np.ndarray[Any, Any] | None] = [
+            episode.token_costs,
+            episode.values,
+            episode.lags,
+            episode.earned,
+        ]
+        for turn in episode.turns:
+            inputs.append(turn.context)
+            inputs.append(turn.reply)
+        for array in inputs:
             if array is not None:
                 array.flags.writeable = False
     with function.named(where):
@@ -251,13 +252,17 @@ def token_advantages(
             raise function.fault(f"{len(found)} advantages of {len(episodes)} episodes", where)
         whole = []
         for one, episode in zip(found, episodes, strict=True):
-            number, at = len(episode.token_costs), f"{where}, group {episode.group_id}"
+            number = len(episode.token_costs)
+            at = f"{where}, group {episode.group_id}"
             if not isinstance(one, TokenAdvantages):
                 one = TokenAdvantages(np.asarray(one, dtype=np.float64))
                 if not one.advantages.shape:
                     one = TokenAdvantages(np.repeat(one.advantages, number))
             function.check_numbers(one.reports, at)
-            for array in (one.advantages, one.advantages if one.returns is None else one.returns):
+            arrays = [one.advantages]
+            if one.returns is not None:
+                arrays.append(one.returns)
+            for array in arrays:
                 if array.shape != (number,):
                     raise function.fault(f"shape {array.shape} for {number} sampled tokens", at)
                 if function.is_own and not np.isfinite(array).all():
@@ -297,42 +302,56 @@ def is_counted(trajectory: Trajectory, algorithm: AlgorithmSection) -> bool:
     return not (algorithm.leave_out_truncated and trajectory.status is Status.TRUNCATED)
 
 
-def shaped_rewards(
+def episode_sides(
     trajectories: Sequence[Trajectory], config: Config
-) -> list[list[RewardedEpisode]]:
-    """Returns the sides of each episode, with both of their rewards, by `algorithm.reward`, too.
+) -> list[dict[str, RewardedEpisode]]:
+    """Returns the sides of each episode by name, with the environment's rewards.
 
     The sides are in the order of their first branches. An episode without branches has one side; an
-    episode that does not count (`is_counted`) has none. Raises RunFailed if the reward function is
-    faulty.
+    episode that does not count (`is_counted`) has none.
     """
-    algorithm, limit = config.algorithm, config.sampling.max_reply_tokens
-    # The sides of each episode, by name, and the episodes of each side of a group.
-    found: list[dict[str, RewardedEpisode]] = [{} for _ in trajectories]
-    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for index, trajectory in enumerate(trajectories):
-        if not is_counted(trajectory, algorithm):
+    limit = config.sampling.max_reply_tokens
+    episodes: list[dict[str, RewardedEpisode]] = []
+    for trajectory in trajectories:
+        sides: dict[str, RewardedEpisode] = {}
+        episodes.append(sides)
+        if not is_counted(trajectory, config.algorithm):
             continue
         rewards = {side_of(branch): branch.reward for branch in trajectory.branches}
         for name, reward in (rewards or {"": None}).items():
-            groups[trajectory.group_id, name].append(index)
-            found[index][name] = RewardedEpisode(
-                trajectory.reward if reward is None else reward,
-                trajectory.metrics,
-                trajectory.status is Status.TRUNCATED,
-                tuple(trajectory.run_lengths[1::2]),
+            sides[name] = RewardedEpisode(
+                reward=trajectory.reward if reward is None else reward,
+                metrics=trajectory.metrics,
+                is_truncated=trajectory.status is Status.TRUNCATED,
+                reply_tokens=tuple(trajectory.run_lengths[1::2]),
                 # The environment may have a lower limit.
-                min(limit, trajectory.max_reply_tokens or limit),
-                trajectory.environment,
-                trajectory.task_index,
-                name,
+                max_reply_tokens=min(limit, trajectory.max_reply_tokens or limit),
+                environment=trajectory.environment,
+                task_index=trajectory.task_index,
+                side=name,
             )
+    return episodes
+
+
+def shaped_rewards(
+    trajectories: Sequence[Trajectory], config: Config
+) -> list[list[RewardedEpisode]]:
+    """Returns the `episode_sides` of each episode, also with the rewards by `algorithm.reward`.
+
+    Raises RunFailed if the reward function is faulty.
+    """
+    episodes = episode_sides(trajectories, config)
+    # The episodes of each side of a group.
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for index, (trajectory, sides) in enumerate(zip(trajectories, episodes, strict=True)):
+        for name in sides:
+            groups[trajectory.group_id, name].append(index)
     for (group_id, name), members in groups.items():
-        group = [found[index][name] for index in members]
-        changed = rewarded(algorithm, group, where=f"group {group_id}")
+        group = [episodes[index][name] for index in members]
+        changed = rewarded(config.algorithm, group, where=f"group {group_id}")
         for index, episode in zip(members, changed, strict=True):
-            found[index][name] = episode
-    return [list(sides.values()) for sides in found]
+            episodes[index][name] = episode
+    return [list(sides.values()) for sides in episodes]
 
 
 def is_trained(trajectories: Sequence[Trajectory], config: Config) -> bool:

@@ -17,13 +17,13 @@ place of the proximal policy. All three functions can mask tokens:
 Log ratios, and their sums over sequences, are clamped to -20 .. 20 before exp.
 """
 
-from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Literal, Self, TypeVar
+from dataclasses import replace
+from typing import Literal, TypeVar
 
 import torch
 from slipstream.core.settings.algorithm_section import AlgorithmSection, KlEstimator
 from slipstream.core.settings.function_table import Anchor, Band
+from slipstream.learner.algorithms.columns import Column, Reduce
 from slipstream.learner.algorithms.functions import Function, function_of
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
 from torch import Tensor
@@ -284,32 +284,6 @@ def _is_outside(ratios: Tensor, band: Band) -> Tensor:
     return (ratios < band[0]) | (ratios > band[1])
 
 
-class Reduce(Enum):
-    """How the values of a column's tokens become one number of a step."""
-
-    MEAN = "mean"
-    LARGEST = "largest"
-    # The mean, or no metric in a step without such a token.
-    KNOWN_MEAN = "known mean"
-    # The number of tokens, each counted once for all passes, whose value is true.
-    NUMBER = "number"
-    # The number of tokens whose value is not finite: a fault of a user's function, no metric.
-    FAULTS = "faults"
-
-
-@dataclass(frozen=True)
-class Column:
-    """Numbers of tokens that a step reduces to one: a report of a function, or its faults."""
-
-    name: str
-    reduce: Reduce
-
-    @classmethod
-    def of_report(cls, name: str) -> Self:
-        """Returns the column of a report, whose name says how it is reduced."""
-        return cls(name, Reduce.LARGEST if name.endswith("_max") else Reduce.MEAN)
-
-
 def token_terms(function: Function, tokens: LossInputs, where: str) -> TokenTerms:
     """Returns the losses of a micro batch; raises RunFailed for a faulty function."""
     terms = _called(function, tokens, where, TokenTerms)
@@ -331,15 +305,19 @@ def step_columns(algorithm: AlgorithmSection, *, has_reference: bool) -> list[Co
     Each function is called with three tokens to learn its reports. Raises RunFailed if a function
     is faulty.
     """
-    tokens, where = _three_tokens(has_reference=has_reference), "three tokens"
-    weight, loss = function_of(algorithm, "weight"), function_of(algorithm, "loss")
-    reports = {
-        **token_weights(weight, tokens, where).reports,
-        **token_terms(loss, tokens, where).reports,
-    }
-    found = {Column.of_report(name) for name in reports}
-    found |= {Column(str(own), Reduce.FAULTS) for own in (weight, loss) if own.is_own}
-    return sorted(found, key=lambda column: column.name)
+    tokens = _three_tokens(has_reference=has_reference)
+    where = "three tokens"
+    weight = function_of(algorithm, "weight")
+    loss = function_of(algorithm, "loss")
+    weights = token_weights(weight, tokens, where)
+    terms = token_terms(loss, tokens, where)
+    columns: set[Column] = set()
+    for name in weights.reports.keys() | terms.reports.keys():
+        columns.add(Column.of_report(name))
+    for function in (weight, loss):
+        if function.is_own:
+            columns.add(Column(str(function), Reduce.FAULTS))
+    return sorted(columns, key=lambda column: column.name)
 
 
 def reads_behavior(function: Function, *, has_reference: bool) -> bool:
@@ -352,7 +330,8 @@ def reads_behavior(function: Function, *, has_reference: bool) -> bool:
     call = token_weights if function.kind == "weight" else token_terms
     values: list[Tensor] = []
     for shift in (0.0, -0.05, -2.0, 2.0):
-        shifted = replace(tokens, behavior_logprobs=tokens.behavior_logprobs + shift)
+        logprobs = tokens.behavior_logprobs + shift
+        shifted = replace(tokens, behavior_logprobs=logprobs)
         result = call(function, shifted, "three tokens")
         numbers = result.losses if isinstance(result, TokenTerms) else result.weights
         values.append(numbers.detach())
@@ -360,8 +339,10 @@ def reads_behavior(function: Function, *, has_reference: bool) -> bool:
 
 
 def _three_tokens(*, has_reference: bool) -> LossInputs:
-    nothing, logprobs = torch.zeros(3, dtype=torch.int32), torch.full((3,), -1.0)
+    nothing = torch.zeros(3, dtype=torch.int32)
+    logprobs = torch.full((3,), -1.0)
     mask = torch.ones(3, dtype=torch.bool)
+    places = torch.tensor([0, 0, 1])
     return LossInputs(
         logprobs=logprobs.clone().requires_grad_(),
         proximal_logprobs=logprobs,
@@ -373,32 +354,38 @@ def _three_tokens(*, has_reference: bool) -> LossInputs:
         versions=nothing,
         reference_logprobs=logprobs - 0.2 if has_reference else None,
         entropy=torch.ones(3),
-        sequences=SequenceSums(torch.tensor([0, 0, 1]), mask, 2),
+        sequences=SequenceSums(places, mask, 2),
     )
 
 
 def _called(function: Function, tokens: LossInputs, where: str, kind: type[Result]) -> Result:
     """Calls a function and returns its result as a `kind`; a tensor alone has no reports."""
-    inputs = [(name, value) for name, value in vars(tokens).items() if isinstance(value, Tensor)]
-    before = [value._version for _, value in inputs]
+    inputs = {name: value for name, value in vars(tokens).items() if isinstance(value, Tensor)}
+    versions = [value._version for value in inputs.values()]
     with function.named(where):
-        found = function.call(tokens)
-    for (name, value), version in zip(inputs, before, strict=True):
+        result = function.call(tokens)
+    for (name, value), version in zip(inputs.items(), versions, strict=True):
         if value._version != version:
             raise function.fault(f"it changed its input {name} in place", where)
-    result = kind(found) if isinstance(found, Tensor) else found
+    if isinstance(result, Tensor):
+        result = kind(result)
     if not isinstance(result, kind):
         raise function.fault(
-            f"the result is neither a tensor nor {kind.__name__}: {found!r}", where
+            f"the result is neither a tensor nor {kind.__name__}: {result!r}", where
         )
     function.check_reports(result.reports, where)
     values = result.losses if isinstance(result, TokenTerms) else result.weights
-    wanted, reports = tokens.logprobs, result.reports
-    for name, tensor in {"result": values, **{f"report {n}": reports[n] for n in reports}}.items():
-        if not isinstance(tensor, Tensor) or tensor.shape != wanted.shape:
-            shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise function.fault(f"the {name} is {shape}, not {list(wanted.shape)}", where)
+    shape = list(tokens.logprobs.shape)
+    dtype = tokens.logprobs.dtype
+    tensors = {"result": values}
+    for name, report in result.reports.items():
+        tensors[f"report {name}"] = report
+    for name, tensor in tensors.items():
+        is_tensor = isinstance(tensor, Tensor)
+        own_shape = list(tensor.shape) if is_tensor else type(tensor).__name__
+        if own_shape != shape:
+            raise function.fault(f"the {name} is {own_shape}, not {shape}", where)
     # Proofs compute in float64; a function that returns float32 there does so in a run too.
-    if values.dtype not in (wanted.dtype, torch.float32):
-        raise function.fault(f"the result is {values.dtype}, not {wanted.dtype}", where)
+    if values.dtype not in (dtype, torch.float32):
+        raise function.fault(f"the result is {values.dtype}, not {dtype}", where)
     return result

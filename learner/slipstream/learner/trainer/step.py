@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
 from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.core.settings.algorithm_section import DecayKind
 from slipstream.core.settings.config import Config
+from slipstream.learner.algorithms.columns import UpdateMetrics
 from slipstream.learner.algorithms.functions import load_functions
 from slipstream.learner.algorithms.losses import step_columns
 from slipstream.learner.trainer.algorithms.loss import (
@@ -102,7 +104,9 @@ class TrainingStep:
                 totals.join(own)
                 if adapters.are_several:
                     found = self._metrics(own, rate)
-                    metrics |= {f"adapter/{name}/{key}": found[key] for key in BY_ADAPTER}
+                    metrics |= {
+                        f"adapter/{name}/{key}": found[key] for key in BY_ADAPTER if key in found
+                    }
         except UntrainableBatch as fault:
             check_weights(policy, self._parts, fault)
             raise
@@ -206,17 +210,17 @@ class TrainingStep:
             part.observe(micro_batch, hidden)
 
     def _metrics(self, totals: _Totals, rate: float) -> dict[str, float]:
-        found = totals.statistics.metrics() | {
-            "grad_norm": sum(totals.grad_norms) / len(totals.grad_norms),
-            "learning_rate": rate,
-            "num_micro_batches": float(totals.num_micro_batches),
-            "forward_backward_s": totals.forward_backward_s,
-            "optimizer_s": totals.optimizer_s,
-        }
+        updates = UpdateMetrics(
+            grad_norm=sum(totals.grad_norms) / len(totals.grad_norms),
+            learning_rate=rate,
+            num_micro_batches=float(totals.num_micro_batches),
+            forward_backward_s=totals.forward_backward_s,
+            optimizer_s=totals.optimizer_s,
+        )
         if self.policy.scaler is not None:
-            found["gradient_overflows"] = float(self._num_passes - self.num_updates)
-            found["loss_scale"] = totals.loss_scale
-        return found
+            updates["gradient_overflows"] = float(self._num_passes - self.num_updates)
+            updates["loss_scale"] = totals.loss_scale
+        return {**totals.statistics.metrics(), **cast(dict[str, float], updates)}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.function_table import FUNCTIONS
 from slipstream.core.types import Branch, Status, Trajectory
+from slipstream.learner.algorithms.columns import Reduce
 from slipstream.learner.algorithms.episodes import RewardedEpisode, ScoredEpisode
 from slipstream.learner.algorithms.filters import unequal_rewards
 from slipstream.learner.algorithms.functions import (
@@ -27,7 +28,7 @@ from slipstream.learner.algorithms.functions import (
     token_advantages,
     used_functions,
 )
-from slipstream.learner.algorithms.losses import Reduce, step_columns
+from slipstream.learner.algorithms.losses import step_columns
 from slipstream.learner.algorithms.rewards import overlong
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal

@@ -28,6 +28,7 @@ from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.state import RunState
+from slipstream.learner.controller.reporting.invariants import broken_invariants
 from slipstream.learner.controller.reporting.trackers import (
     ResultFile,
     Trackers,
@@ -169,6 +170,8 @@ class RunRecorder:
         self.facts = RunFacts()
         # The row of the newest step.
         self.newest: dict[str, float] = {}
+        # Names of the invariants that the run is known to break: each is told once.
+        self._broken: set[str] = set()
         # Versions of which the row of the step that makes them is written.
         self._written: set[int] = set()
         # The run's seconds continue from the last row of the earlier start.
@@ -177,6 +180,8 @@ class RunRecorder:
             wall_s = max(wall_s, row["wall_s"])
             if "step" in row:
                 self._note_row(row)
+                broken = broken_invariants(config, row, (), {})
+                self._broken.update(invariant.name for invariant in broken)
         self._started_s = time.monotonic() - wall_s
         self._samples = ResultFile(folder / SAMPLES, self._warn)
         self._groups = ResultFile(folder / GROUPS, self._warn)
@@ -216,7 +221,8 @@ class RunRecorder:
         unknown for the other trajectories. `training_s` is how long the trainer took.
         """
         now = time.monotonic()
-        elapsed = max(now - self._last_step_s, 1e-9)
+        since_step_s = now - self._last_step_s
+        elapsed = max(since_step_s, 1e-9)
         self._last_step_s = now
         own = {
             "step": float(batch.version),
@@ -229,8 +235,9 @@ class RunRecorder:
             "training_s": training_s,
         }
         if batch.given is None:
+            groups = [group.in_order() for group in batch.groups]
             own |= environment_means(batch.trajectories)
-            own |= equal_rewards([group.in_order() for group in batch.groups], self._config)
+            own |= equal_rewards(groups, self._config)
         if (hidden := sorted(metrics.keys() & own.keys())) and not self.newest:
             told = f"the algorithm reports {', '.join(hidden)}, which the run measures itself"
             self._warn(f"{told}: name the report otherwise, it is left out")
@@ -239,12 +246,25 @@ class RunRecorder:
             # A crash left the row of a step whose journal record it lost.
             return row
         self._note_row(row)
+        if batch.given is None:
+            self._watch_invariants(batch, row, advantages)
         self._metrics.append(_line(_finite(row)))
         self._trackers.log(batch.version, row)
         # Behind the row: a crash between them loses samples, and writes none twice.
         if batch.step % self._config.controller.sample_every_steps == 0:
             self._keep_samples(batch, advantages)
         return row
+
+    def _watch_invariants(
+        self, batch: FormedBatch, row: Mapping[str, float], advantages: Sequence[float]
+    ) -> None:
+        groups = [group.in_order() for group in batch.groups]
+        ids = [trajectory.trajectory_id for trajectory in batch.trajectories]
+        by_id = dict(zip(ids, advantages, strict=False))
+        for invariant in broken_invariants(self._config, row, groups, by_id):
+            if invariant.name not in self._broken:
+                self._broken.add(invariant.name)
+                self._warn(invariant.text)
 
     def _keep_samples(self, batch: FormedBatch, advantages: Sequence[float]) -> None:
         ids = [trajectory.trajectory_id for trajectory in batch.trajectories]

@@ -17,7 +17,7 @@ from slipstream.core.errors import ProtocolError
 from slipstream.core.settings.config import Config
 from slipstream.core.types import IGNORED, GroupId, PolicyVersion, Status, Trajectory
 from slipstream.learner.algorithms.filters import unequal_rewards
-from slipstream.learner.algorithms.functions import shaped_rewards
+from slipstream.learner.algorithms.functions import episode_sides
 from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import tokens_by_server
@@ -330,10 +330,14 @@ def equal_rewards(groups: Sequence[Sequence[Trajectory]], config: Config) -> dic
     """
     found: dict[str, list[bool]] = {}
     for group in groups:
-        sides = [side for episode in shaped_rewards(group, config) for side in episode]
-        is_equal = not unequal_rewards(sides)
-        found.setdefault(group[0].environment, []).append(is_equal)
+        found.setdefault(group[0].environment, []).append(has_equal_rewards(group, config))
     return {
         _EQUAL: statistics.fmean(is_equal for each in found.values() for is_equal in each),
         **{f"{name}/{_EQUAL}": statistics.fmean(each) for name, each in sorted(found.items())},
     }
+
+
+def has_equal_rewards(group: Sequence[Trajectory], config: Config) -> bool:
+    """Whether the environment's rewards of a group are equal, within each side of its episodes."""
+    sides = [side for episode in episode_sides(group, config) for side in episode.values()]
+    return not unequal_rewards(sides)

@@ -26,6 +26,7 @@ from slipstream.core.settings.algorithm_section import (
 )
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray, ReferenceLogprobs, Trajectory
+from slipstream.learner.algorithms.columns import NUM_LAGS, OF_ALL_STEPS, Column, Reduce
 from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode, TokenAdvantages, Turn
 from slipstream.learner.algorithms.functions import (
     function_of,
@@ -35,8 +36,6 @@ from slipstream.learner.algorithms.functions import (
 )
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms
 from slipstream.learner.algorithms.losses import (
-    Column,
-    Reduce,
     kl_estimate,
     token_terms,
     token_weights,
@@ -55,24 +54,6 @@ from torch import Tensor
 
 # The values that functions report of the episodes, by name.
 Reports: TypeAlias = dict[str, list[float]]
-# One bin for each lag 0 to 6, and one for all larger lags.
-NUM_LAGS = 8
-
-# The columns of all steps.
-OF_ALL_STEPS = [
-    *(Column(name, Reduce.MEAN) for name in ("loss", "entropy", "kl_reference")),
-    Column("trained_tokens", Reduce.NUMBER),
-    Column("importance_weight_mean", Reduce.MEAN),
-    # The squares of the weights, until `StepStatistics.metrics` has the mean of the weights.
-    Column("effective_sample_size", Reduce.MEAN),
-    Column("kl", Reduce.MEAN),
-    # The gaps between the trainer's and the engine's log-probabilities.
-    Column("logprob_gap_mean", Reduce.MEAN),
-    Column("logprob_gap_max", Reduce.LARGEST),
-    *(Column(f"logprob_{kind}_tokens", Reduce.NUMBER) for kind in ("gap", "unequal")),
-    *(Column(f"logprob_gap_lag_{lag}", Reduce.KNOWN_MEAN) for lag in range(1, NUM_LAGS)),
-]
-
 # The values of the tokens in a mask: (column, values, mask).
 Values = tuple[Column, Tensor, Tensor]
 
@@ -415,17 +396,20 @@ class StepStatistics:
 
     def metrics(self) -> dict[str, float]:
         """Returns means over the tokens and passes of the step, by the names in docs/metrics.md."""
-        found = {}
+        metrics: dict[str, float] = {}
         for column, total, number, most in zip(self._columns, *self._table.tolist(), strict=True):
-            if column.reduce is Reduce.LARGEST:
-                found[column.name] = 0.0 if most == -math.inf else most
-            elif column.reduce is Reduce.NUMBER:
-                found[column.name] = total / self._epochs
-            elif column.reduce is Reduce.MEAN or (column.reduce is Reduce.KNOWN_MEAN and number):
-                found[column.name] = total / max(1.0, number)
-        if squared := found["effective_sample_size"]:
-            found["effective_sample_size"] = found["importance_weight_mean"] ** 2 / squared
-        return found
+            match column.reduce:
+                case Reduce.LARGEST if most > -math.inf:
+                    metrics[column.name] = most
+                case Reduce.NUMBER:
+                    metrics[column.name] = total / self._epochs
+                case Reduce.MEAN:
+                    metrics[column.name] = total / max(1.0, number)
+                case Reduce.KNOWN_MEAN if number:
+                    metrics[column.name] = total / number
+        if squared := metrics.get("effective_sample_size"):
+            metrics["effective_sample_size"] = metrics["importance_weight_mean"] ** 2 / squared
+        return metrics
 
 
 def _new_table(columns: Sequence[Column], device: torch.device | None = None) -> Tensor:

@@ -138,6 +138,24 @@ def test_a_report_with_the_name_of_a_metric_of_the_run_is_told_once(tmp_path):
     ]
 
 
+def test_an_invariant_that_steps_break_is_told_once_a_run(tmp_path: Path) -> None:
+    gap = {"logprob_gap_mean": 0.3, "logprob_gap_tokens": 64.0}
+
+    def warnings_of(*steps: int) -> list[str]:
+        events = EventLog()
+        trackers = Trackers({}, lambda text: None)
+        recorder = RunRecorder(tmp_path, config_of(tmp_path), trackers, None, events)
+        for number in steps:
+            step(recorder, number, **gap)
+        recorder.close()
+        return [event.text for event in events.kept()]
+
+    (text,) = warnings_of(0, 1)
+    assert text.startswith("step 1: engine and learner give 64 tokens that the newest weights")
+    # A later start of the run reads it from the rows.
+    assert warnings_of(2, 3) == []
+
+
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
 def test_a_clock_that_is_set_changes_no_length_of_time(tmp_path, monkeypatch, jump_s):
     recorder, _ = opened(tmp_path)

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from slipstream.core.settings.algorithm_section import AlgorithmSection
-from slipstream.learner.algorithms.functions import TAKEN
+from slipstream.learner.algorithms.columns import OF_ALL_STEPS, TAKEN
 from slipstream.learner.algorithms.losses import step_columns
 from slipstream.learner.trainer.algorithms.loss import (
-    OF_ALL_STEPS,
     StepStatistics,
     TokenLoss,
     policy_loss,
@@ -318,6 +317,28 @@ def test_step_without_a_trained_token_has_finite_metrics() -> None:
     assert step.add([loss.statistics], OneRank()) == 0
     assert all(math.isfinite(value) for value in step.metrics().values())
     assert {*step.metrics()} - {column.name for column in COLUMNS} < TAKEN
+
+
+def test_a_step_without_sampled_tokens_compares_no_policies() -> None:
+    """As of demonstrations alone: a gap or weight of 0 would be a claim."""
+    step = StepStatistics(columns=COLUMNS)
+    demonstrated = micro_batch([math.nan, math.nan], [1.0, 0.5])
+    step.add([loss_of(torch.zeros(2), demonstrated).statistics], OneRank())
+    metrics = step.metrics()
+    assert metrics["trained_tokens"] == 2
+    assert metrics["logprob_gap_tokens"] == 0
+    compared = {"importance_weight_mean", "effective_sample_size", "kl", "importance_ratio_max"}
+    assert not metrics.keys() & (compared | {"logprob_gap_mean", "logprob_gap_max"})
+
+
+def test_a_step_without_tokens_of_the_newest_version_has_no_gap_at_lag_0() -> None:
+    step = StepStatistics(columns=COLUMNS)
+    older = micro_batch([-1.5, -1.0], [1.0, 0.5], lags=[1, 2])
+    step.add([loss_of(torch.full((2,), -1.0), older).statistics], OneRank())
+    metrics = step.metrics()
+    assert not metrics.keys() & {"logprob_gap_mean", "logprob_gap_max"}
+    assert metrics["logprob_gap_lag_1"] == 0.5
+    assert metrics["kl"] > 0
 
 
 def test_values_of_ones_own_functions_that_are_not_finite_are_counted_and_named(
