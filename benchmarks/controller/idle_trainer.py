@@ -16,7 +16,8 @@ from pathlib import Path
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.controller_client import ControllerClient, read_order
+from slipstream.learner.trainer.batches.batch_stream import read_order
+from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.protocol.codec import passes_digest, version_to_pb
 from slipstream.v1 import trainer_pb2, weights_pb2
 
@@ -52,7 +53,7 @@ def main() -> None:
     while True:
         names = [passes_digest("", held)] if held else []
         found = client.next(version, communicator_id="", bucket_digests=(), held_passes=names)
-        order = read_order(found)
+        order = read_order(found, lambda _: frozenset())
         if isinstance(order, trainer_pb2.Pass):
             moments.note("pass.begin")
             time.sleep(PASS_S)

@@ -11,6 +11,7 @@ from slipstream.learner.controller.records.journal import read_batch, read_recor
 from slipstream.learner.trainer.replay import recorded_steps
 from support.fakes.fake_server import FakeServer, coin, environment_failure
 from support.fakes.fake_trainer import START, FakeTrainer
+from support.rigs.batch_messages import in_one_message
 from support.rigs.controller_runs import make_config, play
 from support.rigs.run_processes import records_of, rows_of
 from support.rigs.waiting import until
@@ -41,7 +42,8 @@ def trained(config: Config) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     folder = config.run_dir / "journal"
     for batch in read_history(read_records(folder)).batches.values():
-        message = read_batch(folder, batch.step, batch.crc32, batch.attempt)
+        stored = read_batch(folder, batch.step, batch.crc32, batch.attempt)
+        message = in_one_message(stored)
         assert message.header.num_trajectories == len(message.trajectories)
         assert message.header.num_groups == GROUPS
         for trajectory in message.trajectories:
@@ -71,7 +73,7 @@ def check(config: Config, summary: dict) -> dict[str, list[int]]:
     aside = {r["group"] for r in records_of(config.run_dir, "set_aside")}
     assert not aside & groups.keys()
     assert all(sum(fails(group, m) for m in range(MEMBERS)) >= MEMBERS / 2 for group in aside)
-    assert [len(step.batch.trajectories) for step in recorded_steps(config.run_dir / "journal")]
+    assert [len([*step.batch.trajectories]) for step in recorded_steps(config.run_dir / "journal")]
     return groups
 
 

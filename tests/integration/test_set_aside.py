@@ -51,7 +51,7 @@ def check_whole(config: Config, summary: dict, num_set_aside: int) -> None:
     assert summary["ledger"]["trained"] == STEPS * GROUPS * MEMBERS * TOKENS
     assert summary["ledger"]["set_aside"] == num_set_aside * MEMBERS * TOKENS
     steps = list(recorded_steps(config.run_dir / "journal"))
-    assert [s.batch.header.step for s in steps] == list(range(STEPS))
+    assert [s.header.step for s in steps] == list(range(STEPS))
 
 
 def check_put_back(config: Config, record: dict) -> None:

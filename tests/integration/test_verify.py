@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from slipstream.learner.controller.records.kinds import _KINDS
 from slipstream.v1 import trainer_pb2
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
+from support.rigs.batch_messages import stored_batch, write_stored
 from support.rigs.controller_runs import make_config, play
 
 STEPS = 6
@@ -60,15 +60,12 @@ class Planted:
     ) -> None:
         """Changes a batch and its record, as a controller with a bug would have written both."""
         path = batch_path(self.log.parent, step)
-        batch = trainer_pb2.RecordedBatch.FromString(path.read_bytes())
+        batch = self.batch(step)
         change(batch)
-        data = batch.SerializeToString(deterministic=True)
-        path.write_bytes(data)
-        self.one("batch", step)["crc32"] = zlib.crc32(data)
+        self.one("batch", step)["crc32"] = write_stored(path, batch)
 
     def batch(self, step: int) -> trainer_pb2.RecordedBatch:
-        path = batch_path(self.log.parent, step)
-        return trainer_pb2.RecordedBatch.FromString(path.read_bytes())
+        return stored_batch(self.log.parent, self.one("batch", step))
 
     def replace(self, name: str, pattern: str, text: str) -> None:
         """Changes the first match in a file."""

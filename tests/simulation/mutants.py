@@ -69,10 +69,10 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
         f"{CONTROLLER}.records.journal:Journal.__init__", "os.fsync(earlier.fileno())", "pass"
     ),
     "the name of a batch's file is not durable": Change(
-        f"{CONTROLLER}.records.journal:_write_durably", "sync_folder(path.parent)", "pass"
+        f"{CONTROLLER}.records.journal:Journal.write_batch", "sync_folder(path.parent)", "pass"
     ),
     "a batch's file is not durable": Change(
-        f"{CONTROLLER}.records.journal:_write_durably", "os.fsync(file.fileno())", "pass"
+        f"{CONTROLLER}.records.journal:Journal.write_batch", "os.fsync(file.fileno())", "pass"
     ),
     "no epoch fence for trainers": Change(
         f"{SERVICE}:TrainerPlace.check", "epoch_of(context) != str(self.epoch)", "False"

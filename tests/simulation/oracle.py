@@ -18,6 +18,7 @@ from slipstream.learner.controller.records.journal import read_records
 from slipstream.learner.controller.records.kinds import parsed
 from slipstream.learner.controller.records.state import RunState
 from slipstream.protocol.codec import trajectory_from_pb
+from slipstream.v1 import trainer_pb2
 
 from simulation.disk import REMOVED
 from simulation.fleet import NUM_TASKS, text_of, verdict_on
@@ -151,7 +152,9 @@ class _Judge:
         """The trajectories of a batch; none if its file is missing or damaged, which is wrong."""
         found = Findings()
         with found.reading(f"the batch of step {record['step']}"):
-            yield from map(trajectory_from_pb, read_batch(self._folder, record).trajectories)
+            contents = read_batch(self._folder, record)
+            assert isinstance(next(contents), trainer_pb2.BatchHeader)
+            yield from map(trajectory_from_pb, contents)
         self._wrong += found.faults
 
     def _check_trajectory(self, step: int, trajectory: Trajectory) -> None:

@@ -17,12 +17,8 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion, Trajectory
 from slipstream.extensions.stored_weights.trainer import VersionWriter
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.controller_client import (
-    TERMINATED,
-    ControllerClient,
-    Outdated,
-    read_order,
-)
+from slipstream.learner.trainer.batches.batch_stream import read_order
+from slipstream.learner.trainer.controller_client import TERMINATED, ControllerClient, Outdated
 from slipstream.learner.trainer.ranks.activity import Activity, signs_of_life
 from slipstream.protocol.checkpoints import MANIFEST_NAME, checkpoint_path
 from slipstream.protocol.codec import version_from_pb, version_to_pb
@@ -107,7 +103,7 @@ class SimulatedTrainer:
                 bucket_digests=bucket_digests(self.weights),
                 can_store=self._writer is not None and self._writer.is_idle,
             )
-            order = read_order(directives)
+            order = read_order(directives, lambda _: frozenset())
             if isinstance(order, Batch):
                 self._train(order)
             elif isinstance(order, weights_pb2.PublishOrder):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.message import DecodeError
+from slipstream.client.batch_reader import Content, read_contents
 from slipstream.client.run_folder import LOCK, lines_of, parsed, settings_of
 from slipstream.client.terminal import plain, say
 from slipstream.core import run_folder
@@ -25,11 +25,11 @@ from slipstream.core.machine.files import open_regular, read_regular
 from slipstream.core.run_folder import CONFIG, GROUPS, METRICS, SAMPLES, SUMMARY
 from slipstream.protocol.bounds import shown
 from slipstream.protocol.release import unknown_fact
-from slipstream.v1 import trainer_pb2
+from slipstream.v1 import trainer_pb2, trajectory_pb2
 
 Record = Mapping[str, Any]
-# Most bytes of a batch, and of another file that is read whole.
-MOST_BATCH_BYTES, MOST_BYTES = (2 << 30) - 1, 64 << 20
+# Most bytes of a file that is read whole.
+MOST_BYTES = 64 << 20
 # Most faults that are printed, and most characters of one.
 MOST_FAULTS, MOST_CHARACTERS = 100, 500
 # Most steps that one fault names.
@@ -162,17 +162,12 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and type(record.get("line")) is int else None
 
 
-def read_batch(folder: Path, record: Record) -> trainer_pb2.RecordedBatch:
-    """Returns the batch of a record; raises OSError if it is missing, ValueError if damaged."""
+def read_batch(folder: Path, record: Record) -> Iterator[Content]:
+    """Yields the header and the contents of a record's batch, as `read_contents` does."""
     attempt = record["batch_id"].partition("-")[2]
     name = f"step-{int(record['step']):06d}{f'-{int(attempt)}' if attempt else ''}.pb"
-    data = read_regular(
-        folder / run_folder.JOURNAL / run_folder.BATCHES / name, most_bytes=MOST_BATCH_BYTES
-    )
-    with suppress(DecodeError):
-        if zlib.crc32(data) == record["crc32"]:
-            return trainer_pb2.RecordedBatch.FromString(data)
-    raise ValueError("by its checksum")
+    path = folder / run_folder.JOURNAL / run_folder.BATCHES / name
+    return read_contents(path, record["crc32"])
 
 
 class _Oracle:
@@ -298,12 +293,11 @@ class _Oracle:
             self._found.lags += told
             with self._found.reading(f"the batch of step {step}"):
                 try:
-                    batch = read_batch(self._folder, record)
+                    lags = self._batch(step, record, read_batch(self._folder, record))
                 except FileNotFoundError:
                     # Old ones may have been removed for room: one line tells of all.
                     lacking.append(step)
                     continue
-                lags = self._batch(step, record, batch)
                 self._same(f"lags of step {step}", lags if step in self.steps else told, told)
         if self._removes_batches and lacking == [*range(min(len(lacking), self._saved))]:
             self._found.removed = len(lacking)
@@ -311,11 +305,18 @@ class _Oracle:
         text = f"files of {len(lacking)} batches are missing, of the steps {lacking[:_MOST_STEPS]}"
         self._wrong(text, unless=not lacking)
 
-    def _batch(self, step: int, record: Record, batch: trainer_pb2.RecordedBatch) -> Counter[int]:
+    def _batch(self, step: int, record: Record, batch: Iterator[Content]) -> Counter[int]:
         """Checks a batch; returns the number of its sampled tokens by their lag."""
         lags, groups = Counter[int](), defaultdict[str, list[float]](list)
         rewards = self._rewards[step + 1] = {}
-        for each in batch.trajectories:
+        header = next(batch)
+        assert isinstance(header, trainer_pb2.BatchHeader)
+        client_passes = set()
+        for each in batch:
+            if isinstance(each, trainer_pb2.Pass):
+                client_passes.add(each.id)
+                continue
+            assert isinstance(each, trajectory_pb2.Trajectory)
             name = f"{each.group_id}.{each.member}.{each.attempt}.{each.server_epoch:x}"
             member = (each.group_id, each.member)
             what = f"{name} of step {step}"
@@ -338,14 +339,13 @@ class _Oracle:
                 lags[lag] += span.length
             rewards[name] = each.reward
             groups[each.group_id].append(each.reward)
-        header = batch.header
         self._same(f"batch {step}", (header.step, header.batch_id), (step, record["batch_id"]))
         self._same(f"groups of step {step}", sorted(groups), sorted(record["groups"]))
         wanted = self._groups_per_step
         if header.HasField("given"):
             # A client has ordered the step, with passes in place of groups.
             wanted = 0
-            passes = len({one.id for one in batch.passes})
+            passes = len(client_passes)
             self._same(f"passes of step {step}", passes, header.given.num_passes)
             self._found.passes = (self._found.passes or 0) + passes
         self._same(f"number of groups of step {step}", len(groups), wanted)

@@ -336,6 +336,13 @@ class RoutedExperts:
         rest = np.full((missing, *recorded.shape[1:]), np.iinfo(dtype).max, dtype=dtype)
         return cls(np.concatenate([recorded, rest]), num_experts)
 
+    @classmethod
+    def not_here(cls, dimensions: tuple[int, ...], num_experts: int) -> RoutedExperts:
+        """Returns experts [tokens, layers, top_k] that are all "not recorded", without memory."""
+        dtype = expert_dtype(num_experts)
+        missing = np.array(np.iinfo(dtype).max, dtype=dtype)
+        return cls(np.broadcast_to(missing, dimensions), num_experts)
+
     @property
     def is_recorded(self) -> npt.NDArray[np.bool_]:
         """A flag for each token: true if the experts of all its layers are recorded."""

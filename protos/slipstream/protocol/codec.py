@@ -34,13 +34,14 @@ from slipstream.core.types import (
     expert_dtype,
 )
 from slipstream.protocol.bounds import decode, max_message_bytes
+from slipstream.v1 import trainer_pb2
 from slipstream.v1 import trajectory_pb2 as pb
 
 MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
 # Metadata of the trainer's calls; see trainer.proto.
 TRAINER_EPOCH = "slipstream-trainer-epoch"
 # Controllers that do not know `RELEASE_KEY` compare it in the hello of a server.
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 _TOKENS, _LOGPROBS = np.dtype("<u4"), np.dtype("<f4")
 _MAX_LAYERS = 65535
 _OTHER_FIELDS = {"token_ids", "checksum", *SAMPLED_ARRAYS}
@@ -136,14 +137,27 @@ def _unpacked(data: bytes, kind: np.dtype[Any], what: str) -> np.ndarray[Any, An
     return np.frombuffer(data, dtype=kind)
 
 
-def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
-    """Returns the wire form of a trajectory."""
+def experts_to_pb(experts: RoutedExperts, place: int) -> trainer_pb2.RecordedExperts:
+    """Returns the wire form of the experts of the trajectory that is at `place` in its batch."""
+    data = _pack_experts(experts)
+    return trainer_pb2.RecordedExperts(trajectory=place, expert_ids=data, checksum=zlib.crc32(data))
+
+
+def _pack_experts(experts: RoutedExperts) -> bytes:
+    ids = experts.expert_ids
+    return ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def trajectory_to_pb(trajectory: Trajectory, *, with_experts: bool = True) -> pb.Trajectory:
+    """Returns the wire form of a trajectory; without its experts' ids, only their shape is there.
+
+    `experts_to_pb` returns the rest. The checksum is that of the arrays in the message.
+    """
     routed = reference = failure = None
     if (experts := trajectory.routed_experts) is not None:
-        ids = experts.expert_ids
-        _, num_layers, top_k = ids.shape
+        _, num_layers, top_k = experts.expert_ids.shape
         routed = pb.RoutedExperts(
-            expert_ids=ids.astype(ids.dtype.newbyteorder("<")).tobytes(),
+            expert_ids=_pack_experts(experts) if with_experts else b"",
             num_layers=num_layers,
             top_k=top_k,
             num_experts=experts.num_experts,
@@ -252,23 +266,61 @@ def experts_from_pb(message: pb.Trajectory) -> RoutedExperts | None:
     """Returns the recorded experts, if any, that a trajectory holds; raises ProtocolError."""
     if not message.HasField("routed_experts"):
         return None
-    routed, num_tokens = message.routed_experts, len(message.token_ids) // 4
+    dimensions = _expert_dimensions(message)
+    routed = message.routed_experts
+    return _unpack_experts(routed.expert_ids, dimensions, routed.num_experts)
+
+
+def experts_elsewhere(message: pb.Trajectory) -> RoutedExperts | None:
+    """Takes the experts, if any, out of a trajectory whose ids come in a message of their own.
+
+    The result has their shape, is "not recorded" throughout and takes no memory. Raises
+    ProtocolError for a shape that cannot be.
+    """
+    if not message.HasField("routed_experts"):
+        return None
+    dimensions = _expert_dimensions(message)
+    num_experts = message.routed_experts.num_experts
+    message.ClearField("routed_experts")
+    return RoutedExperts.not_here(dimensions, num_experts)
+
+
+def experts_in_place(
+    record: trainer_pb2.RecordedExperts, announced: RoutedExperts
+) -> RoutedExperts:
+    """Returns the experts whose shape was `announced`; raises ProtocolError if they misfit."""
+    data = record.expert_ids
+    if zlib.crc32(data) != record.checksum:
+        raise ProtocolError("the checksum of the experts is wrong")
+    return _unpack_experts(data, announced.expert_ids.shape, announced.num_experts)
+
+
+def _expert_dimensions(message: pb.Trajectory) -> tuple[int, ...]:
+    """Returns the shape [tokens, layers, experts per token]; raises ProtocolError."""
+    routed = message.routed_experts
     num_layers, top_k, num_experts = routed.num_layers, routed.top_k, routed.num_experts
+    if not (1 <= top_k <= num_experts and 1 <= num_layers <= _MAX_LAYERS):
+        raise ProtocolError(f"experts of {num_layers} layers, {top_k} of {num_experts} each")
+    return len(message.token_ids) // 4, num_layers, top_k
+
+
+def _unpack_experts(data: bytes, dimensions: tuple[int, ...], num_experts: int) -> RoutedExperts:
     dtype = expert_dtype(num_experts)
-    expected = num_tokens * num_layers * top_k * dtype.itemsize
-    is_possible = 1 <= top_k <= num_experts and 1 <= num_layers <= _MAX_LAYERS
-    if len(routed.expert_ids) != expected or not is_possible:
+    num_tokens, num_layers, top_k = dimensions
+    expected = math.prod(dimensions) * dtype.itemsize
+    if len(data) != expected:
         raise ProtocolError(
             f"experts of {num_tokens} tokens, {num_layers} layers, {top_k} of {num_experts} each, "
-            f"must have {expected} bytes, got {len(routed.expert_ids)}"
+            f"must have {expected} bytes, got {len(data)}"
         )
-    ids: ExpertArray = np.frombuffer(routed.expert_ids, dtype=np.uint8)
+    ids: ExpertArray = np.frombuffer(data, dtype=np.uint8)
     if dtype != np.uint8:
-        ids = np.frombuffer(routed.expert_ids, dtype="<u2").astype(np.uint16, copy=False)
-    unknown = (ids >= num_experts) & (ids != np.iinfo(dtype).max)
+        ids = np.frombuffer(data, dtype="<u2").astype(np.uint16, copy=False)
+    # "Not recorded", the largest value, becomes 0.
+    unknown = ids + dtype.type(1) > num_experts
     if unknown.any():
         raise ProtocolError(f"expert {ids[unknown][0]} of {num_experts} experts")
-    return RoutedExperts(ids.reshape(num_tokens, num_layers, top_k), num_experts)
+    return RoutedExperts(ids.reshape(dimensions), num_experts)
 
 
 def _reference(message: pb.Trajectory) -> ReferenceLogprobs | None:

@@ -197,12 +197,38 @@ class SaveOrder(_message.Message):
     def __init__(self) -> None: ...
 
 class TrajectoryChunk(_message.Message):
-    __slots__ = ("trajectories", "passes")
+    __slots__ = ("trajectories", "passes", "experts")
     TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
     PASSES_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     trajectories: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Trajectory]
     passes: _containers.RepeatedCompositeFieldContainer[Pass]
-    def __init__(self, trajectories: _Optional[_Iterable[_Union[_trajectory_pb2.Trajectory, _Mapping]]] = ..., passes: _Optional[_Iterable[_Union[Pass, _Mapping]]] = ...) -> None: ...
+    experts: _containers.RepeatedCompositeFieldContainer[RecordedExperts]
+    def __init__(self, trajectories: _Optional[_Iterable[_Union[_trajectory_pb2.Trajectory, _Mapping]]] = ..., passes: _Optional[_Iterable[_Union[Pass, _Mapping]]] = ..., experts: _Optional[_Iterable[_Union[RecordedExperts, _Mapping]]] = ...) -> None: ...
+
+class RecordedExperts(_message.Message):
+    __slots__ = ("trajectory", "expert_ids", "checksum")
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    trajectory: int
+    expert_ids: bytes
+    checksum: int
+    def __init__(self, trajectory: _Optional[int] = ..., expert_ids: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class BatchFileStart(_message.Message):
+    __slots__ = ("release", "header")
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    release: str
+    header: BatchHeader
+    def __init__(self, release: _Optional[str] = ..., header: _Optional[_Union[BatchHeader, _Mapping]] = ...) -> None: ...
+
+class BatchFileEnd(_message.Message):
+    __slots__ = ("num_records",)
+    NUM_RECORDS_FIELD_NUMBER: _ClassVar[int]
+    num_records: int
+    def __init__(self, num_records: _Optional[int] = ...) -> None: ...
 
 class RecordedBatch(_message.Message):
     __slots__ = ("header", "trajectories", "passes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from typing import NoReturn
 
@@ -16,7 +16,13 @@ from slipstream.core.types import Branch, GroupId, PolicyVersion, Trajectory, Ve
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.access.security import SERVER_OPTIONS
 from slipstream.protocol.access.tokens import TOKEN_KEY
-from slipstream.protocol.codec import TRAINER_EPOCH, merge_spans, trajectory_to_pb, version_to_pb
+from slipstream.protocol.codec import (
+    TRAINER_EPOCH,
+    experts_to_pb,
+    merge_spans,
+    trajectory_to_pb,
+    version_to_pb,
+)
 from slipstream.protocol.rich_errors import DETAILS_KEY, DOMAIN, Reason
 from slipstream.v1 import trainer_pb2 as pb
 from slipstream.v1 import trainer_pb2_grpc, weights_pb2
@@ -53,13 +59,14 @@ class TokenGuard(grpc.ServerInterceptor):
 class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
     """Serves on a free port of the loopback as long as it is entered.
 
-    `orders` are given one after the other, then it says wait. `on_start_publish` answers which
-    receivers take part; every call must carry `token` if there is one.
+    `orders` are given one after the other, then it says wait. The connection breaks at None.
+    `on_start_publish` answers which receivers take part; every call must carry `token` if there is
+    one.
     """
 
     def __init__(
         self,
-        orders: Iterable[list[pb.Directive]],
+        orders: Iterable[Sequence[pb.Directive | None]],
         *,
         on_stored: Callable[[pb.StoredReport], None] = lambda report: None,
         on_start_publish: StartHook | None = None,
@@ -167,7 +174,10 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
             context.add_callback(gone.set)
             gone.wait(self.idle_s)
             order = [pb.Directive(wait=pb.WaitOrder())]
-        yield from order
+        for directive in order:
+            if directive is None:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
+            yield directive
 
     def ReportStep(self, request: pb.StepReport, context: grpc.ServicerContext) -> pb.StepReceipt:
         self._check(context)
@@ -242,16 +252,18 @@ def batch_order(batch: Batch, *, chunk_size: int = 5) -> list[pb.Directive]:
         num_groups=len(set(batch.group_ids)),
         num_trajectories=len(batch.trajectories),
     )
-    messages = [trajectory_to_pb(trajectory) for trajectory in batch.trajectories]
-    return [
-        pb.Directive(batch=header),
-        *(
-            pb.Directive(
-                chunk=pb.TrajectoryChunk(trajectories=messages[start : start + chunk_size])
-            )
-            for start in range(0, len(messages), chunk_size)
-        ),
+    messages = [trajectory_to_pb(t, with_experts=False) for t in batch.trajectories]
+    experts = [
+        experts_to_pb(trajectory.routed_experts, place)
+        for place, trajectory in enumerate(batch.trajectories)
+        if trajectory.routed_experts is not None
     ]
+    chunks = [
+        pb.TrajectoryChunk(**{name: all_of_them[start : start + chunk_size]})
+        for name, all_of_them in (("trajectories", messages), ("experts", experts))
+        for start in range(0, len(all_of_them), chunk_size)
+    ]
+    return [pb.Directive(batch=header), *(pb.Directive(chunk=chunk) for chunk in chunks)]
 
 
 def publish_order(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 
+from support.fakes.fake_controller import batch_order
 from support.ranks.parity_layouts import LAYOUTS, PARITY_STEPS, batches, config_of, probe
 from support.ranks.rank_program import kept, opened, score, weights_of
 from support.references import plain_heads
@@ -41,6 +42,7 @@ def run_rank(folder: Path, job: str) -> None:
 
 
 def train(folder: Path, job: str) -> None:
+    from slipstream.learner.trainer.batches.batch_stream import read_order
     from slipstream.learner.trainer.parts import step_parts
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import RunChat, save_hf_folder
@@ -67,8 +69,10 @@ def train(folder: Path, job: str) -> None:
     sequences, metrics = probe(config), []
     logprobs = [score(policy, sequences)]
     for batch in batches(config)[:PARITY_STEPS]:
+        # A rank has the recorded experts of what it trains, and no others.
+        own_batch = read_order(batch_order(batch), step.share)
         with recorded_inputs(policy) as inputs:
-            metrics.append(step.run(batch).metrics)
+            metrics.append(step.run(own_batch).metrics)
         if batch.step == 0:
             torch.save(inputs, folder / f"{job}-rank-{policy.ranks.rank}.pt")
     # The weights are read at once: they must be complete without a forward pass.

@@ -26,6 +26,7 @@ from slipstream.v1 import trainer_pb2
 from support.fakes.journal_records import batch_record, lease_record
 from support.fakes.named_channel import RUN_ID
 from support.references.page_data import given_of
+from support.rigs.batch_messages import in_one_message
 from support.rigs.controller_runs import make_config
 from support.rigs.fuzz_calls import honest_trajectory, honest_tree
 from support.rigs.fuzz_readers import Reader
@@ -190,7 +191,7 @@ def _read_batch(data: bytes, folder: Path) -> object:
     path = batch_path(folder, 0)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
-    return read_batch(folder, 0, zlib.crc32(data))
+    return in_one_message(read_batch(folder, 0, zlib.crc32(data)))
 
 
 def _resumed(path: Path) -> object:

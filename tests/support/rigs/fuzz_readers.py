@@ -34,7 +34,8 @@ from slipstream.learner.controller.reporting.metrics import readable
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.inspection import read_claim
-from slipstream.learner.trainer.controller_client import read_order
+from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.batch_stream import read_order
 from slipstream.protocol.bounds import check_bounds, decode
 from slipstream.protocol.call_record import CallRecord
 from slipstream.protocol.codec import (
@@ -239,15 +240,17 @@ def message_readers() -> list[Reader]:
         message_reader(
             "order to the trainer",
             trainer_pb2.Directive(batch=batch),
-            lambda m: read_order([m, trainer_pb2.Directive(chunk=chunk)]),
+            lambda m: read_order([m, trainer_pb2.Directive(chunk=chunk)], _first_sequence),
         ),
         message_reader(
             "chunk to the trainer",
             trainer_pb2.Directive(chunk=chunk),
-            lambda m: read_order([trainer_pb2.Directive(batch=batch), m]),
+            lambda m: read_order([trainer_pb2.Directive(batch=batch), m], _first_sequence),
         ),
         message_reader(
-            "publish order", trainer_pb2.Directive(publish=order), lambda m: read_order([m])
+            "publish order",
+            trainer_pb2.Directive(publish=order),
+            lambda m: read_order([m], _first_sequence),
         ),
         message_reader(
             "command to a client",
@@ -273,6 +276,10 @@ class Word(Environment):
 
     def step(self, reply: str) -> StepResult:
         return StepResult(reward=1.0)
+
+
+def _first_sequence(_: Batch) -> frozenset[int]:
+    return frozenset({0})
 
 
 def _commanded(command: environment_pb2.WorkerCommand) -> object:

@@ -24,12 +24,13 @@ from slipstream.client import Client
 from slipstream.client.status import Event, RunStatus
 from slipstream.client.verify import examine
 from slipstream.core.machine.address import free_port
-from slipstream.learner.controller.records.journal import read_batch, read_records
+from slipstream.learner.controller.records.journal import read_records
 from slipstream.protocol.access.security import Credentials, open_channel
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 
 from support.fakes.model_folders import write_loadable_files
 from support.fakes.tiny_models import make_model_folder
+from support.rigs.batch_messages import stored_batch
 from support.rigs.completed import completed
 from support.rigs.forked_programs import AwaitedProgram, Forks
 
@@ -335,8 +336,7 @@ def records_of(run: Path, kind: str = "") -> list[dict]:
 
 def batches_of(run: Path) -> list[trainer_pb2.RecordedBatch]:
     """The batches of a run in which none was set aside."""
-    folder = run / "journal"
-    return [read_batch(folder, r["step"], r["crc32"]) for r in records_of(run, "batch")]
+    return [stored_batch(run / "journal", record) for record in records_of(run, "batch")]
 
 
 def check_finished(run: Path, *, steps: int) -> None:

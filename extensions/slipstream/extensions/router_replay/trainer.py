@@ -135,18 +135,26 @@ class Routing(StepPart):
     def ends(self, policy: Policy, batch: Batch) -> dict[str, float]:
         """Returns routing metrics of the batch's training, equal on every rank; collective.
 
-        Sums over ranks count each token once, because it passes each layer's router on only one
-        rank. Raises RunFailed if there were recorded experts and no router replayed them.
+        Sums over ranks count each token once: it passes each layer's router on only one rank, and
+        its record is counted where its statistics are. Raises RunFailed if there were recorded
+        experts and no router replayed them.
         """
-        totals = torch.zeros(2, dtype=torch.int64)
+        ranks = policy.ranks
+        totals = torch.zeros(4, dtype=torch.int64)
         for layer in self._layers:
             if (counts := layer.take_counts()) is not None:
-                totals += counts.cpu()
-        differing, replayed = policy.ranks.sum(totals).tolist()
-        unrecorded = batch.unrecorded_fraction
-        if unrecorded < 1 and not replayed:
+                totals[:2] += counts.cpu()
+        # A rank that holds all experts counts for the others, too.
+        is_counted = ranks.is_main
+        if batch.recorded_here is not None:
+            is_counted = ranks.counts and ranks.cp_rank == 0
+        if is_counted:
+            totals[2:] += torch.tensor(batch.recorded_tokens())
+        differing, replayed, recorded, num_tokens = ranks.sum(totals).tolist()
+        if recorded and not replayed:
             raise RunFailed("no router replayed the recorded experts")
         difference = differing / max(1, replayed)
+        unrecorded = 1.0 - recorded / num_tokens if num_tokens else 1.0
         return {"routing_difference": difference, "routing_unrecorded": unrecorded}
 
 

@@ -47,7 +47,7 @@ from slipstream.learner.controller.trajectories.batch import (
     SetAside,
     StepOrder,
     Trained,
-    from_record,
+    from_contents,
 )
 from slipstream.protocol.checkpoints import first_needed_step
 from slipstream.protocol.codec import version_from_pb
@@ -83,7 +83,7 @@ class BatchFormer:
         """
         files = {(found.step, found.attempt): found for found in history.put_back.values()}
         for batch in files.values():
-            for recorded in from_record(self._journal.read_batch(batch)).groups:
+            for recorded in from_contents(self._journal.read_batch(batch)).groups:
                 if recorded.group_id not in history.put_back:
                     continue
                 kept = {
@@ -151,7 +151,8 @@ class BatchFormer:
             await self.form()
         if self.training is None or self.training.step != step:
             batch = self._state.batches[step]
-            self.training = from_record(await asyncio.to_thread(self._journal.read_batch, batch))
+            stored = self._journal.read_batch(batch)
+            self.training = await asyncio.to_thread(from_contents, stored)
         return self.training
 
     async def take_up(self, message: pb.StepReport | pb.DataFault, trainer: PolicyVersion) -> None:
@@ -207,7 +208,7 @@ class BatchFormer:
     async def _write_file(self, batch: FormedBatch) -> kinds.Batch | RunFailed:
         try:
             # Encoding and the disk take long.
-            return await asyncio.to_thread(lambda: self._journal.write_batch(batch.record))
+            return await asyncio.to_thread(self._journal.write_batch, batch.contents)
         except RunFailed as failure:
             return failure
 

@@ -13,7 +13,7 @@ from slipstream.core.errors import USAGE_ERROR, ConfigError, ProtocolError, Slip
 from slipstream.core.run_folder import JOURNAL, JOURNAL_LOG
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.trajectories.batch import SetAside, from_record
+from slipstream.learner.controller.trajectories.batch import SetAside, from_contents
 
 CAUSE = "the user asked for it"
 
@@ -56,7 +56,7 @@ def set_batch_aside(run: Path, step: int, groups: Sequence[str] = ()) -> SetAsid
             raise ConfigError(
                 f"{run} has no batch of step {step} that waits to be trained, {waits} does"
             )
-        batch = from_record(journal.read_batch(history.batches[step - 1]))
+        batch = from_contents(journal.read_batch(history.batches[step - 1]))
         try:
             found = SetAside.of(batch, groups, CAUSE, by="user")
         except ProtocolError as error:

@@ -1,24 +1,21 @@
-"""The trainer's blocking calls to the controller, and the orders that the controller returns."""
+"""The trainer's blocking calls to the controller."""
 
 import contextlib
 import functools
-import io
 import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
-from google.protobuf.proto import parse_length_prefixed, serialize_length_prefixed
 from slipstream.core.backoff import Backoff
-from slipstream.core.errors import ProtocolError, RunFailed
+from slipstream.core.errors import RunFailed
 from slipstream.core.patience import Patience
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.protocol.access.security import (
     Credentials,
@@ -26,16 +23,10 @@ from slipstream.protocol.access.security import (
     cause_of,
     open_blocking_channel,
 )
-from slipstream.protocol.bounds import one_line
-from slipstream.protocol.codec import (
-    TRAINER_EPOCH,
-    trajectory_from_pb,
-    version_from_pb,
-    version_to_pb,
-)
+from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
 from slipstream.protocol.rich_errors import Reason, has_reason
 from slipstream.v1 import trainer_pb2 as pb
-from slipstream.v1 import trainer_pb2_grpc, weights_pb2
+from slipstream.v1 import trainer_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +87,8 @@ class ControllerClient:
         self._patience: Patience | None = None
         self._stop_reason: str | None = None
         self._next_call: Stub | None = None
+        # Whether a batch arrives by this call.
+        self._has_batch = False
         self._closed = threading.Event()
 
     def register(self, hello: pb.TrainerHello) -> pb.TrainerWelcome:
@@ -186,14 +179,16 @@ class ControllerClient:
         bucket_digests: Sequence[bytes],
         held_passes: Sequence[bytes] = (),
         can_store: bool = False,
-    ) -> list[pb.Directive]:
-        """Waits for the controller's next order, and returns the messages of the answer.
+    ) -> Iterator[pb.Directive]:
+        """Waits for the controller's next order, and yields the messages of the answer.
 
-        It returns an order to ask again before other ranks lose their patience, even if no
-        controller answers. After `stop`, even during the call, it returns a stop order. `version`
-        and `bucket_digests` describe the trainer's weights, `held_passes` its gradients.
-        `communicator_id` is the senders' open communicator ("" if there is none). `can_store` says
-        that a version can be stored now.
+        After `stop`, even during the wait, it is a stop order; a batch that has begun to arrive
+        comes first. It is an order to ask again before other ranks lose their patience, even if no
+        controller answers. `version` and `bucket_digests` describe the trainer's weights,
+        `held_passes` its gradients. `communicator_id` is the senders' open communicator ("" if
+        there is none). `can_store` says that a version can be stored now. A batch whose connection
+        breaks is asked for again, and goes on behind its last message. Raises RuntimeError if it
+        has changed.
         """
         request = pb.NextRequest(
             version=version_to_pb(version),
@@ -202,41 +197,86 @@ class ControllerClient:
             held_passes=held_passes,
             can_store=can_store,
         )
+        self._patience = self._patience or Patience(self._stall_timeout_s)
+        try:
+            first, stream = self._open_answer(request)
+        except grpc.RpcError as error:
+            if self._stop_reason is not None:
+                stop = pb.StopOrder(reason=self._stop_reason, without_model=True)
+                yield pb.Directive(stop=stop)
+                return
+            if _is_silence(error) and not self._patience.is_over:
+                yield pb.Directive(wait=pb.WaitOrder())
+                return
+            raise self._failure("Next", error) from error
+        if first is None:
+            return
+        yield first
+        # Only a batch has further messages; for other orders servers may already wait.
+        if first.WhichOneof("directive") == "batch":
+            yield from self._rest_of_batch(request, first, stream)
 
-        def read(_: pb.NextRequest, *, timeout: float) -> list[pb.Directive]:
+    def _open_answer(
+        self, request: pb.NextRequest, *, in_batch: bool = False
+    ) -> tuple[pb.Directive | None, Iterator[pb.Directive]]:
+        """Returns the first message of an answer, None for an empty one, and the others."""
+
+        def begin(
+            request: pb.NextRequest, *, timeout: float
+        ) -> tuple[pb.Directive | None, Iterator[pb.Directive]]:
             # gRPC keeps a call that nobody reads to its end for as long as the channel is open.
             with contextlib.suppress(grpc.RpcError):
                 list(self._next_call or ())
             stream = self._stub.Next(request, timeout=timeout, metadata=self._metadata)
             # Kept until the next call, because gRPC cancels an unfinished call without a reference.
             self._next_call = stream
-            if self._stop_reason is not None:
+            self._has_batch = False
+            if self._stop_reason is not None and not in_batch:
                 stream.cancel()
-            directives = list(itertools.islice(stream, 1))
-            # Only a batch has further messages; for other orders servers may already wait.
-            if directives and directives[0].WhichOneof("directive") == "batch":
-                directives += stream
-            return directives
+            messages = iter(stream)
+            first = next(messages, None)
+            self._has_batch = first is not None and first.WhichOneof("directive") == "batch"
+            return first, messages
 
-        self._patience = self._patience or Patience(self._stall_timeout_s)
-        try:
-            directives = self._retried(
-                "Next", read, request, self._long_timeout_s, lasting=self._patience
-            )
-        except grpc.RpcError as error:
-            if self._stop_reason is not None:
-                stop = pb.StopOrder(reason=self._stop_reason, without_model=True)
-                return [pb.Directive(stop=stop)]
-            if _is_silence(error) and not self._patience.is_over:
-                return [pb.Directive(wait=pb.WaitOrder())]
-            raise self._failure("Next", error) from error
+        patience = self._patience or Patience(self._stall_timeout_s)
+        answer = self._retried("Next", begin, request, self._long_timeout_s, lasting=patience)
         self._patience = None
-        return directives
+        return answer
+
+    def _rest_of_batch(
+        self, request: pb.NextRequest, header: pb.Directive, stream: Iterator[pb.Directive]
+    ) -> Iterator[pb.Directive]:
+        """Yields what follows the header, for which other ranks wait with each message."""
+        num_yielded = 0
+        until_s = math.inf
+        while True:
+            try:
+                for message in itertools.islice(stream, num_yielded, None):
+                    num_yielded += 1
+                    until_s = math.inf
+                    yield message
+                return
+            except grpc.RpcError as error:
+                # Without a new message the other ranks have no patience for a second limit.
+                until_s = min(until_s, time.monotonic() + self._long_timeout_s)
+                if not self._is_away(error) or time.monotonic() > until_s:
+                    raise self._failure("Next", error) from error
+                logger.warning("a batch broke off: %s; asking again", _describe(error))
+            try:
+                first, stream = self._open_answer(request, in_batch=True)
+            except grpc.RpcError as error:
+                raise self._failure("Next", error) from error
+            if first != header:
+                raise RuntimeError(
+                    f"batch {header.batch.batch_id} broke off, and the controller gives another "
+                    "order in its place"
+                )
 
     def stop(self, reason: str) -> None:
         """Makes `next` return a stop order; may be called from a signal handler."""
         self._stop_reason = reason
-        if self._next_call is not None:
+        # All ranks read a batch that has begun to arrive.
+        if self._next_call is not None and not self._has_batch:
             self._next_call.cancel()
 
     def report_step(self, report: pb.StepReport) -> PolicyVersion:
@@ -354,14 +394,16 @@ class ControllerClient:
                     raise self._fault from error
                 if has_entered:
                     continue
-                is_away = _is_silence(error)
-                # `_keep_place` registers with a controller that was started again.
-                is_away |= self._hello is not None and has_reason(error, Reason.NOT_REGISTERED)
                 is_over = patience.is_over or time.monotonic() > until_s
-                if not is_away or self._stop_reason is not None or is_over:
+                if not self._is_away(error) or self._stop_reason is not None or is_over:
                     raise
                 logger.warning("%s: %s; trying again", name, _describe(error))
             time.sleep(RETRY_PAUSE_S)
+
+    def _is_away(self, error: grpc.RpcError) -> bool:
+        # `_keep_place` registers with a controller that was started again.
+        is_unknown = self._hello is not None and has_reason(error, Reason.NOT_REGISTERED)
+        return is_unknown or _is_silence(error)
 
     def _failure(self, name: str, error: grpc.RpcError) -> RunFailed | ControllerLost:
         kind = ControllerLost if _is_silence(error) else RunFailed
@@ -379,69 +421,3 @@ def _code(error: Stub) -> grpc.StatusCode:
 
 def _describe(error: Stub) -> str:
     return f"{_code(error).name}: {cause_of(_code(error), error.details())}"
-
-
-Order: TypeAlias = (
-    Batch
-    | weights_pb2.PublishOrder
-    | pb.StoreOrder
-    | pb.Pass
-    | pb.SaveOrder
-    | pb.StopOrder
-    | pb.WaitOrder
-)
-
-
-def pack_directives(directives: Iterable[pb.Directive]) -> bytes:
-    """Packs the messages of one answer into bytes, each prefixed with its length."""
-    buffer = io.BytesIO()
-    for directive in directives:
-        serialize_length_prefixed(directive, buffer)
-    return buffer.getvalue()
-
-
-def unpack_directives(data: bytes) -> list[pb.Directive]:
-    """Returns the messages that `pack_directives` has packed into `data`."""
-    buffer = io.BytesIO(data)
-    return list(iter(lambda: parse_length_prefixed(pb.Directive, buffer), None))
-
-
-def read_order(directives: Sequence[pb.Directive]) -> Order:
-    """Returns the order in an answer; raises ProtocolError if its messages do not fit together."""
-    if not directives:
-        raise ProtocolError("the controller answered Next without an order")
-    first = directives[0]
-    kind = first.WhichOneof("directive")
-    if kind == "batch":
-        return _read_batch(first.batch, directives[1:])
-    if kind in ("publish", "store", "compute", "save", "stop", "wait"):
-        order: Order = getattr(first, kind)
-        return order
-    raise ProtocolError(f"an answer begins with an order, got {kind}")
-
-
-def _read_batch(header: pb.BatchHeader, chunks: Sequence[pb.Directive]) -> Batch:
-    batch_id = one_line(header.batch_id, 128)
-    if any(chunk.WhichOneof("directive") != "chunk" for chunk in chunks):
-        raise ProtocolError(f"batch {batch_id}: something else than a chunk follows")
-    try:
-        trajectories = tuple(
-            trajectory_from_pb(message) for chunk in chunks for message in chunk.chunk.trajectories
-        )
-    except ProtocolError as error:
-        # The message may contain names that nothing has checked.
-        raise ProtocolError(one_line(f"batch {batch_id}: {error}", 1000)) from error
-    passes = tuple(one for chunk in chunks for one in chunk.chunk.passes)
-    given = header.given if header.HasField("given") else None
-    batch = Batch(header.step, header.batch_id, trajectories, given, passes)
-    found = (len(set(batch.group_ids)), len(trajectories))
-    if len(passes) != header.given.num_passes:
-        raise ProtocolError(
-            f"batch {batch_id}: {header.given.num_passes} passes were announced, {len(passes)} came"
-        )
-    if found != (header.num_groups, header.num_trajectories):
-        raise ProtocolError(
-            f"batch {batch_id}: {header.num_groups} groups of {header.num_trajectories} "
-            f"trajectories were announced, {found[0]} of {found[1]} came"
-        )
-    return batch

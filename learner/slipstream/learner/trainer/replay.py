@@ -20,9 +20,9 @@ from slipstream.core.machine.process import leave
 from slipstream.core.run_folder import JOURNAL
 from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.functions import used_functions
+from slipstream.learner.controller.records.batch_files import StoredBatch
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import read_batch, read_records
-from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.v1 import trainer_pb2
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ FAILED = 3
 class RecordedStep:
     """One step of the journal; `digest` is None if the run ended during the step."""
 
-    batch: trainer_pb2.RecordedBatch
+    header: trainer_pb2.BatchHeader
+    batch: StoredBatch
     digest: str | None
 
 
@@ -46,8 +47,10 @@ def recorded_steps(journal: Path) -> Iterator[RecordedStep]:
     }
     # Batches that were set aside are not among them.
     for batch in read_history(records).batches.values():
-        message = read_batch(journal, batch.step, batch.crc32, batch.attempt)
-        yield RecordedStep(message, digests.get(batch.step))
+        stored = read_batch(journal, batch.step, batch.crc32, batch.attempt)
+        # Whatever is missing is told before the first step is trained.
+        header = stored.header
+        yield RecordedStep(header, stored, digests.get(batch.step))
 
 
 def check_functions(config: Config, journal: Path) -> None:
@@ -102,7 +105,7 @@ def replay(config: Config, steps: list[RecordedStep]) -> int:
 
     Returns 1 on rank 0 if a digest differs on a CPU, else 0: sums on a GPU have no fixed order.
     """
-    from slipstream.learner.trainer.batches.batch import Batch
+    from slipstream.learner.trainer.batches.batch_stream import read_stored
     from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
     from slipstream.learner.trainer.opening import open_policy
@@ -119,19 +122,16 @@ def replay(config: Config, steps: list[RecordedStep]) -> int:
     published = open_published(policy, config)
     different = 0
     for recorded in steps:
-        header = recorded.batch.header
-        trajectories = tuple(trajectory_from_pb(t) for t in recorded.batch.trajectories)
-        given = header.given if header.HasField("given") else None
-        own = tuple(recorded.batch.passes)
-        step = training if given is None else passes
-        step.run(Batch(header.step, header.batch_id, trajectories, given, own))
+        batch = read_stored(recorded.batch, training.share)
+        step = training if batch.given is None else passes
+        step.run(batch)
         digest = published.digests().identity.hex()
         if not policy.ranks.is_main:
             continue
         same = digest == recorded.digest
         different += not same and recorded.digest is not None
         verdict = "as recorded" if same else f"recorded {recorded.digest or 'nowhere'}"
-        print(f"version {header.step + 1}  {digest}  {verdict}", flush=True)
+        print(f"version {batch.step + 1}  {digest}  {verdict}", flush=True)
     policy.ranks.close()
     is_exact = policy.ranks.device.type != "cuda"
     cause = "as they may on a GPU, whose sums have no fixed order"

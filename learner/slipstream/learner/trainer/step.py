@@ -54,6 +54,7 @@ from slipstream.learner.trainer.model.schedule import (
     forward_backward,
     forward_logprobs,
     masked_outputs,
+    planned_sequences,
     rank_micro_batches,
     update_weights,
 )
@@ -116,14 +117,38 @@ class TrainingStep:
             metrics |= part.ends(policy, batch)
         return TrainedStep(metrics, time.monotonic() - started, totals.advantages)
 
+    def share(self, batch: Batch) -> frozenset[int]:
+        """Returns the indices of the sequences that this rank trains; none of unfit data.
+
+        `run` refuses such data on all ranks. Call it before `run`, which counts anew what sharing
+        of prefixes saves.
+        """
+        policy = self.policy
+        try:
+            check_lengths(batch, policy)
+        except UntrainableBatch:
+            return frozenset()
+        indices: dict[str, list[int]] = {}
+        for index, owner in enumerate(batch.owners):
+            indices.setdefault(batch.trajectories[owner].adapter, []).append(index)
+        trained: set[int] = set()
+        for name, own_batch in batch.by_adapter(policy.adapters.names):
+            for members in self._mini_batches(own_batch):
+                planned = planned_sequences(policy, own_batch, members)
+                trained.update(indices[name][place] for place in planned)
+        return frozenset(trained)
+
+    def _mini_batches(self, batch: Batch) -> list[list[int]]:
+        return batch.mini_batches(
+            self._config.algorithm.mini_batches, or_fewer=self.policy.adapters.are_several
+        )
+
     def _train(self, batch: Batch, rate: float) -> _Totals:
         """Trains the active adapter, or all of the policy, and then models of other parts."""
         policy, config, ranks = self.policy, self._config, self.policy.ranks
         algorithm, temperature = config.algorithm, config.sampling.temperature
         totals = _Totals(StepStatistics(algorithm.epochs, self._columns))
-        mini_batches = batch.mini_batches(
-            algorithm.mini_batches, or_fewer=policy.adapters.are_several
-        )
+        mini_batches = self._mini_batches(batch)
         found = [part.estimates(batch, self.stages) for part in self._parts]
         estimates = next((each for each in found if each is not None), None)
         sequences = training_sequences(batch, config, estimates, totals.reports)
@@ -332,15 +357,20 @@ class StepPart:
 def check_batch(batch: Batch, model: ParallelModel, config: Config) -> None:
     """Raises the error of the first check of the data that fails, on every rank; collective."""
     check_staleness(batch, config.algorithm.max_staleness)
+    check_lengths(batch, model)
+    check_pixels(batch.trajectories, model.ranks)
+    if config.algorithm.router_replay != "off":
+        check_experts(batch.trajectories, model.chunks[0].config)
+
+
+def check_lengths(batch: Batch, model: ParallelModel) -> None:
+    """Raises UntrainableBatch for a sequence that the model cannot train; not collective."""
     check_data(
         batch,
         max_tokens=model.max_tokens * model.ranks.cp_size,
         multiple=model.sequence_multiple,
         vocab_size=model.vocab_size,
     )
-    check_pixels(batch.trajectories, model.ranks)
-    if config.algorithm.router_replay != "off":
-        check_experts(batch.trajectories, model.chunks[0].config)
 
 
 def loss_fault(

@@ -36,6 +36,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer import controller_client
 from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.learner.trainer.batches.batch_stream import Order, on_every_rank, read_order
 from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer, Saved
 from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
 from slipstream.learner.trainer.model.model import Part
@@ -111,44 +112,50 @@ class Trainer:
 
         signal.signal(signal.SIGTERM, terminate)
         self._register()
-        while True:
-            with self.stages.measure("waiting"):
-                order = self._next_order()
-            if isinstance(order, weights_pb2.PublishOrder):
-                # First of all, because servers may already wait for the first bucket.
-                with self.stages.measure("publish"):
-                    self._check_version(order.version, f"publish {order.publish_id}")
-                    self._publisher.run(order, self._probe() if order.verify else None)
-                    self._ranks.activity.note()
-            with self.stages.measure("checkpoint"):
-                self._tell(self._checkpointer.poll())
-            if isinstance(order, trainer_pb2.StoreOrder):
-                with self.stages.measure("publish"):
-                    self._check_version(order.version, "a store order")
-                    if self._writer is None:
-                        raise RunFailed("a version cannot be stored without weights.storage_url")
-                    # Every version has a probe: a server that joins needs one, whenever it does.
-                    self._writer.store(order, self._probe())
-                    self._ranks.activity.note()
-            elif isinstance(order, trainer_pb2.Pass):
-                report = self._passes.compute(order)
-                if self._ranks.is_main:
-                    self._client.report_pass(report)
+        # A batch must not outlive its step: the next one arrives while the loop waits.
+        while self._follow():
+            pass
+
+    def _follow(self) -> bool:
+        """Gets the next order and follows it; returns whether another one comes."""
+        with self.stages.measure("waiting"):
+            order = self._next_order()
+        if isinstance(order, weights_pb2.PublishOrder):
+            # First of all, because servers may already wait for the first bucket.
+            with self.stages.measure("publish"):
+                self._check_version(order.version, f"publish {order.publish_id}")
+                self._publisher.run(order, self._probe() if order.verify else None)
                 self._ranks.activity.note()
-            elif isinstance(order, trainer_pb2.SaveOrder):
-                with self.stages.measure("checkpoint"):
-                    self._save()
-                    self._tell(self._checkpointer.finish())
-            elif isinstance(order, Batch):
-                with contextlib.ExitStack() as stack:
-                    for part in self._parts:
-                        stack.enter_context(part.around(order.step + 1))
-                    self._train(order)
-            elif isinstance(order, trainer_pb2.StopOrder):
-                self._finish(order)
-                return
-            else:
-                assert isinstance(order, (trainer_pb2.WaitOrder, weights_pb2.PublishOrder))
+        with self.stages.measure("checkpoint"):
+            self._tell(self._checkpointer.poll())
+        if isinstance(order, trainer_pb2.StoreOrder):
+            with self.stages.measure("publish"):
+                self._check_version(order.version, "a store order")
+                if self._writer is None:
+                    raise RunFailed("a version cannot be stored without weights.storage_url")
+                # Every version has a probe: a server that joins needs one, whenever it does.
+                self._writer.store(order, self._probe())
+                self._ranks.activity.note()
+        elif isinstance(order, trainer_pb2.Pass):
+            report = self._passes.compute(order)
+            if self._ranks.is_main:
+                self._client.report_pass(report)
+            self._ranks.activity.note()
+        elif isinstance(order, trainer_pb2.SaveOrder):
+            with self.stages.measure("checkpoint"):
+                self._save()
+                self._tell(self._checkpointer.finish())
+        elif isinstance(order, Batch):
+            with contextlib.ExitStack() as stack:
+                for part in self._parts:
+                    stack.enter_context(part.around(order.step + 1))
+                self._train(order)
+        elif isinstance(order, trainer_pb2.StopOrder):
+            self._finish(order)
+            return False
+        else:
+            assert isinstance(order, (trainer_pb2.WaitOrder, weights_pb2.PublishOrder))
+        return True
 
     def _register(self) -> None:
         has_experts = self._policy.chunks[0].config.num_moe_experts is not None
@@ -215,25 +222,22 @@ class Trainer:
         message = trajectory_pb2.PolicyVersion.FromString(self._ranks.broadcast_bytes(data))
         self._version = version_from_pb(message)
 
-    def _next_order(self) -> controller_client.Order:
-        directives: list[trainer_pb2.Directive] = []
+    def _next_order(self) -> Order:
         # With offloaded parameters a publish begins only when the trainer can send: no server must
         # wait for a bucket while parameters come back from host memory.
         at_once = not self._config.learner.offload.parameters
         if at_once:
             self._published.fill_ahead()
+        answer = None
         if self._ranks.is_main:
-            directives = self._client.next(
+            answer = self._client.next(
                 self._version,
                 communicator_id=self._publisher.communicator_id,
                 bucket_digests=self._digests.buckets if at_once else (),
                 held_passes=self._passes.held(),
                 can_store=self._writer is not None and self._writer.is_idle,
             )
-        if self._ranks.world_size > 1:
-            data = controller_client.pack_directives(directives) if self._ranks.is_main else None
-            directives = controller_client.unpack_directives(self._ranks.broadcast_bytes(data))
-        return controller_client.read_order(directives)
+        return read_order(on_every_rank(answer, self._ranks), self._step.share)
 
     def _train(self, batch: Batch) -> None:
         if batch.step != self._version.step:
@@ -251,7 +255,7 @@ class Trainer:
             version = PolicyVersion(self._version.incarnation, batch.step + 1)
             cost: dict[str, float] = {}
             if batch.given is None:
-                self._last_batch = batch
+                self._last_batch = batch.without_experts()
                 cost = self._cost.metrics(
                     batch,
                     wall_s=result.wall_s,

@@ -78,7 +78,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a log": ("journal/journal.log", lambda path: Journal(path.parent)),
     "a later log": ("journal/journal-50.log", lambda path: Journal(path.parent)),
     "the run's id": ("journal/journal.log", lambda path: journaled_run_id(path.parents[1])),
-    "a batch": ("batches/step-000003.pb", lambda path: read_batch(path.parents[1], 3, 0)),
+    "a batch": ("batches/step-000003.pb", lambda path: read_batch(path.parents[1], 3, 0).header),
     "a manifest": ("step-000003/manifest.json", lambda path: read_manifest(path.parent)),
     "questions": ("questions.jsonl", lambda path: list(named_rows(path))),
 }

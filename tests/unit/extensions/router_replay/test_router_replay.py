@@ -97,7 +97,39 @@ def test_each_rank_replays_the_tokens_that_it_has() -> None:
 
 def metrics(chunks, ranks, unrecorded):
     policy = SimpleNamespace(chunks=chunks, ranks=ranks)
-    return Routing(chunks).ends(policy, SimpleNamespace(unrecorded_fraction=unrecorded))
+    return Routing(chunks).ends(policy, recorded(unrecorded))
+
+
+def recorded(unrecorded: float, recorded_here: frozenset[int] | None = None) -> SimpleNamespace:
+    """A batch of 100 tokens."""
+    counts = (round(100 * (1 - unrecorded)), 100)
+    return SimpleNamespace(recorded_here=recorded_here, recorded_tokens=lambda: counts)
+
+
+def test_records_are_counted_by_the_rank_that_holds_them_and_once() -> None:
+    def fraction(batch: SimpleNamespace, **place: object) -> float:
+        ranks = SimpleNamespace(sum=lambda values: values, **place)
+        return Routing([]).ends(SimpleNamespace(ranks=ranks), batch)["routing_unrecorded"]
+
+    # All hold everything: rank 0 counts.
+    assert fraction(recorded(1.0), is_main=True) == 1.0
+    share = recorded(1.0, frozenset({1}))
+    assert fraction(share, is_main=False, counts=True, cp_rank=0) == 1.0
+
+    def replays(batch: SimpleNamespace, **place: object) -> bool:
+        try:
+            fraction(batch, **place)
+        except RunFailed:
+            return True
+        return False
+
+    # A rank that counts a record fails the step in which no router has replayed it.
+    assert replays(recorded(0.5), is_main=True)
+    assert not replays(recorded(0.5), is_main=False)
+    share = recorded(0.5, frozenset({1}))
+    assert replays(share, is_main=False, counts=True, cp_rank=0)
+    assert not replays(share, is_main=True, counts=False, cp_rank=0)
+    assert not replays(share, is_main=True, counts=True, cp_rank=1)
 
 
 def test_choices_are_counted_once_where_a_layer_is_computed_twice() -> None:
@@ -109,7 +141,7 @@ def test_choices_are_counted_once_where_a_layer_is_computed_twice() -> None:
         with torch.no_grad():
             route(layer, SCORES, given)
         route(layer, SCORES, given)
-    ranks = SimpleNamespace(sum=lambda values: values * 3)
+    ranks = SimpleNamespace(sum=lambda values: values * 3, is_main=True)
     # One of four choices differs in the first layer, none of two in the second.
     assert metrics(layers, ranks, 1.0)["routing_difference"] == 1 / 6
     assert metrics(layers, ranks, 1.0)["routing_difference"] == 0
@@ -118,8 +150,9 @@ def test_choices_are_counted_once_where_a_layer_is_computed_twice() -> None:
 def test_choices_in_a_batch_that_was_set_aside_are_not_counted() -> None:
     layer = Layer()
     LayerReplay(layer)
-    ranks = SimpleNamespace(sum=lambda values: values)
-    policy, batch = SimpleNamespace(ranks=ranks), SimpleNamespace(unrecorded_fraction=1.0)
+    ranks = SimpleNamespace(sum=lambda values: values, is_main=True)
+    policy = SimpleNamespace(ranks=ranks)
+    batch = recorded(1.0)
     routing = Routing([layer])
     own, other = ids([3, 2], [0, 1]), ids([0, 1], [2, 3])
     routing.begins()
@@ -153,7 +186,7 @@ def test_experts_of_a_step_that_nobody_computes_again_are_forgotten_with_it() ->
 def test_routers_that_do_not_ask_are_noticed() -> None:
     layer = Layer()
     LayerReplay(layer)
-    ranks = SimpleNamespace(sum=lambda values: values)
+    ranks = SimpleNamespace(sum=lambda values: values, is_main=True)
     assert metrics([layer], ranks, 1.0)["routing_unrecorded"] == 1.0
     with pytest.raises(RunFailed, match="no router replayed the recorded experts"):
         metrics([layer], ranks, 0.5)
@@ -224,7 +257,8 @@ def test_experts_are_left_out_when_routers_choose() -> None:
 
 
 def unrecorded_fraction(*trajectories: Trajectory) -> float:
-    return Batch(0, "batch", trajectories).unrecorded_fraction
+    num_recorded, num_tokens = Batch(0, "batch", trajectories).recorded_tokens()
+    return 1 - num_recorded / num_tokens if num_tokens else 1.0
 
 
 def test_unrecorded_tokens_are_counted_without_the_last_of_each_trajectory() -> None:

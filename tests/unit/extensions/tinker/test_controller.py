@@ -131,7 +131,7 @@ class Loop:
             return None
         step = self.history.next_step
         batch = FormedBatch(step, f"b{step:06d}", (), given)
-        self.journal.append(self.journal.write_batch(batch.record))
+        self.journal.append(self.journal.write_batch(batch.contents))
         return batch
 
     def formed(self) -> FormedBatch:

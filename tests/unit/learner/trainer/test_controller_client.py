@@ -47,7 +47,8 @@ def connected(
 
 
 def ask(client: ControllerClient) -> list[pb.Directive]:
-    return client.next(PolicyVersion(0, 3), communicator_id="c-1", bucket_digests=[b"one", b"two"])
+    digests = [b"one", b"two"]
+    return [*client.next(PolicyVersion(0, 3), communicator_id="c-1", bucket_digests=digests)]
 
 
 def test_next_hands_out_all_messages_of_an_order(tmp_path: Path) -> None:
@@ -70,6 +71,39 @@ def test_calls_of_next_do_not_pile_up(tmp_path: Path) -> None:
         for _ in orders:
             ask(client)
         assert kept() <= before + 1
+
+
+def test_a_batch_that_breaks_off_goes_on_behind_its_last_message(tmp_path: Path) -> None:
+    batch = make_batch(0, num_groups=3, group_size=3, vocab_size=9, max_tokens=8)
+    order = batch_order(batch, chunk_size=2)
+    # The second answer breaks before it brings anything new, and the third further on.
+    answers = [[*order[:3], None], [*order[:2], None], [*order[:4], None], order]
+    with connected(tmp_path, answers) as (controller, client):
+        assert ask(client) == order
+        assert len(controller.requests) == 4
+        assert all(request == controller.requests[0] for request in controller.requests)
+
+
+def test_a_batch_that_breaks_off_and_is_another_one_then_starts_the_trainer_again(tmp_path):
+    first, second = (
+        batch_order(make_batch(step, num_groups=2, group_size=3, vocab_size=9, max_tokens=8))
+        for step in (0, 1)
+    )
+    with (
+        connected(tmp_path, [[*first[:2], None], second]) as (_, client),
+        pytest.raises(RuntimeError, match="batch batch-0 broke off, and the controller gives ano"),
+    ):
+        ask(client)
+
+
+def test_a_batch_that_arrives_comes_before_a_stop(tmp_path: Path) -> None:
+    order = batch_order(make_batch(0, num_groups=3, group_size=3, vocab_size=9, max_tokens=8))
+    with connected(tmp_path, [order]) as (_, client):
+        messages = client.next(PolicyVersion(0, 3), communicator_id="", bucket_digests=[])
+        first = next(messages)
+        client.stop("now")
+        assert [first, *messages] == order
+        assert ask(client) == stop_order("now", without_model=True)
 
 
 def test_stop_ends_a_call_of_next_that_waits(tmp_path: Path) -> None:

@@ -29,11 +29,10 @@ from pathlib import Path
 from typing import Self, cast
 
 import msgspec
-from google.protobuf.message import DecodeError
 from pydantic import JsonValue
 from pydantic_core import from_json
 from slipstream.core.errors import ConfigError, ProtocolError, RunFailed
-from slipstream.core.machine.files import open_regular, read_regular, sync_folder
+from slipstream.core.machine.files import open_regular, sync_folder
 from slipstream.core.run_folder import (
     BATCHES,
     JOURNAL_LOG,
@@ -43,13 +42,16 @@ from slipstream.core.run_folder import (
 )
 from slipstream.core.types import GroupId, Trajectory
 from slipstream.learner.controller.records import kinds
+from slipstream.learner.controller.records.batch_files import (
+    BatchContents,
+    StoredBatch,
+    write_batch_file,
+)
 from slipstream.learner.controller.records.history import REMEDY, settled_by
 from slipstream.learner.controller.records.kinds import Record, ServerTokens, fields_of
 from slipstream.learner.controller.records.state import RecordedBatch, RunState, attempt_of
-from slipstream.protocol.bounds import check_bounds
 from slipstream.protocol.queue.base import Amount
-from slipstream.protocol.release import unknown_fact
-from slipstream.v1 import trainer_pb2, trajectory_pb2
+from slipstream.v1 import trajectory_pb2
 
 FENCED = "a controller that was started later writes the journal of this run; this one ends"
 # Field with the number of a record's line, from 1; journals of earlier versions lack it.
@@ -218,39 +220,60 @@ class Journal:
             )
         return None
 
-    def write_batch(self, batch: trainer_pb2.RecordedBatch) -> kinds.Batch:
+    def write_batch(self, batch: BatchContents) -> kinds.Batch:
         """Makes the file of a batch durable; returns its record, which the caller appends.
 
-        Blocks on the disk. Raises RunFailed if the disk or the folder fails.
+        Blocks on the disk. Holds one trajectory at a time. Raises RunFailed if the disk or the
+        folder fails, and for a batch that nobody could read again.
         """
-        step = batch.header.step
-        data = batch.SerializeToString(deterministic=True)
-        path = self.path(step, attempt_of(batch.header.batch_id))
+        header = batch.header
+        path = self.path(header.step, attempt_of(header.batch_id))
+        groups: dict[GroupId, None] = {}
+        rewards: dict[str, tuple[float, float]] = {}
+        tokens: Counter[tuple[str, int]] = Counter()
+        num_trajectories = 0
+
+        def note(trajectory: trajectory_pb2.Trajectory) -> None:
+            nonlocal num_trajectories
+            num_trajectories += 1
+            groups[GroupId(trajectory.group_id)] = None
+            reward = trajectory.reward
+            earned = rewards.get(trajectory.environment, (reward, reward))
+            rewards[trajectory.environment] = (min(*earned, reward), max(*earned, reward))
+            _count_tokens(tokens, trajectory)
+
         with self._syncing:
             try:
                 if path.exists():
                     # The file has no record: it was written ahead, or by a controller that ended.
                     self._check_fence()
                     path.unlink()
-                _write_durably(path, data)
+                # A fenced controller must not replace the file of its successor.
+                with path.open("xb") as file:
+                    try:
+                        written = write_batch_file(file, batch, note)
+                    except RunFailed:
+                        path.unlink()
+                        raise
+                    file.flush()
+                    os.fsync(file.fileno())
+                sync_folder(path.parent)
             except OSError as error:
                 self._failure = self._failure or self._vanished() or _unwritten(path, error)
                 raise self._failure from error
-        rewards: dict[str, list[float]] = {}
-        for trajectory in batch.trajectories:
-            rewards.setdefault(trajectory.environment, []).append(trajectory.reward)
         return kinds.Batch(
-            step=step,
-            batch_id=batch.header.batch_id,
-            crc32=zlib.crc32(data),
-            groups=list(dict.fromkeys(GroupId(t.group_id) for t in batch.trajectories)),
-            trajectories=len(batch.trajectories),
-            tokens=tokens_by_server(batch.trajectories),
-            seen={name: (min(each), max(each)) for name, each in rewards.items()},
+            step=header.step,
+            batch_id=header.batch_id,
+            crc32=written.crc32,
+            num_bytes=written.num_bytes,
+            groups=list(groups),
+            trajectories=num_trajectories,
+            tokens=_sorted_tokens(tokens),
+            seen=rewards,
         )
 
-    def read_batch(self, batch: RecordedBatch) -> trainer_pb2.RecordedBatch:
-        """Reads a batch from this journal's folder; see the module's function `read_batch`."""
+    def read_batch(self, batch: RecordedBatch) -> StoredBatch:
+        """Returns a batch in this journal's folder; see the module's function `read_batch`."""
         return read_batch(self._folder, batch.step, batch.crc32, batch.attempt)
 
     def read_steps(self, wanted: Set[int]) -> dict[int, kinds.Step]:
@@ -281,14 +304,22 @@ class Journal:
         return len(old)
 
 
-def tokens_by_server(
-    trajectories: Iterable[Trajectory | trajectory_pb2.Trajectory],
-) -> list[ServerTokens]:
+def tokens_by_server(trajectories: Iterable[Trajectory]) -> list[ServerTokens]:
     """Returns (name, epoch, sampled tokens) of each server that sampled the trajectories."""
     tokens: Counter[tuple[str, int]] = Counter()
     for trajectory in trajectories:
-        key = (trajectory.server_id, trajectory.server_epoch)
-        tokens[key] += sum(trajectory.run_lengths[1::2])
+        _count_tokens(tokens, trajectory)
+    return _sorted_tokens(tokens)
+
+
+def _count_tokens(
+    tokens: Counter[tuple[str, int]], trajectory: Trajectory | trajectory_pb2.Trajectory
+) -> None:
+    server = (trajectory.server_id, trajectory.server_epoch)
+    tokens[server] += sum(trajectory.run_lengths[1::2])
+
+
+def _sorted_tokens(tokens: Counter[tuple[str, int]]) -> list[ServerTokens]:
     return [(name, epoch, number) for (name, epoch), number in sorted(tokens.items())]
 
 
@@ -390,44 +421,18 @@ def _count_lines(folder: Path) -> int:
     return 0
 
 
-def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> trainer_pb2.RecordedBatch:
-    """Reads the batch of a step; raises ProtocolError unless its checksum is `crc32`.
+def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> StoredBatch:
+    """Returns the batch of a step, whose file is read when its contents are used.
 
-    Also raises it if another release wrote a fact that the step would lack. `attempt` is the number
-    of earlier batches of this step that were set aside.
+    `attempt` is the number of earlier batches of this step that were set aside.
     """
-    path = batch_path(folder, step, attempt)
-    try:
-        data = read_regular(path)
-    except OSError as error:
-        raise ProtocolError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
-    if zlib.crc32(data) != crc32:
-        raise ProtocolError(f"{path} is damaged; {REMEDY}")
-    try:
-        batch = trainer_pb2.RecordedBatch.FromString(data)
-        check_bounds(batch)
-    except (DecodeError, ProtocolError) as error:
-        raise ProtocolError(f"{path} is damaged: {error}; {REMEDY}") from error
-    num_bytes = batch.ByteSize()
-    batch.DiscardUnknownFields()
-    if batch.ByteSize() < num_bytes:
-        raise ProtocolError(unknown_fact(str(path), "a field"))
-    return batch
+    return StoredBatch(batch_path(folder, step, attempt), crc32)
 
 
 def batch_path(folder: Path, step: int, attempt: int = 0) -> Path:
     """Returns the path of a batch of `step` after `attempt` earlier batches were set aside."""
     suffix = f"-{attempt}" if attempt else ""
     return folder / BATCHES / f"step-{step:06d}{suffix}.pb"
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    # A fenced controller must not replace the file of its successor.
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(path.parent)
 
 
 def _unwritten(path: Path, error: OSError) -> RunFailed:

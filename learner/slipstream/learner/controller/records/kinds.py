@@ -141,6 +141,8 @@ class Batch(Record, frozen=True, tag="batch"):
     tokens: list[ServerTokens]
     # The lowest and the highest reward in it, by environment.
     seen: dict[str, tuple[float, float]] = {}
+    # Bytes of the file; 0: an older release wrote it, as one message.
+    num_bytes: int = 0
 
 
 class BatchSetAside(Record, frozen=True, tag="batch_set_aside"):

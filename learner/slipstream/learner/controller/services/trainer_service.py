@@ -26,7 +26,7 @@ from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import CallContext
-from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks, header
+from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks
 from slipstream.protocol.checkpoints import complete_steps
 from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
 from slipstream.protocol.rich_errors import Reason, abort
@@ -224,7 +224,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._given_s = time.monotonic()
         for part in self._parts:
             await part.before_batch()
-        yield pb.Directive(batch=header(order))
+        yield pb.Directive(batch=order.header)
         parts = chunks(order, request.held_passes)
         while (chunk := await asyncio.to_thread(next, parts, None)) is not None:
             yield pb.Directive(chunk=chunk)

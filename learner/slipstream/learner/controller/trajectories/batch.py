@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from google.protobuf.message import Message
 from slipstream.core.errors import ProtocolError
 from slipstream.core.settings.config import Config
 from slipstream.core.types import IGNORED, GroupId, PolicyVersion, Status, Trajectory
@@ -20,15 +21,21 @@ from slipstream.learner.algorithms.filters import unequal_rewards
 from slipstream.learner.algorithms.functions import episode_sides
 from slipstream.learner.controller.leasing.groups import Group, sampled_tokens
 from slipstream.learner.controller.records import kinds
+from slipstream.learner.controller.records.batch_files import BatchContents
 from slipstream.learner.controller.records.journal import tokens_by_server
-from slipstream.protocol.codec import passes_digest, trajectory_from_pb, trajectory_to_pb
+from slipstream.protocol.codec import (
+    experts_to_pb,
+    passes_digest,
+    trajectory_from_pb,
+    trajectory_to_pb,
+)
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 
 # Largest number of groups that a message names; further groups are only counted.
 MAX_TOLD_GROUPS = 5
 
 # Trajectories of a batch travel in messages of about this size.
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -132,10 +139,10 @@ class StepOrder:
         return self.message.id
 
     @classmethod
-    def from_record(cls, message: trainer_pb2.RecordedBatch) -> StepOrder | None:
+    def from_contents(cls, contents: BatchContents) -> StepOrder | None:
         """Returns the order in a recorded batch, or None if it has groups in its place."""
-        given = message.header.given
-        return cls(given, tuple(message.passes)) if given.WhichOneof("step") else None
+        given = contents.header.given
+        return cls(given, tuple(contents.passes)) if given.WhichOneof("step") else None
 
 
 @dataclass(frozen=True)
@@ -158,14 +165,26 @@ class FormedBatch:
     def trajectories(self) -> list[Trajectory]:
         return _trajectories(self.groups)
 
-    @functools.cached_property
-    def record(self) -> trainer_pb2.RecordedBatch:
-        """The message for the journal, which the trainer gets in chunks; encoded only once."""
-        trajectories = [trajectory_to_pb(trajectory) for trajectory in self.trajectories]
-        passes = () if self.given is None else self.given.passes
-        return trainer_pb2.RecordedBatch(
-            header=header(self), trajectories=trajectories, passes=passes
+    @property
+    def header(self) -> trainer_pb2.BatchHeader:
+        """The message with size and id of the batch, which precedes its trajectories."""
+        return trainer_pb2.BatchHeader(
+            step=self.step,
+            batch_id=self.batch_id,
+            num_groups=len(self.groups),
+            num_trajectories=sum(len(group.finished) for group in self.groups),
+            given=None if self.given is None else self.given.message,
         )
+
+    @property
+    def passes(self) -> Sequence[trainer_pb2.Pass]:
+        """The passes whose gradients a client's step takes."""
+        return () if self.given is None else self.given.passes
+
+    @property
+    def contents(self) -> BatchContents:
+        """The batch as messages for the journal, each made when it is read."""
+        return _Encoded(self)
 
     @functools.cached_property
     def token_lags(self) -> Counter[int]:
@@ -185,21 +204,30 @@ class FormedBatch:
         )
 
 
-def header(batch: FormedBatch) -> trainer_pb2.BatchHeader:
-    """Returns the message with size and id of a batch, which precedes its trajectories."""
-    return trainer_pb2.BatchHeader(
-        step=batch.step,
-        batch_id=batch.batch_id,
-        num_groups=len(batch.groups),
-        num_trajectories=sum(len(group.finished) for group in batch.groups),
-        given=None if batch.given is None else batch.given.message,
-    )
+@dataclass(frozen=True)
+class _Encoded:
+    """A formed batch as `BatchContents`; nothing of it is held twice."""
+
+    batch: FormedBatch
+
+    @property
+    def header(self) -> trainer_pb2.BatchHeader:
+        return self.batch.header
+
+    @property
+    def trajectories(self) -> Iterator[trajectory_pb2.Trajectory]:
+        return map(trajectory_to_pb, self.batch.trajectories)
+
+    @property
+    def passes(self) -> Sequence[trainer_pb2.Pass]:
+        return self.batch.passes
 
 
-def from_record(message: trainer_pb2.RecordedBatch) -> FormedBatch:
-    """Returns the batch of a message that `FormedBatch.record` made."""
+def from_contents(contents: BatchContents) -> FormedBatch:
+    """Returns the batch that was encoded as `contents`, of which it holds one message at a time."""
+    header = contents.header
     groups: dict[GroupId, Group] = {}
-    for trajectory in map(trajectory_from_pb, message.trajectories):
+    for trajectory in map(trajectory_from_pb, contents.trajectories):
         group = groups.get(trajectory.group_id)
         if group is None:
             group = groups[trajectory.group_id] = Group(
@@ -209,7 +237,7 @@ def from_record(message: trainer_pb2.RecordedBatch) -> FormedBatch:
                 seed=trajectory.seed,
                 purpose=trajectory.purpose,
                 size=0,
-                deadline_step=message.header.step,
+                deadline_step=header.step,
                 holder=None,
             )
         group.finished[trajectory.member] = trajectory
@@ -217,10 +245,10 @@ def from_record(message: trainer_pb2.RecordedBatch) -> FormedBatch:
         group.size = max(group.finished) + 1
         group.fail_all_but(group.finished)
     return FormedBatch(
-        message.header.step,
-        message.header.batch_id,
-        tuple(groups.values()),
-        StepOrder.from_record(message),
+        step=header.step,
+        batch_id=header.batch_id,
+        groups=tuple(groups.values()),
+        given=StepOrder.from_contents(contents),
     )
 
 
@@ -229,26 +257,37 @@ def chunks(
 ) -> Iterator[trainer_pb2.TrajectoryChunk]:
     """Yields the trajectories, or the passes, in messages of about `chunk_bytes`.
 
-    Each has at least one. Passes that are among `held`, as the trainer tells, come by name alone.
+    Each has at least one. The recorded experts follow all trajectories: with their lengths a rank
+    knows which of them it trains. Passes that are among `held`, as the trainer tells, come by name
+    alone.
     """
-    chunk, size = trainer_pb2.TrajectoryChunk(), 0
-    messages: Sequence[trajectory_pb2.Trajectory | trainer_pb2.Pass]
-    given = batch.given
-    ids = () if given is None else [one.id for one in given.passes]
-    if given is not None and passes_digest(given.message.adapter.name, ids) in held:
-        messages = [trainer_pb2.Pass(id=name) for name in ids]
-    else:
-        messages = [*batch.record.trajectories, *batch.record.passes]
-    for message in messages:
-        if size and size + message.ByteSize() > chunk_bytes:
+    chunk = trainer_pb2.TrajectoryChunk()
+    num_bytes = 0
+    for name, message in _chunked(batch, held):
+        size = message.ByteSize()
+        if num_bytes and num_bytes + size > chunk_bytes:
             yield chunk
-            chunk, size = trainer_pb2.TrajectoryChunk(), 0
-        if isinstance(message, trainer_pb2.Pass):
-            chunk.passes.append(message)
-        else:
-            chunk.trajectories.append(message)
-        size += message.ByteSize()
+            chunk = trainer_pb2.TrajectoryChunk()
+            num_bytes = 0
+        getattr(chunk, name).append(message)
+        num_bytes += size
     yield chunk
+
+
+def _chunked(batch: FormedBatch, held: Collection[bytes]) -> Iterator[tuple[str, Message]]:
+    """Yields the contents of all chunks in order, each with the name of its field there."""
+    given = batch.given
+    if given is not None:
+        names = [client_pass.id for client_pass in given.passes]
+        is_held = passes_digest(given.message.adapter.name, names) in held
+        for client_pass in given.passes:
+            yield "passes", trainer_pb2.Pass(id=client_pass.id) if is_held else client_pass
+        return
+    for trajectory in batch.trajectories:
+        yield "trajectories", trajectory_to_pb(trajectory, with_experts=False)
+    for place, trajectory in enumerate(batch.trajectories):
+        if trajectory.routed_experts is not None:
+            yield "experts", experts_to_pb(trajectory.routed_experts, place)
 
 
 # Largest number of named branches of an episode, and of its first turns, whose rewards are metrics.

@@ -172,13 +172,14 @@ class EarlierIds:
             return True
         if self._newest[0] != step:
             try:
-                message = self._journal.read_batch(batch)
+                stored = self._journal.read_batch(batch)
+                read = map(trajectory_from_pb, stored.trajectories)
+                ids = frozenset(trajectory.trajectory_id for trajectory in read)
             except ProtocolError:
                 if self._journal.path(step, batch.attempt).is_file():
                     raise
                 # It was removed, maybe just now, because a checkpoint covers the batch.
                 return True
-            ids = frozenset(trajectory_from_pb(t).trajectory_id for t in message.trajectories)
             self._newest = step, ids
         return trajectory_id in self._newest[1]
 

@@ -39,6 +39,8 @@ class Batch:
     # trajectories.
     given: trainer_pb2.GivenStep | None = None
     passes: tuple[trainer_pb2.Pass, ...] = ()
+    # The sequences whose recorded experts this rank holds, by index; None: it holds all.
+    recorded_here: frozenset[int] | None = None
 
     @property
     def group_ids(self) -> list[str]:
@@ -54,18 +56,30 @@ class Batch:
         parts = [part.tokens for t in self.trajectories for part in t.sequences]
         return [tokens.stop - tokens.start for tokens in parts]
 
-    @property
-    def unrecorded_fraction(self) -> float:
-        """The fraction of tokens, but for last ones, whose experts the engine did not record."""
-        recorded, total = 0, 0
+    def recorded_tokens(self) -> tuple[int, int]:
+        """Returns how many tokens have recorded experts, and how many could; no last tokens.
+
+        Both count the sequences whose experts this rank holds.
+        """
+        num_recorded = 0
+        num_tokens = 0
+        index = 0
         for trajectory in self.trajectories:
-            routed = trajectory.routed_experts
-            is_recorded = None if routed is None else routed.is_recorded
+            is_recorded = None
             for part in trajectory.sequences:
-                total += max(0, part.tokens.stop - part.tokens.start - 1)
-                if is_recorded is not None:
-                    recorded += int(np.count_nonzero(is_recorded[part.tokens][:-1]))
-        return 1.0 - recorded / total if total else 1.0
+                if self.recorded_here is None or index in self.recorded_here:
+                    num_tokens += max(0, part.tokens.stop - part.tokens.start - 1)
+                    if trajectory.routed_experts is not None:
+                        if is_recorded is None:
+                            is_recorded = trajectory.routed_experts.is_recorded
+                        num_recorded += int(np.count_nonzero(is_recorded[part.tokens][:-1]))
+                index += 1
+        return num_recorded, num_tokens
+
+    def without_experts(self) -> Batch:
+        """Returns the batch without its experts, which take most of its memory."""
+        trajectories = tuple(replace(t, routed_experts=None) for t in self.trajectories)
+        return replace(self, trajectories=trajectories)
 
     def by_adapter(self, names: Sequence[str]) -> list[tuple[str, Batch]]:
         """Returns (name, batch) of each adapter with trajectories; raises RunFailed for others."""

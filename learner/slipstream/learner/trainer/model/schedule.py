@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from slipstream.core.errors import UntrainableBatch
 from slipstream.core.types import LogprobArray, TokenArray
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.algorithms.loss import TokenLoss
+from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.planner import plan_micro_batches, round_up
 from slipstream.learner.trainer.batches.training_sequence import (
     TOKEN_FIELDS,
@@ -359,19 +360,13 @@ def rank_micro_batches(
 def _packed(
     model: ParallelModel, sequences: Sequence[TrainingSequence], members: Sequence[int]
 ) -> list[MicroBatch]:
-    ranks = model.ranks
-    limits: dict[str, Any] = {
-        "max_tokens": model.max_tokens * ranks.cp_size,
-        "dp_size": ranks.dp_size,
-        # A rank of an interleaved pipeline needs a multiple of `pp` micro batches.
-        "multiple": model.parallel.pp if model.parallel.vpp else 1,
-        "attention_length": model.attention_length,
-    }
+    dp_rank = model.ranks.dp_rank
+    limits = _limits(model)
     shared = None if model.sharing is None else model.sharing.plan(sequences, members, **limits)
     if shared is not None:
         return [
             build_tree_micro_batch(sequences, bundles, multiple=model.token_multiple)
-            for bundles in shared[ranks.dp_rank]
+            for bundles in shared[dp_rank]
         ]
     lengths = [round_up(len(sequences[index]), model.sequence_multiple) for index in members]
     plan = plan_micro_batches(lengths, **limits)
@@ -382,8 +377,34 @@ def _packed(
             multiple=model.token_multiple,
             sequence_multiple=model.sequence_multiple,
         )
-        for places in plan[ranks.dp_rank]
+        for places in plan[dp_rank]
     ]
+
+
+def _limits(model: ParallelModel) -> dict[str, Any]:
+    ranks = model.ranks
+    return {
+        "max_tokens": model.max_tokens * ranks.cp_size,
+        "dp_size": ranks.dp_size,
+        # A rank of an interleaved pipeline needs a multiple of `pp` micro batches.
+        "multiple": model.parallel.pp if model.parallel.vpp else 1,
+        "attention_length": model.attention_length,
+    }
+
+
+def planned_sequences(model: ParallelModel, batch: Batch, members: Sequence[int]) -> set[int]:
+    """Returns those of the sequences `members` of a batch that `rank_micro_batches` packs here."""
+    dp_rank = model.ranks.dp_rank
+    limits = _limits(model)
+    if model.sharing is not None:
+        sequences = TrainingSequence.of_trajectories(batch.trajectories, step=batch.step)
+        shared = model.sharing.plan(sequences, members, **limits)
+        if shared is not None:
+            bundles = chain.from_iterable(shared[dp_rank])
+            return {segment.index for bundle in bundles for segment in bundle}
+    lengths = [round_up(batch.lengths[index], model.sequence_multiple) for index in members]
+    plan = plan_micro_batches(lengths, **limits)
+    return {members[place] for places in plan[dp_rank] for place in places}
 
 
 def build_tree_micro_batch(

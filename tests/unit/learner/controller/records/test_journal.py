@@ -31,6 +31,7 @@ from slipstream.learner.controller.trajectories.inspection import EarlierIds
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 from support.fakes.slow_disk import SlowDisk, several_turns
+from support.rigs.batch_messages import in_one_message
 from support.rigs.journal_notes import note
 
 TRAINED = {
@@ -207,7 +208,7 @@ def test_a_fenced_controller_replaces_no_batch_of_its_successor(tmp_path):
     crc32 = new.write_batch(batch_of(0, "new")).crc32
     with pytest.raises(RunFailed, match="was started later"):
         old.write_batch(batch_of(0, "old"))
-    assert new.read_batch(RecordedBatch(0, "b000000", crc32)).trajectories[0].group_id == "new"
+    assert next(new.read_batch(RecordedBatch(0, "b000000", crc32)).trajectories).group_id == "new"
 
 
 @pytest.mark.usefixtures("no_locks")
@@ -222,7 +223,8 @@ def test_the_file_of_a_batch_that_a_fenced_controller_left_is_written_anew(tmp_p
     new.append(record)
     new.sync()
     assert (
-        new.read_batch(RecordedBatch(0, "b000000", record.crc32)).trajectories[0].group_id == "new"
+        next(new.read_batch(RecordedBatch(0, "b000000", record.crc32)).trajectories).group_id
+        == "new"
     )
     assert [record["kind"] for record in read_records(tmp_path)] == ["batch"]
 
@@ -256,11 +258,11 @@ def test_a_batch_is_a_file_and_a_record_that_names_its_checksum(tmp_path):
     with Journal(tmp_path) as journal:
         journal.append(journal.write_batch(batch))
     (record,) = read_records(tmp_path)
-    assert read_batch(tmp_path, 3, record["crc32"]) == batch
+    assert in_one_message(read_batch(tmp_path, 3, record["crc32"])) == batch
     path = batch_path(tmp_path, 3)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(ProtocolError, match="damaged"):
-        read_batch(tmp_path, 3, record["crc32"])
+        in_one_message(read_batch(tmp_path, 3, record["crc32"]))
 
 
 def test_a_batch_file_is_held_to_the_bounds_of_messages(tmp_path):
@@ -272,7 +274,7 @@ def test_a_batch_file_is_held_to_the_bounds_of_messages(tmp_path):
     with pytest.raises(
         ProtocolError, match=r"pb is damaged: .*\[0\].max_reply_tokens must be between"
     ):
-        read_batch(tmp_path, 3, zlib.crc32(data))
+        in_one_message(read_batch(tmp_path, 3, zlib.crc32(data)))
 
 
 @pytest.mark.parametrize("place", ["the batch", "a trajectory"])
@@ -287,7 +289,7 @@ def test_a_batch_with_a_fact_of_another_release_is_not_trained_without_it(tmp_pa
     path.parent.mkdir()
     path.write_bytes(data)
     with pytest.raises(ProtocolError) as caught:
-        read_batch(tmp_path, 3, zlib.crc32(data))
+        in_one_message(read_batch(tmp_path, 3, zlib.crc32(data)))
     line = f"{path} is of another release: a field is not known to slipstream-rl "
     assert str(caught.value).startswith(line)
     assert "damaged" not in str(caught.value)
@@ -508,7 +510,8 @@ def test_a_first_log_that_is_missing_is_named_and_no_new_one_begun(tmp_path):
 
 def test_a_full_disk_is_one_line_and_the_journal_goes_on_when_there_is_room(tmp_path):
     number = 0
-    batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=0, batch_id="b" * 9000))
+    batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=0, batch_id="b"))
+    batch.trajectories.add(group_id="g", reply_text="a" * 9000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     journal = Journal(tmp_path)

@@ -39,8 +39,7 @@ from slipstream.learner.controller.trajectories.batch import (
     chunks,
     environment_means,
     equal_rewards,
-    from_record,
-    header,
+    from_contents,
 )
 from slipstream.learner.controller.trajectories.intake import (
     MOST_FILTERED_BATCHES,
@@ -52,6 +51,7 @@ from support.fakes.fake_controller import make_batch
 from support.fakes.fake_trajectories import GOOD, plain_group
 from support.fakes.journal_records import batch_record, lease_record
 from support.fakes.small_configs import config_of
+from support.rigs.batch_messages import in_one_message
 from support.rigs.lease_rig import book_of, books_of
 from support.rigs.publishing_scene import run_of
 from support.rigs.waiting import LIMIT_S
@@ -64,24 +64,24 @@ def batch() -> FormedBatch:
         header=trainer_pb2.BatchHeader(step=0, batch_id="b0"),
         trajectories=[trajectory_to_pb(trajectory) for trajectory in made.trajectories],
     )
-    return from_record(message)
+    return from_contents(message)
 
 
 def test_a_group_without_some_of_its_members_is_told_as_it_is(batch: FormedBatch) -> None:
     del batch.groups[1].finished[0]
     batch.groups[1].failed.add(0)
-    read = from_record(batch.record)
-    assert (header(read).num_groups, header(read).num_trajectories) == (3, 5)
-    assert header(read) == header(batch)
+    read = from_contents(batch.contents)
+    assert (read.header.num_groups, read.header.num_trajectories) == (3, 5)
+    assert read.header == batch.header
     assert all(group.is_complete and not group.missing for group in read.groups)
-    assert read.record == batch.record
+    assert in_one_message(read.contents) == in_one_message(batch.contents)
 
 
 @pytest.mark.parametrize("messages_each", [0.5, 1, 2.5])
 def test_chunks_are_within_their_bytes_and_never_empty(batch, messages_each):
-    limit = int(messages_each * max(m.ByteSize() for m in batch.record.trajectories))
+    limit = int(messages_each * max(m.ByteSize() for m in batch.contents.trajectories))
     parts = [list(chunk.trajectories) for chunk in chunks(batch, chunk_bytes=limit)]
-    assert [message for part in parts for message in part] == list(batch.record.trajectories)
+    assert [message for part in parts for message in part] == list(batch.contents.trajectories)
     assert all(part for part in parts)
     assert all(len(part) == 1 or sum(m.ByteSize() for m in part) <= limit for part in parts)
 
@@ -100,7 +100,7 @@ def test_the_trainer_gets_again_all_passes_but_exactly_those_whose_gradients_it_
     (chunk,) = chunks(batch, [passes_digest(adapter, ids)])
     assert [one.id for one in chunk.passes] == ["p", "q"]
     assert [not one.sequences for one in chunk.passes] == [is_held] * 2
-    assert list(batch.record.passes) == list(passes)
+    assert list(batch.contents.passes) == list(passes)
 
 
 SERVER = ServerKey(ServerId("s"), 7)
@@ -304,14 +304,14 @@ def test_groups_that_are_put_back_keep_the_invariant(per_step: int, max_stalenes
 
 def test_a_group_that_a_file_brings_back_knows_its_leases_and_its_members() -> None:
     # An earlier controller formed the batch; what it leased may still arrive.
-    message = trainer_pb2.RecordedBatch.FromString(BATCH.record.SerializeToString())
+    message = in_one_message(BATCH.contents)
     del message.trajectories[4]
     first, *others = records()
     again = lease_record("g000002", 2, server="other", epoch=9, seed=0, deadline=0)
     history = read_history([first, *others[:-1], again, others[-1], aside("g000003")])
     book = book_of(groups_per_step=8)
     book.step = 1
-    book.put_back(0, [from_record(message).groups[2]], history.open_groups)
+    book.put_back(0, [from_contents(message).groups[2]], history.open_groups)
     group = book.groups[GroupId("g000002")]
     assert (group.size, set(group.finished), group.failed) == (2, {1}, {0})
     assert group.is_complete
@@ -325,7 +325,7 @@ async def test_ends_that_a_crash_cut_off_are_made_up_for(tmp_path: Path) -> None
     run = run_of(algorithm={"group_size": 2, "groups_per_step": 8})
     async with asyncio.TaskGroup() as tasks:
         with Journal(tmp_path) as journal:
-            written = {"crc32": journal.write_batch(BATCH.record).crc32}
+            written = {"crc32": journal.write_batch(BATCH.contents).crc32}
             holder = {"server": "server", "epoch": 1}
             more = [aside("g000003"), closed, end | holder]
             earlier = [r | written if r["kind"] == "batch" else r for r in records(*more)]
@@ -481,7 +481,7 @@ def batch_of(step: int, *trajectories: Trajectory) -> FormedBatch:
         header=trainer_pb2.BatchHeader(step=step, batch_id="b"),
         trajectories=[trajectory_to_pb(member) for member in members],
     )
-    return from_record(message)
+    return from_contents(message)
 
 
 def test_rewards_lags_lengths_turns_and_times_of_a_batch():
