@@ -8,7 +8,7 @@ process that the run needs.
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Self
 
 import grpc.aio
@@ -41,6 +41,7 @@ from slipstream.core.configuration.config_file import model_warnings
 from slipstream.core.errors import FAILED, RunFailed
 from slipstream.core.extension import Program
 from slipstream.core.machine.files import remove_abandoned
+from slipstream.core.patience import Patience
 from slipstream.core.run_folder import LOGS, log_path
 from slipstream.core.settings.config import Config
 from slipstream.core.waits import within
@@ -56,6 +57,10 @@ STOP_LIMIT_S = 30.0
 ANSWER_LIMIT_S = 5.0
 # Seconds between two questions to the controller, such as whether the trainer has loaded.
 LOOK_S = 2.0
+# Seconds between two questions to a controller that answers, whether it still does.
+ALIVE_PERIOD_S = 10.0
+# Seconds without an answer after which a controller that had answered is ended and started again.
+SILENT_LIMIT_S = 60.0
 GRACE_S = 30.0
 # Seconds of grace after a second signal: the next start resumes from the disk.
 HURRIED_GRACE_S = 1.0
@@ -106,6 +111,23 @@ class RunCalls:
         with contextlib.suppress(grpc.aio.AioRpcError):
             return await self.status()
         return None
+
+    async def until_silent(self, has_spoken: Callable[[], bool]) -> None:
+        """Returns when a controller has spoken or answered, and then not for `SILENT_LIMIT_S`.
+
+        A controller that reads a long journal has done neither yet. Seconds in which this process
+        stood still, as on a machine that slept, do not count.
+        """
+        while not has_spoken() and await self.look() is None:
+            await asyncio.sleep(LOOK_S)
+        patience = Patience(SILENT_LIMIT_S)
+        while not patience.is_over:
+            patience.begin(ANSWER_LIMIT_S + LOOK_S)
+            if await self.look() is None:
+                await asyncio.sleep(LOOK_S)
+            else:
+                await asyncio.sleep(ALIVE_PERIOD_S)
+                patience = Patience(SILENT_LIMIT_S)
 
 
 async def end_in_order(ends: asyncio.Future[Child | None], calls: RunCalls) -> None:
@@ -368,6 +390,7 @@ class RunProcesses:
             assert self._controller is not None
             controller = await self._controller
             show = asyncio.ensure_future(self._watch_events(controller))
+            end = asyncio.ensure_future(self._end_if_silent(controller))
             try:
                 await controller.process.wait()
                 if not self._ended_controller:
@@ -375,7 +398,8 @@ class RunProcesses:
                     await within(EVENTS_LIMIT_S, show)
             finally:
                 show.cancel()
-                await asyncio.gather(show, return_exceptions=True)
+                end.cancel()
+                await asyncio.gather(show, end, return_exceptions=True)
             code = controller.process.returncode
             is_ending = self._ended_controller or self._failure or self._signalled
             is_told = self._display.is_over or bool(self._display.told_failure)
@@ -388,6 +412,19 @@ class RunProcesses:
             controller.signal(signal.SIGKILL)
             self._children.remove(controller)
             self._controller = asyncio.ensure_future(self._start_controller())
+
+    async def _end_if_silent(self, controller: Child) -> None:
+        """Ends a controller that stands still: the next one goes on from the journal."""
+        await self._calls.until_silent(lambda: self._display.last_event > 0)
+        if self._display.is_over:
+            return
+        silent = f"the controller has given no answer for {SILENT_LIMIT_S:g} s"
+        if self._display.is_stopping:
+            # A new controller would not know of the stop.
+            self._failure = self._failure or f"{silent} while the run was stopped"
+            self._ended_controller = True
+        self._display.warn(f"{silent}: it is ended")
+        controller.signal(signal.SIGKILL)
 
     async def _keep(
         self, program: Program, name: str, arguments: Sequence[str], environ: Mapping[str, str] = {}

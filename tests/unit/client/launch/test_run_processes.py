@@ -19,6 +19,7 @@ from slipstream.client.launch.children import Child
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.run_processes import RunCalls, RunProcesses, end_in_order
 from slipstream.client.terminal import this_command
+from slipstream.core import patience
 from slipstream.core.errors import RunFailed
 from slipstream.core.machine.address import free_port
 from slipstream.core.machine.files import OwnedFolder
@@ -215,6 +216,93 @@ async def test_a_controller_that_was_stopped_goes_on_and_ends_the_run_in_order(t
     out = capsys.readouterr().out
     assert "stopping: the user sent SIGINT" in out
     assert "does not answer" not in out
+
+
+@pytest.mark.process
+async def test_a_controller_that_stands_still_is_ended_and_started_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ANSWER_LIMIT_S", "LOOK_S", "ALIVE_PERIOD_S"):
+        monkeypatch.setattr(run_processes, name, 0.5)
+    monkeypatch.setattr(run_processes, "SILENT_LIMIT_S", 3.0)
+    async with with_controller(tmp_path) as processes:
+        processes.start_controller(num_servers=0)
+        running = asyncio.ensure_future(processes.wait())
+        await until(lambda: processes._display.last_event)
+        (hung,) = processes._children
+        hung.signal(signal.SIGSTOP)
+        await hung.process.wait()
+        # The next one may be slow, on a busy machine.
+        monkeypatch.setattr(run_processes, "SILENT_LIMIT_S", LIMIT_S)
+        await until(lambda: processes._children and processes._children[0] is not hung)
+        await until(lambda: processes._display.last_event)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await running == 128 + signal.SIGINT
+    out = capsys.readouterr().out
+    assert "! the controller has given no answer for 3 s: it is ended\n" in out
+    assert "controller was killed by SIGKILL" in out
+
+
+@pytest.mark.process
+async def test_a_controller_that_stands_still_while_the_run_is_stopped_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ANSWER_LIMIT_S", "LOOK_S", "ALIVE_PERIOD_S"):
+        monkeypatch.setattr(run_processes, name, 0.5)
+    monkeypatch.setattr(run_processes, "SILENT_LIMIT_S", 3.0)
+    async with with_controller(tmp_path) as processes:
+        processes.start_controller(num_servers=0)
+        running = asyncio.ensure_future(processes.wait())
+        await until(lambda: processes._display.last_event)
+        processes._display.show(status_pb2.Event(number=9, text="stopping: enough"))
+        processes._children[0].signal(signal.SIGSTOP)
+        with pytest.raises(RunFailed, match="no answer for 3 s while the run was stopped"):
+            await running
+
+
+class Answers(RunCalls):
+    """Calls that take the given seconds of a clock, with an answer or without one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, bool]) -> None:
+        super().__init__("127.0.0.1:1", OPEN)
+        self._looks, self._now_s = list(looks), 0.0
+        monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: self._now_s))
+        monkeypatch.setattr(asyncio, "sleep", self._pass)
+
+    async def _pass(self, seconds: float) -> None:
+        self._now_s += seconds
+
+    async def look(self) -> status_pb2.RunStatus | None:
+        if not self._looks:
+            raise EOFError
+        seconds, is_there = self._looks.pop(0)
+        self._now_s += seconds
+        return status_pb2.RunStatus() if is_there else None
+
+    @property
+    def num_left(self) -> int:
+        return len(self._looks)
+
+
+async def test_a_controller_is_silent_after_a_minute_without_an_answer(monkeypatch) -> None:
+    late = (5.0, False)
+    # Nine times 7 seconds are more than a minute.
+    calls = Answers(monkeypatch, (0.1, True), *[late] * 8, (0.1, True), *[late] * 10)
+    await calls.until_silent(lambda: False)
+    assert calls.num_left == 1
+
+
+async def test_a_controller_that_reads_its_journal_is_not_silent(monkeypatch) -> None:
+    calls = Answers(monkeypatch, *[(0.0, False)] * 1000)
+    with pytest.raises(EOFError):
+        await calls.until_silent(lambda: False)
+
+
+async def test_a_machine_that_slept_has_no_silent_controller(monkeypatch) -> None:
+    asleep = (3600.0, False)
+    calls = Answers(monkeypatch, (0.1, True), *[asleep] * 8, (0.1, True))
+    with pytest.raises(EOFError):
+        await calls.until_silent(lambda: False)
 
 
 @pytest.mark.process
