@@ -180,10 +180,10 @@ def test_an_outdated_trainer_loads_the_newest_checkpoint_and_goes_on_from_it(
 ) -> None:
     settings = {"checkpoint": {"every_steps": 1}, "world_size": 2, "pool": rank_pool}
     orders = [*map(batch_order, BATCHES), stop_order()]
-    whole = trained(tmp_path, model, orders, statuses=(0, 0), **settings)
+    uninterrupted = trained(tmp_path, model, orders, statuses=(0, 0), **settings)
     folder = tmp_path / "program" / CHECKPOINTS
     shutil.rmtree(checkpoint_path(folder, 3))
-    # Another trainer writes them while this one, of version 0, waits.
+    # The checkpoints of another trainer appear while this one, of version 0, waits.
     hidden = folder.rename(tmp_path / "hidden")
 
     def write() -> None:
@@ -196,9 +196,9 @@ def test_an_outdated_trainer_loads_the_newest_checkpoint_and_goes_on_from_it(
         ranks = start_trainer(tmp_path, model, controller.address, **settings)
         assert finish(ranks, tmp_path) == [0, 0], (tmp_path / "rank-0.log").read_text()[-3000:]
     (hello,) = controller.hellos
-    assert (hello.version.step, hello.weight_digest) == (2, whole.steps[1].weight_digest)
+    assert (hello.version.step, hello.weight_digest) == (2, uninterrupted.steps[1].weight_digest)
     (step,) = controller.steps
-    assert step.weight_digest == whole.steps[2].weight_digest
+    assert step.weight_digest == uninterrupted.steps[2].weight_digest
 
 
 def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Path) -> None:

@@ -265,7 +265,8 @@ class Answers(RunCalls):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, bool]) -> None:
         super().__init__("127.0.0.1:1", OPEN)
-        self._looks, self._now_s = list(looks), 0.0
+        self._looks = list(looks)
+        self._now_s = 0.0
         monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: self._now_s))
         monkeypatch.setattr(asyncio, "sleep", self._pass)
 

@@ -193,7 +193,7 @@ def test_other_ranks_are_told_to_ask_again_while_no_controller_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = ControllerClient(config("127.0.0.1:1", tmp_path))
-    # They wait for 600 s in a collective, and the controller may be away for longer.
+    # The other ranks wait for 600 s in a collective; the controller may be away for longer.
     client._stub = SimpleNamespace(Next=Slow(monkeypatch, 200.0, 150.0, 250.0))
     assert ask(client) == [pb.Directive(wait=pb.WaitOrder())]
     with pytest.raises(ControllerLost, match="failed Next: DEADLINE_EXCEEDED"):

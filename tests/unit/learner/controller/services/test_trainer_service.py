@@ -80,10 +80,13 @@ class Call:
     async def send_initial_metadata(self, metadata: object) -> None:
         pass
 
-    async def abort(self, code: object, text: str, metadata: tuple[tuple[str, bytes]]) -> None:
-        ((_, data),) = metadata
-        (detail,) = status_pb2.Status.FromString(data).details
-        raise Refused(text, error_details_pb2.ErrorInfo.FromString(detail.value).reason)
+    async def abort(self, code: object, text: str, metadata: object) -> None:
+        assert isinstance(metadata, tuple)
+        _, data = metadata[0]
+        status = status_pb2.Status.FromString(data)
+        info = error_details_pb2.ErrorInfo()
+        status.details[0].Unpack(info)
+        raise Refused(text, info.reason)
 
 
 def new_servicer(run: Run) -> TrainerServicer:
@@ -159,8 +162,8 @@ async def test_a_step_that_came_out_different_is_told() -> None:
     assert not [event for event in run.events.kept() if "different" in event.text]
     servicer._former.made = PolicyVersion(1, 1)  # type: ignore[attr-defined]
     await servicer.ReportStep(was, Call(1))
-    (told,) = [event.text for event in run.events.kept() if "different" in event.text]
-    assert told == (
+    (warning,) = [event.text for event in run.events.kept() if "different" in event.text]
+    assert warning == (
         "step 1 came out different when it was trained again: its weights are version 1/1 now, "
         "and are sent again"
     )
@@ -202,13 +205,13 @@ async def test_a_trainer_whose_batches_went_is_sent_for_the_newest_checkpoint(tm
     save_checkpoint(run.config.run_dir / CHECKPOINTS, 2)
     with pytest.raises(
         Refused, match="was removed, and there is a checkpoint of version 2"
-    ) as told:
+    ) as refusal:
         await servicer.Register(hello_of(0), Call())
-    assert told.value.reason == Reason.OUTDATED.value
+    assert refusal.value.reason == Reason.OUTDATED.value
     # Without a newer checkpoint the batch is lost.
-    with pytest.raises(Refused, match="the batch of step 1 is missing; put it back") as told:
+    with pytest.raises(Refused, match="the batch of step 1 is missing; put it back") as refusal:
         await servicer.Register(hello_of(2), Call())
-    assert told.value.reason == Reason.WRONG_STATE.value
+    assert refusal.value.reason == Reason.WRONG_STATE.value
 
 
 async def test_batches_that_go_while_a_trainer_waits_for_its_place_are_no_news_to_it() -> None:
@@ -216,9 +219,9 @@ async def test_batches_that_go_while_a_trainer_waits_for_its_place_are_no_news_t
     servicer = new_servicer(run)
     servicer._former.missing = "the batch of step 1"  # type: ignore[attr-defined]
     servicer.place.take(HELLO, Call())
-    with pytest.raises(Refused, match="has the place in this run") as told:
+    with pytest.raises(Refused, match="has the place in this run") as refusal:
         await servicer.Register(hello_of(0), Call())
-    assert told.value.reason == Reason.PLACE_TAKEN.value
+    assert refusal.value.reason == Reason.PLACE_TAKEN.value
 
 
 async def test_a_failure_of_who_has_no_place_fails_no_run_whose_trainer_lives() -> None:
@@ -243,7 +246,7 @@ async def test_a_failure_of_who_has_no_place_is_the_run_s_if_no_trainer_is_heard
     failure = trainer_pb2.TrainerFailure(message="no such model", rank=1, final=True)
     await servicer.ReportFailure(failure, Call())
     clock.time_s = HEARD_S - 1
-    # Another trainer loads its model.
+    # A second trainer loads its model.
     await servicer.ReportWork(trainer_pb2.WorkReport(), Call())
     clock.time_s = 2 * HEARD_S - 1
     assert run.progress.unheard_failure == ""
@@ -251,16 +254,17 @@ async def test_a_failure_of_who_has_no_place_is_the_run_s_if_no_trainer_is_heard
     assert run.progress.unheard_failure == "trainer rank 1: no such model"
 
 
-@pytest.mark.parametrize(("rank", "is_suspect"), [(0, False), (1, True)])
-async def test_a_failure_of_who_has_no_place_blames_no_batch(*, rank, is_suspect) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_failure_of_who_has_no_place_blames_no_batch(rank: int) -> None:
     """Rank 0 of the trainer that has the place would have its epoch; its other ranks have none."""
     run = run_of()
     servicer = new_servicer(run)
     servicer._former.untried = FormedBatch(4, "b000004", ())  # type: ignore[attr-defined]
     servicer.place.take(HELLO, Call())
-    await servicer.ReportFailure(trainer_pb2.TrainerFailure(message="lost", rank=rank), Call())
+    failure = trainer_pb2.TrainerFailure(message="lost", rank=rank)
+    await servicer.ReportFailure(failure, Call())
     run.progress.fail("the disk is full")
-    assert ("batch b000004" in run.progress.cause) == is_suspect
+    assert ("batch b000004" in run.progress.cause) == (rank > 0)
 
 
 async def test_a_failure_of_an_earlier_trainer_changes_nothing() -> None:
