@@ -108,15 +108,18 @@ are the values of a setting and, behind a semicolon, its default.
 
 ## What a run chooses by itself
 
-A default of *automatic* follows from the other settings and the model's `config.json`, never from
-the machine. A stated value wins. The first lines of a run and its `config.toml` show what was
-chosen, and a run that goes on keeps it. Which GPUs there are decides where processes run, and about
+A default of *automatic* follows from the other settings and the model's `config.json`. A stated
+value wins. The first lines of a run and its `config.toml` show what was chosen, and a run that goes
+on keeps it, on another machine too. The machine has a part only where one command starts the whole
+run on two or more GPUs: [a plan for its GPUs](guides/gpus.md#what-a-run-makes-of-several-gpus) and
 [a second server](guides/gpus.md#a-second-server-by-itself). With P parameters and W bytes of
 weights:
 
 - `run.name`, a name of `environments`: model's folder and environments; the class in lower case.
 - `algorithm.group_size`: 8; 1 where `advantage` is score or none.
 - `algorithm.groups_per_step`: 128 episodes a step, 512 if P >= 1e9; a multiple of `mini_batches`.
+- `algorithm.max_staleness`, `learner.world_size`, `rollout_server.count`: 2, 1 and 1, or what the
+  plan for several GPUs says, which may also double or quadruple the episodes of a step.
 - `algorithm.learning_rate`: 1e-3 if P < 5e7, 1e-6 if P >= 1e9, else 1e-5; adapters: 10 times.
 - `algorithm.warmup_steps`: a thirtieth of the steps, 10 at most; 0 if P < 5e7.
 - `algorithm.router_replay`: rollout for a mixture of experts where nothing excludes it.

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 import tomli_w
 from pydantic import BaseModel, JsonValue, ValidationError
 from slipstream.core.configuration.automatic import Hub, completed
+from slipstream.core.configuration.foreign_names import explain, is_former, settings_for
 from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.configuration.node_plan import NodeGpus
 from slipstream.core.configuration.roles import role_problems
@@ -52,6 +53,8 @@ REMEDY = "put it back from a copy of the run"
 ADDRESSES = ("address", "master", "prometheus")
 # Names that pydantic adds to the location of a value with several possible types.
 _FORMS = ("bool", "int", "float", "str", "list", "dict")
+# Least similarity of a key to a known one that counts as a slip of the fingers.
+NEAR = 0.72
 # Largest number of characters of a value in a message.
 LONGEST_VALUE = 80
 
@@ -377,7 +380,7 @@ def _explained(error: ValidationError) -> tuple[str, str]:
             are = f"{', '.join(others)} and {last} are" if others else f"{last} is"
             return where, f"{are} required"
         case "extra_forbidden":
-            return where, f"unknown key {where!r}; {_hint(worst['loc'])}"
+            return where, f"unknown key {where!r}; {_hint(worst['loc'], worst['input'])}"
         case "value_error":
             message = worst["msg"].removeprefix("Value error, ")
             return where, f"{where}: {message}" if where else message
@@ -400,21 +403,37 @@ def _place(location: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in location if part not in _FORMS)
 
 
-def _hint(location: tuple[int | str, ...]) -> str:
-    """Returns what an unknown key may mean, or the keys that are known in its place."""
-    table, name = _table_at(location[:-1]), str(location[-1])
-    known = [] if table is None else [each for each in table.model_fields if each not in NOTES]
+def _hint(location: tuple[int | str, ...], value: object) -> str:
+    """Returns what an unknown key with `value` may mean, or the keys known in its place."""
+    table = _table_at(location[:-1])
+    name = str(location[-1])
+    fields = [] if table is None else [field for field in table.model_fields if field not in NOTES]
     paths = list(_paths(Config))
     if "." in name and name in paths:
         parent, _, key = name.rpartition(".")
         return f"write {key} into the table {parent}"
+    typed = _first_leaf(_place(location), value)
+    same_key = {path for path in paths if path.rpartition(".")[2] == name}
+    near = [field for field in fields if field.startswith(f"{name}_")]
+    near = near or near_names(name, fields, cutoff=NEAR)
+    explanation = "" if near and isinstance(value, Mapping) else explain(typed)
+    # A key of ours, in another table, is a slip: no other trainer needs to be named.
+    is_slip = bool(same_key) and settings_for(typed) <= same_key and not is_former(typed)
+    if explanation and not is_slip:
+        return explanation
     # It may be a key of another table, or its first letters: `lr` means `learning_rate`.
     keys = [(path, path.rpartition(".")[2]) for path in paths]
     elsewhere = [p for p, key in keys if name in (key, re.sub("([^_])[^_]*_?", r"\1", key))]
-    # The cutoff is higher for tables: `trainer` does not mean `tracking`.
-    near = near_names(name, known, cutoff=0.5 if len(location) > 1 else 0.7)
     near = elsewhere if 0 < len(elsewhere) <= 3 else near
-    return did_you_mean(near) if near else f"known are {', '.join(known)}"
+    return did_you_mean(near) if near else f"known are {', '.join(fields)}"
+
+
+def _first_leaf(place: str, value: object) -> str:
+    """Returns the dotted name of the first setting in `value`, which stands at `place`."""
+    while isinstance(value, Mapping) and value:
+        name, value = next(iter(value.items()))
+        place = f"{place}.{name}"
+    return place
 
 
 def _paths(table: type[BaseModel], place: str = "") -> Iterator[str]:

@@ -108,7 +108,7 @@ def test_an_impossible_layout_names_the_role(name: str) -> None:
     assert "3" in refusal(algorithm, **tables)
     tables[name] = tables[name] | {"parallel": {"vpp": 2}}  # type: ignore[operator]
     assert refusal(algorithm, **tables).startswith(
-        f"unknown key '{name}.parallel.vpp'; did you mean"
+        f"unknown key '{name}.parallel.vpp'; an earlier Slipstream's {name}.parallel.vpp has no "
     )
 
 

@@ -65,7 +65,11 @@ def test_context_parallel_ranks_share_an_episode_that_is_too_long_for_one() -> N
     [
         ("algorithm.max_stalenes", "unknown key 'algorithm.max_stalenes'; did you mean 'max_stale"),
         ("trainer.x", "unknown key 'trainer'; known are run, model, "),
-        ("algorithm.lr", "unknown key 'algorithm.lr'; did you mean 'algorithm.learning_rate', "),
+        (
+            "algorithm.lr",
+            "unknown key 'algorithm.lr'; verl's actor_rollout_ref.actor.optim.lr is "
+            "algorithm.learning_rate here",
+        ),
         ("learning_rate", "unknown key 'learning_rate'; did you mean 'algorithm.learning_rate', "),
         ("algoritm.group_size", "unknown key 'algoritm'; did you mean 'algorithm'?"),
         ("learner.parallel.tpp", "unknown key 'learner.parallel.tpp'; did you mean "),
@@ -74,12 +78,12 @@ def test_context_parallel_ranks_share_an_episode_that_is_too_long_for_one() -> N
         ("queue.zzzzzz", "unknown key 'queue.zzzzzz'; known are kind, redis_url, "),
         (
             "algorithm.groups",
-            "unknown key 'algorithm.groups'; did you mean 'group_size' or 'groups_",
+            "unknown key 'algorithm.groups'; did you mean 'groups_per_step'?",
         ),
         (
             "sampling.max_tokens",
-            "unknown key 'sampling.max_tokens'; "
-            "did you mean 'max_total_tokens', 'max_reply_tokens' or 'max_prompt_tokens'?",
+            "unknown key 'sampling.max_tokens'; prime-rl's orchestrator.sampling.max_tokens is "
+            "sampling.max_reply_tokens here",
         ),
     ],
 )

@@ -1,0 +1,157 @@
+"""Settings that users bring along from other trainers and from earlier releases."""
+
+import pytest
+from slipstream.core.configuration.config_file import load_config
+from slipstream.core.configuration.foreign_names import EARLIER_RELEASE, explain, foreign_names
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config
+from support.rigs.setting_names import setting_exists
+
+START = ["run.steps=4", "model.path=models/tiny", 'environments=[{reference="a.b:C"}]']
+EVALUATION = 'evaluations=[{reference="a.b:C", every_steps=1}]'
+# A name as somebody types it, and the setting that the line must name.
+TYPED = {
+    "run.epochs": "run.steps",
+    "trainer.total_epochs": "run.steps",
+    "max_steps": "run.steps",
+    "num_train_epochs": "run.steps",
+    "grpo.max_num_steps": "run.steps",
+    "model.name": "model.path",
+    "policy.model_name": "model.path",
+    "model_name": "model.path",
+    "hf_checkpoint": "model.path",
+    "pretrain": "model.path",
+    "algorithm.mini_batch_size": "algorithm.mini_batches",
+    "algorithm.ppo_mini_batch_size": "algorithm.mini_batches",
+    "global_batch_size": "algorithm.mini_batches",
+    "algorithm.train_batch_size": "algorithm.groups_per_step",
+    "rollout_batch_size": "algorithm.groups_per_step",
+    "batch_size": "algorithm.groups_per_step",
+    "orchestrator.batch_size": "algorithm.groups_per_step",
+    "num_prompts_per_step": "algorithm.groups_per_step",
+    "algorithm.num_generations": "algorithm.group_size",
+    "actor_rollout_ref.rollout.n": "algorithm.group_size",
+    "n_samples_per_prompt": "algorithm.group_size",
+    "rollouts_per_example": "algorithm.group_size",
+    "gconfig.n_samples": "algorithm.group_size",
+    "algorithm.max_off_policy_steps": "algorithm.max_staleness",
+    "algorithm.staleness_threshold": "algorithm.max_staleness",
+    "max_staleness_steps": "algorithm.max_staleness",
+    "max_trajectory_age_steps": "algorithm.max_staleness",
+    "max_head_offpolicyness": "algorithm.max_staleness",
+    "algorithm.clip_ratio": "algorithm.loss_args",
+    "clip_ratio_high": "algorithm.loss_args",
+    "eps_clip": "algorithm.loss_args",
+    "epsilon_high": "algorithm.loss_args",
+    "algorithm.lr": "algorithm.learning_rate",
+    "actor_learning_rate": "algorithm.learning_rate",
+    "warmup_ratio": "algorithm.warmup_steps",
+    "lr_scheduler_type": "algorithm.decay",
+    "learner.max_grad_norm": "learner.grad_clip",
+    "clip_grad": "learner.grad_clip",
+    "betas": "learner.optimizer",
+    "algorithm.init_kl_coef": "algorithm.kl.coefficient",
+    "kl_loss_coef": "algorithm.kl.coefficient",
+    "beta": "algorithm.kl.coefficient",
+    "kl_loss_type": "algorithm.kl.estimator",
+    "use_kl_in_reward": "algorithm.kl.placement",
+    "adv_estimator": "algorithm.advantage",
+    "loss_agg_mode": "algorithm.aggregation",
+    "calculate_per_token_loss": "algorithm.aggregation",
+    "entropy_coeff": "algorithm.entropy_coefficient",
+    "icepop": "algorithm.weight_args",
+    "tis_imp_ratio_cap": "algorithm.weight_args",
+    "use_tis": "algorithm.weight",
+    "filter_groups.enable": "algorithm.filter",
+    "dynamic_filtering": "algorithm.filter",
+    "overlong_buffer_len": "algorithm.reward_args",
+    "mask_truncated_completions": "algorithm.leave_out_truncated",
+    "use_rollout_routing_replay": "algorithm.router_replay",
+    "sampling.max_tokens": "sampling.max_reply_tokens",
+    "sampling.max_completion_tokens": "sampling.max_reply_tokens",
+    "max_completion_length": "sampling.max_reply_tokens",
+    "data.max_response_length": "sampling.max_reply_tokens",
+    "max_new_tokens": "sampling.max_reply_tokens",
+    "data.max_prompt_length": "sampling.max_prompt_tokens",
+    "seq_len": "sampling.max_episode_tokens",
+    "max_model_len": "sampling.max_episode_tokens",
+    "max_tool_calling_iterations": "sampling.max_turns",
+    "max_tokens_per_gpu": "learner.micro_batch_tokens",
+    "ppo_micro_batch_size_per_gpu": "learner.micro_batch_tokens",
+    "learner.tensor_model_parallel_size": "learner.parallel.tp",
+    "pipeline_model_parallel_size": "learner.parallel.pp",
+    "ulysses_sequence_parallel_size": "learner.parallel.cp",
+    "expert_model_parallel_size": "learner.parallel.ep",
+    "n_gpus_per_node": "learner.ranks_per_node",
+    "num_train_gpus": "learner.world_size",
+    "num_engines": "rollout_server.count",
+    "rollout_num_gpus": "rollout_server.count",
+    "max_num_seqs": "rollout_server.max_episodes",
+    "free_cache_engine": "controller.turns",
+    "vllm_enable_sleep_mode": "controller.turns",
+    "save_freq": "checkpoint.every_steps",
+    "ckpt_interval": "checkpoint.every_steps",
+    "test_freq": "evaluations.every_steps",
+    "report_to": "tracking.trackers",
+    "project_name": "tracking.project",
+    "experiment_name": "run.name",
+    "peft_config": "lora.rank",
+    "load_in_4bit": "not here",
+    "gradient_checkpointing": "memory decides",
+    "use_remove_padding": "always packed",
+}
+
+
+@pytest.mark.parametrize(("typed", "setting"), TYPED.items())
+def test_a_name_of_another_trainer_leads_to_our_setting(typed: str, setting: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, [*START, f"{typed}=1"])
+    assert setting in str(refused.value)
+    assert "did you mean" not in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("weights.delta", "weights.storage_url here"),
+        ("tracking.traces_url", "has no setting here: removed"),
+        ("environments.0.algorithm.loss", "one algorithm for all environments"),
+        ("evaluations.0.pass_at", "evaluations.samples_per_task here"),
+        ("critic.optimizer", "learner.optimizer here"),
+    ],
+)
+def test_a_setting_that_went_is_told_with_its_successor(typed: str, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, [*START, EVALUATION, f"{typed}=1"])
+    assert f"an earlier Slipstream's {typed.replace('.0.', '.')[:12]}" in str(refused.value)
+    assert told in str(refused.value)
+
+
+def test_every_counterpart_is_a_setting() -> None:
+    missing = [
+        (row.name, setting)
+        for row in foreign_names()
+        for setting in row.settings
+        if not setting_exists(setting)
+    ]
+    assert missing == []
+    assert [row.name for row in foreign_names() if not row.settings and not row.note] == []
+
+
+def test_no_name_of_an_earlier_release_is_a_setting_today() -> None:
+    earlier = [row.name for row in foreign_names() if row.trainer == EARLIER_RELEASE]
+    assert len(earlier) > 80
+    assert [name for name in earlier if setting_exists(name)] == []
+
+
+def test_our_own_slips_are_not_taken_for_names_of_others() -> None:
+    for typed, meant in {"run.stpes": "steps", "algoritm.group_size": "algorithm"}.items():
+        with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+            load_config(None, [*START, f"{typed}=1"])
+
+
+def test_a_name_with_many_meanings_has_none() -> None:
+    assert explain("run.enable_x") == ""
+    assert explain("something.path") == ""
+    assert set(Config.model_fields) >= {"run", "algorithm"}
