@@ -89,7 +89,10 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "cause"),
-    [(Path.unlink, "cannot be read: No such file or directory"), (flip, "is damaged")],
+    [
+        (Path.unlink, "cannot be read: No such file or directory"),
+        (flip, "is damaged: the checksum of a record is wrong"),
+    ],
     ids=["missing", "flipped"],
 )
 async def test_a_batch_that_is_lost_when_it_is_asked_for_fails_the_run_until_it_is_back(

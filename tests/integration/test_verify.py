@@ -269,7 +269,10 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
         in_file("groups.jsonl", r'"task_index": \d+', '"task_index": 99'),
         "groups.jsonl has other groups than step 1",
     ),
-    "a group's line is gone": (in_file("groups.jsonl", r".*\n", ""), "other groups than step 1"),
+    "a group's line is gone": (
+        in_file("groups.jsonl", r".*\n", ""),
+        "groups.jsonl lacks 1 of the 4 groups of step 1",
+    ),
     "settings": (
         in_file("config.toml", "max_staleness = 2", "max_staleness = 3"),
         "is not what the run wrote, by the digest in its first line",
@@ -374,3 +377,27 @@ def test_codes_and_texts_of_the_command(planted: Planted, capsys) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="is written by a run that goes on; end it first"):
             run_verify(planted.folder)
+
+
+def remove_groups_of(planted: Planted, step: int, *, but: int) -> None:
+    """Removes all rows of groups of a step but the first ones."""
+    path = planted.folder / "groups.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    of_step = [line for line in lines if json.loads(line)["step"] == step]
+    path.write_text("".join(line for line in lines if line not in of_step[but:]))
+
+
+@pytest.mark.parametrize("starts_again", [True, False])
+def test_rows_that_a_crash_cut_off_are_no_fault(
+    planted: Planted, capsys: pytest.CaptureFixture[str], *, starts_again: bool
+) -> None:
+    remove_groups_of(planted, 3, but=1)
+    if starts_again:
+        trained = planted.records.index(planted.one("step", 2))
+        planted.records.insert(trained + 1, dict(planted.one("start")))
+    planted.write()
+    text = "groups.jsonl lacks 3 of the 4 groups of step 3"
+    assert run_verify(planted.folder) == (0 if starts_again else 1)
+    line, end = capsys.readouterr().out.splitlines()
+    assert line == (f"{text}, lost in a crash" if starts_again else text)
+    assert end.endswith(f"faults: {0 if starts_again else 1}")

@@ -56,6 +56,8 @@ class Findings:
     passes: int | None = None
     # The number of the first batches, which the run has removed, as its settings say.
     removed: int = 0
+    # Lines about what a crash has lost, which is no fault.
+    losses: list[str] = field(default_factory=list)
 
     @property
     def trained(self) -> str:
@@ -90,6 +92,8 @@ def run_verify(folder: Path) -> int:
             raise ConfigError(f"{folder} is written by a run that goes on; end it first") from None
     found = examine(folder)
     for text in found.faults[:MOST_FAULTS]:
+        say(plain(text.replace("\n", " "))[:MOST_CHARACTERS])
+    for text in found.losses[:MOST_FAULTS]:
         say(plain(text.replace("\n", " "))[:MOST_CHARACTERS])
     say(f"{folder}: {found.trained}; faults: {len(found.faults)}")
     return FAILED if found.faults else DONE
@@ -197,6 +201,8 @@ class _Oracle:
         self._rewards: dict[int, dict[str, float]] = {}
         self._groups: dict[int, Counter[tuple[str, int, tuple[float, ...]]]] = {}
         self._members: set[tuple[str, int]] = set()
+        # Steps that were trained when a controller began: a crash may have cut their rows off.
+        self._cut_off: set[int] = set()
 
     def _wrong(self, text: str, *, unless: bool = False) -> None:
         if not unless:
@@ -219,6 +225,9 @@ class _Oracle:
     def take(self, record: Record) -> None:
         kind, group = record["kind"], record.get("group", "")
         if kind == "start":
+            if self._run_ids:
+                # The record of the newest step may have been lost, and not its rows.
+                self._cut_off.update((len(self.steps), len(self.steps) + 1))
             self._run_ids.append(record["run_id"])
         self._wrong(f"the journal has {kind} before a start", unless=bool(self._run_ids))
         if kind == "lease":
@@ -307,9 +316,10 @@ class _Oracle:
 
     def _batch(self, step: int, record: Record, batch: Iterator[Content]) -> Counter[int]:
         """Checks a batch; returns the number of its sampled tokens by their lag."""
+        # Before all else, for the file may be missing.
+        header = next(batch)
         lags, groups = Counter[int](), defaultdict[str, list[float]](list)
         rewards = self._rewards[step + 1] = {}
-        header = next(batch)
         assert isinstance(header, trainer_pb2.BatchHeader)
         client_passes = set()
         for each in batch:
@@ -403,8 +413,18 @@ class _Oracle:
             key = (row["environment"], row["task_index"], tuple(sorted(row["rewards"])))
             found[row["step"]][key] += 1
         for step, groups in found.items():
-            is_same = groups == self._groups.get(step, groups)
-            self._wrong(f"{GROUPS} has other groups than step {step}", unless=is_same)
+            expected = self._groups.get(step, groups)
+            self._wrong(f"{GROUPS} has other groups than step {step}", unless=groups <= expected)
+            num_lacking = (expected - groups).total()
+            if num_lacking:
+                text = (
+                    f"{GROUPS} lacks {num_lacking} of the {expected.total()} groups of step {step}"
+                )
+                is_lost = step in self._cut_off and step < len(self.steps)
+                if is_lost:
+                    self._found.losses.append(f"{text}, lost in a crash")
+                else:
+                    self._wrong(text)
 
     def check_checkpoints(self) -> None:
         for path in sorted(self._folder.glob("checkpoints/step-*/manifest.json")):

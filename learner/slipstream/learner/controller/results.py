@@ -130,6 +130,7 @@ class Results(Part):
         books.ledger.journal_servers()
         batch = trained.batch
         if trained.again and self._recorder.has_row(batch.version):
+            self._recorder.complete(batch, report.advantages)
             self._run.events.add(f"version {trained.version}, trained again")
             return
         snapshot = books.ledger.snapshot()

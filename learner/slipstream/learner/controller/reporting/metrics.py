@@ -33,6 +33,7 @@ from slipstream.learner.controller.reporting.trackers import (
     ResultFile,
     Trackers,
     drop_torn_line,
+    lines_from_end,
     open_trackers,
     read_rows,
     write_result,
@@ -185,6 +186,8 @@ class RunRecorder:
         self._started_s = time.monotonic() - wall_s
         self._samples = ResultFile(folder / SAMPLES, self._warn)
         self._groups = ResultFile(folder / GROUPS, self._warn)
+        # Step of the newest row of an earlier start, whose other lines a crash may have cut off.
+        self._resumed_at = int(self.newest["step"]) if self.newest else 0
         self.rate = GenerationRate()
         self._last_step_s = time.monotonic()
 
@@ -244,16 +247,38 @@ class RunRecorder:
         row = {**metrics, **own}
         if self.has_row(batch.version):
             # A crash left the row of a step whose journal record it lost.
+            self.complete(batch, advantages)
             return row
         self._note_row(row)
         if batch.given is None:
             self._watch_invariants(batch, row, advantages)
         self._metrics.append(_line(_finite(row)))
         self._trackers.log(batch.version, row)
-        # Behind the row: a crash between them loses samples, and writes none twice.
+        # Behind the row: `complete` writes what a crash between them has cut off.
         if batch.step % self._config.controller.sample_every_steps == 0:
-            self._keep_samples(batch, advantages)
+            lines, groups = self._sampled_lines(batch, advantages)
+            self._samples.append(b"".join(map(_line, lines)))
+            self._groups.append(b"".join(map(_line, groups)))
+            self._trackers.samples(batch.version, lines, groups)
         return row
+
+    def complete(self, batch: FormedBatch, advantages: Sequence[float]) -> None:
+        """Writes sampled episodes and groups of a step that an earlier start had begun to write.
+
+        Does nothing for any other step than that start's newest one.
+        """
+        is_sampled = batch.step % self._config.controller.sample_every_steps == 0
+        if batch.version != self._resumed_at or batch.given is not None or not is_sampled:
+            return
+        self._resumed_at = 0
+        lines, groups = self._sampled_lines(batch, advantages)
+        for file, expected in ((self._samples, lines), (self._groups, groups)):
+            try:
+                num_written = _count_last(file.path, batch.version)
+            except OSError as error:
+                self._warn(f"{file.path} cannot be read: {error.strerror}")
+                continue
+            file.append(b"".join(map(_line, expected[num_written:])))
 
     def _watch_invariants(
         self, batch: FormedBatch, row: Mapping[str, float], advantages: Sequence[float]
@@ -266,7 +291,10 @@ class RunRecorder:
                 self._broken.add(invariant.name)
                 self._warn(invariant.text)
 
-    def _keep_samples(self, batch: FormedBatch, advantages: Sequence[float]) -> None:
+    def _sampled_lines(
+        self, batch: FormedBatch, advantages: Sequence[float]
+    ) -> tuple[list[dict[str, JsonValue]], list[dict[str, JsonValue]]]:
+        """Returns the lines of some episodes, and those of all groups."""
         ids = [trajectory.trajectory_id for trajectory in batch.trajectories]
         known = dict(zip(ids, advantages, strict=False))
         lines = [
@@ -274,10 +302,8 @@ class RunRecorder:
             for group in sampled_groups(batch.groups)
             for each in group.in_order()[:SAMPLED_MEMBERS]
         ]
-        self._samples.append(b"".join(map(_line, lines)))
         groups = [group_line(batch.version, group.in_order()) for group in batch.groups]
-        self._groups.append(b"".join(map(_line, groups)))
-        self._trackers.samples(batch.version, lines, groups)
+        return lines, groups
 
     def evaluation(self, result: kinds.Evaluation) -> None:
         """Writes the result of one evaluation round."""
@@ -494,6 +520,20 @@ def _turns(
         )
         place = end
     return turns
+
+
+def _count_last(path: Path, step: int) -> int:
+    """Returns how many lines of `step` are the last ones of a file; raises OSError."""
+    number = 0
+    for line in lines_from_end(path):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(row, dict) or row.get("step") != step:
+            break
+        number += 1
+    return number
 
 
 def _line(values: Mapping[str, JsonValue]) -> bytes:

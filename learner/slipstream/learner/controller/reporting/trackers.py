@@ -48,14 +48,15 @@ class ResultFile:
     """
 
     def __init__(self, path: Path, tell: Tell) -> None:
-        self._path, self._tell = path, tell
+        self.path = path
+        self._tell = tell
         self._num_lost = 0
         self.append(b"")
 
     def append(self, record: bytes) -> None:
         """Writes one record whole, or counts it as lost."""
         try:
-            with open_regular(self._path, "ab", buffering=0) as file:
+            with open_regular(self.path, "ab", buffering=0) as file:
                 size, left = file.tell(), record
                 try:
                     while left:
@@ -65,18 +66,18 @@ class ResultFile:
                     raise
         except OSError as error:
             if not self._num_lost:
-                text = f"{self._path} cannot be written: {error.strerror}"
+                text = f"{self.path} cannot be written: {error.strerror}"
                 self._tell(f"{text}; what comes is lost until it can")
             self._num_lost += bool(record)
             return
         if self._num_lost and record:
-            self._tell(f"{self._path} is written again; {self._num_lost} records were lost")
+            self._tell(f"{self.path} is written again; {self._num_lost} records were lost")
             self._num_lost = 0
 
     def close(self) -> None:
         """Warns of the records that were lost since the last successful write, if any."""
         if self._num_lost:
-            self._tell(f"{self._path}: the last {self._num_lost} records were lost")
+            self._tell(f"{self.path}: the last {self._num_lost} records were lost")
             self._num_lost = 0
 
 
@@ -119,6 +120,30 @@ def drop_torn_line(path: Path, tell: Tell) -> None:
             file.truncate(end)
     except OSError as error:
         tell(f"{path} cannot be read: {error.strerror}")
+
+
+def lines_from_end(path: Path) -> Iterator[bytes]:
+    """Yields the lines of a file without their ends, the last one first; reads no more than needed.
+
+    Yields nothing if the file is missing. Raises OSError.
+    """
+    if not path.is_file():
+        return
+    with open_regular(path) as file:
+        place = file.seek(0, os.SEEK_END)
+        block_bytes = BLOCK_BYTES
+        # Bytes behind `place` that belong to a line whose beginning is not read yet.
+        rest = b""
+        while place > 0:
+            start = max(0, place - block_bytes)
+            file.seek(start)
+            rest, *lines = (file.read(place - start) + rest).split(b"\n")
+            yield from filter(None, reversed(lines))
+            # A line of many blocks is not copied for each of them.
+            block_bytes = BLOCK_BYTES if lines else 2 * block_bytes
+            place = start
+        if rest:
+            yield rest
 
 
 def read_rows(path: Path, tell: Tell = lambda _: None) -> Iterator[dict[str, float]]:

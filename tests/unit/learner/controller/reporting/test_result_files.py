@@ -1,5 +1,6 @@
 """Files of results that are damaged, vanish, or find no room; the facts of a summary."""
 
+import dataclasses
 import json
 import math
 import resource
@@ -14,11 +15,13 @@ from slipstream.core.types import ServerId
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.reporting import trackers
 from slipstream.learner.controller.reporting.metrics import GenerationRate, RunFacts, RunRecorder
 from slipstream.learner.controller.reporting.trackers import (
     ResultFile,
     RunIds,
     Trackers,
+    lines_from_end,
     write_result,
 )
 from slipstream.learner.controller.servers.session import ServerKey
@@ -126,8 +129,8 @@ def step(
 
 def test_a_report_with_the_name_of_a_metric_of_the_run_is_told_once(tmp_path):
     events = EventLog()
-    trackers = Trackers({}, lambda text: None)
-    recorder = RunRecorder(tmp_path, config_of(tmp_path), trackers, None, events)
+    no_trackers = Trackers({}, lambda text: None)
+    recorder = RunRecorder(tmp_path, config_of(tmp_path), no_trackers, None, events)
     for number in range(2):
         row = step(recorder, number, reward_std=9.0, mine=9.0, **{"e/reward": 9.0})
         assert row.items() >= {("reward_std", 0.0), ("e/reward", GOOD.reward), ("mine", 9.0)}
@@ -143,8 +146,8 @@ def test_an_invariant_that_steps_break_is_told_once_a_run(tmp_path: Path) -> Non
 
     def warnings_of(*steps: int) -> list[str]:
         events = EventLog()
-        trackers = Trackers({}, lambda text: None)
-        recorder = RunRecorder(tmp_path, config_of(tmp_path), trackers, None, events)
+        no_trackers = Trackers({}, lambda text: None)
+        recorder = RunRecorder(tmp_path, config_of(tmp_path), no_trackers, None, events)
         for number in steps:
             step(recorder, number, **gap)
         recorder.close()
@@ -303,18 +306,50 @@ def test_the_rate_is_that_of_the_newest_seconds() -> None:
     assert rate.at(10.0, 4000) == pytest.approx(600.0)
 
 
-def test_no_sample_is_written_twice_after_a_death_between_row_and_samples(tmp_path: Path) -> None:
+SAMPLED = ("trajectories.jsonl", "groups.jsonl")
+
+
+def sampled_files(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in SAMPLED}
+
+
+@pytest.mark.parametrize("killed_in", SAMPLED)
+def test_samples_that_a_death_cut_off_are_written_when_the_step_comes_again(
+    tmp_path: Path, killed_in: str
+) -> None:
+    groups = tuple(
+        plain_group(size=1, finished={0: dataclasses.replace(GOOD, group_id=name, member=0)})
+        for name in ("g000001", "g000002", "g000003")
+    )
     recorder, _ = opened(tmp_path)
-    step(recorder, 0, (GROUP, GROUP, GROUP))
+    for number in (0, 10):
+        step(recorder, number, groups)
     recorder.close()
-    groups = tmp_path / "groups.jsonl"
-    whole = groups.read_bytes()
-    # It died in the second of three lines.
-    groups.write_bytes(whole[: len(whole) // 2])
-    recorder, _ = opened(tmp_path)
-    step(recorder, 0, (GROUP, GROUP, GROUP))
-    recorder.close()
-    assert groups.read_bytes() == whole.splitlines(keepends=True)[0]
+    files = sampled_files(tmp_path)
+    other_lines = files[killed_in].count(b"\n") // 2
+    earlier = sum(map(len, files[killed_in].splitlines(keepends=True)[:other_lines]))
+    for num_bytes in range(earlier, len(files[killed_in]) + 1, 23):
+        (tmp_path / killed_in).write_bytes(files[killed_in][:num_bytes])
+        if killed_in == SAMPLED[0]:
+            # The other file is written behind this one.
+            whole = files[SAMPLED[1]].splitlines(keepends=True)
+            (tmp_path / SAMPLED[1]).write_bytes(b"".join(whole[:3]))
+        for _ in range(2):
+            recorder, _ = opened(tmp_path)
+            # Only the step that the earlier start was in can lack lines.
+            step(recorder, 0, groups)
+            step(recorder, 10, groups)
+            recorder.close()
+            assert sampled_files(tmp_path) == files
+
+
+def test_lines_are_found_from_the_end_of_a_file(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "file"
+    assert list(lines_from_end(path)) == []
+    monkeypatch.setattr(trackers, "BLOCK_BYTES", 3)
+    for lines in ([], [b"a"], [b"a" * 50, b"b", b"cc" * 9, b"d"], [b"1"] * 20):
+        path.write_bytes(b"".join(line + b"\n" for line in lines))
+        assert list(lines_from_end(path)) == lines[::-1]
 
 
 def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(tmp_path: Path) -> None:
