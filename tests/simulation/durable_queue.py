@@ -23,10 +23,12 @@ class DurableQueue:
         self.read_s = 0.002
         self.changed = asyncio.Event()
 
-    def sender(self, url: str, run_id: str, max_bytes: int) -> QueueSender:
+    def sender(self, url: str, run_id: str, max_bytes: int, **_: float) -> QueueSender:
         return QueueSender(self)
 
-    def receiver(self, url: str, run_id: str, open_seal: Callable[..., bytes | None]) -> Any:
+    def receiver(
+        self, url: str, run_id: str, open_seal: Callable[..., bytes | None], **_: float
+    ) -> Any:
         return QueueReceiver(self, open_seal)
 
     @property

@@ -50,7 +50,7 @@ class QueueError(SlipstreamError):
 
 
 class TrajectoryQueueFull(QueueError):
-    """The queue had no room for a trajectory within the time limit, so it was not stored."""
+    """The queue had no room, or its server no answer, within the limit: nothing was stored."""
 
 
 class StalenessError(SlipstreamError):

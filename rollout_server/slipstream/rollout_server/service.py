@@ -35,7 +35,6 @@ the loop waits for neither of them.
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -44,6 +43,7 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 from slipstream.core.errors import ConfigError, RunFailed
+from slipstream.core.patience import Patience
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.protocol.access.security import Credentials, call_metadata, cause_of, open_channel
@@ -195,11 +195,12 @@ class RolloutServer:
         no welcome comes within `controller.stall_timeout_s`, and ConfigError if the controller
         refuses the server.
         """
-        deadline_s = time.monotonic() + self._config.controller.stall_timeout_s
+        patience = Patience(self._config.controller.stall_timeout_s)
         cause = told = ""
         while not stop.is_set():
-            if time.monotonic() > deadline_s:
+            if patience.is_over:
                 raise RunFailed(f"no welcome from the controller at {self._address}: {cause}")
+            patience.begin(_WELCOME_LIMIT_S + _RETRY_S)
             epoch = secrets.randbits(63)
             self._outbox.end()
             self._outbox = OutgoingMessages()

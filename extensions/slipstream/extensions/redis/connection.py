@@ -30,6 +30,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from slipstream.core.backoff import Backoff
 from slipstream.core.errors import ConfigError, QueueError
+from slipstream.core.patience import Patience
 from slipstream.core.settings.sections import QueueEnd
 
 REQUIRED_SETTINGS = {
@@ -69,8 +70,10 @@ class RedisConnection:
     # Seconds for which a lost connection is retried.
     reconnect_timeout_s = 30.0
 
-    def __init__(self, url: str, run_id: str) -> None:
-        """Raises QueueError if `url` is invalid."""
+    def __init__(self, url: str, run_id: str, patience_s: float | None = None) -> None:
+        """Retries a lost connection for `patience_s`; raises QueueError if `url` is invalid."""
+        if patience_s is not None:
+            self.reconnect_timeout_s = patience_s
         parts = urlsplit(url)
         port = f":{parts.port}" if parts.port is not None else ""
         # The URL without user and password.
@@ -113,19 +116,21 @@ class RedisConnection:
     async def persistently(self, call: Callable[[], Awaitable[Result]]) -> Result:
         """Runs `call`; repeats it for `reconnect_timeout_s` while the server is unreachable.
 
+        Seconds in which this process stood still do not count.
         Raises QueueError when the server stays unreachable or answers with an error, and
         ConfigError when the server refuses the user, or its certificate is not trusted.
         """
         backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
-        deadline = asyncio.get_running_loop().time() + self.reconnect_timeout_s
+        patience = Patience(self.reconnect_timeout_s)
         while True:
+            patience.begin(CALL_TIMEOUT_S + CLEANUP_S + MAX_BACKOFF_S)
             try:
                 result = await self.once(call)
             except CONNECTION_ERRORS as error:
                 if _refusal(error) is not None:
                     raise self.failure(error) from error
                 cause = _said(error)
-                if asyncio.get_running_loop().time() + backoff.next_s > deadline:
+                if patience.left_s < backoff.next_s:
                     raise self.away(self.reconnect_timeout_s, cause) from error
                 if self.trouble is None:
                     logger.warning("redis at %s was lost: %s", self.name, cause)

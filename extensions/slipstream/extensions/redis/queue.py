@@ -57,9 +57,11 @@ class RedisSender:
     Redis. A receiver must have opened the queue first.
     """
 
-    def __init__(self, url: str, run_id: str, max_bytes: int) -> None:
+    def __init__(
+        self, url: str, run_id: str, max_bytes: int, *, patience_s: float | None = None
+    ) -> None:
         """Limits the unacknowledged bytes of all senders of the run to `max_bytes`."""
-        self._connection = RedisConnection(url, run_id)
+        self._connection = RedisConnection(url, run_id, patience_s)
         self._max_bytes = max_bytes
         self._used_bytes = 0
         self._waiting: deque[_Put] = deque()
@@ -101,7 +103,7 @@ class RedisSender:
     async def put(
         self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0
     ) -> None:
-        """Stores a trajectory on Redis's disk; raises QueueError if Redis gives no answer."""
+        """Stores a trajectory on Redis's disk; raises TrajectoryQueueFull if it is away, too."""
         if self._closed:
             raise QueueError("the sender is closed")
         check_fits(len(data), self._max_bytes)
@@ -117,7 +119,9 @@ class RedisSender:
                 if not place.stored.done():
                     connection, num_bytes = self._connection, len(data)
                     if connection.trouble is not None:
-                        raise connection.away(timeout_s, connection.trouble) from None
+                        # `_write` ends the sender when Redis stays away.
+                        away = connection.away(timeout_s, connection.trouble)
+                        raise TrajectoryQueueFull(str(away)) from None
                     if self.queued_bytes + num_bytes <= self._max_bytes:
                         # The transaction has no answer yet, or room came at the last moment.
                         raise TrajectoryQueueFull(
@@ -216,4 +220,5 @@ def sender(
 ) -> RedisSender:
     """Returns the sender of a rollout server, which shares the run's stream with all others."""
     url = redis_url_of(config.queue, "rollout_server")
-    return RedisSender(url, run_id, config.queue.max_bytes)
+    patience_s = config.controller.stall_timeout_s
+    return RedisSender(url, run_id, config.queue.max_bytes, patience_s=patience_s)

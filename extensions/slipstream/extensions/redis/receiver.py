@@ -58,10 +58,12 @@ class RedisReceiver:
     unreachable or loses data later, the block ends with an ExceptionGroup of a QueueError.
     """
 
-    def __init__(self, url: str, run_id: str, open_seal: OpenSeal) -> None:
+    def __init__(
+        self, url: str, run_id: str, open_seal: OpenSeal, *, patience_s: float | None = None
+    ) -> None:
         """Takes `open_seal`; an entry that it refuses is logged and removed from Redis."""
         self._open_seal = open_seal
-        self._connection = RedisConnection(url, run_id)
+        self._connection = RedisConnection(url, run_id, patience_s)
         self._deliveries: asyncio.Queue[Delivery] = asyncio.Queue(ENTRIES_PER_READ)
         self.given = Amount()
         self.backlog: list[TrajectoryId] = []
@@ -350,7 +352,10 @@ async def receiver(
     """
     url = redis_url_of(run.config.queue, "controller")
     seal = opener(run.progress.run_key)
-    async with RedisReceiver(url, run.progress.run_id, seal) as opened_receiver:
+    patience_s = run.config.controller.stall_timeout_s
+    async with RedisReceiver(
+        url, run.progress.run_id, seal, patience_s=patience_s
+    ) as opened_receiver:
         last_added = history.queue_added
         if last_added is not None and (
             opened_receiver.is_new or opened_receiver.added < last_added

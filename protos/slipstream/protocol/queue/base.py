@@ -95,7 +95,7 @@ class TrajectorySender(Protocol):
     ) -> None:
         """Stores one encoded trajectory; `tokens` is the number of its sampled tokens.
 
-        Raises TrajectoryQueueFull when there is no room within `timeout_s`, and QueueError when the
+        Raises TrajectoryQueueFull when it is not stored within `timeout_s`, and QueueError when the
         trajectory can never fit, or the queue is lost.
         """
 

@@ -9,13 +9,13 @@ import contextlib
 import dataclasses
 import gc
 import os
-import time
 from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
 import psutil
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.patience import Patience
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray
 from slipstream.rollout_server import process
@@ -134,14 +134,19 @@ class VllmEngine:
         return np.concatenate(parts)
 
     async def watch(self) -> None:
-        # time.monotonic of the last look at which the engine had nothing to do.
-        idle_s = time.monotonic()
+        patience = Patience(SILENCE_LIMIT_S)
+        last_step_s = self.requests.counter.heard_s
         while not self.llm.errored:
-            await asyncio.sleep(min(_HEALTH_PERIOD_S, SILENCE_LIMIT_S))
-            now_s, num_open = time.monotonic(), self.requests.num_open
-            if self.pauses.clock.is_paused or not num_open:
-                idle_s = now_s
-            elif now_s - max(idle_s, self.requests.counter.heard_s) > SILENCE_LIMIT_S:
+            period_s = min(_HEALTH_PERIOD_S, SILENCE_LIMIT_S)
+            # A server that was stopped, or slept, has heard of no step either.
+            patience.begin(2 * period_s)
+            await asyncio.sleep(period_s)
+            num_open = self.requests.num_open
+            step_s = self.requests.counter.heard_s
+            if self.pauses.clock.is_paused or not num_open or step_s != last_step_s:
+                last_step_s = step_s
+                patience = Patience(SILENCE_LIMIT_S)
+            elif patience.is_over:
                 raise EngineDied(
                     f"vLLM's engine made no step for {SILENCE_LIMIT_S:g} s, "
                     f"with {num_open} open requests"

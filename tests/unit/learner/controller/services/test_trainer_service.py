@@ -85,7 +85,8 @@ class Call:
         _, data = metadata[0]
         status = status_pb2.Status.FromString(data)
         info = error_details_pb2.ErrorInfo()
-        status.details[0].Unpack(info)
+        detail = status.details[0]
+        detail.Unpack(info)
         raise Refused(text, info.reason)
 
 
@@ -203,13 +204,13 @@ async def test_a_trainer_whose_batches_went_is_sent_for_the_newest_checkpoint(tm
     servicer = new_servicer(run)
     servicer._former.missing = "the batch of step 1"  # type: ignore[attr-defined]
     save_checkpoint(run.config.run_dir / CHECKPOINTS, 2)
-    with pytest.raises(
-        Refused, match="was removed, and there is a checkpoint of version 2"
-    ) as refusal:
+    removed = "was removed, and there is a checkpoint of version 2"
+    with pytest.raises(Refused, match=removed) as refusal:
         await servicer.Register(hello_of(0), Call())
     assert refusal.value.reason == Reason.OUTDATED.value
     # Without a newer checkpoint the batch is lost.
-    with pytest.raises(Refused, match="the batch of step 1 is missing; put it back") as refusal:
+    lost = "the batch of step 1 is missing; put it back"
+    with pytest.raises(Refused, match=lost) as refusal:
         await servicer.Register(hello_of(2), Call())
     assert refusal.value.reason == Reason.WRONG_STATE.value
 
@@ -229,7 +230,11 @@ async def test_a_failure_of_who_has_no_place_fails_no_run_whose_trainer_lives() 
     run.clock = clock = SetClock()
     run.progress = RunProgress(run, "r-1")
     servicer = new_servicer(run)
-    failure = trainer_pb2.TrainerFailure(message="no such model", rank=1, final=True)
+    failure = trainer_pb2.TrainerFailure(
+        message="no such model",
+        rank=1,
+        final=True,
+    )
     await servicer.ReportFailure(failure, Call())
     clock.time_s = HEARD_S
     assert (run.progress.has_failed, run.progress.unheard_failure) == (False, "")
@@ -243,7 +248,11 @@ async def test_a_failure_of_who_has_no_place_is_the_run_s_if_no_trainer_is_heard
     run.clock = clock = SetClock()
     run.progress = RunProgress(run, "r-1")
     servicer = new_servicer(run)
-    failure = trainer_pb2.TrainerFailure(message="no such model", rank=1, final=True)
+    failure = trainer_pb2.TrainerFailure(
+        message="no such model",
+        rank=1,
+        final=True,
+    )
     await servicer.ReportFailure(failure, Call())
     clock.time_s = HEARD_S - 1
     # A second trainer loads its model.
