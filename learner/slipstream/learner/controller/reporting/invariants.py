@@ -5,13 +5,14 @@ an invariant by themselves are refused before a run; these find what no rule has
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.function_table import BANDS
 from slipstream.core.types import Trajectory, TrajectoryId
-from slipstream.learner.controller.trajectories.batch import has_equal_rewards
+from slipstream.learner.algorithms.functions import is_counted
 
 # Fewer tokens of lag 0 say little: a single one may differ by more than the mean may.
 FEWEST_TOKENS = 16
@@ -43,7 +44,7 @@ def broken_invariants(
     """
     yield from _of_gaps(config, row)
     yield from _of_weights(config, row)
-    yield from _of_filters(config, row)
+    yield from _of_filters(config, row, groups)
     yield from _of_advantages(config, row, groups, advantages)
 
 
@@ -82,9 +83,12 @@ def _of_weights(config: Config, row: Mapping[str, float]) -> Iterator[BrokenInva
         )
 
 
-def _of_filters(config: Config, row: Mapping[str, float]) -> Iterator[BrokenInvariant]:
+def _of_filters(
+    config: Config, row: Mapping[str, float], groups: Sequence[Sequence[Trajectory]]
+) -> Iterator[BrokenInvariant]:
     """The filter has seen what a user would call the reward."""
-    fraction = row.get("equal_rewards_fraction", 0.0)
+    num_equal = sum(_has_equal_rewards(group, config) for group in groups)
+    fraction = num_equal / len(groups) if groups else row.get("equal_rewards_fraction", 0.0)
     if config.algorithm.filter == "unequal_rewards" and fraction > 0.0:
         yield BrokenInvariant(
             "filter",
@@ -115,7 +119,7 @@ def _of_advantages(
             continue
         values = (advantages.get(member.trajectory_id, math.nan) for member in group)
         group_largest = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
-        if group_largest > ZERO_ADVANTAGE and has_equal_rewards(group, config):
+        if group_largest > ZERO_ADVANTAGE and _has_equal_rewards(group, config):
             largest = max(largest, group_largest)
             num_groups += 1
     if not num_groups:
@@ -132,6 +136,19 @@ def _of_advantages(
         f"step {row['step']:.0f}: {num_groups} of {len(groups)} groups have equal rewards and "
         f"advantages up to {largest:.2g}, {cause}",
     )
+
+
+def _has_equal_rewards(group: Sequence[Trajectory], config: Config) -> bool:
+    """Whether the environment's rewards are equal; by itself, as filters are what is watched."""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for trajectory in group:
+        if not is_counted(trajectory, config.algorithm):
+            continue
+        rewards[""].append(trajectory.reward)
+        for branch in trajectory.branches:
+            if branch.reward is not None:
+                rewards[branch.name].append(branch.reward)
+    return all(math.isclose(min(side), max(side), abs_tol=1e-12) for side in rewards.values())
 
 
 def _agree(config: Config) -> bool:

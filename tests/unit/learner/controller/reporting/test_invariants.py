@@ -46,8 +46,9 @@ def broken(
     by_id = dict(zip(ids, advantages, strict=True))
     step = ROW | dict(row or {})
     config = config_with(settings)
+    groups = [group] if group else []
     texts: dict[str, str] = {}
-    for invariant in broken_invariants(config, step, [group], by_id):
+    for invariant in broken_invariants(config, step, groups, by_id):
         texts[invariant.name] = invariant.text
     return texts
 
@@ -127,13 +128,21 @@ def test_tokens_of_the_newest_weights_have_the_weight_1(
 
 
 def test_a_filter_leaves_no_group_of_equal_rewards() -> None:
-    half = {"equal_rewards_fraction": 0.5}
     filtered = {"algorithm.filter": "unequal_rewards"}
-    texts = broken(filtered, half)
-    assert texts["filter"].startswith("step 1: 50% of the groups have equal rewards although")
-    none = {"equal_rewards_fraction": 0.0}
-    assert broken(filtered, none) == {}
-    assert broken({}, half) == {}
+    right = episodes(1.0, 1.0)
+    mixed = episodes(1.0, 0.0)
+    advantages = (0.0, 0.0)
+    texts = broken(filtered, group=right, advantages=advantages)
+    assert texts["filter"].startswith("step 1: 100% of the groups have equal rewards although")
+    assert broken(filtered, group=mixed, advantages=advantages) == {}
+    assert broken({}, group=right, advantages=advantages) == {}
+
+
+def test_a_later_start_of_the_run_reads_from_the_row_what_a_filter_let_pass() -> None:
+    config = config_with({"algorithm.filter": "unequal_rewards"})
+    row = ROW | {"equal_rewards_fraction": 0.5}
+    (invariant,) = broken_invariants(config, row, [], {})
+    assert invariant.text.startswith("step 1: 50% of the groups")
 
 
 def test_groups_of_equal_rewards_have_no_advantage() -> None:
