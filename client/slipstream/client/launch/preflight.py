@@ -221,10 +221,15 @@ async def check_environments(scene: Scene) -> None:
         name, timeout_s = section.name, section.timeout_s
         check_python(name, section.python)
         command = audit_command(section, config)
-        command += ["--warn", "--seconds", str(RUN_AUDIT_S)] if play else ["--no-play"]
+        loading = [*command, "--no-play"]
+        playing = [*command, "--warn", "--seconds", str(RUN_AUDIT_S)]
         async with places:
             with told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):
-                checked = await run_check(command, timeout_s=timeout_s)
+                checked = await run_check(playing if play else loading, timeout_s=timeout_s)
+                if checked.code != 0 and play and config.run.audit == "tell":
+                    # What an environment does while it is played is told; one that cannot be
+                    # loaded would end every worker of the run.
+                    checked = await _told(checked, loading, timeout_s=timeout_s)
         _pass_on(checked.lines, f"environment {name}: ")
         if checked.code == 0:
             return "", checked.lines
@@ -266,6 +271,16 @@ async def run_check(command: Sequence[str], *, timeout_s: float, played_s: float
         says = f"environment {name}: its process {how} in the middle of its check"
         return replace(ended, code=ended.code or USAGE_ERROR, lines=(*ended.lines, says))
     return ended
+
+
+async def _told(checked: Ended, loading: Sequence[str], *, timeout_s: float) -> Ended:
+    """Returns a failed check as one that only warns, if the environment can be loaded."""
+    loaded = await run_check(loading, timeout_s=timeout_s)
+    if loaded.code != 0:
+        return loaded
+    *printed, cause = checked.lines
+    warning = WARNING + cause.removeprefix(f"environment {loading[loading.index('--check') + 1]}: ")
+    return replace(checked, code=0, lines=(*printed, warning))
 
 
 def check_python(environment: str, python: Path | None) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 import ssl
 import subprocess
@@ -597,6 +598,52 @@ async def test_right_answers_that_earn_nothing_are_refused_unless_they_are_only_
     else:
         with pytest.raises(ConfigError, match=f"^environment e: {cause}"):
             await check_environments(Scene(config))
+
+
+ENDING = """
+import os
+from slipstream.environments.echo import Echo
+
+class Leaves(Echo):
+    def step(self, reply):
+        os._exit(3)
+
+class Killed(Echo):
+    def step(self, reply):
+        os.kill(os.getpid(), 9)
+
+class Unloaded(Echo):
+    def tasks(self):
+        os._exit(3)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("Leaves", "it has ended its process by os._exit(3) (played.py:7 in step)"),
+        ("Killed", "its process was ended by SIGKILL in the middle of its check"),
+    ],
+)
+async def test_an_environment_that_ends_its_process_while_it_is_played_is_told_if_asked(
+    playing: Callable[..., Config], capsys: pytest.CaptureFixture[str], name: str, what: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^environment e: {re.escape(what)}"):
+        await check_environments(Scene(playing(ENDING, name)))
+    capsys.readouterr()
+    # The run begins: its own limits decide what becomes of the episodes.
+    await check_environments(Scene(playing(ENDING, name, audit="tell")))
+    assert f"warning: environment e: {what}\n" in capsys.readouterr().err
+
+
+@pytest.mark.process
+async def test_an_environment_that_cannot_be_loaded_is_refused_though_others_are_told(
+    playing: Callable[..., Config],
+) -> None:
+    config = playing(ENDING, "Unloaded", audit="tell")
+    with pytest.raises(ConfigError, match=r"^environment e: it has ended its process by os._exit"):
+        await check_environments(Scene(config))
 
 
 PLAIN = """
