@@ -29,8 +29,8 @@ _CHARACTERS = str.maketrans(_FRACTIONS | _WIDE | _SIGNS)
 _EAST = "[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
 
 _THOUSANDS = re.compile(
-    r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,?\\[,!;:],?|[ '’_])\d{3})+(?!\d)"
-    r"|(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])"
+    r"(?<![\d.])(?!0\D)\d{1,3}(?:(?:\{,\}|,?\\[,!;:],?|[ '’_])\d{3})+(?!\d)"
+    r"|(?<![\d.,])(?!0,)\d{1,3}(?:,\d{3})+(?![\d,])"
     # Several points are not those of a fraction; India groups lakhs by two.
     r"|(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.])|(?<![\d.,])\d{1,2}(?:,\d{2})+,\d{3}(?![\d,])"
 )
@@ -40,15 +40,22 @@ _MONEY = re.compile(
     rf"|(?<=\d)\s*{_CURRENCY}|(?<=\d [mbt]illion) {_CURRENCY}|(?<=\d thousand) {_CURRENCY}"
     r"|(?<!\$)\$(?=-?\d[\d,]*(?:\.\d+)?(?![\w\\^{]|\s*\$)([^$\n]*)(\$?))"
 )
-_CURRENCIES = [
-    re.compile(form, re.IGNORECASE)
-    for form in (
-        *(r"\\\$|\$(?=\d[\d,.]*+(?!\$))|\d (?:US )?dollars?\b|\bUSD\b", r"€|\d euros?\b|\bEUR\b"),
-        *(r"£|\bGBP\b", r"¥|\d yen\b|\bJPY\b", r"₹|\d rupees?\b|\bINR\b", r"¢|\d cents?\b"),
-        # Temperatures have scales as money has currencies.
-        *(rf"(?:°|\\circ\}}?)[ $]*(?:\\\w+\{{ *)?{scale}\b" for scale in "CF"),
-    )
-]
+# How a text names each currency, and each scale of temperature, of which the same holds.
+CURRENCIES = {
+    name: re.compile(form, re.IGNORECASE)
+    for name, form in {
+        "dollar": r"\\\$|\$(?=\d[\d,.]*+(?!\$))|\d (?:US )?dollars?\b|\bUSD\b",
+        "euro": r"€|\d euros?\b|\bEUR\b",
+        "pound": r"£|\bGBP\b",
+        "yen": r"¥|\d yen\b|\bJPY\b",
+        "rupee": r"₹|\d rupees?\b|\bINR\b",
+        "cent": r"¢|\d cents?\b",
+    }.items()
+}
+_TEMPERATURES = {
+    scale: re.compile(rf"(?:°|\\circ\}}?)[ $]*(?:\\\w+\{{ *)?{scale}\b", re.IGNORECASE)
+    for scale in "CF"
+}
 # In turn: marks of text, signs that say nothing, signs in words.
 _REWRITTEN: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(rf"(?<={_EAST})(?=[-\d])|(?<=\d)(?={_EAST})"), " "),
@@ -119,10 +126,17 @@ def plain(text: str) -> str:
     return text
 
 
+def currencies_in(text: str) -> frozenset[str]:
+    """Returns the names of the currencies that a text names."""
+    return frozenset(name for name, form in CURRENCIES.items() if form.search(text))
+
+
 def other_money(one: str, other: str) -> bool:
-    """Whether two texts name currencies, and none that both name."""
-    named = [{each for each in _CURRENCIES if each.search(text)} for text in (one, other)]
-    return all(named) and named[0].isdisjoint(named[1])
+    """Whether two texts name currencies or scales of temperature, and none that both name."""
+    forms = [*CURRENCIES.values(), *_TEMPERATURES.values()]
+    first = {form for form in forms if form.search(one)}
+    second = {form for form in forms if form.search(other)}
+    return bool(first and second) and first.isdisjoint(second)
 
 
 def bare(text: str) -> str:
@@ -182,32 +196,52 @@ def final_of(text: str) -> str:
     if tagged := TAGGED.findall(text):
         text = tagged[-1][1].strip()
     text = _unpacked(text)
-    boxes = list(_BOX.finditer(text))
-    if boxes:
-        said, start = _inside(text, boxes[-1].end())[0], boxes[-1].start()
-        for box in reversed(boxes[:-1]):
-            inside, end = _inside(text, box.end())
-            if (joined := _JOINED.fullmatch(text, end, start)) is None:
-                break
-            said, start = f"{inside}{' or ' if joined[1] == 'or' else ', '}{said}", box.start()
-        return said
-    named = _SAID.findall(text)
-    if named:
-        return str(named[-1]).strip()
+    if (box := boxed(text)) is not None:
+        return box[0]
+    stated = _SAID.findall(text)
+    if stated:
+        return str(stated[-1]).strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = _FIRST.match(text)
     return lines[0] if len(lines) == 1 else first[1].strip() if first is not None else ""
 
 
-def _unpacked(text: str) -> str:
-    """Returns the answer in a text that is an object of JSON or ends with one, else the text."""
-    if (found := _OBJECT.search(text)) is None:
-        return text
-    said = found[1].strip()
-    if said[:1] == '"' and not _COMMAND.search(said):
+def boxed(text: str) -> tuple[str, int] | None:
+    """Returns what the last boxes contain, and where they end; None without a box.
+
+    Boxes that only "and", "or" or marks separate are one answer. A box that never closes has "".
+    """
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    content, end = _inside(text, boxes[-1].end())
+    start = boxes[-1].start()
+    for box in reversed(boxes[:-1]):
+        inside, inside_end = _inside(text, box.end())
+        joined = _JOINED.fullmatch(text, inside_end, start)
+        if joined is None:
+            break
+        separator = " or " if joined[1] == "or" else ", "
+        content = f"{inside}{separator}{content}"
+        start = box.start()
+    return content, end
+
+
+def packed_answer(text: str) -> str | None:
+    """Returns the answer in a text that is an object of JSON or ends with one, else None."""
+    match = _OBJECT.search(text)
+    if match is None:
+        return None
+    value = match[1].strip()
+    if value[:1] == '"' and not _COMMAND.search(value):
         with contextlib.suppress(ValueError):
-            return str(json.loads(said, strict=False))
-    return "" if said == "null" else said.strip("\"'")
+            return str(json.loads(value, strict=False))
+    return "" if value == "null" else value.strip("\"'")
+
+
+def _unpacked(text: str) -> str:
+    packed = packed_answer(text)
+    return text if packed is None else packed
 
 
 def _inside(text: str, start: int) -> tuple[str, int]:

@@ -1,16 +1,11 @@
 """Questions from files, memory or the Hugging Face hub, judged by an answer or by a function."""
 
-import asyncio
 import copy
 import importlib
 import importlib.util
 import inspect
 import itertools
-import json
-import os
 import random
-import signal
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from pathlib import Path
@@ -22,9 +17,9 @@ from slipstream.client.environment_loader import describe, environment_failed
 from slipstream.core.arguments import AboveZero, Count, checked
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX
-from slipstream.core.machine.process import send_signal
 from slipstream.environments.answers import bare, contains, number_of, other_money
 from slipstream.environments.arguments import is_heldout
+from slipstream.environments.math_judge.comparisons import MathJudge
 from slipstream.environments.question_files import (
     Asked,
     Columns,
@@ -35,13 +30,6 @@ from slipstream.environments.question_files import (
     named_rows,
     numbered,
 )
-
-PROGRAM = "slipstream.environments.math_program"
-# Seconds for importing sympy on a busy machine.
-START_LIMIT_S = 60.0
-# Characters at the end of a reply that are read: parsing takes long, and the answer comes last.
-MAX_CHARACTERS = 4000
-LINE_BYTES = 1 << 16
 
 JUDGES = ("math_verify", "exact", "contains")
 # Arguments that a user's function may take.
@@ -256,82 +244,3 @@ class JudgeFunction:
         metrics = dict(found)
         reward, by_token = metrics.pop("reward"), metrics.pop("token_rewards", ())
         return StepResult(reward, metrics=metrics, token_rewards=by_token)
-
-
-class MathJudge:
-    """Compares answers with math-verify in other processes, which comparisons start.
-
-    A comparison that takes long, or leaves a process in a bad state, changes no other verdict.
-    """
-
-    def __init__(self, *, timeout_s: float) -> None:
-        """`timeout_s` limits one comparison."""
-        self._timeout_s = timeout_s
-        self._idle: list[asyncio.subprocess.Process] = []
-        self._running = asyncio.Semaphore(max(2, min(8, os.cpu_count() or 1)))
-
-    async def compare(self, answer: str, reply: str, question: str = "") -> dict[str, bool]:
-        """Compares `reply` with `answer`. Raises ValueError when `answer` is no mathematics.
-
-        In the result `right` says that they are equal, `readable` that an expression was found in
-        the reply, and `judge_timeout` that the comparison was abandoned. Only the question says
-        whether (2, 5) is a point or an interval.
-        """
-        found = {"right": False, "readable": False, "judge_timeout": False}
-        start = max(0, len(reply) - MAX_CHARACTERS)
-        if (box := reply.rfind("\\boxed", 0, start)) >= 0 and "\\boxed" not in reply[start:]:
-            # A box is the answer, however much is written behind it.
-            start = box
-        request = {"answer": answer, "reply": reply[start : start + MAX_CHARACTERS]}
-        request["question"] = question[-MAX_CHARACTERS:]
-        async with self._running:
-            said, is_new = None, False
-            while said is None and not is_new:
-                # An idle process may have ended, by what an earlier reply left in it.
-                is_new = not self._idle
-                process = await _started() if is_new else self._idle.pop()
-                try:
-                    said = await _ask(process, request, self._timeout_s)
-                except TimeoutError:
-                    return found | {"judge_timeout": True}
-                if said is not None:
-                    self._idle.append(process)
-        if said is None:
-            # Most likely this reply takes too much memory.
-            return found
-        if not said.pop("known"):
-            raise ValueError(f"the right answer {answer!r} cannot be read as mathematics")
-        return found | said
-
-
-async def _started() -> asyncio.subprocess.Process:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", PROGRAM),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=LINE_BYTES,
-    )
-    # This first comparison pays for what the packages compile lazily.
-    if await _ask(process, {"answer": "1", "reply": "1"}, START_LIMIT_S) is None:
-        raise RuntimeError(f"{PROGRAM} ended when it was started: exit status {process.returncode}")
-    return process
-
-
-async def _ask(
-    process: asyncio.subprocess.Process, request: dict[str, str], limit_s: float
-) -> dict[str, bool] | None:
-    """Returns the process's answer, or None if it has ended; without an answer it is ended."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    line = b""
-    try:
-        async with asyncio.timeout(limit_s):
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            line = await process.stdout.readline()
-    finally:
-        if not line:
-            # A late answer would be taken for the next comparison's answer.
-            send_signal(process, signal.SIGKILL)
-            await asyncio.shield(process.wait())
-    said: dict[str, bool] | None = json.loads(line) if line else None
-    return said

@@ -19,15 +19,16 @@ DATA = Path(__file__).parents[2] / "data" / "audit"
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_judges() -> Iterator[None]:
-    """The cases share the processes that compare mathematics, of which each imports much."""
-    begin, idle = MathJudge.__init__, []
+    """The cases share one program that compares mathematics, which imports much."""
+    judges: list[MathJudge] = []
+    running_program = MathJudge._running_program
 
-    def sharing(judge: MathJudge, *, timeout_s: float) -> None:
-        begin(judge, timeout_s=timeout_s)
-        judge._idle = idle
+    async def shared_program(judge: MathJudge) -> object:
+        judges.append(judge)
+        return await running_program(judges[0])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MathJudge, "__init__", sharing)
+        patch.setattr(MathJudge, "_running_program", shared_program)
         yield
 
 

@@ -10,7 +10,6 @@ from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from make_question_files import main as make_question_files
 from slipstream.client.environment import Message, Reply, StepResult, ToolCall
@@ -20,10 +19,9 @@ from slipstream.core.hub import HubFiles
 from slipstream.core.template_values import show
 from slipstream.environments.arguments import is_heldout
 from slipstream.environments.question_files import cell_in, check_read, text_of
-from slipstream.environments.questions import MathJudge, Questions
+from slipstream.environments.questions import Questions
 from slipstream.v1 import environment_pb2 as pb
 from support.fakes.fake_workers import worker_process
-from support.rigs.waiting import until
 
 REFERENCE = "slipstream.environments.questions:Questions"
 CONVERTED = [("1, and 1?", "007"), ("a\nb", "é")]
@@ -669,80 +667,7 @@ async def test_only_what_follows_the_mark_of_the_answer_counts(tmp_path: Path):
         result = await environment.step(reply)
         assert result.reward == float(right)
         assert result.metrics == {"right": right, "readable": True, "judge_timeout": False}
-    await ended(environment._math)
-
-
-@pytest.mark.process
-async def test_answers_are_compared_as_mathematics_and_a_hard_one_holds_up_no_other():
-    pytest.importorskip("math_verify")
-    judge = MathJudge(timeout_s=60.0)
-    nothing = {"right": False, "readable": False, "judge_timeout": False}
-    right = nothing | {"right": True, "readable": True}
-    assert await judge.compare("1/2", "It is $0.5$.") == right
-    assert await judge.compare(r"\frac{1}{2}", r"so \boxed{\frac{2}{4}}") == right
-    assert await judge.compare("x^2 + 1", "$1 + x^2$") == right
-    assert await judge.compare("1,234", "The answer is 1234") == right
-    assert await judge.compare("(1, 2)", "$(1,2)$") == right
-    # A box is the answer however much follows it.
-    assert await judge.compare("7", r"\boxed{7}" + " I check: 1 + 1 = 2." * 1000) == right
-    assert await judge.compare("(1, 2)", "1 < x < 2", "Where is (x - 1)(x - 2) < 0?") == right
-    assert not (await judge.compare("(1, 2)", "1 < x < 2", "Which point is it?"))["right"]
-    assert await judge.compare("3", "4") == nothing | {"readable": True}
-    assert await judge.compare("3", "no idea") == nothing
-    given_up = nothing | {"judge_timeout": True}
-    judge._timeout_s = 1.0
-    assert await judge.compare("7", "$9^{9^{9^{9}}}$") == given_up
-    judge._timeout_s = 60.0
-    assert await judge.compare("7", "7") == right
-    await ended(judge)
-
-
-async def ended(judge: MathJudge) -> None:
-    """Ends the idle processes while the loop of the test runs."""
-    for process in judge._idle:
-        process.kill()
-        await process.wait()
-
-
-def children() -> set[psutil.Process]:
-    """Processes that this one has started, those of other tests too."""
-    return set(psutil.Process().children())
-
-
-@pytest.mark.process
-async def test_what_a_reply_does_to_the_judge_changes_no_other_verdict():
-    pytest.importorskip("math_verify")
-    judge, others = MathJudge(timeout_s=60.0), children()
-    assert (await judge.compare("7", "7"))["right"]
-    # This is what a reply does that leaves too little memory.
-    for process in children() - others:
-        process.kill()
-        process.wait()
-    assert (await judge.compare("7", "7"))["right"]
-    # One that takes long holds up no other one: both are compared at the same time.
-    (process,) = children() - others
-    process.suspend()
-    hard = asyncio.create_task(judge.compare("7", "7"))
-    await until(lambda: not judge._idle)
-    assert (await judge.compare("7", "7"))["right"]
-    assert not hard.done()
-    hard.cancel()
-    await asyncio.wait([hard])
-    assert len(judge._idle) == 1
-    await ended(judge)
-
-
-@pytest.mark.process
-async def test_a_comparison_that_is_given_up_while_its_program_starts_answers_no_other_one():
-    pytest.importorskip("math_verify")
-    judge, others = MathJudge(timeout_s=20.0), children()
-    first = asyncio.create_task(judge.compare("1", "1"))
-    await until(lambda: bool(children() - others))
-    first.cancel()
-    await asyncio.wait([first])
-    wrong = {"right": False, "readable": True, "judge_timeout": False}
-    assert await judge.compare("3", "4") == wrong
-    await ended(judge)
+    await environment._math.close()
 
 
 def test_a_data_set_becomes_two_files_that_share_no_question(tmp_path: Path, capsys):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies
 from slipstream.client import Reply, answer_of
 from slipstream.environments.answers import bare, contains, final_of, numbers
-from slipstream.environments.math_program import compare
+from slipstream.environments.math_judge.kinds import judge as math_verdict
 from slipstream.environments.questions import Questions
 from support.rigs.waiting import LIMIT_S
 
@@ -32,7 +32,7 @@ async def value_of(row: dict, folder: Path) -> float:
     """The reward of the built-in environment with this judge."""
     judge, answer, reply = row["judge"], row["answer"], row["reply"]
     if judge == "math_verify":
-        return float(compare(answer, answer_of(reply), row.get("question", ""))["right"])
+        return float(math_verdict(answer, answer_of(reply), row.get("question", "")).right)
     if judge == "code":
         return adds(reply)
     if judge == "number":
@@ -73,15 +73,22 @@ def test_a_parser_has_the_last_word_on_what_is_content() -> None:
 LONG = """
 from slipstream.client.audit_data import Row, surprises
 from slipstream.core.models.thoughts import split_thoughts
-from slipstream.environments import answers, math_program
+from slipstream.environments import answers
+from slipstream.environments.math_judge import comparisons, kinds, phrases, statements
 from deploy.environments.functions import code_of
 
 readers = [answers.plain, answers.bare, answers.numbers, answers.final_of, code_of,
-           split_thoughts, math_program._amount, lambda text: answers.contains(text, "7"),
-           lambda text: math_program._SCALE.sub("", math_program._REJECTED.sub("", text))]
-for mark in ("`", "~", ".", "7", " ", chr(10), "\\\\boxed{", "<answer>", "<think>", "({[", "or "):
+           split_thoughts, lambda text: answers.contains(text, "7")]
+# A judge of mathematics reads the end of a reply alone.
+parts = [statements.final_statement, phrases.core,
+         *(lambda text, right=right: kinds.judge(right, text)
+           for right in ("7", "B", "5 m", "1, 2"))]
+for mark in ("`", "~", ".", "7", " ", chr(10), "\\\\boxed{", "<answer>", "<think>", "({[", "or ",
+             "A ", "1, ", "< x ", "twenty ", "\\\\frac{", "is ", "not "):
     for read in readers:
         read(mark * (200_000 // len(mark)) + "x")
+    for read in parts:
+        read(comparisons._read_part(mark * (200_000 // len(mark)) + "x"))
 for mark in ('{"k":', ". ", "A) "):
     said = mark * 5_000 + "x"
     list(surprises([Row(0, [("user", said)], said), Row(1, [("user", "q")], "7")],

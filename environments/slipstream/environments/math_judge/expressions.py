@@ -1,0 +1,170 @@
+"""Expressions and equations, the one kind that math-verify reads."""
+
+import functools
+import re
+from fractions import Fraction
+from typing import Any
+
+from slipstream.environments.answers import bare
+from slipstream.environments.math_judge.formulas import (
+    as_latex,
+    has_degrees,
+    in_radians,
+    last_formula,
+    last_side,
+)
+from slipstream.environments.math_judge.numerals import number_in, same_number
+from slipstream.environments.math_judge.phrases import core, is_bound, names_several
+from slipstream.environments.math_judge.sizes import TooLarge, check_size, check_text
+
+# Parts of their size by which two numbers are no longer the same.
+_APART = 1e-3
+# What math-verify would read in part.
+_UNREAD = re.compile(r"\\equiv\b|\\[pb]mod\b|≡|\\triangle\b|\\angle\b|\\overline\b|\\parallel\b")
+_GOES_ON = re.compile(r"\\[lcd]?dots\b|\\dots[cbmio]\b|…|\.\.\.")
+_BASE = re.compile(r"[0-9A-Fa-f]+_\{?(?:\\text\{\w+\}|\w+)\}?")
+_NATURAL_LOG = re.compile(r"\\log(?!\s*_)")
+
+
+@functools.lru_cache(maxsize=64)
+def parsed(formula: str) -> Any:  # noqa: ANN401 - an expression of sympy
+    """Returns the expression that a formula writes, None if math-verify cannot read all of it.
+
+    Raises TooLarge for an expression that is not evaluated.
+    """
+    import sympy
+    from latex2sympy2_extended.math_normalization import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse
+
+    latex = as_latex(formula)
+    check_text(latex)
+    if not latex or _UNREAD.search(latex):
+        return None
+    # Units are read elsewhere: math-verify would take the ab of 3ab for one.
+    forms = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
+    # The caller limits the time; math-verify's own limit would need signals.
+    results = parse(
+        f"${latex}$",
+        extraction_config=[LatexExtractionConfig(normalization_config=forms)],
+        fallback_mode="no_fallback",
+        parsing_timeout=None,
+    )
+    if not results or isinstance(results[0], str):
+        return None
+    expression = results[0]
+    check_size(expression)
+    symbols: set[Any] = getattr(expression, "free_symbols", set())
+    imaginary = {symbol: sympy.I for symbol in symbols if symbol.name == "i"}
+    # A letter i that stands alone or counts the terms of a sum is no imaginary unit.
+    if imaginary and expression not in imaginary:
+        expression = expression.subs(imaginary)
+    return expression
+
+
+def value_of(formula: str) -> Fraction | None:
+    """Returns the value of a formula without letters, None if it has none."""
+    try:
+        expression = parsed(in_radians(last_side(formula)))
+        if expression is None or getattr(expression, "free_symbols", None):
+            return None
+        expression = expression.doit()
+        if getattr(expression, "is_Rational", False):
+            return Fraction(int(expression.p), int(expression.q))
+        number = expression.evalf(30)
+    except (AttributeError, TypeError, ValueError, ArithmeticError):
+        return None
+    if not getattr(number, "is_Float", False):
+        return Fraction(int(number.p), int(number.q)) if _is_rational(number) else None
+    return Fraction(str(number))
+
+
+def _is_rational(number: Any) -> bool:  # noqa: ANN401
+    return bool(getattr(number, "is_Rational", False))
+
+
+def same_expression(right: str, formula: str) -> bool | None:
+    """Whether two formulas are equal; None if the second one cannot be read."""
+    from math_verify import verify
+
+    try:
+        # Alone, i is a letter; in a sum, it is the imaginary unit.
+        expression = parsed("0 + i" if formula.strip() == "i" else formula)
+        right_expression = parsed(right)
+        if expression is None or right_expression is None:
+            return None
+        if not verify(right_expression, expression, timeout_seconds=None):
+            return False
+        if not _is_near(right_expression, expression):
+            return False
+    except TooLarge:
+        return None
+    return True
+
+
+def _is_near(one: Any, other: Any) -> bool:  # noqa: ANN401
+    """Whether two numbers differ by a small part of their size: math-verify rounds to 6 places."""
+    sizes = [value.evalf(15) for value in (one, other) if getattr(value, "is_number", False)]
+    if len(sizes) < 2 or sizes[0] == sizes[1]:
+        return True
+    largest = max(map(abs, sizes))
+    return bool(abs(sizes[0] - sizes[1]) <= _APART * largest)
+
+
+class Expression:
+    """A formula with letters, signs or functions, or an equation."""
+
+    def __init__(self, text: str) -> None:
+        # A mark behind a number is a factorial here.
+        self._text = text.strip("$ .") if "!" in text else bare(text)
+        self._compact = _compact(self._text)
+        self._is_text = _GOES_ON.search(text) is not None or _UNREAD.search(text) is not None
+
+    def agrees(self, phrase: str) -> bool | None:
+        text = core(phrase)
+        if names_several(text):
+            return False
+        if _compact(text) == self._compact:
+            return True
+        formula = last_formula(phrase)
+        if phrase.rstrip("$ .").endswith("!") and formula and not formula.endswith("!"):
+            formula += "!"
+        if _compact(formula) == self._compact:
+            return True
+        if self._is_text or not formula:
+            return False if formula else None
+        if is_bound(text, self._text):
+            return False
+        if _BASE.fullmatch(formula):
+            return False
+        right = self._text
+        if has_degrees(right) or ("\\pi" in right and has_degrees(phrase)):
+            right = in_radians(right)
+            formula = last_formula(in_radians(phrase))
+        return self._same(right, formula)
+
+    def _same(self, right: str, formula: str) -> bool | None:
+        sides = [formula]
+        if last_side(formula) != formula and last_side(right) == right:
+            # An equation ends in the value of what it defines.
+            sides = [last_side(formula)]
+        elif last_side(formula) == formula and last_side(right) != right:
+            is_defined = re.match(r"^\s*(?:[A-Za-z]\w*|[A-Za-z]\([a-z]\))\s*=", right)
+            right = last_side(right) if is_defined else right
+        number = number_in(sides[0], reads_words=False)
+        if number is not None:
+            value = value_of(right)
+            return value is not None and same_number(value, number)
+        result = same_expression(right, sides[0])
+        if not result and _NATURAL_LOG.search(sides[0]) and "\\ln" in right:
+            # Mathematicians write log for the natural one, and the answer says which is meant.
+            natural = _NATURAL_LOG.sub(r"\\ln", sides[0])
+            result = same_expression(right, natural)
+        if result is None and (value := value_of(sides[0])) is not None:
+            right_value = value_of(right)
+            return right_value is not None and same_number(right_value, value)
+        return result
+
+
+def _compact(text: str) -> str:
+    text = _GOES_ON.sub("…", as_latex(text))
+    return re.sub(r"[\s{}$]|\\text|\\mathrm", "", text)

@@ -1,0 +1,104 @@
+"""The table of kinds: how a right answer is recognised, and what then reads the replies."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from slipstream.environments.math_judge.choices import Choice
+from slipstream.environments.math_judge.dates import Date, Ratio, Time
+from slipstream.environments.math_judge.expressions import Expression
+from slipstream.environments.math_judge.formulas import has_words, plain_words
+from slipstream.environments.math_judge.intervals import Bound, Intervals
+from slipstream.environments.math_judge.lists import Several
+from slipstream.environments.math_judge.number_answers import Number
+from slipstream.environments.math_judge.phrases import gives_no_answer
+from slipstream.environments.math_judge.quantities import Money, Quantity
+from slipstream.environments.math_judge.statements import final_statement, readable
+from slipstream.environments.math_judge.verdict import RightAnswer
+from slipstream.environments.math_judge.words import Nothing, Reaction, Text, Truth, Word
+
+# What is read of a reply: so many phrases from its end, and of each the end.
+MAX_PHRASES = 40
+MAX_PHRASE_CHARACTERS = 600
+
+
+class Case(NamedTuple):
+    """A right answer as `readable` has it and as it was written, its question, and the reply."""
+
+    text: str
+    question: str = ""
+    written: str = ""
+    reply: str = ""
+
+
+class Kind(NamedTuple):
+    """A kind of right answers: `read` returns the answer of this kind in a case, or None."""
+
+    name: str
+    read: Callable[[Case], RightAnswer | None]
+
+
+def _expression(case: Case) -> RightAnswer | None:
+    return None if has_words(plain_words(case.text)) else Expression(case.text)
+
+
+# The first kind that recognises an answer is its kind.
+KINDS = (
+    Kind("choice", lambda case: Choice.read(case.text, case.question, right_answer)),
+    Kind("yes or no", lambda case: Truth.read(case.text)),
+    Kind("nothing", lambda case: Nothing.read(case.text)),
+    Kind("date", lambda case: Date.read(case.text)),
+    Kind("time", lambda case: Time.read(case.text, case.question)),
+    Kind("ratio", lambda case: Ratio.read(case.text, case.question)),
+    Kind("money", lambda case: Money.read(case.written, case.question, case.reply)),
+    Kind("number", lambda case: Number.read(case.text, case.question)),
+    Kind("reaction", lambda case: Reaction.read(case.text)),
+    Kind("bound", lambda case: Bound.read(case.text)),
+    Kind("interval", lambda case: Intervals.read(case.text, case.question)),
+    Kind("quantity", lambda case: Quantity.read(case.text, case.question)),
+    Kind("list", lambda case: Several.read(case.text, right_answer)),
+    Kind("word", lambda case: Word.read(case.text)),
+    Kind("expression", _expression),
+    Kind("text", lambda case: Text(case.text)),
+)
+
+
+class Verdict(NamedTuple):
+    """Whether a reply has an answer of the right answer's kind, and whether it is right."""
+
+    readable: bool
+    right: bool
+
+
+def kind_of(answer: str, question: str = "") -> str:
+    """Returns the name of the kind of a right answer."""
+    return _read(Case(readable(answer), question, answer))[0]
+
+
+def right_answer(text: str, question: str) -> RightAnswer:
+    """Returns a right answer, which is a part of another one, as its kind reads it."""
+    return _read(Case(text, question))[1]
+
+
+def _read(case: Case) -> tuple[str, RightAnswer]:
+    for kind in KINDS:
+        right = kind.read(case)
+        if right is not None:
+            return kind.name, right
+    raise AssertionError("every answer is a text")
+
+
+def judge(answer: str, reply: str, question: str = "") -> Verdict:
+    """Returns the verdict on a reply, whose thoughts are cut, to a question, "" if not known."""
+    _, right = _read(Case(readable(answer), question, answer, reply))
+    statement = final_statement(reply)
+    longest = MAX_PHRASE_CHARACTERS + 2 * len(answer)
+    for whole_phrase in statement.phrases[:MAX_PHRASES]:
+        phrase = whole_phrase[-longest:]
+        if not statement.is_marked and gives_no_answer(phrase):
+            break
+        if phrase.rstrip().endswith("?"):
+            continue
+        agrees = right.agrees(phrase)
+        if agrees is not None:
+            return Verdict(readable=True, right=agrees)
+    return Verdict(readable=False, right=False)

@@ -1,0 +1,110 @@
+"""Cuts a phrase to the answer in it, and knows the words that make it none."""
+
+import re
+
+from slipstream.environments.answers import bare
+
+# What a phrase says that the answer is not, or why it is the answer.
+_ASIDE = re.compile(
+    r"\s*\((?:or|i\.?e\.?|that is|which is|equivalently|about|approximately|approx|roughly|≈)\b[^()]*\)"
+    r"|(?<!\s),?\s*+不是[^.]*$"
+    r"|(?<!\s),?\s*+\bnot\b[^.]*?\bbut\b"
+    r"|(?<!\s)(?<!\bis)(?<!\bare)(?<!\bwas)(?<!\bbe)(?<!\bdo)(?<!\bdoes)(?<!\bdid)(?<!\bcan)"
+    r",?\s++\(?(?:and |but )?not\b.*$"
+    r"|(?<!\s),?\s++\(?(?:(?:and |but )?(?:rather than|instead of)|because|since|whereas"
+    r"|(?:even )?though|although|as (?:it|this|that|they|we|\w+ is|\w+ are)(?:'s)?)\b.*$",
+    re.DOTALL | re.IGNORECASE,
+)
+# Words before an answer.
+_LEAD = re.compile(
+    r"\s*(?:(?:so|thus|hence|therefore|then|consequently|finally|overall|and|ok(?:ay)?|well"
+    r"|in conclusion|to conclude|in summary|as a result|altogether|in total|this means(?: that)?"
+    r"|we (?:have|see|find|conclude|obtain|know)(?: that)?)\b[,:]?\s+)*+"
+    r"(?:(?:i|we)(?:'d|'ll| would| will)? (?:say|think|get|got|believe|answer|conclude|find|have"
+    r"|obtain)(?: that)?(?: it is| it's)?:?\s+"
+    r"|(?:it|that|this|he|she|they|these|there)(?:'s| is| are| was| were| should be| must be"
+    r"| would be| will be| makes| equals| comes to| amounts to)"
+    r"(?: written| spelled| called)?:?\s+)?",
+    re.IGNORECASE,
+)
+# What stands before the word or value that a sentence ends with: the parity is even.
+_ENDS_WITH = re.compile(
+    r"(?:(?!\b(?:not|no|never|nobody|if|whether|or)\b|n't)[^.!?\n])*"
+    r"\b(?:is|are|was|were|equals?|becomes?|be|called|named|spells|reads|gives?|yields?|says?"
+    r"|prints?|outputs?|returns?|shows?|displays?|forms?|lautet|totals?"
+    r"|get|obtain|have|to|ist|est|es|é|è)"
+    r"(?: (?:therefore|thus|then|simply|just|exactly|indeed|written|spelled|denoted|called|named"
+    r"|given by|equal to|as))*+"
+    r"(?: that)?:? ",
+    re.IGNORECASE,
+)
+# A sentence that gives no answer, whatever else it says.
+_NO_ANSWER = re.compile(
+    r"\b(?:i|we) (?:do not|don't|cannot|can't|can not|could not|couldn't) "
+    r"(?:really |actually |possibly )?(?:know|say|tell|decide|determine|answer|be sure|find)"
+    r"|\b(?:i am|i'm|we are|we're) (?:not (?:\w+ )?(?:sure|certain)|unsure|uncertain|guessing)"
+    r"|\bno (?:idea|clue)\b|\bnot enough information\b|\bhard to (?:say|tell)\b"
+    r"|\b(?:all|any|both|each|either|several)\b[^.]*"
+    r"\b(?:plausible|possible|could be|may be|might be)"
+    r"|\b(?:are|seem|is) (?:all |both |equally )?plausible\b|\bi (?:doubt|guess)\b"
+    r"|\bimpossible to (?:say|tell|know|determine)\b|\bcannot be determined\b",
+    re.IGNORECASE,
+)
+# Words before a number that make it a bound, a guess or no answer.
+_BOUND = re.compile(
+    r"\b(?:not|at least|at most|(?:less|more|fewer|greater|larger|smaller|higher|lower) than"
+    r"|between|maybe|perhaps|possibly|probably not|never|cannot|(?:could|might|may) (?:also )?be"
+    r"|(?:min|max)imum of|anything but|no (?:more|less|fewer) than|exceeds?"
+    r"|nicht|no es|pas|não|не)\b|不[是为]"
+    r"|n't (?=[-\d])|(?<!\d )\b(?:over|under|up to|nearly|almost) -?[\d.,%]+\Z|\d\+\s*\Z"
+    r"|\d or (?:more|less|fewer|so)\b|\d (?:or )?(?:below|above)\b|\b(?:below|above) -?\d",
+    re.IGNORECASE,
+)
+_EITHER = re.compile(r"\d\S{0,40}(?: \S{1,20})? or \S{0,40}\d")
+_OR = re.compile(
+    r"(?<!\()\bor\b(?! (?:equivalently|simply|in other words|about|approximately|rather))"
+)
+
+
+def core(phrase: str) -> str:
+    """Returns a phrase without asides, words before the answer and marks around it."""
+    text = phrase
+    for _ in range(2):
+        shorter = _ASIDE.sub("", text).strip()
+        # Where nothing is left, the aside stays and makes the phrase no answer.
+        text = shorter if re.search(r"\w", shorter) else text
+        text = _LEAD.sub("", text, count=1)
+    return bare(text)
+
+
+def without_aside(phrase: str) -> str:
+    """Returns a phrase without what it says that the answer is not, and without reasons."""
+    shorter = _ASIDE.sub("", phrase).strip()
+    return shorter if re.search(r"\w", shorter) else phrase
+
+
+def endings(text: str) -> list[str]:
+    """Returns the text, and what it ends with behind "is" and its like, in marks of none."""
+    matches = [text]
+    shorter = _ENDS_WITH.sub("", text, count=1)
+    if shorter != text:
+        matches.append(bare(shorter))
+    return matches
+
+
+def gives_no_answer(phrase: str) -> bool:
+    """Whether a phrase says that its author does not know the answer."""
+    return _NO_ANSWER.search(phrase) is not None
+
+
+def names_several(text: str) -> bool:
+    """Whether a text has "or" between values, outside of brackets such as "(or 0.5)"."""
+    return _OR.search(text) is not None
+
+
+def is_bound(text: str, right_text: str) -> bool:
+    """Whether a text gives a bound, a guess or several values where the answer does not."""
+    return any(
+        form.search(text) is not None and form.search(right_text) is None
+        for form in (_BOUND, _EITHER)
+    )

@@ -1,0 +1,230 @@
+"""Words that only spelling compares: letters, yes and no, nothing, reactions, texts."""
+
+import re
+
+from slipstream.environments.answers import bare
+from slipstream.environments.math_judge.formulas import plain_words
+from slipstream.environments.math_judge.phrases import core, endings, is_bound, without_aside
+from slipstream.environments.math_judge.statements import without_words_commands
+
+_ARTICLE = re.compile(r"^(?:(?:on|in|at|by) )?(?:(?:the|a|an)\s+)?", re.IGNORECASE)
+_ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
+_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-")
+_IS_THE = re.compile(
+    r"^(.{1,60}?) (?:is|was|would be|must be) (?:the|our|correct|right)\b", re.DOTALL
+)
+_QUOTED = re.compile(r"[\"“«]([^\"”»]{1,60})[\"”»]|(?<![A-Za-z])'([^']{1,60})'(?![A-Za-z])")
+_DENIED = re.compile(r"\b(?:not|never|neither|nor|no longer|isn't|wasn't)\b|n't\b", re.IGNORECASE)
+_CHEMISTRY = re.compile(r"\\ce\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
+_ARROW = re.compile(
+    r"\\(?:longrightarrow|rightarrow|to|rightleftharpoons|xrightarrow\{[^{}]*\})(?![A-Za-z])|→|⟶|⇌|->|=>|--+>"
+)
+
+_TRUTHS = {"yes": True, "no": False, "true": True, "false": False}
+_TRUTH_WORD = re.compile(r"\b(yes|no|true|false|correct|incorrect|right|wrong)\b", re.IGNORECASE)
+_NOTHING = {
+    "empty": re.compile(
+        r"\\emptyset|\\varnothing|∅|\\\{\s*\\?\}|\bempty set\b"
+        r"|\b(?:no|without)(?: real| integer| such| valid| possible)?"
+        r" (?:solutions?|roots?|values?|answers?)\b"
+        r"|\b(?:has|have|is|are) no(?: real)? (?:solutions?|roots?)\b"
+        r"|(?:^|\b(?:is|prints?|returns?) )none$|\bnull set\b",
+        re.IGNORECASE,
+    ),
+    "undefined": re.compile(
+        r"^(?:the (?:limit|value|expression|answer) )?(?:(?:does|do) not exist|doesn't exist"
+        r"|DNE|is undefined|undefined|is not defined|not defined)\b"
+        r"|\b(?:does not exist|doesn't exist|is undefined|is not defined)\b",
+        re.IGNORECASE,
+    ),
+}
+
+
+class Truth:
+    """Yes or no, true or false."""
+
+    def __init__(self, word: str) -> None:
+        self._word = word
+        self._pair = ("yes", "no") if word in ("yes", "no") else ("true", "false")
+
+    @classmethod
+    def read(cls, text: str) -> "Truth | None":
+        word = bare(text).casefold()
+        return cls(word) if word in _TRUTHS else None
+
+    def agrees(self, phrase: str) -> bool | None:
+        text = plain_words(without_aside(phrase))
+        words = [match[1].casefold() for match in _TRUTH_WORD.finditer(text)]
+        own = [word for word in words if word in self._pair]
+        if not own and self._pair[0] == "true":
+            synonyms = {"correct": "true", "right": "true", "incorrect": "false", "wrong": "false"}
+            own = [synonyms[word] for word in words if word in synonyms]
+        if not own:
+            return None
+        if len({*own}) > 1:
+            # "Yes, there is no doubt" begins with its verdict.
+            first = re.match(rf"\W*(?:{'|'.join(self._pair)})\b(?=[,.!;: ]|$)", text, re.IGNORECASE)
+            if first is None or re.search(r"\b(?:or|and)\b", text):
+                return False
+        is_denied = re.search(
+            r"(?:\bnot|n't)\s+(?:\w+\s+)?(?:yes|no|true|false|correct|right)\b", text, re.IGNORECASE
+        )
+        says = _TRUTHS[own[0]] != (is_denied is not None)
+        return says == _TRUTHS[self._word]
+
+
+class Nothing:
+    """The empty set and no solution, or a value that does not exist."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    @classmethod
+    def read(cls, text: str) -> "Nothing | None":
+        short = plain_words(bare(text))
+        for kind, form in _NOTHING.items():
+            if len(short.split()) <= 5 and form.search(short):
+                return cls(kind)
+        return None
+
+    def agrees(self, phrase: str) -> bool | None:
+        text = core(phrase)
+        text = plain_words(text)
+        if re.search(r"\bor\b|\bif\b|\bunless\b", text):
+            return False
+        for kind, form in _NOTHING.items():
+            if form.search(text) or form.search(plain_words(phrase)):
+                return kind == self._kind
+        return False if re.search(r"\d", text) else None
+
+
+class Word:
+    """Letters and digits that are no formula: a word, a code, a Roman numeral, a substance."""
+
+    def __init__(self, text: str) -> None:
+        self._text = spelled(text)
+
+    @classmethod
+    def read(cls, text: str) -> "Word | None":
+        short = spelled(text)
+        if re.fullmatch(r"0[xX][0-9a-fA-F]+", short):
+            return cls(text)
+        # Substances with groups, such as Ca(OH)2.
+        if re.fullmatch(r"(?:[A-Z][a-z]?\d*|\((?:[A-Z][a-z]?\d*)+\)\d*){2,}", short):
+            return cls(text)
+        is_word = re.fullmatch(r"(?=.*[A-Za-zÀ-ɏ])[A-Za-zÀ-ɏ0-9'+-]+", short) is not None
+        is_product = re.fullmatch(r"-?\d*\.?\d*[a-z]", short) is not None
+        is_power = re.fullmatch(r"[+-].*|.*[a-z]\^.*|.*[+-]\d+|-?\d+(?:\.\d+)?e[+-]?\d+", short)
+        # "2ab" is a product, and "2b1a" a code.
+        is_monomial = re.fullmatch(r"\d+[a-z]{2,3}", short) is not None
+        is_sum = re.search(r"[a-z0-9][+-][a-z0-9]", short) and not re.search(r"[A-Za-z]{2}", short)
+        if not is_word or is_product or is_power or is_monomial or is_sum:
+            return None
+        return cls(text)
+
+    def agrees(self, phrase: str) -> bool | None:
+        text = without_aside(phrase)
+        if _DENIED.search(text):
+            return False
+        candidates = [spelled(ending) for ending in endings(core(text))]
+        if (named := _IS_THE.match(core(text))) is not None:
+            candidates.append(spelled(named[1]))
+        candidates += [_ARTICLE.sub("", candidate) for candidate in candidates]
+        quoted = [first or second for first, second in _QUOTED.findall(text)]
+        candidates += [spelled(quote) for quote in quoted[-1:]]
+        if any(self._same(candidate) for candidate in candidates):
+            return True
+        return None if len(text.split()) > 6 and not self._is_in(text) else False
+
+    def _is_in(self, text: str) -> bool:
+        return self._text.casefold() in text.casefold()
+
+    def _same(self, text: str) -> bool:
+        if text == self._text:
+            return True
+        right = self._text
+        letters = re.sub(r"[^A-Za-z]", "", right)
+        if re.fullmatch(r"0[xX][0-9a-fA-F]+", right):
+            return text.casefold() == right.casefold()
+        if _letters_joined(text) == right and re.fullmatch(r"[A-J]+", right):
+            return True
+        is_short = len(letters) <= 3 or re.search(r"\d", right) is not None
+        if is_short and not right.islower():
+            # Co is no CO, but co may be either.
+            return text.casefold() == right.casefold() and (
+                text.islower() or right.isupper() and text.isupper()
+            )
+        return text.casefold() == right.casefold()
+
+
+def _letters_joined(text: str) -> str:
+    """Returns the letters of "A, B and C" without what joins them, or ""."""
+    parts = re.split(r"\s*,\s*(?:and\s+)?|\s+and\s+|\s*&\s*|\s+", text.strip())
+    return "".join(parts) if all(re.fullmatch(r"\(?[A-J]\)?", part) for part in parts) else ""
+
+
+class Reaction:
+    """A chemical equation: substances and their numbers on two sides of an arrow."""
+
+    def __init__(self, sides: tuple[list[str], ...]) -> None:
+        self._sides = sides
+
+    @classmethod
+    def read(cls, text: str) -> "Reaction | None":
+        if not _ARROW.search(_CHEMISTRY.sub(r"\1", text)):
+            return None
+        sides = cls._sides_of(text)
+        return None if sides is None else cls(sides)
+
+    @staticmethod
+    def _sides_of(text: str) -> tuple[list[str], ...] | None:
+        text = without_words_commands(_CHEMISTRY.sub(r"\1", text))
+        # A reply may write the arrow as a sign of equality.
+        parts = _ARROW.split(text) if _ARROW.search(text) else text.split("=")
+        if len(parts) != 2:
+            return None
+        sides = []
+        for part in parts:
+            terms = re.split(r"\s+\+\s+|(?<=[\w)}])\+(?=[\dA-Z])", spelled(part, keeps_spaces=True))
+            sides.append(sorted(re.sub(r"\s", "", term) for term in terms))
+        return tuple(sides)
+
+    def agrees(self, phrase: str) -> bool | None:
+        text = re.sub(r"^.*?(?:\bis|:)\s+(?=\S*\d*[A-Z\\$(])", "", without_aside(phrase))
+        sides = self._sides_of(text)
+        return None if sides is None else sides == self._sides
+
+
+class Text:
+    """Any other text, in upper or lower case."""
+
+    def __init__(self, text: str) -> None:
+        self._text = _folded(text)
+
+    def agrees(self, phrase: str) -> bool | None:
+        text = core(phrase)
+        candidates = [_folded(each) for each in (*endings(text), phrase)]
+        if (named := _IS_THE.match(text)) is not None:
+            candidates.append(_folded(named[1]))
+        quoted = [first or second for first, second in _QUOTED.findall(phrase)]
+        if self._text in (*candidates, *map(_folded, quoted[-1:])):
+            return True
+        is_denied = _DENIED.search(phrase) is not None and _DENIED.search(self._text) is None
+        return False if is_denied or is_bound(text, self._text) else None
+
+
+def spelled(text: str, *, keeps_spaces: bool = False) -> str:
+    r"""Returns the letters and digits of a text: $\mathrm{H_{2}O}$ and H₂O are H2O."""
+    text = _CHEMISTRY.sub(r"\1", text)
+    text = plain_words(text.translate(_SUBSCRIPTS))
+    text = re.sub(r"(?<=[A-Za-z)\]])_\{?(\d+)\}?", r"\1", text)
+    text = re.sub(r"\^\{?(\d*[+-]|[+-]\d*)\}?", r"\1", text)
+    text = re.sub(r"\\[,;:! ]|[{}]", "", text)
+    text = text if keeps_spaces else bare(text).strip()
+    return text.strip("\"'“”«». ")
+
+
+def _folded(text: str) -> str:
+    text = plain_words(bare(text)).casefold()
+    text = _ORDINAL.sub("", _ARTICLE.sub("", text.strip()))
+    return re.sub(r"[\s.,;:!\"'“”’-]+", " ", text).strip()
