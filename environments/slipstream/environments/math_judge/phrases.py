@@ -6,7 +6,7 @@ from slipstream.environments.answers import bare
 
 # What a phrase says that the answer is not, or why it is the answer.
 _ASIDE = re.compile(
-    r"\s*\((?:or|i\.?e\.?|that is|which is|equivalently|about|approximately|approx|roughly|≈)\b[^()]*\)"
+    r"\s*\((?:or|i\.?e\.?|that is|which is|equivalently|about|approximately|roughly)\b[^()]*\)"
     r"|(?<!\s),?\s*+不是[^.]*$"
     r"|(?<!\s),?\s*+\bnot\b[^.]*?\bbut\b"
     r"|(?<!\s)(?<!\bis)(?<!\bare)(?<!\bwas)(?<!\bbe)(?<!\bdo)(?<!\bdoes)(?<!\bdid)(?<!\bcan)"

@@ -193,7 +193,7 @@ def _checked(digits: float) -> float:
 def _value(node: Any, digits: float) -> float:  # noqa: ANN401
     """Returns a bound of the absolute value of a node with so many digits."""
     if getattr(node, "is_Rational", False):
-        value = abs(float(node)) if digits < 300 else math.inf
+        value: float = abs(float(node)) if digits < 300 else math.inf
         return value
     return 10.0 ** min(digits, 300.0)
 
