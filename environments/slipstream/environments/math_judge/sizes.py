@@ -195,7 +195,7 @@ def _value(node: Any, digits: float) -> float:  # noqa: ANN401
     if getattr(node, "is_Rational", False):
         value: float = abs(float(node)) if digits < 300 else math.inf
         return value
-    return 10.0 ** min(digits, 300.0)
+    return math.pow(10.0, min(digits, 300.0))
 
 
 def _power(node: Any, sizes: list[float]) -> float:  # noqa: ANN401
