@@ -12,6 +12,7 @@ Each episode is an episode of verifiers, whose agents call the model through the
 import asyncio
 import copy
 import importlib
+import inspect
 import itertools
 import os
 import sys
@@ -35,6 +36,10 @@ CAPACITY = (
 # `uv run`.
 REPLACED = frozenset({"null"})
 CHAT = "slipstream-chat"
+# The runtime whose episodes run on this machine, with its files.
+SHARED_FILES = "subprocess"
+# Methods of a task that prepare a runtime, for an agent or for the verifier.
+STAGES = ("setup", "stage_verifier")
 # An object of verifiers, whose types are not read here.
 Foreign: TypeAlias = Any
 
@@ -60,7 +65,9 @@ class Verifiers(AgentEnvironment[Any]):
 
         A `taskset` that is a text is its `id`: an installed package, or a module. An agent without
         `runtime` runs on this machine, and one without `harness` in this process, unless the
-        taskset has a harness of its own. Raises ConfigError for arguments that cannot work.
+        taskset has a harness of its own. Tasks that are worked on in a runtime, such as Harbor's,
+        keep verifiers' harness and must name a runtime with files of its own. Raises ConfigError
+        for arguments that cannot work.
         """
         try:
             importlib.import_module("verifiers.v1")
@@ -83,9 +90,10 @@ class Verifiers(AgentEnvironment[Any]):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "the table"
-            what = f"verifiers refuses {place}: {first['msg']}, got {first['input']!r}"
-            raise ConfigError(what) from error
-        except (ModuleNotFoundError, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"verifiers refuses {place}: {first['msg']}, got {first['input']!r}"
+            ) from error
+        except (ImportError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"taskset {table.get('id')!r}: {error}") from error
         self._serving = Serving(self._env)
         self._numbers = itertools.count()
@@ -108,21 +116,22 @@ class Verifiers(AgentEnvironment[Any]):
         variable = f"SLIPSTREAM_API_KEY_{next(self._numbers)}"
         os.environ[variable] = endpoint.api_key
         try:
-            own = _of_episode(self._env, endpoint, variable)
+            episode_env = _of_episode(self._env, endpoint, variable)
             context = ModelContext(model="policy", client=_client(endpoint, variable))
-            episode = await own.run_slot(RunSlot(task), context)
+            episode = await episode_env.run_slot(RunSlot(task), context)
         finally:
             del os.environ[variable]
         if not episode.ok:
-            errors = [*episode.errors, *(each for one in episode.traces for each in one.errors)]
+            errors = list(episode.errors)
+            for trace in episode.traces:
+                errors.extend(trace.errors)
             if errors:
                 text = f"{errors[0].type}: {errors[0].message}"
                 if "OpenEnv" in text and "ConnectionClosed" in text:
                     text += f"; {CAPACITY}"
                 raise RuntimeError(text)
             stops = ", ".join(str(trace.stop_condition) for trace in episode.traces) or "nothing"
-            what = "verifiers calls the episode not ok; its traces"
-            raise RuntimeError(f"{what} stopped at {stops}")
+            raise RuntimeError(f"verifiers calls the episode not ok; its traces stopped at {stops}")
         return outcome_of(episode.traces)
 
 
@@ -161,25 +170,77 @@ class Serving:
 def _with_defaults(table: dict[str, Any]) -> dict[str, Any]:
     """Returns the environment's table with our defaults for each agent's runtime and harness.
 
-    verifiers' own defaults need a login, or a program that is downloaded for each episode.
+    verifiers' own defaults need a login, or a program that is downloaded for each episode. Ours are
+    for tasks that are a conversation. A task that is worked on in a runtime keeps verifiers' own
+    harness, which has a shell, and its runtime must be named. Raises ConfigError if it is not, or
+    if its episodes would share files.
     """
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils import loaders
 
-    taskset = table["taskset"].get("id", "")
-    kind = loaders.env_config_type(taskset, table.get("id", ""))
-    usual = loaders.default_harness_id(taskset)
-    for name, field in kind.model_fields.items():
+    taskset_id = table["taskset"].get("id", "")
+    needs_shell = _is_worked_on_in_a_runtime(loaders.task_type(taskset_id))
+    config_type = loaders.env_config_type(taskset_id, table.get("id", ""))
+    default_harness = loaders.default_harness_id(taskset_id)
+    for name, field in config_type.model_fields.items():
         declared = field.default
         if not isinstance(declared, AgentConfig):
             continue
         agent = dict(table.get(name) or {})
-        agent.setdefault("runtime", {"type": "subprocess"})
-        pinned = None if declared.harness is None else declared.harness.id
-        if "harness" not in agent and (pinned in REPLACED or (pinned is None and usual == "bash")):
+        if needs_shell:
+            _check_runtime(taskset_id, name, agent.get("runtime"))
+        else:
+            agent.setdefault("runtime", {"type": SHARED_FILES})
+        pinned_harness = None if declared.harness is None else declared.harness.id
+        is_plain_chat = pinned_harness in REPLACED
+        has_default_shell = pinned_harness is None and default_harness == "bash"
+        may_chat = is_plain_chat or (has_default_shell and not needs_shell)
+        if "harness" not in agent and may_chat:
             agent["harness"] = {"id": CHAT}
         table[name] = agent
     return table
+
+
+def _is_worked_on_in_a_runtime(task_type: Foreign) -> bool:
+    """Whether an agent without a shell could not do what tasks of `task_type` are judged by.
+
+    Such tasks need a container, or have files staged in the runtime before the agent's work and
+    rewards that are computed there behind it.
+    """
+    from verifiers.v1.task import Task
+
+    if task_type.NEEDS_CONTAINER:
+        return True
+    stages = [getattr(task_type, name) for name in STAGES if _is_overridden(task_type, Task, name)]
+    members = [getattr(task_type, name) for name in dir(task_type) if not name.startswith("__")]
+    rewards = [member for member in members if getattr(member, "reward", False) is True]
+    return any(map(_needs_runtime, stages)) and any(map(_needs_runtime, rewards))
+
+
+def _is_overridden(kind: type, base: type, name: str) -> bool:
+    return getattr(kind, name) is not getattr(base, name)
+
+
+def _needs_runtime(function: Foreign) -> bool:
+    parameter = inspect.signature(function).parameters.get("runtime")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _check_runtime(taskset_id: str, agent_name: str, runtime: object) -> None:
+    """Raises ConfigError unless `runtime` gives each episode files of its own."""
+    runtime_type = runtime.get("type") if isinstance(runtime, Mapping) else None
+    setting = f'env = {{ {agent_name} = {{ runtime = {{ type = "docker" }} }} }}'
+    if runtime_type is None:
+        raise ConfigError(
+            f"tasks of taskset {taskset_id!r} are worked on in a runtime, and none is named: set "
+            f"{setting}, or podman, apptainer, modal, e2b or prime"
+        )
+    if runtime_type == SHARED_FILES:
+        raise ConfigError(
+            f"tasks of taskset {taskset_id!r} are worked on in a runtime, and episodes of the "
+            f"runtime {SHARED_FILES!r} share this machine's files, so that one reads another's "
+            f"reward: set {setting}, or podman, apptainer, modal, e2b or prime"
+        )
 
 
 def _of_episode(env: Foreign, endpoint: Endpoint, variable: str) -> Foreign:
@@ -189,17 +250,17 @@ def _of_episode(env: Foreign, endpoint: Endpoint, variable: str) -> Foreign:
     """
     from verifiers.v1.configs.agent import agent_config_fields
 
-    own = copy.copy(env)
+    episode_env = copy.copy(env)
     clients = {
         name: agent.model_copy(update={"client": _client(endpoint.branch(name), variable)})
         for name, agent in agent_config_fields(env.config).items()
         if agent.client is None
     }
-    own.config = env.config.model_copy(update=clients)
+    episode_env.config = env.config.model_copy(update=clients)
     # Each agent run gets a server of its own, since a shared server would keep the clients of all
     # past endpoints.
-    own._interception = None
-    return own
+    episode_env._interception = None
+    return episode_env
 
 
 def _client(endpoint: Endpoint, variable: str) -> Foreign:
@@ -217,21 +278,24 @@ def outcome_of(traces: Sequence[Foreign]) -> AgentOutcome:
     trained = [trace for trace in traces if trace.agent.trainable]
     if not trained:
         raise RuntimeError("the environment trains none of its agents")
-    several = len({trace.agent.name for trace in traces}) > 1
-    found: dict[str, list[float]] = {}
+    has_several_agents = len({trace.agent.name for trace in traces}) > 1
+    values_by_name: dict[str, list[float]] = {}
     for trace in traces:
-        told = {"turns": float(trace.num_turns), "truncated": float(trace.is_truncated)}
-        told |= {name: each.score for name, each in trace.rewards.items() if each is not None}
-        told |= {name: value for name, value in trace.metrics.items() if value is not None}
-        for name, value in told.items():
-            found.setdefault(f"{trace.agent.name}_{name}" if several else name, []).append(value)
+        numbers = {"turns": float(trace.num_turns), "truncated": float(trace.is_truncated)}
+        for name, reward in trace.rewards.items():
+            if reward is not None:
+                numbers[name] = reward.score
+        numbers |= {name: value for name, value in trace.metrics.items() if value is not None}
+        for name, value in numbers.items():
+            metric = f"{trace.agent.name}_{name}" if has_several_agents else name
+            values_by_name.setdefault(metric, []).append(value)
     rewards: dict[str, list[float]] = {}
     for trace in trained:
         rewards.setdefault(trace.agent.name, []).append(trace.reward)
-    own = {name: fmean(values) for name, values in rewards.items()} if len(rewards) > 1 else {}
+    agent_rewards = {name: fmean(values) for name, values in rewards.items()}
     return AgentOutcome(
         reward=fmean(trace.reward for trace in trained),
-        metrics={name: fmean(values) for name, values in found.items()},
+        metrics={name: fmean(values) for name, values in values_by_name.items()},
         shares={trace.agent.name: 0.0 for trace in traces if not trace.agent.trainable},
-        rewards=own,
+        rewards=agent_rewards if len(agent_rewards) > 1 else {},
     )

@@ -7,7 +7,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from slipstream.core.errors import ConfigError
-from slipstream.environments.frameworks.verifiers import Serving, Verifiers, outcome_of
+from slipstream.environments.frameworks.verifiers import (
+    Serving,
+    Verifiers,
+    _check_runtime,
+    _is_worked_on_in_a_runtime,
+    outcome_of,
+)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="verifiers is here")
@@ -83,3 +89,102 @@ def test_several_trained_agents_have_each_its_own_reward(traces, reward, rewards
     outcome = outcome_of(traces)
     assert (outcome.reward, outcome.rewards) == (reward, rewards)
     assert outcome.shares == {t.agent.name: 0.0 for t in traces if not t.agent.trainable}
+
+
+class Task:
+    """Stands for the class of all tasks of verifiers."""
+
+    NEEDS_CONTAINER = False
+
+    async def setup(self, trace: object, runtime: object) -> None: ...
+
+    async def stage_verifier(self, trace: object, runtime: object) -> None: ...
+
+
+def rewards(function):
+    function.reward = True
+    return function
+
+
+class JudgesReply(Task):
+    @rewards
+    async def right(self, trace: object) -> float:
+        return 1.0
+
+
+class SeedsSession(JudgesReply):
+    async def setup(self, trace: object, runtime: object) -> None: ...
+
+
+class JudgesReplyByProgram(Task):
+    """Its judge is a program in the runtime, which nothing else is put into."""
+
+    @rewards
+    async def right(self, trace: object, runtime: object) -> float:
+        return 1.0
+
+
+class OfflineToo(Task):
+    async def setup(self, runtime: object) -> None: ...
+
+    @rewards
+    async def right(self, trace: object, runtime: object | None = None) -> float:
+        return 1.0
+
+
+class StagesTests(Task):
+    async def setup(self, runtime: object) -> None: ...
+
+    @rewards
+    async def solved(self, runtime: object, trace: object) -> float:
+        return 1.0
+
+
+class StagesVerifier(JudgesReplyByProgram):
+    async def stage_verifier(self, trace: object, runtime: object) -> None: ...
+
+
+class Contained(JudgesReply):
+    NEEDS_CONTAINER = True
+
+
+@pytest.mark.parametrize(
+    ("task_type", "needs_shell"),
+    [
+        (JudgesReply, False),
+        (SeedsSession, False),
+        (JudgesReplyByProgram, False),
+        (OfflineToo, False),
+        (StagesTests, True),
+        (StagesVerifier, True),
+        (Contained, True),
+    ],
+)
+def test_tasks_that_are_worked_on_in_a_runtime_are_told_from_conversations(
+    task_type: type, needs_shell: bool, monkeypatch
+) -> None:
+    module = ModuleType("verifiers.v1.task")
+    module.Task = Task
+    for name in ("verifiers", "verifiers.v1"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "verifiers.v1.task", module)
+    assert _is_worked_on_in_a_runtime(task_type) is needs_shell
+
+
+@pytest.mark.parametrize(
+    ("runtime", "refusal"),
+    [
+        (None, "and none is named"),
+        ({"type": "subprocess"}, "share this machine's files"),
+        ({"type": "docker"}, ""),
+        ({"type": "modal", "image": "python:3.12"}, ""),
+    ],
+)
+def test_a_runtime_has_files_of_its_own_for_each_episode(runtime, refusal: str) -> None:
+    if not refusal:
+        _check_runtime("harbor", "solver", runtime)
+        return
+    with pytest.raises(ConfigError) as caught:
+        _check_runtime("harbor", "solver", runtime)
+    assert refusal in str(caught.value)
+    assert 'set env = { solver = { runtime = { type = "docker" } } }' in str(caught.value)
