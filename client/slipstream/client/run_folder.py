@@ -279,6 +279,28 @@ def make_folder(path: Path, *, mode: int = 0o777) -> Path:
     return path
 
 
+@dataclass(frozen=True)
+class FormerSettings:
+    """The file of settings in `folder`, as the run's last start left it; None if it had none."""
+
+    folder: Path
+    content: bytes | None
+
+    def restore(self) -> None:
+        """Writes the file again, if there was one; call it if the run has not begun since."""
+        if self.content is not None:
+            replace_file(self.folder / CONFIG, self.content, mode=0o600)
+
+
+def former_settings(folder: Path) -> FormerSettings:
+    """Reads the settings that the next `write_config` replaces."""
+    try:
+        return FormerSettings(folder, read_regular(folder / CONFIG, most_bytes=MOST_TABLE_BYTES))
+    except OSError:
+        # Whoever needs the file says what is wrong with it.
+        return FormerSettings(folder, None)
+
+
 def write_config(config: Config, folder: Path) -> Path:
     """Writes settings for the owner alone; returns their path, or raises ConfigError."""
     path = make_folder(folder) / CONFIG

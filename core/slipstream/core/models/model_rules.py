@@ -3,7 +3,9 @@
 Functions named `problems` yield one line for each broken rule, with the value and the rule.
 """
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 from pydantic import JsonValue
 from slipstream.core.models.families import FAMILIES, refusals
@@ -251,6 +253,11 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
             "rollout_server.quantization must be off for a mixture of experts on a CPU: vLLM has "
             f"no kernel there that quantises experts, got {server.quantization!r}"
         )
+    if server.engine.get("enable_expert_parallel"):
+        yield (
+            "rollout_server.engine.enable_expert_parallel must be left out on a CPU: vLLM's kernel "
+            "there finds an expert by its place in one worker, and would end the engine"
+        )
     if config.algorithm.agreement == "bits" and not server.is_eager(on_cpu=True):
         yield "rollout_server.enforce_eager must be left out with algorithm.agreement = 'bits'"
     if sizes.linear_heads and server.drafts:
@@ -269,6 +276,30 @@ def cpu_engine_problems(config: Config) -> Iterator[str]:
         yield (
             "lora.publish must be merged for a mixture of experts on a CPU: vLLM's kernel for "
             "experts beside adapters needs a GPU"
+        )
+
+
+def vocabulary_problems(folder: Path) -> Iterator[str]:
+    """Yields a line if texts have tokens, by the folder's tokenizer, that its model lacks.
+
+    Added tokens are no part of texts: Gemma has one beyond its vocabulary. A template that writes
+    such a token is refused when it is tried.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        table = json.loads(path.read_bytes())
+        vocabulary = table["model"]["vocab"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        # There is none, or the tokenizer's own loader tells what is wrong with it.
+        return
+    numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    largest = max(numbers, default=-1)
+    size = read_model_sizes(folder).vocab
+    if largest >= size > 0:
+        yield (
+            f"model.path must hold its model's own tokenizer, but {path} has a token {largest}, "
+            f"and config.json only {size} (vocab_size): copy the tokenizer that came with the "
+            "weights, or give the model a row of embeddings for each token"
         )
 
 

@@ -72,7 +72,7 @@ class VllmEngine:
             folder = files.enter_context(process.engine_folder())
             for executor in (uniproc_executor, multiproc_executor):
                 # vLLM's own path is in the temporary folder of all programs.
-                executor.get_file_store_init_method = lambda: f"file://{folder}/store"
+                executor.get_file_store_init_method = lambda: process.store_url(folder)
             before = set(psutil.Process().children(recursive=True))
             settings = engine_config(config, seed, folder)
             # On CPU the line above chose "spawn" for the sake of thread binding, which is off.

@@ -78,6 +78,12 @@ DRAFTS = {"speculative_config": NGRAM}
         (DELTA_NETS, {"rollout_server": {"engine": DRAFTS}}, "speculative_config .* delta nets"),
         ({}, {"rollout_server": {"engine": DRAFTS}}, ""),
         ({}, {"rollout_server": {"quantization": "fp8_per_channel"}}, ""),
+        (
+            EXPERTS,
+            {"rollout_server": {"engine": {"enable_expert_parallel": True}}},
+            r"enable_expert_parallel must be left out on a CPU",
+        ),
+        (EXPERTS, {"rollout_server": {"engine": {"enable_expert_parallel": False}}}, ""),
         (EXPERTS, {"lora": {"rank": 8, "publish": "adapters"}}, r"lora\.publish must be merged"),
         (EXPERTS, {"lora": {"rank": 8}}, ""),
         (

@@ -18,9 +18,10 @@ from slipstream.client.launch import run_processes
 from slipstream.client.launch.children import Child
 from slipstream.client.launch.placement import Placement
 from slipstream.client.launch.run_processes import RunCalls, RunProcesses, end_in_order
+from slipstream.client.run_folder import write_config
 from slipstream.client.terminal import this_command
 from slipstream.core import patience
-from slipstream.core.errors import RunFailed
+from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.machine.address import free_port
 from slipstream.core.machine.files import OwnedFolder
 from slipstream.protocol.access.security import Credentials, bind, create_server
@@ -216,6 +217,22 @@ async def test_a_controller_that_was_stopped_goes_on_and_ends_the_run_in_order(t
     out = capsys.readouterr().out
     assert "stopping: the user sent SIGINT" in out
     assert "does not answer" not in out
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_start_that_is_refused_changes_no_setting_of_the_run(
+    tmp_path: Path, has_begun: bool
+) -> None:
+    earlier = small_config(run={"dir": str(tmp_path), "steps": 3})
+    path = write_config(earlier, earlier.run_dir)
+    content = path.read_bytes()
+    config = small_config(run={"dir": str(tmp_path), "steps": 4})
+    with pytest.raises(ConfigError):
+        async with RunProcesses(config, OPEN, Placement()) as processes:
+            assert path.read_bytes() != content
+            processes._has_begun = has_begun
+            raise ConfigError("the journal is of a newer release")
+    assert (path.read_bytes() == content) is not has_begun
 
 
 @pytest.mark.process

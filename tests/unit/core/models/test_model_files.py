@@ -20,6 +20,7 @@ from slipstream.core.models.model_files import (
     read_header,
     tensor_problems,
 )
+from slipstream.core.models.model_rules import vocabulary_problems
 from slipstream.core.models.model_sizes import decoder_table, read_model_sizes
 from support.fakes.model_folders import loadable_tensors, write_loadable_files, write_safetensors
 from support.fakes.small_configs import config_with
@@ -342,3 +343,32 @@ def test_a_folder_with_an_adapter_that_nobody_applies_is_refused(folder: Path) -
         assert problem == (
             f"{setting} must not hold an adapter, as none is applied: merge it in {folder}"
         )
+
+
+def write_tokenizer(folder: Path, vocabulary: object, added: int = 0) -> None:
+    table = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": added, "content": "<x>"}]}
+    (folder / "tokenizer.json").write_text(json.dumps(table))
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_tokenizer_with_more_tokens_than_its_model_is_found(folder: Path, is_list: bool) -> None:
+    size = SIZES["vocab_size"]
+    texts = [f"t{number}" for number in range(size)]
+    for surplus in ([], ["more"]):
+        words = [*texts, *surplus]
+        numbered = {word: number for number, word in enumerate(words)}
+        write_tokenizer(folder, [[word, 0.0] for word in words] if is_list else numbered)
+        lines = list(vocabulary_problems(folder))
+        assert len(lines) == len(surplus)
+    assert f"has a token {size}, and config.json only {size} (vocab_size)" in lines[0]
+
+
+def test_an_added_token_beyond_the_vocabulary_is_no_part_of_texts(folder: Path) -> None:
+    write_tokenizer(folder, {"a": 0}, added=SIZES["vocab_size"])
+    assert not list(vocabulary_problems(folder))
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model": {}}', '{"model": null}'])
+def test_a_vocabulary_of_another_form_is_left_to_its_loader(folder: Path, content: str) -> None:
+    (folder / "tokenizer.json").write_text(content)
+    assert not list(vocabulary_problems(folder))
