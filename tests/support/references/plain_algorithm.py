@@ -3,14 +3,19 @@
 It shares no code with the learner. All numbers are float64.
 """
 
+from __future__ import annotations
+
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.function_table import FunctionKind
 from slipstream.core.types import Branch, ReferenceLogprobs, RoutedExperts, Status, Trajectory
 from torch import Tensor
 
@@ -105,12 +110,10 @@ def conversation_of(
     """One of the `conversations` of the episode `whole`, with its settings and its reward."""
     algorithm = config.algorithm
     reward = whole.reward if branch.reward is None else branch.reward
-    arguments, limit = algorithm.reward_args, config.sampling.max_reply_tokens
-    if algorithm.reward == "overlong":
-        limit = min(limit, whole.max_reply_tokens or limit)
-        rising = min(arguments["cache_tokens"], limit)
-        over = (max(whole.run_lengths[1::2]) - limit + rising) / rising
-        reward -= arguments["penalty"] * min(max(over, 0.0), 1.0)
+    limit = config.sampling.max_reply_tokens
+    limit = min(limit, whole.max_reply_tokens or limit)
+    penalty = REWARDS[algorithm.reward]
+    reward -= penalty(max(whole.run_lengths[1::2], default=0), limit, **algorithm.reward_args)
     found = Conversation(one, branch, algorithm, reward)
     if one.reference is not None:
         found.reference = torch.from_numpy(one.reference.logprobs.astype(np.float64))
@@ -119,20 +122,44 @@ def conversation_of(
     return found
 
 
+def no_penalty(longest: int, limit: int) -> float:
+    return 0.0
+
+
+def overlong(longest: int, limit: int, *, penalty: float, cache_tokens: int) -> float:
+    """The share of the penalty rises over the last tokens before the limit."""
+    rising = min(cache_tokens, limit)
+    over = (longest - limit + rising) / rising
+    return penalty * min(max(over, 0.0), 1.0)
+
+
+def every_group(rewards: Sequence[float]) -> bool:
+    return True
+
+
+def unequal_rewards(rewards: Sequence[float]) -> bool:
+    return max(rewards) - min(rewards) > 1e-9
+
+
 def give_advantages(conversations: Sequence[Conversation]) -> None:
     """Sets the advantages of all that count."""
-    counted = [one for one in conversations if one.counts]
+    counted = [conversation for conversation in conversations if conversation.counts]
     scores: dict[tuple[str, str, str], float] = {}
-    for one in counted:
-        scores[one.side] = scores.get(one.side, one.reward) - float(one.costs.sum())
-    for one in counted:
-        one.advantages = _advantages(one, one.algorithm.advantage, scores)
-    if counted and counted[0].algorithm.advantage.startswith("reinforce_pp"):
-        every = torch.cat([one.advantages for one in counted])
-        for one in counted:
-            one.advantages = (one.advantages - every.mean()) / (every.std(correction=0) + 1e-6)
-    for one in counted:
-        one.advantages = one.advantages * one.branch.share
+    for conversation in counted:
+        scores[conversation.side] = scores.get(conversation.side, conversation.reward) - float(
+            conversation.costs.sum()
+        )
+    for conversation in counted:
+        conversation.advantages = _advantages(
+            conversation, conversation.algorithm.advantage, scores
+        )
+    if counted and counted[0].algorithm.advantage in WHITENED:
+        every = torch.cat([conversation.advantages for conversation in counted])
+        for conversation in counted:
+            centred = conversation.advantages - every.mean()
+            conversation.advantages = centred / (every.std(correction=0) + 1e-6)
+    for conversation in counted:
+        conversation.advantages = conversation.advantages * conversation.branch.share
 
 
 def _advantages(one: Conversation, kind: str, scores: dict[tuple[str, str, str], float]) -> Tensor:
@@ -141,17 +168,120 @@ def _advantages(one: Conversation, kind: str, scores: dict[tuple[str, str, str],
         rewards[-1] += one.reward
         return rewards.flip(0).cumsum(0).flip(0)
     group = np.array([score for side, score in scores.items() if side[:2] == one.side[:2]])
-    score = scores[one.side]
-    others = (group.sum() - score) / max(1, len(group) - 1)
-    value = {
-        "grpo": (score - group.mean()) / (group.std() + 1e-6),
-        "dr_grpo": score - group.mean(),
-        "reinforce_pp_baseline": score - group.mean(),
-        "rloo": score - others if len(group) > 1 else 0.0,
-        "score": score,
-        "none": 0.0,
-    }[kind]
+    value = SCORED[kind](scores[one.side], group)
     return torch.full_like(one.costs, value)
+
+
+@dataclass
+class PlainEpisode:
+    """An episode of one branch, by numbers; arrays have one number for each sampled token."""
+
+    group: str
+    reward: float
+    costs: np.ndarray
+    values: np.ndarray
+    # The first token of each reply, and the one behind its last.
+    turns: Sequence[tuple[int, int]]
+    # The reward that each token earned; None: the last one earned all.
+    earned: np.ndarray | None = None
+
+    @property
+    def score(self) -> float:
+        return self.reward - float(self.costs.sum())
+
+    @property
+    def token_rewards(self) -> np.ndarray:
+        rewards: np.ndarray = -self.costs
+        if self.earned is not None:
+            rewards += self.earned
+        else:
+            rewards[-1] += self.reward
+        return rewards
+
+    def returns(self, gamma: float) -> np.ndarray:
+        """The token's own and all later rewards; gamma for each turn between."""
+        rewards = self.token_rewards
+        results = np.zeros(len(rewards))
+        for turn, (start, stop) in enumerate(self.turns):
+            for token in range(start, stop):
+                results[token] = rewards[token:stop].sum()
+                for more, (first, last) in enumerate(self.turns[turn + 1 :], 1):
+                    results[token] += gamma**more * rewards[first:last].sum()
+        return results
+
+
+def _whitened(values: list[np.ndarray]) -> list[np.ndarray]:
+    every = np.concatenate(values)
+    return [(array - every.mean()) / (every.std() + 1e-6) for array in values]
+
+
+def _by_score(name: str) -> Advantages:
+    def estimator(episodes: Sequence[PlainEpisode]) -> list[np.ndarray]:
+        values: list[np.ndarray] = []
+        for episode in episodes:
+            group = np.array([other.score for other in episodes if other.group == episode.group])
+            value = SCORED[name](episode.score, group)
+            values.append(np.full(len(episode.costs), value))
+        return _whitened(values) if name in WHITENED else values
+
+    return estimator
+
+
+def _reinforce_pp(episodes: Sequence[PlainEpisode]) -> list[np.ndarray]:
+    return _whitened([episode.returns(1.0) for episode in episodes])
+
+
+def _return_to_go(
+    episodes: Sequence[PlainEpisode], *, gamma: float, normalize: bool
+) -> list[np.ndarray]:
+    results: list[np.ndarray] = []
+    for episode in episodes:
+        values = episode.returns(gamma)
+        for turn, (start, stop) in enumerate(episode.turns):
+            group_returns = [
+                member.returns(gamma)[member.turns[turn][0]]
+                for member in episodes
+                if member.group == episode.group and len(member.turns) > turn
+            ]
+            values[start:stop] -= np.mean(group_returns)
+            if normalize:
+                values[start:stop] /= np.std(group_returns) + 1e-6
+        results.append(values)
+    return results
+
+
+def _estimates(rewards: np.ndarray, values: np.ndarray, *, gamma: float, lam: float) -> list[float]:
+    """Sum over k of (gamma lam)^k d(t + k), where d is the reward and what the values changed."""
+    after = np.append(values[1:], 0.0)
+    changes = rewards + gamma * after - values
+    return [
+        sum((gamma * lam) ** k * change for k, change in enumerate(changes[step:]))
+        for step in range(len(changes))
+    ]
+
+
+def _gae(
+    episodes: Sequence[PlainEpisode], *, gamma: float, lam: float, normalize: bool
+) -> list[np.ndarray]:
+    results = [
+        np.array(_estimates(episode.token_rewards, episode.values, gamma=gamma, lam=lam))
+        for episode in episodes
+    ]
+    return _whitened(results) if normalize else results
+
+
+def _turn_gae(
+    episodes: Sequence[PlainEpisode], *, gamma: float, lam: float, normalize: bool
+) -> list[np.ndarray]:
+    results: list[np.ndarray] = []
+    for episode in episodes:
+        tokens = episode.token_rewards
+        rewards = np.array([tokens[start:stop].sum() for start, stop in episode.turns])
+        values = np.array([episode.values[start] for start, _ in episode.turns])
+        worths = _estimates(rewards, values, gamma=gamma, lam=lam)
+        lengths = [stop - start for start, stop in episode.turns]
+        results.append(np.repeat(worths, lengths))
+    return _whitened(results) if normalize else results
 
 
 def aggregated(losses: Sequence[Tensor], config: Config, *, number: int) -> Tensor:
@@ -186,44 +316,86 @@ def token_losses(one: Conversation, vocabulary: Tensor) -> Tensor:
 
 
 def _weight(algorithm: AlgorithmSection, log_ratio: Tensor) -> Tensor:
-    arguments, ratio = algorithm.weight_args, _exp(log_ratio)
-    weight = torch.ones_like(ratio)
-    if algorithm.weight == "token":
-        weight = ratio.clamp(max=arguments["cap"])
-    elif algorithm.weight == "sequence":
-        weight = weight * _exp(log_ratio.sum()).clamp(max=arguments["cap"])
-    if "token_band" in arguments:
-        low, high = arguments["token_band"]
-        weight = weight * ((ratio >= low) & (ratio <= high))
-    if "sequence_band" in arguments:
-        low, high = arguments["sequence_band"]
-        weight = weight * (low <= float(_exp(log_ratio.mean())) <= high)
-    return weight
+    return WEIGHTS[algorithm.weight](log_ratio, **algorithm.weight_args)
+
+
+def band_weight(
+    log_ratio: Tensor,
+    *,
+    token_band: Sequence[float] = (0.0, math.inf),
+    sequence_band: Sequence[float] = (0.0, math.inf),
+    to: str = "proximal",
+) -> Tensor:
+    """1 inside both bands, of the token and of the sequence's geometric mean."""
+    ratio = _exp(log_ratio)
+    is_inside = (ratio >= token_band[0]) & (ratio <= token_band[1])
+    mean = float(_exp(log_ratio.mean()))
+    return is_inside.to(ratio.dtype) * (sequence_band[0] <= mean <= sequence_band[1])
+
+
+def token_weight(log_ratio: Tensor, *, cap: float, **bands: Any) -> Tensor:
+    return band_weight(log_ratio, **bands) * _exp(log_ratio).clamp(max=cap)
+
+
+def sequence_weight(log_ratio: Tensor, *, cap: float, **bands: Any) -> Tensor:
+    return band_weight(log_ratio, **bands) * _exp(log_ratio.sum()).clamp(max=cap)
 
 
 def _objective(
     algorithm: AlgorithmSection, policy: Tensor, log_ratio: Tensor, advantage: Tensor
 ) -> Tensor:
-    arguments = algorithm.loss_args
-    low, high = 1 - arguments.get("clip_low", 0.0), 1 + arguments.get("clip_high", 0.0)
-    match algorithm.loss:
-        case "reinforce":
-            return -advantage * policy
-        case "cispo":
-            return -_exp(log_ratio).detach().clamp(low, high) * advantage * policy
-        case "sapo":
-            positive, negative = arguments["tau_positive"], arguments["tau_negative"]
-            tau = torch.where(advantage > 0, positive, negative)
-            return -torch.sigmoid(tau * (_exp(log_ratio) - 1)) * 4 / tau * advantage
-        case "gspo":
-            # The value is the sequence's mean, the gradient that of the token.
-            log_ratio = log_ratio.mean().detach() + log_ratio - log_ratio.detach()
+    formula = OBJECTIVES[algorithm.loss]
+    arguments = {name: v for name, v in algorithm.loss_args.items() if name != "ratio"}
+    return formula(policy, log_ratio, advantage, **arguments)
+
+
+def reinforce(policy: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+    return -advantage * policy
+
+
+def cispo(
+    policy: Tensor, log_ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float
+) -> Tensor:
+    factor = _exp(log_ratio).detach().clamp(1 - clip_low, 1 + clip_high)
+    return -factor * advantage * policy
+
+
+def sapo(
+    policy: Tensor,
+    log_ratio: Tensor,
+    advantage: Tensor,
+    *,
+    tau_positive: float,
+    tau_negative: float,
+) -> Tensor:
+    tau = torch.where(advantage > 0, tau_positive, tau_negative)
+    return -torch.sigmoid(tau * (_exp(log_ratio) - 1)) * 4 / tau * advantage
+
+
+def ppo(
+    policy: Tensor,
+    log_ratio: Tensor,
+    advantage: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
     ratio = _exp(log_ratio)
-    loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    if "dual_clip" in arguments:
-        most = -arguments["dual_clip"] * advantage
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = -torch.minimum(ratio * advantage, clipped * advantage)
+    if dual_clip is not None:
+        most = -dual_clip * advantage
         loss = torch.where(advantage < 0, torch.minimum(loss, most), loss)
     return loss
+
+
+def gspo(
+    policy: Tensor, log_ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float
+) -> Tensor:
+    """PPO's, where the value is the sequence's mean and the gradient that of the token."""
+    mean = log_ratio.mean().detach() + log_ratio - log_ratio.detach()
+    return ppo(policy, mean, advantage, clip_low=clip_low, clip_high=clip_high)
 
 
 def divergence(policy: Tensor, reference: Tensor, estimator: str) -> Tensor:
@@ -252,3 +424,50 @@ def _likely_divergence(vocabulary: Tensor, one: Conversation, estimator: str) ->
 
 def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-20, 20).exp()
+
+
+Advantages: TypeAlias = Callable[..., list[np.ndarray]]
+# The advantage of all tokens of an episode, by its score and those of its group.
+SCORED: Mapping[str, Callable[[float, np.ndarray], float]] = {
+    "grpo": lambda score, group: (score - group.mean()) / (group.std() + 1e-6),
+    "dr_grpo": lambda score, group: score - group.mean(),
+    "rloo": lambda score, group: (
+        score - (group.sum() - score) / (len(group) - 1) if len(group) > 1 else 0.0
+    ),
+    "reinforce_pp_baseline": lambda score, group: score - group.mean(),
+    "score": lambda score, group: score,
+    "none": lambda score, group: 0.0,
+}
+WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
+ADVANTAGES: Mapping[str, Advantages] = {
+    **{name: _by_score(name) for name in SCORED},
+    "reinforce_pp": _reinforce_pp,
+    "return_to_go": _return_to_go,
+    "gae": _gae,
+    "turn_gae": _turn_gae,
+}
+OBJECTIVES: Mapping[str, Callable[..., Tensor]] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "reinforce": reinforce,
+}
+WEIGHTS: Mapping[str, Callable[..., Tensor]] = {
+    "none": band_weight,
+    "token": token_weight,
+    "sequence": sequence_weight,
+}
+REWARDS: Mapping[str, Callable[..., float]] = {"none": no_penalty, "overlong": overlong}
+FILTERS: Mapping[str, Callable[[Sequence[float]], bool]] = {
+    "none": every_group,
+    "unequal_rewards": unequal_rewards,
+}
+# The formula of each built-in function, by its kind and name.
+FORMULAS: Mapping[FunctionKind, Mapping[str, Callable[..., Any]]] = {
+    "loss": OBJECTIVES,
+    "advantage": ADVANTAGES,
+    "weight": WEIGHTS,
+    "reward": REWARDS,
+    "filter": FILTERS,
+}

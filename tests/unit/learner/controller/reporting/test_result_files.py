@@ -141,22 +141,33 @@ def test_a_report_with_the_name_of_a_metric_of_the_run_is_told_once(tmp_path):
     ]
 
 
+def warnings_of_gaps(folder: Path, *steps: int) -> list[str]:
+    """The warnings of a start of the run, in whose steps engine and learner differ."""
+    gap = {
+        "logprob_gap_mean": 0.3,
+        "logprob_gap_tokens": 64.0,
+    }
+    events = EventLog()
+    config = config_of(folder)
+    trackers = Trackers({}, print)
+    recorder = RunRecorder(
+        folder,
+        config,
+        trackers,
+        None,
+        events,
+    )
+    for number in steps:
+        step(recorder, number, **gap)
+    recorder.close()
+    return [event.text for event in events.kept()]
+
+
 def test_an_invariant_that_steps_break_is_told_once_a_run(tmp_path: Path) -> None:
-    gap = {"logprob_gap_mean": 0.3, "logprob_gap_tokens": 64.0}
-
-    def warnings_of(*steps: int) -> list[str]:
-        events = EventLog()
-        no_trackers = Trackers({}, lambda text: None)
-        recorder = RunRecorder(tmp_path, config_of(tmp_path), no_trackers, None, events)
-        for number in steps:
-            step(recorder, number, **gap)
-        recorder.close()
-        return [event.text for event in events.kept()]
-
-    (text,) = warnings_of(0, 1)
+    (text,) = warnings_of_gaps(tmp_path, 0, 1)
     assert text.startswith("step 1: engine and learner give 64 tokens that the newest weights")
     # A later start of the run reads it from the rows.
-    assert warnings_of(2, 3) == []
+    assert warnings_of_gaps(tmp_path, 2, 3) == []
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
