@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from slipstream.core.errors import ProtocolError
+from slipstream.protocol.release import unknown_fact
 from slipstream.v1 import bounds_pb2
 
 M = TypeVar("M", bound=Message)
@@ -73,6 +74,18 @@ def decode(kind: type[M], data: bytes) -> M:
         raise ProtocolError(f"not a message of type {kind.DESCRIPTOR.name}: {error}") from None
     check_bounds(message)
     return message
+
+
+def check_known(message: Message, what: str) -> None:
+    """Removes what `message` has beyond its type's fields; raises ProtocolError if it had any.
+
+    Messages on the wire come from our own release. A stored one, `what`, may come from another, and
+    must not be read without the facts that it has beside ours.
+    """
+    num_bytes = message.ByteSize()
+    message.DiscardUnknownFields()
+    if message.ByteSize() < num_bytes:
+        raise ProtocolError(unknown_fact(what, "a field"))
 
 
 def max_message_bytes(kind: type[Message]) -> int:

@@ -34,7 +34,7 @@ from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.run import Run
 from slipstream.protocol.access.security import redis_url_of
-from slipstream.protocol.bounds import decode
+from slipstream.protocol.bounds import check_known, decode
 from slipstream.protocol.queue.base import Amount, Delivery, OpenSeal, opened, opener
 from slipstream.v1 import trajectory_pb2
 
@@ -308,6 +308,7 @@ class _Entry:
             return cls(entry_id, None)
         try:
             request = decode(trajectory_pb2.DeliverRequest, fields.get(DELIVERY, b""))
+            check_known(request, f"entry {entry_id.decode()} of the queue")
         except ProtocolError as error:
             return cls(entry_id, trajectory_pb2.DeliverRequest(), str(error))
         return cls(entry_id, request)

@@ -7,11 +7,16 @@ reader beside the writer.
 import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
+from google.protobuf.message import DecodeError, Message
+from slipstream.core.configuration.config_file import REMEDY
+from slipstream.core.errors import ProtocolError
 from slipstream.core.machine.files import replace_file
+from slipstream.protocol.bounds import check_known
 from slipstream.v1 import operations_pb2 as pb
 
+M = TypeVar("M", bound=Message)
 # Number of an operation, the operation, its result, which is not done before it has ended, and the
 # end in seconds since 1970.
 Stored: TypeAlias = tuple[int, pb.Operation, pb.OperationResult, float]
@@ -32,7 +37,10 @@ class OperationStore:
                 path.unlink()
 
     def read(self, *, only_ended: bool = False) -> Iterator[Stored]:
-        """Yields operations in the order of their numbers, but for those that go meanwhile."""
+        """Yields operations in the order of their numbers, but for those that go meanwhile.
+
+        Raises ProtocolError, as `result` does, for a file that is damaged or of another release.
+        """
         for path in sorted(self._folder.glob("[0-9]*.request")):
             result, ended_s = pb.OperationResult(), 0.0
             with contextlib.suppress(FileNotFoundError):
@@ -40,13 +48,12 @@ class OperationStore:
                 result = self.result(int(path.stem))
             if ended_s or not only_ended:
                 with contextlib.suppress(FileNotFoundError):
-                    operation = pb.Operation.FromString(path.read_bytes())
+                    operation = _read(pb.Operation, path)
                     yield int(path.stem), operation, result, ended_s
 
     def result(self, number: int) -> pb.OperationResult:
         """Returns the result of an operation that has ended."""
-        path = self._folder / f"{number:09d}.result"
-        return pb.OperationResult.FromString(path.read_bytes())
+        return _read(pb.OperationResult, self._folder / f"{number:09d}.result")
 
     def write(self, number: int, operation: pb.Operation) -> None:
         """Writes an operation, in place of an earlier one of this number."""
@@ -63,3 +70,12 @@ class OperationStore:
             # Without its result it would begin again.
             path.unlink()
             path.with_suffix(".result").unlink()
+
+
+def _read(kind: type[M], path: Path) -> M:
+    try:
+        message = kind.FromString(path.read_bytes())
+    except DecodeError as error:
+        raise ProtocolError(f"{path} is damaged: {error}; {REMEDY}") from error
+    check_known(message, str(path))
+    return message

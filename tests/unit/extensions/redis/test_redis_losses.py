@@ -362,3 +362,15 @@ async def test_debians_redis_keeps_everything_with_the_documented_rights(tmp_pat
         assert [(await second.get()).trajectory_id for _ in range(9)] == [
             name(number) for number in range(1, 10)
         ]
+
+
+async def test_an_entry_of_another_release_is_named_and_not_read_in_part(
+    server, administrator, caplog
+):
+    async with asyncio.timeout(LIMIT_S), RedisReceiver(server.url(), "run", without_seal):
+        request = trajectory_pb2.DeliverRequest(trajectory=b"x", trajectory_id=name(0))
+        # A field that this release does not know.
+        data = request.SerializeToString() + b"\xf8\x7c\x07"
+        await administrator.xadd(STREAM, {DELIVERY: data})
+        await until(lambda: "is of another release: a field" in caplog.text)
+    assert "is removed: entry" in caplog.text

@@ -25,7 +25,7 @@ from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.machine.files import open_regular, read_regular
 from slipstream.learner.controller.records.history import REMEDY
 from slipstream.protocol.access.security import MAX_MESSAGE_BYTES
-from slipstream.protocol.bounds import check_bounds
+from slipstream.protocol.bounds import check_bounds, check_known
 from slipstream.protocol.release import RELEASE, unknown_fact
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 
@@ -233,10 +233,7 @@ class StoredBatch:
             check_bounds(message)
         except (DecodeError, ProtocolError) as error:
             raise self._damaged(str(error)) from error
-        num_bytes = message.ByteSize()
-        message.DiscardUnknownFields()
-        if message.ByteSize() < num_bytes:
-            raise ProtocolError(unknown_fact(str(self._path), "a field"))
+        check_known(message, str(self._path))
         return message
 
     def _old_message(self) -> trainer_pb2.RecordedBatch:
