@@ -82,13 +82,20 @@ async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_le
 async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(tmp_path, tiny_model):
     folder = run_processes.copy_environments(tmp_path)
     mine = {"name": "configured", "reference": "user_environments:Repeat", "timeout_s": 5.0}
+    other = tmp_path / "other"
     config = run_processes.write_config(
-        folder, tiny_model, run__steps=10_000, environments=[mine], **SIZES
+        folder,
+        tiny_model,
+        run__steps=10_000,
+        environments=[mine],
+        security__submitted_paths=[str(other)],
+        **SIZES,
     )
     address = run_processes.address_of(config)
+    token = str(run_processes.token_of(config))
 
     async def ask(*arguments: str, cwd: Path = folder) -> tuple[int, str, str]:
-        parts = (*arguments, "--controller", address)
+        parts = (*arguments, "--controller", address, "--token-file", token)
         result = await asyncio.to_thread(run_processes.run_command, *parts, cwd=cwd)
         return result.returncode, result.stdout, result.stderr
 
@@ -96,7 +103,6 @@ async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(tmp
         async with run_processes.connection(config, run) as client:
             await run_processes.until_step(client, 1)
 
-            other = tmp_path / "other"
             other.mkdir()
             (folder / "user_environments.py").rename(other / "their_environments.py")
             submit = ("submit", "their_environments:Repeat", "--name", "submitted")

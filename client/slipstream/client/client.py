@@ -99,7 +99,10 @@ class Client:
         reconnect_timeout_s: Patience = RECONNECT_TIMEOUT_S,
         run_id: str | None = None,
     ) -> None:
-        """Takes the controller's `address`, host:port; other hosts need `token_file` and `tls_ca`.
+        """Takes the controller's `address`, host:port, and its files; other hosts need `tls_ca`.
+
+        `token_file` holds the run's token, by default the file `token` in its folder, which
+        `of_run` finds by itself.
 
         A run with `security.tls_client_ca` needs `tls_certificate` and `tls_key` too. `serve` and
         `watch` wait up to `reconnect_timeout_s` for a controller that they lost. The run is
@@ -406,6 +409,11 @@ class Client:
             return NoController(f"{self._no_answer}{cause}{self._to_do}")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ConfigError(f"what answers at {address} is no controller of this version")
+        if code is grpc.StatusCode.UNAUTHENTICATED and self._credentials.token is None:
+            return ConfigError(
+                f"the controller at {address} asks for its run's token: name the run, or give "
+                "token_file (--token-file), the file `token` of the run's folder"
+            )
         if code in REFUSED:
             return ConfigError(details)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:

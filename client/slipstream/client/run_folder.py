@@ -46,6 +46,7 @@ from slipstream.core.run_folder import (
 )
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import SecuritySection
+from slipstream.protocol.access.run_token import make_run_token, run_security
 from slipstream.protocol.access.security import is_loopback
 from slipstream.protocol.checkpoints import (
     MANIFEST_NAME,
@@ -367,7 +368,7 @@ def find_run(run: str | Path | None, runs: Path = Path("runs")) -> FoundRun:
     # A run of an earlier version may have had other settings, too.
     stated = settings.get("security", {})
     known = {name: stated[name] for name in SecuritySection.model_fields if name in stated}
-    security = parse_section(SecuritySection, known)
+    security = run_security(parse_section(SecuritySection, known), address, folder)
     return FoundRun(address, security, journaled_run_id(folder), _told_by_files(folder, address))
 
 
@@ -393,15 +394,16 @@ def _told_by_files(folder: Path, address: str) -> str:
 
 
 def begin_run(config: Config, address: str) -> str:
-    """Returns the id of the run that begins or goes on; writes the controller's address down.
+    """Returns the id of the run that begins or goes on; writes down address and token.
 
-    Raises ConfigError if another run goes on here, or the address cannot be written.
+    Raises ConfigError if another run goes on here, or a file cannot be written.
     """
     folder = config.run_dir
     run_id = journaled_run_id(folder) or config.run.id
     run_id = run_id or f"{config.run.name}-{secrets.token_hex(4)}"
     if config.run.id not in (None, run_id):
         raise ConfigError(f"run.id must stay {run_id} when a run goes on, got {config.run.id}")
+    make_run_token(config)
     try:
         (folder / ADDRESS).write_text(f"{address}\n")
     except OSError as error:

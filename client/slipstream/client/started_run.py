@@ -60,6 +60,7 @@ from slipstream.core.run_folder import ADDRESS, METRICS
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import EnvironmentSection
 from slipstream.core.template_values import plain
+from slipstream.protocol.access.run_token import run_security
 from slipstream.v1 import environment_pb2 as pb
 
 SOURCE = "slipstream.run"
@@ -312,7 +313,8 @@ class _Plan:
             raise NoController(f"{self.folder} has no controller yet")
         security = self.config.security
         paths = {name: self.cwd / value for name, value in security if isinstance(value, Path)}
-        return Client.of_run(FoundRun(address, security.model_copy(update=paths)))
+        security = run_security(security.model_copy(update=paths), address, self.folder)
+        return Client.of_run(FoundRun(address, security))
 
 
 @dataclass(frozen=True, eq=False)

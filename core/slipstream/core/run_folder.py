@@ -18,6 +18,8 @@ JOURNAL, JOURNAL_LOG, BATCHES = "journal", "journal.log", "batches"
 CHECKPOINTS, FINAL_MODEL, FINAL_ADAPTERS = "checkpoints", "final", "final-adapters"
 # The controller's address, HOST:PORT, as the newest command has it.
 ADDRESS = "controller.address"
+# The token of a run on loopback, for its owner alone.
+TOKEN = "token"
 # A row for each step and evaluation, and the facts of a run that has ended.
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 # Some trajectories as text, and the numbers of all groups, both of sampled steps.

@@ -46,7 +46,8 @@ from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.patience import Patience
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, TrajectoryId
-from slipstream.protocol.access.security import Credentials, call_metadata, cause_of, open_channel
+from slipstream.protocol.access.run_token import run_credentials
+from slipstream.protocol.access.security import call_metadata, cause_of, open_channel
 from slipstream.protocol.rich_errors import REFUSALS, Reason, broken_stream, has_reason
 from slipstream.rollout_server.episodes.calls import OutgoingMessages
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
@@ -91,7 +92,7 @@ class RolloutServer:
         self._config, self._address = config, address
         self._server_id, self._process = server_id, secrets.randbits(63)
         self._model, self._gateway = model, gateway
-        self._credentials = Credentials.load(config.security)
+        self._credentials = run_credentials(config, address)
         self._metadata = call_metadata(self._credentials, config.run.id)
         self._outbox = OutgoingMessages[fleet_pb2.ServerMessage]()
         self._parts = server_parts(config, server_id)

@@ -24,6 +24,7 @@ from slipstream.client import Client
 from slipstream.client.status import Event, RunStatus
 from slipstream.client.verify import examine
 from slipstream.core.machine.address import free_port
+from slipstream.core.run_folder import TOKEN
 from slipstream.learner.controller.records.journal import read_records
 from slipstream.protocol.access.security import Credentials, open_channel
 from slipstream.v1 import trainer_pb2, trajectory_pb2
@@ -121,6 +122,12 @@ def write_config(folder: Path, model: Path, *, base: Path = QUICKSTART, **change
 
 def address_of(config: Path) -> str:
     return tomllib.loads(config.read_text())["controller"]["address"]
+
+
+def token_of(config: Path) -> Path:
+    """The file of the run's token, in the run's folder as `write_config` names it."""
+    run = tomllib.loads(config.read_text())["run"]
+    return Path(run["dir"], run["name"], TOKEN)
 
 
 def copy_environments(folder: Path) -> Path:
@@ -242,7 +249,7 @@ async def connection(config: Path, started: Command) -> AsyncIterator[Client]:
             ready.cancel()
             ended.cancel()
     assert started.process.returncode is None, started.err
-    async with Client(address) as client:
+    async with Client(address, token_file=token_of(config)) as client:
         yield client
 
 

@@ -49,10 +49,11 @@ def test_a_run_is_found_by_its_folder_its_name_or_because_it_is_alone(config: Co
     run_id = started(config)
     config = identified(config, ADDRESS, run_id)
     assert journal_of(config) == run_id
-    found = FoundRun(ADDRESS, SecuritySection(), run_id)
-    assert [find_run(run) for run in ("runs/test", "test", str(Path("runs/test").resolve()))] == [
-        found
-    ] * 3
+    found = FoundRun(ADDRESS, SecuritySection(token_file=Path("runs/test/token")), run_id)
+    assert [find_run(run) for run in ("runs/test", "test")] == [found, found]
+    folder = Path("runs/test").resolve()
+    token = SecuritySection(token_file=folder / "token")
+    assert find_run(str(folder)) == FoundRun(ADDRESS, token, run_id)
     with pytest.raises(ConfigError, match="no run goes on in runs/: name a run, or give"):
         find_run(None)
     with hold_run_folder(config):

@@ -47,12 +47,14 @@ from slipstream.core.configuration.config_file import check_model, check_sizes, 
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.core.machine.address import address_parts, listen
 from slipstream.core.models.model_rules import vocabulary_problems
+from slipstream.core.run_folder import TOKEN
 from slipstream.core.settings.measurement_sections import check_trackers
 from slipstream.protocol.access.exposure import (
     describe_exposure,
     interface_to,
     local_address,
 )
+from slipstream.protocol.access.run_token import run_credentials
 from slipstream.protocol.access.security import (
     UNTRUSTED,
     Credentials,
@@ -185,7 +187,7 @@ def check_security(scene: Scene) -> Iterator[Finding]:
         check_metrics_address(config.tracking.prometheus, credentials)
     means = {"TLS": credentials.has_tls, "token": bool(credentials.token)}
     used = [name for name, is_used in means.items() if is_used]
-    yield ok(" and ".join(used) or "loopback only, neither TLS nor token needed")
+    yield ok(" and ".join(used) or "loopback only, with a token in the run's folder")
     for path in (security.token_file, security.metrics_token_file, security.tls_key):
         if is_open_to_all(path):
             yield advice(f"every account of this machine may read {path}", f"chmod 600 {path}")
@@ -335,7 +337,7 @@ async def running_id(scene: Scene) -> str:
 async def ask_controller(scene: Scene, run_id: str | None = None) -> Answer:
     """Asks the controller for its setup; raises ConfigError if it refuses or is late."""
     address, limit_s, cause = scene.config.controller.address, scene.connect_timeout_s, ""
-    credentials = Credentials.load(scene.config.security)
+    credentials = run_credentials(scene.config)
     async with open_channel(address, credentials) as channel:
         stub = status_pb2_grpc.StatusServiceStub(channel)
         deadline_s = time.monotonic() + limit_s
@@ -351,6 +353,14 @@ async def ask_controller(scene: Scene, run_id: str | None = None) -> Answer:
                 cause = cause_of(error.code(), error.details())
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     cause = "what answers is no controller of this version"
+                # A run that began meanwhile has made its token.
+                newest = run_credentials(scene.config)
+                if newest.token != credentials.token:
+                    credentials = newest
+                    continue
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED and credentials.token is None:
+                    cause = f"it asks for its run's token, and {scene.config.run_dir / TOKEN} is "
+                    cause += "not there: set security.token_file to that file of the run"
                 if error.code() not in AWAY or cause.startswith(UNTRUSTED):
                     raise ConfigError(f"the controller at {address}: {cause}") from None
             else:

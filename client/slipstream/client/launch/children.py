@@ -24,7 +24,7 @@ from slipstream.core.machine.process import below_this, kernel_oom_kills
 from slipstream.core.settings.config import Config
 from slipstream.core.waits import within
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret
-from slipstream.protocol.access.security import Credentials
+from slipstream.protocol.access.run_token import run_credentials
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 # A restart after one of these would fail in the same way.
@@ -300,7 +300,7 @@ def rank_environments(config: Config, ranks: range) -> list[dict[str, str]]:
     # Random where one node has all ranks, equal on all nodes otherwise.
     secret = secrets.token_hex(16)
     if len(ranks) < learner.world_size:
-        secret = rendezvous_secret(Credentials.load(config.security).token, config.run.name)
+        secret = rendezvous_secret(run_credentials(config).token, config.run.name)
     shared = {
         "WORLD_SIZE": str(learner.world_size),
         "LOCAL_WORLD_SIZE": str(len(ranks)),

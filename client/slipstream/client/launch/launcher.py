@@ -67,7 +67,8 @@ from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.parallel_rules import RankLayout
-from slipstream.protocol.access.security import Credentials, without_password
+from slipstream.protocol.access.run_token import run_credentials
+from slipstream.protocol.access.security import without_password
 
 REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
@@ -163,14 +164,13 @@ async def _carry_out(
         await require(replace(scene, stated=config), Stage.START)
         stack.enter_context(run_folder.hold_run_folder(config, node_rank=share.node_rank))
         before = settings_in(config.run_dir) if share.has_controller else {}
-        credentials = Credentials.load(config.security)
         if share.has_controller:
             run_id = run_folder.begin_run(config, address)
         else:
             run_id = await running_id(scene)
         processes = RunProcesses(
             run_folder.identified(config, address, run_id),
-            credentials,
+            run_credentials(config),
             placement,
             node_rank=share.node_rank,
             stated=config,

@@ -14,29 +14,26 @@ from slipstream.core.settings.tables import Tables
 class Config(Tables):
     """All settings of a run, after the rules between them are checked."""
 
-    @property
-    def submits_any_module(self) -> bool:
-        """Whether clients may submit an environment of any module, from any folder."""
-        is_local = is_loopback(address_parts(self.controller.address)[0])
-        return self.security.submitted_modules is None and is_local
-
     def submission_refusal(self, reference: str) -> str:
         """Returns why clients may not submit the environment `reference`, or "" if they may."""
-        if self.submits_any_module:
-            return ""
         module = reference.partition(":")[0]
-        known, cause = self.security.submitted_modules, ""
-        if known is None:
-            own = [each.reference.partition(":")[0] for each in self.environments]
-            known = tuple(each for each in dict.fromkeys(own) if not is_below(each, _ANY_CODE))
+        cause = ""
+        allowed = self.security.submitted_modules
+        if allowed is None and is_below(module, _ANY_CODE):
+            cause = " (unless it is set: the arguments of an environment may name any program)"
+            allowed = ()
+        elif allowed is None:
             address = self.controller.address
+            if is_loopback(address_parts(address)[0]):
+                return ""
+            modules = (section.reference.partition(":")[0] for section in self.environments)
             cause = f" (those of the run's environments, since {address} is not loopback)"
-            if is_below(module, _ANY_CODE):
-                cause = " (unless it is set: the arguments of an environment may name any program)"
-                known = ()
-        if is_below(module, known):
+            allowed = tuple(
+                name for name in dict.fromkeys(modules) if not is_below(name, _ANY_CODE)
+            )
+        if is_below(module, allowed):
             return ""
-        listed = ", ".join(known) or "none"
+        listed = ", ".join(allowed) or "none"
         return f"security.submitted_modules has no {module}, only {listed}{cause}"
 
     @model_validator(mode="after")

@@ -531,15 +531,18 @@ class SecuritySection(Section):
     # PEM file of the authority whose certificates callers must show. By default they need none.
     tls_client_ca: Path | None = None
     # File with a secret of at least 32 characters that callers send, the run's or the host's
-    # role's.
+    # role's. By default the file `token` of the run's folder, which a run on loopback makes.
     token_file: Path | None = None
     # File with the token of Prometheus, which opens /metrics alone.
     metrics_token_file: Path | None = None
     # Modules, with all below them, whose environments clients may submit to every rollout host. By
-    # default any while the controller is on loopback, else those of the run's environments but
-    # slipstream.environments.command and frameworks, whose arguments may name any program. Clients
-    # choose the arguments.
+    # default any while the controller is on loopback, else those of the run's environments, but
+    # never slipstream.environments.command and frameworks, whose arguments may name any program.
+    # Clients choose the arguments.
     submitted_modules: tuple[str, ...] | None = None
+    # Folders in which rollout hosts may look for the modules of submitted environments, and
+    # interpreters that these may name, beside those of the run itself.
+    submitted_paths: tuple[Path, ...] = ()
 
     @model_validator(mode="after")
     def _pairs(self) -> Self:

@@ -29,7 +29,8 @@ from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker import operations, wire_pb2
 from slipstream.extensions.tinker.archives import Archives
 from slipstream.extensions.tinker.operations import SAVES, Refused
-from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
+from slipstream.protocol.access.run_token import run_credentials
+from slipstream.protocol.access.security import call_metadata, open_channel
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import operations_pb2_grpc
@@ -397,7 +398,7 @@ class SampleStream:
 
 async def serve(config: Config, port: int, *, in_flight: bool = False) -> None:
     """Serves on loopback until a signal; with `in_flight` sessions follow the newest weights."""
-    credentials = Credentials.load(config.security)
+    credentials = run_credentials(config)
     async with open_channel(config.controller.address, credentials) as channel:
         stub = operations_pb2_grpc.OperationServiceStub(channel)
         metadata = call_metadata(credentials, config.run.id)

@@ -75,12 +75,13 @@ async def _serve(path: Path, overrides: list[str]) -> int:
     from slipstream.core.settings.measurement_sections import check_trackers
     from slipstream.learner.algorithms.functions import load_functions
     from slipstream.learner.controller.application import Controller
-    from slipstream.protocol.access.security import Credentials
+    from slipstream.protocol.access.run_token import make_run_token, run_credentials
 
     config = load_config(path, overrides)
     check_trackers(config.tracking)
     load_functions(config, ("reward", "filter"))
-    controller = Controller(config, Credentials.load(config.security))
+    make_run_token(config)
+    controller = Controller(config, run_credentials(config))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, controller.stop, f"signal {number.name}")

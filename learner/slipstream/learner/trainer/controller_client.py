@@ -17,12 +17,8 @@ from slipstream.core.patience import Patience
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.ranks.activity import Activity
-from slipstream.protocol.access.security import (
-    Credentials,
-    call_metadata,
-    cause_of,
-    open_blocking_channel,
-)
+from slipstream.protocol.access.run_token import run_credentials
+from slipstream.protocol.access.security import call_metadata, cause_of, open_blocking_channel
 from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
 from slipstream.protocol.rich_errors import Reason, has_reason
 from slipstream.v1 import trainer_pb2 as pb
@@ -67,7 +63,7 @@ class ControllerClient:
     """
 
     def __init__(self, config: Config) -> None:
-        credentials = Credentials.load(config.security)
+        credentials = run_credentials(config)
         # The hello of the registration, with the newest version; None before it.
         self._hello: pb.TrainerHello | None = None
         # Why the trainer could not register again with a restarted controller.

@@ -1,4 +1,4 @@
-"""Opens gRPC servers and channels: loopback is open, other addresses need TLS and a token."""
+"""Opens gRPC servers and channels, which off loopback need TLS and a token."""
 
 import hmac
 import re
@@ -297,7 +297,7 @@ class AccessInterceptor(Interceptor):
         check_own(tokens)
         self._run_id, self._refusals = run_id, Refusals()
         refused = {line[1:] for line in tokens if line.startswith("-")}
-        # What callers show, and its role: None for the run's own token.
+        # Each value that callers may show, and its role: None for the run's own token.
         self._expected = [
             (f"Bearer {token}".encode(), role)
             for line in tokens
@@ -317,6 +317,19 @@ class AccessInterceptor(Interceptor):
             return handler
         refusing, method = self._refusals.refusing, str(handler_call_details.method)
         metadata = dict(handler_call_details.invocation_metadata or ())
+        if self._expected:
+            # Tokens are compared in constant time.
+            shown = str(metadata.get(TOKEN_KEY, "")).encode()
+            roles = [role for token, role in self._expected if hmac.compare_digest(shown, token)]
+            if not roles:
+                # A caller without a token learns of no run.
+                text = "the token is missing or wrong (security.token_file)"
+                code, reason = grpc.StatusCode.UNAUTHENTICATED, Reason.WRONG_TOKEN
+                return refusing(handler, code, text, reason)
+            if not any(may_call(role, method) for role in roles):
+                text = f"the token of a {roles[0]} does not open {method} (docs/security.md)"
+                code, reason = grpc.StatusCode.PERMISSION_DENIED, Reason.NOT_OF_THE_ROLE
+                return refusing(handler, code, text, reason)
         named, ours = metadata.get(RUN_KEY, ""), self._run_id
         # A client may be somebody's own program, which has no release.
         is_free = ours is None or may_call("client", method)
@@ -326,21 +339,9 @@ class AccessInterceptor(Interceptor):
             code, reason = grpc.StatusCode.FAILED_PRECONDITION, Reason.PROTOCOL
             handler = refusing(handler, code, text, reason)
         if ours is not None and named != ours and (named or is_bound(method, NAMELESS)):
-            text = f"this is the controller of run {ours}, "
-            text += f"not of {named!s}" if named else f"and a call names its run in {RUN_KEY}"
+            text = f"a call names its run in {RUN_KEY}"
+            if named:
+                text = f"this is the controller of another run than {named!s}"
             code, reason = grpc.StatusCode.FAILED_PRECONDITION, Reason.OTHER_RUN
             handler = refusing(handler, code, text, reason)
-        if not self._expected:
-            return handler
-        # Tokens are compared in constant time.
-        shown = str(metadata.get(TOKEN_KEY, "")).encode()
-        roles = [role for token, role in self._expected if hmac.compare_digest(shown, token)]
-        if not roles:
-            text = "the token is missing or wrong (security.token_file)"
-            code, reason = grpc.StatusCode.UNAUTHENTICATED, Reason.WRONG_TOKEN
-            return refusing(handler, code, text, reason)
-        if any(may_call(role, method) for role in roles):
-            return handler
-        text = f"the token of a {roles[0]} does not open {method} (docs/security.md)"
-        code, reason = grpc.StatusCode.PERMISSION_DENIED, Reason.NOT_OF_THE_ROLE
-        return refusing(handler, code, text, reason)
+        return handler

@@ -24,6 +24,7 @@ from slipstream.core import patience
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.machine.address import free_port
 from slipstream.core.machine.files import OwnedFolder
+from slipstream.protocol.access.run_token import make_run_token, run_credentials
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.small_configs import config_of, small_config
@@ -175,7 +176,12 @@ async def with_controller(tmp_path: Path) -> AsyncIterator[RunProcesses]:
         controller={"address": f"127.0.0.1:{free_port('127.0.0.1')}"},
         model={"path": str(tmp_path)},
     )
-    async with asyncio.timeout(LIMIT_S), RunProcesses(config, OPEN, Placement()) as processes:
+    make_run_token(config)
+    credentials = run_credentials(config)
+    async with (
+        asyncio.timeout(LIMIT_S),
+        RunProcesses(config, credentials, Placement()) as processes,
+    ):
         yield processes
 
 

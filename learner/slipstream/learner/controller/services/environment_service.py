@@ -254,13 +254,16 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
             )
         if refusal := self._run.config.submission_refusal(spec.reference):
             return refusal
-        if self._run.config.submits_any_module:
-            return ""
-        for name in ("python", "search_path"):
-            value, known = getattr(spec, name), {getattr(each, name) for each in self._own}
-            if value and value not in known:
+        folder = Path(self._folder)
+        allowed = {str(folder / path) for path in self._run.config.security.submitted_paths}
+        interpreters = {own.python for own in self._own}
+        for name, value, usual in (
+            ("python", spec.python, interpreters),
+            ("search_path", spec.search_path, {self._folder}),
+        ):
+            if value and value not in usual | allowed:
                 return (
-                    f"{name} must be empty or that of an environment of the run's settings, "
+                    f"{name} must be empty, that of the run or one of security.submitted_paths, "
                     f"got {shown(value)}"
                 )
         return ""

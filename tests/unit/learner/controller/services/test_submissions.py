@@ -1,5 +1,6 @@
 """What clients may submit, and what readers see of it."""
 
+import os
 from typing import Any
 
 import pytest
@@ -45,8 +46,12 @@ def submissions(**sections: Any) -> tuple[EnvironmentServicer, EnvironmentBook, 
 
 @pytest.mark.parametrize(
     "sections",
-    [{"controller": {"address": "10.0.0.5:7070"}}, {"security": {"submitted_modules": ["ours"]}}],
-    ids=["off loopback", "a list"],
+    [
+        {},
+        {"controller": {"address": "10.0.0.5:7070"}},
+        {"security": {"submitted_modules": ["ours"]}},
+    ],
+    ids=["loopback", "off loopback", "a list"],
 )
 @pytest.mark.parametrize("field", ["python", "search_path"])
 def test_an_allowed_module_is_started_from_the_runs_own_place_alone(field, sections) -> None:
@@ -56,13 +61,25 @@ def test_an_allowed_module_is_started_from_the_runs_own_place_alone(field, secti
     assert servicer._problem(submitted("new", **{field: own})) == ""
     assert servicer._problem(submitted("new", **{field: ""})) == ""
     assert servicer._problem(submitted("new", **{field: f"{own}/evil"})) == (
-        f"{field} must be empty or that of an environment of the run's settings, got '{own}/evil'"
+        f"{field} must be empty, that of the run or one of security.submitted_paths, "
+        f"got '{own}/evil'"
     )
 
 
-def test_on_loopback_without_a_list_any_place_will_do() -> None:
-    servicer, _, _ = submissions()
-    assert servicer._problem(submitted("new", python="/any", search_path="/any")) == ""
+def test_a_run_without_environments_has_its_working_directory() -> None:
+    run = run_of(controller={"client_loop": True}, learner={"shared_prefix_tokens": 0})
+    servicer = EnvironmentServicer(run, books_of(run), None)  # type: ignore[arg-type]
+    assert servicer._problem(submitted("new", search_path=os.getcwd())) == ""
+    assert "got '/evil'" in servicer._problem(submitted("new", search_path="/evil"))
+
+
+def test_the_settings_allow_further_places() -> None:
+    servicer, _, _ = submissions(security={"submitted_paths": ["/theirs", "venvs/b/bin/python"]})
+    own_python = f"{os.getcwd()}/venvs/b/bin/python"
+    assert servicer._problem(submitted("a", search_path="/theirs", python=own_python)) == ""
+    for path in ("/theirs/below", "theirs", f"{own_python}3"):
+        assert "security.submitted_paths" in servicer._problem(submitted("a", search_path=path))
+        assert "security.submitted_paths" in servicer._problem(submitted("a", python=path))
 
 
 def test_submitted_environments_share_a_number_of_workers() -> None:
@@ -129,8 +146,8 @@ def test_what_an_earlier_start_allowed_is_judged_again() -> None:
     servicer.restore(history)
     assert set(book.entries) == {"own", "good"}
     assert [each.text for each in run.events.kept()] == [
-        "environment bad is not submitted again: search_path must be empty or that of an "
-        "environment of the run's settings, got '/tmp/evil'"
+        "environment bad is not submitted again: search_path must be empty, that of the run or "
+        "one of security.submitted_paths, got '/tmp/evil'"
     ]
 
 
@@ -193,6 +210,12 @@ def test_clients_submit_only_modules_that_the_run_allows(reference: str, problem
     ("address", "reference", "problem"),
     [
         ("127.0.0.1:7070", "os:Sums", ""),
+        (
+            "127.0.0.1:7070",
+            "slipstream.environments.command:Command",
+            "security.submitted_modules has no slipstream.environments.command, only none (unless "
+            "it is set: the arguments of an environment may name any program)",
+        ),
         ("10.0.0.5:7070", "ours.below:Sums", ""),
         (
             "10.0.0.5:7070",
@@ -208,7 +231,7 @@ def test_clients_submit_only_modules_that_the_run_allows(reference: str, problem
         ),
     ],
 )
-def test_off_loopback_clients_submit_modules_of_the_runs_own_environments_by_default(
+def test_clients_submit_by_default_what_the_address_allows(
     address: str, reference: str, problem: str
 ) -> None:
     run = run_of(
