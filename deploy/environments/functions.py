@@ -65,6 +65,15 @@ ANSWERS = (b"value ", b"raised ")
 # What a test may ask of a value that a function returns.
 _OWN = (str, bytes, int, float, complex, list, dict, set, range)
 _METHODS = {name for kind in _OWN for name in dir(kind)}
+# How tests take over what Python prints.
+_READERS_OF_OUTPUT = {
+    "redirect_stdout",
+    "redirect_stderr",
+    "capsys",
+    "capfd",
+    "capsysbinary",
+    "captured_stdout",
+}
 TIME_LIMITS = ("seconds", "processor_s")
 MIB = 1 << 20
 
@@ -137,6 +146,7 @@ def _read_exam(row: Row, where: str, columns: _Columns) -> Exam:
     if not names:
         raise ConfigError(f"{where}: the tests use no name that they do not define themselves")
     for text in texts:
+        _check_output(_parsed(text, where), where)
         _check_judges([*ast.walk(_parsed(text, where))], names, where)
     modules = sorted(set(imported.values()))
     return Exam(
@@ -187,6 +197,26 @@ def _check_judges(nodes: Sequence[ast.AST], names: set[str], where: str) -> None
     others = (node for node in nodes if isinstance(node, ast.Call) and not _calls(node, known))
     if next(others, None) is None and not any(isinstance(node, asserts) for node in nodes):
         raise ConfigError(f"{where}: a test asserts nothing: {ast.unparse(nodes[0])[:80]!r}")
+
+
+def _check_output(test: ast.Module, where: str) -> None:
+    """Raises ConfigError for a test that reads what a function prints, which is another process."""
+    for node in ast.walk(test):
+        name = {
+            ast.Name: "id",
+            ast.Attribute: "attr",
+            ast.alias: "name",
+            ast.arg: "arg",
+        }.get(type(node))
+        word = "" if name is None else getattr(node, name)
+        is_written = word == "stdout" and isinstance(getattr(node, "ctx", None), ast.Store)
+        if isinstance(node, ast.Constant) and node.value == "sys.stdout":
+            # A patch names it as a text.
+            word = "sys.stdout"
+            is_written = True
+        if word in _READERS_OF_OUTPUT or is_written:
+            what = f"a test reads by {word} what a function prints"
+            raise ConfigError(f"{where}: {what}; only values that it returns reach the test")
 
 
 def _calls(node: ast.AST, names: Container[str]) -> bool:

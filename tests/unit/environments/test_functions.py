@@ -292,6 +292,18 @@ async def test_a_test_that_calls_nothing_is_a_fault_of_the_data(test: str, tmp_p
         ("", "a test asserts nothing"),
         ("s = Stack()\ns.push(1)\nassert s.pop() == 1", "a test needs .push of 's'"),
         ("assert Total().of(1, 2) == 3", "a test needs .of of 'Total()'"),
+        (
+            "import io, contextlib\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n"
+            "    add(1, 2)\nassert '3' in out.getvalue()",
+            "a test reads by redirect_stdout what a function prints",
+        ),
+        ("def test_add(capsys):\n    add(1, 2)\n    assert capsys.readouterr()", "by capsys what"),
+        ("import io, sys\nsys.stdout = io.StringIO()\nassert add(1, 2)", "by stdout what"),
+        (
+            "from unittest.mock import patch\nwith patch('sys.stdout') as out:\n    add(1, 2)\n"
+            "assert out",
+            "by sys.stdout what",
+        ),
     ],
 )
 def test_a_test_that_every_function_passes_or_fails_is_refused(test, said, tmp_path) -> None:
