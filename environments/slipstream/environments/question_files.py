@@ -53,6 +53,14 @@ UNREAD = (
 )
 # Most files or columns that a message names.
 MAX_SHOWN = 20
+# Bounds of what a file may hold, whoever wrote it. A packed file may stand for any number of rows.
+MAX_LINE_BYTES = 64 << 20
+MAX_ROWS = 5_000_000
+BATCH_ROWS = 256
+MIN_TABLE_BYTES = 1 << 30
+MAX_EXPANSION = 100
+# Characters that steer a terminal or end a text, but for tabs and line breaks.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")
 
 # A cell: text, or any value of JSON.
 Cell: TypeAlias = Any
@@ -214,19 +222,21 @@ def read_questions(rows: Iterable[tuple[str, Row]], columns: Columns) -> list[Qu
 
     If a row cannot be used, raises ConfigError, which names the row and the column.
     """
-    found: dict[str, str] = {}
+    first_rows: dict[str, tuple[str, Question]] = {}
     questions: list[Question] = []
     for where, row in rows:
         question = columns.question_in(row, where)
         asked = repr(question.messages)
-        first = found.get(asked)
-        if first is None or columns.duplicates == "keep":
-            found[asked] = where
+        if asked not in first_rows or columns.duplicates == "keep":
+            first_rows[asked] = (where, question)
             questions.append(question)
         elif columns.duplicates == "refuse":
-            raise ConfigError(
-                f"{first} and {where} ask the same question; duplicates='drop' keeps the first"
-            )
+            first_where, first = first_rows[asked]
+            same = f"{first_where} and {where} ask the same question"
+            if first.answer == question.answer:
+                raise ConfigError(f"{same}; duplicates='drop' keeps the first")
+            answers = f"{first.answer!r:.60} and {question.answer!r:.60}"
+            raise ConfigError(f"{same} and answer it differently, {answers}: correct one of them")
     return questions
 
 
@@ -308,7 +318,11 @@ def _from_saved(folder: Path) -> str:
 def _json_lines(path: Path) -> Iterator[Row]:
     decoder = json.JSONDecoder(object_pairs_hook=_once)
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        lines = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            if len(line) > MAX_LINE_BYTES:
+                what = f"line {number} has more than {MAX_LINE_BYTES >> 20} MiB"
+                raise ConfigError(f"{path}, {what}: is it one object a line?")
             if not line.strip():
                 continue
             try:
@@ -344,16 +358,37 @@ def _parquet(path: Path) -> Sequence[Row]:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise ConfigError(f"{path} needs the package pyarrow: pip install pyarrow") from error
+    rows: list[Row] = []
+    most_bytes = max(MIN_TABLE_BYTES, MAX_EXPANSION * path.stat().st_size)
+    size = 0
     try:
-        table = pyarrow.parquet.read_table(path)
-        columns = {
-            column.name: [_shortest(cell, column.type) for cell in table[column.name].to_pylist()]
-            for column in table.schema
-        }
-    except (pyarrow.ArrowException, ValueError) as error:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if file.metadata.num_rows > MAX_ROWS:
+                what = f"has {file.metadata.num_rows} rows, and at most {MAX_ROWS} are read"
+                raise ConfigError(f"{path} {what}: write it as several files")
+            for batch in file.iter_batches(batch_size=BATCH_ROWS):
+                columns = {
+                    field.name: [_shortest(cell, field.type) for cell in cells.to_pylist()]
+                    for field, cells in zip(batch.schema, batch.columns, strict=True)
+                }
+                size += batch.nbytes + sum(map(_text_bytes, columns.values()))
+                if size > most_bytes:
+                    what = f"{path.stat().st_size} bytes hold more than {most_bytes} bytes of rows"
+                    raise ConfigError(f"{path}: {what}; write it without repetitions")
+                cells_of_rows = zip(*columns.values(), strict=True)
+                rows += [dict(zip(columns, cells, strict=True)) for cells in cells_of_rows]
+    except ConfigError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         # Python's times have no nanoseconds.
-        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        cause = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{path} cannot be read: {cause}") from error
+    return rows
+
+
+def _text_bytes(cells: Sequence[Cell]) -> int:
+    """Returns the characters of the texts in a column: a dictionary repeats them without bytes."""
+    return sum(len(cell) for cell in cells if isinstance(cell, str | bytes))
 
 
 def _shortest(cell: Cell, kind: Any) -> Cell:  # noqa: ANN401 - a type of pyarrow
@@ -420,6 +455,9 @@ def text_of(cell: Cell, where: str) -> str:
     if isinstance(cell, str) and (lost := _LOST.search(cell)):
         got = f"holds {lost[0]!r}: in JSON a backslash of LaTeX is written twice"
         raise ConfigError(f"{where} {got}")
+    if isinstance(cell, str) and (control := _CONTROL.search(cell)):
+        got = f"holds the control character {control[0]!a}: take it out"
+        raise ConfigError(f"{where} {got}")
     if isinstance(cell, float | Decimal) and cell == int(cell):
         cell = int(Decimal(str(cell)))
     return str(cell)
@@ -477,7 +515,10 @@ def unpacked(text: str, where: str) -> list[Cell]:
         try:
             found = ast.literal_eval(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-            raise ConfigError(f"{where} looks like a list, but cannot be read: {error}") from error
+            raise ConfigError(
+                f"{where} looks like a list, but cannot be read: "
+                f"{str(error) or type(error).__name__}"
+            ) from error
     if not isinstance(found, list):
         raise ConfigError(f"{where} looks like a list, and is a {type(found).__name__}")
     return found
