@@ -29,17 +29,11 @@ READY = b"ready"
 # Seconds of processor after which a comparison gives way to others.
 POLITE_AFTER_S = 1.0
 _NICENESS = 10
-# Comparisons that use most of what the packages have.
+# Comparisons that use much of what the packages have.
 _FIRST_COMPARISONS = (
     ("x^2 + 2x + 1", "$(x + 1)^2$"),
-    ("y = 2x + 3", "$2x - y + 3 = 0$"),
-    (r"\sin^2 x", r"$1 - \cos^2 x$"),
-    (r"\frac{x}{x + 1}", r"$1 - \frac{1}{x + 1}$"),
-    (r"e^{2x}", r"$\exp(2x)$"),
-    (r"3\sqrt{2}", r"$\frac{6}{\sqrt{2}}$"),
     (r"\frac{2\pi}{3}", r"$\frac{\pi}{3}$"),
-    (r"\log_2 3", r"$\frac{\ln 3}{\ln 2}$"),
-    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"$\begin{pmatrix}1&2\\3&5\end{pmatrix}$"),
+    (r"3\sqrt{2}", r"$\frac{6}{\sqrt{2}}$"),
     ("1/2", "0.5"),
 )
 
@@ -59,7 +53,8 @@ def main() -> None:
     gc.freeze()
     # The kernel takes the processes of comparisons away when they end.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    control.send(READY)
+    with contextlib.suppress(BrokenPipeError):
+        control.send(READY)
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 16, 1)
         if not message:

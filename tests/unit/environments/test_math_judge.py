@@ -1,6 +1,7 @@
 """The default judge: kinds of right answers, and the program that compares."""
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 
@@ -165,9 +166,7 @@ async def test_comparisons_that_take_long_hold_up_no_other_one() -> None:
     assert (await judge.compare("7", "7"))["right"]
     assert not any(task.done() for task in hard)
     # Each ends by itself, and is a fault of its own reply.
-    for process in comparisons_of(judge):
-        process.kill()
-    await until(lambda: all(task.done() for task in hard) or bool(killed(judge)))
+    await until(lambda: kill_comparisons(judge) or all(task.done() for task in hard))
     for task in hard:
         assert await task == NOTHING
     assert (await judge.compare("7", "7"))["right"]
@@ -179,10 +178,10 @@ def comparisons_of(judge: MathJudge) -> list[psutil.Process]:
     return psutil.Process(judge._program.pid).children()
 
 
-def killed(judge: MathJudge) -> None:
-    """Kills the comparisons that began since."""
+def kill_comparisons(judge: MathJudge) -> None:
     for process in comparisons_of(judge):
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 @pytest.mark.process

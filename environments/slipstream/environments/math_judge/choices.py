@@ -98,11 +98,16 @@ def chosen_letter(text: str) -> str | None:
     begins = _BEGINS.fullmatch(short)
     if begins is not None:
         letter = next(group for group in begins.groups()[:3] if group is not None)
-        others = {each for each in _letters(begins[4]) if each != letter}
+        further_letters = {other for other in _letters(begins[4]) if other != letter}
         is_marked = letter.isupper()
-        if is_marked and not others and not _IS_WRONG.search(short):
+        if is_marked and not further_letters and not _IS_WRONG.search(short):
             return letter
-        if is_marked and others and re.search(r"[a-z]{3}", begins[4]) and begins[3] is None:
+        if (
+            is_marked
+            and further_letters
+            and re.search(r"[a-z]{3}", begins[4])
+            and begins[3] is None
+        ):
             # "B. Vitamin C" chooses B.
             is_plural = re.match(r"\W*(?:and|or|then|no|wait|actually)\b", begins[4])
             return "" if is_plural else letter
@@ -111,19 +116,19 @@ def chosen_letter(text: str) -> str | None:
         return changed[1].upper()
     if (alone := _LETTER_ALONE.fullmatch(short)) is not None:
         return alone[1]
-    chosen = {match[1] for match in _CHOSEN.finditer(short)}
-    chosen |= {match[1] for match in _IS_CORRECT.finditer(short)}
-    if re.search(r"\b(?:or|between|and)\s+\W?[A-Z]\b", short) and len(chosen) == 1:
-        (letter,) = chosen
-        named = {*_letters(_IS_WRONG.sub(" ", short))}
+    choices = {match[1] for match in _CHOSEN.finditer(short)}
+    choices |= {match[1] for match in _IS_CORRECT.finditer(short)}
+    if re.search(r"\b(?:or|between|and)\s+\W?[A-Z]\b", short) and len(choices) == 1:
+        (letter,) = choices
+        letters_named = {*_letters(_IS_WRONG.sub(" ", short))}
         joined = re.search(rf"\b{letter}\W* (?:or|and)\b|\b(?:or|and) \W?{letter}\b", short)
         last = re.search(rf"{_WORDS_OF_CHOICE}\W+{letter}\W*$", short)
-        if joined is not None and last is None and len(named) > 1:
+        if joined is not None and last is None and len(letters_named) > 1:
             return ""
-    if len(chosen) == 1:
+    if len(choices) == 1:
         wrong = {letter for match in _IS_WRONG.finditer(short) for letter in _letters(match[0])}
         is_denied = _NEGATION.search(re.sub(r",.*", "", short)) is not None
-        return "" if chosen & wrong or is_denied else chosen.pop()
+        return "" if choices & wrong or is_denied else choices.pop()
     wrong = {letter for match in _IS_WRONG.finditer(short) for letter in _letters(match[0])}
     letters = {*_letters(short)} - wrong
     if len(letters) == 1 and not _NEGATION.search(_IS_WRONG.sub(" ", short)):

@@ -15,7 +15,7 @@ import weakref
 PROGRAM = "slipstream.environments.math_program"
 READY = b"ready"
 # Seconds for importing sympy on a busy machine.
-START_LIMIT_S = 60.0
+START_LIMIT_S = 300.0
 # Characters at the end of a reply that are read: parsing takes long, and the answer comes last.
 MAX_CHARACTERS = 4000
 LINE_BYTES = 1 << 16
@@ -96,12 +96,14 @@ class MathJudge:
         return verdict
 
     async def _running_program(self) -> "_Program":
+        """Returns the program when it is ready. A caller that gives up leaves it starting."""
         async with self._starting:
             if self._program is not None and self._program.has_ended:
                 self._program.close()
                 self._program = None
             if self._program is None:
                 self._program = await _Program.started()
+            await self._program.is_ready()
             return self._program
 
     async def close(self) -> None:
@@ -117,29 +119,41 @@ class _Program:
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self._process = process
         self._control = control
+        self._was_ready = False
         # The program ends when its socket is closed, at the latest with this object.
         self.close = weakref.finalize(self, control.close)
 
     @classmethod
     async def started(cls) -> "_Program":
-        """Starts the program. Raises RuntimeError if it ends before it is ready."""
+        """Starts the program."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", PROGRAM), stdin=theirs.fileno()
+                sys.executable,
+                "-m",
+                PROGRAM,
+                stdin=theirs.fileno(),
             )
-        program = cls(process, ours)
         ours.setblocking(False)
+        return cls(process, ours)
+
+    async def is_ready(self) -> None:
+        """Waits until the program has imported what it needs.
+
+        Raises RuntimeError if it ends before, or needs longer than `START_LIMIT_S`.
+        """
+        if self._was_ready:
+            return
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(START_LIMIT_S):
-                message = await asyncio.get_running_loop().sock_recv(ours, len(READY))
-        except BaseException:
-            program.close()
-            raise
+                message = await loop.sock_recv(self._control, len(READY))
+        except TimeoutError as error:
+            raise RuntimeError(f"{PROGRAM} was not ready within {START_LIMIT_S:g} s") from error
         if message != READY:
-            status = await process.wait()
+            status = await self._process.wait()
             raise RuntimeError(f"{PROGRAM} ended when it was started: exit status {status}")
-        return program
+        self._was_ready = True
 
     @property
     def has_ended(self) -> bool:

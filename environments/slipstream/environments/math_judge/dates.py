@@ -77,7 +77,9 @@ def _day(match: re.Match[str], order: str) -> Day | None:
         return Day(int(match[3]), month, max(first, second))
     if "M" in parts:
         name = parts["M"].lower()
-        month = next(number for number, each in enumerate(_MONTHS, 1) if each[:3] == name[:3])
+        month = next(
+            number for number, month_name in enumerate(_MONTHS, 1) if month_name[:3] == name[:3]
+        )
     else:
         month = int(parts["m"])
     year = int(parts["y"]) if parts.get("y") else None
@@ -200,7 +202,7 @@ class Ratio:
             return terms == self._terms
         pairs = zip(terms, self._terms, strict=True)
         first, right_first = terms[0], self._terms[0]
-        return all(math.isclose(one * right_first, right * first) for one, right in pairs)
+        return all(math.isclose(term * right_first, right * first) for term, right in pairs)
 
 
 def _terms(ratio: str) -> list[float]:

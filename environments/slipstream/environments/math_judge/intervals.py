@@ -182,9 +182,9 @@ def _span(text: str) -> Span | None:
     return Span(r"-\infty", False, bound, _is_closed(sign))
 
 
-def _intersection(one: Span, other: Span) -> Span | None:
+def _intersection(first: Span, other: Span) -> Span | None:
     """Returns the interval of "x > 1 and x < 3", None of bounds on the same side."""
-    for lower, upper in ((one, other), (other, one)):
+    for lower, upper in ((first, other), (other, first)):
         if lower.high == r"\infty" and upper.low == r"-\infty":
             span = Span(lower.low, lower.has_low, upper.high, upper.has_high)
             return span if _is_ordered(span) else None
@@ -215,26 +215,30 @@ def _same_spans(right: tuple[Span, ...], spans: tuple[Span, ...]) -> bool:
     if len(right) != len(spans):
         return False
     pairs = zip(
-        *(sorted(each, key=lambda span: _size(span.low)) for each in (right, spans)), strict=True
+        *(
+            sorted(spans_of_side, key=lambda span: _size(span.low))
+            for spans_of_side in (right, spans)
+        ),
+        strict=True,
     )
     return all(
-        one.has_low == other.has_low
-        and one.has_high == other.has_high
-        and _same_bound(one.low, other.low)
-        and _same_bound(one.high, other.high)
-        for one, other in pairs
+        first.has_low == other.has_low
+        and first.has_high == other.has_high
+        and _same_bound(first.low, other.low)
+        and _same_bound(first.high, other.high)
+        for first, other in pairs
     )
 
 
-def _same_bound(one: str, other: str) -> bool:
-    if "\\infty" in one or "\\infty" in other:
-        return _size(one) == _size(other) and "\\infty" in one and "\\infty" in other
-    if re.sub(r"\s", "", as_latex(one)) == re.sub(r"\s", "", as_latex(other)):
+def _same_bound(first: str, other: str) -> bool:
+    if "\\infty" in first or "\\infty" in other:
+        return _size(first) == _size(other) and "\\infty" in first and "\\infty" in other
+    if re.sub(r"\s", "", as_latex(first)) == re.sub(r"\s", "", as_latex(other)):
         return True
-    value, other_value = _value(one), _value(other)
+    value, other_value = _value(first), _value(other)
     if value is not None and other_value is not None:
         return same_number(value, other_value)
-    return same_expression(one, other) is True
+    return same_expression(first, other) is True
 
 
 class Bound:

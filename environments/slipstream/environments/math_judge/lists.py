@@ -102,8 +102,8 @@ def parts_of(text: str) -> _Parts | None:
         return None
     if form == "several" and re.search(r"(?<![A-Za-z])or(?![A-Za-z])", _outside_groups(inside)):
         form = "either"
-    named = [_NAMED_PART.fullmatch(part) for part in texts]
-    if form in ("several", "either") and named[0] is not None:
+    assignments = [_NAMED_PART.fullmatch(part) for part in texts]
+    if form in ("several", "either") and assignments[0] is not None:
         return _named_parts(texts, form)
     expanded: list[str] = []
     for part in texts:
@@ -274,7 +274,10 @@ def _candidates(phrase: str) -> list[str]:
     is_alone = re.search(r"\\in\b|∈|\bor\b|\d|[\[(]\s*\S", outside) is None
     if len(groups) == 1 and len(contents) <= 1 and is_alone:
         texts.append(groups[0])
-    return [plain_words(each) if "\\begin" not in each else each for each in dict.fromkeys(texts)]
+    return [
+        plain_words(candidate) if "\\begin" not in candidate else candidate
+        for candidate in dict.fromkeys(texts)
+    ]
 
 
 def _has_few_words(text: str) -> bool:

@@ -110,8 +110,8 @@ def number_in(
         sign, digits, percent = decimal.groups()
         return _signed(sign, Fraction(digits.rstrip(".") or "0")) / (100 if percent else 1)
     if reads_decimal_comma and (decimal := _DECIMAL_COMMA.fullmatch(text)) is not None:
-        sign, whole, part, percent = decimal.groups()
-        return _signed(sign, Fraction(f"{whole}.{part}")) / (100 if percent else 1)
+        sign, integer, part, percent = decimal.groups()
+        return _signed(sign, Fraction(f"{integer}.{part}")) / (100 if percent else 1)
     if (rational := _RATIONAL.fullmatch(text)) is not None:
         return _rational(rational)
     if (scientific := _SCIENTIFIC.fullmatch(text)) is not None:
@@ -135,13 +135,13 @@ def _signed(sign: str, number: Fraction) -> Fraction:
 
 def _rational(match: re.Match[str]) -> Fraction | None:
     groups = match.groups()
-    sign, whole, above, below = groups[:4] if groups[2] is not None else groups[4:]
+    sign, integer, above, below = groups[:4] if groups[2] is not None else groups[4:]
     if not Fraction(below):
         return None
     part = Fraction(above) / Fraction(below)
-    if whole and part < 0:
+    if integer and part < 0:
         return None
-    return _signed(sign, Fraction(whole or 0) + part)
+    return _signed(sign, Fraction(integer or 0) + part)
 
 
 def spoken_number(text: str) -> Fraction | None:
@@ -165,21 +165,21 @@ def _spoken_sum(words: list[str]) -> Fraction | None:
     """Returns the number of "two and a half", "a dozen" or "one point five", or None."""
     if "point" in words:
         at = words.index("point")
-        whole = _whole(words[:at])
+        integer = _whole(words[:at])
         digits = [_SMALL.get(word, 10) for word in words[at + 1 :]]
-        if whole is None or not digits or max(digits) > 9:
+        if integer is None or not digits or max(digits) > 9:
             return None
-        return Fraction(f"{whole}.{''.join(map(str, digits))}")
+        return Fraction(f"{integer}.{''.join(map(str, digits))}")
     if (part := _part(words)) is not None:
         return part
     if "and" in words:
         at = len(words) - 1 - words[::-1].index("and")
-        whole = _whole(words[:at])
+        integer = _whole(words[:at])
         part = _part(words[at + 1 :])
-        if whole is not None and part is not None and part < 1:
-            return whole + part
-    whole = _whole(words)
-    return None if whole is None else Fraction(whole)
+        if integer is not None and part is not None and part < 1:
+            return integer + part
+    integer = _whole(words)
+    return None if integer is None else Fraction(integer)
 
 
 def _part(words: list[str]) -> Fraction | None:

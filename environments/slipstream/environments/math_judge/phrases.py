@@ -4,7 +4,7 @@ import re
 
 from slipstream.environments.answers import bare
 
-# What a phrase says that the answer is not, or why it is the answer.
+# Asides: a value that the answer is not, or a reason.
 _ASIDE = re.compile(
     r"\s*\((?:or|i\.?e\.?|that is|which is|equivalently|about|approximately|roughly)\b[^()]*\)"
     r"|(?<!\s),?\s*+不是[^.]*$"
@@ -27,7 +27,7 @@ _LEAD = re.compile(
     r"(?: written| spelled| called)?:?\s+)?",
     re.IGNORECASE,
 )
-# What stands before the word or value that a sentence ends with: the parity is even.
+# The words before the value that a sentence ends with: the parity is even.
 _ENDS_WITH = re.compile(
     r"(?:(?!\b(?:not|no|never|nobody|if|whether|or)\b|n't)[^.!?\n])*"
     r"\b(?:is|are|was|were|equals?|becomes?|be|called|named|spells|reads|gives?|yields?|says?"
@@ -71,7 +71,7 @@ def core(phrase: str) -> str:
     text = phrase
     for _ in range(2):
         shorter = _ASIDE.sub("", text).strip()
-        # Where nothing is left, the aside stays and makes the phrase no answer.
+        # An aside alone stays, and makes the phrase no answer.
         text = shorter if re.search(r"\w", shorter) else text
         text = _LEAD.sub("", text, count=1)
     return bare(text)

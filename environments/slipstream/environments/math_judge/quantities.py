@@ -127,11 +127,13 @@ class Quantity:
             return self._same(clock)
         if not amounts:
             return None if self._number is None else self._number.agrees(phrase)
-        named = [amount for amount in amounts if amount.unit is not None]
+        with_unit = [amount for amount in amounts if amount.unit is not None]
         if self._dimensions is None:
             return self._agrees_with_word(amounts, text)
         same = [
-            amount for amount in named if amount.unit and amount.unit.dimensions == self._dimensions
+            amount
+            for amount in with_unit
+            if amount.unit and amount.unit.dimensions == self._dimensions
         ]
         if same:
             last = same[-1]
@@ -141,7 +143,7 @@ class Quantity:
             return any(map(self._same, same if is_near else same[-1:]))
         if self._dimensions == (("angle", 1),) and "\\pi" in text:
             return self._same(Amount(amounts[-1].number, Unit(1.0, self._dimensions)))
-        if named:
+        if with_unit:
             return False
         return math.isclose(amounts[-1].number, self._amount.number, rel_tol=_NEAR)
 
@@ -201,13 +203,13 @@ class Money:
         says_cents = text != phrase
         has_cents = "cent" in self._currencies
         value = self._value
-        others = self._reply_currencies
+        reply_currencies = self._reply_currencies
         if says_cents and not has_cents:
             if "dollar" not in self._currencies:
                 return False
             value = value * 100
-        elif has_cents and not says_cents and "dollar" in others:
+        elif has_cents and not says_cents and "dollar" in reply_currencies:
             value = value / 100
-        elif others and self._currencies.isdisjoint(others):
+        elif reply_currencies and self._currencies.isdisjoint(reply_currencies):
             return False
         return Number(f"{value}", value, self._question).agrees(text)

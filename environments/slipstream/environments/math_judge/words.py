@@ -55,13 +55,13 @@ class Truth:
     def agrees(self, phrase: str) -> bool | None:
         text = plain_words(without_aside(phrase))
         words = [match[1].casefold() for match in _TRUTH_WORD.finditer(text)]
-        own = [word for word in words if word in self._pair]
-        if not own and self._pair[0] == "true":
+        verdicts = [word for word in words if word in self._pair]
+        if not verdicts and self._pair[0] == "true":
             synonyms = {"correct": "true", "right": "true", "incorrect": "false", "wrong": "false"}
-            own = [synonyms[word] for word in words if word in synonyms]
-        if not own:
+            verdicts = [synonyms[word] for word in words if word in synonyms]
+        if not verdicts:
             return None
-        if len({*own}) > 1:
+        if len({*verdicts}) > 1:
             # "Yes, there is no doubt" begins with its verdict.
             first = re.match(rf"\W*(?:{'|'.join(self._pair)})\b(?=[,.!;: ]|$)", text, re.IGNORECASE)
             if first is None or re.search(r"\b(?:or|and)\b", text):
@@ -69,7 +69,7 @@ class Truth:
         is_denied = re.search(
             r"(?:\bnot|n't)\s+(?:\w+\s+)?(?:yes|no|true|false|correct|right)\b", text, re.IGNORECASE
         )
-        says = _TRUTHS[own[0]] != (is_denied is not None)
+        says = _TRUTHS[verdicts[0]] != (is_denied is not None)
         return says == _TRUTHS[self._word]
 
 
@@ -127,8 +127,8 @@ class Word:
         if _DENIED.search(text):
             return False
         candidates = [spelled(ending) for ending in endings(core(text))]
-        if (named := _IS_THE.match(core(text))) is not None:
-            candidates.append(spelled(named[1]))
+        if (subject := _IS_THE.match(core(text))) is not None:
+            candidates.append(spelled(subject[1]))
         candidates += [_ARTICLE.sub("", candidate) for candidate in candidates]
         quoted = [first or second for first, second in _QUOTED.findall(text)]
         candidates += [spelled(quote) for quote in quoted[-1:]]
@@ -203,9 +203,9 @@ class Text:
 
     def agrees(self, phrase: str) -> bool | None:
         text = core(phrase)
-        candidates = [_folded(each) for each in (*endings(text), phrase)]
-        if (named := _IS_THE.match(text)) is not None:
-            candidates.append(_folded(named[1]))
+        candidates = [_folded(candidate) for candidate in (*endings(text), phrase)]
+        if (subject := _IS_THE.match(text)) is not None:
+            candidates.append(_folded(subject[1]))
         quoted = [first or second for first, second in _QUOTED.findall(phrase)]
         if self._text in (*candidates, *map(_folded, quoted[-1:])):
             return True
