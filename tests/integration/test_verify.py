@@ -1,86 +1,28 @@
 """`slipstream verify` finds what somebody or an error has changed in the files of a run."""
 
-import asyncio
 import fcntl
+import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slipstream.client.run_folder import write_config
-from slipstream.client.verify import UNCHECKED, examine, run_verify
+from slipstream.client.verified_journal import UNCHECKED
+from slipstream.client.verify import examine, run_verify
 from slipstream.core.errors import ConfigError
 from slipstream.learner.controller.records.journal import batch_path, encoded
 from slipstream.learner.controller.records.kinds import _KINDS
 from slipstream.v1 import trainer_pb2
-from support.fakes.fake_server import FakeServer
-from support.fakes.fake_trainer import FakeTrainer
-from support.rigs.batch_messages import stored_batch, write_stored
-from support.rigs.controller_runs import make_config, play
+from support.rigs.planted_run import STEPS, Planted, make_whole_run
 
-STEPS = 6
 Change = Callable[[trainer_pb2.RecordedBatch], object]
 
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing harmed."""
-    config = make_config(
-        tmp_path_factory.mktemp("run"),
-        {"name": "held", "num_episodes": 4},
-        run__steps=STEPS,
-        controller__sample_every_steps=1,
-    )
-    server = FakeServer(config.controller.address)
-    trainer = FakeTrainer(config.controller.address)
-    summary = asyncio.run(play(config, server, trainer=trainer))
-    assert summary["state"] == "finished"
-    write_config(config, config.run_dir)
-    return config.run_dir
-
-
-class Planted:
-    """A copy of a run, in which somebody changes records and files."""
-
-    def __init__(self, run: Path, folder: Path) -> None:
-        self.folder = Path(shutil.copytree(run, folder / "r"))
-        self.log = self.folder / "journal" / "journal.log"
-        self.records = [json.loads(line[9:]) for line in self.log.read_bytes().splitlines()]
-        for record in self.records:
-            del record["line"]
-
-    def one(self, kind: str, step: int = 2) -> dict:
-        return next(r for r in self.records if r["kind"] == kind and r.get("step", step) == step)
-
-    def change_batch(
-        self, step: int, change: Callable[[trainer_pb2.RecordedBatch], object]
-    ) -> None:
-        """Changes a batch and its record, as a controller with a bug would have written both."""
-        path = batch_path(self.log.parent, step)
-        batch = self.batch(step)
-        change(batch)
-        self.one("batch", step)["crc32"] = write_stored(path, batch)
-
-    def batch(self, step: int) -> trainer_pb2.RecordedBatch:
-        return stored_batch(self.log.parent, self.one("batch", step))
-
-    def replace(self, name: str, pattern: str, text: str) -> None:
-        """Changes the first match in a file."""
-        path = self.folder / name
-        changed, number = re.subn(pattern, text, path.read_text(), count=1)
-        assert number == 1
-        path.write_text(changed)
-
-    def write(self) -> None:
-        lines = [encoded(number, record) for number, record in enumerate(self.records, start=1)]
-        self.log.write_bytes(b"".join(lines))
-
-    def faults(self) -> list[str]:
-        self.write()
-        return examine(self.folder).faults
+    return make_whole_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture
@@ -154,7 +96,7 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
     ),
     "a trained trajectory had ended": (
         lambda p: p.records.insert(-1, {"kind": "end", "id": ended_name(p), "end": "cancelled"}),
-        "ended as cancelled",
+        "1 trajectories were trained and ended otherwise behind that",
     ),
     "a trajectory ends twice": (
         lambda p: p.records.extend([{"kind": "end", "id": "g9.0.0.1", "end": "failed"}] * 2),
@@ -247,7 +189,7 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
     ),
     "a row of the curve": (
         in_file("metrics.jsonl", r'.*"step": 2.0.*\n', ""),
-        "steps of metrics.jsonl: without [2], beyond []",
+        "steps of metrics.jsonl: without [2]",
     ),
     "a round": (
         in_file("metrics.jsonl", r'"reward_heldout": [^,]+', '"reward_heldout": 7'),
@@ -324,7 +266,8 @@ def manifest(planted: Planted, **changes: object) -> None:
     path = planted.folder / "checkpoints" / "step-000003"
     path.mkdir(parents=True)
     (path / "weights").write_bytes(b"abc")
-    files = [{"path": "weights", "num_bytes": 3}]
+    digest = hashlib.blake2b(b"abc", digest_size=16).hexdigest()
+    files = [{"path": "weights", "num_bytes": 3, "digest": digest}]
     table = {"incarnation": 0, "step": 3, "files": files}
     table["weight_digest"] = planted.one("step")["digest"]
     (path / "manifest.json").write_text(json.dumps(table | changes))
@@ -339,6 +282,10 @@ def manifest(planted: Planted, **changes: object) -> None:
         ({"files": [{"path": "weights", "num_bytes": 4}]}, "step-000003/weights: 3 and 4"),
         ({"files": [{"path": "../../summary.json", "num_bytes": 4}]}, "summary.json: None and 4"),
         ({"files": [{"path": "/etc/passwd", "num_bytes": 4}]}, "/etc/passwd: None and 4"),
+        (
+            {"files": [{"path": "weights", "num_bytes": 3, "digest": "00"}]},
+            "the digest of step-000003/weights: ",
+        ),
         ({"files": None}, "the manifest of step-000003 is not what a run writes: TypeError"),
     ],
 )
@@ -397,7 +344,7 @@ def test_rows_that_a_crash_cut_off_are_no_fault(
         planted.records.insert(trained + 1, dict(planted.one("start")))
     planted.write()
     text = "groups.jsonl lacks 3 of the 4 groups of step 3"
-    assert run_verify(planted.folder) == (0 if starts_again else 1)
+    assert run_verify(planted.folder) == (0 if starts_again else 1), examine(planted.folder)
     line, end = capsys.readouterr().out.splitlines()
     assert line == (f"{text}, lost in a crash" if starts_again else text)
     assert end.endswith(f"faults: {0 if starts_again else 1}")

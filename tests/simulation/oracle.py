@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from slipstream.client.findings import Findings
 from slipstream.client.run_folder import write_config
-from slipstream.client.verify import Findings, examine, read_batch, read_journal
+from slipstream.client.verify import examine, read_batch, read_journal
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.types import GroupId, PolicyVersion, Trajectory
 from slipstream.learner.controller.records import kinds

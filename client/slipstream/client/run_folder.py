@@ -485,7 +485,7 @@ def _top_k(config: Config) -> int | None:
     return reference.top_k if reference is not None and reference.server else None
 
 
-LINE_BYTES = 16 << 20
+LINE_BYTES = 64 << 20
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:

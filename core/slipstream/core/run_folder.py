@@ -16,6 +16,8 @@ CONFIG = "config.toml"
 JOURNAL, JOURNAL_LOG, BATCHES = "journal", "journal.log", "batches"
 # The folder of checkpoints, and the trained model in it.
 CHECKPOINTS, FINAL_MODEL, FINAL_ADAPTERS = "checkpoints", "final", "final-adapters"
+# The file in an exported model that has the digests of its other files.
+EXPORT_MANIFEST = "slipstream-manifest.json"
 # The controller's address, HOST:PORT, as the newest command has it.
 ADDRESS = "controller.address"
 # The token of a run on loopback, for its owner alone.

@@ -19,7 +19,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 from slipstream.core.errors import CheckpointError
 from slipstream.core.machine.files import open_regular, read_regular, replace_file, sync_folder
-from slipstream.core.run_folder import rename_aside
+from slipstream.core.run_folder import EXPORT_MANIFEST, rename_aside
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.bounds import one_line, shown
 from slipstream.protocol.release import unknown_fact
@@ -118,7 +118,13 @@ def passed_over(folder: Path) -> list[Path]:
 def _candidates(folder: Path) -> list[tuple[int, Path]]:
     if not folder.is_dir():
         return []
-    matches = [(_NAME_FORM.fullmatch(path.name), path) for path in folder.iterdir()]
+    matches = [
+        (
+            _NAME_FORM.fullmatch(path.name),
+            path,
+        )
+        for path in folder.iterdir()
+    ]
     return [(int(match[1]), path) for match, path in matches if match]
 
 
@@ -182,6 +188,22 @@ def describe_file(
             num_bytes += len(block)
             moved(len(block))
     return FileEntry(path=path, num_bytes=num_bytes, digest=digest.hexdigest())
+
+
+def write_export_manifest(
+    folder: Path, moved: Callable[[int], None] = lambda num_bytes: None
+) -> None:
+    """Writes `EXPORT_MANIFEST` with size and digest of each file of an exported model.
+
+    Fsyncs the files. `moved` is called as `describe_file` does.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = [str(path.relative_to(folder)) for path in paths if path.name != EXPORT_MANIFEST]
+    files = [describe_file(folder, name, moved).model_dump() for name in names]
+    replace_file(
+        folder / EXPORT_MANIFEST,
+        json.dumps({"files": files}, indent=2).encode(),
+    )
 
 
 def check_files(
@@ -254,7 +276,10 @@ def publish_and_retain(partial: Path, *, keep_last: int, keep_every: int) -> Pat
     is renamed aside. Then removes old checkpoints by `steps_to_remove` but for those of
     `write_kept`. After a crash at any moment the newest published checkpoint is complete.
     """
-    for each in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
+    for each in (
+        *(path for path in partial.rglob("*") if path.is_dir()),
+        partial,
+    ):
         sync_folder(each)
     path = partial.with_name(partial.name.removesuffix(PARTIAL_SUFFIX))
     if os.path.lexists(path):

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from slipstream.core.errors import RunFailed
 from slipstream.core.run_folder import LEASE_WAITS, SERVER_SHARES
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
@@ -203,6 +204,11 @@ class Results(Part):
         """
         progress, books = self._run.progress, self._books
         self._tell_gaps()
+        try:
+            # The summary names the last line, by which a reader finds out whether one is missing.
+            await asyncio.to_thread(books.journal.sync)
+        except RunFailed as failure:
+            self._run.events.warn(str(failure))
         progress.end()
         state = status_pb2.RunState.Name(progress.state)
         self._recorder.summary(
@@ -210,6 +216,7 @@ class Results(Part):
             state=books.state,
             publish=self._publisher.totals.summary(),
             weight_digest=goodbye.weight_digest.hex() if goodbye is not None else "",
+            journal_lines=books.journal.num_durable,
             ending={
                 "state": state.removeprefix("RUN_STATE_").lower(),
                 "cause": progress.cause,

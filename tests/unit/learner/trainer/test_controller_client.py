@@ -48,11 +48,25 @@ def connected(
 
 def ask(client: ControllerClient) -> list[pb.Directive]:
     digests = [b"one", b"two"]
-    return [*client.next(PolicyVersion(0, 3), communicator_id="c-1", bucket_digests=digests)]
+    return [
+        *client.next(
+            PolicyVersion(0, 3),
+            communicator_id="c-1",
+            bucket_digests=digests,
+        )
+    ]
 
 
 def test_next_hands_out_all_messages_of_an_order(tmp_path: Path) -> None:
-    order = batch_order(make_batch(0, num_groups=2, group_size=3, vocab_size=9, max_tokens=8))
+    order = batch_order(
+        make_batch(
+            0,
+            num_groups=2,
+            group_size=3,
+            vocab_size=9,
+            max_tokens=8,
+        )
+    )
     with connected(tmp_path, [order]) as (controller, client):
         assert ask(client) == order
         (request,) = controller.requests
@@ -74,10 +88,21 @@ def test_calls_of_next_do_not_pile_up(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_breaks_off_goes_on_behind_its_last_message(tmp_path: Path) -> None:
-    batch = make_batch(0, num_groups=3, group_size=3, vocab_size=9, max_tokens=8)
+    batch = make_batch(
+        0,
+        num_groups=3,
+        group_size=3,
+        vocab_size=9,
+        max_tokens=8,
+    )
     order = batch_order(batch, chunk_size=2)
     # The second answer breaks before it brings anything new, and the third further on.
-    answers = [[*order[:3], None], [*order[:2], None], [*order[:4], None], order]
+    answers = [
+        [*order[:3], None],
+        [*order[:2], None],
+        [*order[:4], None],
+        order,
+    ]
     with connected(tmp_path, answers) as (controller, client):
         assert ask(client) == order
         assert len(controller.requests) == 4
@@ -86,20 +111,43 @@ def test_a_batch_that_breaks_off_goes_on_behind_its_last_message(tmp_path: Path)
 
 def test_a_batch_that_breaks_off_and_is_another_one_then_starts_the_trainer_again(tmp_path):
     first, second = (
-        batch_order(make_batch(step, num_groups=2, group_size=3, vocab_size=9, max_tokens=8))
+        batch_order(
+            make_batch(
+                step,
+                num_groups=2,
+                group_size=3,
+                vocab_size=9,
+                max_tokens=8,
+            )
+        )
         for step in (0, 1)
     )
     with (
-        connected(tmp_path, [[*first[:2], None], second]) as (_, client),
+        connected(
+            tmp_path,
+            [[*first[:2], None], second],
+        ) as (_, client),
         pytest.raises(RuntimeError, match="batch batch-0 broke off, and the controller gives ano"),
     ):
         ask(client)
 
 
 def test_a_batch_that_arrives_comes_before_a_stop(tmp_path: Path) -> None:
-    order = batch_order(make_batch(0, num_groups=3, group_size=3, vocab_size=9, max_tokens=8))
+    order = batch_order(
+        make_batch(
+            0,
+            num_groups=3,
+            group_size=3,
+            vocab_size=9,
+            max_tokens=8,
+        )
+    )
     with connected(tmp_path, [order]) as (_, client):
-        messages = client.next(PolicyVersion(0, 3), communicator_id="", bucket_digests=[])
+        messages = client.next(
+            PolicyVersion(0, 3),
+            communicator_id="",
+            bucket_digests=[],
+        )
         first = next(messages)
         client.stop("now")
         assert [first, *messages] == order
@@ -109,7 +157,12 @@ def test_a_batch_that_arrives_comes_before_a_stop(tmp_path: Path) -> None:
 def test_stop_ends_a_call_of_next_that_waits(tmp_path: Path) -> None:
     with connected(tmp_path) as (controller, client):
         asked = controller.asked
-        waiter = threading.Thread(target=lambda: (asked.wait(LIMIT_S), client.stop("now")))
+        waiter = threading.Thread(
+            target=lambda: (
+                asked.wait(LIMIT_S),
+                client.stop("now"),
+            )
+        )
         waiter.start()
         assert ask(client) == stop_order("now", without_model=True)
         assert ask(client) == stop_order("now", without_model=True)
@@ -222,11 +275,19 @@ def test_a_trainer_registers_again_with_its_version_while_it_trains(tmp_path, en
         # No call of the trainer is needed, which may be in a long step.
         until_places(controller, 2)
         again = controller.hellos[1]
-        assert (again.version.step, again.weight_digest, again.world_size) == (1, b"d1", 1)
+        assert (
+            again.version.step,
+            again.weight_digest,
+            again.world_size,
+        ) == (1, b"d1", 1)
         controller.forget()
         # A call that comes before the trainer is registered again waits for that.
         assert client.report_step(report(1)) == PolicyVersion(0, 2)
-        assert [hello.version.step for hello in controller.hellos] == [0, 1, 1]
+        assert [hello.version.step for hello in controller.hellos] == [
+            0,
+            1,
+            1,
+        ]
 
 
 def test_a_trainer_of_another_version_than_the_run_starts_again(tmp_path: Path) -> None:
@@ -247,7 +308,10 @@ def test_an_outdated_trainer_is_told_so_and_may_register_again(tmp_path: Path) -
         controller.refusals.append(Reason.OUTDATED)
         with pytest.raises(Outdated, match="outdated"):
             client.register(pb.TrainerHello(world_size=1))
-        newer = pb.TrainerHello(world_size=1, version=version_to_pb(PolicyVersion(0, 4)))
+        newer = pb.TrainerHello(
+            world_size=1,
+            version=version_to_pb(PolicyVersion(0, 4)),
+        )
         assert client.register(newer).version.step == 4
 
 

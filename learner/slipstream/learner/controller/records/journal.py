@@ -112,7 +112,7 @@ class Journal:
             raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
         self._path = Path(str(self._file.name))
         # The number of the last line of all logs, and of the last one that is durable.
-        self._num_lines = self._num_durable = _count_lines(folder)
+        self._num_lines = self.num_durable = _count_lines(folder)
         # What each appended record changes; None if nobody follows the records.
         self.state: RunState | None = None
         # A thread writes records while the event loop appends others.
@@ -165,9 +165,9 @@ class Journal:
                     num_lines = self._num_lines
                 while pending:
                     pending = pending[self._file.write(pending) :]
-                if num_lines > self._num_durable:
+                if num_lines > self.num_durable:
                     os.fsync(self._file.fileno())
-                    self._num_durable = num_lines
+                    self.num_durable = num_lines
             except OSError as error:
                 self._failure = _unwritten(self._path, error)
                 raise self._failure from error

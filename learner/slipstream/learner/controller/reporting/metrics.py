@@ -334,11 +334,13 @@ class RunRecorder:
         state: RunState,
         publish: Mapping[str, float],
         weight_digest: str,
+        journal_lines: int,
         ending: Mapping[str, JsonValue],
     ) -> dict[str, JsonValue]:
         """Writes summary.json, the main facts of an ended run, and returns its content.
 
-        `state` is that of the journal; `ending` has the final state of the run and its cause.
+        `state` is that of the journal, which has `journal_lines` by now; `ending` has the final
+        state of the run and its cause.
         """
         facts, evaluations = self.facts, state.evaluations
         heldout = [result.reward_mean for result in evaluations]
@@ -378,6 +380,7 @@ class RunRecorder:
             "logprob_gap_tokens": facts.gap_tokens,
             "time": facts.time_shares(),
             "weight_digest": weight_digest,
+            "journal_lines": journal_lines,
             "wall_s": time.monotonic() - self._started_s,
         }
         finite = _finite(summary)

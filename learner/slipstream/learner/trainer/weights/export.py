@@ -22,7 +22,7 @@ from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, write_saf
 from slipstream.learner.trainer.model.model import Part
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_type, peft_name
-from slipstream.protocol.checkpoints import PARTIAL_SUFFIX
+from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, write_export_manifest
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -222,6 +222,8 @@ def save_adapters(policy: Policy, config: Config, target: Path, chat: RunChat) -
         for adapter, (own, tensors) in found.items():
             write_adapter(tensors, own, partial / adapter, disk.moved)
             chat.write(partial / adapter)
+        if found:
+            write_export_manifest(partial, disk.moved)
         if target.exists():
             shutil.rmtree(target)
         partial.rename(target)
@@ -360,6 +362,7 @@ class HfFolderWriter:
         values.pop("torch_dtype", None)
         values["dtype"] = dtype
         settings.write_text(json.dumps(values, indent=2))
+        write_export_manifest(self._folder, self._moved)
         if target.exists():
             shutil.rmtree(target)
         self._folder.rename(target)

@@ -100,7 +100,10 @@ def test_a_whole_file_without_room_leaves_the_old_one(tmp_path, full):
 BAD_IDS = (b'{"wandb": null}', b'{"wandb": 1}', b'{"mlflow": "a\\nb"}')
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[1]", bytes(512), b"\xff", b'"a"', *BAD_IDS])
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"[1]", bytes(512), b"\xff", b'"a"', *BAD_IDS],
+)
 def test_damaged_names_of_tracking_services_begin_new_runs(tmp_path, damage):
     told: list[str] = []
     path = tmp_path / "tracking.json"
@@ -264,9 +267,21 @@ def test_what_is_no_file_is_one_warning(tmp_path: Path) -> None:
         ([0.5], [0.5], [0.5]),
         ([0.0, 1.0], [0.0], [1.0]),
         ([0.0, 0.5, 1.0], [0.0], [1.0]),
-        ([*range(9)], [0, 1, 2, 3], [5, 6, 7, 8]),
-        ([*range(10)], [0, 1, 2, 3, 4], [5, 6, 7, 8, 9]),
-        ([*range(99)], [0, 1, 2, 3, 4], [94, 95, 96, 97, 98]),
+        (
+            [*range(9)],
+            [0, 1, 2, 3],
+            [5, 6, 7, 8],
+        ),
+        (
+            [*range(10)],
+            [0, 1, 2, 3, 4],
+            [5, 6, 7, 8, 9],
+        ),
+        (
+            [*range(99)],
+            [0, 1, 2, 3, 4],
+            [94, 95, 96, 97, 98],
+        ),
     ],
 )
 def test_first_and_last_rewards_are_those_of_other_steps(rewards, first, last):
@@ -358,7 +373,12 @@ def test_lines_are_found_from_the_end_of_a_file(tmp_path: Path, monkeypatch) -> 
     path = tmp_path / "file"
     assert list(lines_from_end(path)) == []
     monkeypatch.setattr(trackers, "BLOCK_BYTES", 3)
-    for lines in ([], [b"a"], [b"a" * 50, b"b", b"cc" * 9, b"d"], [b"1"] * 20):
+    for lines in (
+        [],
+        [b"a"],
+        [b"a" * 50, b"b", b"cc" * 9, b"d"],
+        [b"1"] * 20,
+    ):
         path.write_bytes(b"".join(line + b"\n" for line in lines))
         assert list(lines_from_end(path)) == lines[::-1]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from slipstream.core.errors import ConfigError
+from slipstream.core.run_folder import EXPORT_MANIFEST
 from slipstream.learner.trainer.weights import export
 from slipstream.learner.trainer.weights.export import (
     HfFolderWriter,
@@ -61,7 +62,10 @@ def write(source: Path, folder: Path) -> dict[str, torch.Tensor]:
     tensors = {name: torch.full((4,), float(place)) for place, name in enumerate("abcde")}
     moved: list[int] = []
     exported(source, folder, tensors, dtype="bfloat16", moved=moved.append)
-    assert sum(moved) == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    written = sum(size for name, size in sizes.items() if name.endswith(".safetensors"))
+    # Whatever is in the folder is read once more, for its digests.
+    assert sum(moved) == written + sum(sizes.values()) - sizes[EXPORT_MANIFEST]
     return tensors
 
 
@@ -80,6 +84,7 @@ def test_small_model_is_one_file_beside_configuration_and_tokenizer(tmp_path: Pa
         "config.json",
         "tokenizer.json",
         "model.safetensors",
+        EXPORT_MANIFEST,
     }
     stored = read(folder)
     assert all(torch.equal(stored[name], tensors[name]) for name in tensors)
@@ -231,7 +236,9 @@ def test_files_that_training_makes_stale_are_left_out(tmp_path: Path) -> None:
         (source / name).write_text("{}")
     folder = exported(source, tmp_path / "out")
     kept = {"README.md", "config.json", "model.safetensors", "modeling_own.py", "tokenizer.json"}
-    assert {path.name for path in folder.rglob("*")} == kept
+    assert {path.name for path in folder.rglob("*")} == {*kept, EXPORT_MANIFEST}
+    manifest = json.loads((folder / EXPORT_MANIFEST).read_text())
+    assert {entry["path"] for entry in manifest["files"]} == kept
 
 
 def test_a_read_only_model_s_export_can_be_written(tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""Compares the files of checkpoints and of the final model with their manifests."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slipstream.client.findings import Findings
+from slipstream.client.run_folder import parsed
+from slipstream.client.verified_journal import JournalCheck
+from slipstream.core.machine.files import open_regular, read_regular
+from slipstream.core.run_folder import CHECKPOINTS, EXPORT_MANIFEST, FINAL_ADAPTERS, FINAL_MODEL
+
+# Most bytes of a manifest.
+MOST_BYTES = 64 << 20
+_BLOCK_BYTES = 1 << 20
+_DIGEST_BYTES = 16
+
+
+def check_files(folder: Path, findings: Findings, journal: JournalCheck) -> None:
+    """Reads every file that a manifest below `folder` names, and compares its digest."""
+    for path in sorted(folder.glob(f"{CHECKPOINTS}/step-*/manifest.json")):
+        name = path.parent.name
+        with findings.reading(f"the manifest of {name}"):
+            manifest: Any = parsed(
+                read_regular(
+                    path,
+                    most_bytes=MOST_BYTES,
+                )
+            )
+            version = (
+                manifest["incarnation"],
+                manifest["step"],
+            )
+            findings.same("a checkpoint", name, f"step-{version[1]:06d}")
+            journal.same_weights(
+                name,
+                version,
+                manifest["weight_digest"],
+            )
+            _check_entries(
+                path.parent,
+                manifest["files"],
+                findings,
+            )
+    for path in _exports(folder / CHECKPOINTS):
+        with findings.reading(f"the manifest of {path.parent.name}"):
+            manifest = parsed(
+                read_regular(
+                    path,
+                    most_bytes=MOST_BYTES,
+                )
+            )
+            _check_entries(
+                path.parent,
+                manifest["files"],
+                findings,
+            )
+            _check_names(path.parent, manifest["files"], findings)
+
+
+def _check_names(folder: Path, entries: list[dict[str, Any]], findings: Findings) -> None:
+    """Makes a fault of files that the manifest of an exported model does not name."""
+    expected = {EXPORT_MANIFEST}
+    for entry in entries:
+        expected.add(entry["path"])
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        is_known = name in expected or path.is_dir()
+        text = f"{folder.name} has a file that its manifest does not name: {name}"
+        findings.wrong(text, unless=is_known)
+
+
+def _exports(checkpoints: Path) -> Iterator[Path]:
+    """Yields the manifests of the models that a run has exported at its end."""
+    for name in (FINAL_MODEL, FINAL_ADAPTERS):
+        for path in sorted(checkpoints.glob(f"{name}*")):
+            manifest = path / EXPORT_MANIFEST
+            if manifest.is_file():
+                yield manifest
+
+
+def _check_entries(folder: Path, entries: list[dict[str, Any]], findings: Findings) -> None:
+    for entry in entries:
+        file = folder / Path(entry["path"])
+        is_inside = ".." not in file.parts and file.is_relative_to(folder)
+        what = f"{folder.name}/{entry['path']}"
+        if not is_inside or not file.is_file():
+            findings.same(
+                f"bytes of {what}",
+                None,
+                entry["num_bytes"],
+            )
+            continue
+        num_bytes = file.stat().st_size
+        findings.same(
+            f"bytes of {what}",
+            num_bytes,
+            entry["num_bytes"],
+        )
+        if num_bytes == entry["num_bytes"]:
+            findings.same(
+                f"the digest of {what}",
+                _digest(file),
+                entry["digest"],
+            )
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    with open_regular(path) as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
