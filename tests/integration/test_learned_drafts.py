@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.extensions.drafts import switch
-from slipstream.extensions.drafts.shape import PREFIX, DraftShape
+from slipstream.extensions.drafts.extension import PREFIX
+from slipstream.extensions.drafts.shape import DraftShape
 from slipstream.rollout_server.episodes.renderer import Renderer
 from support.fakes.small_configs import config_of_engine
 from support.fakes.tiny_models import make_model_folder

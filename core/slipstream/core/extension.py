@@ -1,7 +1,7 @@
 """Finds what a run may do without: each option has a manifest, named by an entry point.
 
-A package adds an option by an entry point of the group `slipstream.extensions`, whose value names
-an `Extension`. A manifest imports nothing but this package's settings: what it adds is named as
+A package adds an option by an entry point of the group `GROUP`, whose value names an `Extension`. A
+manifest imports nothing but this package's settings: what it adds is named as
 "module:attribute", which the process that needs it imports when the settings ask for it.
 """
 
@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 from slipstream.core.errors import ConfigError
 
-GROUP = "slipstream.extensions"
+# The group of entry points that packages add to: the first name of this package's, and a word.
+GROUP = f"{__name__.partition('.')[0]}.extensions"
 
 Row = TypeVar("Row")
 
@@ -85,11 +86,25 @@ class Extension:
     precedes_publisher: bool = False
     # A function of the settings and the policy that returns a `StepPart`, or None; collective.
     trainer: str = ""
+    # A function of the settings that returns a `ModelPart`, before a model is opened.
+    model: str = ""
+    # A function of Megatron's block of layers and their places in the model. It changes the layers,
+    # and returns the norm behind the last one.
+    layers: str = ""
     # A function of settings, policy, published weights and the controller's client that returns a
     # `VersionWriter`, to which versions go in place of the servers.
     writer: str = ""
     # A function of the settings and the server's id that returns a `ServerPart`, or None.
     server: str = ""
+    # A function of the settings, a folder for files, which is None without a server's own, and
+    # whether the engine computes on a CPU. It returns arguments for vLLM.
+    engine_arguments: str = ""
+    # Beginnings of the names of tensors that are published beside the policy's. Each has a class of
+    # the engine's model, vLLM's runner and a function that loads tensors: a module that loads both.
+    beside_model: Mapping[str, str] = field(default_factory=dict)
+    # A function of vLLM's configuration and the number of tokens of a draft, in the engine's
+    # process. It returns a `DraftSwitch`, or None if it does not decide about these drafts.
+    draft_switch: str = ""
     # Processes that it may add to a run, by the names of the commands that start them.
     programs: Mapping[str, Program] = field(default_factory=dict)
     trackers: Mapping[str, Tracker] = field(default_factory=dict)
@@ -170,6 +185,11 @@ BUILT_IN_QUEUES = {
         receiver="slipstream.learner.controller.records.ledger:grpc_receiver",
     ),
 }
+
+
+def places_beside_model() -> dict[str, str]:
+    """Returns the classes of `beside_model`, by the beginnings of tensors' names."""
+    return _joined(manifest.beside_model for manifest in installed())
 
 
 def queues() -> dict[str, Queue]:

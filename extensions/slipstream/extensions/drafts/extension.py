@@ -9,6 +9,9 @@ from slipstream.core.extension import Extension
 if TYPE_CHECKING:
     from slipstream.core.settings.tables import Tables
 
+# Beginning of the names of the layer's tensors among the published weights.
+PREFIX = "draft."
+
 
 def _is_on(config: Tables) -> bool:
     return config.drafts is not None
@@ -18,5 +21,9 @@ EXTENSION = Extension(
     name="drafts",
     is_on=_is_on,
     after=("other_models",),
+    model="slipstream.extensions.drafts.layer:DraftPart",
     trainer="slipstream.extensions.drafts.trainer:step_part",
+    engine_arguments="slipstream.extensions.drafts.server:engine_arguments",
+    beside_model={PREFIX: "slipstream.extensions.drafts.server:WithDrafts"},
+    draft_switch="slipstream.extensions.drafts.switch:draft_switch",
 )

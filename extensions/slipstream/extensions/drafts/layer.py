@@ -6,19 +6,22 @@ and attends to what it will find in the engine's cache then. Source: EAGLE-3 (ar
 """
 
 import math
+from pathlib import Path
 from typing import Self
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from slipstream.core.settings.config import Config
-from slipstream.extensions.drafts.shape import PREFIX, DraftShape, begun
+from slipstream.extensions.drafts.extension import PREFIX
+from slipstream.extensions.drafts.shape import DraftShape, begun
+from slipstream.learner.trainer.model.model_part import LayerBeside, ModelPart
 from torch import Tensor
 
 _BETAS, _EPS, _MAX_NORM = (0.9, 0.95), 1e-8, 1.0
 
 
-class DraftLayer(torch.nn.Module):
+class DraftLayer(LayerBeside):
     """The layer's values, with Adam's moments, in float32; the same on all ranks."""
 
     def __init__(self, shape: DraftShape, *, seed: int, device: torch.device) -> None:
@@ -64,6 +67,10 @@ class DraftLayer(torch.nn.Module):
                 own[name].copy_(value)
         return layer
 
+    def write_folder(self, folder: Path, dtype: str) -> None:
+        """Writes the config.json of the layer into a new `folder`."""
+        self.shape.write_folder(folder, dtype)
+
     def published(self) -> dict[str, Tensor]:
         """Returns views of the values by their names among the published weights."""
         return {f"{PREFIX}{name}": value for name, value in self.named().items()}
@@ -86,6 +93,16 @@ class DraftLayer(torch.nn.Module):
         scale = (second / corrections[1]).sqrt_().add_(_EPS)
         self.values.sub_(learning_rate * (first / corrections[0]) / scale)
         return True
+
+
+class DraftPart(ModelPart):
+    """Opens the layer beside the policy."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def layer(self, device: torch.device, *, load_weights: bool) -> DraftLayer:
+        return DraftLayer.beside(self._config, device, load_weights=load_weights)
 
 
 def draft_states(

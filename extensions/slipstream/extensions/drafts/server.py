@@ -8,7 +8,8 @@ import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
-from slipstream.extensions.drafts.shape import PREFIX, DraftShape
+from slipstream.extensions.drafts.extension import PREFIX
+from slipstream.extensions.drafts.shape import DraftShape
 
 Named = tuple[str, torch.Tensor]
 
@@ -32,6 +33,12 @@ def draft_arguments(config: Config, folder: Path) -> dict[str, object]:
             "num_speculative_tokens_per_batch_size": lengths if most > 1 else lengths[:1],
         }
     }
+
+
+def engine_arguments(config: Config, folder: Path | None, *, on_cpu: bool) -> dict[str, object]:
+    """Returns vLLM's arguments; makes the layer's folder in `folder`."""
+    assert folder is not None, "the layer that drafts needs a folder"
+    return draft_arguments(config, folder)
 
 
 class WithDrafts(torch.nn.Module):

@@ -16,8 +16,6 @@ from slipstream.core.models.model_files import held_tensors, missing_weights
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
 from slipstream.core.settings.config import Config
 
-# Beginning of the names of its tensors among the published weights.
-PREFIX = "draft."
 # Its folder in an exported folder of the policy.
 FOLDER = "draft"
 

@@ -11,6 +11,7 @@ No step counts for much more than the median: a stall, or prompts, would decide 
 
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 # Steps of a trial. The first ones do not count, since drafts of the step before are verified then.
 TRIAL_STEPS, SETTLING_STEPS = 48, 4
@@ -84,3 +85,15 @@ class DraftSwitch:
     def pause(self) -> None:
         """Notes that the next step does not follow at once."""
         self._before = None
+
+
+def draft_switch(
+    settings: Any,  # noqa: ANN401 - vLLM's configuration
+    num_tokens: int,
+) -> DraftSwitch | None:
+    """Returns the switch for drafts of a layer whose values publishes bring, None for others."""
+    drafts = settings.speculative_config
+    loading = None if drafts is None else drafts.draft_load_config
+    if loading is None or loading.load_format != "dummy":
+        return None
+    return DraftSwitch(num_tokens, int(settings.scheduler_config.max_num_seqs))

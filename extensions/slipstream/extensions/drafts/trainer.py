@@ -163,5 +163,5 @@ class DraftTraining(StepPart):
 
 def step_part(config: Config, policy: Policy) -> DraftTraining:
     """Returns the part that trains the layer."""
-    assert policy.drafts is not None
+    assert isinstance(policy.drafts, DraftLayer)
     return DraftTraining(policy.drafts, policy, config)

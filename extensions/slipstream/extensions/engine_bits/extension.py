@@ -17,4 +17,7 @@ def _is_on(config: Tables) -> bool:
 EXTENSION = Extension(
     name="engine_bits",
     is_on=_is_on,
+    model="slipstream.extensions.engine_bits.trainer:BitsPart",
+    layers="slipstream.extensions.engine_bits.trainer:layer_parts",
+    engine_arguments="slipstream.extensions.engine_bits.arguments:engine_arguments",
 )

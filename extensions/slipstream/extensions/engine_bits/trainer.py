@@ -6,6 +6,7 @@ backward pass gives the gradients of torch's own operations. The classes inherit
 import this module only after `compat.install`.
 """
 
+import copy
 import functools
 import importlib
 import os
@@ -15,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from megatron.bridge.models.conversion.param_mapping import AutoMapping
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from slipstream.core.settings.config import Config
 from slipstream.extensions.engine_bits import row_kernels
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers import mlp_parts
 from slipstream.learner.trainer.layers.attention import CoreAttention
 from slipstream.learner.trainer.layers.norms import RMSNorm
+from slipstream.learner.trainer.model.model_part import ModelPart
 from torch import Tensor
 
 # Tokens of a page of keys on CPUs, as in vLLM.
@@ -439,3 +442,25 @@ def install() -> None:
         return _Recomputed.apply(kernel, reference, x)  # type: ignore[no-any-return,no-untyped-call]
 
     module.apply_rotary_pos_emb = rotated_by_kernel
+
+
+def layer_parts(block: Megatron, places: range) -> Megatron:
+    """Gives each layer of a block, at its place in the whole model, parts with the engine's bits.
+
+    Returns the norm behind the last layer.
+    """
+    install()
+    block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
+    for place, layer in zip(places, block.layer_specs, strict=True):
+        equal_parts(layer.submodules, is_first=place == 0)
+    return SumNorm
+
+
+class BitsPart(ModelPart):
+    """Computes logits and log-probabilities of a model with the engine's kernels."""
+
+    def __init__(self, _: Config) -> None:
+        pass
+
+    def kernels(self) -> EngineKernels:
+        return engine_kernels()

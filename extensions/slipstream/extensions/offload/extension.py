@@ -17,4 +17,5 @@ def _is_on(config: Tables) -> bool:
 EXTENSION = Extension(
     name="offload",
     is_on=_is_on,
+    model="slipstream.extensions.offload.trainer:OffloadPart",
 )

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from slipstream.core.errors import UntrainableBatch
+from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import OffloadSection
 from slipstream.learner.trainer.model.model import DeviceMemory, Part
+from slipstream.learner.trainer.model.model_part import ModelPart
 from torch import Tensor
 
 # A storage on the host: its size in bytes on the device, and its contents, None if dropped.
@@ -91,3 +93,13 @@ def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class OffloadPart(ModelPart):
+    """Lets the tensors of a model leave the device."""
+
+    def __init__(self, config: Config) -> None:
+        self._settings = config.learner.offload
+
+    def memory(self) -> HostMemory:
+        return HostMemory(self._settings)

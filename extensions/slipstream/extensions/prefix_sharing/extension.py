@@ -18,5 +18,6 @@ EXTENSION = Extension(
     name="prefix_sharing",
     is_on=_is_on,
     after=("turns",),
+    model="slipstream.extensions.prefix_sharing.trainer:SharingPart",
     trainer="slipstream.extensions.prefix_sharing.step:step_part",
 )

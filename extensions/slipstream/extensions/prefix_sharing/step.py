@@ -1,16 +1,16 @@
 """Tells how many tokens of a step were shared."""
 
 from slipstream.core.settings.config import Config
-from slipstream.extensions.prefix_sharing.trainer import PrefixSharing
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.model.policy import Policy
+from slipstream.learner.trainer.model.sharing import Sharing
 from slipstream.learner.trainer.step import StepPart
 
 
 class SharedWork(StepPart):
     """Counts the tokens of a step that were not computed again."""
 
-    def __init__(self, sharing: PrefixSharing) -> None:
+    def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing
 
     def begins(self) -> None:

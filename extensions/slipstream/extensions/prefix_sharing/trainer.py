@@ -16,14 +16,16 @@ its copies.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import LearnerSection
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.planner import plan_micro_batches
@@ -36,7 +38,11 @@ from slipstream.learner.trainer.batches.training_sequence import (
     to_device,
 )
 from slipstream.learner.trainer.layers.routers import counts_tokens
+from slipstream.learner.trainer.model.model_part import ModelPart
+from slipstream.learner.trainer.model.sharing import Arguments, SavedWork
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 # Bundles take at most a micro batch divided by one of these numbers.
 _BUNDLE_DIVISORS = (1, 2, 4, 8)
@@ -131,6 +137,19 @@ class PrefixSharing:
             found.append((work, parts, chosen, saved))
         _, _, best, self.saved = min(found, key=lambda one: one[:2])
         return best
+
+    def packed(self, micro_batch: MicroBatch, paths: Paths) -> Megatron:
+        """Returns Megatron's packed-sequence parameters for a micro batch with `paths`."""
+        return shared_sequences(micro_batch, paths)
+
+    def by_paths(
+        self,
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        shared: Megatron,
+    ) -> Arguments:
+        """Returns an attention's arguments with keys and values along the paths of `shared`."""
+        return by_paths(arguments, named, shared)
 
     @contextmanager
     def positions_of(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -228,13 +247,6 @@ def refusal(config: Megatron, learner: LearnerSection, *, router_replay: bool, o
     if counts_tokens(config):
         return "routers count each token as often as there are sequences with it"
     return ""
-
-
-class SavedWork(NamedTuple):
-    """The work that shared prefixes save: tokens, and attention in the unit of `num_squares`."""
-
-    tokens: int = 0
-    squares: int = 0
 
 
 def num_tokens(bundle: Bundle) -> int:
@@ -355,3 +367,32 @@ class _Run:
                 common.append(least)
                 least = _MANY
         return _Run(indices, common)
+
+
+class SharingPart(ModelPart):
+    """Packs sequences of a model with common prefixes, where its attention can share them."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def sharing(
+        self,
+        chunks: list[Megatron],
+        device: torch.device,
+        *,
+        sees_images: bool,
+    ) -> PrefixSharing | None:
+        algorithm = self._config.algorithm
+        learner = self._config.learner
+        if sees_images or algorithm.agreement != "close":
+            return None
+        cause = refusal(
+            chunks[0].config,
+            learner,
+            router_replay=algorithm.router_replay != "off",
+            on_gpu=device.type == "cuda",
+        )
+        if cause:
+            logger.info("shared prefixes are computed for each sequence: %s", cause)
+            return None
+        return PrefixSharing(chunks, min_tokens=learner.shared_prefix_tokens)

@@ -18,5 +18,6 @@ EXTENSION = Extension(
     name="router_replay",
     is_on=_is_on,
     after=("drafts",),
+    model="slipstream.extensions.router_replay.trainer:ReplayPart",
     trainer="slipstream.extensions.router_replay.trainer:step_part",
 )

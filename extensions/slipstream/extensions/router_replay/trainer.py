@@ -17,6 +17,7 @@ from slipstream.core.settings.config import Config
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.layers.routers import sparse_layers
+from slipstream.learner.trainer.model.model_part import ModelPart
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.step import StepPart
 from torch import Tensor
@@ -161,3 +162,13 @@ class Routing(StepPart):
 def step_part(_: Config, policy: Policy) -> Routing:
     """Returns the part that compares the routers' experts with the engine's."""
     return Routing(policy.chunks)
+
+
+class ReplayPart(ModelPart):
+    """Makes the policy's routers replay what the engine recorded."""
+
+    def __init__(self, _: Config) -> None:
+        pass
+
+    def changed(self, chunks: list[Megatron]) -> list[Megatron]:
+        return replay_routers(chunks)

@@ -33,6 +33,7 @@ from slipstream.learner.trainer.model.model import (
     parameters,
     unwrapped,
 )
+from slipstream.learner.trainer.model.model_part import model_parts
 from slipstream.learner.trainer.model.policy import NamedAdapters, Policy, adapters, optimizer_state
 from slipstream.learner.trainer.model.recipe import (
     check_biases,
@@ -50,8 +51,6 @@ from slipstream.protocol.access.exposure import narrow_sockets
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from slipstream.extensions.drafts.layer import DraftLayer
-    from slipstream.extensions.prefix_sharing.trainer import PrefixSharing
     from slipstream.learner.trainer.families.vision import Vision
 
 logger = logging.getLogger(__name__)
@@ -72,25 +71,21 @@ def open_policy(
     meeting = os.environ.get("MASTER_ADDR", config.learner.host)
     narrow_sockets(os.environ, gloo=meeting, nccl=meeting)
     ranks = Ranks(launch, config.learner, seed=config.run.seed, activity=activity)
+    parts = model_parts(config)
     adapt = adapters(config, ranks) if config.lora.rank else defer_projections
 
     def change(chunks: list[Megatron]) -> list[Megatron]:
         chunks = adapt(chunks)
-        if config.algorithm.router_replay == "off":
-            return chunks
-        from slipstream.extensions.router_replay.trainer import replay_routers
-
-        return replay_routers(chunks)
+        for part in parts:
+            chunks = part.changed(chunks)
+        return chunks
 
     model = load_trained(config, ranks, change=change, load_weights=load_weights)
     check_biases(model.chunks[0].config, config)
     are_clients = config.controller.client_loop and bool(config.lora.adapters)
     held = NamedAdapters(config.lora.adapters, model, are_clients=are_clients)
-    drafts: DraftLayer | None = None
-    if config.drafts is not None:
-        from slipstream.extensions.drafts.layer import DraftLayer as Layer
-
-        drafts = Layer.beside(config, ranks.device, load_weights=load_weights)
+    layers = [part.layer(ranks.device, load_weights=load_weights) for part in parts]
+    drafts = next(filter(None, layers), None)
     return Policy(**vars(model), adapters=held, drafts=drafts)
 
 
@@ -212,22 +207,12 @@ def _load(
 
         processor = load_processor(config.model.path)
         vision = Vision([unwrapped(chunk) for chunk in chunks], whole_config, processor)
-    sharing: PrefixSharing | None = None
-    min_tokens = config.learner.shared_prefix_tokens
-    if min_tokens and vision is None and config.algorithm.agreement == "close":
-        from slipstream.extensions.prefix_sharing.trainer import PrefixSharing, refusal
-
-        replays, on_gpu = config.algorithm.router_replay != "off", ranks.device.type == "cuda"
-        cause = refusal(chunks[0].config, config.learner, router_replay=replays, on_gpu=on_gpu)
-        if cause:
-            logger.info("shared prefixes are computed for each sequence: %s", cause)
-        else:
-            sharing = PrefixSharing(chunks, min_tokens=min_tokens)
-    memory = DeviceMemory()
-    if any(config.learner.offload.model_dump().values()):
-        from slipstream.extensions.offload.trainer import HostMemory
-
-        memory = HostMemory(config.learner.offload)
+    parts = model_parts(config)
+    sees_images = vision is not None
+    sharings = [part.sharing(chunks, ranks.device, sees_images=sees_images) for part in parts]
+    memories = [part.memory() for part in parts]
+    kernels = [part.kernels() for part in parts]
+    memory = next(filter(None, memories), DeviceMemory())
     memory.own({Part.PARAMETERS: lambda: parameters(chunks)})
     kept_logits = 0
     if ranks.device.type == "cuda":
@@ -245,6 +230,7 @@ def _load(
         attention_length=Arithmetic.of(read_model_table(config.model.path)).attention_length,
         kept_logits=kept_logits,
         memory=memory,
-        sharing=sharing,
+        sharing=next(filter(None, sharings), None),
         vision=vision,
+        kernels=next(filter(None, kernels), None),
     )

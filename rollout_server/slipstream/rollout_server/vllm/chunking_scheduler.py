@@ -14,10 +14,11 @@ import dataclasses
 import time
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from slipstream.core.errors import ConfigError
+from slipstream.core.extension import installed, resolve
 from slipstream.rollout_server.engine_rules import PromptGathering
 from slipstream.rollout_server.vllm.steady_decoding import (
     CHUNK_TOKENS,
@@ -41,9 +42,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-if TYPE_CHECKING:
-    from slipstream.extensions.drafts.switch import DraftSwitch
-
 # Least seconds between two statistics of the engine's load.
 STATS_S = 1.0
 # The fields of an output, by how the outputs of several steps become one. A vLLM with other fields
@@ -63,6 +61,19 @@ _FIELDS = {
 
 # Worker class that records experts on CPUs, where vLLM's own scheduler never asks for them.
 CPU_WORKER = "slipstream.rollout_server.vllm.cpu.RoutingWorker"
+
+
+class DraftSwitch(Protocol):
+    """Decides with how many requests at a time the engine drafts."""
+
+    # The length of drafts by the number of requests, as vLLM's scheduler reads it.
+    lookup: list[int]
+
+    def end_step(self, num_requests: int, num_tokens: int, *, drafts: bool, now_s: float) -> None:
+        """Notes a step of `num_requests`, which sampled `num_tokens`, and whether it drafted."""
+
+    def pause(self) -> None:
+        """Notes that the next step does not follow at once."""
 
 
 class ChunkingScheduler(Scheduler):  # type: ignore[misc]
@@ -278,7 +289,7 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         }
 
     def _note_step(
-        self, switch: "DraftSwitch", planned: SchedulerOutput, done: ModelRunnerOutput
+        self, switch: DraftSwitch, planned: SchedulerOutput, done: ModelRunnerOutput
     ) -> None:
         requests = len(planned.num_scheduled_tokens)
         if not requests or self.pause_state is not PauseState.UNPAUSED or len(self.requests) == 0:
@@ -337,15 +348,14 @@ class AsyncChunkingScheduler(ChunkingScheduler, AsyncScheduler):  # type: ignore
     """vLLM's asynchronous scheduler with chunks; it plans a step while the previous step runs."""
 
 
-def draft_switch(settings: VllmConfig, num_tokens: int) -> "DraftSwitch | None":
-    """Returns the switch for drafts of a layer whose values publishes bring, None for others."""
-    drafts = settings.speculative_config
-    loading = None if drafts is None else drafts.draft_load_config
-    if loading is None or loading.load_format != "dummy":
-        return None
-    from slipstream.extensions.drafts.switch import DraftSwitch
-
-    return DraftSwitch(num_tokens, int(settings.scheduler_config.max_num_seqs))
+def draft_switch(settings: VllmConfig, num_tokens: int) -> DraftSwitch | None:
+    """Returns what decides about drafts of `num_tokens`, None if the engine always drafts."""
+    for extension in installed():
+        if extension.draft_switch:
+            switch: DraftSwitch | None = resolve(extension.draft_switch)(settings, num_tokens)
+            if switch is not None:
+                return switch
+    return None
 
 
 def scheduler_class(*, async_scheduling: bool) -> type[Scheduler]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import slipstream.core.models.kinds  # noqa: F401 - vLLM asks transformers for these kinds
 from slipstream.core.errors import ConfigError
+from slipstream.core.extension import active, resolve
 from slipstream.core.models.families import FAMILIES, family_of
 from slipstream.core.models.model_rules import cpu_cache_bytes, cpu_engine_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_table
@@ -35,8 +36,8 @@ _WORKER_EXTENSION = f"{_PACKAGE}.weight_receiver.WorkerExtension"
 def engine_config(config: Config, seed: int, folder: Path | None = None) -> VllmConfig:
     """Builds vLLM's whole configuration, before a model is loaded.
 
-    With the table `drafts` the layer's folder is made in `folder`, which the engine reads. Raises
-    ConfigError if vLLM refuses the configuration.
+    Extensions may make files in `folder`, which the engine reads. Raises ConfigError if vLLM
+    refuses the configuration.
     """
     passed: dict[str, object] = dict(config.rollout_server.engine)
     for problem in table_problems(config.rollout_server.engine):
@@ -49,23 +50,13 @@ def engine_config(config: Config, seed: int, folder: Path | None = None) -> Vllm
         check_precision(config.rollout_server.quantization)
     graphs = graph_values(config.rollout_server, passed, on_cpu=on_cpu)
     values = own_values(config, seed) | graphs | passed
-    if config.drafts is not None:
-        from slipstream.extensions.drafts.server import draft_arguments
-
-        assert folder is not None, "the layer that drafts needs a folder"
-        values |= draft_arguments(config, folder)
+    for extension in active(config):
+        if extension.engine_arguments:
+            values |= resolve(extension.engine_arguments)(config, folder, on_cpu=on_cpu)
     if not on_cpu and decodes_by_kernel(config, passed):
         # By its name: its module is for processes that start CUDA.
         register_backend(AttentionBackendEnum.FLASH_ATTN, DECODE_BACKEND)
-    if config.algorithm.agreement == "bits":
-        if on_cpu:
-            from slipstream.extensions.engine_bits.server import compute_by_rows
-
-            compute_by_rows()
-        else:
-            # torch.compile would fuse norms and activations into kernels that no learner has.
-            values["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    elif not on_cpu:
+    if config.algorithm.agreement != "bits" and not on_cpu:
         values["worker_cls"] = GPU_WORKER
     if config.algorithm.router_replay != "off":
         # On CPUs vLLM refuses to return experts; our worker and scheduler do it there.

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 from slipstream.core.errors import WeightSyncError
-from slipstream.core.extension import resolve, transports
+from slipstream.core.extension import places_beside_model, resolve, transports
 from slipstream.core.machine.description import free_memory
 from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_buckets
 from slipstream.protocol.weights.waits import result_of, started
@@ -55,8 +55,6 @@ TRANSPORTS: dict[str, MakeReceiver] = {
 }
 
 BACKEND = "slipstream"
-# Beginning of the names of tensors of the layer that drafts.
-DRAFTS = "draft."
 # Parts of a device's memory that staged weights leave free for other allocations.
 _LEFT_ON_GPU, _LEFT_ON_CPU = 0.02, 0.1
 
@@ -273,12 +271,12 @@ class SlipstreamWeightTransfer:
         self._adapters = Arriving(buckets, parsed.adapter_scale, number=number)
         if self._weights and self._weights != self._buckets:
             self._buckets = self._weights
-            names = (span.tensor.name for bucket in self._weights for span in bucket.spans)
-            if any(name.startswith(DRAFTS) for name in names):
-                from slipstream.extensions.drafts.server import WithDrafts
-
-                if not isinstance(self.model, WithDrafts):
-                    self.model = WithDrafts(self.model, self.runner, loader_update.load_tensors)
+            names = [span.tensor.name for bucket in self._weights for span in bucket.spans]
+            for prefix, place in places_beside_model().items():
+                if any(name.startswith(prefix) for name in names):
+                    beside = resolve(place)
+                    if not isinstance(self.model, beside):
+                        self.model = beside(self.model, self.runner, loader_update.load_tensors)
             self._plan = self._replay = None
             self._plan = loader_update.recorded_plan(
                 self.model, self._buckets, self.device, self.vllm_config

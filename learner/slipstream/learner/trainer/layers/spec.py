@@ -3,7 +3,6 @@
 This module imports classes that inherit from Megatron's, so import it only after `compat.install`.
 """
 
-import copy
 import functools
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from slipstream.core.extension import resolve
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers import mlp_parts
 from slipstream.learner.trainer.layers.attention import CoreAttention
@@ -52,14 +52,8 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
             # TransformerEngine's experts are one module, to which Bridge gives one adapter.
             mlp_parts(layer.submodules).experts = GroupedExperts
         _place_norms(layer.submodules, config, norm)
-    if is_equal:
-        from slipstream.extensions.engine_bits import trainer as engine_bits
-
-        engine_bits.install()
-        norm = engine_bits.SumNorm
-        block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
-        for place, layer in zip(_places(config, vp_stage), block.layer_specs, strict=True):
-            engine_bits.equal_parts(layer.submodules, is_first=place == 0)
+    for layer_parts in getattr(config, "layer_parts", ()):
+        norm = resolve(layer_parts)(block, _places(config, vp_stage))
     is_delta_net = getattr(config, "is_delta_net", None)
     if is_delta_net is not None:
         linear_in, linear_out = ColumnParallelLinear, RowParallelLinear

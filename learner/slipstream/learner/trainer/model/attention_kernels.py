@@ -21,6 +21,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.training_sequence import Paths, zigzag
 from slipstream.learner.trainer.model.model import ParallelModel
+from slipstream.learner.trainer.model.sharing import Sharing
 from torch import Tensor
 
 # Rounding to bfloat16 gives 0.005.
@@ -63,9 +64,9 @@ def check_attention(model: ParallelModel) -> None:
         if hasattr(module, "core_attention"):
             kinds.setdefault(kind_of(module), module)
     for kind, attention in kinds.items():
-        _check(model, kind, attention, shares=False)
+        _check(model, kind, attention, None)
         if model.sharing is not None:
-            _check(model, kind, attention, shares=True)
+            _check(model, kind, attention, model.sharing)
 
 
 def kind_of(attention: Megatron) -> Kind:
@@ -93,7 +94,12 @@ def kind_of(attention: Megatron) -> Kind:
     )
 
 
-def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: bool) -> None:
+def _check(
+    model: ParallelModel,
+    kind: Kind,
+    attention: Megatron,
+    sharing: Sharing | None,
+) -> None:
     from slipstream.learner.trainer.layers.attention import (
         CoreAttention,
         SharedSequences,
@@ -106,7 +112,7 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: boo
     bounds = [0, *itertools.accumulate(lengths)]
     # The queries of each sequence, and the indices of all keys on its path.
     paths: list[Path] = []
-    before = _BEFORE if shares else [None] * len(lengths)
+    before = [None] * len(lengths) if sharing is None else _BEFORE
     for (start, end), earlier in zip(itertools.pairwise(bounds), before, strict=True):
         seen = [] if earlier is None else paths[earlier][1]
         paths.append((range(start, end), [*seen, *range(start, end)]))
@@ -126,14 +132,12 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: boo
     named = {"attn_mask_type": attention.attn_mask_type, "attention_bias": None}
     cu_seqlens, longest = torch.tensor(bounds, dtype=torch.int32, device=ranks.device), max(lengths)
     with torch.enable_grad():
-        if shares:
-            from slipstream.extensions.prefix_sharing.trainer import by_paths
-
+        if sharing is not None:
             keys = Paths.of([np.array(places) for _, places in paths], bounds[-1])
             shared = SharedSequences(
                 bounds=cu_seqlens, max_queries=longest, paths=keys.to(ranks.device)
             )
-            arguments, named = by_paths((*own, None), named, shared)
+            arguments, named = sharing.by_paths((*own, None), named, shared)
         else:
             arguments = (*own, None)
             named["packed_seq_params"] = packed_sequences(cu_seqlens, longest, ranks.cp_size)
@@ -151,8 +155,8 @@ def _check(model: ParallelModel, kind: Kind, attention: Megatron, *, shares: boo
         if not is_finite or error > MOST_ERROR:
             wrong = f"{error:.0%} off" if is_finite else "not finite"
             kernel, remedy = kernel_and_remedy(of_torch=issubclass(kind.module, CoreAttention))
-            where = " and shared prefixes" if shares else ""
-            remedy += ", or learner.shared_prefix_tokens = 0" if shares else ""
+            where = "" if sharing is None else " and shared prefixes"
+            remedy += "" if sharing is None else ", or learner.shared_prefix_tokens = 0"
             raise ConfigError(
                 f"the attention of this machine is wrong for heads of {kind.size} dimensions"
                 f"{where}: {kernel}: {name} are {wrong}, at most {MOST_ERROR:.0%} is rounding. "

@@ -12,7 +12,7 @@ These operations are the reference, and serve CPUs and several targets per row.
 import dataclasses
 import types
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,16 @@ CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 29}
 # Far below every logit, and far enough from the smallest float that differences stay finite.
 PADDING_LOGIT = -1e30
 _FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class HeadKernels(Protocol):
+    """Computes logits and log-probabilities, such as bit for bit as an inference engine does."""
+
+    def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the logits [rows, width] of hidden states, in `dtype`."""
+
+    def token_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Returns the log-probabilities of `targets` under the rows of `logits`."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +56,8 @@ class Projection:
     # A micro batch with at most this many logits keeps them for the backward pass; a micro batch
     # of a single chunk always does.
     kept_logits: int = 0
-    # Whether logits and log-probabilities are bit for bit equal to the inference engine's.
-    has_engine_bits: bool = False
+    # Kernels in place of torch's, for a vocabulary on one rank.
+    kernels: HeadKernels | None = None
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
@@ -112,16 +122,16 @@ class _Logprobs(torch.autograd.Function):
         places = part.places(targets)
         shapes = [*[targets.shape[:1]] * 3, targets.shape]
         sums = Sums(*(hidden.new_empty(shape, dtype=part.dtype) for shape in shapes))
-        exact = torch.empty_like(sums.wanted) if projection.has_engine_bits else None
+        kernels = projection.kernels
+        exact = None if kernels is None else torch.empty_like(sums.wanted)
 
         # This is a function so that a chunk is freed before the next one is made.
         def reduce(chunk: slice) -> Tensor:
             found = part.logits(hidden[chunk])
-            if exact is not None:
-                from slipstream.extensions.engine_bits.trainer import engine_kernels
-
-                tokens, own = found[:, : part.num_tokens], _rows(targets[chunk])
-                exact[chunk] = engine_kernels().token_logprobs(tokens, own).view_as(targets[chunk])
+            if kernels is not None and exact is not None:
+                tokens = found[:, : part.num_tokens]
+                logprobs = kernels.token_logprobs(tokens, _rows(targets[chunk]))
+                exact[chunk] = logprobs.view_as(targets[chunk])
             part.reduce(found, places[chunk], Sums(*(values[chunk] for values in sums)))
             return found
 
@@ -253,10 +263,9 @@ class _Part:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns logits [len(hidden), width], raw for fused kernels, else divided and masked."""
-        if self._projection.has_engine_bits:
-            from slipstream.extensions.engine_bits.trainer import engine_kernels
-
-            found = engine_kernels().logits(hidden, self._weight, self.dtype)
+        kernels = self._projection.kernels
+        if kernels is not None:
+            found = kernels.logits(hidden, self._weight, self.dtype)
         elif self.dtype == self._weight.dtype:
             found = F.linear(hidden, self._weight)
         elif self._weight.is_cuda:

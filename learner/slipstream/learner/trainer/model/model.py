@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -13,15 +13,15 @@ import torch
 from slipstream.core.settings.sections import ParallelSection
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.layers.routers import token_counts
-from slipstream.learner.trainer.model.logprobs import Projection
+from slipstream.learner.trainer.model.logprobs import HeadKernels, Projection
 from slipstream.learner.trainer.ranks import compat
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from slipstream.extensions.prefix_sharing.trainer import PrefixSharing
     from slipstream.learner.trainer.families.vision import Vision
     from slipstream.learner.trainer.model.recompute import Recompute
+    from slipstream.learner.trainer.model.sharing import Sharing
 
 # Function that changes the chunks of this rank after loading, before they get gradients.
 Change = Callable[[list[Megatron]], list[Megatron]]
@@ -46,9 +46,11 @@ class ParallelModel:
     kept_logits: int
     memory: DeviceMemory
     # None if a shared prefix is computed again for each sequence.
-    sharing: PrefixSharing | None
+    sharing: Sharing | None
     # None if the model sees no images.
     vision: Vision | None
+    # Kernels of logits and log-probabilities in place of torch's.
+    kernels: HeadKernels | None = field(kw_only=True, default=None)
 
     @property
     def sequence_multiple(self) -> int:
@@ -78,14 +80,13 @@ class ParallelModel:
 
     def projection(self, temperature: float, *, entropy_gradient: bool = False) -> Projection:
         """Returns the settings for computing log-probabilities from this model's hidden states."""
-        config = self.chunks[0].config
         return Projection(
             temperature,
             self.vocab_size,
             self.ranks.tp_group,
             entropy_gradient=entropy_gradient,
             kept_logits=self.kept_logits,
-            has_engine_bits=getattr(config, "agreement", "close") == "bits",
+            kernels=self.kernels,
         )
 
     def count_not_finite(self) -> int:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,11 +33,9 @@ from slipstream.learner.trainer.model.model import (
     torch_optimizers,
     unwrapped,
 )
+from slipstream.learner.trainer.model.model_part import LayerBeside
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from slipstream.extensions.drafts.layer import DraftLayer
 
 # Name of the vision tower in a chunk.
 TOWER = "visual"
@@ -48,8 +46,8 @@ class Policy(TrainedModel):
     """The trained model whose weights are published to the rollout servers."""
 
     adapters: "NamedAdapters" = field(kw_only=True)
-    # The layer that drafts on the servers; None without the table `drafts`.
-    drafts: "DraftLayer | None" = field(kw_only=True, default=None)
+    # A layer that drafts on the servers; None if no extension has one.
+    drafts: LayerBeside | None = field(kw_only=True, default=None)
 
 
 def adapters(config: Config, ranks: Ranks) -> Change:

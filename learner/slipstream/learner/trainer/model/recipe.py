@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 from slipstream.core.errors import ConfigError, did_you_mean, near_names
+from slipstream.core.extension import active
 from slipstream.core.models.model_sizes import normalizes_experts
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.parallel_rules import RankLayout
@@ -143,6 +144,11 @@ def provider_of(
     else:
         values |= _without_transformer_engine(config)
         values |= {"agreement": config.algorithm.agreement, "bias_activation_fusion": is_equal}
+    layer_parts = [extension.layers for extension in active(config) if extension.layers]
+    if layer_parts:
+        from slipstream.learner.trainer.layers import spec
+
+        values |= {"layer_parts": layer_parts, "transformer_layer_spec": spec.layer_spec}
     values |= passed_through(provider, config.learner.transformer, section="learner.transformer")
     if compat.has_transformer_engine():
         # Megatron's own layers, such as the output layer, would need Apex's extension for it:

@@ -262,9 +262,8 @@ def run_schedule(
         elif model.sharing is not None:
             hooks = model.sharing.positions_of(micro_batch)
         if micro_batch.paths is not None:
-            from slipstream.extensions.prefix_sharing.trainer import shared_sequences
-
-            packed = shared_sequences(micro_batch, micro_batch.paths)
+            assert model.sharing is not None, "a plan of paths comes from it"
+            packed = model.sharing.packed(micro_batch, micro_batch.paths)
         else:
             bounds, longest = micro_batch.cu_seqlens, micro_batch.max_seqlen
             packed = packed_sequences(bounds, longest, model.ranks.cp_size)

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import JsonValue
@@ -20,13 +20,11 @@ from slipstream.core.settings.config import Config
 from slipstream.core.template_values import read_template
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, write_safetensors
 from slipstream.learner.trainer.model.model import Part
+from slipstream.learner.trainer.model.model_part import LayerBeside
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_type, peft_name
 from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, write_export_manifest
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from slipstream.extensions.drafts.layer import DraftLayer
 
 MAX_SHARD_BYTES = 4 << 30
 # What training makes stale in a model's folder: the weights, in all forms.
@@ -329,12 +327,12 @@ class HfFolderWriter:
                 self.flush()
             self.add(name, tensor)
 
-    def write_draft(self, layer: "DraftLayer", dtype: torch.dtype) -> None:
+    def write_draft(self, layer: LayerBeside, dtype: torch.dtype) -> None:
         """Writes the layer that drafts into the folder's own folder `draft`, as vLLM loads it."""
         folder = self._folder / "draft"
         tensors = {name: value.to("cpu", dtype) for name, value in layer.named().items()}
         with self._removed_on_failure():
-            layer.shape.write_folder(folder, str(dtype).removeprefix("torch."))
+            layer.write_folder(folder, str(dtype).removeprefix("torch."))
             write_safetensors(folder / "model.safetensors", tensors, self._moved)
 
     def finish(self, dtype: str, target: Path) -> None:
