@@ -253,13 +253,22 @@ def excess(path: Path, counts: Counts) -> Budget:
 
 
 def read_budgets(text: str) -> dict[str, Budget]:
-    """Reads lines such as `core/a.py nothing_words=3 tokens=8.71`, without comments."""
+    """Reads lines such as `core/a.py nothing_words=3 tokens=8.71`, without comments.
+
+    A merge may leave two lines for a file: the lower number of each kind holds.
+    """
     budgets: dict[str, Budget] = {}
     for line in text.splitlines():
         if line and not line.startswith("#"):
             path, *columns = line.split()
             pairs = [column.split("=") for column in columns]
-            budgets[path] = {kind: float(number) for kind, number in pairs}
+            budget = {kind: float(number) for kind, number in pairs}
+            earlier = budgets.get(path, budget)
+            budgets[path] = {
+                kind: min(number, earlier[kind])
+                for kind, number in budget.items()
+                if kind in earlier
+            }
     return budgets
 
 

@@ -135,6 +135,13 @@ def test_budgets_are_read_as_they_are_written() -> None:
     assert plain.read_budgets(text) == budgets
 
 
+def test_of_two_lines_for_a_file_the_lower_numbers_hold() -> None:
+    first = "core/a.py nothing_words=3 splats=1 tokens=8.71\n"
+    second = "core/a.py nothing_words=4 tokens=8.5\n"
+    budgets = plain.read_budgets(first + second)
+    assert budgets == {"core/a.py": {"nothing_words": 3.0, "tokens": 8.5}}
+
+
 def test_a_file_at_its_goals_needs_no_line() -> None:
     text = plain.written_budgets({"core/a.py": {}})
     assert len(text.splitlines()) == 1
