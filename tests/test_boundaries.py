@@ -219,30 +219,20 @@ def test_packages_import_only_what_lies_below_them() -> None:
             for line, name in imports(path)
             if within(name, "slipstream")
             and not any(within(name, package) for package in allowed)
-            # The next test knows where.
+            # Another test knows which modules of its own an extension imports.
             and not within(name, EXTENSIONS)
         ]
     assert not wrong
 
 
-def at_import(tree: ast.Module) -> Iterator[ast.stmt]:
-    """The statements that run when a module is imported, but those for type checkers."""
-    waiting: list[ast.stmt] = [*tree.body]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        is_typing = isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING"
-        if not is_typing and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            waiting += [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)]
-
-
-def test_extensions_are_imported_where_their_part_is_made() -> None:
+def test_the_kernel_names_no_extension() -> None:
+    """Manifests at entry points tell it which options there are."""
     wrong = [
-        where(path, node.lineno)
+        where(path, line)
         for path in package_sources()
-        if EXTENSIONS in (text := path.read_text()) and not within(module_name(path), EXTENSIONS)
-        for node in at_import(ast.parse(text))
-        if isinstance(node, ast.ImportFrom) and within(node.module or "", EXTENSIONS)
+        if not within(module_name(path), EXTENSIONS)
+        for line, text in enumerate(path.read_text().splitlines(), 1)
+        if EXTENSIONS in text
     ]
     assert not wrong
 

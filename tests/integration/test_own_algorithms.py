@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.launch.findings import LEARNER, Scene
-from slipstream.client.launch.preflight import check_proofs
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
+from slipstream.extensions.proofs.launch import check_proofs
 from support.fakes import wrong_algorithms
 from support.rigs.run_processes import (
     ROOT,

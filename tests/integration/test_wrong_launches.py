@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.launch import machine
-from slipstream.client.launch.checks import Stage, require
+from slipstream.client.launch.check import Stage
+from slipstream.client.launch.checks import require
 from slipstream.client.launch.findings import CONTROLLER, Scene
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.core.configuration.config_file import load_config

@@ -77,6 +77,10 @@ class Extension:
     is_on: Callable[[Any], bool] = lambda _: False
     # Names of options whose parts of the same process come before its own.
     after: tuple[str, ...] = ()
+    # A sequence of the launcher's `Check`s, which commands, dry runs and the doctor make.
+    checks: str = ""
+    # A function of the settings that raises ConfigError for wrong files in the model's folder.
+    files_check: str = ""
     # A function of the settings that raises ConfigError where the option cannot work; trainer and
     # rollout server call it before they load anything.
     process_check: str = ""
@@ -105,7 +109,7 @@ class Extension:
     # A function of vLLM's configuration and the number of tokens of a draft, in the engine's
     # process. It returns a `DraftSwitch`, or None if it does not decide about these drafts.
     draft_switch: str = ""
-    # Processes that it may add to a run, by the names of the commands that start them.
+    # Processes of its own: a command of a run, or a check that reads the settings and ends.
     programs: Mapping[str, Program] = field(default_factory=dict)
     trackers: Mapping[str, Tracker] = field(default_factory=dict)
     # Names that `queue.kind` and `weights.transport` may have besides the built-in ones.

@@ -14,7 +14,8 @@ import redis.asyncio
 from make_lock import pins_of
 from slipstream.client.cli import main
 from slipstream.client.launch import checks, machine, preflight
-from slipstream.client.launch.checks import CHECKS, Check, Stage, check_queue, find_all
+from slipstream.client.launch.check import Check, Stage
+from slipstream.client.launch.checks import CHECKS, all_checks, find_all
 from slipstream.client.launch.findings import (
     ANY,
     CONTROLLER,
@@ -35,6 +36,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import free_port
 from slipstream.core.machine.gpus import list_gpus
 from slipstream.core.settings.config import Config
+from slipstream.extensions.redis.launch import check_queue
 from slipstream.protocol.access.tokens import role_token
 from support.fakes.model_folders import write_loadable_files
 from support.rigs.loopbacks import own_loopback
@@ -70,11 +72,12 @@ def config_of(tmp_path: Path, **sections: dict) -> Config:
 
 def look(config: Config, row: str) -> list[Finding]:
     """What the doctor says of a whole run with these settings in one row of its checks."""
-    (check,) = [check for check in CHECKS if check.area == row]
     share = Share(range(config.learner.world_size), config.rollout_server.count)
+    scene = Scene(config, WHOLE_RUN, share, leaves_nothing=True)
+    (check,) = [check for check in all_checks(scene) if check.area == row]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checks, "CHECKS", (check,))
-        return asyncio.run(find_all(Scene(config, WHOLE_RUN, share, leaves_nothing=True)))
+        patch.setattr(checks, "all_checks", lambda _: [check])
+        return asyncio.run(find_all(scene))
 
 
 def found(config: Config, area: str) -> Finding:
@@ -91,9 +94,10 @@ def seen_of(config: Config, area: str) -> list[str]:
 
 def demand(config: Config, area: str, parts: frozenset[Part]) -> None:
     """Makes the checks of this area as a command does that starts these parts."""
-    for check in CHECKS:
+    scene = Scene(config, parts)
+    for check in all_checks(scene):
         if check.area == area and check.needs & parts:
-            asyncio.run(check.found(Scene(config, parts)))
+            asyncio.run(check.found(scene))
 
 
 def test_this_machine_can_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +240,7 @@ def test_what_vllm_answers_is_told(tmp_path, monkeypatch, refusal, verdict, seen
         asked.append(config.rollout_server.engine)
         return Ended(2 if refusal else 0, refusal)
 
-    monkeypatch.setattr(preflight, "_ask", answer)
+    monkeypatch.setattr(preflight, "ask", answer)
     config = config_of(tmp_path, rollout_server={"engine": {"block_size": 16}})
     (finding,) = look(config, "for vLLM")
     assert (finding.verdict, finding.seen) == (verdict, seen)

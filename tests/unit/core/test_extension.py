@@ -80,6 +80,8 @@ def test_every_place_of_a_manifest_exists(manifest: Extension) -> None:
         path = ROOT / "extensions" / f"{module.replace('.', '/')}.py"
         tree = ast.parse(path.read_text())
         definitions = [node.name for node in tree.body if hasattr(node, "name")]
+        constants = [node for node in tree.body if isinstance(node, ast.Assign)]
+        definitions += [ast.unparse(node.targets[0]) for node in constants]
         assert attribute in definitions, place
 
 
@@ -194,7 +196,7 @@ MANIFEST = Extension(
     transports={"pigeon": Transport(sender="a:d", receiver="a:e")},
     algorithms={
         "advantage": {
-            "median": Estimator(Arguments, compares_with="group", place="statistics:median"),
+            "median": Estimator(Arguments, compares_group=True, place="statistics:median"),
         },
     },
 )
@@ -239,7 +241,8 @@ def test_an_extension_adds_names_of_queues_and_transports() -> None:
 def test_an_advantage_of_an_extension_has_its_rules_and_arguments() -> None:
     section = AlgorithmSection.model_validate({"advantage": "median"})
     assert section.advantage_args == {"power": 2.0}
-    assert section.compares_group
+    assert section.estimator is not None
+    assert section.estimator.compares_group
     assert section.own_functions == {}
     alone = {"advantage": "median", "group_size": 1}
     with pytest.raises(ValidationError, match="'median' compares a group: group_size must be >= 2"):

@@ -1,7 +1,6 @@
 """Lists all checks before a run starts, for commands, their dry runs and `slipstream doctor`.
 
-A check gets the scene and returns what it saw: a line, findings, or None if there is nothing to
-tell. It raises ConfigError for a problem that needs no remedy in words of its own.
+The checks of an extension stand behind the one that they name, where the settings ask for it.
 
 A command stops at the first problem of what it starts. A dry run makes no checks of `Stage.START`.
 The doctor shows the findings of all checks: of one role, of a run that starts nothing else here, or
@@ -12,20 +11,15 @@ time limit.
 """
 
 import asyncio
-import contextlib
-import functools
-import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from enum import Enum
-from inspect import isawaitable
+from collections.abc import Iterable, Iterator
 
 import grpc
 import grpc.aio
 import psutil
 from slipstream.client.launch import fit, machine, preflight
+from slipstream.client.launch.check import Check, Stage
 from slipstream.client.launch.findings import (
     ANY,
     CONTROLLER,
@@ -33,18 +27,17 @@ from slipstream.client.launch.findings import (
     SERVER,
     WHOLE_RUN,
     Finding,
-    Part,
     Scene,
     Verdict,
     advice,
     ok,
     problem,
 )
-from slipstream.client.launch.placement import QUEUE_ENDS
 from slipstream.client.launch.preflight import hold_address, told_when_slow
 from slipstream.client.run_folder import check_run_folder
 from slipstream.core.configuration.config_file import check_model, check_sizes, model_warnings
-from slipstream.core.errors import ConfigError, QueueError
+from slipstream.core.errors import ConfigError
+from slipstream.core.extension import active, resolve
 from slipstream.core.machine.address import address_parts, listen
 from slipstream.core.models.model_rules import vocabulary_problems
 from slipstream.core.run_folder import TOKEN
@@ -63,7 +56,6 @@ from slipstream.protocol.access.security import (
     check_address,
     check_metrics_address,
     open_channel,
-    redis_url_of,
 )
 from slipstream.protocol.access.tokens import (
     check_certificates,
@@ -78,7 +70,6 @@ from slipstream.v1 import status_pb2, status_pb2_grpc
 DOCTOR_LIMIT_S = 3.0
 # Variable -> whether it takes the beginning of a name, as NCCL does.
 INTERFACES = {"NCCL_SOCKET_IFNAME": True, "GLOO_SOCKET_IFNAME": False}
-ACL = "docs/security.md has the ACL SETUSER line"
 FILES = "deploy/make_certificates.sh makes all files"
 
 RETRY_S = 0.2
@@ -88,48 +79,19 @@ AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 # there was none.
 SHOW_LIMIT_S = 5.0
 
-# The checks report the warnings that the connection would log.
-logging.getLogger("slipstream.extensions.redis.connection").addHandler(logging.NullHandler())
 
-Seen = str | Finding | Iterable[Finding] | None
-
-
-class Stage(Enum):
-    """The order of the checks; a dry run prints its plan after the settings."""
-
-    # What only the doctor tells.
-    DOCTOR = "doctor"
-    # The settings, with the model's files and the installed packages.
-    SETTINGS = "settings"
-    # The run's folder and addresses: what is in use now may be free once the settings are right.
-    PLACE = "place"
-    # Checks that load environments or call other servers: only before a run starts.
-    START = "start"
-
-
-@dataclass(frozen=True)
-class Check:
-    """The check of one fact that a run needs."""
-
-    area: str
-    stage: Stage
-    # It is made for a command that starts one of these parts.
-    needs: frozenset[Part]
-    look: Callable[[Scene], Seen | Awaitable[Seen]]
-    # What to do about a ConfigError.
-    remedy: str = ""
-    # Whether it needs no settings.
-    of_machine: bool = False
-
-    async def found(self, scene: Scene) -> list[Finding]:
-        """Makes the check; returns its findings, or raises ConfigError for a problem."""
-        seen = self.look(scene)
-        if isawaitable(seen):
-            seen = await seen
-        if isinstance(seen, str):
-            seen = ok(seen)
-        found = [seen] if isinstance(seen, Finding) else seen or ()
-        return [replace(each, area=each.area or self.area) for each in found]
+def all_checks(scene: Scene) -> list[Check]:
+    """Returns the checks of the kernel, and of the extensions that the settings ask for."""
+    checks = list(CHECKS)
+    for extension in active(scene.config) if scene.stated is not None else ():
+        added: Iterable[Check] = resolve(extension.checks) if extension.checks else ()
+        for check in added:
+            areas = [other.area for other in checks]
+            if check.after in areas:
+                checks.insert(areas.index(check.after) + 1, check)
+            else:
+                checks.append(check)
+    return checks
 
 
 async def require(scene: Scene, stage: Stage) -> list[str]:
@@ -138,7 +100,7 @@ async def require(scene: Scene, stage: Stage) -> list[str]:
     A dry run goes on where this machine lacks something; it is returned.
     """
     lacking = []
-    for check in CHECKS:
+    for check in all_checks(scene):
         if check.stage is stage and check.needs & scene.parts:
             for found in await check.found(scene):
                 if found.verdict is Verdict.PROBLEM:
@@ -151,7 +113,7 @@ async def require(scene: Scene, stage: Stage) -> list[str]:
 async def find_all(scene: Scene) -> list[Finding]:
     """Returns what the doctor shows: without settings, the findings about the machine."""
     findings = []
-    for check in CHECKS:
+    for check in all_checks(scene):
         if check.needs & scene.parts and (check.of_machine or scene.stated is not None):
             try:
                 findings += await check.found(scene)
@@ -166,12 +128,17 @@ def check_files(scene: Scene) -> list[Finding]:
     (check_sizes if scene.dry_run else check_model)(config)
     for surplus in vocabulary_problems(config.model.path):
         raise ConfigError(surplus)
-    if config.drafts is not None:
-        from slipstream.extensions.drafts.shape import begun
-
-        begun(config)
+    for extension in active(config):
+        if extension.files_check:
+            resolve(extension.files_check)(config)
     parallel = config.learner.parallel
-    sizes = f"tp {parallel.tp}, pp {parallel.pp}, cp {parallel.cp}, ep {parallel.ep}"
+    layout = {
+        "tp": parallel.tp,
+        "pp": parallel.pp,
+        "cp": parallel.cp,
+        "ep": parallel.ep,
+    }
+    sizes = ", ".join(f"{name} {size}" for name, size in layout.items())
     fits = f"{config.model.path} fits world size {config.learner.world_size}, {sizes}"
     remedy = "nothing, if they are names and notes"
     return [ok(fits), *(advice(warning, remedy) for warning in model_warnings(config))]
@@ -206,27 +173,10 @@ def check_exposure(scene: Scene) -> Finding:
 
 
 def check_queue_settings(scene: Scene) -> str | None:
-    """Checks the queue's URL and passwords for the parts that start on this machine."""
-    queue, parts = scene.config.queue, scene.parts
-    if queue.kind != "redis":
-        return "gRPC: trajectories wait in the memory of the rollout servers"
-    for end in QUEUE_ENDS:
-        if end in parts:
-            redis_url_of(queue, end)
-    return None
-
-
-def check_metrics_ports(scene: Scene) -> None:
-    """Checks that the processes which start here can serve their metrics."""
-    address = scene.config.tracking.prometheus
-    if address is None:
-        return
-    # The library takes a third of a second to import.
-    from slipstream.extensions.prometheus.endpoint import listen_for
-
-    for role in QUEUE_ENDS:
-        if role in scene.parts:
-            listen_for(role, address).close()
+    """Tells where trajectories wait, unless an extension's queue does."""
+    if scene.config.queue.kind != "grpc":
+        return None
+    return "gRPC: trajectories wait in the memory of the rollout servers"
 
 
 def check_folder(scene: Scene) -> str:
@@ -275,18 +225,22 @@ def check_master(scene: Scene) -> str | None:
 
 def check_interfaces(scene: Scene) -> str | None:
     """Checks the interfaces that variables name, and the route of several nodes to rank 0."""
-    learner, present = scene.config.learner, psutil.net_if_addrs()
+    learner = scene.config.learner
+    present = psutil.net_if_addrs()
     for variable, takes_beginning in INTERFACES.items():
         value = os.environ.get(variable, "")
         # "^" selects all other interfaces, "=" whole names.
-        others, names = value.startswith("^"), value.removeprefix("^")
-        is_whole, names = names.startswith("=") or not takes_beginning, names.removeprefix("=")
+        excludes = value.startswith("^")
+        names = value.removeprefix("^")
+        is_whole = names.startswith("=") or not takes_beginning
+        names = names.removeprefix("=")
         # NCCL allows a port after a name.
-        wanted = [part.partition(":")[0] for part in names.split(",") if part]
-        selected = (
-            any(name == w if is_whole else name.startswith(w) for w in wanted) for name in present
-        )
-        if value and all(is_wanted is others for is_wanted in selected):
+        patterns = [part.partition(":")[0] for part in names.split(",") if part]
+        selected = [
+            any(name == pattern if is_whole else name.startswith(pattern) for pattern in patterns)
+            for name in present
+        ]
+        if value and all(is_selected is excludes for is_selected in selected):
             raise ConfigError(
                 f"{variable}={value} names no interface of this host, which has "
                 f"{', '.join(present)}: unset it, or name one of these"
@@ -324,7 +278,8 @@ async def check_setup(scene: Scene) -> str | None:
             )
         await asyncio.sleep(RETRY_S)
     # The largest difference that the times of the call allow.
-    apart_s = max(abs(t - answer.setup.unix_time_s) for t in (answer.asked_s, answer.answered_s))
+    times_s = (answer.asked_s, answer.answered_s)
+    apart_s = max(abs(time_s - answer.setup.unix_time_s) for time_s in times_s)
     same = "same versions and settings"
     return f"{address} answers: {same}, clocks differ by {apart_s:.2f} s at most"
 
@@ -372,31 +327,6 @@ async def ask_controller(scene: Scene, run_id: str | None = None) -> Answer:
     )
 
 
-async def check_queue(scene: Scene) -> list[Finding]:
-    """Checks that the user's own Redis or Valkey lets the ends that start here write to it."""
-    if scene.config.queue.kind != "redis":
-        return []
-    from slipstream.extensions.redis.connection import PROBES, RedisConnection, check_settings
-
-    found, limit_s = [], scene.connect_timeout_s
-    for end in (end for end in QUEUE_ENDS if end in scene.parts):
-        url = redis_url_of(scene.config.queue, end)
-        connection = RedisConnection(url, "probe")
-        connection.reconnect_timeout_s = limit_s
-        probe = functools.partial(connection.client.execute_command, *PROBES[end])
-        waiting = f"waiting for the queue.redis_url {connection.name}, for up to {limit_s:g} s"
-        try:
-            async with contextlib.aclosing(connection.client):
-                with told_when_slow(waiting):
-                    await connection.persistently(probe)
-                if end == "controller":
-                    await check_settings(connection)
-        except QueueError as error:
-            raise ConfigError(f"{error}; check queue.redis_url too") from None
-        found.append(ok(f"redis at {connection.name} lets user {connection.user} write"))
-    return found
-
-
 CHECKS = (
     Check("python", Stage.DOCTOR, ANY, machine.check_python, of_machine=True),
     Check("processors", Stage.DOCTOR, ANY, machine.check_processors, of_machine=True),
@@ -425,13 +355,9 @@ CHECKS = (
     Check("disk", Stage.PLACE, CONTROLLER, fit.check_disk, of_machine=True),
     Check("run folder", Stage.PLACE, CONTROLLER, check_folder),
     Check("controller", Stage.PLACE, WHOLE_RUN, check_controller),
-    Check("metrics", Stage.PLACE, CONTROLLER | SERVER, check_metrics_ports, "choose another port"),
     Check("certificate", Stage.PLACE, CONTROLLER, lambda s: check_own_certificate(s.config), FILES),
     Check("learner.master", Stage.PLACE, CONTROLLER, check_master),
     Check("setup", Stage.START, SERVER | LEARNER, check_setup),
-    Check("proofs", Stage.START, LEARNER, preflight.check_proofs),
-    Check("reference", Stage.START, SERVER, preflight.check_reference),
-    Check("queue server", Stage.START, CONTROLLER | SERVER, check_queue, ACL),
     Check("environments", Stage.START, CONTROLLER | SERVER, preflight.check_environments),
     Check("placement", Stage.DOCTOR, ANY, fit.check_fit),
 )

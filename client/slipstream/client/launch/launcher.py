@@ -20,7 +20,8 @@ from pathlib import Path
 
 from slipstream.client import run_folder
 from slipstream.client.launch.audits import audit_all, audit_class
-from slipstream.client.launch.checks import DOCTOR_LIMIT_S, Stage, find_all, require, running_id
+from slipstream.client.launch.check import Stage
+from slipstream.client.launch.checks import DOCTOR_LIMIT_S, find_all, require, running_id
 from slipstream.client.launch.children import (
     first_failed,
     rank_environments,

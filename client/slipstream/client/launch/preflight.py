@@ -31,6 +31,7 @@ from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import USAGE_ERROR, WARNING, ConfigError, RunFailed
+from slipstream.core.extension import program
 from slipstream.core.machine.address import address_parts, family_of, free_port, is_loopback
 from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import open_variables, send_signal
@@ -44,8 +45,6 @@ TAIL_BYTES = 65536
 FUNCTIONS_CHECK = "slipstream.learner.algorithms.check"
 MEGATRON_CHECK = "slipstream.learner.trainer.check"
 ENGINE_CHECK = "slipstream.rollout_server.check"
-REFERENCE_CHECK = "slipstream.extensions.reference_server.server"
-ALGORITHMS_CHECK = "slipstream.extensions.proofs.trainer"
 # Limit of a check by another program, most of it for imports on a busy machine.
 SETTINGS_LIMIT_S = 300.0
 # Seconds beyond an environment's own limits in which its worker starts and says where it hangs.
@@ -105,7 +104,7 @@ async def check_megatron(scene: Scene) -> str | None:
     if not passes or importlib.util.find_spec("megatron") is None or not scene.has_model:
         return None
     tables = "learner.ddp, optimizer and transformer"
-    _accept(await _ask(MEGATRON_CHECK, config, late=f"Megatron did not check {tables}"))
+    accept(await ask(MEGATRON_CHECK, config, late=f"Megatron did not check {tables}"))
     return "Megatron takes what is passed through to it"
 
 
@@ -115,23 +114,14 @@ async def check_functions(scene: Scene) -> str | None:
     names = set(scene.config.algorithm.own_functions.values())
     if not names:
         return None
-    _accept(await _ask(FUNCTIONS_CHECK, scene.config, late=late))
+    accept(await ask(FUNCTIONS_CHECK, scene.config, late=late))
     return f"own functions can be called: {', '.join(sorted(names))}"
-
-
-async def check_proofs(scene: Scene) -> str | None:
-    """Proves the user's own algorithm functions."""
-    own = sorted(set(scene.config.algorithm.own_functions.values()))
-    if not own:
-        return None
-    for fault in await proof_faults(scene.config):
-        raise ConfigError(fault)
-    return f"own functions are proved: {', '.join(own)}"
 
 
 async def proof_faults(config: Config) -> list[str]:
     """Returns one line for each property that a function of the algorithm lacks."""
-    checked = await _ask(ALGORITHMS_CHECK, config, late="the functions were not proved")
+    module = program("prove").module
+    checked = await ask(module, config, late="the functions were not proved")
     mark = "slipstream: "
     faults = [line.removeprefix(mark) for line in checked.lines if line.startswith(mark)]
     if checked.code and not faults:
@@ -153,20 +143,13 @@ async def check_vllm(scene: Scene) -> str | None:
     names += [name for name in os.environ if name.startswith("VLLM_")]
     if not names or importlib.util.find_spec("vllm") is None:
         return None
-    _accept(await _ask(ENGINE_CHECK, scene.config, late="vLLM did not check rollout_server"))
+    accept(await ask(ENGINE_CHECK, scene.config, late="vLLM did not check rollout_server"))
     return f"vLLM has what is passed through to it: {', '.join(names)}"
 
 
-async def check_reference(scene: Scene) -> None:
-    """Checks, for seconds, that the reference's server can do all that the run needs."""
-    reference = scene.config.reference
-    if reference is not None and reference.server is not None:
-        _accept(await _ask(REFERENCE_CHECK, scene.config, late="reference.server did not answer"))
-
-
-async def _ask(program: str, config: Config, *, late: str) -> Ended:
+async def ask(module: str, config: Config, *, late: str) -> Ended:
     """Returns the end of a program that reads the settings; `late` says what it did not do."""
-    command, given = [sys.executable, "-m", program], dump_config(config).encode()
+    command, given = [sys.executable, "-m", module], dump_config(config).encode()
     checked = await run_program(command, limit_s=SETTINGS_LIMIT_S, given=given)
     if checked.code is None:
         raise ConfigError(f"{late} within {SETTINGS_LIMIT_S:g} s")
@@ -176,7 +159,7 @@ async def _ask(program: str, config: Config, *, late: str) -> Ended:
     return checked
 
 
-def _accept(checked: Ended) -> None:
+def accept(checked: Ended) -> None:
     """Raises ConfigError with a check's last line if it found a fault; passes its warnings on."""
     if checked.code:
         raise ConfigError((checked.lines or ("it says nothing",))[-1].removeprefix("slipstream: "))

@@ -21,6 +21,7 @@ EXTENSION = Extension(
     name="drafts",
     is_on=_is_on,
     after=("other_models",),
+    files_check="slipstream.extensions.drafts.shape:begun",
     model="slipstream.extensions.drafts.layer:DraftPart",
     trainer="slipstream.extensions.drafts.trainer:step_part",
     engine_arguments="slipstream.extensions.drafts.server:engine_arguments",

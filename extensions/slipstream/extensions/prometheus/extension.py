@@ -17,6 +17,7 @@ def _is_on(config: Tables) -> bool:
 EXTENSION = Extension(
     name="prometheus",
     is_on=_is_on,
+    checks="slipstream.extensions.prometheus.launch:CHECKS",
     controller="slipstream.extensions.prometheus.controller:MetricsPart",
     server="slipstream.extensions.prometheus.server:MetricsPart",
 )

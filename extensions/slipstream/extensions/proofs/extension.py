@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.core.extension import Extension
+from slipstream.core.extension import Extension, Program
 
 if TYPE_CHECKING:
     from slipstream.core.settings.tables import Tables
@@ -17,4 +17,7 @@ def _is_on(config: Tables) -> bool:
 EXTENSION = Extension(
     name="proofs",
     is_on=_is_on,
+    after=("reference_server",),
+    checks="slipstream.extensions.proofs.launch:CHECKS",
+    programs={"prove": Program("proofs", "slipstream.extensions.proofs.trainer", restarts=0)},
 )

@@ -17,6 +17,7 @@ def _is_on(config: Tables) -> bool:
 EXTENSION = Extension(
     name="redis",
     is_on=_is_on,
+    checks="slipstream.extensions.redis.launch:CHECKS",
     queues={
         "redis": Queue(
             sender="slipstream.extensions.redis.queue:sender",

@@ -24,7 +24,6 @@ from slipstream.client.launch.checks import (
     ask_controller,
     check_controller,
     check_interfaces,
-    check_queue,
     require,
 )
 from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, WHOLE_RUN, Scene
@@ -48,6 +47,7 @@ from slipstream.core.settings.sections import (
     QueueUserSection,
     SecuritySection,
 )
+from slipstream.extensions.redis.launch import check_queue
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.access.tokens import check_own_certificate
 from support.fakes.small_configs import config_of, small_config

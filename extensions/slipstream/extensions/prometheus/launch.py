@@ -1,0 +1,27 @@
+"""Checks before a run that the processes which start here can serve their metrics."""
+
+from slipstream.client.launch.check import Check, Stage
+from slipstream.client.launch.findings import CONTROLLER, SERVER, Scene
+from slipstream.client.launch.placement import QUEUE_ENDS
+from slipstream.extensions.prometheus.endpoint import listen_for
+
+
+def check_metrics_ports(scene: Scene) -> None:
+    """Checks that the ports of `tracking.prometheus` are free."""
+    address = scene.config.tracking.prometheus
+    assert address is not None
+    for role in QUEUE_ENDS:
+        if role in scene.parts:
+            listen_for(role, address).close()
+
+
+CHECKS = (
+    Check(
+        "metrics",
+        Stage.PLACE,
+        CONTROLLER | SERVER,
+        check_metrics_ports,
+        "choose another port",
+        after="controller",
+    ),
+)

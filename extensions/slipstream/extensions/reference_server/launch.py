@@ -1,0 +1,16 @@
+"""Checks the reference model's server before a run."""
+
+from slipstream.client.launch.check import Check, Stage
+from slipstream.client.launch.findings import SERVER, Scene
+from slipstream.client.launch.preflight import accept, ask
+from slipstream.core.extension import program
+
+
+async def check_reference(scene: Scene) -> None:
+    """Checks, for seconds, that the reference's server can do all that the run needs."""
+    module = program("check-reference").module
+    late = "reference.server did not answer"
+    accept(await ask(module, scene.config, late=late))
+
+
+CHECKS = (Check("reference", Stage.START, SERVER, check_reference, after="setup"),)
