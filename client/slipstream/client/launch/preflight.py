@@ -78,7 +78,7 @@ def hold_address(address: str, *, what: str = "controller.address") -> Iterator[
             try:
                 held.bind((host, chosen))
                 if is_loopback(host):
-                    # One listens there even while the interface is down.
+                    # A socket listens there even while the interface is down.
                     probe.connect((host, chosen))
                 name.bind(f"\0slipstream {held.getsockname()[:2]}")
             except OSError as error:
