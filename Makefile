@@ -32,7 +32,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 SOURCES := protos core client environments rollout_server learner extensions
 
-.PHONY: install quickstart smollm2 test test-all test-fast test-peft test-slow compose-test images image-cpu image-gpu mutants fuzz candidate lint type protos protos-check docs packages plots clean
+.PHONY: install quickstart smollm2 test test-all test-fast test-peft test-tinker test-slow compose-test images image-cpu image-gpu mutants fuzz candidate lint type protos protos-check docs packages plots clean
 
 install: $(STAMP)
 
@@ -124,6 +124,15 @@ $(PEFT)/.installed: requirements/peft.txt | $(STAMP)
 
 test-peft: $(PEFT)/.installed
 	@PYTHONPATH=$(PEFT) $(BIN)/python -m pytest tests/integration/test_peft.py $(PYTEST_FLAGS)
+
+# Tinker's SDK, likewise.
+TINKER := $(VENV)/tinker
+$(TINKER)/.installed: requirements/tinker.txt | $(STAMP)
+	@$(call pip,--no-deps --target $(TINKER) --requirement $<)
+	@touch $@
+
+test-tinker: $(TINKER)/.installed
+	@PYTHONPATH=$(TINKER) $(BIN)/python -m pytest tests/integration/test_tinker_sdk.py $(PYTEST_FLAGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)

@@ -54,6 +54,7 @@ CONTENTS = {
         "docs/guides/distillation",
         "docs/guides/own-algorithms",
         "docs/guides/own-loop",
+        "docs/guides/tinker-contract",
         "docs/guides/sandbox",
         "docs/guides/judges",
         "docs/guides/watching",

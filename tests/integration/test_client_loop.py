@@ -14,6 +14,7 @@ from slipstream.extensions.tinker.front import MAX_BODY_BYTES
 from slipstream.extensions.tinker.wire_pb2 import SampleResponse
 from slipstream.protocol.checkpoints import KEPT_NAME
 from support.fakes.fake_server import PROMPT_LOGPROBS
+from support.fakes.fake_trainer import FakeTrainer, TrainerDied
 from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.loop_client import logprobs_of, metrics_of, replies
 from support.rigs.loop_runs import DATUM, loop_config, started
@@ -94,6 +95,66 @@ async def test_an_operation_that_is_sent_twice_happens_once_and_in_the_order_of_
     assert summary_of(config.run_dir)["steps"] == 2
 
 
+async def test_a_known_number_with_other_content_is_refused(config) -> None:
+    async with started(config) as (client, _, trainer):
+        await client.begin()
+        step = {"model_id": client.model, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
+        future = await client.post("optim_step", step)
+        other = step | {"adam_params": {"learning_rate": 1000.0}}
+        refusal = await client.http.post("optim_step", json=other)
+        assert refusal.status_code == 409
+        assert "is known with other content: number the new operation anew" in refusal.text
+        await client.result(future)
+        assert (await client.http.post("optim_step", json=other)).status_code == 409
+        assert [order.adam.learning_rate for order, _ in trainer.ordered] == [0.1]
+
+
+@pytest.mark.parametrize("kind", ["batch", "compute"])
+async def test_an_operation_that_ends_trainers_is_refused_and_the_loop_goes_on(config, kind):
+    async with started(config, is_killed=True) as (client, _, first):
+        await client.begin()
+        second, third = (FakeTrainer(config.controller.address) for _ in range(2))
+        first.dies_of = second.dies_of = kind
+        if kind == "batch":
+            bad = await client.order("optim_step", adam_params={})
+        else:
+            bad = await client.send(client.passed([DATUM], "cross_entropy"))
+        good = await client.order("optim_step", adam_params={})
+        with pytest.raises(TrainerDied):
+            await second.run()
+        running = asyncio.ensure_future(third.run())
+        error = (await client.result(bad))["error"]
+        assert "is refused: 2 trainers have ended while they carried it out" in error
+        assert "error" not in await client.result(good)
+        assert len(third.ordered) == 1
+        running.cancel()
+
+
+async def test_each_new_client_begins_with_the_models_own_weights(config) -> None:
+    async with started(config) as (client, _, trainer):
+        for _ in range(2):
+            assert "model_id" in await client.begin()
+            await client.step()
+    assert [order.WhichOneof("step") for order, _ in trainer.ordered] == ["adam", "begin", "adam"]
+
+
+async def test_a_state_takes_a_name_in_use_only_if_it_is_told_to(config) -> None:
+    folder = config.run_dir / "checkpoints"
+    async with started(config) as (client, _, trainer):
+        await client.begin()
+        await client.step()
+        path = (await client.done("save_weights", path="x"))["path"]
+        save_checkpoint(folder, 1)
+        await client.step()
+        refusal = (await client.done("save_weights", path="x"))["error"]
+        assert refusal.startswith(f"{path} is in use: give the state another name")
+        again = await client.done("save_weights", path="x", overwrite=True)
+        assert again["path"] == path
+        save_checkpoint(folder, 2)
+        await client.load(path)
+        assert trainer.ordered[-1][0].load.step == 2
+
+
 async def test_status_names_the_operation_that_a_loop_waits_for(config) -> None:
     async with started(config) as (client, *_), Client(config.controller.address) as asked:
 
@@ -110,45 +171,53 @@ async def test_status_names_the_operation_that_a_loop_waits_for(config) -> None:
 
 
 async def test_what_is_refused_fails_in_its_turn_with_one_line(config) -> None:
-    async with started(config) as (client, server, _):
-        other = {"session_id": "s", "model_seq_id": 0, "base_model": "x"}
-        made = await client.result(await client.post("create_model", other))
-        assert made["error"] == "this server has nowhere only, not x"
+    async with started(config) as (client, server, trainer):
         await client.begin()
+        other = {"session_id": client.session, "model_seq_id": 7, "base_model": "x"}
+        made = await client.result(await client.post("create_model", other))
+        assert made["error"].endswith("/nowhere only, not x")
         bad = await client.result(await client.send(client.passed([DATUM], "stable_reinforce")))
-        assert bad["error"].startswith("loss_fn stable_reinforce is not served; there are cross_e")
+        assert bad["error"].startswith("loss_fn stable_reinforce is not served, since its formula")
         assert bad["category"] == "user"
         # Version 0 is the model of the settings: it is saved and loaded as long as it is there.
         saved = await client.done("save_weights", path="x")
         assert (await client.load(saved["path"]))["path"] == saved["path"]
         # Later operations have their turn, also behind what the controller refuses to take.
         negative = await client.step(learning_rate=-1.0)
-        assert "learning_rate must be between 0 and" in negative["error"]
+        assert "learning_rate is a number from 0 to 1e+06, got -1.0" in negative["error"]
         large = await client.send(client.passed([DATUM], "x" * MAX_BODY_BYTES))
         assert "a request has at most 25165824 bytes, got" in (await client.result(large))["error"]
         # What is not finite is null in the SDK's JSON.
         infinite = await client.step(learning_rate=None)
-        assert infinite["error"] == "adam_params.learning_rate must be a finite number"
+        assert "learning_rate is a number from 0 to 1e+06, got None" in infinite["error"]
         strange = await client.step(eps="small")
-        assert strange["error"].startswith("the request is malformed")
+        assert "eps is a number from 0 to 1e+06, got 'small'" in strange["error"]
         await client.step()
-        assert "is version 0, with which only" in (await client.load(saved["path"]))["error"]
-        assert "nothing is no name of a publish" in (await client.sample("nothing", [1]))["error"]
-        refusal = await client.ask("s", [1], topk_prompt_logprobs=2)
+        # The state of version 0 is the run's own beginning, to which a step goes back.
+        assert (await client.load(saved["path"]))["path"] == saved["path"]
+        assert [one.WhichOneof("step") for one, _ in trainer.ordered] == ["adam", "begin"]
+        nothing = f"{client.session}:sample:9"
+        assert f"{nothing} is no name of a publish" in (await client.sample(nothing, [1]))["error"]
+        refusal = await client.ask(nothing, [1], topk_prompt_logprobs=2)
         assert (refusal.status_code, "prompt_logprobs has" in refusal.text) == (400, True)
         beat = {"session_id": client.session}
         assert (await client.post("session_heartbeat", beat))["type"] == "session_heartbeat"
         assert (await client.post("training_runs", {})).status_code == 404
-        for body in ([], {"seq_id": 1, "model_id": "\n", "adam_params": {}}):
+        for body in ([], {"seq_id": 1, "model_id": f"{client.model}\n", "adam_params": {}}):
             assert (await client.http.post("optim_step", json=body)).status_code == 400
         unlisted = await client.post("weights_info", {"tinker_path": saved["path"]})
         assert (unlisted.status_code, "is not there" in unlisted.text) == (404, True)
-        sampler = (await client.http.get(f"samplers/s:sample:0+{saved['path']}")).json()
-        assert (sampler["base_model"], sampler["model_path"]) == ("nowhere", saved["path"])
-        unknown = await client.http.post("retrieve_future", json={"request_id": "a:1:sample"})
-        assert unknown.status_code == 410
+        sampling = f"samplers/{client.session}:sample:0+{saved['path']}"
+        sampler = (await client.http.get(sampling)).json()
+        assert sampler["base_model"] == str(config.model.path.absolute())
+        assert sampler["model_path"] == saved["path"]
+        unknown = {"request_id": f"{client.session}:a:1:sample"}
+        assert (await client.http.post("retrieve_future", json=unknown)).status_code == 410
+        copied = await client.http.post("copy_weights", json={"source_path": saved["path"]})
+        assert copied.status_code == 404
+        assert "copy_weights is not served: a state is loaded by its path" in copied.text
 
-    assert summary_of(config.run_dir)["steps"] == 1
+    assert summary_of(config.run_dir)["steps"] == 2
 
 
 async def test_a_session_samples_by_its_version_alone(config) -> None:
@@ -235,8 +304,7 @@ async def test_a_saved_state_is_loaded_as_a_step_and_a_new_model_takes_over(conf
         assert "is gone: its ttl was over, or somebody removed it" in removed["error"]
         save_checkpoint(config.run_dir / "checkpoints", 1)
         assert (await client.load(path, optimizer=False))["path"] == path
-        assert (await client.begin())["error"].startswith("the model was trained for 3 steps")
-        missing = await client.begin_from("tinker://other/weights/y")
+        missing = await client.begin_from(f"tinker://{client.model}/weights/y")
         assert "is no state that this run saved" in missing["error"]
         before = client.model
         assert (await client.begin_from(path))["model_id"] != before
@@ -322,8 +390,9 @@ async def test_a_step_that_cannot_be_made_fails_and_the_loop_goes_on(config) -> 
         # The passes of the failed step are gone.
         assert [passes for _, passes in trainer.ordered] == [[]]
 
-    found = summary_of(config.run_dir)
-    assert (found["steps"], found["set_aside_batches"]) == (1, 1)
+    summary = summary_of(config.run_dir)
+    assert summary["steps"] == 1
+    assert summary["set_aside_batches"] == 1
 
 
 async def test_futures_outlive_the_http_process_and_the_controller(config) -> None:

@@ -153,3 +153,51 @@ async def test_all_models_go_on_after_kills_of_controller_and_trainer(config) ->
         assert kinds(trainer) == [*began, ("adam", "a"), ("serve", "b"), ("adam", "b")]
         # Each step has its own passes alone.
         assert [len(passes) for _, passes in trainer.ordered] == [0, 0, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("several", [True, False])
+async def test_a_key_has_what_is_its_own_and_nothing_of_another_one(tmp_path, several) -> None:
+    config = loop_config(tmp_path, **LORA if several else {})
+    async with started(config) as (alice, _, trainer):
+        alice.http.headers["x-api-key"] = "tml-alice"
+        mallory = alice.another()
+        mallory.http.headers["x-api-key"] = "tml-mallory"
+
+        async def is_refused(path: str, body: dict | None = None, method: str = "POST") -> bool:
+            answer = await mallory.http.request(method, path, json=body)
+            return answer.status_code == 403 and "is of another api_key" in answer.text
+
+        await alice.begin()
+        for kind in ("training_runs", "checkpoints"):
+            assert (await mallory.http.get(kind)).json()[kind] == []
+        assert len((await alice.http.get("training_runs")).json()["training_runs"]) == 1
+        # An operation of another client, with its next number.
+        step = {"model_id": alice.model, "seq_id": 1, "adam_params": {"learning_rate": 1000.0}}
+        assert await is_refused("optim_step", step)
+        assert (await alice.step(learning_rate=1e-4))["metrics"] is not None
+        assert [order.adam.learning_rate for order, _ in trainer.ordered][-1] == 1e-4
+        # States, samples, results and the session are not for another key.
+        saved = (await alice.done("save_weights", path="good"))["path"]
+        save_checkpoint(config.run_dir / "checkpoints", trainer.version.step)
+        state = f"training_runs/{alice.model}/checkpoints/weights/good"
+        assert await is_refused(state, method="DELETE")
+        session = await alice.publish()
+        future = await alice.ask(session, [1, 2, 3])
+        assert await is_refused("retrieve_future", {"request_id": future["request_id"]})
+        assert len(replies(await alice.result(future))) == 1
+        refusal = await mallory.ask(session, [1, 2, 3])
+        assert (refusal.status_code, "of another api_key" in refusal.text) == (403, True)
+        assert await is_refused(f"sessions/{alice.session}/finish", {"reason": {}})
+        assert await is_refused("session_heartbeat", {"session_id": alice.session})
+        # A place of its own is all that it gets, if there is one.
+        answer = await mallory.begin()
+        if several:
+            load = {"path": saved, "optimizer": True, "model_id": mallory.model, "seq_id": 1}
+            assert await is_refused("load_weights", load)
+        else:
+            assert "the run's only model is that of another api_key" in answer["error"]
+            newest = await mallory.begin_from("tinker://newest")
+            assert "tinker://newest is no state that this run saved" in newest["error"]
+        assert (await alice.load(saved))["path"] == saved
+        listed = (await alice.http.get("checkpoints")).json()["checkpoints"]
+        assert saved in [checkpoint["tinker_path"] for checkpoint in listed]

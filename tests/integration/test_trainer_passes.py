@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread")]
 JOBS = {f"one {loss}": 1 for loss in LOSSES}
 JOBS |= {f"{layout} ppo": LAYOUTS[layout][0] for layout in LAYOUTS if layout != "one"}
 # The places of the reports of the two passes, of the forward pass and of the bad ones.
-FIRST, AGAIN, FORWARD, BAD, LONG, SECOND = range(6)
+FIRST, AGAIN, FORWARD, BAD, LONG, OVERFLOW, RAISES, UNKNOWN, SECOND = range(9)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
     return rank_pool.found(pass_ranks, JOBS, folder)
 
 
-def loss_of(name: str, policy: Tensor, behavior: Tensor, worth: Tensor) -> Tensor:
+def loss_of(name: str, policy: Tensor, behavior: Tensor, worth: Tensor, in_ratio: Tensor) -> Tensor:
     """The sum of the loss by its formula."""
     ratio = (policy - behavior).exp()
     clipped = ratio.clamp(0.9, 1.3)
@@ -39,7 +39,7 @@ def loss_of(name: str, policy: Tensor, behavior: Tensor, worth: Tensor) -> Tenso
         case "cispo":
             terms = -clipped.detach() * worth * policy
         case "gspo":
-            mean = (policy - behavior).detach()[worth != 0].mean()
+            mean = (policy - behavior).detach()[in_ratio].mean()
             ratio = (mean + policy - policy.detach()).exp()
             terms = -torch.minimum(ratio * worth, ratio.clamp(0.9, 1.3) * worth)
         case _:
@@ -77,7 +77,10 @@ class Plain:
                 torch.from_numpy(np.frombuffer(data, "<f4").astype(np.float64))
                 for data in (sequence.behavior_logprobs, sequence.advantages)
             )
-            total = total + loss_of(name, row, behavior, worth)
+            in_ratio = worth != 0
+            if sequence.ratio_mask:
+                in_ratio = torch.from_numpy(np.frombuffer(sequence.ratio_mask, np.bool_).copy())
+            total = total + loss_of(name, row, behavior, worth, in_ratio)
         return total
 
     @torch.no_grad()
@@ -152,8 +155,20 @@ def test_steps_take_the_sum_of_gradients_and_their_own_numbers_of_adam(job, foun
 def test_a_pass_counts_once_and_a_faulty_one_not_at_all(job: str, found: dict[str, dict]) -> None:
     for step in found[job]["steps"]:
         assert step["losses"][AGAIN] == step["losses"][FIRST]
-        assert step["errors"] == ["", "", "", step["errors"][BAD], step["errors"][LONG], ""]
+        faulty = {BAD, LONG, OVERFLOW, RAISES, UNKNOWN}
+        assert {place for place, error in enumerate(step["errors"]) if error} == faulty
         assert "does not fit learner.micro_batch_tokens" in step["errors"][LONG]
+        assert "loss ppo at pass overflow: RuntimeError" in step["errors"][OVERFLOW]
+        assert "this loss has seen the mark" in step["errors"][RAISES]
+        assert "import of none_such in" in step["errors"][UNKNOWN]
         assert f"has token {VOCAB}, the vocabulary has {VOCAB}" in step["errors"][BAD]
     # A step without a pass has no gradient.
     assert found[job]["empty"] == 0.0
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_new_beginning_is_the_first_one_to_the_bit(job: str, found: dict[str, dict]) -> None:
+    seen = found[job]
+    for name, weight in seen["before"].items():
+        assert torch.equal(seen["begun"][name], weight)
+        assert torch.equal(seen["again"][name], seen["steps"][0]["weights"][name])

@@ -129,7 +129,10 @@ def run_rank(folder: Path, job: str) -> None:
     def load(step: int, models: Sequence[StoredModel]) -> None:
         load_models(models, path, disk)
 
-    passes = Passes(policy, load)
+    def load_nothing() -> None:
+        raise AssertionError("each adapter begins by itself")
+
+    passes = Passes(policy, load, load_nothing)
     published = open_published(policy, config)
     seen: dict[str, dict] = {name: {"logprobs": [], "norms": [], "trained": []} for name in names}
 
@@ -177,7 +180,7 @@ def run_rank(folder: Path, job: str) -> None:
                 passes.compute(one)
         if number == 2:
             # A restart has lost the gradients.
-            passes = Passes(policy, load)
+            passes = Passes(policy, load, load_nothing)
         for name in reversed(names):
             step(name, number)
         if number == 0:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import generate_configuration
+import generate_contract
 import generate_migration
 import generate_models
 import pytest
@@ -142,6 +143,10 @@ def test_the_configuration_page_is_what_the_models_say():
 def test_the_page_of_models_is_what_their_records_say():
     text = (ROOT / "docs" / "guides" / "models.md").read_text()
     assert generate_models.page(text) == text
+
+
+def test_the_page_of_tinkers_contract_is_what_the_server_reads():
+    assert generate_contract.PAGE.read_text() == generate_contract.page()
 
 
 def test_the_api_page_has_all_that_users_import():

@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Operation(_message.Message):
-    __slots__ = ("id", "stream", "number", "begin", "compute", "step", "publish", "save", "load", "refused", "sample", "finish", "max_staleness", "told", "user_metadata", "kept")
+    __slots__ = ("id", "stream", "number", "begin", "compute", "step", "publish", "save", "load", "refused", "sample", "finish", "max_staleness", "told", "user_metadata", "kept", "digest", "trainer_ends")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,8 @@ class Operation(_message.Message):
     TOLD_FIELD_NUMBER: _ClassVar[int]
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TRAINER_ENDS_FIELD_NUMBER: _ClassVar[int]
     id: str
     stream: str
     number: int
@@ -50,7 +52,9 @@ class Operation(_message.Message):
     told: _containers.RepeatedScalarFieldContainer[str]
     user_metadata: _containers.ScalarMap[str, str]
     kept: Kept
-    def __init__(self, id: _Optional[str] = ..., stream: _Optional[str] = ..., number: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., compute: _Optional[_Union[_trainer_pb2.Pass, _Mapping]] = ..., step: _Optional[_Union[_trainer_pb2.AdamNumbers, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., max_staleness: _Optional[int] = ..., told: _Optional[_Iterable[str]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ...) -> None: ...
+    digest: bytes
+    trainer_ends: int
+    def __init__(self, id: _Optional[str] = ..., stream: _Optional[str] = ..., number: _Optional[int] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., compute: _Optional[_Union[_trainer_pb2.Pass, _Mapping]] = ..., step: _Optional[_Union[_trainer_pb2.AdamNumbers, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., max_staleness: _Optional[int] = ..., told: _Optional[_Iterable[str]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., digest: _Optional[bytes] = ..., trainer_ends: _Optional[int] = ...) -> None: ...
 
 class Kept(_message.Message):
     __slots__ = ("until_unix_s", "is_deleted")
@@ -81,10 +85,12 @@ class Publish(_message.Message):
     def __init__(self, name: _Optional[str] = ..., in_flight: bool = ...) -> None: ...
 
 class Save(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "may_replace")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    MAY_REPLACE_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    may_replace: bool
+    def __init__(self, name: _Optional[str] = ..., may_replace: bool = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("name", "without_optimizer")

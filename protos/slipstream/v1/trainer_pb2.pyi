@@ -158,16 +158,18 @@ class Pass(_message.Message):
     def __init__(self, id: _Optional[str] = ..., backward: bool = ..., loss: _Optional[str] = ..., loss_args_json: _Optional[str] = ..., sequences: _Optional[_Iterable[_Union[PassSequence, _Mapping]]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class PassSequence(_message.Message):
-    __slots__ = ("token_ids", "targets", "advantages", "behavior_logprobs")
+    __slots__ = ("token_ids", "targets", "advantages", "behavior_logprobs", "ratio_mask")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
     ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
     BEHAVIOR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RATIO_MASK_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     targets: bytes
     advantages: bytes
     behavior_logprobs: bytes
-    def __init__(self, token_ids: _Optional[bytes] = ..., targets: _Optional[bytes] = ..., advantages: _Optional[bytes] = ..., behavior_logprobs: _Optional[bytes] = ...) -> None: ...
+    ratio_mask: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ..., targets: _Optional[bytes] = ..., advantages: _Optional[bytes] = ..., behavior_logprobs: _Optional[bytes] = ..., ratio_mask: _Optional[bytes] = ...) -> None: ...
 
 class PassReport(_message.Message):
     __slots__ = ("id", "logprobs", "metrics", "error")

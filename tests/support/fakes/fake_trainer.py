@@ -36,6 +36,10 @@ def trained(digest: bytes, batch: list[Trajectory], noise: bytes = b"") -> bytes
     return state.digest()
 
 
+class TrainerDied(Exception):
+    """A fake trainer met the order of which it dies."""
+
+
 class FakeTrainer:
     def __init__(
         self,
@@ -72,6 +76,8 @@ class FakeTrainer:
         # Says which groups of a batch it cannot train, an empty list for all, None for a good one.
         self.poisoned: Callable[[list[Trajectory]], list[str] | None] = lambda _: None
         self.refused: list[str] = []
+        # The kind of order that ends it, as a lack of memory would.
+        self.dies_of = ""
         # Since the step before.
         self._waiting_s = self._publish_s = 0.0
         # Steps from this one on wait for the gate.
@@ -125,7 +131,10 @@ class FakeTrainer:
 
     async def _follow(self, directives: list[trainer_pb2.Directive]) -> None:
         first = directives[0]
-        match first.WhichOneof("directive"):
+        kind = first.WhichOneof("directive")
+        if kind == self.dies_of:
+            raise TrainerDied(kind)
+        match kind:
             case "batch":
                 self.given = [one for d in directives[1:] for one in d.chunk.passes]
                 messages = [t for d in directives[1:] for t in d.chunk.trajectories]

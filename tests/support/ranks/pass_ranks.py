@@ -3,18 +3,22 @@
 What a job saw lies in FOLDER/JOB.pt afterwards; the test computes the same with plain PyTorch.
 """
 
+import functools
 import json
 from pathlib import Path
 
 import numpy as np
 import torch
 from slipstream.core.settings.config import Config
+from slipstream.learner.algorithms.inputs import LossInputs
 from slipstream.v1 import trainer_pb2 as pb
+from torch import Tensor
 
 from support.fakes.parity_models import VOCAB
 from support.ranks.rank_program import kept, opened, settings_of, weights_of
 
 OWN = "slipstream.extensions.tinker.trainer"
+MARKED = 12345.0
 # name -> (loss, its arguments)
 LOSSES: dict[str, tuple[str, dict[str, float | str]]] = {
     "cross_entropy": ("reinforce", {}),
@@ -69,6 +73,10 @@ def passes_of(loss: str, step: int) -> list[pb.Pass]:
                     behavior_logprobs=random.normal(-3.5, 0.3, length).astype("<f4").tobytes(),
                 )
             )
+            if loss == "gspo" and number:
+                # Sampled tokens without an advantage belong to the ratio, too.
+                mask = np.arange(length) >= length // 4
+                sequences[-1].ratio_mask = mask.tobytes()
         passes.append(
             pb.Pass(
                 id=f"{loss}-{step}-{number}",
@@ -81,6 +89,13 @@ def passes_of(loss: str, step: int) -> list[pb.Pass]:
     return passes
 
 
+def raising(tokens: LossInputs) -> Tensor:
+    """A client's loss that raises where it sees the marked advantage."""
+    if MARKED in tokens.advantages:
+        raise RuntimeError("this loss has seen the mark")
+    return -tokens.logprobs * tokens.advantages
+
+
 def _no_load(step: int, chosen: object) -> None:
     raise AssertionError(f"no step loads version {step}")
 
@@ -88,12 +103,14 @@ def _no_load(step: int, chosen: object) -> None:
 def run_rank(folder: Path, job: str) -> None:
     """What every rank of a job, "LAYOUT LOSS", does."""
     from slipstream.learner.trainer.batches.batch import Batch
+    from slipstream.learner.trainer.opening import load_start
     from slipstream.learner.trainer.passes import Passes
 
     layout, loss = job.split()
     config = config_of(layout, folder)
     policy = opened(config)
-    passes = Passes(policy, _no_load)
+    begin_again = functools.partial(load_start, policy, config)
+    passes = Passes(policy, _no_load, begin_again)
     before, steps = weights_of(policy), []
     for step, numbers in enumerate(ADAM):
         given = passes_of(loss, step)
@@ -106,12 +123,21 @@ def run_rank(folder: Path, job: str) -> None:
         tokens, zeros = (np.zeros(127, dtype=dtype).tobytes() for dtype in ("<u4", "<f4"))
         sequence = pb.PassSequence(token_ids=tokens, targets=tokens, advantages=zeros)
         long = pb.Pass(id="long", backward=True, loss="reinforce", sequences=[sequence])
-        order = (given[0], given[0], forward, bad, long, given[1])
+        # The clipping function of torch refuses a number that float32 does not hold.
+        overflow = pb.Pass(id="overflow", backward=True, loss="ppo", sequences=given[0].sequences)
+        overflow.loss_args_json = json.dumps({"ratio": "behavior", "clip_high": 1e308})
+        # The loss fails at one sequence: other ranks see nothing of it.
+        raises = pb.Pass(id="raises", backward=True, sequences=given[0].sequences)
+        raises.loss = "support.ranks.pass_ranks:raising"
+        raises.sequences[2].advantages = np.full(1, MARKED, "<f4").tobytes()
+        unknown = pb.Pass(id="unknown", backward=True, loss="none_such")
+        unknown.sequences.extend(given[0].sequences)
+        order = (given[0], given[0], forward, bad, long, overflow, raises, unknown, given[1])
         reports = [passes.compute(one) for one in order]
         batch = Batch(step, f"b{step}", (), pb.GivenStep(adam=numbers), tuple(given))
         if step == 1:
             # A restart has lost the gradients.
-            passes = Passes(policy, _no_load)
+            passes = Passes(policy, _no_load, begin_again)
         metrics = passes.run(batch).metrics
         steps.append(
             {
@@ -119,7 +145,7 @@ def run_rank(folder: Path, job: str) -> None:
                     [torch.frombuffer(bytearray(one), dtype=torch.float32) for one in r.logprobs]
                     for r in reports
                 ],
-                "losses": [r.metrics["loss:sum"] for r in reports],
+                "losses": [r.metrics.get("loss:sum", 0.0) for r in reports],
                 "errors": [r.error for r in reports],
                 "grad_norm": metrics["grad_norm"],
                 "weights": weights_of(policy),
@@ -127,4 +153,16 @@ def run_rank(folder: Path, job: str) -> None:
         )
     empty = Batch(3, "b3", (), pb.GivenStep(adam=ADAM[0]), ())
     norm = passes.run(empty).metrics["grad_norm"]
-    kept(policy, {"before": before, "steps": steps, "empty": norm}, folder / f"{job}.pt")
+    begin = pb.GivenStep(begin=pb.NewAdapter())
+    passes.run(Batch(4, "b4", (), begin, ()))
+    weights_at_start = weights_of(policy)
+    # Adam's moments are gone, too: the first step comes out as it did before.
+    first_passes = tuple(passes_of(loss, 0))
+    for order in first_passes:
+        passes.compute(order)
+    first_step = pb.GivenStep(adam=ADAM[0])
+    again = Batch(5, "b5", (), first_step, first_passes)
+    passes.run(again)
+    seen = {"before": before, "steps": steps, "empty": norm}
+    seen |= {"begun": weights_at_start}
+    kept(policy, seen | {"again": weights_of(policy)}, folder / f"{job}.pt")

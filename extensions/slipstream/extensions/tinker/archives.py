@@ -16,7 +16,8 @@ from slipstream.client.launch.launcher import run_export
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
-from slipstream.extensions.tinker.operations import Refused
+from slipstream.extensions.tinker.owners import is_of
+from slipstream.extensions.tinker.requests import Refused
 from slipstream.extensions.tinker.store import OperationStore
 from slipstream.protocol.checkpoints import complete_steps
 
@@ -38,7 +39,7 @@ class _Checkpoint(NamedTuple):
     run: str
     step: int
     adapter: str
-    told: Body
+    record: Body
 
 
 class Archives:
@@ -52,51 +53,61 @@ class Archives:
         # The folders whose files are served, by the secret part of their address.
         self._folders: dict[str, Path] = {}
 
-    async def answer(self, path: str, query: Mapping[str, str], address: str) -> Body | None:
-        """Returns the answer, or None if there is nothing at `path`; `address` is the server's.
+    async def answer(
+        self, path: str, query: Mapping[str, str], address: str, owner: str
+    ) -> Body | None:
+        """Returns the answer, or None if `owner` has nothing at `path`; `address` is the server's.
 
         Raises Refused if a checkpoint cannot be exported, or while it is.
         """
-        runs, checkpoints = await asyncio.to_thread(self._read)
+        runs, checkpoints = await asyncio.to_thread(self._read, owner)
         match path.split("/", 2):
-            case ["weights_info"] if one := checkpoints.get(query["tinker_path"]):
-                return {key: runs[one.run][key] for key in ("base_model", "is_lora", "lora_rank")}
+            case ["weights_info"] if checkpoint := checkpoints.get(query["tinker_path"]):
+                run = runs[checkpoint.run]
+                return {key: run[key] for key in ("base_model", "is_lora", "lora_rank")}
             case ["training_runs"]:
-                return _page("training_runs", [*runs.values()], query)
+                return _page("training_runs", list(runs.values()), query)
             case ["checkpoints"]:
-                return _page("checkpoints", [one.told for one in checkpoints.values()], query)
+                records = [checkpoint.record for checkpoint in checkpoints.values()]
+                return _page("checkpoints", records, query)
             case ["training_runs", name]:
                 return runs.get(name)
             case ["training_runs", name, "checkpoints"] if name in runs:
-                return {"checkpoints": [c.told for c in checkpoints.values() if c.run == name]}
+                of_run = [entry.record for entry in checkpoints.values() if entry.run == name]
+                return {"checkpoints": of_run}
             case ["training_runs", name, rest]:
-                saved, _, asked = rest.removeprefix("checkpoints/").rpartition("/")
-                one = checkpoints.get(f"tinker://{name}/{saved}")
-                if one and one.step and asked == "external_weights_urls":
-                    return await self._addresses(one, address)
+                saved, _, part = rest.removeprefix("checkpoints/").rpartition("/")
+                checkpoint = checkpoints.get(f"tinker://{name}/{saved}")
+                if checkpoint and checkpoint.step and part == "external_weights_urls":
+                    return await self._addresses(checkpoint, address)
         return None
 
-    def file(self, path: str) -> Path | None:
+    def file(self, address: str) -> Path | None:
         """Returns the file of an address that `answer` has told, or None if there is none."""
-        match path.split("/", 2):
+        match address.split("/", 2):
             case ["files", secret, name] if folder := self._folders.get(secret):
-                found = (folder / name).resolve()
-                return found if found.is_file() and found.is_relative_to(folder) else None
+                path = (folder / name).resolve()
+                return path if path.is_file() and path.is_relative_to(folder) else None
         return None
 
-    def _read(self) -> tuple[dict[str, Body], dict[str, _Checkpoint]]:
-        """Returns training runs by their models' ids, and checkpoints by path, the newest last."""
-        steps, lora = complete_steps(self._checkpoints), self._config.lora
+    def _read(self, owner: str) -> tuple[dict[str, Body], dict[str, _Checkpoint]]:
+        """Returns training runs of `owner` by their models' ids, and checkpoints by path.
+
+        The newest come last.
+        """
+        steps = complete_steps(self._checkpoints)
+        lora = self._config.lora
         runs: dict[str, Body] = {}
         checkpoints: dict[str, _Checkpoint] = {}
         # By stream: its adapter, and the name of its newest publish.
         adapters: dict[str, str] = {}
         served: dict[str, str] = {}
         for _, operation, result, ended_s in self._store.read(only_ended=True):
-            stream, name = operation.stream, result.name
-            if result.error or operation.HasField("finish"):
+            stream = operation.stream
+            name = result.name
+            if result.error or operation.HasField("finish") or not is_of(stream, owner):
                 continue
-            new = {
+            new_run = {
                 "training_run_id": stream,
                 "base_model": str(self._config.model.path),
                 "model_owner": self._config.run.name,
@@ -106,7 +117,7 @@ class Archives:
                 "last_checkpoint": None,
                 "last_sampler_checkpoint": None,
             }
-            run = runs.setdefault(stream, new)
+            run = runs.setdefault(stream, new_run)
             run["last_request_time"] = _time(ended_s)
             if result.HasField("adapter"):
                 adapters[stream] = result.adapter.name
@@ -122,7 +133,8 @@ class Archives:
             # A load has the name of what another model may have saved.
             if kind not in _KINDS or operation.HasField("load"):
                 continue
-            adapter, until_s = adapters.get(stream, ""), operation.kept.until_unix_s
+            adapter = adapters.get(stream, "")
+            until_s = operation.kept.until_unix_s
             is_there = result.step in steps or operation.HasField("publish")
             if kind == "external_weights":
                 # Exported files outlive the checkpoint.
@@ -130,17 +142,18 @@ class Archives:
             if operation.kept.is_deleted or is_there:
                 checkpoints.pop(name, None)
             if is_there and not operation.kept.is_deleted:
-                told = {
+                record = {
                     "checkpoint_id": checkpoint_id,
                     "checkpoint_type": _KINDS[kind],
                     "time": _time(ended_s),
                     "tinker_path": name,
                     "expires_at": _time(until_s) if until_s else None,
+                    "user_metadata": dict(operation.user_metadata) or None,
                 }
-                checkpoints[name] = _Checkpoint(stream, result.step, adapter, told)
-        for one in checkpoints.values():
-            if key := _NEWEST.get(one.told["checkpoint_type"]):
-                runs[one.run][key] = one.told
+                checkpoints[name] = _Checkpoint(stream, result.step, adapter, record)
+        for checkpoint in checkpoints.values():
+            if key := _NEWEST.get(checkpoint.record["checkpoint_type"]):
+                runs[checkpoint.run][key] = checkpoint.record
         return runs, checkpoints
 
     def _exported(self, step: int, adapter: str) -> Path:
@@ -148,9 +161,10 @@ class Archives:
         has_adapters = bool(self._config.lora.rank)
         return whole.with_name(f"{whole.name}-adapters") / adapter if has_adapters else whole
 
-    async def _addresses(self, one: _Checkpoint, address: str) -> Body:
+    async def _addresses(self, checkpoint: _Checkpoint, address: str) -> Body:
         """Returns the address of each file of a version: a Hugging Face folder, or PEFT's."""
-        step, folder = one.step, self._exported(one.step, one.adapter)
+        step = checkpoint.step
+        folder = self._exported(step, checkpoint.adapter)
         if not folder.exists():
             if step not in self._exports:
                 export = run_export(self._config.run_dir, step, None)
@@ -164,28 +178,31 @@ class Archives:
                 raise Refused(str(error)) from error
             finally:
                 if task.done():
-                    # Its failure is told once; whoever asks again lets it be tried again.
+                    # A failure is told once; whoever asks again lets the export be tried again.
                     self._exports.pop(step, None)
             if not folder.exists():
-                raise Refused(f"version {step} has no rank of a client for adapter {one.adapter}")
+                raise Refused(
+                    f"version {step} has no rank of a client for adapter {checkpoint.adapter}"
+                )
         folder = folder.resolve()
-        known = {found: secret for secret, found in self._folders.items()}
-        secret = known.get(folder) or secrets.token_urlsafe(24)
+        secrets_of = {path: secret for secret, path in self._folders.items()}
+        secret = secrets_of.get(folder) or secrets.token_urlsafe(24)
         self._folders[secret] = folder
-        names = [one.relative_to(folder).as_posix() for one in folder.rglob("*") if one.is_file()]
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        names = [path.relative_to(folder).as_posix() for path in files]
         urls = {name: f"{address}/{FILES}/{secret}/{name}" for name in sorted(names)}
         return {"urls": urls, "expires": (datetime.now(UTC) + ADDRESS_LIFE).isoformat()}
 
 
-def _page(name: str, found: list[Body], query: Mapping[str, str]) -> Body:
-    cursor = {"total_count": len(found)}
+def _page(name: str, records: list[Body], query: Mapping[str, str]) -> Body:
+    cursor = {"total_count": len(records)}
     for key, default in (("offset", "0"), ("limit", "100")):
         text = query.get(key, default)
         if not re.fullmatch("[0-9]{1,18}", text):
             raise Refused(f"{key} is a whole number from 0, got {text[:40]}")
         cursor[key] = int(text)
     begin = cursor["offset"]
-    return {name: found[begin : begin + cursor["limit"]], "cursor": cursor}
+    return {name: records[begin : begin + cursor["limit"]], "cursor": cursor}
 
 
 def _time(unix_s: float) -> str:

@@ -1,7 +1,7 @@
 """Operations, and the models that they train: streams, adapters, and what each has published.
 
-No I/O. With `lora.adapters` each of these is the place of one model; without, there is one model,
-which the newest stream takes over.
+No I/O. With `lora.adapters` each of these is the place of one model; without, the run's only model
+is the only place, which the newest stream of its owner takes over.
 """
 
 import asyncio
@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 
 from slipstream.core.settings.role_sections import LoraSection
 from slipstream.core.types import GroupId, Trajectory
+from slipstream.extensions.tinker.owners import have_one_owner
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.servers.session import Outbox
 from slipstream.learner.controller.trajectories.batch import StepOrder
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import trainer_pb2
 
-# A model of a client that is silent for so long gives up its place if another one needs it.
-IDLE_S = 600.0
+# A session that is silent for so long has ended if its place is needed: the SDK beats every ten
+# seconds.
+IDLE_S = 60.0
 # Publishes of a model whose steps are known; servers have the newest one or two.
 KEPT_PUBLISHES = 64
 
@@ -106,9 +108,9 @@ class Model:
         """Whether what servers of a version sample is too far behind the steps of this model."""
         if self.max_staleness is None:
             return False
-        newest = max((one for one in self.published if one <= version), default=None)
-        before = 0 if newest is None else self.published[newest]
-        return self.steps - before > self.max_staleness
+        publishes = [publish for publish in self.published if publish <= version]
+        steps_then = self.published[max(publishes)] if publishes else 0
+        return self.steps - steps_then > self.max_staleness
 
     def touch(self) -> None:
         """Notes that its client uses it."""
@@ -123,7 +125,7 @@ class Model:
                 num_passes=len(passes),
                 adam=step.operation.step,
             ),
-            tuple(one.operation.compute for one in passes),
+            tuple(entry.operation.compute for entry in passes),
         )
 
 
@@ -161,72 +163,89 @@ class Models:
         model.touch()
         self.by_stream[model.stream] = self.by_stream.pop(model.stream)
 
-    def newest(self, name: str) -> Model | None:
-        """Returns the model whose newest state, saved or not, is meant by the path `name`."""
-        only = () if self.are_several else ("tinker://newest",)
-        for stream, model in self.by_stream.items():
-            if name in (f"tinker://{stream}/newest", *only):
+    def newest(self, name: str, stream: str) -> Model | None:
+        """Returns the model whose newest state, saved or not, `stream` means by the path `name`."""
+        for own_stream, model in self.by_stream.items():
+            if not have_one_owner(own_stream, stream):
+                continue
+            is_only = name == "tinker://newest" and not self.are_several
+            if is_only or name == f"tinker://{own_stream}/newest":
                 return model
         return None
 
     def take(self, stream: str, adapter: trainer_pb2.Adapter) -> Model:
         """Returns the model of a new stream, in the place that `adapter` names, or a free one."""
-        own = trainer_pb2.Adapter()
-        own.CopyFrom(adapter)
-        own.name = own.name or self._free()
-        for taken in [one for one in self.by_stream.values() if one.adapter.name == own.name]:
-            del self.by_stream[taken.stream]
-        model = self.by_stream[stream] = Model(stream, own)
-        return model
+        placed = trainer_pb2.Adapter()
+        placed.CopyFrom(adapter)
+        placed.name = placed.name or self._free(stream) or ""
+        previous = [model for model in self.by_stream.values() if model.adapter.name == placed.name]
+        for model in previous:
+            del self.by_stream[model.stream]
+        self.by_stream[stream] = Model(stream, placed)
+        return self.by_stream[stream]
 
-    def refusal(self) -> str:
-        """Returns why there is no place for one more model, or "" if there is one."""
-        if not self.are_several or self._free():
+    def refusal(self, stream: str) -> str:
+        """Returns why there is no place for the model of a new stream, or "" if there is one."""
+        if self._free(stream) is not None:
             return ""
+        if not self.are_several:
+            return (
+                "the run's only model is that of another api_key: it is free when the session of "
+                f"its model has finished, or was silent for {IDLE_S:.0f} s (lora.adapters makes "
+                "places for several)"
+            )
         return (
             f"all {len(self._places)} places for models (lora.adapters) are taken: one is free "
-            "when the session of its model has finished, or was silent for ten minutes"
+            f"when the session of its model has finished, or was silent for {IDLE_S:.0f} s"
         )
 
-    def _free(self) -> str:
-        """Returns a place without a model, or that of a model which is not used, or ""."""
+    def _free(self, stream: str) -> str | None:
+        """Returns a place for `stream`: one without a model, or whose model is not used, or None.
+
+        The run's only model goes over to any stream of its owner.
+        """
         taken = {model.adapter.name: model for model in self.by_stream.values()}
         for place in self._places:
             if place not in taken:
                 return place
         idle_s = time.monotonic() - IDLE_S
-        unused = [
+        free = [
             model
             for model in taken.values()
-            if model.session in self.finished or model.used_s < idle_s
+            if model.session in self.finished
+            or model.used_s < idle_s
+            or (not self.are_several and have_one_owner(model.stream, stream))
         ]
-        return min(unused, key=lambda model: model.used_s).adapter.name if unused else ""
+        return min(free, key=lambda model: model.used_s).adapter.name if free else None
 
     def lasting(self, steps: Collection[int]) -> set[Entry | None]:
         """Returns the operations that a restart needs, and drops names of what is not there.
 
         `steps` are those with a checkpoint.
         """
-        for name, one in list(self.named.items()):
-            model, is_saved = one.model, not one.step or one.step in steps
-            is_served = (
-                model and self.is_there(model) and (one.in_flight or one.step == model.served)
-            )
+        for name, named in list(self.named.items()):
+            model = named.model
+            is_saved = not named.step or named.step in steps
+            is_newest = model is not None and (named.in_flight or named.step == model.served)
+            is_served = model is not None and self.is_there(model) and is_newest
             if not is_saved and not is_served:
                 del self.named[name]
-        there = self.by_stream.values()
-        own = {model.session for model in there}
-        self.finished = {name: one for name, one in self.finished.items() if name in own}
-        owners = {one.model for one in self.named.values() if one.model} | {*there}
-        of_models = [[model.first, model.last, *model.passes] for model in owners]
-        named = [one.entry for one in self.named.values()]
-        return {*named, *self.finished.values(), *(entry for each in of_models for entry in each)}
+        sessions = {model.session for model in self.by_stream.values()}
+        self.finished = {
+            session: entry for session, entry in self.finished.items() if session in sessions
+        }
+        owners = {named.model for named in self.named.values() if named.model}
+        owners |= set(self.by_stream.values())
+        lasting = {named.entry for named in self.named.values()} | {*self.finished.values()}
+        for model in owners:
+            lasting |= {model.first, model.last, *model.passes}
+        return lasting
 
     def kept(self) -> dict[int, float]:
         """Returns until when, in seconds since 1970, each version stays that a client has saved."""
-        found: dict[int, float] = {}
-        for one in self.named.values():
-            if one.entry is not None and one.entry.kind == "save":
-                until_s = one.entry.operation.kept.until_unix_s or math.inf
-                found[one.step] = max(until_s, found.get(one.step, 0.0))
-        return found
+        ends_s: dict[int, float] = {}
+        for named in self.named.values():
+            if named.entry is not None and named.entry.kind == "save":
+                until_s = named.entry.operation.kept.until_unix_s or math.inf
+                ends_s[named.step] = max(until_s, ends_s.get(named.step, 0.0))
+        return ends_s

@@ -4,80 +4,50 @@ Identities come from the client's own numbers, so that a request that is sent tw
 operation, and the HTTP process needs no memory.
 """
 
-import json
-import re
+import hashlib
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import ATTENTION, MLP
 from slipstream.extensions.tinker import wire_pb2 as wire
+from slipstream.extensions.tinker.contract import checked
+from slipstream.extensions.tinker.losses import MAX_TOKENS
+from slipstream.extensions.tinker.requests import Body, Refused, number, whole_number
+from slipstream.v1 import fleet_pb2, trainer_pb2
 from slipstream.v1 import operations_pb2 as pb
-from slipstream.v1 import trainer_pb2
 
-Body: TypeAlias = Mapping[str, Any]
-# By the name of a loss's setting: the argument of its loss for a value.
-_Settings: TypeAlias = Mapping[str, Callable[[float], tuple[str, float]]]
-
-OWN = "slipstream.extensions.tinker.trainer"
-_CLIP: _Settings = {
-    "clip_low_threshold": lambda value: ("clip_low", 1.0 - value),
-    "clip_high_threshold": lambda value: ("clip_high", value - 1.0),
-}
-_BEHAVIOR = {"ratio": "behavior"}
-# The loss of each loss_fn: its name, its fixed arguments, and its settings.
-LOSSES: Mapping[str, tuple[str, dict[str, str], _Settings]] = {
-    "cross_entropy": ("reinforce", {}, {}),
-    "importance_sampling": (f"{OWN}:importance_sampling", {}, {}),
-    "ppo": ("ppo", _BEHAVIOR, _CLIP),
-    "cispo": ("cispo", _BEHAVIOR, _CLIP),
-    "gspo": ("gspo", _BEHAVIOR, _CLIP),
-    "dro": (f"{OWN}:dro", {}, {"beta": lambda value: ("beta", value)}),
-}
-_DTYPES = {wire.FLOAT32: "<f4", wire.INT64: "<i8"}
-# Settings of a sample without which a client would get something else.
-_UNSERVED = (
-    "topk_prompt_logprobs",
-    "topk_sample_logprobs",
-    "target_prompt_logprobs",
-    "prompt_alt_tokens_k",
-    "prompt_logprobs_last_n",
-    "record_stability_info",
-)
 _NOT_A_NUMBER = np.float32(np.nan).tobytes()
-# The token ids that a message can hold are below this.
-_TOKENS = 1 << 32
 # The largest seed of a sample; each further reply to its prompt has the next number.
 _LARGEST_SEED = 1 << 52
-_MAX_TTL_S = 10**10
+_LARGEST_TTL_S = 1e10
+_MAX_SAMPLES = 65536
 # The key of a model's metadata that has its alpha, which the SDK has no word for.
 ALPHA = "lora_alpha"
 # The key that has the most steps behind which its replies may be.
 MAX_STALENESS = "max_staleness"
+# The largest number of each of Adam's; the least is 0.
+_LARGEST_ADAM: Mapping[str, float] = {
+    "learning_rate": 1e6,
+    "beta1": 1.0,
+    "beta2": 1.0,
+    "eps": 1e6,
+    "weight_decay": 1e6,
+}
+_LARGEST_NORM = 1e18
 # Stands between the id of a sampling session and the name of its weights.
 _OF = "+"
 # Ends the name of weights that every publish in flight of a model replaces.
 _IN_FLIGHT = ":inflight"
-# The calls that save, by the kind of path under which others find what they save. The REST calls
-# export the files of external weights.
-SAVES = {
-    "save_weights": "weights",
-    "save_weights_external": "external_weights",
-    "save_weights_for_sampler": "sampler_weights",
+# The calls that save: the SDK's type of the request, and the kind of path under which others find
+# what it saves. The REST calls export the files of external weights.
+SAVES: Mapping[str, tuple[str, str]] = {
+    "save_weights": ("SaveWeightsRequest", "weights"),
+    "save_weights_external": ("SaveWeightsExternalRequest", "external_weights"),
+    "save_weights_for_sampler": ("SaveWeightsForSamplerRequest", "sampler_weights"),
 }
-
-
-class Refused(ValueError):
-    """Raised for a request that this server does not carry out; the text names what can.
-
-    With the status 429 or 503 it is to be sent again: it waits for room, a controller or a file.
-    """
-
-    def __init__(self, text: str, status: int = 400) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 def training_run(body: Body) -> str:
@@ -87,11 +57,12 @@ def training_run(body: Body) -> str:
 
 def sampling_session(body: Body, config: Config) -> str:
     """Returns the id of a sampling session, which holds the name of its weights."""
-    begin = f"{body['session_id']}:sample:{body['sampling_session_seq_id']}"
-    if path := body.get("model_path"):
-        return f"{begin}{_OF}{path}"
-    _check_model(body, config)
-    return f"{begin}{_OF}"
+    fields = checked("CreateSamplingSessionRequest", body)
+    session = f"{fields['session_id']}:sample:{fields['sampling_session_seq_id']}"
+    if fields["model_path"]:
+        return f"{session}{_OF}{fields['model_path']}"
+    _check_model(fields["base_model"], config)
+    return f"{session}{_OF}"
 
 
 def weights_of(session: str) -> str:
@@ -102,25 +73,24 @@ def weights_of(session: str) -> str:
 
 def create_model(body: Body, config: Config) -> pb.Operation:
     """Returns the operation of create_model."""
-    _check_model(body, config)
-    asked, lora, begin = body.get("lora_config"), config.lora, pb.Begin()
+    fields = checked("CreateModelRequest", body)
+    _check_model(fields["base_model"], config)
+    lora = config.lora
+    begin = pb.Begin()
     # The SDK has no word for training the whole model; `create_session` has told of it.
     if not lora.rank:
-        return _first(body, "create_model", begin=begin)
-    if asked is None:
+        return _first(fields, "create_model", begin=begin)
+    if fields["lora_config"] is None:
         raise Refused(f"this run trains an adapter of rank {lora.rank}, not the whole model")
-    rank, parts = int(asked["rank"]), {"train_attn": ATTENTION, "train_mlp": MLP}
-    left_out = {name for key, of in parts.items() if not asked.get(key, True) for name in of}
-    modules = ", ".join(lora.modules)
-    targets = [name for name in lora.modules if name not in left_out]
-    if not targets:
-        raise Refused(f"nothing is trained: lora.target_modules has {modules}")
+    adapter = checked("LoraConfig", fields["lora_config"])
+    rank = whole_number("lora_config.rank", adapter["rank"], lowest=0, highest=1 << 16)
+    targets = _targets(adapter, config)
     if lora.adapters:
         if not 1 <= rank <= lora.rank:
             raise Refused(f"an adapter has a rank of 1 to {lora.rank} (lora.rank), got {rank}")
-        alpha = (body.get("user_metadata") or {}).get(ALPHA, lora.alpha)
-        begin.adapter.rank, begin.adapter.alpha = rank, float(alpha)
-        seed = asked.get("seed")
+        begin.adapter.rank = rank
+        begin.adapter.alpha = _alpha(fields["user_metadata"] or {}, lora.alpha)
+        seed = adapter["seed"]
         begin.values.seed = config.run.seed if seed is None else seed
         begin.values.targets.extend(targets)
     elif rank != lora.rank:
@@ -130,108 +100,74 @@ def create_model(body: Body, config: Config) -> pb.Operation:
         )
     elif targets != list(lora.modules):
         raise Refused(
-            f"this run trains {modules} (lora.target_modules), not {' and '.join(targets)} alone, "
-            "which a model of lora.adapters can"
+            f"this run trains {', '.join(lora.modules)} (lora.target_modules), not "
+            f"{' and '.join(targets)} alone, which a model of lora.adapters can"
         )
-    return _first(body, "create_model", begin=begin)
+    return _first(fields, "create_model", begin=begin)
 
 
-def load_weights(body: Body) -> pb.Operation:
+def _targets(adapter: Body, config: Config) -> list[str]:
+    """Returns the matrices of the run's adapters that a client wants to train."""
+    modules = config.lora.modules
+    left_out: set[str] = set()
+    if not adapter["train_attn"]:
+        left_out |= set(ATTENTION)
+    if not adapter["train_mlp"]:
+        left_out |= set(MLP)
+    targets = [name for name in modules if name not in left_out]
+    if not targets:
+        raise Refused(f"nothing is trained: lora.target_modules has {', '.join(modules)}")
+    return targets
+
+
+def _alpha(metadata: Body, default: float) -> float:
+    value = metadata.get(ALPHA, default)
+    try:
+        alpha = float(value)
+    except ValueError:
+        alpha = -1.0
+    if not 0.0 < alpha <= 1e6:
+        raise Refused(f"{ALPHA} is a number above 0, at most 1e6, got {value!r}")
+    return alpha
+
+
+def load_weights(body: Body, config: Config) -> pb.Operation:
     """Returns the operation of load_weights, of a model or as the first of a new one."""
-    load = pb.Load(name=body["path"], without_optimizer=not body["optimizer"])
+    fields = checked("LoadWeightsRequest", body)
+    load = pb.Load(name=fields["path"], without_optimizer=not fields["optimizer"])
     if load.without_optimizer and load.name.endswith("/newest"):
         raise Refused(f"{load.name} goes on with its optimizer: load it with the optimizer")
-    if body.get("model_id") is None:
-        return _first(body, "load_weights", load=load)
-    _check_optimizer(body)
-    return _operation(str(body["model_id"]), int(body["seq_id"]), "load_weights", load=load)
-
-
-def forward_backward(request: wire.ForwardBackwardRequest) -> pb.Operation:
-    """Returns the operation of forward_backward, or of forward."""
-    name, numbers = request.loss_fn, dict(request.loss_fn_config)
-    for key, value in request.loss_fn_config_v2.items():
-        if value.WhichOneof("value") != "number":
-            raise Refused(f"loss_fn_config has {key} = {value.text!r}; all settings are numbers")
-        numbers[key] = value.number
-    if name not in LOSSES:
-        raise Refused(f"loss_fn {name} is not served; there are {', '.join(LOSSES)}")
-    loss, fixed, settings = LOSSES[name]
-    if strange := sorted(numbers.keys() - settings.keys()):
-        raise Refused(f"loss_fn {name} has no setting {strange[0]}")
-    own = dict(settings[key](value) for key, value in numbers.items())
-    operation = _operation(request.model_id, request.seq_id, "forward_backward")
-    # In its place: a message that is put into another one is copied.
-    compute = operation.compute
-    compute.id, compute.backward = operation.id, not request.forward_only
-    compute.loss, compute.loss_args_json = loss, json.dumps(fixed | own)
-    for place, datum in enumerate(request.data):
-        compute.sequences.add(**_sequence(place, datum, name))
-    return operation
-
-
-def _sequence(place: int, datum: wire.Datum, loss_fn: str) -> dict[str, bytes]:
-    if not all(chunk.HasField("encoded_text") for chunk in datum.model_input):
-        raise Refused(f"datum {place} has an image or sound; this server takes text")
-    known = ["target_tokens", "advantages", "logprobs"]
-    if loss_fn == "cross_entropy":
-        known = ["target_tokens", "weights"]
-    advantages = known[1]
-    arrays = {}
-    for name, tensor in datum.loss_fn_inputs.items():
-        if name not in known:
-            raise Refused(f"datum {place}: loss_fn {loss_fn} has no input {name}")
-        if tensor.dtype not in _DTYPES or tensor.sparse_csr or len(tensor.shape) > 1:
-            raise Refused(f"datum {place}: {name} must be a dense tensor of one dimension")
-        arrays[name] = np.frombuffer(tensor.dense, dtype=_DTYPES[tensor.dtype])
-    for name in known:
-        if name not in arrays:
-            raise Refused(f"datum {place}: loss_fn {loss_fn} needs {name}")
-    targets, behavior = arrays["target_tokens"], arrays.get("logprobs")
-    if targets.dtype.kind != "i":
-        raise Refused(f"datum {place}: target_tokens must be integers")
-    if strange := targets[(targets < 0) | (targets >= _TOKENS)].tolist():
-        raise Refused(
-            f"datum {place}: target_tokens has {strange[0]}, which is no token; {advantages} of 0 "
-            "leave a token out"
-        )
-    if behavior is not None and np.isnan(behavior).any():
-        raise Refused(
-            f"datum {place}: logprobs has NaN, as replies have that were sampled with top_p below "
-            "1 or top_k above 0: theirs would be of a part of the vocabulary, and loss_fn "
-            f"{loss_fn} compares with the whole; sample what is trained with top_p = 1"
-        )
-    return {
-        "token_ids": b"".join(chunk.encoded_text.tokens for chunk in datum.model_input),
-        "targets": targets.astype("<u4").tobytes(),
-        "advantages": arrays[advantages].astype("<f4").tobytes(),
-        "behavior_logprobs": b"" if behavior is None else behavior.astype("<f4").tobytes(),
-    }
+    if fields["base_model"] is not None:
+        _check_model(fields["base_model"], config)
+    if fields["model_id"] is None:
+        return _first(fields, "load_weights", load=load)
+    _check_optimizer(fields)
+    return _operation(str(fields["model_id"]), int(fields["seq_id"]), "load_weights", load=load)
 
 
 def optim_step(body: Body) -> pb.Operation:
     """Returns the operation of optim_step."""
-    given = body.get("adam_params")
-    if given is None:
-        raise Refused("this server has Adam only (adam_params)")
-    for name, value in given.items():
-        # JSON of the SDK has null for what is not finite.
-        if value is None:
-            raise Refused(f"adam_params.{name} must be a finite number")
-        # Adam divides by 1 - beta ** step, and by eps where no gradient was yet.
-        if name.startswith("beta") and value >= 1.0:
-            raise Refused(f"adam_params.{name} must be below 1, got {value}")
-        if name == "eps" and np.float32(value) == 0.0:
-            raise Refused(f"adam_params.eps must be above 0 in float32, got {value}")
-    numbers = trainer_pb2.AdamNumbers(
-        learning_rate=given.get("learning_rate", 1e-4),
-        beta1=given.get("beta1", 0.9),
-        beta2=given.get("beta2", 0.95),
-        eps=given.get("eps", 1e-12),
-        weight_decay=given.get("weight_decay", 0.0),
-        max_grad_norm=max(0.0, given.get("grad_clip_norm", 0.0)),
+    fields = checked("OptimStepRequest", body)
+    values = checked("AdamParams", fields["adam_params"])
+    adam = {
+        name: number(f"adam_params.{name}", values[name], lowest=0.0, highest=highest)
+        for name, highest in _LARGEST_ADAM.items()
+    }
+    for name in ("beta1", "beta2"):
+        # Adam divides by 1 - beta ** step.
+        if adam[name] >= 1.0:
+            raise Refused(f"adam_params.{name} must be below 1, got {adam[name]}")
+    # Adam divides by eps where no gradient was yet.
+    if np.float32(adam["eps"]) == 0.0:
+        raise Refused(f"adam_params.eps must be above 0 in float32, got {adam['eps']}")
+    norm = number(
+        "adam_params.grad_clip_norm",
+        values["grad_clip_norm"],
+        lowest=-_LARGEST_NORM,
+        highest=_LARGEST_NORM,
     )
-    return _operation(body["model_id"], body["seq_id"], "optim_step", step=numbers)
+    numbers = trainer_pb2.AdamNumbers(**adam, max_grad_norm=max(0.0, norm))
+    return _operation(fields["model_id"], fields["seq_id"], "optim_step", step=numbers)
 
 
 def save(kind: str, body: Body, *, in_flight: bool = False) -> pb.Operation:
@@ -239,20 +175,30 @@ def save(kind: str, body: Body, *, in_flight: bool = False) -> pb.Operation:
 
     Each publish may be said to be `in_flight`.
     """
-    if body.get("age_encryption_recipients"):
-        raise Refused("files are not encrypted here: leave age_encryption_recipients out")
-    model, number, path, kept = str(body["model_id"]), body["seq_id"], body.get("path"), _kept(body)
+    request, folder = SAVES[kind]
+    fields = checked(request, body)
+    model = str(fields["model_id"])
+    sequence = fields["seq_id"]
+    path = fields["path"]
+    operation = _operation(model, sequence, kind, kept=_kept(fields["ttl_seconds"]))
+    operation.user_metadata.update(_texts(fields.get("user_metadata")))
     if kind != "save_weights_for_sampler":
-        saved = pb.Save(name=f"tinker://{model}/{SAVES[kind]}/{path or f'step-{number}'}")
-        return _operation(model, number, kind, save=saved, kept=kept)
-    name = f"tinker://{model}/{SAVES[kind]}/{path}"
-    if body.get("kind") == "inflight":
+        operation.save.name = f"tinker://{model}/{folder}/{path or f'step-{sequence}'}"
+        # Requests of external weights have no such field; their files are exported anew.
+        operation.save.may_replace = bool(fields.get("overwrite", True))
+        return operation
+    name = f"tinker://{model}/{folder}/{path}"
+    if fields["kind"] == "inflight":
         # One target of all publishes of the model; each of them makes a session.
-        name, in_flight = f"{model}{_IN_FLIGHT}", True
+        name = f"{model}{_IN_FLIGHT}"
+        in_flight = True
+    elif fields["kind"] != "snapshot":
+        raise Refused(f"kind is snapshot or inflight, got {fields['kind']!r}")
     elif path is None:
-        name = f"{model.partition(':')[0]}:sample:{body['sampling_session_seq_id']}"
-    publish = pb.Publish(name=name, in_flight=in_flight)
-    return _operation(model, number, kind, publish=publish, kept=kept)
+        name = f"{model.partition(':')[0]}:sample:{fields['sampling_session_seq_id']}"
+    operation.publish.name = name
+    operation.publish.in_flight = in_flight
+    return operation
 
 
 def keep(method: str, path: str, body: Body) -> pb.KeepRequest:
@@ -261,103 +207,139 @@ def keep(method: str, path: str, body: Body) -> pb.KeepRequest:
         case "DELETE", ["training_runs", model, "checkpoints", kind, name]:
             kept = pb.Kept(is_deleted=True)
         case "PUT", ["training_runs", model, "checkpoints", kind, name, "ttl"]:
-            kept = _kept(body)
+            kept = _kept(body.get("ttl_seconds"))
         case _:
             raise Refused(
                 f"{method} {path} is not served: a checkpoint can be deleted and have another ttl; "
-                "it is not published, since all clients of this server load it by its path"
+                "it is not published, since it is loaded by the api_key that saved it"
             )
     return pb.KeepRequest(name=f"tinker://{model}/{kind}/{name}", kept=kept)
 
 
-def refused(model: str, number: int, kind: str, cause: str) -> pb.Operation:
+def refused(model: str, sequence: int, kind: str, cause: str) -> pb.Operation:
     """Returns an operation that fails in its turn, so that later ones have theirs."""
-    return _operation(model, number, kind, refused=pb.Refused(cause=cause))
+    return _operation(model, sequence, kind, refused=pb.Refused(cause=cause))
+
+
+def content_digest(operation: pb.Operation) -> bytes:
+    """Returns the digest of what an operation asks for.
+
+    How long a name holds is left out: that time begins when the request comes.
+    """
+    until_unix_s = operation.kept.until_unix_s
+    if until_unix_s:
+        operation.kept.until_unix_s = 1.0
+    data = operation.SerializeToString(deterministic=True)
+    if until_unix_s:
+        operation.kept.until_unix_s = until_unix_s
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def sample(body: Body, config: Config, vocabulary: int) -> pb.Operation:
     """Returns the operation of asample; `vocabulary` is 0 if it is unknown."""
-    session = body.get("sampling_session_id")
+    fields = checked("SampleRequest", body)
+    session = fields["sampling_session_id"]
     if session is None:
         raise Refused("a sample needs a sampling session: create_sampling_client makes one")
-    for name in _UNSERVED:
-        if body.get(name):
-            raise Refused(f"{name} is not served; prompt_logprobs has those of the whole prompt")
-    prompt: list[int] = []
-    for chunk in body["prompt"]["chunks"]:
-        if chunk.get("type", "encoded_text") != "encoded_text":
-            raise Refused(f"a prompt is text here, got a chunk of type {chunk['type']}")
-        prompt += chunk["tokens"]
-    if not prompt:
-        raise Refused("a prompt has one token at least, got none")
-    tokens = np.asarray(prompt)
-    if tokens.dtype.kind not in "iu" or tokens.ndim > 1:
-        raise Refused("a prompt is a list of token ids")
-    if strange := tokens[(tokens < 0) | (tokens >= (vocabulary or _TOKENS))].tolist():
-        raise Refused(f"a prompt has token {strange[0]}, the vocabulary has {vocabulary}")
-    asked, sampling = body.get("sampling_params") or {}, config.sampling.to_pb()
-    if (seed := asked.get("seed")) is not None:
-        if not 0 <= seed <= _LARGEST_SEED:
-            raise Refused(f"a seed is a number from 0 to {_LARGEST_SEED}, got {seed}")
-        sampling.seed = seed
-    most = min(config.sampling.max_reply_tokens, config.sampling.max_episode_tokens - len(prompt))
-    wanted = most if asked.get("max_tokens") is None else asked["max_tokens"]
-    if not 1 <= wanted <= most:
+    tokens = _prompt(fields["prompt"], vocabulary)
+    room = min(config.sampling.max_reply_tokens, config.sampling.max_episode_tokens - len(tokens))
+    sampling = _sampling(fields["sampling_params"], config, vocabulary)
+    # 0 stands for all that there is room for.
+    sampling.max_reply_tokens = sampling.max_reply_tokens or max(0, room)
+    if not 1 <= sampling.max_reply_tokens <= room:
         raise Refused(
-            f"a prompt of {len(prompt)} tokens leaves room for {max(0, most)} of a reply, got "
-            f"max_tokens = {wanted}: set sampling.max_reply_tokens and sampling.max_episode_tokens"
+            f"a prompt of {len(tokens)} tokens leaves room for {max(0, room)} of a reply, got "
+            f"max_tokens = {sampling.max_reply_tokens}: set sampling.max_reply_tokens and "
+            "sampling.max_episode_tokens"
         )
-    sampling.max_reply_tokens = wanted
-    sampling.temperature = asked.get("temperature", 1.0)
-    sampling.top_p, sampling.top_k = asked.get("top_p", 1.0), max(0, asked.get("top_k", -1))
-    sampling.prompt_logprobs = bool(body.get("prompt_logprobs"))
-    del sampling.stop[:], sampling.stop_token_ids[:]
-    stop = asked.get("stop")
-    sampling.ignore_eos = stop == []
-    for each in [stop] if isinstance(stop, str) else stop or ():
-        if isinstance(each, str):
-            sampling.stop.append(each)
-        else:
-            sampling.stop_token_ids.append(each)
-    if "" in sampling.stop or not sampling.top_p:
-        raise Refused("a text in stop has a character at least, and top_p is above 0")
+    sampling.prompt_logprobs = bool(fields["prompt_logprobs"])
+    num_samples = whole_number("num_samples", fields["num_samples"], lowest=1, highest=_MAX_SAMPLES)
     return pb.Operation(
-        id=f"{session}:{body['seq_id']}:sample",
+        id=f"{session}:{fields['seq_id']}:sample",
         sample=pb.Sample(
             prompt_token_ids=tokens.astype("<u4").tobytes(),
-            num_samples=body.get("num_samples", 1),
+            num_samples=num_samples,
             sampling=sampling,
             name=weights_of(session),
         ),
     )
 
 
+def _prompt(prompt: Body, vocabulary: int) -> "np.ndarray[Any, np.dtype[Any]]":
+    """Returns the token ids of a prompt, each of the vocabulary."""
+    token_ids: list[int] = []
+    for chunk in prompt["chunks"]:
+        if chunk.get("type", "encoded_text") != "encoded_text":
+            raise Refused(f"a prompt is text here, got a chunk of type {chunk['type']}")
+        token_ids += chunk["tokens"]
+    if not token_ids:
+        raise Refused("a prompt has one token at least, got none")
+    tokens = np.asarray(token_ids)
+    if tokens.dtype.kind not in "iu" or tokens.ndim > 1:
+        raise Refused("a prompt is a list of token ids")
+    if strange := tokens[(tokens < 0) | (tokens >= (vocabulary or MAX_TOKENS))].tolist():
+        raise Refused(f"a prompt has token {strange[0]}, the vocabulary has {vocabulary}")
+    return tokens
+
+
+def _sampling(params: Body, config: Config, vocabulary: int) -> fleet_pb2.SamplingSettings:
+    """Returns how replies are drawn; `max_reply_tokens` is 0 if the client gives no number."""
+    fields = checked("SamplingParams", params)
+    sampling = config.sampling.to_pb()
+    if fields["seed"] is not None:
+        sampling.seed = whole_number("seed", fields["seed"], lowest=0, highest=_LARGEST_SEED)
+    sampling.max_reply_tokens = 0
+    if fields["max_tokens"] is not None:
+        sampling.max_reply_tokens = whole_number(
+            "max_tokens", fields["max_tokens"], lowest=1, highest=1 << 22
+        )
+    sampling.temperature = number("temperature", fields["temperature"], lowest=0.0, highest=100.0)
+    sampling.top_p = number("top_p", fields["top_p"], lowest=0.0, highest=1.0)
+    if not sampling.top_p:
+        raise Refused("top_p is above 0")
+    top_k = whole_number("top_k", fields["top_k"], lowest=-1, highest=(1 << 32) - 1)
+    sampling.top_k = max(0, top_k)
+    stop = fields["stop"]
+    sampling.ignore_eos = stop == []
+    del sampling.stop[:]
+    del sampling.stop_token_ids[:]
+    for end in [stop] if isinstance(stop, str) else stop or ():
+        if isinstance(end, str):
+            sampling.stop.append(end)
+            continue
+        most = (vocabulary or MAX_TOKENS) - 1
+        sampling.stop_token_ids.append(whole_number("a stop token", end, lowest=0, highest=most))
+    if "" in sampling.stop:
+        raise Refused("a text in stop has a character at least")
+    return sampling
+
+
 def sampled(result: pb.OperationResult) -> wire.SampleResponse:
     """Returns the answer to asample."""
-    found = result.samples[0].prompt_logprobs if result.samples else b""
+    prompt_logprobs = result.samples[0].prompt_logprobs if result.samples else b""
     return wire.SampleResponse(
-        prompt_logprobs=_NOT_A_NUMBER + found if found else None,
+        prompt_logprobs=_NOT_A_NUMBER + prompt_logprobs if prompt_logprobs else None,
         sequences=[
             wire.SampledSequence(
-                stop_reason=wire.LENGTH if one.truncated else wire.STOP,
-                tokens=one.token_ids,
-                logprobs=one.logprobs,
+                stop_reason=wire.LENGTH if reply.truncated else wire.STOP,
+                tokens=reply.token_ids,
+                logprobs=reply.logprobs,
             )
-            for one in result.samples
+            for reply in result.samples
         ],
     )
 
 
 def computed(result: pb.OperationResult) -> wire.ForwardBackwardOutput:
     """Returns the answer to forward_backward."""
-    found = result.compute
-    ends = np.cumsum([0, *map(len, found.logprobs)], dtype="<i8")
+    report = result.compute
+    ends = np.cumsum([0, *map(len, report.logprobs)], dtype="<i8")
     logprobs = wire.BatchedTensor(
-        data=b"".join(found.logprobs), offsets=ends.tobytes(), dtype=wire.FLOAT32
+        data=b"".join(report.logprobs), offsets=ends.tobytes(), dtype=wire.FLOAT32
     )
-    record = wire.ArrayRecord(fields={"logprobs": logprobs}, num_datums=len(found.logprobs))
+    record = wire.ArrayRecord(fields={"logprobs": logprobs}, num_datums=len(report.logprobs))
     return wire.ForwardBackwardOutput(
-        loss_fn_output_type="TensorData", loss_fn_outputs=[record], metrics=found.metrics
+        loss_fn_output_type="TensorData", loss_fn_outputs=[record], metrics=report.metrics
     )
 
 
@@ -368,42 +350,55 @@ def answer(request_id: str, result: pb.OperationResult) -> dict[str, Any]:
     where = "path" if name.startswith("tinker://") else "sampling_session_id"
     if name.endswith(_IN_FLIGHT):
         name = f"{model}{_OF}{name}"
-    found = {"type": kind, "model_id": model.rpartition(":")[0], "metrics": dict(result.metrics)}
-    return found | ({where: name} if name else {})
+    fields = {
+        "type": kind,
+        "model_id": model.rpartition(":")[0],
+        "metrics": dict(result.metrics),
+    }
+    return fields | ({where: name} if name else {})
 
 
-def _first(body: Body, kind: str, **operation: Any) -> pb.Operation:  # noqa: ANN401
+def _first(fields: Body, kind: str, **operation: Any) -> pb.Operation:  # noqa: ANN401
     """Returns the first operation of a new model, with what its client says of the model."""
-    _check_optimizer(body)
-    metadata = body.get("user_metadata") or {}
-    if (asked := metadata.get(MAX_STALENESS)) is not None:
-        if not re.fullmatch("[0-9]{1,6}", str(asked)):
-            raise Refused(f"{MAX_STALENESS} is a number of steps from 0 to 999999, got {asked!r}")
-        operation[MAX_STALENESS] = int(asked)
-    return _operation(training_run(body), 0, kind, user_metadata=metadata, **operation)
+    _check_optimizer(fields)
+    metadata = _texts(fields["user_metadata"])
+    if MAX_STALENESS in metadata:
+        text = metadata[MAX_STALENESS]
+        if not text.isdecimal() or len(text) > 6:
+            raise Refused(f"{MAX_STALENESS} is a number of steps from 0 to 999999, got {text!r}")
+        operation[MAX_STALENESS] = int(text)
+    return _operation(training_run(fields), 0, kind, user_metadata=metadata, **operation)
 
 
-def _operation(model: str, number: int, kind: str, **operation: Any) -> pb.Operation:  # noqa: ANN401
-    return pb.Operation(id=f"{model}:{number}:{kind}", stream=model, number=number, **operation)
+def _texts(metadata: Body | None) -> dict[str, str]:
+    return {str(key): str(value) for key, value in (metadata or {}).items()}
 
 
-def _kept(body: Body) -> pb.Kept:
+def _operation(
+    model: str,
+    sequence: int,
+    kind: str,
+    **operation: Any,  # noqa: ANN401
+) -> pb.Operation:
+    identity = f"{model}:{sequence}:{kind}"
+    return pb.Operation(id=identity, stream=model, number=sequence, **operation)
+
+
+def _kept(ttl_s: object) -> pb.Kept:
     """Returns how long what is saved holds."""
-    ttl_s = body.get("ttl_seconds")
     if ttl_s is None:
         return pb.Kept()
-    if not 0 < ttl_s < _MAX_TTL_S:
-        raise Refused(f"ttl_seconds is between 0 and {_MAX_TTL_S}, got {ttl_s}")
-    return pb.Kept(until_unix_s=time.time() + ttl_s)
+    seconds = number("ttl_seconds", ttl_s, lowest=1.0, highest=_LARGEST_TTL_S)
+    return pb.Kept(until_unix_s=time.time() + seconds)
 
 
-def _check_model(body: Body, config: Config) -> None:
-    path, name = config.model.path, body.get("base_model")
-    if name not in (str(path), path.name):
-        raise Refused(f"this server has {path} only, not {name}")
+def _check_model(name: str | None, config: Config) -> None:
+    path = config.model.path
+    if name not in (str(path), path.name, str(path.absolute())):
+        raise Refused(f"this server has {path.absolute()} only, not {name}")
 
 
-def _check_optimizer(body: Body) -> None:
-    asked = body.get("optimizer_config")
-    if asked is not None and asked.get("type", "adamw") != "adamw":
-        raise Refused(f"this server has the optimizer adamw only, not {asked['type']}")
+def _check_optimizer(fields: Body) -> None:
+    optimizer = fields["optimizer_config"]
+    if optimizer is not None and optimizer.get("type", "adamw") != "adamw":
+        raise Refused(f"this server has the optimizer adamw only, not {optimizer['type']}")

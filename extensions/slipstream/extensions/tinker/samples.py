@@ -7,6 +7,7 @@ the operations calls it.
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 from slipstream.core.errors import ProtocolError
@@ -24,6 +25,9 @@ from slipstream.v1 import operations_pb2 as pb
 CLIENT = "client"
 NEWER = "save_weights_and_get_sampling_client makes a client of the newest weights"
 
+# A sample that lacks replies, what it is by, and the servers that may sample it.
+_Ready: TypeAlias = tuple[Entry, Named, list[ServerSession]]
+
 
 class Samples:
     """The samples that are not over; each ends by `end`, with its result."""
@@ -35,19 +39,24 @@ class Samples:
         intake: Intake,
         scheduler: Scheduler,
         models: Models,
-        known: dict[str, Entry],
+        entries: dict[str, Entry],
         *,
         end: Callable[..., None],
     ) -> None:
-        """Takes also all operations that are `known`, of which samples are a part."""
-        self._run, self._book, self._fleet = run, books.leases, books.fleet
-        self._intake, self._scheduler, self._models = intake, scheduler, models
-        self._known, self._end = known, end
+        """Takes all operations by id, of which samples are a part, and what ends one."""
+        self._run = run
+        self._book = books.leases
+        self._fleet = books.fleet
+        self._intake = intake
+        self._scheduler = scheduler
+        self._models = models
+        self._entries = entries
+        self._end = end
         # Whether servers sample by version 0, too, whatever they serve.
         self._keeps_start = run.config.lora.publishes_adapters
         # In the order in which they came.
         self.open: dict[Entry, None] = {}
-        # Those that the current publish waits for.
+        # The samples that the current publish waits for.
         self.awaited: list[Entry] = []
 
     async def take(
@@ -57,27 +66,34 @@ class Samples:
         async for request in requests:
             if not request.HasField("sample"):
                 raise ProtocolError(f"{request.id} is no sample")
-            entry = self._known.get(request.id)
+            for name in request.told:
+                if told_entry := self._entries.get(name):
+                    told_entry.is_told = True
+            del request.told[:]
+            entry = self._entries.get(request.id)
             if entry is None:
-                entry = self._known[request.id] = Entry(request)
+                entry = Entry(request)
+                self._entries[request.id] = entry
                 self.open[entry] = None
                 self._run.signal.notify(gathered=True)
-            for name in request.told:
-                if told := self._known.get(name):
-                    told.is_told = True
-            del request.told[:]
+            elif entry.operation != request:
+                error = f"{request.id} is known with other content: number the new sample anew"
+                outbox.put(pb.OperationResult(id=request.id, is_done=True, error=error))
+                continue
             entry.outbox = outbox
             if entry.ended.is_set():
                 entry.tell()
 
     def await_before(self, model: Model) -> None:
         """Notes the samples that end before a publish of `model` does."""
-        self.awaited = [one for one in self.open if self._is_changed_by(self._named(one), model)]
+        self.awaited = [
+            entry for entry in self.open if self._is_changed_by(self._named(entry), model)
+        ]
 
     @property
     def are_awaited(self) -> bool:
         """Whether samples that the current publish waits for are not over."""
-        return any(each in self.open for each in self.awaited)
+        return any(entry in self.open for entry in self.awaited)
 
     def _is_changed_by(self, named: Named | None, model: Model) -> bool:
         """Whether a publish of `model` would give samples by `named` another version."""
@@ -102,9 +118,48 @@ class Samples:
         The model with the fewest replies under way comes first. Of the model of a publish that is
         under way, `publisher`, only those are leased that the publish waits for.
         """
-        ready: dict[Model | None, list[tuple[Entry, Named, list[ServerSession]]]] = {}
-        # Most calls find that all samples are leased.
-        for entry in [one for one in self.open if one.num_missing]:
+        ready = self._ready(publisher)
+        if not ready:
+            # Most calls find that all samples are leased.
+            return
+        running: Counter[Model | None] = Counter()
+        for entry in self.open:
+            if named := self._named(entry):
+                running[named.model] += len(entry.groups)
+        granted: dict[ServerSession, list[Group]] = {}
+        # Both look at all groups.
+        held_episodes = self._book.episodes_by_holder()
+        free_episodes = self._scheduler.free_episodes
+        room = {
+            session: session.hello.max_episodes - held_episodes[session.key]
+            for session in self._fleet.serving()
+        }
+        while ready:
+            model = min(ready, key=running.__getitem__)
+            entry, named, sessions = ready[model][0]
+            session = max(sessions, key=room.__getitem__)
+            if room[session] < 1 or free_episodes < 1:
+                del ready[model]
+                continue
+            granted.setdefault(session, []).append(self._granted(entry, named, session))
+            room[session] -= 1
+            free_episodes -= 1
+            running[model] += 1
+            if not entry.num_missing:
+                ready[model].pop(0)
+            if not ready[model]:
+                del ready[model]
+        for session, groups in granted.items():
+            # The records of one pass are written together.
+            self._scheduler.send_evaluation(session, groups)
+
+    def _ready(self, publisher: Model | None) -> dict[Model | None, list[_Ready]]:
+        """Returns the samples that lack replies, with what may sample them, by their models.
+
+        Samples that nothing will sample any more end here.
+        """
+        ready: dict[Model | None, list[_Ready]] = {}
+        for entry in [entry for entry in self.open if entry.num_missing]:
             named = self._named(entry)
             if named is None:
                 name = entry.operation.sample.name
@@ -116,43 +171,23 @@ class Samples:
             sessions, gone = self._sessions(named)
             served = named.model.served if named.model and named.in_flight else named.step
             if stale := self._stale(entry, named, served):
-                # One in flight waits for the next publish.
-                sessions, gone = [], "" if named.in_flight else stale
+                # A sample in flight waits for the next publish.
+                sessions = []
+                gone = "" if named.in_flight else stale
             if sessions:
                 ready.setdefault(named.model, []).append((entry, named, sessions))
             elif gone:
                 self._over(entry, gone)
-        running: Counter[Model | None] = Counter()
-        for entry in self.open if ready else ():
-            if named := self._named(entry):
-                running[named.model] += len(entry.groups)
-        granted: dict[ServerSession, list[Group]] = {}
-        if ready:
-            # Both look at all groups.
-            taken, most = self._book.episodes_by_holder(), self._scheduler.free_episodes
-            room = {s: s.hello.max_episodes - taken[s.key] for s in self._fleet.serving()}
-        while ready:
-            model = min(ready, key=running.__getitem__)
-            entry, named, sessions = ready[model][0]
-            session = max(sessions, key=room.__getitem__)
-            if room[session] < 1 or most < 1:
-                del ready[model]
-                continue
-            granted.setdefault(session, []).append(self._granted(entry, named, session))
-            room[session], most = room[session] - 1, most - 1
-            running[model] += 1
-            if not entry.num_missing:
-                ready[model].pop(0)
-            if not ready[model]:
-                del ready[model]
-        for session, groups in granted.items():
-            # The records of one pass are written together.
-            self._scheduler.send_evaluation(session, groups)
+        return ready
 
     def _sessions(self, named: Named) -> tuple[list[ServerSession], str]:
         """Returns the servers that sample by a publish, or why no one will any more."""
-        step, model, serving = named.step, named.model, self._fleet.serving()
-        versions = {one: one.version.step for one in serving if one.version is not None}
+        step = named.step
+        model = named.model
+        serving = self._fleet.serving()
+        versions = {
+            session: session.version.step for session in serving if session.version is not None
+        }
         is_start = self._keeps_start and not step and not named.in_flight
         if is_start or (named.in_flight and not self._models.are_several):
             return serving, ""
@@ -163,20 +198,22 @@ class Samples:
             newest = model.served
             if named.in_flight or step == newest:
                 # Later versions have the same values of this model, earlier ones another model's.
-                return [one for one, version in versions.items() if version >= newest], ""
+                return [session for session in versions if versions[session] >= newest], ""
         else:
-            there = [one for one, version in versions.items() if version == step]
-            if there or not serving or step == self._run.progress.version.step:
-                return there, ""
+            sessions = [session for session in versions if versions[session] == step]
+            if sessions or not serving or step == self._run.progress.version.step:
+                return sessions, ""
             newest = max(versions.values())
         return [], f"version {step} is not served any more, version {newest} is: {NEWER}"
 
     def _granted(self, entry: Entry, named: Named, session: ServerSession) -> Group:
         """Leases the next reply to a sample."""
-        sample, environment = entry.operation.sample, CLIENT
-        taken = {one.task_index for one in entry.groups.values()}
-        taken |= {one.task_index for one in entry.finished}
-        place = next(one for one in range(sample.num_samples) if one not in taken)
+        sample = entry.operation.sample
+        environment = CLIENT
+        leased_places = {group.task_index for group in entry.groups.values()}
+        leased_places |= {reply.task_index for reply in entry.finished}
+        places = range(sample.num_samples)
+        place = next(place for place in places if place not in leased_places)
         sampling = fleet_pb2.SamplingSettings()
         sampling.CopyFrom(sample.sampling)
         sampling.by_start = self._keeps_start and not named.step and not named.in_flight
@@ -218,13 +255,15 @@ class Samples:
 
     def _finish(self, entry: Entry) -> None:
         """Ends a sample, unless replies are too stale, which are sampled anew or refused."""
-        named, fresh, stale = self._named(entry), [], ""
-        for one in entry.finished:
-            versions = [span.version.step for span in one.version_spans]
+        named = self._named(entry)
+        fresh = []
+        stale = ""
+        for reply in entry.finished:
+            versions = [span.version.step for span in reply.version_spans]
             cause = self._stale(entry, named, min(versions)) if versions else ""
             stale = stale or cause
             if not cause:
-                fresh.append(one)
+                fresh.append(reply)
         if named is not None and named.in_flight and stale:
             entry.finished = fresh
         else:
@@ -254,12 +293,12 @@ class Samples:
             entry.finished.clear()
         samples = [
             pb.Sampled(
-                token_ids=one.token_ids[one.run_lengths[0] :].astype("<u4").tobytes(),
-                logprobs=_logprobs(one, entry.operation.sample.sampling),
-                truncated=one.status is Status.TRUNCATED,
-                prompt_logprobs=one.prompt_logprobs,
+                token_ids=reply.token_ids[reply.run_lengths[0] :].astype("<u4").tobytes(),
+                logprobs=_logprobs(reply, entry.operation.sample.sampling),
+                truncated=reply.status is Status.TRUNCATED,
+                prompt_logprobs=reply.prompt_logprobs,
             )
-            for one in sorted(entry.finished, key=lambda one: one.task_index)
+            for reply in sorted(entry.finished, key=lambda reply: reply.task_index)
         ]
         self._end(entry, id=entry.operation.id, error=error, samples=samples)
         # The result has its replies.

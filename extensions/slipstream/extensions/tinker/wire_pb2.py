@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'slipstream/extensions/tinker/wire.proto\x12\x11slipstream.tinker\"y\n\x0eSampleResponse\x12\x35\n\tsequences\x18\x01 \x03(\x0b\x32\".slipstream.tinker.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\x12\n\x10_prompt_logprobs\"y\n\x0fSampledSequence\x12\x32\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x1d.slipstream.tinker.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"c\n\x06Tensor\x12\r\n\x05\x64\x65nse\x18\x01 \x01(\x0c\x12\x12\n\nsparse_csr\x18\x02 \x01(\x0c\x12\'\n\x05\x64type\x18\x03 \x01(\x0e\x32\x18.slipstream.tinker.DType\x12\r\n\x05shape\x18\x04 \x03(\x03\"W\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12\'\n\x05\x64type\x18\x03 \x01(\x0e\x32\x18.slipstream.tinker.DType\"\xae\x01\n\x0b\x41rrayRecord\x12:\n\x06\x66ields\x18\x02 \x03(\x0b\x32*.slipstream.tinker.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aO\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12/\n\x05value\x18\x02 \x01(\x0b\x32 .slipstream.tinker.BatchedTensor:\x02\x38\x01\"\xe5\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x37\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32\x1e.slipstream.tinker.ArrayRecord\x12\x46\n\x07metrics\x18\x03 \x03(\x0b\x32\x35.slipstream.tinker.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc8\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12&\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x18.slipstream.tinker.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12S\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32;.slipstream.tinker.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12X\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32=.slipstream.tinker.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aY\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32\".slipstream.tinker.LossConfigValue:\x02\x38\x01\"<\n\x0fLossConfigValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\xca\x01\n\x05\x44\x61tum\x12-\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x18.slipstream.tinker.Chunk\x12\x42\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32*.slipstream.tinker.Datum.LossFnInputsEntry\x1aN\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.slipstream.tinker.Tensor:\x02\x38\x01\"=\n\x05\x43hunk\x12\x34\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32\x1e.slipstream.tinker.EncodedText\"\x1d\n\x0b\x45ncodedText\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c*\"\n\nStopReason\x12\x08\n\x04STOP\x10\x00\x12\n\n\x06LENGTH\x10\x01*6\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x46LOAT32\x10\x01\x12\t\n\x05INT64\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'slipstream/extensions/tinker/wire.proto\x12\x11slipstream.tinker\"y\n\x0eSampleResponse\x12\x35\n\tsequences\x18\x01 \x03(\x0b\x32\".slipstream.tinker.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x42\x12\n\x10_prompt_logprobs\"y\n\x0fSampledSequence\x12\x32\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x1d.slipstream.tinker.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"c\n\x06Tensor\x12\r\n\x05\x64\x65nse\x18\x01 \x01(\x0c\x12\x12\n\nsparse_csr\x18\x02 \x01(\x0c\x12\'\n\x05\x64type\x18\x03 \x01(\x0e\x32\x18.slipstream.tinker.DType\x12\r\n\x05shape\x18\x04 \x03(\x03\"W\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12\'\n\x05\x64type\x18\x03 \x01(\x0e\x32\x18.slipstream.tinker.DType\"\xae\x01\n\x0b\x41rrayRecord\x12:\n\x06\x66ields\x18\x02 \x03(\x0b\x32*.slipstream.tinker.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aO\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12/\n\x05value\x18\x02 \x01(\x0b\x32 .slipstream.tinker.BatchedTensor:\x02\x38\x01\"\xe5\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x37\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32\x1e.slipstream.tinker.ArrayRecord\x12\x46\n\x07metrics\x18\x03 \x03(\x0b\x32\x35.slipstream.tinker.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc8\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12&\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x18.slipstream.tinker.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12S\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32;.slipstream.tinker.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12X\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32=.slipstream.tinker.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aY\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32\".slipstream.tinker.LossConfigValue:\x02\x38\x01\"<\n\x0fLossConfigValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\x82\x02\n\x05\x44\x61tum\x12-\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x18.slipstream.tinker.Chunk\x12\x42\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32*.slipstream.tinker.Datum.LossFnInputsEntry\x12\x19\n\x11model_input_spans\x18\x03 \x03(\x0c\x12\x1b\n\x13loss_fn_input_spans\x18\x04 \x03(\x0c\x1aN\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.slipstream.tinker.Tensor:\x02\x38\x01\"Z\n\x05\x43hunk\x12\x34\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32\x1e.slipstream.tinker.EncodedText\x12\r\n\x05image\x18\x02 \x01(\x0c\x12\x0c\n\x04\x64mel\x18\x03 \x01(\x0c\"\x1d\n\x0b\x45ncodedText\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c*\"\n\nStopReason\x12\x08\n\x04STOP\x10\x00\x12\n\n\x06LENGTH\x10\x01*6\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x46LOAT32\x10\x01\x12\t\n\x05INT64\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,10 +41,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGV2ENTRY']._serialized_options = b'8\001'
   _globals['_DATUM_LOSSFNINPUTSENTRY']._loaded_options = None
   _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_options = b'8\001'
-  _globals['_STOPREASON']._serialized_start=1727
-  _globals['_STOPREASON']._serialized_end=1761
-  _globals['_DTYPE']._serialized_start=1763
-  _globals['_DTYPE']._serialized_end=1817
+  _globals['_STOPREASON']._serialized_start=1812
+  _globals['_STOPREASON']._serialized_end=1846
+  _globals['_DTYPE']._serialized_start=1848
+  _globals['_DTYPE']._serialized_end=1902
   _globals['_SAMPLERESPONSE']._serialized_start=62
   _globals['_SAMPLERESPONSE']._serialized_end=183
   _globals['_SAMPLEDSEQUENCE']._serialized_start=185
@@ -70,11 +70,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOSSCONFIGVALUE']._serialized_start=1366
   _globals['_LOSSCONFIGVALUE']._serialized_end=1426
   _globals['_DATUM']._serialized_start=1429
-  _globals['_DATUM']._serialized_end=1631
-  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_start=1553
-  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_end=1631
-  _globals['_CHUNK']._serialized_start=1633
-  _globals['_CHUNK']._serialized_end=1694
-  _globals['_ENCODEDTEXT']._serialized_start=1696
-  _globals['_ENCODEDTEXT']._serialized_end=1725
+  _globals['_DATUM']._serialized_end=1687
+  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_start=1609
+  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_end=1687
+  _globals['_CHUNK']._serialized_start=1689
+  _globals['_CHUNK']._serialized_end=1779
+  _globals['_ENCODEDTEXT']._serialized_start=1781
+  _globals['_ENCODEDTEXT']._serialized_end=1810
 # @@protoc_insertion_point(module_scope)

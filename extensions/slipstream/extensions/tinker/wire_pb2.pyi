@@ -136,7 +136,7 @@ class LossConfigValue(_message.Message):
     def __init__(self, number: _Optional[float] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Datum(_message.Message):
-    __slots__ = ("model_input", "loss_fn_inputs")
+    __slots__ = ("model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans")
     class LossFnInputsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -146,15 +146,23 @@ class Datum(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
     MODEL_INPUT_FIELD_NUMBER: _ClassVar[int]
     LOSS_FN_INPUTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_INPUT_SPANS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FN_INPUT_SPANS_FIELD_NUMBER: _ClassVar[int]
     model_input: _containers.RepeatedCompositeFieldContainer[Chunk]
     loss_fn_inputs: _containers.MessageMap[str, Tensor]
-    def __init__(self, model_input: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., loss_fn_inputs: _Optional[_Mapping[str, Tensor]] = ...) -> None: ...
+    model_input_spans: _containers.RepeatedScalarFieldContainer[bytes]
+    loss_fn_input_spans: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, model_input: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., loss_fn_inputs: _Optional[_Mapping[str, Tensor]] = ..., model_input_spans: _Optional[_Iterable[bytes]] = ..., loss_fn_input_spans: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("encoded_text",)
+    __slots__ = ("encoded_text", "image", "dmel")
     ENCODED_TEXT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    DMEL_FIELD_NUMBER: _ClassVar[int]
     encoded_text: EncodedText
-    def __init__(self, encoded_text: _Optional[_Union[EncodedText, _Mapping]] = ...) -> None: ...
+    image: bytes
+    dmel: bytes
+    def __init__(self, encoded_text: _Optional[_Union[EncodedText, _Mapping]] = ..., image: _Optional[bytes] = ..., dmel: _Optional[bytes] = ...) -> None: ...
 
 class EncodedText(_message.Message):
     __slots__ = ("tokens",)

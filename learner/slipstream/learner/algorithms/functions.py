@@ -128,7 +128,8 @@ def used_functions(config: Config) -> dict[str, str]:
     }
 
 
-@functools.cache
+# A client's passes bring arguments of their own.
+@functools.lru_cache(maxsize=256)
 def _loaded(kind: FunctionKind, name: str, arguments: str) -> Function:
     given = json.loads(arguments)
     row = row_of(kind, name)

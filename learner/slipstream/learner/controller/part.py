@@ -68,6 +68,9 @@ class Part(ServerListener):
     def trainer_away(self) -> None:
         """Handles the end of the trainer's stream; it, or another trainer, may come back."""
 
+    async def trainer_ended(self) -> None:
+        """Handles a trainer that is over: it told why, or another one has registered."""
+
     def stored(self, report: trainer_pb2.StoredReport) -> trainer_pb2.StoredReceipt | None:
         """Handles the result of an order to store weights; returns the receipt of its part."""
         return None

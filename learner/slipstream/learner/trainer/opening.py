@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +35,13 @@ from slipstream.learner.trainer.model.model import (
     unwrapped,
 )
 from slipstream.learner.trainer.model.model_part import model_parts
-from slipstream.learner.trainer.model.policy import NamedAdapters, Policy, adapters, optimizer_state
+from slipstream.learner.trainer.model.policy import (
+    NamedAdapters,
+    Policy,
+    adapters,
+    draw_first_adapters,
+    optimizer_state,
+)
 from slipstream.learner.trainer.model.recipe import (
     check_biases,
     ddp_config_of,
@@ -87,6 +94,29 @@ def open_policy(
     layers = [part.layer(ranks.device, load_weights=load_weights) for part in parts]
     drafts = next(filter(None, layers), None)
     return Policy(**vars(model), adapters=held, drafts=drafts)
+
+
+def load_start(policy: Policy, config: Config) -> None:
+    """Loads the weights with which the run began into the policy once more; collective.
+
+    Adapters are drawn as they were; the base model below them never changes. The optimizer keeps
+    its copies of the weights and its moments.
+    """
+    chunks = [unwrapped(chunk) for chunk in policy.chunks]
+    if config.lora.rank:
+        for chunk in chunks:
+            draw_first_adapters(chunk, policy.ranks, seed=config.run.seed)
+    elif config.checkpoint.load is not None:
+        _load_saved(chunks, config.checkpoint.load, policy.ranks)
+    else:
+        with torch.no_grad():
+            policy.bridge.load_hf_weights(chunks)
+
+
+def _load_saved(chunks: list[Megatron], path: Path, ranks: Ranks) -> None:
+    from slipstream.learner.trainer.checkpoints.distributed_files import load_starting_weights
+
+    load_starting_weights([StoredModel(POLICY, chunks, None)], path, ranks)
 
 
 def load_trained(
@@ -182,12 +212,10 @@ def _load(
     path = config.checkpoint.load
 
     def load(chunks: list[Megatron]) -> list[Megatron]:
-        from slipstream.learner.trainer.checkpoints.distributed_files import load_starting_weights
-
         assert path is not None
         check_saved(path, ranks)
         check_nothing_lost(config, path)
-        load_starting_weights([StoredModel(POLICY, chunks, None)], path, ranks)
+        _load_saved(chunks, path, ranks)
         return chunks
 
     if path is not None:

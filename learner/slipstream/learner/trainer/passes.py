@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from slipstream.core.errors import UntrainableBatch
+from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.learner.algorithms.functions import named_loss
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
 from slipstream.learner.algorithms.losses import token_terms
@@ -37,6 +37,9 @@ from slipstream.protocol.codec import passes_digest
 from slipstream.v1 import trainer_pb2 as pb
 from torch import Tensor
 
+# Most characters of a cause that a client is told.
+_MAX_CAUSE = 2048
+
 
 @dataclass
 class _Held:
@@ -55,34 +58,49 @@ class Passes:
     """
 
     def __init__(
-        self, policy: Policy, load: Callable[[int, Sequence[StoredModel]], object]
+        self,
+        policy: Policy,
+        load: Callable[[int, Sequence[StoredModel]], object],
+        load_start: Callable[[], object],
     ) -> None:
-        """Takes `load`, which loads models of a version's checkpoint, or all if none is given."""
-        self._policy, self._load = policy, load
-        # By the name of an adapter, "" for the policy; the one whose gradients are in the buffers.
-        self._of: defaultdict[str, _Held] = defaultdict(_Held)
+        """Takes two functions that load weights.
+
+        `load` loads models of a version's checkpoint, or all if none is given; `load_start` the
+        weights with which the run began, but for the optimizer's copies and moments.
+        """
+        self._policy = policy
+        self._load = load
+        self._load_start = load_start
+        # By the name of an adapter, "" for the policy.
+        self._held_of: defaultdict[str, _Held] = defaultdict(_Held)
+        # The adapter whose gradients are in the buffers.
         self._in_buffers = ""
 
-    def compute(self, given: pb.Pass) -> pb.PassReport:
+    def compute(self, order: pb.Pass) -> pb.PassReport:
         """Returns log-probabilities and loss of a pass, and adds its gradients to those held.
 
         A pass whose gradients are held is not carried out again. A pass that fails adds nothing,
-        and the report names the cause.
+        and the report names the cause: whatever its loss raises, on whichever rank, is its failure
+        and no one else's.
         """
-        with self._held(given.adapter) as held:
-            if given.id in held.reports:
-                return held.reports[given.id]
+        with self._held(order.adapter) as held:
+            if order.id in held.reports:
+                return held.reports[order.id]
             try:
-                report = self._computed(given, held)
+                report = self._computed(order, held)
             except (UntrainableBatch, ValueError) as error:
-                return pb.PassReport(id=given.id, error=str(error))
-            if given.backward:
-                held.reports[given.id] = report
+                return pb.PassReport(id=order.id, error=str(error)[:_MAX_CAUSE])
+            if order.backward:
+                held.reports[order.id] = report
             return report
 
     def held(self) -> list[bytes]:
         """Returns, for each adapter with gradients, `passes_digest` of the passes they are of."""
-        return [passes_digest(name, own.reports) for name, own in self._of.items() if own.reports]
+        return [
+            passes_digest(name, held.reports)
+            for name, held in self._held_of.items()
+            if held.reports
+        ]
 
     def run(self, batch: Batch) -> TrainedStep:
         """Updates the weights with the gradients of the batch's passes, or as a client asks else.
@@ -92,120 +110,142 @@ class Passes:
         gradients, or values that servers are to get, are not finite.
         """
         started = time.monotonic()
-        given = batch.given
-        assert given is not None
+        step = batch.given
+        assert step is not None
         memory = self._policy.memory
         metrics: dict[str, float] = {}
-        with self._held(given.adapter) as held, memory.resident(Part.PARAMETERS):
-            match given.WhichOneof("step"):
+        with self._held(step.adapter) as held, memory.resident(Part.PARAMETERS):
+            match step.WhichOneof("step"):
                 case "adam":
-                    if list(held.reports) != [one.id for one in batch.passes]:
+                    if list(held.reports) != [order.id for order in batch.passes]:
                         held.reports.clear()
-                        for one in batch.passes:
-                            if error := self.compute(one).error:
+                        for order in batch.passes:
+                            if error := self.compute(order).error:
                                 raise UntrainableBatch(
-                                    f"pass {one.id} had gradients, and now: {error}"
+                                    f"pass {order.id} had gradients, and now: {error}"
                                 )
                     if not held.reports:
                         self._policy.zero_grad()
-                    rate = given.adam.learning_rate
+                    rate = step.adam.learning_rate
                     try:
                         with memory.resident(Part.GRADIENTS):
                             assert self._policy.scaler is None, "float16 would compute again"
-                            norm = update_weights(self._policy, rate, list, adam=given.adam)
+                            norm = update_weights(self._policy, rate, list, adam=step.adam)
                     finally:
                         held.reports.clear()
                     metrics = {"grad_norm": norm, "learning_rate": rate}
                 case "load":
                     held.reports.clear()
                     with memory.resident(Part.OPTIMIZER):
-                        models, name = [], given.load.adapter
-                        if name:
-                            optimizer, own = self._policy.optimizer, given.adapter.name
-                            models = [stored_adapter(self._policy, name, own, optimizer)]
-                        self._load(given.load.step, models)
-                        if given.load.without_optimizer:
+                        models = []
+                        if step.load.adapter:
+                            stored = stored_adapter(
+                                self._policy,
+                                step.load.adapter,
+                                step.adapter.name,
+                                self._policy.optimizer,
+                            )
+                            models = [stored]
+                        self._load(step.load.step, models)
+                        if step.load.without_optimizer:
                             self._policy.forget_moments()
                 case "begin":
                     held.reports.clear()
                     with memory.resident(Part.OPTIMIZER):
                         self._policy.gather_parameters()
-                        for chunk in self._policy.chunks:
-                            draw_adapters(
-                                unwrapped(chunk),
-                                self._policy.ranks,
-                                seed=given.begin.seed,
-                                rank=given.adapter.rank,
-                                targets=given.begin.targets,
-                            )
+                        if step.adapter.name:
+                            self._draw(step)
+                        else:
+                            self._load_start()
                         self._policy.optimizer.reload_model_params()
                         self._policy.forget_moments()
-                        self._serve(given.adapter)
+                        if step.adapter.name:
+                            self._serve(step.adapter)
                 case _:
-                    self._serve(given.adapter)
-        self._policy.adapters.changed.add(given.adapter.name)
+                    self._serve(step.adapter)
+        self._policy.adapters.changed.add(step.adapter.name)
         return TrainedStep(metrics, time.monotonic() - started, {})
 
     @contextmanager
     def _held(self, adapter: pb.Adapter) -> Iterator[_Held]:
         """Puts an adapter and its gradients into the model inside the context."""
         name = adapter.name
-        held, other = self._of[name], self._of[self._in_buffers]
+        held = self._held_of[name]
         if name != self._in_buffers:
+            previous = self._held_of[self._in_buffers]
             with self._policy.memory.resident(Part.GRADIENTS):
                 buffers = list(gradient_buffers(self._policy.chunks))
-                other.gradients = [one.clone() for one in buffers] if other.reports else []
+                previous.gradients = []
+                if previous.reports:
+                    previous.gradients = [buffer.clone() for buffer in buffers]
                 for buffer, gradient in zip(buffers, held.gradients, strict=bool(held.gradients)):
                     buffer.copy_(gradient)
-            self._in_buffers, held.gradients = name, []
+            self._in_buffers = name
+            held.gradients = []
         if not name:
             yield held
             return
         with self._policy.adapters.in_use(name, rank=adapter.rank, alpha=adapter.alpha):
             yield held
 
-    def _serve(self, adapter: pb.Adapter) -> None:
-        scale, sum_ = adapter.alpha / adapter.rank, self._policy.ranks.sum
-        self._policy.adapters.serve(sum_, scale=scale)
+    def _draw(self, step: pb.GivenStep) -> None:
+        for chunk in self._policy.chunks:
+            draw_adapters(
+                unwrapped(chunk),
+                self._policy.ranks,
+                seed=step.begin.seed,
+                rank=step.adapter.rank,
+                targets=step.begin.targets,
+            )
 
-    def _computed(self, given: pb.Pass, held: _Held) -> pb.PassReport:
-        sequences = [self._sequence(place, one) for place, one in enumerate(given.sequences)]
+    def _serve(self, adapter: pb.Adapter) -> None:
+        self._policy.adapters.serve(self._policy.ranks.sum, scale=adapter.alpha / adapter.rank)
+
+    def _computed(self, order: pb.Pass, held: _Held) -> pb.PassReport:
+        sequences = [self._sequence(place, given) for place, given in enumerate(order.sequences)]
         if not sequences:
             raise ValueError("a pass needs at least one sequence")
-        policy, ranks, own = self._policy, self._policy.ranks, _PassLoss(self._policy, given)
+        policy = self._policy
+        ranks = policy.ranks
+        loss = _PassLoss(policy, order)
         with policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
-            buffers = list(gradient_buffers(policy.chunks)) if given.backward else []
-            before = [buffer.clone() for buffer in buffers] if held.reports else []
-            if given.backward:
+            buffers = list(gradient_buffers(policy.chunks)) if order.backward else []
+            earlier_gradients = [buffer.clone() for buffer in buffers] if held.reports else []
+            if order.backward:
                 policy.zero_grad()
             try:
-                logprobs = masked_outputs(policy, sequences, own.outputs)
-                sum_ = own.total.cpu()
-                total = float(ranks.sum(sum_ if ranks.counts else torch.zeros_like(sum_)))
+                logprobs = masked_outputs(policy, sequences, loss.outputs)
+                # A loss may fail where a rank's own tokens are, and nowhere else.
+                failures = ranks.gather_bytes(loss.failure.encode())
+                if failure := next(filter(None, failures), b""):
+                    raise UntrainableBatch(failure.decode())
+                rank_total = loss.total.cpu()
+                summed = ranks.sum(rank_total if ranks.counts else torch.zeros_like(rank_total))
+                total = float(summed)
                 if not math.isfinite(total):
                     raise UntrainableBatch(f"the loss is {total}")
             except (UntrainableBatch, ValueError):
-                if given.backward:
+                if order.backward:
                     policy.zero_grad()
                 raise
             finally:
-                for buffer, gradient in zip(buffers, before, strict=bool(before)):
+                has_earlier = bool(earlier_gradients)
+                for buffer, gradient in zip(buffers, earlier_gradients, strict=has_earlier):
                     buffer.add_(gradient)
         return pb.PassReport(
-            id=given.id,
-            logprobs=[found.astype("<f4").tobytes() for found in logprobs],
+            id=order.id,
+            logprobs=[values.astype("<f4").tobytes() for values in logprobs],
             metrics={"loss:sum": total},
         )
 
     def _sequence(self, place: int, given: pb.PassSequence) -> TrainingSequence:
         policy = self._policy
-        tokens, targets = (
-            np.frombuffer(data, dtype="<u4").astype(np.int64)
-            for data in (given.token_ids, given.targets)
-        )
+        tokens = np.frombuffer(given.token_ids, dtype="<u4").astype(np.int64)
+        targets = np.frombuffer(given.targets, dtype="<u4").astype(np.int64)
         advantages = np.frombuffer(given.advantages, dtype="<f4")
         behavior = np.frombuffer(given.behavior_logprobs, dtype="<f4")
-        lengths = {len(tokens), len(targets), len(advantages), len(behavior) or len(tokens)}
+        lengths = {len(tokens), len(targets), len(advantages)}
+        lengths |= {len(array) for array in (behavior, given.ratio_mask) if len(array)}
         if len(lengths) != 1 or not len(tokens):
             raise ValueError(f"the arrays of sequence {place} have lengths {sorted(lengths)}")
         if len(tokens) > policy.max_positions:
@@ -217,6 +257,10 @@ class Passes:
             raise ValueError(
                 f"sequence {place} has token {largest}, the vocabulary has {policy.vocab_size}"
             )
+        # Tokens without an advantage are mostly the prompt's, of which no ratio says anything.
+        ratio_mask = advantages != 0.0
+        if given.ratio_mask:
+            ratio_mask = np.frombuffer(given.ratio_mask, dtype=np.bool_)
         return TrainingSequence(
             token_ids=tokens,
             targets=targets,
@@ -224,13 +268,20 @@ class Passes:
             behavior_logprobs=behavior if len(behavior) else np.zeros_like(advantages),
             lags=np.zeros(len(tokens), dtype=np.int32),
             advantages=advantages,
+            ratio_mask=ratio_mask,
         )
 
 
 class _PassLoss:
-    def __init__(self, policy: Policy, given: pb.Pass) -> None:
-        self._policy, self._backward, self._where = policy, given.backward, f"pass {given.id}"
-        self._function = named_loss(given.loss, json.loads(given.loss_args_json or "{}"))
+    """The loss of a pass on this rank, and what came of it."""
+
+    def __init__(self, policy: Policy, order: pb.Pass) -> None:
+        self._policy = policy
+        self._backward = order.backward
+        self._where = f"pass {order.id}"
+        self._function = named_loss(order.loss, json.loads(order.loss_args_json or "{}"))
+        # Why the loss could not be computed here; empty: it was.
+        self.failure = ""
         self._logprobs: dict[int, Tensor] = {}
         # On the device: a micro batch must not wait for the one before it.
         self.total = torch.zeros((), dtype=torch.float64, device=policy.ranks.device)
@@ -241,16 +292,29 @@ class _PassLoss:
         if self._backward:
             forward_backward(policy, micro_batches, self._loss, temperature=1.0)
         else:
-            found = forward_logprobs(policy, micro_batches, temperature=1.0)
-            for place, logprobs in enumerate(found):
-                own = micro_batches[place].to(policy.ranks.device)
-                self._loss(place, own, logprobs, torch.zeros_like(logprobs))
+            outputs = forward_logprobs(policy, micro_batches, temperature=1.0)
+            for place, logprobs in enumerate(outputs):
+                batch = micro_batches[place].to(policy.ranks.device)
+                self._loss(place, batch, logprobs, torch.zeros_like(logprobs))
         return [self._logprobs[place] for place in sorted(self._logprobs)]
 
     def _loss(self, place: int, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> TokenLoss:
-        ranks, mask = self._policy.ranks, batch.loss_mask
-        # Other tokens of a sequence are its prompt's, whose behavior log-probabilities say nothing.
-        trained = mask & (batch.advantages != 0.0)
+        ranks = self._policy.ranks
+        losses = torch.where(batch.loss_mask, self._token_losses(batch, logprobs, entropy), 0.0)
+        self._logprobs[place] = logprobs.detach()
+        self.total += losses.detach().sum(dtype=torch.float64)
+        # The schedule divides the sum over all ranks by this number over all ranks: 1.
+        is_first = place == 0 and ranks.dp_rank == 0 and ranks.cp_rank == 0
+        number = losses.new_full((), int(is_first), dtype=torch.int)
+        return TokenLoss(losses.sum(), number, losses.new_zeros(0), losses.detach())
+
+    def _token_losses(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        """Returns the loss of each token, or zeros, with `failure` set, if the function fails.
+
+        The schedule goes on behind a failure: other ranks wait in its collectives.
+        """
+        mask = batch.loss_mask
+        assert batch.ratio_mask is not None
         tokens = LossInputs(
             logprobs=logprobs,
             proximal_logprobs=logprobs.detach(),
@@ -263,13 +327,14 @@ class _PassLoss:
             reference_logprobs=None,
             entropy=entropy,
             sequences=SequenceSums(
-                batch.sequence_ids, trained, len(batch.indices) + 1, ranks.cp_group
+                batch.sequence_ids,
+                mask & batch.ratio_mask,
+                len(batch.indices) + 1,
+                self._policy.ranks.cp_group,
             ),
         )
-        losses = torch.where(mask, token_terms(self._function, tokens, self._where).losses, 0.0)
-        self._logprobs[place] = logprobs.detach()
-        self.total += losses.detach().sum(dtype=torch.float64)
-        # The schedule divides the sum over all ranks by this number over all ranks: 1.
-        is_first = place == 0 and ranks.dp_rank == 0 and ranks.cp_rank == 0
-        number = losses.new_full((), int(is_first), dtype=torch.int)
-        return TokenLoss(losses.sum(), number, losses.new_zeros(0), losses.detach())
+        try:
+            return token_terms(self._function, tokens, self._where).losses
+        except RunFailed as failure:
+            self.failure = self.failure or str(failure)[:_MAX_CAUSE]
+            return logprobs * 0.0

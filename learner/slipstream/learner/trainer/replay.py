@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from slipstream.core.configuration.config_file import check_model, load_config
@@ -108,7 +109,7 @@ def replay(config: Config, steps: list[RecordedStep]) -> int:
     from slipstream.learner.trainer.batches.batch_stream import read_stored
     from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
-    from slipstream.learner.trainer.opening import open_policy
+    from slipstream.learner.trainer.opening import load_start, open_policy
     from slipstream.learner.trainer.parts import step_parts
     from slipstream.learner.trainer.passes import Passes
     from slipstream.learner.trainer.ranks.parallel import Launch
@@ -118,7 +119,7 @@ def replay(config: Config, steps: list[RecordedStep]) -> int:
     policy = open_policy(config, Launch.from_environment())
     training = TrainingStep(policy, config, step_parts(config, policy))
     saved = Checkpointer(config, policy.ranks, stored_policy(policy))
-    passes = Passes(policy, saved.load)
+    passes = Passes(policy, saved.load, partial(load_start, policy, config))
     published = open_published(policy, config)
     different = 0
     for recorded in steps:

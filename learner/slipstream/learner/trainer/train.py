@@ -41,6 +41,7 @@ from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer, Save
 from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
 from slipstream.learner.trainer.model.model import Part
 from slipstream.learner.trainer.model.policy import Policy
+from slipstream.learner.trainer.opening import load_start
 from slipstream.learner.trainer.parts import open_writer, step_parts
 from slipstream.learner.trainer.passes import Passes
 from slipstream.learner.trainer.step import TrainingStep
@@ -83,7 +84,8 @@ class Trainer:
         self._checkpointer = Checkpointer(
             config, self._ranks, [*stored_policy(policy), *stored], adapters=policy.adapters.sizes
         )
-        self._passes = Passes(policy, self._checkpointer.load)
+        start = functools.partial(load_start, policy, config)
+        self._passes = Passes(policy, self._checkpointer.load, start)
         with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
             loaded = self._checkpointer.load_newest()
         self._version = PolicyVersion(0, 0) if loaded is None else loaded.version

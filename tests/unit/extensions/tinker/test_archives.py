@@ -9,14 +9,17 @@ from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker import archives
 from slipstream.extensions.tinker.archives import Archives
-from slipstream.extensions.tinker.operations import Refused
+from slipstream.extensions.tinker.owners import new_session, owner_of_key
+from slipstream.extensions.tinker.requests import Refused
 from slipstream.extensions.tinker.store import OperationStore
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import trainer_pb2
 from support.fakes.small_checkpoints import save_checkpoint
 from support.fakes.small_configs import small_config
 
-RUN = "s1:train:0"
+OWNER = owner_of_key(b"tml-own", "r")
+SESSION = new_session(OWNER)
+RUN = f"{SESSION}:train:0"
 ADDRESS = "http://127.0.0.1:8000/api/v1"
 
 
@@ -47,13 +50,13 @@ def config(tmp_path: Path) -> Config:
             own = {"publish": pb.Publish(name=name)}
         error = "it failed" if path == "bad" else ""
         end(pb.Operation(stream=RUN, number=number, **own), name=name, step=step, error=error)
-    end(pb.Operation(stream="s1", number=8, finish=pb.Finish()))
+    end(pb.Operation(stream=SESSION, number=8, finish=pb.Finish()))
     store.write(9, pb.Operation(stream=RUN, number=9, save=pb.Save(name=named("weights", "y"))))
     return config
 
 
 async def asked(served: Archives, path: str, **query: str) -> Any:
-    return await served.answer(path, query, ADDRESS)
+    return await served.answer(path, query, ADDRESS, OWNER)
 
 
 async def test_runs_have_the_checkpoints_that_can_be_loaded_and_sampled(config: Config) -> None:
@@ -81,6 +84,17 @@ async def test_runs_have_the_checkpoints_that_can_be_loaded_and_sampled(config: 
     assert (page["checkpoints"], page["cursor"]["total_count"]) == (listed["checkpoints"][1:2], 3)
     for nothing in ("training_runs/other", f"training_runs/{RUN}/checkpoints/weights/x", "x"):
         assert await asked(served, nothing) is None
+
+
+async def test_lists_show_nobody_the_runs_of_another_key(config: Config) -> None:
+    served = Archives(config)
+    other = owner_of_key(b"tml-other", "r")
+    for path in ("training_runs", "checkpoints"):
+        assert (await served.answer(path, {}, ADDRESS, other))[path] == []
+    for path in (f"training_runs/{RUN}", f"training_runs/{RUN}/checkpoints", files_of("x")):
+        assert await served.answer(path, {}, ADDRESS, other) is None
+    named_state = {"tinker_path": named("weights", "x")}
+    assert await served.answer("weights_info", named_state, ADDRESS, other) is None
 
 
 @pytest.mark.parametrize("query", [{"limit": "-1"}, {"offset": "-2"}, {"limit": "x"}])

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from slipstream.core.errors import ProtocolError
 from slipstream.core.types import PolicyVersion, ServerId, Status, VersionSpan
-from slipstream.extensions.tinker import controller, models
-from slipstream.extensions.tinker.controller import KEPT, Operations
+from slipstream.extensions.tinker import models, results, service
+from slipstream.extensions.tinker.controller import Operations
 from slipstream.extensions.tinker.models import Entry, Named
+from slipstream.extensions.tinker.results import MIN_KEPT
 from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import read_history
@@ -89,7 +90,7 @@ class Loop:
 
     async def give(self, *operations: Operation) -> None:
         for each in operations:
-            await self.operations.Submit(each, self.context)
+            await self.operations.service.Submit(each, self.context)
 
     async def begin(self, *operations: Operation) -> None:
         """Gives these operations, or three steps, behind the beginning, which is over then."""
@@ -108,16 +109,16 @@ class Loop:
 
     async def write_results(self) -> None:
         """Lets all that is to be written reach the disk."""
-        written = asyncio.create_task(self.operations._write_results())
+        written = asyncio.create_task(self.operations._results.write())
         last = self.entries["last"] = Entry(Operation(id="last"))
-        self.operations._ends.put_nowait(last)
+        self.operations._results.queue.put_nowait(last)
         await asyncio.wait_for(last.ended.wait(), LIMIT_S)
         written.cancel()
         del self.entries["last"]
 
     async def result(self, name: str) -> pb.OperationResult:
         asked = pb.AwaitRequest(id=name, limit_s=LIMIT_S)
-        return await self.operations.Await(asked, self.context)
+        return await self.operations.service.Await(asked, self.context)
 
     def form(self) -> FormedBatch | None:
         """Journals the batch of the step whose turn it is; None if there is no such step."""
@@ -176,7 +177,7 @@ def opened(folder: Path, **settings: dict) -> Iterator[Loop]:
 async def writing(folder: Path) -> AsyncIterator[Loop]:
     """A start that writes results beside the test."""
     with opened(folder) as loop:
-        writes = asyncio.create_task(loop.operations._write_results())
+        writes = asyncio.create_task(loop.operations._results.write())
         yield loop
         writes.cancel()
 
@@ -265,6 +266,30 @@ async def test_a_step_that_a_user_sets_aside_fails(tmp_path: Path) -> None:
         assert loop.step() == "step2"
 
 
+async def test_an_operation_at_which_two_trainers_ended_is_refused_in_its_turn(tmp_path, caplog):
+    def ordered(loop: Loop) -> bool:
+        return loop.operations.order(ASKS) is not None
+
+    with opened(tmp_path) as loop:
+        await loop.begun(passed("bad", 1, data=b"1234"), of("step", 2))
+        loop.operations._look()
+        # A trainer that had not asked for it did not end for its sake.
+        await loop.operations.trainer_ended()
+        assert ordered(loop)
+        await loop.operations.trainer_ended()
+        await loop.operations.trainer_ended()
+        assert loop.entries["bad"].operation.trainer_ends == 1
+    # The count outlives the run's start; the second end is that of the operation.
+    with opened(tmp_path) as loop:
+        assert ordered(loop)
+        await loop.operations.trainer_ended()
+        await loop.write_results()
+        cause = (await loop.result("bad")).error
+        assert cause.startswith("bad is refused: 2 trainers have ended while they carried it out")
+        await loop.makes("step")
+        assert cause in caplog.text
+
+
 async def test_a_long_loop_keeps_neither_sequences_nor_results_in_memory(tmp_path: Path) -> None:
     data, names = b"1234" * 1000, ("forward", "backward")
 
@@ -329,7 +354,7 @@ async def test_a_beginning_that_a_kill_has_cut_has_its_place_again(tmp_path: Pat
 
 
 async def test_a_session_that_sends_too_much_must_wait_and_no_other(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(controller, "MAX_WAITING", 2)
+    monkeypatch.setattr(service, "MAX_WAITING", 2)
     with opened(tmp_path, lora=TWO) as loop:
         await loop.give(begin("s"), begin("t"), of("1", 1), of("2", 2))
         with pytest.raises(Refused, match="2 requests of session s wait: "):
@@ -373,7 +398,7 @@ class Client:
 
 @pytest.mark.long
 async def test_ten_thousand_operations_leave_few_on_the_disk_and_in_memory(in_memory: Path) -> None:
-    most, files = 2 * KEPT + 16, in_memory / "r" / "operations"
+    most, files = 2 * MIN_KEPT + 16, in_memory / "r" / "operations"
     async with writing(in_memory) as loop:
         client = Client(loop)
         await client.order(begin=pb.Begin())
@@ -402,19 +427,19 @@ async def test_what_went_with_the_step_of_very_many_passes_is_not_written_again(
     async with writing(in_memory) as loop:
         client = Client(loop)
         await client.order(begin=pb.Begin())
-        while client.number < 3 * KEPT - 1:
+        while client.number < 3 * MIN_KEPT - 1:
             await client.order()
         # The operations are looked through when the step has ended.
         assert not (await client.order(step=ADAM)).error
-        await until(loop.operations._ends.empty)
+        await until(loop.operations._results.queue.empty)
         await client.order(refused=pb.Refused(cause="no"))
         files = list((in_memory / "r" / "operations").iterdir())
-        assert len(files) < 3 * KEPT
+        assert len(files) < 3 * MIN_KEPT
         assert all(path.with_suffix(".result").exists() for path in files)
 
 
 async def test_operations_stay_as_long_as_their_names_are_known(in_memory, monkeypatch) -> None:
-    monkeypatch.setattr(controller, "KEPT", 4)
+    monkeypatch.setattr(results, "MIN_KEPT", 4)
     async with writing(in_memory) as loop:
         client = Client(loop)
         await client.order(begin=pb.Begin())
@@ -503,7 +528,7 @@ async def test_a_model_that_waits_for_its_turn_or_whose_client_beats_is_not_sile
         await loop.give(of("step1", 1))
         later = itertools.count(models.time.monotonic() + models.IDLE_S + 1)
         monkeypatch.setattr(models.time, "monotonic", lambda: next(later))
-        await loop.operations.Beat(pb.BeatRequest(session="t"), loop.context)
+        await loop.operations.service.Beat(pb.BeatRequest(session="t"), loop.context)
         await loop.give(begin("u"))
         await loop.makes("step1")
         assert "all 2 places for models" in (await loop.result("u:begin")).error
@@ -517,7 +542,7 @@ async def sampled(loop: Loop, names: Sequence[str], told: Sequence[str] = ()) ->
             yield Operation(id=name, sample=pb.Sample(num_samples=1), told=told)
         await asyncio.Event().wait()
 
-    answers = loop.operations.Sample(asked(), loop.context)
+    answers = loop.operations.service.Sample(asked(), loop.context)
     first = asyncio.ensure_future(anext(answers))
     await until(lambda: all(name in loop.entries for name in names))
 
@@ -530,7 +555,7 @@ async def sampled(loop: Loop, names: Sequence[str], told: Sequence[str] = ()) ->
 
 
 async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(tmp_path, monkeypatch):
-    monkeypatch.setattr(controller, "KEPT", 2)
+    monkeypatch.setattr(results, "MIN_KEPT", 2)
     names = [str(number) for number in range(40)]
     async with writing(tmp_path) as loop:
 
@@ -552,7 +577,7 @@ async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(tmp_path,
         await sample(names[20:30], told=names[7:20])
         assert {*names[:7], "28", "29"} <= loop.entries.keys()
         assert not {*names[7:20]} & loop.entries.keys()
-        monkeypatch.setattr(controller, "MAX_KEPT", 3)
+        monkeypatch.setattr(results, "MAX_UNTOLD", 3)
         await sample(names[30:])
         # The first is under way; of the others the newest stay.
         assert {"0", *names[36:]} <= loop.entries.keys()
@@ -631,7 +656,7 @@ async def test_only_samples_go_on_their_stream(tmp_path: Path) -> None:
 
     with opened(tmp_path) as loop:
         with pytest.raises(ProtocolError, match="step is no sample"):
-            await anext(loop.operations.Sample(asked(), loop.context))
+            await anext(loop.operations.service.Sample(asked(), loop.context))
         with pytest.raises(ProtocolError, match="x is a sample, which goes on the stream"):
             await loop.give(of("x", sample=pb.Sample()))
 
@@ -691,7 +716,7 @@ async def test_replies_that_became_too_stale_under_way_are_sampled_anew_or_refus
 async def test_a_model_that_rests_goes_on_after_a_restart_however_much_others_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller, "KEPT", 2)
+    monkeypatch.setattr(results, "MIN_KEPT", 2)
     with opened(tmp_path, lora=TWO) as loop:
         loop.history.checkpoint = loop.history.checkpoint._replace(step=9)
         own = [passed("s:pass", 1, data=b"1234"), of("s:step", 2), refused("s:no", 3)]

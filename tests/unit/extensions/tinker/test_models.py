@@ -4,6 +4,7 @@ import pytest
 from slipstream.core.settings.role_sections import LoraSection
 from slipstream.extensions.tinker import models
 from slipstream.extensions.tinker.models import Entry, Models, Named
+from slipstream.extensions.tinker.owners import new_session, owner_of_key
 from slipstream.v1.operations_pb2 import Operation
 from slipstream.v1.trainer_pb2 import Adapter
 
@@ -14,7 +15,7 @@ NEW = Adapter(rank=2, alpha=4.0)
 def test_without_adapters_the_newest_stream_takes_the_model_over() -> None:
     all_models = Models(LoraSection())
     first = all_models.take("s:train:0", NEW)
-    assert all_models.refusal() == ""
+    assert all_models.refusal("u:train:0") == ""
     second = all_models.take("s:train:1", NEW)
     assert [all_models.is_there(one) for one in (first, second)] == [False, True]
     assert second.adapter.name == ""
@@ -24,11 +25,26 @@ def test_a_new_model_gets_a_free_place_and_is_refused_where_there_is_none() -> N
     all_models = Models(TWO)
     taken = [all_models.take(stream, NEW).adapter for stream in ("s:train:0", "t:train:0")]
     assert [(one.name, one.rank, one.alpha) for one in taken] == [("a", 2, 4.0), ("b", 2, 4.0)]
-    assert "all 2 places for models (lora.adapters) are taken" in all_models.refusal()
+    assert "all 2 places for models (lora.adapters) are taken" in all_models.refusal("u:train:0")
     all_models.finished["t"] = Entry(Operation(id="t:finish", stream="t"))
-    assert all_models.refusal() == ""
+    assert all_models.refusal("u:train:0") == ""
     assert all_models.take("u:train:0", NEW).adapter.name == "b"
     assert "t:train:0" not in all_models.by_stream
+
+
+def test_the_only_model_goes_to_its_owner_and_to_others_when_it_is_not_used() -> None:
+    all_models = Models(LoraSection())
+    owner = new_session(owner_of_key(b"tml-own", "r"))
+    other = new_session(owner_of_key(b"tml-other", "r"))
+    model = all_models.take(f"{owner}:train:0", NEW)
+    assert all_models.refusal(f"{owner}:train:1") == ""
+    refusal = all_models.refusal(f"{other}:train:0")
+    assert "the run's only model is that of another api_key" in refusal
+    assert all_models.newest("tinker://newest", f"{owner}:train:1") is model
+    for name in ("tinker://newest", f"tinker://{owner}:train:0/newest"):
+        assert all_models.newest(name, f"{other}:train:0") is None
+    all_models.finished[owner] = Entry(Operation(id=f"{owner}:finish", stream=owner))
+    assert all_models.refusal(f"{other}:train:0") == ""
 
 
 def test_a_silent_model_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
-from slipstream.extensions.tinker import operations
+from slipstream.extensions.tinker import losses, operations
 from slipstream.extensions.tinker import wire_pb2 as wire
-from slipstream.extensions.tinker.operations import Refused
+from slipstream.extensions.tinker.requests import Refused
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import trainer_pb2
 
@@ -66,7 +66,7 @@ def config_of(**tables: dict) -> Config:
 
 def test_forward_backward_is_a_pass_with_the_sdks_number_as_its_identity() -> None:
     request = wire.ForwardBackwardRequest.FromString(SENT)
-    operation = operations.forward_backward(request)
+    operation = losses.forward_backward(request)
     assert (operation.stream, operation.number) == ("s1:train:0", 3)
     assert operation.id == operation.compute.id == "s1:train:0:3:forward_backward"
     assert operation.compute.backward
@@ -83,7 +83,51 @@ def test_forward_backward_is_a_pass_with_the_sdks_number_as_its_identity() -> No
     )
     # Forward alone leaves no gradient.
     request.forward_only = True
-    assert not operations.forward_backward(request).compute.backward
+    assert not losses.forward_backward(request).compute.backward
+
+
+@pytest.mark.parametrize(
+    ("loss", "low", "high"), [("ppo", 0.8, 1.2), ("cispo", 0.0, 4.0), ("gspo", 0.8, 1.2)]
+)
+def test_ratios_without_thresholds_are_clipped_as_tinkers_pages_say(loss, low, high) -> None:
+    request = wire.ForwardBackwardRequest.FromString(SENT)
+    request.loss_fn = loss
+    request.ClearField("loss_fn_config")
+    request.ClearField("loss_fn_config_v2")
+    arguments = json.loads(losses.forward_backward(request).compute.loss_args_json)
+    assert arguments["clip_low"] == pytest.approx(1.0 - low)
+    assert arguments["clip_high"] == pytest.approx(high - 1.0)
+
+
+def test_gspo_takes_the_tokens_of_its_ratio() -> None:
+    request = wire.ForwardBackwardRequest.FromString(SENT)
+    request.loss_fn = "gspo"
+    inputs = request.data[0].loss_fn_inputs
+    inputs["sequence_ratio_mask"].CopyFrom(inputs["advantages"])
+    inputs["sequence_ratio_mask"].dense = floats(0, 1, 1)
+    (sequence,) = losses.forward_backward(request).compute.sequences
+    assert sequence.ratio_mask == b"\x00\x01\x01"
+
+
+def test_an_unpublished_loss_is_computed_as_its_client_says(caplog) -> None:
+    request = wire.ForwardBackwardRequest.FromString(SENT)
+    request.loss_fn = "stable_reinforce"
+    request.loss_fn_config_v2["fallback"].text = "ppo"
+    request.data[0].loss_fn_input_spans.append(b"")
+    assert losses.forward_backward(request).compute.loss == "ppo"
+    assert "loss_fn stable_reinforce is computed as ppo" in caplog.text
+    request.loss_fn_config_v2["fallback"].text = "other"
+    with pytest.raises(Refused, match="its formula is not published"):
+        losses.forward_backward(request)
+
+
+def test_the_digest_of_an_operation_is_of_its_content() -> None:
+    save = {"model_id": "s1:train:0", "seq_id": 5, "path": "x", "ttl_seconds": 60}
+    digests = {
+        operations.content_digest(operations.save("save_weights", save | change))
+        for change in ({}, {}, {"path": "y"}, {"overwrite": True})
+    }
+    assert len(digests) == 3
 
 
 def test_optim_step_has_its_own_numbers_of_adam() -> None:
@@ -98,12 +142,17 @@ def test_optim_step_has_its_own_numbers_of_adam() -> None:
     ("change", "cause"),
     [
         ({"beta1": 1.0}, "beta1 must be below 1, got 1.0"),
+        ({"learning_rate": True}, "learning_rate is a number from 0 to 1e\\+06, got True"),
+        ({"learning_rate": "1e-3"}, "learning_rate is a number from 0 to 1e\\+06, got '1e-3'"),
+        ({"learning_rate": None}, "learning_rate is a number from 0 to 1e\\+06, got None"),
+        ({"weight_decay": 1e30}, "weight_decay is a number from 0 to 1e\\+06, got 1e\\+30"),
+        ({"amsgrad": True}, "AdamParams has no field amsgrad: this server speaks the wire of"),
         ({"beta2": 1.0}, "beta2 must be below 1, got 1.0"),
         ({"eps": 0.0}, "eps must be above 0 in float32, got 0.0"),
         ({"eps": 1e-60}, "eps must be above 0 in float32, got 1e-60"),
     ],
 )
-def test_numbers_with_which_adam_divides_by_zero_are_refused(change: dict, cause: str) -> None:
+def test_numbers_that_adam_cannot_use_are_refused(change: dict, cause: str) -> None:
     with pytest.raises(Refused, match=cause):
         operations.optim_step(OPTIM_STEP | {"adam_params": OPTIM_STEP["adam_params"] | change})
 
@@ -150,18 +199,19 @@ def test_saves_and_loads_are_named_by_their_paths() -> None:
     save, load = operations.save("save_weights", asked), {"path": "tinker://s1:train:0/weights/x"}
     assert save.save.name == load["path"]
     new = {"session_id": "s1", "model_seq_id": 1, "optimizer": True}
-    first = operations.load_weights(load | new)
+    first = operations.load_weights(load | new, config_of())
     assert (first.stream, first.number) == ("s1:train:1", 0)
     assert first.load == pb.Load(name=load["path"])
     with pytest.raises(Refused, match="tinker://newest goes on with its optimizer"):
-        operations.load_weights(new | {"path": "tinker://newest", "optimizer": False})
-    later = operations.load_weights(load | {"model_id": "m", "seq_id": 9, "optimizer": False})
+        operations.load_weights(new | {"path": "tinker://newest", "optimizer": False}, config_of())
+    again = load | {"model_id": "m", "seq_id": 9, "optimizer": False}
+    later = operations.load_weights(again, config_of())
     assert (later.stream, later.number, later.load.without_optimizer) == ("m", 9, True)
 
 
-@pytest.mark.parametrize("ttl_s", [0, -1, 1e10])
-def test_a_ttl_is_a_time_to_come(ttl_s: float) -> None:
-    with pytest.raises(Refused, match="ttl_seconds is between 0 and"):
+@pytest.mark.parametrize("ttl_s", [0, -1, 1e11, True, "60"])
+def test_a_ttl_is_a_time_to_come(ttl_s: object) -> None:
+    with pytest.raises(Refused, match="ttl_seconds is a number from 1 to 1e\\+10, got"):
         operations.save("save_weights", {"model_id": "m", "seq_id": 5, "ttl_seconds": ttl_s})
 
 
@@ -229,15 +279,35 @@ def spoiled(**changes: object) -> wire.ForwardBackwardRequest:
             inputs["logprobs"].dense = np.array(value, "<f4").tobytes()
         elif name == "image":
             request.data[0].model_input.add()
+        elif name == "unknown":
+            # A field of number 99 with the length 0.
+            request.data[0].MergeFromString(b"\x9a\x06\x00")
+        elif name.startswith("loss_fn_config"):
+            request.ClearField("loss_fn_config")
+            request.ClearField("loss_fn_config_v2")
+            request.MergeFrom(wire.ForwardBackwardRequest(**{name: value}))
         else:
             request.MergeFrom(wire.ForwardBackwardRequest(**{name: value}))
     return request
 
 
+def text(value: str) -> wire.LossConfigValue:
+    return wire.LossConfigValue(text=value)
+
+
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        ({"loss_fn": "stable_reinforce"}, "stable_reinforce is not served; there are cross_en"),
+        ({"loss_fn": "stable_reinforce"}, "its formula is not published: name another loss_fn"),
+        ({"loss_fn": "other"}, "loss_fn other is not served; there are cross_entropy, imp"),
+        ({"loss_fn_config": {"clip_low_threshold": -0.1}}, "is a number from 0 to 1, got -0.1"),
+        ({"loss_fn_config": {"clip_high_threshold": 1e308}}, "from 1 to 1e+09, got 1e+308"),
+        ({"loss_fn_config": {"clip_high_threshold": 0.9}}, "from 1 to 1e+09, got 0.9"),
+        ({"loss_fn_config": {"clip_high_threshold": float("nan")}}, "from 1 to 1e+09, got nan"),
+        ({"loss_fn_config_v2": {"fallback": text("ppo")}}, "loss_fn ppo has no setting fallback"),
+        ({"unknown": 0}, "datum 0 has a field 99, which the wire of tinker 0.38.0 does not have"),
+        ({"extra": "clip_low_threshold"}, "clip_low_threshold is not served: loss_fn_config has"),
+        ({"extra": "sequence_ratio_mask"}, "loss_fn ppo has no input sequence_ratio_mask"),
         ({"loss_fn": "cross_entropy"}, "loss_fn cross_entropy has no setting clip_"),
         ({"loss_fn_config": {"beta": 1.0}}, "loss_fn ppo has no setting beta"),
         ({"without": "logprobs"}, "datum 0: loss_fn ppo needs logprobs"),
@@ -255,7 +325,7 @@ def spoiled(**changes: object) -> wire.ForwardBackwardRequest:
 )
 def test_a_pass_that_cannot_be_is_refused_in_one_line(change: dict, cause: str) -> None:
     with pytest.raises(Refused) as error:
-        operations.forward_backward(spoiled(**change))
+        losses.forward_backward(spoiled(**change))
     assert cause in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -264,11 +334,18 @@ def test_a_pass_that_cannot_be_is_refused_in_one_line(change: dict, cause: str) 
     ("change", "cause"),
     [
         ({"topk_prompt_logprobs": 3}, "topk_prompt_logprobs is not served; prompt_logprobs has"),
+        ({"topk_sample_logprobs": 3}, "topk_sample_logprobs is not served; replies have"),
+        ({"target_prompt_logprobs": {"data": []}}, "target_prompt_logprobs is not served"),
         ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n is not served"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not served"),
-        ({"sampling_params": {"seed": -1}}, "a seed is a number from 0 to 4503599627370496"),
+        ({"sampling_params": {"seed": -1}}, "seed is a whole number from 0 to 4503599627370496"),
+        ({"sampling_params": {"stop": [7]}}, "a stop token is a whole number from 0 to 6, got 7"),
+        ({"sampling_params": {"stop": [True]}}, "a stop token is a whole number .*, got True"),
+        ({"sampling_params": {"min_p": 0.1}}, "SamplingParams has no field min_p"),
+        ({"num_samples": 0}, "num_samples is a whole number from 1 to 65536, got 0"),
+        ({"num_samples": "3"}, "num_samples is a whole number from 1 to 65536, got '3'"),
         ({"sampling_params": {"max_tokens": 9}}, "room for 8 of a reply, got max_tokens = 9"),
-        ({"sampling_params": {"max_tokens": 0}}, "room for 8 of a reply, got max_tokens = 0"),
+        ({"sampling_params": {"max_tokens": 0}}, "max_tokens is a whole number from 1 to"),
         ({"sampling_params": {"stop": ["x", ""]}}, "a text in stop has a character at least"),
         ({"sampling_params": {"top_p": 0}}, "top_p is above 0"),
         ({"prompt": {"chunks": [{"tokens": [1] * 16}]}}, "of 16 tokens leaves room for 0"),
@@ -296,7 +373,7 @@ def test_a_model_is_created_as_the_run_trains_it() -> None:
         operations.create_model(attention, config_of(lora={"rank": 8}))
     own = {"rank": 8, "target_modules": ["linear_qkv", "linear_proj"]}
     assert operations.create_model(attention, config_of(lora=own)).number == 0
-    with pytest.raises(Refused, match="this server has models/tiny only, not other"):
+    with pytest.raises(Refused, match="this server has /.*/models/tiny only, not other"):
         operations.create_model(CREATE | {"base_model": "other"}, config_of())
     with pytest.raises(Refused, match="the optimizer adamw only, not dimuon"):
         operations.create_model(CREATE | {"optimizer_config": {"type": "dimuon"}}, config_of())
@@ -326,5 +403,6 @@ def test_each_of_several_models_begins_as_its_client_asks() -> None:
             began({"rank": rank})
     with pytest.raises(Refused, match="nothing is trained: lora.target_modules has linear_qkv"):
         began({"rank": 1, "train_attn": False, "train_mlp": False})
-    with pytest.raises(ValueError, match="could not convert string to float: 'x'"):
-        began({"rank": 1}, user_metadata={"lora_alpha": "x"})
+    for alpha in ("x", "0", "-1", "nan", "inf"):
+        with pytest.raises(Refused, match=f"lora_alpha is a number above 0, .* got '{alpha}'"):
+            began({"rank": 1}, user_metadata={"lora_alpha": alpha})

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from slipstream.core.errors import ProtocolError
-from slipstream.extensions.tinker import front
-from slipstream.extensions.tinker.front import SampleStream
-from slipstream.extensions.tinker.operations import Refused
+from slipstream.extensions.tinker import sample_stream
+from slipstream.extensions.tinker.requests import Refused
+from slipstream.extensions.tinker.sample_stream import SampleStream
 from slipstream.v1 import operations_pb2 as pb
 
 
@@ -76,6 +76,22 @@ async def test_a_sample_is_sent_once_and_its_result_is_told_once(samples: Any) -
     assert call.told == ["s:1"]
 
 
+async def test_a_sample_of_a_known_id_with_other_content_is_refused(samples: Any) -> None:
+    await samples.ask("s:1")
+    other = pb.Operation(id="s:1", sample=pb.Sample(num_samples=2))
+    for _ in range(2):
+        with pytest.raises(Refused, match="s:1 is known with other content") as refusal:
+            await samples.send(other)
+        assert refusal.value.status == 409
+        samples.calls[0].results.put_nowait("s:1")
+        while not samples._results:
+            await asyncio.sleep(0)
+    # A client that has the result may ask for something new.
+    await samples.result("s:1", 60.0)
+    await samples.send(other)
+    assert samples.calls[0].sent == ["s:1", "s:1"]
+
+
 async def test_a_lost_stream_leaves_its_samples_to_the_controller(samples: Any) -> None:
     await samples.ask("s:1")
     waiting = asyncio.ensure_future(samples.result("s:1", 60.0))
@@ -91,8 +107,8 @@ async def test_a_lost_stream_leaves_its_samples_to_the_controller(samples: Any) 
 
 
 async def test_a_session_has_a_number_of_samples_and_other_sessions_theirs(samples, monkeypatch):
-    monkeypatch.setattr(front, "MAX_WAITING", 1)
-    monkeypatch.setattr(front, "MAX_KEPT", 1)
+    monkeypatch.setattr(sample_stream, "MAX_WAITING", 1)
+    monkeypatch.setattr(sample_stream, "MAX_KEPT", 1)
     await samples.ask("s:1")
     with pytest.raises(Refused, match="1 samples of session s wait"):
         await samples.ask("s:2")
@@ -120,7 +136,7 @@ async def test_a_controller_that_takes_nothing_keeps_no_sample_for_ever(samples,
     await asyncio.sleep(0)
     sending.cancel()
     await asyncio.wait([sending])
-    monkeypatch.setattr(front, "SEND_S", 0.0)
+    monkeypatch.setattr(sample_stream, "SEND_S", 0.0)
     with pytest.raises(Refused):
         await samples.ask("s:3")
     call.takes.set()

@@ -173,9 +173,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 )
                 await _refuse(context, problem, version, Reason.OUTDATED)
             await _refuse(context, f"{missing} is missing; {REMEDY}", version)
+        epoch = self.place.take(request, context)
+        for part in self._parts:
+            await part.trainer_ended()
         self._publisher.trainer_joined(max(1, request.num_senders))
         self._former.trainer_joined()
-        epoch = self.place.take(request, context)
         digest = request.weight_digest.hex()
         self._trainer_version = given = self._former.identify(version, digest)
         behind = self._progress.version.step - version.step
@@ -390,6 +392,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         has_place = epoch != "" and epoch == str(self.place.epoch)
         if epoch and not has_place:
             return pb.TrainerFailureReceipt()
+        if has_place:
+            for part in self._parts:
+                await part.trainer_ended()
         if has_place or request.rank > 0 or not self.place.is_taken:
             self._suspect()
         cause = f"trainer rank {request.rank}: {request.message}"

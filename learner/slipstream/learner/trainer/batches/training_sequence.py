@@ -133,6 +133,8 @@ class TokenEstimates(Generic[Array]):
     # are None unless the loss reads them.
     top_ids: Array | None = field(default=None, metadata=_column(np.int64))
     top_logprobs: Array | None = field(default=None, metadata=_column(np.float32))
+    # Whether the token belongs to the ratio of its sequence, in passes that a client orders.
+    ratio_mask: Array | None = field(default=None, metadata=_column(np.bool_))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,13 +95,9 @@ def adapters(config: Config, ranks: Ranks) -> Change:
         )
         adapted: list[Megatron] = lora(defer_projections(chunks), training=True)
         for chunk in adapted:
-            for layer in chunk.decoder.layers:
-                for name, module in layer.named_modules():
-                    if isinstance(module, ExpertAdapter):
-                        module.initialise(name, layer.layer_number, seed=config.run.seed)
             for _, _, module in _adapted(chunk):
                 module._register_load_state_dict_pre_hook(as_wrapped)
-            draw_adapters(chunk, ranks, seed=config.run.seed)
+            draw_first_adapters(chunk, ranks, seed=config.run.seed)
         return adapted
 
     return change
@@ -119,6 +115,17 @@ def gathering_itself(module: Megatron) -> Megatron:
         wrapped.return_layernorm_output_gathered = False
         module.adapter.disable_sequence_parallel_comm = False
     return module
+
+
+def draw_first_adapters(chunk: Megatron, ranks: Ranks, *, seed: int) -> None:
+    """Draws all adapters of a model chunk, those of experts too, as at the start of a run."""
+    from slipstream.learner.trainer.layers.expert_adapters import ExpertAdapter
+
+    for layer in chunk.decoder.layers:
+        for name, module in layer.named_modules():
+            if isinstance(module, ExpertAdapter):
+                module.initialise(name, layer.layer_number, seed=seed)
+    draw_adapters(chunk, ranks, seed=seed)
 
 
 @torch.no_grad()
