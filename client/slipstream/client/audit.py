@@ -82,6 +82,7 @@ class Kind(Enum):
     # A demonstration.
     OWN = "its own reply"
     OTHER = "another task's answer"
+    FORMED = "another task's answer in a form that the prompt names"
     THOUGHT = "the right answer in thoughts alone"
     BEHIND = "the right answer behind thoughts"
     BARE = "the right answer without its mark"
@@ -340,11 +341,7 @@ class Audit:
         # The environment's own, what the prompt asks for, usual ones.
         forms = [OWN] if task.reply else []
         if task.answer:
-            said = "\n".join(text_of(task.opening))
-            asked = [f"<{tag}>{{}}</{tag}>" for tag in _TAGS.findall(said)[:_MAX_ASKED]]
-            asked += [f'{{"{key}": "{{}}"}}' for key in _KEYS.findall(said)[:_MAX_ASKED]]
-            asked += [f"{lead} {{}}" for lead in _LEADS.findall(said)[:_MAX_ASKED]]
-            forms += [PLAIN, *asked, *FORMS]
+            forms += [PLAIN, *named_forms(task), *FORMS]
         for form in dict.fromkeys(forms):
             if not self._has_time and played.plays[Kind.RIGHT]:
                 break
@@ -465,7 +462,16 @@ class Audit:
 _FIRST = (Kind.EMPTY, Kind.RIGHT, Kind.WRONG, Kind.WORD, Kind.OWN)
 # What says nothing, after a right answer.
 _WORDS = "That is all there is to say about it, as far as one can see, " * 8
-_OF_JUDGES = (Kind.THOUGHT, Kind.BEHIND, Kind.CUT, Kind.HEDGED, Kind.LONGER, Kind.WORDS, Kind.AGAIN)
+_OF_JUDGES = (
+    Kind.FORMED,
+    Kind.THOUGHT,
+    Kind.BEHIND,
+    Kind.CUT,
+    Kind.HEDGED,
+    Kind.LONGER,
+    Kind.WORDS,
+    Kind.AGAIN,
+)
 
 
 def reply_to(task: Task, kind: Kind, own: str, form: str, place: int = 0) -> dict[str, Any] | None:
@@ -492,6 +498,10 @@ def reply_to(task: Task, kind: Kind, own: str, form: str, place: int = 0) -> dic
             return {"reply": ""}
         case Kind.OTHER:
             return {"reply": other} if other else None
+        case Kind.FORMED:
+            forms = [name for name in named_forms(task) if name != form]
+            answer = task.other.answer if task.other is not None and not task.wrong else ""
+            return {"reply": forms[0].replace("{}", answer)} if forms and answer else None
         case Kind.THOUGHT:
             text, parsed = f"<think>\n{content}\n</think>\n", {"reasoning": content}
             return {"reply": text, "parsed": parsed}
@@ -520,6 +530,17 @@ def reply_to(task: Task, kind: Kind, own: str, form: str, place: int = 0) -> dic
             # Where a reply is code, it is an empty one.
             return {"reply": _WORDS} if task.answer else None
     return None
+
+
+def named_forms(task: Task) -> list[str]:
+    """Returns the forms in which the prompt asks for the answer; `{}` stands for it."""
+    prompt = "\n".join(text_of(task.opening))
+    forms = [f"<{tag}>{{}}</{tag}>" for tag in _TAGS.findall(prompt)[:_MAX_ASKED]]
+    forms += [f'{{"{key}": "{{}}"}}' for key in _KEYS.findall(prompt)[:_MAX_ASKED]]
+    forms += [f"{lead} {{}}" for lead in _LEADS.findall(prompt)[:_MAX_ASKED]]
+    if "\\boxed" in prompt:
+        forms.append("\\boxed{{}}")
+    return forms
 
 
 def _written(task: Task, own: str, form: str) -> str:

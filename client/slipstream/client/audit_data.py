@@ -1,5 +1,6 @@
 """Looks at what the tasks of an environment ask, and at what they call the right answer."""
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,18 @@ _CALLED = (
 )
 _ALONE = r"\w(?=\W*[.?!])\W*(?<!\w){0}\W*$"
 _NAMED = r"(?<!\w){0}(?!\w)"
+
+
+# Tags and entities that a page has and a question hardly does.
+_HTML = re.compile(
+    r"</?(?:p|br|div|span|em|strong|sup|sub|ul|ol|li|table|tr|td|img)(?:\s[^<>]*)?/?>"
+    r"|&(?:nbsp|amp|lt|gt|quot|#\d+);"
+)
+# Commands of LaTeX whose backslash was read as the beginning of a control character, or dropped.
+_NO_BACKSLASH = re.compile(
+    r"(?<![\\\w])(?:f?rac|sqrt|boxed|textbf|mathrm)\{|[\x07-\x09\x0b-\x0d](?:rac|ext|imes|oxed|heta)\b"
+)
+_CUT_DECIMALS = re.compile(r"-?\d+\.")
 
 
 @dataclass
@@ -105,11 +118,37 @@ def surprises(rows: Sequence[Row], *, is_interactive: bool) -> Iterator[str]:
     if 2 * len(asking) > len(answered):
         yield f"the right answer asks, and the prompt does not, in {_such_as(asking, answered)}"
     yield from _odd(answered)
+    yield from _damaged(rows, answered)
     if told := _told(answered):
         yield f"the prompt holds the right answer in {_such_as(told, known)}"
     if known and len(known) < len(rows):
         lacking = [row.index for row in rows if not row.right]
         yield f"{of(len(lacking), len(rows))}, such as task {lacking[0]}, have no right answer"
+
+
+def _damaged(rows: Sequence[Row], answered: Sequence[Row]) -> Iterator[str]:
+    """Yields lines on texts that a conversion has damaged."""
+    cut = [row for row in answered if _CUT_DECIMALS.fullmatch(row.answer.strip())]
+    if cut:
+        yield f"the right answer ends with its decimal point in {_such_as(cut, answered)}"
+    mistaken = [row for row in rows if _is_mojibake(row.text) or _is_mojibake(row.answer)]
+    if mistaken:
+        yield f"UTF-8 was read as another encoding in {_such_as(mistaken, rows)}"
+    html = [row for row in rows if _HTML.search(row.text) and "html" not in row.text.casefold()]
+    if html:
+        yield f"the prompt has HTML in {_such_as(html, rows)}"
+    latex = [row for row in rows if _NO_BACKSLASH.search(f"{row.text}\n{row.answer}")]
+    if latex:
+        yield f"LaTeX has lost its backslashes in {_such_as(latex, rows)}"
+
+
+def _is_mojibake(text: str) -> bool:
+    """Whether a part of the text is UTF-8 whose bytes were taken for letters of Windows."""
+    for part in re.findall(r"[^\x00-\x7f]{2,}", text):
+        with contextlib.suppress(UnicodeError):
+            part.encode("cp1252").decode()
+            return True
+    return False
 
 
 def _odd(rows: Sequence[Row]) -> Iterator[str]:

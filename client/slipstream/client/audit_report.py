@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os.path import commonprefix
 from statistics import fmean
@@ -17,6 +17,10 @@ from slipstream.core.types import FULL_REWARD, kept_metrics
 _VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 # Characters before a difference that a line shows.
 _BEFORE = 20
+# Tasks in which all replies must have earned nothing before that is refused.
+MANY_TASKS = 20
+# Share of right replies below which a policy that guesses does not earn what silence does.
+DEAR_MISTAKE = 0.5
 # Seconds in which a worker should judge the episodes of a step.
 _MOST_STEP_S = 60.0
 
@@ -33,15 +37,15 @@ class Finding:
 
 def findings(played: Played) -> list[Finding]:
     """Returns what is wrong or surprising, refusals first."""
-    found = [*_openings(played), *_failures(played), *_rewards(played), *_turns(played)]
-    found += map(Finding, _cut(played))
+    remarks = [*_openings(played), *_failures(played), *_rewards(played), *_turns(played)]
+    remarks += map(Finding, _cut(played))
     has_turns = any(play.num_turns > 1 for *_, play in played.every())
-    found += map(Finding, surprises(played.rows, is_interactive=has_turns))
-    return sorted(found, key=lambda finding: not finding.is_refused)
+    remarks += map(Finding, surprises(played.rows, is_interactive=has_turns))
+    return sorted(remarks, key=lambda finding: not finding.is_refused)
 
 
 def _openings(played: Played) -> list[Finding]:
-    found = []
+    remarks = []
     if played.unequal:
         index, (first, second) = min(played.unequal.items())
         what = f"{of(len(played.unequal), len(played.tasks))}, such as task {index}, "
@@ -50,27 +54,27 @@ def _openings(played: Played) -> list[Finding]:
         texts = "not in their texts" if first == second else texts
         what += f"begin otherwise when they are reset twice with one seed: {texts}"
         cause = "; the members of a group would not read the same prompt"
-        found.append(Finding(what + cause * played.limits.compares, played.limits.compares))
+        remarks.append(Finding(what + cause * played.limits.compares, played.limits.compares))
     for when in played.other_tasks:
         cause = f"tasks() gives other tasks {when}: draw them with a fixed seed, in a fixed order"
-        found.append(Finding(cause, is_refused=True))
-    return found
+        remarks.append(Finding(cause, is_refused=True))
+    return remarks
 
 
 def _failures(played: Played) -> list[Finding]:
-    found = [Finding(f"close() fails: {played.unclosed}")] * bool(played.unclosed)
+    remarks = [Finding(f"close() fails: {played.unclosed}")] * bool(played.unclosed)
     if played.first_call == "none" and not played.unbegun:
-        found.append(Finding("run() ended without a call to its endpoint", is_refused=True))
+        remarks.append(Finding("run() ended without a call to its endpoint", is_refused=True))
     if played.beside:
         text = f"of two episodes at once one fails, and a run plays many: {played.beside}"
         # Each worker may have a place.
-        found.append(Finding(text, is_refused=played.limits.at_once > 1))
+        remarks.append(Finding(text, is_refused=played.limits.at_once > 1))
     if played.unbegun:
         index, cause = min(played.unbegun.items())
         # A task alone, or all of them, need no number.
         is_most = 2 * len(played.unbegun) >= len(played.rows) + len(played.unbegun)
         text = cause if index == 0 and is_most else f"task {index} cannot begin: {cause}"
-        found.append(Finding(text, is_refused=is_most))
+        remarks.append(Finding(text, is_refused=is_most))
     alike = defaultdict[str, list[tuple[int, Kind, Play]]](list)
     for place in filter(lambda place: place[-1].failure, played.every()):
         alike[_VALUES.sub("", place[-1].failure)].append(place)
@@ -82,17 +86,17 @@ def _failures(played: Played) -> list[Finding]:
         is_most = any(2 * len(played.rewards(of)) <= len(played.plays[of]) for _, of, _ in places)
         if not (is_most and index == 0):
             text = f"the judge fails for {kind.value} in task {index}: {text}"
-        found.append(Finding(text, is_refused=is_most))
+        remarks.append(Finding(text, is_refused=is_most))
     if played.left_out:
         text = f"{counted(len(played.left_out), 'play')} of an episode had no time within "
         text += f"{played.seconds:.0f} s, so that nothing is known of them"
-        found.append(Finding(text, is_of_time=True))
-    return found
+        remarks.append(Finding(text, is_of_time=True))
+    return remarks
 
 
 def _rewards(played: Played) -> list[Finding]:
     right, empty = played.rewards(Kind.RIGHT), played.rewards(Kind.EMPTY)
-    found, bad = [], played.poor()
+    remarks, bad = [], played.poor()
     if bad:
         # The task whose right answer is the shortest to read.
         index = min(bad, key=lambda each: (len(played.plays[Kind.RIGHT][each].said), each))
@@ -106,10 +110,7 @@ def _rewards(played: Played) -> list[Finding]:
         is_most = 2 * len(bad) >= len(right)
         if is_most and empty[index] <= 0:
             text += "; if replies must have a form, let reset() set self.right_reply"
-        # An answer may be for people alone.
-        names_reply = any(task.reply for task in played.tasks if task.index in bad)
-        is_meant = not names_reply and 2 * len(_silent(played)) < len(right)
-        found.append(Finding(text, is_refused=is_most and not is_meant))
+        remarks.append(Finding(text, is_refused=is_most and not _may_be_meant(played, bad)))
     for kind, (_, what) in _RULES.items():
         rewards, wrong = played.rewards(kind), _wrong(played, kind)
         # Half of "10.0" is 10, which is right too.
@@ -117,18 +118,57 @@ def _rewards(played: Played) -> list[Finding]:
             index = wrong[0]
             text = f"{kind.value} {what} in {of(len(wrong), len(rewards))}: it earned "
             text += f"{rewards[index]:g}, the right answer {right[index]:g}, such as for "
-            found.append(Finding(text + _example(played, index, kind)))
+            remarks.append(Finding(text + _example(played, index, kind)))
+    remarks += filter(None, [_price_of_silence(played)])
     below = [index for index, reward in right.items() if reward < 0]
     if below:
         text = f"the right answer earned {right[below[0]]:g}, less than nothing, in "
         text += f"{of(len(below), len(right))}, such as {_example(played, below[0])}"
-        found.append(Finding(text))
+        remarks.append(Finding(text))
     index, kind, highest = _highest(played)
     # Rounding may raise a sum of token rewards.
     if highest > 2 - FULL_REWARD:
         text = f"{kind.value} earned {highest:g} in task {index}: an evaluation's pass_at_k counts "
-        found.append(Finding(f"{text}each reward from 1 on as passed"))
-    return [*found, *_free(played)]
+        remarks.append(Finding(f"{text}each reward from 1 on as passed"))
+    return [*remarks, *_free(played)]
+
+
+def _may_be_meant(played: Played, bad: Mapping[int, float]) -> bool:
+    """Whether right answers that earn no more than silence may be answers for people alone.
+
+    They are not if silence is paid, if the environment names the whole right reply, or if all
+    replies in many tasks earned nothing.
+    """
+    if any(task.reply for task in played.tasks if task.index in bad):
+        return False
+    empty_rewards = played.rewards(Kind.EMPTY)
+    paid_silence = [index for index in bad if empty_rewards[index] > 0]
+    if 2 * len(paid_silence) >= len(bad):
+        return False
+    rewards = {play.earned for *_, play in played.every() if not play.failure}
+    return len(played.rewards(Kind.RIGHT)) < MANY_TASKS or len(rewards) > 1
+
+
+def _price_of_silence(played: Played) -> Finding | None:
+    """Returns a line if a wrong reply costs so much that silence is the better guess, or None."""
+    right_rewards = played.rewards(Kind.RIGHT)
+    empty_rewards = played.rewards(Kind.EMPTY)
+    wrong_rewards = played.rewards(Kind.OTHER) | played.rewards(Kind.WRONG)
+    shares: dict[int, float] = {}
+    for index in right_rewards.keys() & empty_rewards.keys() & wrong_rewards.keys():
+        gain = right_rewards[index] - wrong_rewards[index]
+        loss = empty_rewards[index] - wrong_rewards[index]
+        if 0 < loss < gain:
+            shares[index] = loss / gain
+    dear = [index for index, share in shares.items() if share > DEAR_MISTAKE]
+    if not dear or 2 * len(dear) < len(right_rewards):
+        return None
+    index = min(dear)
+    return Finding(
+        f"a wrong reply earned {wrong_rewards[index]:g}, an empty one {empty_rewards[index]:g} and "
+        f"the right one {right_rewards[index]:g} in {of(len(dear), len(right_rewards))}: a policy "
+        f"that is right in less than {shares[index]:.0%} of its replies learns to say nothing"
+    )
 
 
 def _highest(played: Played) -> tuple[int, Kind, float]:
@@ -140,28 +180,30 @@ def _turns(played: Played) -> list[Finding]:
     repeated = (
         "step() gives the messages of reset() again, which the model has read: it reads them "
     )
-    found = [Finding(f"{repeated}twice; give what follows the reply alone")] * played.repeats
+    remarks = [Finding(f"{repeated}twice; give what follows the reply alone")] * played.repeats
     going = [place for place in played.every() if not (place[-1].is_done or place[-1].failure)]
     endless = [kind.value for _, kind, play in going if play.num_turns == MOST_TURNS]
     if endless:
         text = f"{endless[0]} has not ended an episode after {MOST_TURNS:,} turns"
-        found.append(Finding(f"{text}: let step() return done=True at some turn"))
+        remarks.append(Finding(f"{text}: let step() return done=True at some turn"))
     wrong = (Kind.EMPTY, Kind.WORD, Kind.WRONG, Kind.OTHER)
     paid = [place for place in going if place[1] in wrong and place[-1].earned > 0]
     for index, kind, play in paid[:1]:
         text = f"{kind.value} earned {play.earned:g} in {counted(play.num_turns, 'turn')} without "
         text += f"an end, such as for task {index}: turns that do not end are paid"
-        found.append(Finding(text))
-    return found
+        remarks.append(Finding(text))
+    return remarks
 
 
 def _cut(played: Played) -> Iterator[str]:
     """Yields lines on what a run would cut or leave out."""
-    limits, plays, tasks = played.limits, played.every(), played.tasks
-    most = limits.max_turns
-    longer = [(i, kind) for i, kind, play in plays if most is not None and play.num_turns > most]
+    limits = played.limits
+    plays = played.every()
+    tasks = played.tasks
+    max_turns = MOST_TURNS if limits.max_turns is None else limits.max_turns
+    longer = [(index, kind) for index, kind, play in plays if play.num_turns > max_turns]
     for index, kind in longer[:1]:
-        text = f"{kind.value} goes on in task {index} after {counted(most or 0, 'turn')}, where a "
+        text = f"{kind.value} goes on in task {index} after {counted(max_turns, 'turn')}, where a "
         yield f"{text}run ends the episode with what it earned so far (sampling.max_turns)"
     metrics = max((play.metrics for *_, play in plays), key=len, default={})
     if left_out := len(metrics) - len(kept_metrics(metrics)):
@@ -183,7 +225,8 @@ def _cut(played: Played) -> Iterator[str]:
 def slowness(played: Played, *, limit_s: float) -> list[Finding]:
     """Returns whether the judge is slow for the episodes of a step, which one worker plays."""
     num_episodes = played.limits.num_episodes
-    seconds, calls = (sum(each) for each in zip((0.0, 0), *played.timed, strict=True))
+    seconds = sum(play_s for play_s, _ in played.timed)
+    calls = sum(num_calls for _, num_calls in played.timed)
     plays = played.every()
     replies = sum(play.num_turns for *_, play in plays) / max(len(plays), 1)
     each_s = seconds / max(calls, 1) * replies
@@ -210,27 +253,28 @@ def _silent(played: Played) -> set[int]:
 
 def _free(played: Played) -> list[Finding]:
     """Returns what was earned for nothing where no right answer is known."""
-    empty, found = played.rewards(Kind.EMPTY), []
+    empty, remarks = played.rewards(Kind.EMPTY), []
     word, wrong = (played.rewards(kind) for kind in (Kind.WORD, Kind.WRONG))
     free = [i for i, reward in word.items() if i in empty and empty[i] >= max(reward, 1e-9)]
     if free:
         text = f"an empty reply earned {empty[free[0]]:g} in {of(len(free), len(word))}, no less "
         is_most = 2 * len(_silent(played)) >= len(word)
         text += "than the other replies that were tried"
-        found.append(Finding(text, is_refused=is_most))
+        remarks.append(Finding(text, is_refused=is_most))
     right = played.rewards(Kind.RIGHT)
     full = max(1.0, _highest(played)[-1])
     paid = [index for index, reward in wrong.items() if reward >= full and index not in right]
     if paid:
         text = f"a reply that is wrong earned {wrong[paid[0]]:g} in {of(len(paid), len(wrong))}"
-        found.append(Finding(f"{text}, such as for {_example(played, paid[0], Kind.WRONG)}"))
-    return found
+        remarks.append(Finding(f"{text}, such as for {_example(played, paid[0], Kind.WRONG)}"))
+    return remarks
 
 
 # What is wrong by the share of the right answer's reward that a reply earned beyond an empty one.
 _RULES: dict[Kind, tuple[Callable[[float], bool], str]] = {
     Kind.WRONG: (lambda share: share >= 1, "earned as much as the right answer"),
     Kind.OTHER: (lambda share: share >= 1, "earned as much as the right one"),
+    Kind.FORMED: (lambda share: share >= 1, "earned as much as the right one or more"),
     # Length may have a price.
     Kind.THOUGHT: (lambda share: share > 0.5, "earned as when it is said"),
     Kind.BEHIND: (lambda share: share < 0.5, "earned less than without them"),
@@ -289,14 +333,14 @@ def table(played: Played) -> list[str]:
             ends = f"{going} had not ended" if going else ends
             rows.append((name, f"{len(plays)}", spread, f"{failed} failed" if failed else ends))
     lines = aligned(rows) if len(rows) > 1 else []
-    known = any(task.right for task in played.tasks) or played.plays[Kind.OWN]
-    if played.tasks and not known and not played.first_call:
+    has_right = any(task.right for task in played.tasks) or played.plays[Kind.OWN]
+    if played.tasks and not has_right and not played.first_call:
         lines.append("no right answer is known: let reset() set self.expected_answer to play it")
     return lines
 
 
 def _example(played: Played, index: int, kind: Kind = Kind.RIGHT) -> str:
     task = next(task for task in played.tasks if task.index == index)
-    said = played.plays[kind][index].said
-    text = f"task {index}, {quoted(task.prompt)}, reply {quoted(said)}"
+    reply = played.plays[kind][index].said
+    text = f"task {index}, {quoted(task.prompt)}, reply {quoted(reply)}"
     return text if kind is Kind.RIGHT else f"{text}, right {quoted(task.right)}"

@@ -41,7 +41,8 @@ def each_of(name: str) -> Iterator[object]:
 
     Those of several functions start a sandbox for each function and each of the others.
     """
-    for case in cases(name) + cases(f"strangers_{name}"):
+    further = cases("check_faults.jsonl") if name == "faults.jsonl" else []
+    for case in cases(name) + cases(f"strangers_{name}") + further:
         is_long = case["class"].endswith(":Functions") and len(case["rows"]) > 1
         yield pytest.param(case, id=case["name"], marks=[pytest.mark.long] * is_long)
 
