@@ -298,7 +298,7 @@ def former_settings(folder: Path) -> FormerSettings:
     try:
         return FormerSettings(folder, read_regular(folder / CONFIG, most_bytes=MOST_TABLE_BYTES))
     except OSError:
-        # Whoever needs the file says what is wrong with it.
+        # A reader that needs the file says what is wrong with it.
         return FormerSettings(folder, None)
 
 

@@ -123,7 +123,7 @@ class Session:
         await self._end_episodes(publishing, carry_out=True)
         await within(FLUSH_S, self._flush())
         heart.cancel()
-        self._outbox.put_nowait(fleet_pb2.ServerMessage(drained=self._report()))
+        self._outbox.put_nowait(fleet_pb2.ServerMessage(drained=self._report(is_last=True)))
         self._outbox.put_nowait(None)
         await within(GOODBYE_S, asyncio.shield(reader))
         reader.cancel()
@@ -178,11 +178,12 @@ class Session:
         while self._sender.queued_bytes:
             await asyncio.sleep(_FLUSH_PERIOD_S)
 
-    def _report(self) -> fleet_pb2.ServerReport:
+    def _report(self, *, is_last: bool = False) -> fleet_pb2.ServerReport:
         return self._counters.report(
             self._engine.requests.use(),
             sent=self._sender.taken.get(self._epoch, Amount()),
             queued_bytes=self._sender.queued_bytes,
+            is_last=is_last,
         )
 
     def _publish_report(self, report: fleet_pb2.PublishReport) -> None:

@@ -75,6 +75,8 @@ class EpochCounters:
     def __init__(self, use: EngineUse) -> None:
         """Takes the engine's counters at the start of the epoch, when no request is open."""
         self._start = use
+        # What the engine had generated and returned at the last report.
+        self._last_counts = (use.generated_tokens, use.returned_tokens)
         self._started_s = time.monotonic()
         # Tokens of replies that environments gave: no engine has counted them.
         self._given_tokens = 0
@@ -118,25 +120,36 @@ class EpochCounters:
             self._resident_bytes = sum(map(process.resident_bytes, found))
         return self._resident_bytes
 
-    def report(self, use: EngineUse, *, sent: Amount, queued_bytes: int) -> fleet_pb2.ServerReport:
+    def report(
+        self, use: EngineUse, *, sent: Amount, queued_bytes: int, is_last: bool = False
+    ) -> fleet_pb2.ServerReport:
         """Returns the counters as a message; `sent` is the total of this epoch.
 
         `use` has the engine's counters now, and `queued_bytes` is the present size of the queue.
         """
-        # Tokens inside the engine belong to open requests. Without open requests a difference of
-        # the counters is an error, which must show.
+        counts = (use.generated_tokens, use.returned_tokens)
+        # vLLM hands out the tokens of a step in parts, and counts them when all are handed out: it
+        # may have returned tokens that it has not counted yet. Counters that stand since the last
+        # report have settled.
+        has_settled = is_last or counts == self._last_counts
+        self._last_counts = counts
         inside = use.generated_tokens - use.returned_tokens
         inside -= self._start.generated_tokens - self._start.returned_tokens
-        if not use.open_requests and not self.is_broken_off:
+        uncounted = max(-inside, 0)
+        is_quiet = not use.open_requests and not self.is_broken_off
+        if is_quiet and (has_settled or not uncounted):
+            # Tokens inside the engine belong to open requests: a difference is an error, and shows.
             inside = 0
+            uncounted = 0
         waiting = Amount(len(self.delivering), sum(self.delivering.values()))
         return fleet_pb2.ServerReport(
             generated_tokens=use.generated_tokens
             - self._start.generated_tokens
-            + self._given_tokens,
+            + self._given_tokens
+            + uncounted,
             drafted_tokens=use.drafted_tokens - self._start.drafted_tokens,
             accepted_tokens=use.accepted_tokens - self._start.accepted_tokens,
-            in_flight_tokens=max(self.recorded_tokens + inside, 0),
+            in_flight_tokens=self.recorded_tokens + max(inside, 0),
             ended_tokens=self.all_ended.tokens,
             ended_episodes=self.all_ended.trajectories,
             delivering=waiting.to_pb(),

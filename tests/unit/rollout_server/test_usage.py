@@ -8,6 +8,7 @@ from slipstream.core.machine import process
 from slipstream.protocol.queue.base import NOTHING
 from slipstream.rollout_server.engine_interface import EngineUse
 from slipstream.rollout_server.usage import EpochCounters, UseClock
+from slipstream.v1 import fleet_pb2
 
 
 @pytest.fixture
@@ -89,6 +90,36 @@ def test_a_token_that_went_astray_shows_when_the_engine_is_quiet() -> None:
     counters.ended(0)
     report = counters.report(use(3, 2, 0), sent=NOTHING, queued_bytes=0)
     assert report.generated_tokens - report.in_flight_tokens - report.ended_tokens == 3
+
+
+def astray(report: fleet_pb2.ServerReport) -> int:
+    return report.generated_tokens - report.in_flight_tokens - report.ended_tokens
+
+
+@pytest.mark.parametrize("open_requests", [0, 3])
+def test_tokens_that_the_engine_returns_before_it_counts_them_are_not_twice(
+    open_requests: int,
+) -> None:
+    counters = EpochCounters(use(50, 50, 0))
+    counters.open_episodes += 1
+    counters.sampled(98)
+    counters.ended(98)
+    report = counters.report(use(50, 148, open_requests), sent=NOTHING, queued_bytes=0)
+    assert (report.generated_tokens, astray(report)) == (98, 0)
+    report = counters.report(use(148, 148, open_requests), sent=NOTHING, queued_bytes=0)
+    assert (report.generated_tokens, astray(report)) == (98, 0)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_tokens_that_the_engine_never_counts_show_when_its_counters_stand(is_last: bool) -> None:
+    counters = EpochCounters(use(0, 0, 0))
+    counters.open_episodes += 1
+    counters.sampled(5)
+    counters.ended(5)
+    if not is_last:
+        counters.report(use(3, 5, 0), sent=NOTHING, queued_bytes=0)
+    report = counters.report(use(3, 5, 0), sent=NOTHING, queued_bytes=0, is_last=is_last)
+    assert astray(report) == -2
 
 
 def test_memory_is_measured_again_after_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,8 +210,8 @@ async def check_environments(scene: Scene) -> None:
             with told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):
                 checked = await run_check(playing if play else loading, timeout_s=timeout_s)
                 if checked.code != 0 and play and config.run.audit == "tell":
-                    # What an environment does while it is played is told; one that cannot be
-                    # loaded would end every worker of the run.
+                    # Faults of an environment's plays are told; one that cannot be loaded would
+                    # end every worker of the run.
                     checked = await _told(checked, loading, timeout_s=timeout_s)
         _pass_on(checked.lines, f"environment {name}: ")
         if checked.code == 0:

@@ -233,6 +233,8 @@ class RunProcesses:
         # Before the first process starts: a signal could end this one and leave the others.
         self._stopping = asyncio.create_task(stop_signal())
         await asyncio.sleep(0)
+        # An earlier command may have been killed, which then removed nothing.
+        await asyncio.to_thread(remove_abandoned)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:

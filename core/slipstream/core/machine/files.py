@@ -21,6 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO, Literal, cast, get_args
 
+from slipstream.core.machine.segments import remove_segments
+
 _FLAGS = {"rb": os.O_RDONLY, "r+b": os.O_RDWR, "ab": os.O_WRONLY | os.O_APPEND | os.O_CREAT}
 
 
@@ -91,6 +93,8 @@ def sync_folder(path: Path) -> None:
 MAX_SOCKET_PATH_BYTES = 100
 # What is left of it for the temporary folder, in which vLLM's names of sockets have 37 bytes.
 _MAX_TEMPORARY_BYTES = MAX_SOCKET_PATH_BYTES - 40
+# Programs that models write may write into folders of other kinds.
+_OF_ENGINES = "slipstream-sockets-"
 Kind = Literal["sockets", "sandbox", "agent", "notebook"]
 _NAME = re.compile(rf"slipstream-({'|'.join(get_args(Kind))})-[a-z0-9_]{{8}}")
 
@@ -118,7 +122,10 @@ class OwnedFolder:
 
 
 def remove_abandoned() -> None:
-    """Removes this user's folders whose owner process has ended, and no other folders."""
+    """Removes this user's folders whose owner process has ended, with their shared memory.
+
+    Nothing else is removed.
+    """
     # `glob` finds nothing in a temporary folder that nobody can list.
     folders = {tempfile.gettempdir(), _folder_of_sockets()}
     found = [glob.glob(f"{glob.escape(folder)}/slipstream-*") for folder in folders]
@@ -140,6 +147,8 @@ def remove_abandoned() -> None:
             except OSError:
                 # A process holds it, or locks are unsupported.
                 continue
+            if path.name.startswith(_OF_ENGINES):
+                remove_segments(path)
             _remove(path)
         finally:
             os.close(folder)

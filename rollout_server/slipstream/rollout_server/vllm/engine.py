@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 import psutil
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.machine.segments import note_segments
 from slipstream.core.patience import Patience
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray
@@ -94,6 +95,7 @@ class VllmEngine:
                     "actor or on WSL"
                 )
             started = [p for p in psutil.Process().children(recursive=True) if p not in before]
+            note_segments(folder, [os.getpid(), *(each.pid for each in started)])
             engine = cls(llm, started, config)
             await engine.pauses.pause()
             engine._files = files.pop_all()

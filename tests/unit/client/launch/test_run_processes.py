@@ -166,6 +166,14 @@ async def test_what_a_killed_server_has_left_is_removed_at_the_end(tmp_path, mon
     used.close()
 
 
+async def test_what_a_killed_command_has_left_is_removed_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "slipstream-sockets-abcdefgh"
+    left.mkdir(mode=0o700)
+    async with RunProcesses(config_of(tmp_path), OPEN, Placement()):
+        assert not left.exists()
+
+
 @contextlib.asynccontextmanager
 async def with_controller(tmp_path: Path) -> AsyncIterator[RunProcesses]:
     """The processes of a run at a free port, for which a controller may start."""
