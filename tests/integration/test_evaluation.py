@@ -69,6 +69,23 @@ async def test_a_round_takes_no_task_twice_and_says_once_that_fewer_are_there(tm
     ]
 
 
+async def test_an_evaluation_on_a_scale_from_0_to_10_says_that_it_has_no_pass_rates(
+    tmp_path, caplog
+):
+    scales = [{"name": "unsaid", "num_episodes": 4}, {"name": "said", "num_episodes": 4}]
+    scales[1]["pass_reward"] = 7.0
+    config = make_config(tmp_path, *scales, run__steps=2)
+    server = FakeServer(config.controller.address, judge=lambda lease, member, attempt: 7.0)
+    await play(config, server)
+    for row in evaluation_rows(config):
+        assert row["said/pass_at_1"] == 1.0
+        assert "unsaid/pass_at_1" not in row
+    assert [message for message in caplog.messages if "pass rates" in message] == [
+        "evaluation unsaid has no pass rates: it gave rewards up to 7, and which of them passes is "
+        "not said; set pass_reward of it"
+    ]
+
+
 async def test_each_evaluation_has_its_own_settings(tmp_path):
     config = make_config(
         tmp_path,

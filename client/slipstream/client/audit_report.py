@@ -128,8 +128,8 @@ def _rewards(played: Played) -> list[Finding]:
     index, kind, highest = _highest(played)
     # Rounding may raise a sum of token rewards.
     if highest > 2 - FULL_REWARD:
-        text = f"{kind.value} earned {highest:g} in task {index}: an evaluation's pass_at_k counts "
-        remarks.append(Finding(f"{text}each reward from 1 on as passed"))
+        text = f"{kind.value} earned {highest:g} in task {index}: an evaluation has pass rates "
+        remarks.append(Finding(f"{text}only if evaluations.pass_reward says which reward passes"))
     return [*remarks, *_free(played)]
 
 

@@ -51,6 +51,10 @@ class PlayedSection(Section):
 class EvaluationSection(PlayedSection):
     """One environment that is only evaluated, never trained on."""
 
+    # Reward of an episode that passes, for
+    # [pass@k](metrics.md#an-evaluation-round-in-metricsjsonl). By default 1, and there is no pass@k
+    # in a round with a reward above 1: what passes is then unknown.
+    pass_reward: float | None = None
     # Most episodes of a round, all samples of all tasks.
     num_episodes: Positive = 64
     # Episodes of each task, for [pass@k](metrics.md#an-evaluation-round-in-metricsjsonl). More than

@@ -52,26 +52,42 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
+def has_unknown_scale(rewards: Sequence[float], pass_reward: float | None) -> bool:
+    """Whether nobody said which reward passes, and it is not 1: one of the rewards is above."""
+    # Rounding may raise a sum of rewards.
+    return pass_reward is None and max(rewards, default=0.0) > 2 - FULL_REWARD
+
+
 def evaluation_statistics(
-    episodes: Sequence[EvaluatedEpisode], *, num_failed: int, samples: int
+    episodes: Sequence[EvaluatedEpisode],
+    *,
+    num_failed: int,
+    samples: int,
+    pass_reward: float | None = None,
 ) -> dict[str, float]:
     """Returns the statistics of one evaluation in one round, by the names in docs/metrics.md.
 
     Returns only the counts if there is no episode. For `samples`, the episodes of a task, and for
     each power of two below, k, the statistic `pass_at_k` is the mean over the tasks that have at
     least k episodes that did not fail; it is left out if there is no such task. An episode passes
-    with the full reward.
+    with `pass_reward`, by default 1: then there is no rate if a reward is above 1.
     """
     counts = {"num_episodes": float(len(episodes)), "num_failed": float(num_failed)}
     if not episodes:
         return counts
     rewards = [episode.reward for episode in episodes]
     replies = [tokens for episode in episodes for tokens in episode.reply_tokens]
+    lowest_pass = FULL_REWARD
+    if pass_reward is not None:
+        lowest_pass = pass_reward - (1 - FULL_REWARD)
     passed: dict[int, list[bool]] = {}
     for episode in episodes:
-        passed.setdefault(episode.task_index, []).append(episode.reward >= FULL_REWARD)
-    rates = {}
-    for k in (*(1 << power for power in range((samples - 1).bit_length())), samples):
+        passed.setdefault(episode.task_index, []).append(episode.reward >= lowest_pass)
+    rates: dict[str, float] = {}
+    numbers = [1 << power for power in range((samples - 1).bit_length())]
+    for k in (*numbers, samples):
+        if has_unknown_scale(rewards, pass_reward):
+            break
         estimates = [pass_at_k(len(p), sum(p), k) for p in passed.values() if len(p) >= k]
         if estimates:
             rates[f"pass_at_{k}"] = statistics.fmean(estimates)
@@ -132,6 +148,8 @@ class Evaluator(Part):
         self._wanted_step: int | None = 0
         # Names of evaluations about which the log has warned that they have too few tasks.
         self._warned: set[str] = set()
+        # Names of those of which it has said that they have no pass rates.
+        self._unscaled: set[str] = set()
 
     def restore(self, history: RunHistory) -> None:
         """Requests the newest due evaluation if it has no result."""
@@ -313,15 +331,29 @@ class Evaluator(Part):
                     round_.episodes.get(section.name, []),
                     num_failed=round_.failed[section.name],
                     samples=section.samples_per_task,
+                    pass_reward=section.pass_reward,
                 )
                 for section in self._sections
             },
             wall_s=time.monotonic() - round_.started_s,
         )
         self._results.evaluated(result)
+        self._tell_scales(round_)
         for name, values in result.evaluations.items():
             self._run.events.add(_line(result.version, name, values))
         self._run.signal.notify()
+
+    def _tell_scales(self, round_: Round) -> None:
+        for section in self._sections:
+            rewards = [episode.reward for episode in round_.episodes.get(section.name, [])]
+            is_unscaled = has_unknown_scale(rewards, section.pass_reward)
+            if section.name in self._unscaled or not is_unscaled:
+                continue
+            self._unscaled.add(section.name)
+            self._run.events.warn(
+                f"evaluation {section.name} has no pass rates: it gave rewards up to "
+                f"{max(rewards):g}, and which of them passes is not said; set pass_reward of it"
+            )
 
 
 def _line(step: int, name: str, values: Mapping[str, float]) -> str:

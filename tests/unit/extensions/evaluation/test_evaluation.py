@@ -208,7 +208,7 @@ def test_pass_at_k_is_the_share_of_all_draws_in_which_one_passes(num_samples: in
 
 def test_rewards_lengths_and_cut_off_replies_are_told():
     episodes = [episode(0, 0.0, 2, 4), episode(1, 1.0, 6, truncated=True), episode(2, 4.0, 8)]
-    found = evaluation_statistics(episodes, num_failed=2, samples=1)
+    found = evaluation_statistics(episodes, num_failed=2, samples=1, pass_reward=1.0)
     assert found == {
         "reward_mean": pytest.approx(5 / 3),
         # Squares of the differences: 25/9, 4/9, 49/9; their mean is 78/27.
@@ -241,6 +241,18 @@ def test_a_reply_passes_from_a_reward_of_1_on():
     episodes = [episode(0, 1.0), episode(1, 0.99), episode(2, 0.7 + 0.2 + 0.1), episode(3, 0)]
     found = evaluation_statistics(episodes, num_failed=0, samples=1)
     assert found["pass_at_1"] == 0.5
+
+
+def test_on_a_scale_beyond_1_a_reply_passes_from_the_reward_that_the_settings_say() -> None:
+    episodes = [episode(0, 3.0), episode(1, 10.0), episode(2, 7.0), episode(3, 0.0)]
+    unsaid = evaluation_statistics(episodes, num_failed=0, samples=1)
+    assert not any(name.startswith("pass_at_") for name in unsaid)
+    assert unsaid["reward_mean"] == 5.0
+    rate = evaluation_statistics(episodes, num_failed=0, samples=1, pass_reward=7.0)
+    assert rate["pass_at_1"] == 0.5
+    # Rounding of a sum is no other scale.
+    sums = [episode(0, 1.0 + 1e-12), episode(1, 0.0)]
+    assert evaluation_statistics(sums, num_failed=0, samples=1)["pass_at_1"] == 0.5
 
 
 def test_metrics_of_the_environment_are_averaged_over_the_episodes_that_have_them():
