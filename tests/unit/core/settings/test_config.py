@@ -440,9 +440,9 @@ def test_what_is_no_setting_in_the_file_of_another_releases_run_is_told(tmp_path
     table = parse_toml(dump_config(config))
     table["debug"]["head_dtype"] = "model"
     table["environments"][0]["algorithm"] = {"loss_weight": 0.5, "kl": {"coefficient": 0.1}}
-    table["evaluations"][0]["pass_reward"] = 0.5
+    table["evaluations"][0]["pass_threshold"] = 0.5
     file = tmp_path / "config.toml"
     file.write_bytes(with_first_line(tomli_w.dumps(table)))
     assert load_config(file) == config
-    gone = "environments.0.algorithm, evaluations.0.pass_reward, debug.head_dtype"
+    gone = "environments.0.algorithm, evaluations.0.pass_threshold, debug.head_dtype"
     assert caplog.messages == [f"{file} is of another release: {gone} are no settings here"]
