@@ -157,9 +157,9 @@ class Archives:
         return runs, checkpoints
 
     def _exported(self, step: int, adapter: str) -> Path:
-        whole = self._checkpoints / f"hf-{step:06d}"
+        folder = self._checkpoints / f"hf-{step:06d}"
         has_adapters = bool(self._config.lora.rank)
-        return whole.with_name(f"{whole.name}-adapters") / adapter if has_adapters else whole
+        return folder.with_name(f"{folder.name}-adapters") / adapter if has_adapters else folder
 
     async def _addresses(self, checkpoint: _Checkpoint, address: str) -> Body:
         """Returns the address of each file of a version: a Hugging Face folder, or PEFT's."""

@@ -177,7 +177,7 @@ class Operations(Part):
         """Lets an operation wait for its turn; the end of a session is carried out at once."""
         if entry.kind == "finish":
             self._models.finished[entry.operation.stream] = entry
-            # Nobody asks for its result.
+            # The SDK does not ask for this result.
             entry.is_told = True
             self._end(entry)
         else:
@@ -198,7 +198,7 @@ class Operations(Part):
             self._samples.await_before(model)
         elif self._models.newest(entry.operation.load.name, model.stream) is model:
             entry.is_made = True
-        # Whoever woke before, trainer or loop, saw no operation.
+        # Trainer or loop may have woken before, and seen no operation.
         self._run.signal.notify()
 
     def _model_of(self, entry: Entry) -> Model:
@@ -210,15 +210,15 @@ class Operations(Part):
         newest = self._models.newest(name, stream)
         if newest is not None and model in (newest, None):
             return ""
-        named = self._models.named.get(name)
-        if named is None:
+        target = self._models.named.get(name)
+        if target is None:
             return f"{name} is no state that this run saved"
-        if named.entry is not None and named.entry.kind == "publish":
+        if target.entry is not None and target.entry.kind == "publish":
             return f"{name} has weights for samples alone: load a state, which save_state saves"
-        if not self._is_saved(named):
+        if not self._is_saved(target):
             return f"the checkpoint of {name} is gone: its ttl was over, or somebody removed it"
-        if model is not None and named.model is not None:
-            saved = named.model.adapter
+        if model is not None and target.model is not None:
+            saved = target.model.adapter
             if (saved.rank, saved.alpha) != (model.adapter.rank, model.adapter.alpha):
                 return (
                     f"{name} has rank {saved.rank} and alpha {saved.alpha:g}, this model has "
@@ -227,9 +227,9 @@ class Operations(Part):
                 )
         return ""
 
-    def _is_saved(self, named: Named) -> bool:
+    def _is_saved(self, target: Named) -> bool:
         """Whether what a name stands for can be loaded: version 0 is the run's own start."""
-        return not named.step or named.step in complete_steps(self._checkpoints)
+        return not target.step or target.step in complete_steps(self._checkpoints)
 
     def _fail(self, entry: Entry, cause: str) -> None:
         self._end(entry, error=cause)
@@ -357,8 +357,8 @@ class Operations(Part):
             return operation.refused.cause
         if entry.kind == "load":
             return self._unloadable(operation.load.name, model.stream)
-        named = self._models.named.get(operation.save.name) if entry.kind == "save" else None
-        if named is not None and not operation.save.may_replace and self._is_saved(named):
+        target = self._models.named.get(operation.save.name) if entry.kind == "save" else None
+        if target is not None and not operation.save.may_replace and self._is_saved(target):
             return (
                 f"{operation.save.name} is in use: give the state another name, delete the old one "
                 "or save with overwrite=True"
@@ -368,7 +368,7 @@ class Operations(Part):
     def order(self, trainer: trainer_pb2.NextRequest) -> trainer_pb2.Directive | bytes | None:
         """Returns the pass, or the save, whose turn it is; a trainer that asks has none."""
         if self._current is None:
-            # Else it would wait until the loop of the operations has looked.
+            # The trainer would wait until the loop of the operations has looked.
             self._take_turn()
         entry = self._current
         if entry is None or entry.kind not in ("compute", "save"):
@@ -457,9 +457,9 @@ class Operations(Part):
         # Servers that start again get the newest version; clients may still sample by the publish
         # of this one, which the step would replace.
         published = [
-            named.step == version.step and not named.in_flight
-            for named in self._models.named.values()
-            if named.entry and named.entry.kind == "publish"
+            target.step == version.step and not target.in_flight
+            for target in self._models.named.values()
+            if target.entry and target.entry.kind == "publish"
         ]
         served = [session.version for session in self._fleet.serving()]
         if not several and any(published) and version not in served:
@@ -488,14 +488,14 @@ class Operations(Part):
 
     def _fill_load(self, order: trainer_pb2.GivenStep, load: pb.Load) -> None:
         """Orders what a name stands for; of version 0 nothing was written, so the run's start."""
-        named = self._models.named[load.name]
-        if not named.step:
+        target = self._models.named[load.name]
+        if not target.step:
             order.begin.SetInParent()
             return
-        order.load.step = named.step
+        order.load.step = target.step
         order.load.without_optimizer = load.without_optimizer
-        if named.model is not None:
-            order.load.adapter = named.model.adapter.name
+        if target.model is not None:
+            order.load.adapter = target.model.adapter.name
 
     def stepped(
         self, trained: Trained, report: trainer_pb2.StepReport, given_s: float | None

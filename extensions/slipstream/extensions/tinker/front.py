@@ -64,7 +64,7 @@ _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
 }
-# What reading a request raises whose fields are not those of the SDK.
+# Raised by reading a request whose fields are not those of the SDK.
 _MALFORMED = (
     ArithmeticError,
     AttributeError,
@@ -238,7 +238,7 @@ class Front:
                     "base_model": folder,
                     "model_data": {"model_name": folder, "tokenizer_id": folder},
                     "is_lora": bool(lora.rank),
-                    # Each of several models has a rank of its own.
+                    # Several models have ranks of their own.
                     "lora_rank": None if lora.adapters else lora.rank or None,
                 }
             case ["samplers", *names]:

@@ -31,7 +31,7 @@ class Entry:
     """One operation and its result."""
 
     operation: pb.Operation
-    # Its number on the disk; None for a sample.
+    # The number on the disk; None for a sample.
     place: int | None = None
     # Empty again when the disk has it: a long loop has more results than memory.
     result: pb.OperationResult = field(default_factory=pb.OperationResult)
@@ -63,7 +63,7 @@ class Entry:
     def tell(self) -> None:
         """Gives the result of a sample to the stream that asked for it."""
         if self.outbox is not None and not self.outbox.put(self.result):
-            # Its reader does not read; whoever asks by id gets the result.
+            # A reader that does not read gets the result by its id.
             self.outbox.close()
         self.outbox = None
 
@@ -73,7 +73,7 @@ class Model:
     """The model of a stream."""
 
     stream: str
-    # Its adapter; without a name it is the run's only model.
+    # The adapter; without a name it is the run's only model.
     adapter: trainer_pb2.Adapter
     # The number of its next operation.
     next: int = 0
@@ -82,7 +82,7 @@ class Model:
     last: Entry | None = None
     # The passes since its newest step whose gradients the trainer holds.
     passes: list[Entry] = field(default_factory=list)
-    # Its steps and loads so far, and by version how many there were at its newest publishes.
+    # Steps and loads so far, and by version how many there were at the newest publishes.
     steps: int = 0
     published: dict[int, int] = field(default_factory=dict)
     # Most of these behind which a reply may be, if its client has said so.
@@ -204,14 +204,14 @@ class Models:
 
         The run's only model goes over to any stream of its owner.
         """
-        taken = {model.adapter.name: model for model in self.by_stream.values()}
+        model_at = {model.adapter.name: model for model in self.by_stream.values()}
         for place in self._places:
-            if place not in taken:
+            if place not in model_at:
                 return place
         idle_s = time.monotonic() - IDLE_S
         free = [
             model
-            for model in taken.values()
+            for model in model_at.values()
             if model.session in self.finished
             or model.used_s < idle_s
             or (not self.are_several and have_one_owner(model.stream, stream))
@@ -223,10 +223,10 @@ class Models:
 
         `steps` are those with a checkpoint.
         """
-        for name, named in list(self.named.items()):
-            model = named.model
-            is_saved = not named.step or named.step in steps
-            is_newest = model is not None and (named.in_flight or named.step == model.served)
+        for name, target in list(self.named.items()):
+            model = target.model
+            is_saved = not target.step or target.step in steps
+            is_newest = model is not None and (target.in_flight or target.step == model.served)
             is_served = model is not None and self.is_there(model) and is_newest
             if not is_saved and not is_served:
                 del self.named[name]
@@ -234,9 +234,9 @@ class Models:
         self.finished = {
             session: entry for session, entry in self.finished.items() if session in sessions
         }
-        owners = {named.model for named in self.named.values() if named.model}
+        owners = {target.model for target in self.named.values() if target.model}
         owners |= set(self.by_stream.values())
-        lasting = {named.entry for named in self.named.values()} | {*self.finished.values()}
+        lasting = {target.entry for target in self.named.values()} | {*self.finished.values()}
         for model in owners:
             lasting |= {model.first, model.last, *model.passes}
         return lasting
@@ -244,8 +244,8 @@ class Models:
     def kept(self) -> dict[int, float]:
         """Returns until when, in seconds since 1970, each version stays that a client has saved."""
         ends_s: dict[int, float] = {}
-        for named in self.named.values():
-            if named.entry is not None and named.entry.kind == "save":
-                until_s = named.entry.operation.kept.until_unix_s or math.inf
-                ends_s[named.step] = max(until_s, ends_s.get(named.step, 0.0))
+        for target in self.named.values():
+            if target.entry is not None and target.entry.kind == "save":
+                until_s = target.entry.operation.kept.until_unix_s or math.inf
+                ends_s[target.step] = max(until_s, ends_s.get(target.step, 0.0))
         return ends_s

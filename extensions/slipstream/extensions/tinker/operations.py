@@ -189,7 +189,7 @@ def save(kind: str, body: Body, *, in_flight: bool = False) -> pb.Operation:
         return operation
     name = f"tinker://{model}/{folder}/{path}"
     if fields["kind"] == "inflight":
-        # One target of all publishes of the model; each of them makes a session.
+        # All publishes of the model have one target; each of them makes a session.
         name = f"{model}{_IN_FLIGHT}"
         in_flight = True
     elif fields["kind"] != "snapshot":
@@ -205,15 +205,15 @@ def keep(method: str, path: str, body: Body) -> pb.KeepRequest:
     """Returns what a DELETE of a checkpoint's path, or a PUT of its ttl, asks for."""
     match method, path.split("/"):
         case "DELETE", ["training_runs", model, "checkpoints", kind, name]:
-            kept = pb.Kept(is_deleted=True)
+            change = pb.Kept(is_deleted=True)
         case "PUT", ["training_runs", model, "checkpoints", kind, name, "ttl"]:
-            kept = _kept(body.get("ttl_seconds"))
+            change = _kept(body.get("ttl_seconds"))
         case _:
             raise Refused(
                 f"{method} {path} is not served: a checkpoint can be deleted and have another ttl; "
                 "it is not published, since it is loaded by the api_key that saved it"
             )
-    return pb.KeepRequest(name=f"tinker://{model}/{kind}/{name}", kept=kept)
+    return pb.KeepRequest(name=f"tinker://{model}/{kind}/{name}", kept=change)
 
 
 def refused(model: str, sequence: int, kind: str, cause: str) -> pb.Operation:
@@ -307,8 +307,8 @@ def _sampling(params: Body, config: Config, vocabulary: int) -> fleet_pb2.Sampli
         if isinstance(end, str):
             sampling.stop.append(end)
             continue
-        most = (vocabulary or MAX_TOKENS) - 1
-        sampling.stop_token_ids.append(whole_number("a stop token", end, lowest=0, highest=most))
+        largest = (vocabulary or MAX_TOKENS) - 1
+        sampling.stop_token_ids.append(whole_number("a stop token", end, lowest=0, highest=largest))
     if "" in sampling.stop:
         raise Refused("a text in stop has a character at least")
     return sampling

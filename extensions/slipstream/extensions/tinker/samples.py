@@ -95,11 +95,11 @@ class Samples:
         """Whether samples that the current publish waits for are not over."""
         return any(entry in self.open for entry in self.awaited)
 
-    def _is_changed_by(self, named: Named | None, model: Model) -> bool:
-        """Whether a publish of `model` would give samples by `named` another version."""
-        if named is not None and named.in_flight:
+    def _is_changed_by(self, target: Named | None, model: Model) -> bool:
+        """Whether a publish of `model` would give samples by `target` another version."""
+        if target is not None and target.in_flight:
             return False
-        return not self._models.are_several or (named is not None and named.model is model)
+        return not self._models.are_several or (target is not None and target.model is model)
 
     def _named(self, entry: Entry) -> Named | None:
         """Returns what a sample is by, or None if its name is not known.
@@ -108,9 +108,9 @@ class Samples:
         session's own publish, also where its replies are by whatever is served.
         """
         sample = entry.operation.sample
-        named = self._models.named.get(sample.name)
-        scores = named is not None and sample.sampling.prompt_logprobs
-        return replace(named, in_flight=False) if named and scores else named
+        target = self._models.named.get(sample.name)
+        scores = target is not None and sample.sampling.prompt_logprobs
+        return replace(target, in_flight=False) if target and scores else target
 
     def lease(self, publisher: Model | None) -> None:
         """Leases prompts to servers of their version as far as these have room.
@@ -124,8 +124,8 @@ class Samples:
             return
         running: Counter[Model | None] = Counter()
         for entry in self.open:
-            if named := self._named(entry):
-                running[named.model] += len(entry.groups)
+            if target := self._named(entry):
+                running[target.model] += len(entry.groups)
         granted: dict[ServerSession, list[Group]] = {}
         # Both look at all groups.
         held_episodes = self._book.episodes_by_holder()
@@ -136,12 +136,12 @@ class Samples:
         }
         while ready:
             model = min(ready, key=running.__getitem__)
-            entry, named, sessions = ready[model][0]
+            entry, target, sessions = ready[model][0]
             session = max(sessions, key=room.__getitem__)
             if room[session] < 1 or free_episodes < 1:
                 del ready[model]
                 continue
-            granted.setdefault(session, []).append(self._granted(entry, named, session))
+            granted.setdefault(session, []).append(self._granted(entry, target, session))
             room[session] -= 1
             free_episodes -= 1
             running[model] += 1
@@ -160,43 +160,43 @@ class Samples:
         """
         ready: dict[Model | None, list[_Ready]] = {}
         for entry in [entry for entry in self.open if entry.num_missing]:
-            named = self._named(entry)
-            if named is None:
+            target = self._named(entry)
+            if target is None:
                 name = entry.operation.sample.name
                 self._over(entry, f"{name} is no name of a publish of this run")
                 continue
-            waits = publisher is not None and self._is_changed_by(named, publisher)
+            waits = publisher is not None and self._is_changed_by(target, publisher)
             if waits and entry not in self.awaited:
                 continue
-            sessions, gone = self._sessions(named)
-            served = named.model.served if named.model and named.in_flight else named.step
-            if stale := self._stale(entry, named, served):
+            sessions, gone = self._sessions(target)
+            served = target.model.served if target.model and target.in_flight else target.step
+            if stale := self._stale(entry, target, served):
                 # A sample in flight waits for the next publish.
                 sessions = []
-                gone = "" if named.in_flight else stale
+                gone = "" if target.in_flight else stale
             if sessions:
-                ready.setdefault(named.model, []).append((entry, named, sessions))
+                ready.setdefault(target.model, []).append((entry, target, sessions))
             elif gone:
                 self._over(entry, gone)
         return ready
 
-    def _sessions(self, named: Named) -> tuple[list[ServerSession], str]:
+    def _sessions(self, target: Named) -> tuple[list[ServerSession], str]:
         """Returns the servers that sample by a publish, or why no one will any more."""
-        step = named.step
-        model = named.model
+        step = target.step
+        model = target.model
         serving = self._fleet.serving()
         versions = {
             session: session.version.step for session in serving if session.version is not None
         }
-        is_start = self._keeps_start and not step and not named.in_flight
-        if is_start or (named.in_flight and not self._models.are_several):
+        is_start = self._keeps_start and not step and not target.in_flight
+        if is_start or (target.in_flight and not self._models.are_several):
             return serving, ""
         if self._models.are_several:
             assert model is not None
             if not self._models.is_there(model):
                 return [], f"the place of model {model.stream} has another model now"
             newest = model.served
-            if named.in_flight or step == newest:
+            if target.in_flight or step == newest:
                 # Later versions have the same values of this model, earlier ones another model's.
                 return [session for session in versions if versions[session] >= newest], ""
         else:
@@ -206,7 +206,7 @@ class Samples:
             newest = max(versions.values())
         return [], f"version {step} is not served any more, version {newest} is: {NEWER}"
 
-    def _granted(self, entry: Entry, named: Named, session: ServerSession) -> Group:
+    def _granted(self, entry: Entry, target: Named, session: ServerSession) -> Group:
         """Leases the next reply to a sample."""
         sample = entry.operation.sample
         environment = CLIENT
@@ -216,13 +216,13 @@ class Samples:
         place = next(place for place in places if place not in leased_places)
         sampling = fleet_pb2.SamplingSettings()
         sampling.CopyFrom(sample.sampling)
-        sampling.by_start = self._keeps_start and not named.step and not named.in_flight
+        sampling.by_start = self._keeps_start and not target.step and not target.in_flight
         if sampling.HasField("seed"):
             sampling.seed += place
-        if named.model is not None:
-            sampling.adapter = named.model.adapter.name
+        if target.model is not None:
+            sampling.adapter = target.model.adapter.name
             environment = f"{CLIENT}-{sampling.adapter}" if sampling.adapter else CLIENT
-            named.model.touch()
+            target.model.touch()
         assert session.version is not None
         group = self._book.lease_episode(
             environment,
@@ -255,33 +255,33 @@ class Samples:
 
     def _finish(self, entry: Entry) -> None:
         """Ends a sample, unless replies are too stale, which are sampled anew or refused."""
-        named = self._named(entry)
+        target = self._named(entry)
         fresh = []
         stale = ""
         for reply in entry.finished:
             versions = [span.version.step for span in reply.version_spans]
-            cause = self._stale(entry, named, min(versions)) if versions else ""
+            cause = self._stale(entry, target, min(versions)) if versions else ""
             stale = stale or cause
             if not cause:
                 fresh.append(reply)
-        if named is not None and named.in_flight and stale:
+        if target is not None and target.in_flight and stale:
             entry.finished = fresh
         else:
             self._over(entry, stale)
 
     @staticmethod
-    def _stale(entry: Entry, named: Named | None, version: int) -> str:
+    def _stale(entry: Entry, target: Named | None, version: int) -> str:
         """Returns why replies by a version are too far behind, or "" if they are not.
 
         Values of prompts are meant to be.
         """
         scores = entry.operation.sample.sampling.prompt_logprobs
-        model = None if named is None or scores else named.model
-        if named is None or model is None or not model.is_stale(version):
+        model = None if target is None or scores else target.model
+        if target is None or model is None or not model.is_stale(version):
             return ""
         return (
-            f"version {named.step} is more than max_staleness = {model.max_staleness} steps behind "
-            f"its model: {NEWER}"
+            f"version {target.step} is more than max_staleness = {model.max_staleness} steps "
+            f"behind its model: {NEWER}"
         )
 
     def _over(self, entry: Entry, error: str = "") -> None:

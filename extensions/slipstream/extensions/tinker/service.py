@@ -93,14 +93,14 @@ class OperationServicer(operations_pb2_grpc.OperationServiceServicer):
         """Changes how long the name of a publish or save holds, or deletes it."""
         async with self._lock:
             by_name = self._models.named
-            named = by_name.get(request.name)
-            entry = None if named is None else named.entry
+            target = by_name.get(request.name)
+            entry = None if target is None else target.entry
             if entry is None or entry.place is None:
                 return pb.KeepReceipt(is_unknown=True)
             operation = entry.operation
             operation.kept.CopyFrom(request.kept)
             await asyncio.to_thread(self._store.write, entry.place, operation)
-            is_same = by_name.get(request.name) is named
+            is_same = by_name.get(request.name) is target
             if request.kept.is_deleted and is_same:
                 del by_name[request.name]
             write_kept(self._checkpoints, self._models.kept())

@@ -42,7 +42,8 @@ class OperationStore:
         Raises ProtocolError, as `result` does, for a file that is damaged or of another release.
         """
         for path in sorted(self._folder.glob("[0-9]*.request")):
-            result, ended_s = pb.OperationResult(), 0.0
+            result = pb.OperationResult()
+            ended_s = 0.0
             with contextlib.suppress(FileNotFoundError):
                 ended_s = path.with_suffix(".result").stat().st_mtime
                 result = self.result(int(path.stem))

@@ -83,23 +83,23 @@ class Passes:
         and the report names the cause: whatever its loss raises, on whichever rank, is its failure
         and no one else's.
         """
-        with self._held(order.adapter) as held:
-            if order.id in held.reports:
-                return held.reports[order.id]
+        with self._held(order.adapter) as pending:
+            if order.id in pending.reports:
+                return pending.reports[order.id]
             try:
-                report = self._computed(order, held)
+                report = self._computed(order, pending)
             except (UntrainableBatch, ValueError) as error:
                 return pb.PassReport(id=order.id, error=str(error)[:_MAX_CAUSE])
             if order.backward:
-                held.reports[order.id] = report
+                pending.reports[order.id] = report
             return report
 
     def held(self) -> list[bytes]:
         """Returns, for each adapter with gradients, `passes_digest` of the passes they are of."""
         return [
-            passes_digest(name, held.reports)
-            for name, held in self._held_of.items()
-            if held.reports
+            passes_digest(name, pending.reports)
+            for name, pending in self._held_of.items()
+            if pending.reports
         ]
 
     def run(self, batch: Batch) -> TrainedStep:
@@ -114,17 +114,17 @@ class Passes:
         assert step is not None
         memory = self._policy.memory
         metrics: dict[str, float] = {}
-        with self._held(step.adapter) as held, memory.resident(Part.PARAMETERS):
+        with self._held(step.adapter) as pending, memory.resident(Part.PARAMETERS):
             match step.WhichOneof("step"):
                 case "adam":
-                    if list(held.reports) != [order.id for order in batch.passes]:
-                        held.reports.clear()
+                    if list(pending.reports) != [order.id for order in batch.passes]:
+                        pending.reports.clear()
                         for order in batch.passes:
                             if error := self.compute(order).error:
                                 raise UntrainableBatch(
                                     f"pass {order.id} had gradients, and now: {error}"
                                 )
-                    if not held.reports:
+                    if not pending.reports:
                         self._policy.zero_grad()
                     rate = step.adam.learning_rate
                     try:
@@ -132,10 +132,10 @@ class Passes:
                             assert self._policy.scaler is None, "float16 would compute again"
                             norm = update_weights(self._policy, rate, list, adam=step.adam)
                     finally:
-                        held.reports.clear()
+                        pending.reports.clear()
                     metrics = {"grad_norm": norm, "learning_rate": rate}
                 case "load":
-                    held.reports.clear()
+                    pending.reports.clear()
                     with memory.resident(Part.OPTIMIZER):
                         models = []
                         if step.load.adapter:
@@ -150,7 +150,7 @@ class Passes:
                         if step.load.without_optimizer:
                             self._policy.forget_moments()
                 case "begin":
-                    held.reports.clear()
+                    pending.reports.clear()
                     with memory.resident(Part.OPTIMIZER):
                         self._policy.gather_parameters()
                         if step.adapter.name:
@@ -170,7 +170,7 @@ class Passes:
     def _held(self, adapter: pb.Adapter) -> Iterator[_Held]:
         """Puts an adapter and its gradients into the model inside the context."""
         name = adapter.name
-        held = self._held_of[name]
+        pending = self._held_of[name]
         if name != self._in_buffers:
             previous = self._held_of[self._in_buffers]
             with self._policy.memory.resident(Part.GRADIENTS):
@@ -178,15 +178,17 @@ class Passes:
                 previous.gradients = []
                 if previous.reports:
                     previous.gradients = [buffer.clone() for buffer in buffers]
-                for buffer, gradient in zip(buffers, held.gradients, strict=bool(held.gradients)):
+                for buffer, gradient in zip(
+                    buffers, pending.gradients, strict=bool(pending.gradients)
+                ):
                     buffer.copy_(gradient)
             self._in_buffers = name
-            held.gradients = []
+            pending.gradients = []
         if not name:
-            yield held
+            yield pending
             return
         with self._policy.adapters.in_use(name, rank=adapter.rank, alpha=adapter.alpha):
-            yield held
+            yield pending
 
     def _draw(self, step: pb.GivenStep) -> None:
         for chunk in self._policy.chunks:
@@ -201,8 +203,10 @@ class Passes:
     def _serve(self, adapter: pb.Adapter) -> None:
         self._policy.adapters.serve(self._policy.ranks.sum, scale=adapter.alpha / adapter.rank)
 
-    def _computed(self, order: pb.Pass, held: _Held) -> pb.PassReport:
-        sequences = [self._sequence(place, given) for place, given in enumerate(order.sequences)]
+    def _computed(self, order: pb.Pass, pending: _Held) -> pb.PassReport:
+        sequences = [
+            self._sequence(place, message) for place, message in enumerate(order.sequences)
+        ]
         if not sequences:
             raise ValueError("a pass needs at least one sequence")
         policy = self._policy
@@ -210,7 +214,7 @@ class Passes:
         loss = _PassLoss(policy, order)
         with policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
             buffers = list(gradient_buffers(policy.chunks)) if order.backward else []
-            earlier_gradients = [buffer.clone() for buffer in buffers] if held.reports else []
+            earlier_gradients = [buffer.clone() for buffer in buffers] if pending.reports else []
             if order.backward:
                 policy.zero_grad()
             try:
