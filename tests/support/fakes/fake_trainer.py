@@ -133,6 +133,9 @@ class FakeTrainer:
         first = directives[0]
         kind = first.WhichOneof("directive")
         if kind == self.dies_of:
+            # The real one tells its cause, then its ranks start again.
+            failure = trainer_pb2.TrainerFailure(message="no memory")
+            await self.stub.ReportFailure(failure, timeout=60, metadata=self.epoch)
             raise TrainerDied(kind)
         match kind:
             case "batch":

@@ -33,7 +33,12 @@ from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.state import RecordedBatch
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.trajectories.batch import SetAside, StepOrder, Trained
+from slipstream.learner.controller.trajectories.batch import (
+    FormedBatch,
+    SetAside,
+    StepOrder,
+    Trained,
+)
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.checkpoints import complete_steps, write_kept
 from slipstream.v1 import operations_pb2 as pb
@@ -92,6 +97,8 @@ class Operations(Part):
         # The operation whose turn it is, and whether a trainer has its order from this start.
         self._current: Entry | None = None
         self._is_ordered = False
+        # The batch of a step at which a trainer ended that the step's operation counts already.
+        self._counted_batch: FormedBatch | None = None
         # The operation that ended last; its result may not be on the disk yet.
         self._before: Entry | None = None
 
@@ -397,10 +404,12 @@ class Operations(Part):
             return
         operation = entry.operation
         step = None if batch is None else batch.given
-        has_step = step is not None and step.id == operation.id
+        is_counted = batch is self._counted_batch
+        has_step = step is not None and step.id == operation.id and not is_counted
         if not has_step and not self._is_ordered:
             return
         self._is_ordered = False
+        self._counted_batch = batch
         operation.trainer_ends += 1
         await asyncio.to_thread(self._store.write, entry.place, operation)
         if operation.trainer_ends < MAX_TRAINER_ENDS or entry is not self._current:
