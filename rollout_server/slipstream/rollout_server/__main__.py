@@ -125,6 +125,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
                 memory_bytes,
                 settings.environment_processes,
                 start_s=config.controller.stall_timeout_s,
+                lone_workers=len(os.sched_getaffinity(0)),
             ),
             takes_tools=settings.tool_parser is not None,
         )

@@ -2,10 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.rollout_server.episodes.calls import CallTable
 from slipstream.rollout_server.episodes.environments import HostedEnvironment
+from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway, WorkerLimits
 from slipstream.rollout_server.episodes.workers import EnvironmentWorker
 from slipstream.v1 import environment_pb2, fleet_pb2
 
@@ -56,11 +59,14 @@ class ScriptedEnvironment(HostedEnvironment):
     whose call was under way.
     """
 
-    def __init__(self, ends: Callable[[int, int], bool], *, tells: bool) -> None:
+    def __init__(
+        self, ends: Callable[[int, int], bool], *, tells: bool, lone_workers: int = 1
+    ) -> None:
         spec = environment_pb2.EnvironmentSpec(name="scripted", num_workers=1)
         self.reports: list[fleet_pb2.EnvironmentReport] = []
         order = fleet_pb2.EnvironmentOrder(spec=spec)
-        super().__init__(None, order, self.reports.append)
+        gateway = SimpleNamespace(limits=WorkerLimits(lone_workers=lone_workers))
+        super().__init__(cast(WorkerGateway, gateway), order, self.reports.append)
         self.ends, self.tells = ends, tells
         self.num_steps = self.num_starts = 0
 

@@ -10,6 +10,7 @@ worker fewer episodes share one for a while.
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -42,7 +43,10 @@ class HostedEnvironment:
         self._num_workers = max(self.spec.num_workers, 1)
         self._suspects = Suspects()
         # Numbers of the workers of one episode each that may be started.
-        self._lone_indices = list(range(self._num_workers, 2 * self._num_workers))
+        num_lone = max(self._num_workers, gateway.limits.lone_workers)
+        self._lone_indices = list(range(self._num_workers, self._num_workers + num_lone))
+        # Tasks of which an episode has such a worker.
+        self._in_lone_workers: set[int] = set()
         # Episodes that wait for one, by task: the next task first, its newest episode last.
         self._alone: dict[int, list[str]] = {}
         self._group: asyncio.TaskGroup
@@ -75,13 +79,13 @@ class HostedEnvironment:
 
         A task that may end its worker (see `Suspects`) gets a worker of its own. `timeout_s` limits
         each call of the session, not the wait for a worker to start or for a place in one. Raises
-        EnvironmentFailed when no worker starts, or the environment is unloaded.
+        EnvironmentFailed when no worker starts, the environment is unloaded, or the task is set
+        aside.
         """
         while (index := await self._lone_index(episode_key, task_index)) is None:
             async with self._first:
                 while not self._suspects.runs_alone(task_index):
-                    if self._is_unloaded:
-                        raise EnvironmentFailed(*UNLOADED)
+                    self._check_open(task_index)
                     takers = [worker for worker in self._ready if worker.table.failure is None]
                     worker = min(takers, key=lambda w: len(w.episodes), default=None)
                     if worker is not None and len(worker.episodes) < self._suspects.most_together:
@@ -97,7 +101,7 @@ class HostedEnvironment:
         # The worker ends with its episode; an answer only tells the line where that waits.
         worker.ping_s = _LONE_PING_S
         running = self._group.create_task(worker.run(index, lambda _: loaded.set()))
-        running.add_done_callback(lambda _: self._lone_ended(index))
+        running.add_done_callback(lambda _: self._lone_ended(index, task_index))
         loading = asyncio.ensure_future(loaded.wait())
         try:
             await asyncio.wait((running, loading), return_when=asyncio.FIRST_COMPLETED)
@@ -113,17 +117,21 @@ class HostedEnvironment:
     async def _lone_index(self, episode_key: str, task_index: int) -> int | None:
         """Waits for the number of a worker of its own; returns None once the task is no suspect.
 
-        Suspects take turns, task by task. The newest episode of a task goes first, so that one has
-        had all its attempts, and few workers end, before the next one begins.
+        Suspects take turns, task by task, each with one such worker at a time. The newest episode
+        of a task goes first, so that one has had all its attempts, and few workers end, before the
+        next one begins.
         """
         if not self._suspects.runs_alone(task_index):
             return None
         self._alone.setdefault(task_index, []).append(episode_key)
         try:
             while self._suspects.runs_alone(task_index):
-                if self._is_unloaded:
-                    raise EnvironmentFailed(*UNLOADED)
-                if self._lone_indices and next(iter(self._alone.values()))[-1] == episode_key:
+                self._check_open(task_index)
+                turns = (task for task in self._alone if task not in self._in_lone_workers)
+                is_its_turn = next(turns, None) == task_index
+                is_newest = self._alone[task_index][-1] == episode_key
+                if self._lone_indices and is_its_turn and is_newest:
+                    self._in_lone_workers.add(task_index)
                     return self._lone_indices.pop()
                 self._changed.clear()
                 await self._changed.wait()
@@ -135,9 +143,16 @@ class HostedEnvironment:
                 self._alone[task_index] = waiting
             self._changed.set()
 
-    def _lone_ended(self, index: int) -> None:
+    def _lone_ended(self, index: int, task_index: int) -> None:
         self._lone_indices.append(index)
+        self._in_lone_workers.discard(task_index)
         self._changed.set()
+
+    def _check_open(self, task_index: int) -> None:
+        if self._is_unloaded:
+            raise EnvironmentFailed(*UNLOADED)
+        if why := self._suspects.refusal(task_index, now_s=time.monotonic()):
+            raise EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, why)
 
     def _make(self, *, try_reset: bool = False) -> EnvironmentWorker:
         return EnvironmentWorker(self._gateway, self.spec, self._suspects, try_reset=try_reset)

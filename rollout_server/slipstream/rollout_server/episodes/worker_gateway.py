@@ -46,12 +46,14 @@ _NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "false"}
 class WorkerLimits:
     """Limits of a worker and all processes that it has started; 0 means no limit.
 
-    A worker has `start_s` seconds to attach.
+    A worker has `start_s` seconds to attach. At least `lone_workers` that run a single episode may
+    exist beside the others.
     """
 
     memory_bytes: int = 0
     processes: int = 0
     start_s: float = 60.0
+    lone_workers: int = 1
 
 
 NO_LIMITS = WorkerLimits()

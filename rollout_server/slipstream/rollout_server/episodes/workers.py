@@ -9,6 +9,7 @@ import contextlib
 import math
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
@@ -38,6 +39,10 @@ LOAD_S, PING_S = 60.0, 5.0
 MAX_LOST_WORKERS = 2
 # Largest number of tasks that are suspected together.
 MAX_SUSPECTED = 8
+# Ends of workers that ran a single episode of a task, after which the task is set aside here, and
+# seconds for which it is: its group is over by then.
+MAX_LONE_ENDS = 2
+SET_ASIDE_S = 60.0
 # After the end of a worker, 1 / `_NARROWING` of its episodes may share one.
 _NARROWING = 4
 
@@ -219,6 +224,9 @@ class EnvironmentWorker:
         tasks = self.episodes
         self._suspects.lost(tasks.values(), in_call=[tasks[key] for key in in_call if key in tasks])
         kind = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+        if len(tasks) == 1:
+            (task,) = tasks.values()
+            self._suspects.ended_alone(task, cause, now_s=time.monotonic())
         if len(tasks) > 1:
             kind = trajectory_pb2.FAILURE_KIND_BYSTANDER
             cause = f"{cause}; {len(tasks)} episodes shared it"
@@ -272,6 +280,9 @@ class Suspects:
     Where more than `MAX_SUSPECTED` tasks come into question, none is suspected. Each end leaves
     fewer episodes to a worker, until few or one come into question. As many passes in a row as
     there are episodes to a worker double that number.
+
+    A task that has ended `MAX_LONE_ENDS` workers in which it was alone is set aside: its other
+    episodes would cost a worker each, and end in the same way.
     """
 
     def __init__(self) -> None:
@@ -280,6 +291,25 @@ class Suspects:
         # How many episodes may share a worker.
         self.most_together = math.inf
         self._num_passed = 0
+        # Ends of workers in which a task was alone, since it passed; then until when it is set
+        # aside, by the caller's clock, and why.
+        self._lone_ends: Counter[int] = Counter()
+        self._set_aside: dict[int, tuple[float, str]] = {}
+
+    def ended_alone(self, task: int, cause: str, *, now_s: float) -> None:
+        """Records that a worker, in which an episode of this task was alone, ended for `cause`."""
+        self._lone_ends[task] += 1
+        if self._lone_ends[task] >= MAX_LONE_ENDS:
+            why = f"{cause}; its task ended {self._lone_ends[task]} workers in which it was alone"
+            self._set_aside[task] = (now_s + SET_ASIDE_S, why)
+
+    def refusal(self, task: int, *, now_s: float) -> str:
+        """Returns why no episode of this task begins now, or ""."""
+        until_s, why = self._set_aside.get(task, (now_s, ""))
+        if now_s < until_s:
+            return why
+        self._set_aside.pop(task, None)
+        return ""
 
     def runs_alone(self, task: int) -> bool:
         """Returns whether episodes of this task get a worker of their own."""
@@ -305,6 +335,7 @@ class Suspects:
         """Records that an episode of this task was judged or failed, and the worker survived."""
         self._suspected.discard(task)
         self._lost.pop(task, None)
+        self._lone_ends.pop(task, None)
         self._num_passed += 1
         if self._num_passed >= self.most_together:
             self.most_together *= 2

@@ -11,7 +11,12 @@ import pytest
 from simulation.virtual_loop import VirtualLoop, virtual_time
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.types import MAX_EXCUSED_ATTEMPTS
-from slipstream.rollout_server.episodes.workers import MAX_LOST_WORKERS, MAX_SUSPECTED, Suspects
+from slipstream.rollout_server.episodes.workers import (
+    MAX_LOST_WORKERS,
+    MAX_SUSPECTED,
+    SET_ASIDE_S,
+    Suspects,
+)
 from slipstream.v1 import trajectory_pb2
 from support.fakes.scripted_workers import CAUSE, REPLY_S, ScriptedEnvironment
 
@@ -88,9 +93,53 @@ def test_a_task_that_always_ends_its_worker_fails_with_its_cause_and_no_other(te
     hosted = ScriptedEnvironment(lambda _, task: task == 3, tells=tells)
     (first,), _ = played(hosted, [number // 2 for number in range(200)])
     assert first.passed == {task: 2 for task in range(100) if task != 3}
-    # Where no end tells, its two episodes may have been the last ones to share a worker.
     assert len(first.failures) == 2
-    assert set(first.failures) <= {CAUSE, *([] if tells else [f"{CAUSE}; 2 episodes shared it"])}
+    assert all(failure.startswith(CAUSE) for failure in first.failures)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_task_is_set_aside_after_two_ends_of_workers_in_which_it_was_alone(tells: bool) -> None:
+    killers = {3, 30, 60, 90}
+    hosted = ScriptedEnvironment(lambda _, task: task in killers, tells=tells)
+    # Eight members of each task, with three attempts each.
+    (first,), seconds = played(hosted, [number // 8 for number in range(800)])
+    assert first.passed == {task: 8 for task in range(100) if task not in killers}
+    alone = f"{CAUSE}; its task ended 2 workers in which it was alone"
+    assert Counter(first.failures)[alone] >= 6 * len(killers)
+    # Without it each attempt of each member costs a worker: more than 100, and 388 s.
+    assert hosted.num_starts < 50
+    assert seconds < 200.0
+
+
+def test_lone_workers_of_different_tasks_start_side_by_side() -> None:
+    killers = {3, 30, 60, 90}
+
+    def seconds_with(lone_workers: int) -> float:
+        hosted = ScriptedEnvironment(
+            lambda _, task: task in killers,
+            tells=True,
+            lone_workers=lone_workers,
+        )
+        (first,), seconds = played(hosted, [number // 8 for number in range(800)])
+        assert len(first.failures) == 8 * len(killers)
+        return seconds
+
+    assert seconds_with(4) < seconds_with(1)
+
+
+def test_a_task_that_is_set_aside_gets_another_try_later() -> None:
+    suspects = Suspects()
+    suspects.ended_alone(3, "it ended", now_s=10.0)
+    assert suspects.refusal(3, now_s=10.0) == ""
+    suspects.ended_alone(3, "it ended", now_s=20.0)
+    refusal = "it ended; its task ended 2 workers in which it was alone"
+    assert suspects.refusal(3, now_s=20.0 + SET_ASIDE_S - 0.1) == refusal
+    assert suspects.refusal(4, now_s=21.0) == ""
+    assert suspects.refusal(3, now_s=20.0 + SET_ASIDE_S) == ""
+    # An end after a pass is the first one.
+    suspects.passed(3)
+    suspects.ended_alone(3, "it ended", now_s=200.0)
+    assert suspects.refusal(3, now_s=200.0) == ""
 
 
 def test_all_episodes_share_workers_again_after_some_without_an_end() -> None:
