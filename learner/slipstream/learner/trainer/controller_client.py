@@ -45,7 +45,7 @@ SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class ControllerLost(Exception):  # noqa: N818
-    """Raised if no controller answers: another start of the ranks may find one."""
+    """Raised if no controller answers; ranks that start again may find one."""
 
 
 class Outdated(RuntimeError):  # noqa: N818
@@ -97,7 +97,12 @@ class ControllerClient:
         welcome = self._enter(hello)
         self._hello = hello
         hello.version.CopyFrom(welcome.version)
-        threading.Thread(target=self._keep_place, name="keeps-place", daemon=True).start()
+        keeper = threading.Thread(
+            target=self._keep_place,
+            name="keeps-place",
+            daemon=True,
+        )
+        keeper.start()
         return welcome
 
     def _enter(self, hello: pb.TrainerHello) -> pb.TrainerWelcome:

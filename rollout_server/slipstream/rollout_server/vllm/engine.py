@@ -95,7 +95,7 @@ class VllmEngine:
                     "actor or on WSL"
                 )
             started = [p for p in psutil.Process().children(recursive=True) if p not in before]
-            note_segments(folder, [os.getpid(), *(each.pid for each in started)])
+            note_segments(folder, [os.getpid(), *(child.pid for child in started)])
             engine = cls(llm, started, config)
             await engine.pauses.pause()
             engine._files = files.pop_all()
