@@ -4,7 +4,7 @@ A function's name with a colon is `module:function`, a function of the user's ow
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Literal, Self, TypeAlias, cast, get_args
+from typing import Annotated, Literal, Self, TypeAlias, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -35,6 +35,10 @@ def row_of(kind: FunctionKind, name: str) -> BuiltIn | None:
         return None
     row: BuiltIn | None = FUNCTIONS[kind].get(name) or algorithm_functions(kind).get(name)
     return row
+
+
+# Marks the settings of the algorithm by which engines are made, too: servers must share them.
+OF_ENGINES = "of engines"
 
 
 def is_own(name: str) -> bool:
@@ -149,10 +153,10 @@ class AlgorithmSection(Section):
     kl: KlSection = KlSection()
     # Whether a mixture of experts sends tokens to the experts that servers recorded, or lets the
     # policy's routers choose.
-    router_replay: Literal["off", "rollout"] = "off"
+    router_replay: Annotated[Literal["off", "rollout"], OF_ENGINES] = "off"
     # Agreement of learner and engine on a token's probability, up to rounding (`close`) or [in
     # every bit](guides/agreement.md) (`bits`), where a token that differs ends the run.
-    agreement: Literal["close", "bits"] = "close"
+    agreement: Annotated[Literal["close", "bits"], OF_ENGINES] = "close"
 
     @field_validator(*KINDS)
     @classmethod
@@ -266,6 +270,13 @@ class AlgorithmSection(Section):
             setting = "algorithm.kl.placement"
             settings[f"{setting} = 'reward'"] = f"{setting} = 'loss'"
         return settings
+
+    @property
+    def of_engines(self) -> dict[str, JsonValue]:
+        """The settings by which engines are made, too, with their values."""
+        fields = type(self).model_fields.items()
+        names = [name for name, field in fields if OF_ENGINES in field.metadata]
+        return {name: getattr(self, name) for name in names}
 
     @property
     def own_functions(self) -> dict[FunctionKind, str]:

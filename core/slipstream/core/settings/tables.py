@@ -42,10 +42,6 @@ BYTES_PER_TOKEN = 24
 PROBE_TOLERANCES: Mapping[ElementType, float] = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.16}
 
 
-# Settings of the algorithm by which engines are made.
-_OF_ENGINES = ("agreement", "router_replay")
-
-
 class Tables(Section):
     """All settings of a run, before the rules between them are checked."""
 
@@ -133,10 +129,18 @@ class Tables(Section):
         """The settings that a server reads in its own file and must share, in one line of JSON.
 
         They decide the engine, its samples and how weights arrive. The place of storage may have
-        another name for each process.
+        another name for each process. Beside them stands what the file says of the algorithm, which
+        the controller's alone decides: `algorithm` has those values by name.
         """
         told: dict[str, JsonValue] = {"model.dtype": self.model.dtype}
-        told |= {f"algorithm.{name}": getattr(self.algorithm, name) for name in _OF_ENGINES}
+        of_engines = self.algorithm.of_engines
+        told |= {f"algorithm.{name}": value for name, value in of_engines.items()}
+        stated = self.algorithm.model_dump(mode="json", exclude_unset=True)
+        told["algorithm"] = {
+            name: value
+            for name, value in stated.items()
+            if name not in of_engines and f"algorithm.{name}" not in self.automatic
+        }
         told["drafts.tokens"] = 0 if self.drafts is None else self.drafts.tokens
         for name, section in (("sampling", self.sampling), ("weights", self.weights)):
             values = section.model_dump(mode="json", exclude={"storage_url"})

@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 from slipstream.core.errors import ConfigError, ProtocolError, check_server_id
 from slipstream.core.run_folder import JOURNAL, JOURNAL_LOG
+from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.types import ServerId
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.publishing.receivers import misfit
@@ -49,9 +50,12 @@ BEFORE_S = 60.0
 def _differing(its: str, own: str) -> str:
     """Returns the first setting in which a server differs from the controller; "" if none does."""
     known = json.loads(own)
+    del known["algorithm"]
     try:
         told = json.loads(its or own)
-        different = [name for name in {**known, **told} if told.get(name) != known.get(name)]
+        told.pop("algorithm", None)
+        names = [*known, *told]
+        different = [name for name in names if told.get(name) != known.get(name)]
     except (ValueError, TypeError, AttributeError, RecursionError):
         return f"settings that cannot be read: {its[:100]}"
     if not different:
@@ -60,18 +64,45 @@ def _differing(its: str, own: str) -> str:
     return f"{name[:100]} = {str(told.get(name))[:100]}, the controller has {known.get(name)}"
 
 
+def without_effect(settings: str, algorithm: AlgorithmSection) -> str:
+    """Returns what a server's file says of the algorithm in vain, or "" if the run does the same.
+
+    `settings` are those of the server, which `_differing` has read.
+    """
+    table = json.loads(settings).get("algorithm") if settings else None
+    stated = table if isinstance(table, dict) else {}
+    values = algorithm.model_dump(mode="json")
+    names = sorted(stated.keys() & values.keys())
+    vain_names = [name for name in names if stated[name] != values[name]]
+    parts = [
+        f"{name} = {str(stated[name])[:100]} (the run has {values[name]})" for name in vain_names
+    ]
+    return ", ".join(parts)
+
+
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     """Serves rollout servers: their streams, and their calls to environments of clients."""
 
     def __init__(self, fleet: Fleet, run: Run, relay: Relay) -> None:
         self._fleet, self._relay = fleet, relay
         self._run, self._progress = run, run.progress
+        # Warnings about files of servers, which may join again and again.
+        self._told: set[str] = set()
 
     async def Join(  # noqa: N802
         self, request_iterator: AsyncIterator[fleet_pb2.ServerMessage], context: CallContext
     ) -> AsyncIterator[fleet_pb2.ControllerMessage | bytes]:
         """Serves one server to the end of its stream; yields orders, a `JoinedOrder` encoded."""
         session = await self._greet(request_iterator, context)
+        hello = session.hello
+        algorithm = self._run.config.algorithm
+        stated = without_effect(hello.engine_settings, algorithm)
+        if stated:
+            name = hello.server_id[:100]
+            text = f"server {name}: its file's algorithm has no effect: {stated}"
+            if text not in self._told:
+                self._told.add(text)
+                self._run.events.warn(text)
         settings = self._run.config.controller
         # Before the welcome is sent: another server cannot be given this epoch meanwhile.
         self._fleet.add(session)
@@ -221,9 +252,13 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
 
     def __init__(self, run: Run, books: Books, scheduler: Scheduler, recorder: RunRecorder) -> None:
         self._run, self._progress = run, run.progress
-        self._book, self._environments = books.leases, books.environments
-        self.fleet, self._ledger, self._state = books.fleet, books.ledger, books.state
-        self.scheduler, self.recorder = scheduler, recorder
+        self._book = books.leases
+        self._environments = books.environments
+        self.fleet = books.fleet
+        self._ledger = books.ledger
+        self._state = books.state
+        self.scheduler = scheduler
+        self.recorder = recorder
         mark = f"{run.config.run.name}/{JOURNAL}/{JOURNAL_LOG}"
         self._setup = describe_setup(run.config, run_id=self._progress.run_id, mark=mark)
 
