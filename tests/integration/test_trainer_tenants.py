@@ -116,8 +116,9 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
     from slipstream.learner.trainer.passes import Passes
-    from slipstream.learner.trainer.weights.export import RunChat, save_adapters
+    from slipstream.learner.trainer.weights.export import save_adapters
     from slipstream.learner.trainer.weights.publish import open_published
+    from slipstream.learner.trainer.weights.run_chat import RunChat
     from support.ranks.lora_ranks import save
 
     config = config_of(job, folder)

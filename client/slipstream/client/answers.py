@@ -203,11 +203,15 @@ def observation(opening: object, own: AnyEnvironment) -> pb.Observation:
     for each in wrong if isinstance(wrong, list | tuple) else [wrong]:
         _text(each, "wrong_reply")
     answer = _text(own.expected_answer, "expected_answer").encode(errors="replace")
+    messages = _messages(opened.messages, "reset()")
+    given_reply = _given(opened.reply, "reset()")
+    if not given_reply:
+        _check_asks(messages, "reset()")
     return pb.Observation(
-        messages=_messages(opened.messages, "reset()"),
+        messages=messages,
         max_reply_tokens=of_kind("max_reply_tokens", own.max_reply_tokens, _LIMIT),
         tools_json=tools_json(opened.tools) if opened.tools else "",
-        given_reply=_given(opened.reply, "reset()"),
+        given_reply=given_reply,
         expected_answer=answer[:MAX_ANSWER_BYTES].decode(errors="ignore"),
     )
 
@@ -253,13 +257,16 @@ def verdict(result: object, *, gives: bool) -> pb.Verdict:
         raise ValueError("step() names tools that nobody will call: done is True")
     if done and result.reply is not None:
         raise ValueError("step() gives a reply that nobody will read: done is True")
+    given_reply = _given(result.reply, "step()")
+    if not (done or given_reply):
+        _check_asks(messages, "step()")
     return pb.Verdict(
         reward=_finite(result.reward, "the reward"),
         done=bool(done),
         messages=messages,
         metrics=_numbers(result.metrics, "metrics", "names", "metric"),
         tools_json="" if result.tools is None else tools_json(result.tools),
-        given_reply=_given(result.reply, "step()"),
+        given_reply=given_reply,
         token_rewards=_by_token(result.token_rewards, "token_rewards"),
     )
 
@@ -374,6 +381,14 @@ def _messages(messages: object, source: str) -> list[pb.ChatMessage]:
         except ValueError as error:
             raise ValueError(f"a message of {source}: {_fault(error)}") from None
     return made
+
+
+def _check_asks(messages: Sequence[pb.ChatMessage], source: str) -> None:
+    """Raises ValueError for messages that end with a reply, which a template would close."""
+    if messages[-1].role == "assistant":
+        raise ValueError(
+            f"{source} ends with a reply, of role 'assistant': the model is to give it"
+        )
 
 
 def _given(reply: object, source: str) -> str:

@@ -27,6 +27,8 @@ FULL_REWARD = 1 - 1e-6
 IGNORED = "ignored/"
 # The number of an episode's metrics that are left out, beyond what a trajectory has.
 DROPPED_METRICS = "dropped_metrics"
+# Metric with the number of replies of an episode that stopped at no end of a reply.
+WITHOUT_END = "replies_without_end"
 # Largest number of an environment's metrics in a trajectory, and of a run's own ones there; and the
 # largest number of characters and bytes in a metric's name.
 MAX_METRICS = 16

@@ -72,6 +72,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 async def _serve(config: Config, options: argparse.Namespace) -> int:
+    from slipstream.core.models.reply_ends import find_reply_ends
     from slipstream.core.models.vision import image_tokens
     from slipstream.rollout_server.episodes.play import Model
     from slipstream.rollout_server.episodes.renderer import Renderer
@@ -94,6 +95,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
         template=settings.chat_template,
         values=settings.chat_template_kwargs,
         images=image_tokens(config.model.path),
+        ends=find_reply_ends(config),
     )
     gpus = gpu_names(os.environ, 0, settings.tensor_parallel_size)
     limit_s = config.learner.timeout_s

@@ -125,6 +125,7 @@ class Generation:
     tokens of prompt and reply from the request's index `experts_from` on, as they were first
     computed. The last sampled token was never computed and is left out. `prompt_logprobs` has the
     log-probability at temperature 1 of each token of the prompt but the first, if asked for.
+    `stop_text` is the text that ended the reply, or "" if no text did.
     """
 
     token_ids: TokenArray
@@ -134,6 +135,7 @@ class Generation:
     cached_tokens: int = 0
     expert_ids: npt.NDArray[np.unsignedinteger] | None = None
     prompt_logprobs: LogprobArray | None = None
+    stop_text: str = ""
 
     @property
     def sampled_arrays(self) -> dict[str, LogprobArray]:

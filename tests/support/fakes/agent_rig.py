@@ -8,12 +8,13 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import httpx2
+from slipstream.core.models.reply_ends import find_reply_ends
 from slipstream.core.models.vision import image_tokens
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.agents.recorder import Recorder
-from slipstream.rollout_server.engine_interface import Sampling
+from slipstream.rollout_server.engine_interface import Generation, Sampling
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.vllm.agent_services import AgentServices
 from slipstream.v1.environment_pb2 import AgentCall
@@ -71,6 +72,7 @@ def scripted_engine(config: Config, script: Callable[[str], str]) -> ScriptedEng
         template=server.chat_template,
         values=server.chat_template_kwargs,
         images=image_tokens(folder),
+        ends=find_reply_ends(config),
     )
     engine.agents = agent_services(engine, server)
     return engine
@@ -100,8 +102,8 @@ class AgentRig:
         self.sampled_tokens = 0
         self.engine.samples.clear()
 
-        def sampled(number: int) -> None:
-            self.sampled_tokens += number
+        def sampled(generation: Generation) -> None:
+            self.sampled_tokens += len(generation.token_ids)
 
         self.recorder = Recorder(
             self.engine.requests,

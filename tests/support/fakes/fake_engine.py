@@ -66,6 +66,8 @@ class FakeEngine:
         self.rests: list[bool] = []
         self.died = asyncio.Event()
         self.closed = False
+        # The last token of replies that stop.
+        self.end_token = EOS
         # Two layers: position p goes to expert p mod 4 in the first, p + 1 mod 4 in the second.
         self.records_experts = False
         self._changed = asyncio.Event()
@@ -210,7 +212,7 @@ class FakeEngine:
                 continue
             assert self.version is not None
             last = len(request.tokens) + 1 > self.stop_after
-            request.tokens.append(EOS if last else 4 + self.version.step % 20)
+            request.tokens.append(self.end_token if last else 4 + self.version.step % 20)
             request.spans.append(VersionSpan(1, self.version))
             self._generated += 1
             if last:

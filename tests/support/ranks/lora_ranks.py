@@ -88,7 +88,8 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.model import model
     from slipstream.learner.trainer.model import policy as policy_module
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weights.export import RunChat, save_adapters, save_hf_folder
+    from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
+    from slipstream.learner.trainer.weights.run_chat import RunChat
 
     config = config_of(job, folder)
     policy = opened(config)

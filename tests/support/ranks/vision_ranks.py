@@ -148,7 +148,8 @@ def run_rank(folder: Path, job: str) -> None:
 
     first: dict = {}
     if config.lora.rank:
-        from slipstream.learner.trainer.weights.export import RunChat, save_adapters
+        from slipstream.learner.trainer.weights.export import save_adapters
+        from slipstream.learner.trainer.weights.run_chat import RunChat
 
         first["weights"] = weights_of(policy)
         save_adapters(policy, config, folder / f"{job}-first", RunChat())
@@ -170,7 +171,8 @@ def run_rank(folder: Path, job: str) -> None:
         first["sent"] = sent_apart(policy, config)
         found["first"] = first
     if layout == "one":
-        from slipstream.learner.trainer.weights.export import RunChat, save_hf_folder
+        from slipstream.learner.trainer.weights.export import save_hf_folder
+        from slipstream.learner.trainer.weights.run_chat import RunChat
 
         save_hf_folder(policy, folder / family, folder / f"{family}-final", RunChat())
     kept(policy, found, folder / f"{job}.pt")

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from slipstream.client import Environment, Message, StepResult
+from slipstream.client import Environment, Message, ResetResult, StepResult
 from slipstream.client.episode_host import EpisodeHost, answer_commands
 from slipstream.core.template_values import read_tools
 from slipstream.v1 import environment_pb2 as pb
@@ -68,6 +68,32 @@ async def test_a_reward_of_each_token_is_of_the_tokens_that_the_reply_has() -> N
     await reset(host)
     verdict = (await step(host, "b c", token_ids=[1, 2])).verdict
     assert (verdict.reward, list(verdict.token_rewards)) == (0.5, [0.25, 0.5])
+
+
+async def test_messages_that_end_with_a_reply_are_refused_unless_a_reply_is_given() -> None:
+    reply = {"role": "assistant", "content": "<think>so"}
+    talk = [{"role": "user", "content": "x"}, reply]
+
+    class Ends(One):
+        def reset(self, task):
+            return talk
+
+        def step(self, reply):
+            return StepResult(0.0, done=False, messages=talk)
+
+    class Gives(One):
+        def reset(self, task):
+            return ResetResult(talk, reply="given")
+
+    rule = "ends with a reply, of role 'assistant': the model is to give it"
+    failure = (await reset(EpisodeHost(Ends()))).failure
+    assert failure.message.startswith(f"reset() {rule}")
+    host = EpisodeHost(Ends())
+    Ends.reset = One.reset
+    await reset(host)
+    assert (await step(host, "x")).failure.message.startswith(f"step() {rule}")
+    answer = await reset(EpisodeHost(Gives()))
+    assert answer.observation.given_reply == "given"
 
 
 async def test_plain_methods_and_message_values_do_as_well() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from slipstream.core.models.reply_ends import ReplyEnds
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, Trajectory
 from slipstream.learner.trainer.tiny_model import make_tokenizer
@@ -30,7 +31,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def renderer(tokenizer_folder: Path) -> Renderer:
-    return Renderer(tokenizer_folder)
+    return Renderer(tokenizer_folder, ends=ReplyEnds(model=(2,), template=(30,)))
 
 
 @pytest.fixture

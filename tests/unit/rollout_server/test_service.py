@@ -98,6 +98,33 @@ async def test_a_leased_group_comes_back_whole(server) -> None:
     assert first.reply_text == "f f f"
 
 
+async def test_replies_also_end_at_the_template_s_end(server) -> None:
+    connection = await server.join(step=5)
+    for number, stated in enumerate(([7, 30], [])):
+        sampling = limits_of(max_episode_tokens=32, stop_token_ids=stated)
+        connection.lease(f"g{number}", members=[0], sampling=sampling)
+        await server.fleet.wait_trajectories(number + 1)
+    ends = [sampling.stop_token_ids for sampling in server.engine.samplings]
+    assert ends == [(7, 30), (30,)]
+
+
+async def test_the_template_s_end_is_no_end_where_ends_are_ignored(server) -> None:
+    await server.played(sampling=limits_of(max_episode_tokens=32, ignore_eos=True))
+    (sampling,) = server.engine.samplings
+    assert sampling.stop_token_ids == ()
+
+
+async def test_a_reply_that_stopped_at_no_end_is_counted(server) -> None:
+    connection = await server.join(step=5)
+    for number, end_token in enumerate((17, 30)):
+        server.engine.end_token = end_token
+        connection.lease(f"g{number}", members=[0])
+        trajectories = await server.fleet.wait_trajectories(number + 1)
+    wrong, right = trajectories
+    assert wrong.metrics["replies_without_end"] == 1.0
+    assert "replies_without_end" not in right.metrics
+
+
 async def test_the_hello_says_what_the_server_has_room_for(server, config) -> None:
     connection = await server.join(step=None)
     hello = connection.hello
@@ -154,7 +181,8 @@ async def test_a_lease_says_which_tokens_and_texts_end_a_reply(server) -> None:
     connection.lease("g1", members=[0], sampling=sampling)
     await server.fleet.wait_trajectories(1)
     (given,) = server.engine.samplings
-    assert (given.stop_token_ids, given.stop) == ((7, 9), ("f f",))
+    # The last token is the end of the chat template.
+    assert (given.stop_token_ids, given.stop) == ((7, 9, 30), ("f f",))
 
 
 async def test_a_reply_at_its_limit_is_truncated_and_judged(server) -> None:

@@ -85,6 +85,8 @@ async def audit_all(config: Config) -> int:
     prompts = await _written(
         asked, config.model.path, template=server.chat_template, values=server.chat_template_kwargs
     )
+    if line := await preflight.reply_ends_line(config):
+        say(line)
     for (section, report), written in zip(seen, prompts, strict=True):
         code = _show(section.name, report, written, most) or code
     for measured, its in seen:

@@ -25,7 +25,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from slipstream.client.audit import Limits
-from slipstream.client.launch.findings import Finding, Scene, problem
+from slipstream.client.launch.findings import Finding, Scene, ok, problem
 from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
@@ -35,6 +35,7 @@ from slipstream.core.extension import program
 from slipstream.core.machine.address import address_parts, family_of, free_port, is_loopback
 from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import open_variables, send_signal
+from slipstream.core.models.model_files import missing_tokenizer
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import EvaluationSection, PlayedSection
@@ -45,6 +46,7 @@ TAIL_BYTES = 65536
 FUNCTIONS_CHECK = "slipstream.learner.algorithms.check"
 MEGATRON_CHECK = "slipstream.learner.trainer.check"
 ENGINE_CHECK = "slipstream.rollout_server.check"
+REPLY_ENDS = "slipstream.core.models.reply_ends"
 # Limit of a check by another program, most of it for imports on a busy machine.
 SETTINGS_LIMIT_S = 300.0
 # Seconds beyond an environment's own limits in which its worker starts and says where it hangs.
@@ -145,6 +147,28 @@ async def check_vllm(scene: Scene) -> str | None:
         return None
     accept(await ask(ENGINE_CHECK, scene.config, late="vLLM did not check rollout_server"))
     return f"vLLM has what is passed through to it: {', '.join(names)}"
+
+
+async def check_reply_ends(scene: Scene) -> Finding | None:
+    """Finds the tokens and texts that end a reply: where sampling stops, and what exports name."""
+    line = await reply_ends_line(scene.config)
+    return ok(line, is_told=True) if line else None
+
+
+async def reply_ends_line(config: Config) -> str:
+    """Returns the line on the ends of replies, or "" where the model cannot be read here.
+
+    The check of the model's files tells what is missing.
+    """
+    folder = config.model.path
+    has_model = (folder / "config.json").is_file()
+    if not has_model or missing_tokenizer(folder, config.rollout_server.chat_template):
+        return ""
+    if importlib.util.find_spec("transformers") is None:
+        return ""
+    checked = await ask(REPLY_ENDS, config, late="the ends of replies were not found")
+    accept(checked)
+    return checked.output.strip()
 
 
 async def ask(module: str, config: Config, *, late: str) -> Ended:

@@ -103,9 +103,11 @@ class SamplingSection(Section):
     # Most tokens before the first reply, by default one less than `max_episode_tokens`. Prompts are
     # never cut: a task with a longer one is set aside.
     max_prompt_tokens: Positive | None = None
-    # Token ids besides the end-of-text token at which a reply ends. They are trained.
+    # Token ids at which a reply ends, besides those of model and chat template: the start of a run
+    # [names all](guides/environments.md#ends-of-a-reply). They are trained.
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    # Texts at which a reply ends, behind the token that completes one. `stop_token_ids` costs less.
+    # Texts at which a reply ends, behind the token that completes one. `stop_token_ids` costs less,
+    # and is in exports.
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     # Most images of an episode, for models with vision. An episode with more fails.
     max_images: int = Field(0, ge=0, le=64)

@@ -23,7 +23,7 @@ from slipstream.protocol.checkpoints import check_files, checkpoint_path, read_m
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.policy import Policy
-    from slipstream.learner.trainer.weights.export import RunChat
+    from slipstream.learner.trainer.weights.run_chat import RunChat
 
 # Settings of learner, reference and critic about the number of ranks and about training. An export
 # does not need them, and many contradict a single rank.
@@ -77,8 +77,8 @@ def export(config: Config, path: Path, out: Path) -> None:
     from slipstream.learner.trainer.model.model import Part
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.learner.trainer.weights.export import RunChat
     from slipstream.learner.trainer.weights.publish import open_published
+    from slipstream.learner.trainer.weights.run_chat import RunChat
 
     alone, chat = on_one_rank(config, path), RunChat.of(config)
     policy = open_policy(alone, Launch.from_environment(), load_weights=False)

@@ -47,8 +47,9 @@ from slipstream.learner.trainer.passes import Passes
 from slipstream.learner.trainer.step import TrainingStep
 from slipstream.learner.trainer.step_cost import StepCost
 from slipstream.learner.trainer.weights.bucket_senders import make_sender
-from slipstream.learner.trainer.weights.export import RunChat, save_adapters, save_hf_folder
+from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
 from slipstream.learner.trainer.weights.publish import WeightPublisher, build_probe, open_published
+from slipstream.learner.trainer.weights.run_chat import RunChat
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.weights.handover import host_id
@@ -72,8 +73,8 @@ class Trainer:
         self._config, self._policy = config, policy
         self._ranks = policy.ranks
         self._client = client
-        # Read now: its file may change before the end.
-        self._chat = RunChat.of(config)
+        # Read now: the files may change before the end. Only the main rank writes them.
+        self._chat = RunChat.of(config) if self._ranks.is_main else RunChat()
         self._parts = step_parts(config, policy)
         self._step = TrainingStep(policy, config, self._parts)
         others = [model for part in self._parts for model in part.models().values()]

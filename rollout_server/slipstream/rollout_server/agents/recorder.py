@@ -34,6 +34,7 @@ from slipstream.rollout_server.agents.request_rules import Refusal, ServedCall, 
 from slipstream.rollout_server.engine_interface import (
     EngineDied,
     FinishReason,
+    Generation,
     GenerationFailed,
     RequestRefused,
     Requests,
@@ -71,10 +72,10 @@ class Recorder:
         key: str,
         sampling: Sampling,
         *,
-        sampled: Callable[[int], None],
+        sampled: Callable[[Generation], None],
         template_values: Mapping[str, JsonValue] = MappingProxyType({}),
     ) -> None:
-        """`key` names the episode; `sampled` is called with each generation's number of tokens.
+        """`key` names the episode; `sampled` is called with each generation.
 
         `template_values` are the environment's values for the chat template.
         """
@@ -265,7 +266,7 @@ class Recorder:
                 images=call.images,
             ):
                 if (reply := part.generation) is not None:
-                    self._sampled(len(reply.token_ids))
+                    self._sampled(reply)
                     opened.turn = self.conversations.finish(call, reply)
                     is_cut = reply.finish_reason is FinishReason.LENGTH
                     self._is_cut[call.branch] = is_cut and max_tokens == opened.max_tokens

@@ -106,7 +106,7 @@ async def serve_agent(
         play.model.engine.requests,
         play.key,
         dataclasses.replace(lease.sampling, max_reply_tokens=int(most), max_turns=turns),
-        sampled=play.counters.sampled,
+        sampled=play.count,
         template_values=values,
     )
     shares: dict[str, float] = {}
@@ -122,7 +122,8 @@ async def serve_agent(
         recording.generation_s = recorder.clock.busy_s
         recording.environment_s = max(0.0, recording.environment_s - recording.generation_s)
         recording.take_branches(recorder.conversations, shares, rewards)
-        recording.counts.update({IGNORED + name: n for name, n in recorder.ignored.items()})
+        ignored = {IGNORED + name: number for name, number in recorder.ignored.items()}
+        recording.counts.update(ignored)
     if not recording.num_sampled:
         raise misused("the agent returned a result without any reply of the model")
     return Status.TRUNCATED if recorder.is_truncated else Status.COMPLETED

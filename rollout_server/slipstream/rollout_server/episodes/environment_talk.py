@@ -122,6 +122,7 @@ class EnvironmentTalk:
         """
         recording = self._recording
         before = list(recording.conversation)
+        stop_text = ""
         if given:
             tokens = history.reply(given)
             said = tokens[:most]
@@ -130,9 +131,10 @@ class EnvironmentTalk:
             generation = await self._play.generate(most)
             said = generation.token_ids.tolist()
             truncated = generation.finish_reason is FinishReason.LENGTH
+            stop_text = generation.stop_text
         reply = recording.last_text = self._renderer.decode(said)
-        is_by_text = bool(self._sampling.stop and said) and said[-1] not in self._renderer.added
-        ending = ReplyEnding(by_model=not truncated and not is_by_text)
+        # The tokens of a reply have its stop text, too.
+        ending = ReplyEnding(by_model=not (truncated or stop_text))
         reader = self._reader
         parsed = None if reader is None else reader.read(before, said, history.inputs, ending)
         judged = parsed

@@ -7,6 +7,7 @@ the other. Unblocked by: its answer, or `cancel`.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from slipstream.core.errors import ProtocolError
+from slipstream.core.models.reply_ends import ReplyEnds
 from slipstream.core.settings.sections import SamplingSection
 from slipstream.core.template_values import read_values
 from slipstream.core.types import (
+    WITHOUT_END,
     Failure,
     GroupId,
     Purpose,
@@ -66,7 +69,10 @@ class Play:
         services: EpisodeServices,
         counters: EpochCounters,
     ) -> None:
-        self.identity, self.lease, self.member, self.attempt = identity, lease, member, attempt
+        self.identity = identity
+        self.lease = lease.ended_at(services.model.renderer.ends)
+        self.member = member
+        self.attempt = attempt
         # The name of the episode for its environment; unique in the run.
         self.key = f"{lease.group_id}.{member}.{attempt}.{identity.server_epoch:x}"
         self.services, self.model = services, services.model
@@ -113,12 +119,23 @@ class Play:
         finally:
             recording.generation_s += time.monotonic() - started_s
         recording.add_generation(generation)
-        self.counters.sampled(len(generation.token_ids))
+        self.count(generation)
         if self._is_cancelled:
             raise Cancelled
         if generation.finish_reason in (FinishReason.CANCELLED, FinishReason.FAILED):
             raise GenerationFailed(f"the engine abandoned the request: {generation.finish_reason}")
         return generation
+
+    def count(self, generation: Generation) -> None:
+        """Counts the tokens of a reply, and a reply that stopped at none of its ends."""
+        self.counters.sampled(len(generation.token_ids))
+        if generation.finish_reason is not FinishReason.STOP or generation.stop_text:
+            return
+        sampling = self.lease.sampling
+        model_ends = () if sampling.ignore_eos else self.model.renderer.ends.model
+        last_token = set(generation.token_ids[-1:].tolist())
+        if last_token.isdisjoint((*model_ends, *sampling.stop_token_ids)):
+            self.recording.counts[WITHOUT_END] += 1
 
     def give(self, tokens: Sequence[int]) -> None:
         """Records a reply that the environment gave in place of the model.
@@ -255,6 +272,18 @@ class Lease:
     template_values: str = ""
     # The whole prompt of an episode without an environment; () if the environment gives it.
     prompt: tuple[int, ...] = ()
+
+    def ended_at(self, ends: ReplyEnds) -> Lease:
+        """Returns the lease whose replies also end at the chat template's end.
+
+        A client that gives the whole prompt states the ends itself, and `ignore_eos` leaves all
+        ends but the stated ones out.
+        """
+        if self.prompt or self.sampling.ignore_eos:
+            return self
+        token_ids = dict.fromkeys((*self.sampling.stop_token_ids, *ends.template))
+        sampling = dataclasses.replace(self.sampling, stop_token_ids=tuple(token_ids))
+        return dataclasses.replace(self, sampling=sampling)
 
     @classmethod
     def from_pb(cls, message: fleet_pb2.Lease, defaults: SamplingSection) -> Lease:

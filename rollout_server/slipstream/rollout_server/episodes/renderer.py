@@ -20,6 +20,12 @@ import psutil
 from pydantic import JsonValue
 from slipstream.core.configuration.config_file import vocabulary_size
 from slipstream.core.errors import ConfigError, did_you_mean, near_names
+from slipstream.core.models.reply_ends import (
+    NO_ENDS,
+    ReplyEnds,
+    end_of_reply,
+    leading_tokens,
+)
 from slipstream.core.models.thoughts import begins_thoughts, marks_thoughts, split_thoughts
 from slipstream.core.models.vision import ImageTokens, PlacedImage
 from slipstream.core.template_values import OWNED, read_template
@@ -63,11 +69,13 @@ class Renderer:
         template: Path | None = None,
         values: Mapping[str, JsonValue] = MappingProxyType({}),
         images: ImageTokens | None = None,
+        ends: ReplyEnds = NO_ENDS,
     ) -> None:
         """Loads the tokenizer. Raises ConfigError if its chat template is missing or does not work.
 
         `template` is a file that replaces the tokenizer's own template; `values` are passed to it
-        by name. `images` expands image tokens, and is None if the model sees no images.
+        by name. `images` expands image tokens, and is None if the model sees no images. `ends` are
+        those of replies in the run.
         """
         from transformers import AutoTokenizer
 
@@ -80,6 +88,7 @@ class Renderer:
         self._vocabulary = vocabulary_size(folder)
         self._values = dict(values)
         self.images = images
+        self.ends = ends
         if template is not None:
             self._tokenizer.chat_template = read_template(template)
         if not self._tokenizer.chat_template:
@@ -109,17 +118,18 @@ class Renderer:
             raise ConfigError(f"{where} fails: {error}") from error
         if cause := self.unread(self._values):
             raise ConfigError(f"rollout_server.{cause}")
-        # What the template writes first behind a reply, where that is a special token.
-        self._ends: list[str] = []
+        # The special token that the template writes first behind a reply, if any.
+        self._closing_marks: list[str] = []
         with contextlib.suppress(RenderingFailed):
-            self._ends = self._leading(self._tail((_ASKED, REPLY), NO_INPUTS, is_closed=True))[:1]
+            closing = self._tail((_ASKED, REPLY), NO_INPUTS, is_closed=True)
+            self._closing_marks = self._leading(closing)[:1]
 
     def asking(self, text: str, answered: Callable[[], str]) -> str:
         """Returns the text of a prompt with what begins a reply, where the template leaves it out.
 
         `answered` returns the text of the prompt's messages with `REPLY` behind them.
         """
-        if not any(map(text.rstrip().endswith, self._ends)):
+        if not any(map(text.rstrip().endswith, self._closing_marks)):
             return text
         before = answered().split(PLACEHOLDER)[-2]
         return before if before.startswith(text) else text
@@ -226,18 +236,16 @@ class Renderer:
                 f"the reply {text[:_SHOWN]!r} holds {held}, which the chat template writes at its "
                 "end: leave it out"
             )
-        ends, tail = self._leading(closing), closing
-        if len(ends) != 1:
-            follow = following or (_ASKED,)
-            before = self._tail((*messages, REPLY, *follow), inputs, is_closed=True)
-            if ends:
-                # Several tokens end a reply if they do so everywhere, else the first one does.
-                ends = ends if self._leading(before)[: len(ends)] == ends else ends[:1]
-            else:
-                ends, tail = self._leading(before)[:1], before
-        if ends:
+
+        def followed() -> str:
+            return self._tail((*messages, REPLY, *(following or (_ASKED,))), inputs, is_closed=True)
+
+        end_marks = end_of_reply(closing, followed, self.added.values())
+        end_marks = self._up_to_an_end(end_marks)
+        if end_marks:
+            tail = closing if self._leading(closing) else followed()
             space = tail[: len(tail) - len(tail.lstrip())]
-            return list(self._tokenise(said + space + "".join(ends)))
+            return list(self._tokenise(said + space + "".join(end_marks)))
         tokens, last = list(self._tokenise(said)), self._tokenizer.eos_token_id
         if following and following[0].role == "tool":
             if tokens[-1] in self.added:
@@ -249,12 +257,15 @@ class Renderer:
         return tokens if last is None else [*tokens, last]
 
     def _leading(self, text: str) -> list[str]:
-        """Returns the special tokens side by side with which `text` begins behind white space."""
-        found, text = [], text.lstrip()
-        while token := max(filter(text.startswith, self.added.values()), key=len, default=""):
-            found.append(token)
-            text = text.removeprefix(token)
-        return found
+        return leading_tokens(text, self.added.values())
+
+    def _up_to_an_end(self, marks: list[str]) -> list[str]:
+        """Returns `marks` up to the first at which sampling ends a reply, or all of them."""
+        end_texts = [self.added.get(token_id) for token_id in self.ends.token_ids]
+        for number, mark in enumerate(marks, start=1):
+            if mark in end_texts:
+                return marks[:number]
+        return marks
 
     def with_images(
         self, tokens: list[int], messages: Sequence[ChatMessage]

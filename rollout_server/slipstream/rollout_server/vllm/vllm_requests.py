@@ -92,6 +92,7 @@ class ReplyRecord:
         Raises GenerationFailed if tokens or log-probabilities are missing.
         """
         (completion,) = last.outputs
+        stop_reason = completion.stop_reason
         spans = []
         for span in completion.weight_versions or ():
             incarnation, _, step = span.version.partition(":")
@@ -111,6 +112,8 @@ class ReplyRecord:
             cached_tokens=last.num_cached_tokens or 0,
             expert_ids=completion.routed_experts,
             prompt_logprobs=None if last.prompt_logprobs is None else _scores(last),
+            # A stop token has its id there.
+            stop_text=stop_reason if isinstance(stop_reason, str) else "",
         )
 
 

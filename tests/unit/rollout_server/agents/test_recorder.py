@@ -15,6 +15,7 @@ from slipstream.rollout_server.agents.recorder import (
 )
 from slipstream.rollout_server.agents.request_rules import Refusal, ServedCall
 from slipstream.rollout_server.engine_interface import (
+    Generation,
     GenerationFailed,
     Sampling,
     TextOptions,
@@ -35,7 +36,11 @@ class Calls:
         self.engine.version = PolicyVersion(0, 1)
         self.engine.running.set()
         self.told: list[int] = []
-        self.recorder = Recorder(self.engine, "e", sampling, sampled=self.told.append)
+
+        def sampled(generation: Generation) -> None:
+            self.told.append(len(generation.token_ids))
+
+        self.recorder = Recorder(self.engine, "e", sampling, sampled=sampled)
         self.number = 0
 
     def open(self, path: str = CHAT_PATH) -> ServedCall:

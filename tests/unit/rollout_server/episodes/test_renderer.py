@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.errors import ConfigError
+from slipstream.core.models.reply_ends import ReplyEnds
 from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.rollout_server.chat import (
     REPLY,
@@ -412,6 +413,25 @@ def test_a_given_reply_ends_as_what_follows_it_ends_it(tmp_path: Path) -> None:
     # The end is not said twice.
     between = renderer.continuation([user("a"), REPLY], [result], said[-1])
     assert renderer.decode_all(between) == "\n7<|assistant|>\n"
+
+
+@pytest.mark.parametrize(
+    ("model_end", "trained_end"),
+    [
+        ("<|end|>", "<|end|>"),
+        ("<|return|>", "<|end|><|return|>"),
+        ("<|im_end|>", "<|end|><|return|>"),
+    ],
+)
+def test_a_given_reply_has_no_mark_behind_the_first_at_which_sampling_ends(
+    tmp_path: Path, model_end: str, trained_end: str
+) -> None:
+    reply, prompt, _ = GIVEN["two ends side by side"]
+    renderer = given_renderer(tmp_path, reply, prompt)
+    token_ids = {text: token_id for token_id, text in renderer.added.items()}
+    renderer.ends = ReplyEnds(model=(token_ids[model_end],))
+    tokens = renderer.reply("b", [user("a")])
+    assert renderer.decode_all(tokens) == f"b{trained_end}"
 
 
 def test_a_reply_before_a_result_needs_an_end_where_the_template_writes_none(tmp_path) -> None:

@@ -8,7 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pydantic import JsonValue
-from slipstream.core.types import DROPPED_METRICS, IGNORED, Purpose, Status, Trajectory
+from slipstream.core.types import (
+    DROPPED_METRICS,
+    IGNORED,
+    WITHOUT_END,
+    Purpose,
+    Status,
+    Trajectory,
+)
 from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.tasks import EnvironmentEntry
@@ -49,6 +56,14 @@ class Feed:
             if entry.is_news(DROPPED_METRICS):
                 what = "16 are kept, each by the first 40 characters of its name"
                 self._warn(entry, f"{left_out} metrics of an episode are left out: {what}")
+        if without_end := int(metrics.get(WITHOUT_END, 0.0)):
+            counts[WITHOUT_END] += without_end
+            if entry.is_news(WITHOUT_END):
+                self._warn(
+                    entry,
+                    f"{without_end} replies of an episode stopped at none of the ends that the "
+                    "run told at its start: the engine has an end of its own, which exports lack",
+                )
         told = entry.told.setdefault("ignored", set())
         ignored = {n.removeprefix(IGNORED) for n in metrics if n.startswith(IGNORED)} - told
         if ignored:

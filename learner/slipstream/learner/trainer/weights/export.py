@@ -5,24 +5,22 @@ import itertools
 import json
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from pydantic import JsonValue
 from safetensors import safe_open
 from slipstream.core.machine.files import sync_folder
 from slipstream.core.models.model_files import held_tensors, is_further
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
-from slipstream.core.template_values import read_template
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, write_safetensors
 from slipstream.learner.trainer.model.model import Part
 from slipstream.learner.trainer.model.model_part import LayerBeside
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_type, peft_name
+from slipstream.learner.trainer.weights.run_chat import RunChat
 from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, write_export_manifest
 from torch import Tensor
 
@@ -38,42 +36,6 @@ _COPIES = {
     ".embed_tokens.weight": "model.embed_tokens.weight",
     ".shared_head.head.weight": "lm_head.weight",
 }
-_VALUES = """
-
-## Chat template
-
-The model was trained with values of its chat template that a program must pass too
-(`chat_template_kwargs`): `{}`
-"""
-
-
-class RunChat(NamedTuple):
-    """A run's own chat template, "" for the model's, and the values that the run passes to it."""
-
-    template: str = ""
-    values: Mapping[str, JsonValue] = MappingProxyType({})
-
-    @classmethod
-    def of(cls, config: Config) -> "RunChat":
-        """Returns the settings of a run; raises ConfigError if the template cannot be read."""
-        server = config.rollout_server
-        text = read_template(server.chat_template) if server.chat_template else ""
-        return cls(text, server.chat_template_kwargs)
-
-    def write(self, folder: Path) -> None:
-        """Writes the template into a model's folder in place of the model's, and the values."""
-        if self.template:
-            (folder / "chat_template.jinja").write_text(self.template, encoding="utf-8")
-            (folder / "chat_template.json").unlink(missing_ok=True)
-            shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
-            for name in ("tokenizer_config.json", "processor_config.json"):
-                path = folder / name
-                settings = json.loads(path.read_bytes()) if path.is_file() else {}
-                if settings.pop("chat_template", None) is not None:
-                    path.write_text(json.dumps(settings, indent=2))
-        if self.values:
-            with (folder / "README.md").open("a", encoding="utf-8") as readme:
-                readme.write(_VALUES.format(json.dumps(dict(self.values))))
 
 
 @torch.no_grad()
@@ -151,7 +113,7 @@ def _adapted_experts(policy: Policy) -> list[str]:
 def save_hf_folder(policy: Policy, source: Path, target: Path, chat: RunChat) -> None:
     """Writes the weights into `target`, with configuration and tokenizer of `source`; collective.
 
-    `chat` takes the place of the chat template of `source`.
+    `chat` takes the place of the chat template and the ends of replies of `source`.
     `target` appears only once it is complete; an existing `target` is replaced. Raises
     CheckpointError as `DiskWork.wait` does.
     """
@@ -287,7 +249,7 @@ class HfFolderWriter:
         self._total_bytes = 0
 
     def begin(self, source: Path, chat: RunChat) -> None:
-        """Creates or replaces the folder: `source` without weights, with `chat`'s template."""
+        """Creates or replaces the folder: `source` without weights, with what `chat` writes."""
         if self._folder.exists():
             shutil.rmtree(self._folder)
         with self._removed_on_failure():

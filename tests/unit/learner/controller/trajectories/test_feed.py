@@ -84,6 +84,15 @@ def test_metrics_that_are_left_out_are_told_with_their_number() -> None:
     assert scene.feed.summary() == {"e": {"episodes": 2, "dropped_metrics": 6}}
 
 
+def test_replies_that_stopped_at_no_end_are_told_once_with_their_number() -> None:
+    scene = Scene()
+    for _ in range(2):
+        scene.note(replies_without_end=3.0)
+    (told,) = scene.told
+    assert told.startswith("environment e: 3 replies of an episode stopped at none of the ends")
+    assert scene.feed.summary() == {"e": {"episodes": 2, "replies_without_end": 6}}
+
+
 def test_tasks_of_an_environment_that_never_began_an_episode_are_counted() -> None:
     scene = Scene()
     assert scene.feed.summary() == {}

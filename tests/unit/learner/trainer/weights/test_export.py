@@ -14,10 +14,10 @@ from slipstream.core.run_folder import EXPORT_MANIFEST
 from slipstream.learner.trainer.weights import export
 from slipstream.learner.trainer.weights.export import (
     HfFolderWriter,
-    RunChat,
     save_adapters,
     write_adapter,
 )
+from slipstream.learner.trainer.weights.run_chat import RunChat
 from support.fakes.chat_models import make_chat_tokenizer
 from support.fakes.small_configs import small_config
 from support.ranks.thread_ranks import run_ranks
@@ -253,11 +253,13 @@ def test_a_read_only_model_s_export_can_be_written(tmp_path: Path) -> None:
 
 
 def test_a_template_that_cannot_be_read_is_named_before_training(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     server = {"chat_template": str(tmp_path / "no.jinja"), "chat_template_kwargs": {"a": 1}}
+    config = small_config(model={"path": str(tmp_path)}, rollout_server=server)
     with pytest.raises(ConfigError, match="rollout_server.chat_template: .*no.jinja"):
-        RunChat.of(small_config(rollout_server=server))
+        RunChat.of(config)
     (tmp_path / "no.jinja").write_text("a")
-    assert RunChat.of(small_config(rollout_server=server)) == RunChat("a", {"a": 1})
+    assert RunChat.of(config) == RunChat("a", {"a": 1})
 
 
 def adapter_settings(folder: Path, model_type: str, *matrices: str) -> dict[str, object]:
