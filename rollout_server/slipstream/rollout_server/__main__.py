@@ -72,7 +72,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 async def _serve(config: Config, options: argparse.Namespace) -> int:
-    from slipstream.core.models.reply_ends import find_reply_ends
+    from slipstream.core.configuration.reply_ends import find_reply_ends
     from slipstream.core.models.vision import image_tokens
     from slipstream.rollout_server.episodes.play import Model
     from slipstream.rollout_server.episodes.renderer import Renderer

@@ -8,7 +8,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import httpx2
-from slipstream.core.models.reply_ends import find_reply_ends
+from slipstream.core.configuration.reply_ends import find_reply_ends
 from slipstream.core.models.vision import image_tokens
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import RolloutServerSection

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from slipstream.core.models.reply_ends import ReplyEnds
+from slipstream.core.configuration.reply_ends import ReplyEnds
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, Trajectory
 from slipstream.learner.trainer.tiny_model import make_tokenizer

@@ -46,7 +46,7 @@ TAIL_BYTES = 65536
 FUNCTIONS_CHECK = "slipstream.learner.algorithms.check"
 MEGATRON_CHECK = "slipstream.learner.trainer.check"
 ENGINE_CHECK = "slipstream.rollout_server.check"
-REPLY_ENDS = "slipstream.core.models.reply_ends"
+REPLY_ENDS = "slipstream.core.configuration.reply_ends"
 # Limit of a check by another program, most of it for imports on a busy machine.
 SETTINGS_LIMIT_S = 300.0
 # Seconds beyond an environment's own limits in which its worker starts and says where it hangs.

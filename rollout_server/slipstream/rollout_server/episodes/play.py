@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
+from slipstream.core.configuration.reply_ends import ReplyEnds
 from slipstream.core.errors import ProtocolError
-from slipstream.core.models.reply_ends import ReplyEnds
 from slipstream.core.settings.sections import SamplingSection
 from slipstream.core.template_values import read_values
 from slipstream.core.types import (

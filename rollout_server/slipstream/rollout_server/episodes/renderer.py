@@ -19,13 +19,13 @@ import numpy as np
 import psutil
 from pydantic import JsonValue
 from slipstream.core.configuration.config_file import vocabulary_size
-from slipstream.core.errors import ConfigError, did_you_mean, near_names
-from slipstream.core.models.reply_ends import (
+from slipstream.core.configuration.reply_ends import (
     NO_ENDS,
     ReplyEnds,
     end_of_reply,
     leading_tokens,
 )
+from slipstream.core.errors import ConfigError, did_you_mean, near_names
 from slipstream.core.models.thoughts import begins_thoughts, marks_thoughts, split_thoughts
 from slipstream.core.models.vision import ImageTokens, PlacedImage
 from slipstream.core.template_values import OWNED, read_template

@@ -3,8 +3,8 @@ import resource
 from pathlib import Path
 
 import pytest
+from slipstream.core.configuration.reply_ends import ReplyEnds
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.reply_ends import ReplyEnds
 from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.rollout_server.chat import (
     REPLY,

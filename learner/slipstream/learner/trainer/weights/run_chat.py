@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic import JsonValue
+from slipstream.core.configuration.reply_ends import GENERATION_CONFIG, ReplyEnds, find_reply_ends
 from slipstream.core.models.model_sizes import read_model_table, read_table
-from slipstream.core.models.reply_ends import GENERATION_CONFIG, ReplyEnds, find_reply_ends
 from slipstream.core.settings.config import Config
 from slipstream.core.template_values import read_template
 

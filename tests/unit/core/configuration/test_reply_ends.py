@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from slipstream.core.models.reply_ends import ReplyEnds, end_of_reply, find_reply_ends
+from slipstream.core.configuration.reply_ends import ReplyEnds, end_of_reply, find_reply_ends
 from slipstream.core.settings.config import Config
 from support.fakes.chat_models import make_chat_tokenizer
 from support.fakes.small_configs import small_config

@@ -1,6 +1,6 @@
 """Finds the ends of a reply: the tokens and texts at which sampling stops, and which exports name.
 
-    python -m slipstream.core.models.reply_ends < FILE
+    python -m slipstream.core.configuration.reply_ends < FILE
 
 Prints the ends for the settings in FILE, in the line that a run shows at its start.
 """
@@ -49,7 +49,8 @@ class ReplyEnds:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys((*self.model, *self.template, *self.stated)))
+        token_ids = (*self.model, *self.template, *self.stated)
+        return tuple(dict.fromkeys(token_ids))
 
     @property
     def line(self) -> str:
@@ -59,13 +60,14 @@ class ReplyEnds:
             "the chat template": self.template,
             "sampling.stop_token_ids": self.stated,
         }
-        parts = [
-            f"{_listed([self._shown(token_id) for token_id in token_ids])} of {source}"
-            for source, token_ids in sources.items()
-            if token_ids
-        ]
+        parts: list[str] = []
+        for source, token_ids in sources.items():
+            if token_ids:
+                tokens = _listed([self._shown(token_id) for token_id in token_ids])
+                parts.append(f"{tokens} of {source}")
         if self.texts:
-            texts = _listed([json.dumps(text, ensure_ascii=False) for text in self.texts])
+            quoted = [json.dumps(text, ensure_ascii=False) for text in self.texts]
+            texts = _listed(quoted)
             remedy = "programs that serve the model must pass them as `stop`"
             parts.append(f"the texts {texts} of sampling.stop: {remedy}")
         if not parts:
@@ -81,8 +83,10 @@ NO_ENDS = ReplyEnds()
 
 
 def _listed(parts: Sequence[str]) -> str:
-    *others, last = parts
-    return f"{', '.join(others)} and {last}" if others else last
+    if len(parts) < 2:
+        return "".join(parts)
+    beginning = ", ".join(parts[:-1])
+    return f"{beginning} and {parts[-1]}"
 
 
 def find_reply_ends(config: Config) -> ReplyEnds:
@@ -111,8 +115,8 @@ def find_reply_ends(config: Config) -> ReplyEnds:
     if tokenizer.chat_template and not (config.controller.client_loop or is_harmony):
         write = _writer(tokenizer, server.chat_template_kwargs)
         ends = template_ends(write, added, with_tools=server.tool_parser is not None)
-        others = {*model, *sampling.stop_token_ids}
-        template = tuple(token_ids[-1] for token_ids in ends if not others & set(token_ids))
+        known_ends = {*model, *sampling.stop_token_ids}
+        template = tuple(token_ids[-1] for token_ids in ends if known_ends.isdisjoint(token_ids))
     if config.debug.ignore_eos:
         model = ()
         template = ()
@@ -160,7 +164,8 @@ def template_ends(
         with contextlib.suppress(TemplateFailed):
             tokens = end_of_reply(write([]), partial(write, following), added)
             ends.append(tuple(added[token] for token in tokens))
-    return [token_ids for token_ids in dict.fromkeys(ends) if token_ids]
+    different = dict.fromkeys(ends)
+    return [token_ids for token_ids in different if token_ids]
 
 
 def end_of_reply(closing: str, before: Callable[[], str], added: Collection[str]) -> list[str]:
@@ -172,20 +177,25 @@ def end_of_reply(closing: str, before: Callable[[], str], added: Collection[str]
     ends = leading_tokens(closing, added)
     if len(ends) == 1:
         return ends
-    following = leading_tokens(before(), added)
+    marks_before = leading_tokens(before(), added)
     if not ends:
-        return following[:1]
-    return ends if following[: len(ends)] == ends else ends[:1]
+        return marks_before[:1]
+    if marks_before[: len(ends)] == ends:
+        return ends
+    return ends[:1]
 
 
 def leading_tokens(text: str, added: Collection[str]) -> list[str]:
     """Returns the added tokens side by side with which `text` begins behind white space."""
     tokens: list[str] = []
     text = text.lstrip()
-    while token := max(filter(text.startswith, added), key=len, default=""):
+    while True:
+        starts = [token for token in added if token and text.startswith(token)]
+        if not starts:
+            return tokens
+        token = max(starts, key=len)
         tokens.append(token)
         text = text.removeprefix(token)
-    return tokens
 
 
 def _writer(tokenizer: Any, values: Mapping[str, Any]) -> Write:  # noqa: ANN401 - transformers'
