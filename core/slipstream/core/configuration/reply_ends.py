@@ -63,8 +63,8 @@ class ReplyEnds:
         parts: list[str] = []
         for source, token_ids in sources.items():
             if token_ids:
-                tokens = _listed([self._shown(token_id) for token_id in token_ids])
-                parts.append(f"{tokens} of {source}")
+                names = [self._shown(token_id) for token_id in token_ids]
+                parts.append(f"{_listed(names)} of {source}")
         if self.texts:
             quoted = [json.dumps(text, ensure_ascii=False) for text in self.texts]
             texts = _listed(quoted)
@@ -104,30 +104,52 @@ def find_reply_ends(config: Config) -> ReplyEnds:
         return ReplyEnds(model, stated=sampling.stop_token_ids, texts=sampling.stop)
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        str(folder),
+        local_files_only=True,
+    )
     if server.chat_template is not None:
         tokenizer.chat_template = read_template(server.chat_template)
-    added = tokenizer.get_added_vocab()
     model = model_ends(folder, tokenizer.eos_token_id)
-    template: tuple[int, ...] = ()
-    is_harmony = family_of(read_model_table(folder)).engine.is_harmony
-    # Harmony writes several messages in a reply, each with an end that is not the reply's.
-    if tokenizer.chat_template and not (config.controller.client_loop or is_harmony):
-        write = _writer(tokenizer, server.chat_template_kwargs)
-        ends = template_ends(write, added, with_tools=server.tool_parser is not None)
-        known_ends = {*model, *sampling.stop_token_ids}
-        template = tuple(token_ids[-1] for token_ids in ends if known_ends.isdisjoint(token_ids))
+    template = _ends_of_template(tokenizer, config, known={*model, *sampling.stop_token_ids})
     if config.debug.ignore_eos:
         model = ()
         template = ()
-    names = {token_id: text for text, token_id in added.items()}
+    added: dict[str, int] = tokenizer.get_added_vocab()
     return ReplyEnds(
         model=model,
-        template=tuple(dict.fromkeys(template)),
+        template=template,
         stated=sampling.stop_token_ids,
         texts=sampling.stop,
-        names=names,
+        names={token_id: text for text, token_id in added.items()},
     )
+
+
+def _ends_of_template(
+    tokenizer: Any,  # noqa: ANN401 - transformers' own
+    config: Config,
+    *,
+    known: Collection[int],
+) -> tuple[int, ...]:
+    """Returns the ends of the chat template, without ways to go on that have a `known` end."""
+    server = config.rollout_server
+    if not tokenizer.chat_template or config.controller.client_loop:
+        return ()
+    family = family_of(read_model_table(config.model.path))
+    if family.engine.is_harmony:
+        # Harmony writes several messages in a reply, each with an end that is not the reply's.
+        return ()
+    marks = template_ends(
+        _writer(tokenizer, server.chat_template_kwargs),
+        tokenizer.get_added_vocab(),
+        with_tools=server.tool_parser is not None,
+    )
+    ends: list[int] = []
+    for token_ids in marks:
+        last_token = token_ids[-1]
+        if last_token not in ends and not set(known) & set(token_ids):
+            ends.append(last_token)
+    return tuple(ends)
 
 
 def model_ends(folder: Path, eos: int | None) -> tuple[int, ...]:
@@ -138,10 +160,18 @@ def model_ends(folder: Path, eos: int | None) -> tuple[int, ...]:
     """
     path = folder / GENERATION_CONFIG
     table = read_table(path) if path.is_file() else read_model_table(folder)
-    ends = table.get("eos_token_id")
-    listed = ends if isinstance(ends, list) else [ends]
-    token_ids = [token_id for token_id in (eos, *listed) if isinstance(token_id, int)]
-    return tuple(dict.fromkeys(token_ids))
+    token_ids = dict.fromkeys(listed_ids(eos))
+    token_ids |= dict.fromkeys(listed_ids(table.get("eos_token_id")))
+    return tuple(token_ids)
+
+
+def listed_ids(eos: object) -> list[int]:
+    """Returns the token ids in a field `eos_token_id`: a number, a list of numbers, or nothing."""
+    if isinstance(eos, int):
+        return [eos]
+    if not isinstance(eos, list):
+        return []
+    return [token_id for token_id in eos if isinstance(token_id, int)]
 
 
 # Returns the text that a template writes behind a reply, closed, which these messages follow.
@@ -162,10 +192,12 @@ def template_ends(
     ends: list[tuple[int, ...]] = []
     for following in followers:
         with contextlib.suppress(TemplateFailed):
-            tokens = end_of_reply(write([]), partial(write, following), added)
-            ends.append(tuple(added[token] for token in tokens))
-    different = dict.fromkeys(ends)
-    return [token_ids for token_ids in different if token_ids]
+            closing = write([])
+            marks = end_of_reply(closing, partial(write, following), added)
+            token_ids = tuple(added[mark] for mark in marks)
+            if token_ids and token_ids not in ends:
+                ends.append(token_ids)
+    return ends
 
 
 def end_of_reply(closing: str, before: Callable[[], str], added: Collection[str]) -> list[str]:

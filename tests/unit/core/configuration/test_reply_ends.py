@@ -26,21 +26,40 @@ TWO_MARKS = "{% for m in messages %}{{ m.content }}<|eot|><|next|>{% endfor %}"
 
 def settings(folder: Path, template: str, **tables: dict[str, object]) -> Config:
     make_chat_tokenizer(folder, template, words=WORDS, end="<pad>")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": START}))
-    return small_config(model={"path": str(folder), "dtype": "float32"}, **tables)
+    model_table = {
+        "model_type": "llama",
+        "eos_token_id": START,
+    }
+    path = folder / "config.json"
+    path.write_text(json.dumps(model_table))
+    return config_of(folder, **tables)
+
+
+def config_of(folder: Path, **tables: dict[str, object]) -> Config:
+    model = {
+        "path": str(folder),
+        "dtype": "float32",
+    }
+    return small_config(model=model, **tables)
 
 
 def word(folder: Path, text: str) -> int:
     from transformers import AutoTokenizer
 
-    token_id: int = AutoTokenizer.from_pretrained(str(folder)).get_added_vocab()[text]
-    return token_id
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    token_ids: dict[str, int] = tokenizer.get_added_vocab()
+    return token_ids[text]
 
 
 def test_ends_come_from_model_template_and_settings(tmp_path: Path) -> None:
-    sampling = {"stop_token_ids": [7, 8], "stop": ["###", "a b"]}
+    sampling = {
+        "stop_token_ids": [7, 8],
+        "stop": ["###", "a b"],
+    }
     ends = find_reply_ends(settings(tmp_path, CHATML, sampling=sampling))
-    assert (ends.model, ends.template, ends.stated) == ((PAD, START), (END,), (7, 8))
+    assert ends.model == (PAD, START)
+    assert ends.template == (END,)
+    assert ends.stated == (7, 8)
     assert ends.token_ids == (PAD, START, END, 7, 8)
     assert ends.texts == ("###", "a b")
     assert ends.line == (
@@ -56,19 +75,20 @@ def test_the_generation_config_takes_the_place_of_the_model_s(tmp_path: Path) ->
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
     ends = find_reply_ends(config)
     # The template's end is among them.
-    assert (ends.model, ends.template) == ((PAD, END, 9), ())
+    assert ends.model == (PAD, END, 9)
+    assert ends.template == ()
 
 
 def test_a_template_without_an_end_ends_a_reply_where_the_next_turn_begins(tmp_path: Path) -> None:
     config = settings(tmp_path, OPEN)
     assert find_reply_ends(config).template == (word(tmp_path, "<|next|>"),)
-    # The result of a tool begins with the EOS.
-    config = settings(tmp_path, OPEN.replace("<pad>", "<|eot|>"))
-    with_tools = config.model_copy(
-        update={"rollout_server": config.rollout_server.model_copy(update={"tool_parser": "x"})}
-    )
-    marks = tuple(word(tmp_path, text) for text in ("<|next|>", "<|eot|>"))
-    assert find_reply_ends(with_tools).template == marks
+    # The mark of a tool's result is another one.
+    template = OPEN.replace("<pad>", "<|eot|>")
+    server = {"tool_parser": "hermes"}
+    config = settings(tmp_path, template, rollout_server=server)
+    next_mark = word(tmp_path, "<|next|>")
+    result_mark = word(tmp_path, "<|eot|>")
+    assert find_reply_ends(config).template == (next_mark, result_mark)
 
 
 def test_the_last_of_several_marks_ends_a_reply(tmp_path: Path) -> None:
@@ -82,11 +102,15 @@ def test_a_template_that_writes_no_reply_has_no_end(tmp_path: Path, template: st
 
 
 def test_only_stated_ends_hold_where_the_model_s_are_ignored(tmp_path: Path) -> None:
-    debug = {"ignore_eos": True}
-    config = settings(tmp_path, CHATML, debug=debug, sampling={"stop_token_ids": [7]})
+    config = settings(
+        tmp_path,
+        CHATML,
+        debug={"ignore_eos": True},
+        sampling={"stop_token_ids": [7]},
+    )
     assert find_reply_ends(config).token_ids == (7,)
-    alone = settings(tmp_path, CHATML, debug=debug)
-    assert find_reply_ends(alone).line == "replies end at their limits alone"
+    config = settings(tmp_path, CHATML, debug={"ignore_eos": True})
+    assert find_reply_ends(config).line == "replies end at their limits alone"
 
 
 def test_the_template_has_no_part_in_a_client_s_own_loop(tmp_path: Path) -> None:
@@ -98,13 +122,15 @@ def test_the_template_has_no_part_in_a_client_s_own_loop(tmp_path: Path) -> None
 
 def test_a_folder_without_a_tokenizer_has_the_model_s_ends(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
-    config = small_config(model={"path": str(tmp_path), "dtype": "float32"})
-    assert find_reply_ends(config) == ReplyEnds(model=(5,))
+    ends = find_reply_ends(config_of(tmp_path))
+    assert ends == ReplyEnds(model=(5,))
 
 
 def test_several_marks_end_a_reply_only_if_they_do_so_everywhere() -> None:
-    marks = ("<a>", "<b>")
-    assert end_of_reply("<a><b>", lambda: "<a><b>\nnext", marks) == ["<a>", "<b>"]
-    assert end_of_reply("<a><b>", lambda: "<a>\nnext", marks) == ["<a>"]
-    assert end_of_reply(" ", lambda: "\n<b><a>", marks) == ["<b>"]
-    assert end_of_reply("", lambda: "", marks) == []
+    def marks(closing: str, before: str) -> list[str]:
+        return end_of_reply(closing, lambda: before, ("<a>", "<b>"))
+
+    assert marks("<a><b>", before="<a><b>\nnext") == ["<a>", "<b>"]
+    assert marks("<a><b>", before="<a>\nnext") == ["<a>"]
+    assert marks(" ", before="\n<b><a>") == ["<b>"]
+    assert marks("", before="") == []

@@ -8,7 +8,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic import JsonValue
-from slipstream.core.configuration.reply_ends import GENERATION_CONFIG, ReplyEnds, find_reply_ends
+from slipstream.core.configuration.reply_ends import (
+    GENERATION_CONFIG,
+    ReplyEnds,
+    find_reply_ends,
+    listed_ids,
+)
 from slipstream.core.models.model_sizes import read_model_table, read_table
 from slipstream.core.settings.config import Config
 from slipstream.core.template_values import read_template
@@ -98,9 +103,7 @@ def _generation(folder: Path, ends: ReplyEnds) -> dict[str, Any] | None:
     else:
         model = read_model_table(folder)
         table = {name: model[name] for name in _FALLBACK_FIELDS if model.get(name) is not None}
-    eos = table.get("eos_token_id")
-    listed = eos if isinstance(eos, list) else [eos]
-    token_ids = [token_id for token_id in listed if isinstance(token_id, int)]
+    token_ids = listed_ids(table.get("eos_token_id"))
     missing = [token_id for token_id in ends.token_ids if token_id not in token_ids]
     if not missing:
         return None
