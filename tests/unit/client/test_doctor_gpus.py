@@ -34,10 +34,13 @@ class FakeNvml:
     def __init__(self) -> None:
         # The GPU whose memory another program holds.
         self.taken = -1
+        self.cuda_number = 13000
 
     def ask(self, name: str, *arguments: Any) -> Any:
         if name == "nvmlSystemGetDriverVersion":
             return "580.1"
+        if name == "nvmlSystemGetCudaDriverVersion_v2":
+            return self.cuda_number
         if name == "nvmlDeviceGetHandleByIndex":
             return arguments[0]
         assert name == "nvmlDeviceGetMemoryInfo"
@@ -236,3 +239,35 @@ def test_what_does_not_fit_one_machine_is_a_problem(monkeypatch: pytest.MonkeyPa
     assert "5 GPUs are needed here" in finding.seen
     wrong = fits(config_of(weights={"transport": "nccl"}), monkeypatch, 1, 1.0)["placement"]
     assert "nccl joins no two processes on one GPU" in wrong.seen
+
+
+@pytest.mark.parametrize(
+    ("torch", "runtime", "cuda_number", "is_problem"),
+    [
+        ("2.11.0+cu130", "", 13000, False),
+        ("2.11.0+cu130", "", 13020, False),
+        ("2.11.0+cu130", "", 12080, True),
+        ("2.9.0+cu128", "", 12040, False),
+        ("2.13.0", "13.0.96", 12080, True),
+        ("2.13.0", "13.0.96", 13000, False),
+        # Nothing says what this build needs, or which CUDA the driver has.
+        ("2.13.0", "", 12080, False),
+        ("2.11.0+cu130", "", 0, False),
+        ("2.13.0+cpu", "", 12080, False),
+    ],
+)
+def test_a_driver_for_an_older_cuda_than_torchs_is_a_problem(
+    torch: str, runtime: str, cuda_number: int, is_problem: bool, nvml: FakeNvml, monkeypatch
+) -> None:
+    versions = {"torch": torch, "nvidia-cuda-runtime": runtime}
+    monkeypatch.setattr(
+        machine, "installed", lambda names: {name: versions[name] for name in names}
+    )
+    nvml.cuda_number = cuda_number
+    findings = found(1)
+    assert ("CUDA" in findings) is is_problem
+    if is_problem:
+        assert findings["CUDA"].verdict is Verdict.PROBLEM
+        assert "driver 580.1 is for CUDA 12.8, and torch was built for 13.0" in (
+            findings["CUDA"].seen
+        )

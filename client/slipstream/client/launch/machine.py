@@ -122,6 +122,7 @@ def check_gpus(_: Scene) -> Iterator[Finding]:
     with asking_nvml() as ask:
         version = ask("nvmlSystemGetDriverVersion") or "of an unknown version"
         yield ok(f"{version} shows {_names(gpus)}")
+        yield from _check_driver(version, ask("nvmlSystemGetCudaDriverVersion_v2") or 0)
         for gpu in gpus:
             handle = ask("nvmlDeviceGetHandleByIndex", gpu.index)
             memory = ask("nvmlDeviceGetMemoryInfo", handle)
@@ -143,6 +144,33 @@ def check_gpus(_: Scene) -> Iterator[Finding]:
         tested = ", ".join(f"{name}={value}" for name, value in NCCL_ENVIRONMENT.items())
         remedy = f"tested with {tested}, which is set where nothing is; set yours on every host "
         yield advice(", ".join(others), f"{remedy}alike", area="nccl settings")
+
+
+def _check_driver(version: str, cuda_number: int) -> Iterator[Finding]:
+    """Yields a problem if the driver is for an older CUDA than torch's build.
+
+    `cuda_number` is the newest CUDA of the driver as NVML gives it, such as 12080 for 12.8, or 0.
+    """
+    built_for = cuda_of_torch()
+    cuda_major = cuda_number // 1000
+    if not (cuda_number and built_for) or cuda_major >= int(built_for.partition(".")[0]):
+        return
+    minor = cuda_number % 1000 // 10
+    yield problem(
+        f"driver {version} is for CUDA {cuda_major}.{minor}, and torch was built for {built_for}: "
+        "it would find no GPU",
+        "install a newer driver, 580 or newer for CUDA 13, or NVIDIA's cuda-compat package",
+        area="CUDA",
+    )
+
+
+def cuda_of_torch() -> str:
+    """Returns the CUDA version that the installed torch needs, or "" if it is not known."""
+    packages = installed(["torch", "nvidia-cuda-runtime"])
+    _, _, build = packages.get("torch", "").partition("+cu")
+    if build:
+        return f"{build[:-1]}.{build[-1]}"
+    return ".".join(packages.get("nvidia-cuda-runtime", "").split(".")[:2])
 
 
 def check_build(_: Scene) -> Finding | None:

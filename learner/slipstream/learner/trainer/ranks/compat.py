@@ -74,6 +74,7 @@ def install() -> Megatron:
 
 
 def _install() -> Megatron:
+    cpu.refuse_unused_gpus()
     cpu.install()
     # megatron.core decides at import whether TransformerEngine is installed: import it before the
     # stub exists.

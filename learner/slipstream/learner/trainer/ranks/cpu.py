@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.util
 import logging
+import os
 import sys
 import types
 import typing
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import typing_extensions
+from slipstream.core.errors import RunFailed
+from slipstream.core.machine.gpus import list_gpus, visible_ids
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
@@ -94,6 +97,22 @@ def install() -> None:
     # Deterministic sums over duplicate indices make the same batches give the same bits.
     torch.use_deterministic_algorithms(True)
     substitute(torch.utils.deterministic, {"fill_uninitialized_memory": False})
+
+
+def refuse_unused_gpus() -> None:
+    """Raises RunFailed if torch was built for GPUs and cannot use those that the driver shows.
+
+    Such a rank would train on the CPU without a word.
+    """
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return
+    names = visible_ids(os.environ, list_gpus())
+    if names:
+        raise RunFailed(
+            f"the driver shows GPU {', '.join(names)}, but torch {torch.__version__} for CUDA "
+            f"{torch.version.cuda} can use none: the driver may be for an older CUDA (`slipstream "
+            'doctor` compares them); to train on the CPU, set CUDA_VISIBLE_DEVICES=""'
+        )
 
 
 def hide_transformer_engine() -> None:

@@ -4,9 +4,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from slipstream.core.errors import ConfigError
+import torch
+from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.machine.description import installed
-from slipstream.learner.trainer.ranks import compat
+from slipstream.core.machine.gpus import Gpu
+from slipstream.learner.trainer.ranks import compat, cpu
 from slipstream.learner.trainer.ranks.cpu import substitute
 from slipstream.learner.trainer.ranks.parallel import Launch
 
@@ -63,3 +65,18 @@ def test_a_config_that_cannot_be_used_is_named_by_its_path(tmp_path: Path) -> No
 def test_code_of_a_models_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"is never run, got {tmp_path}"):
         compat._read_config(str(tmp_path), trust_remote_code=True)
+
+
+def test_a_rank_that_cannot_use_the_drivers_gpus_does_not_train_on_the_cpu(monkeypatch) -> None:
+    gpus = (Gpu(0, "GPU-0aaa", "NVIDIA H100", 1 << 30), Gpu(1, "GPU-1aaa", "NVIDIA H100", 1 << 30))
+    monkeypatch.setattr(cpu, "list_gpus", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(RunFailed, match="shows GPU 0, 1, but torch .* for CUDA 13.0 can use none"):
+        cpu.refuse_unused_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cpu.refuse_unused_gpus()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    cpu.refuse_unused_gpus()
