@@ -143,9 +143,25 @@ def bare(text: str) -> str:
     """Returns `text` as `plain` does, without what surrounds an answer, in single spaces."""
     text = _unpacked(" ".join(plain(text).split()))
     for _ in range(_MAX_WRAPPERS):
-        if (found := _WRAPPERS.fullmatch(text)) is not None:
-            text = next(group for group in found.groups() if group is not None).strip()
+        wrapped = _WRAPPERS.fullmatch(text)
+        if wrapped is None:
+            break
+        content = next(group for group in wrapped.groups() if group is not None)
+        # Of \mathbf{i} + \mathbf{j} no command surrounds the whole.
+        if text[0] == "\\" and not _is_balanced(content):
+            break
+        text = content.strip()
     return text
+
+
+def _is_balanced(text: str) -> bool:
+    """Whether each brace that closes in a text was opened in it, and the other way round."""
+    depth = 0
+    for character in text:
+        depth += (character == "{") - (character == "}")
+        if depth < 0:
+            return False
+    return depth == 0
 
 
 def numbers(text: str) -> list[str]:

@@ -33,6 +33,8 @@ _IS_CORRECT = re.compile(
     r"|choice|option|solution|valid)\b"
 )
 _IS_WRONG = re.compile(
+    r"(?i:\b(?:eliminat\w*|rul\w+ out|exclud\w+|reject\w*|discard\w*))"
+    r" [A-J](?:\W{1,3}(?:(?:and|or) )?[A-J])*(?![\w'])|"
     r"(?:\b[A-J]\W{1,3}(?:(?:and|or|&)\s+)?)+[A-J]\s+(?i:(?:are|is|can|cannot|do|all|both)\b[^,;.]*"
     r"(?:not|n't|wrong|incorrect|false|fail|out)\b)|\b(?:[A-J] and )?[A-J] (?i:fails?)\b|"
     r"(?i:\b(?:not|isn't|never|(?:everything|all|anything|any) (?:but|except(?: for)?)|except"
@@ -47,7 +49,7 @@ _CHANGED = re.compile(
     re.IGNORECASE,
 )
 _NEGATION = re.compile(
-    r"\b(?:would|do|does|did|could|can|should) ?n[o']t\b|\bcannot\b|\bnot\b", re.IGNORECASE
+    r"\b(?:would|do|does|did|could|can|should) ?n[o']t\b|\bcan(?:not|'t)\b|\bnot\b", re.IGNORECASE
 )
 
 

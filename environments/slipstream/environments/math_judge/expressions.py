@@ -23,6 +23,8 @@ _APART = 1e-3
 _UNREAD = re.compile(r"\\equiv\b|\\[pb]mod\b|≡|\\triangle\b|\\angle\b|\\overline\b|\\parallel\b")
 _GOES_ON = re.compile(r"\\[lcd]?dots\b|\\dots[cbmio]\b|…|\.\.\.")
 _BASE = re.compile(r"[0-9A-Fa-f]+_\{?(?:\\text\{\w+\}|\w+)\}?")
+# The name of what an equation defines: y = ..., f(x) = ...
+_DEFINED = re.compile(r"^\s*([A-Za-z]\w*)(?:\([a-z]\))?\s*=")
 _NATURAL_LOG = re.compile(r"\\log(?!\s*_)")
 
 
@@ -148,8 +150,10 @@ class Expression:
             # An equation ends in the value of what it defines.
             sides = [last_side(formula)]
         elif last_side(formula) == formula and last_side(right) != right:
-            is_defined = re.match(r"^\s*(?:[A-Za-z]\w*|[A-Za-z]\([a-z]\))\s*=", right)
-            right = last_side(right) if is_defined else right
+            right = last_side(right) if _DEFINED.match(right) else right
+        elif _define_the_same(right, formula):
+            right = last_side(right)
+            sides = [last_side(formula)]
         number = number_in(sides[0], reads_words=False)
         if number is not None:
             value = value_of(right)
@@ -165,6 +169,16 @@ class Expression:
         return result
 
 
+def _define_the_same(right: str, formula: str) -> bool:
+    """Whether two equations define one name in two ways: "v(t) = 3t" and "v = 3t"."""
+    definition = _DEFINED.match(right)
+    other_definition = _DEFINED.match(formula)
+    if definition is None or other_definition is None:
+        return False
+    return definition[1] == other_definition[1] and definition[0] != other_definition[0]
+
+
 def _compact(text: str) -> str:
     text = _GOES_ON.sub("…", as_latex(text))
-    return re.sub(r"[\s{}$]|\\text|\\mathrm", "", text)
+    text = re.sub(r"[\s$]|\\text|\\mathrm", "", text)
+    return re.sub(r"\{(\w)\}", r"\1", text)

@@ -151,6 +151,7 @@ _EQUALS = re.compile(r"(?<![<>!\\])=|\\approx|≈|\\Rightarrow|\\implies|⇒|\\r
 _WRITTEN: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\b(\d+) (?:over|out of) (\d+)\b"), r"\1/\2"),
     (re.compile(r"\*\*"), "^"),
+    (re.compile(r"\{\}"), ""),
     (re.compile(r"\{\s*([^{}]*?)\s*\\over\b\s*([^{}]*?)\s*\}"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\([dt]?binom)\s*(\d)\s*(\d)"), r"\\\1{\2}{\3}"),
     (re.compile(r"\\left\b\s*|\\right\b\s*|\\bigg?[lr]?\b\s*|\\displaystyle\b\s*"), ""),

@@ -90,7 +90,7 @@ def _read(case: Case) -> tuple[str, RightAnswer]:
 def judge(answer: str, reply: str, question: str = "") -> Verdict:
     """Returns the verdict on a reply, whose thoughts are cut, to a question, "" if not known."""
     _, right = _read(Case(readable(answer), question, answer, reply))
-    statement = final_statement(reply)
+    statement = final_statement(reply, keeps_factorial="!" in answer)
     longest = MAX_PHRASE_CHARACTERS + 2 * len(answer)
     for whole_phrase in statement.phrases[:MAX_PHRASES]:
         phrase = whole_phrase[-longest:]

@@ -104,7 +104,7 @@ def number_in(
     text = re.sub(r"^\{?\s*(-?\d+)\s*\\over\s*(\d+)\s*\}?$", r"\1/\2", text)
     text = _SHORT_FRACTION.sub(r"\\\1{\2}{\3}", text)
     text = _HALF_SHORT_FRACTION.sub(r"\\\1{\2\4}{\3\5}", text)
-    text = re.sub(r"^[({]+(-?[^(){}]*)[)}]+$", r"\1", text).strip()
+    text = re.sub(r"^[({]+(-?[^(){},]*)[)}]+$", r"\1", text).strip()
     text = re.sub(r"^-\s+(?=\d)", "-", text)
     if (decimal := _DECIMAL.fullmatch(text)) is not None:
         sign, digits, percent = decimal.groups()

@@ -7,6 +7,9 @@ from slipstream.environments.answers import bare
 # Asides: a value that the answer is not, or a reason.
 _ASIDE = re.compile(
     r"\s*\((?:or|i\.?e\.?|that is|which is|equivalently|about|approximately|roughly)\b[^()]*\)"
+    r"|,? as (?:desired|required|claimed|expected|needed|wanted|stated)\b.*$"
+    r"|,? which (?:matches|corresponds to|is (?:option|choice|answer)|agrees with)\b.*$"
+    r"|\s*\((?:check|verification|note|proof)\b[^()]*\)"
     r"|(?<!\s),?\s*+不是[^.]*$"
     r"|(?<!\s),?\s*+\bnot\b[^.]*?\bbut\b"
     r"|(?<!\s)(?<!\bis)(?<!\bare)(?<!\bwas)(?<!\bbe)(?<!\bdo)(?<!\bdoes)(?<!\bdid)(?<!\bcan)"
@@ -14,6 +17,12 @@ _ASIDE = re.compile(
     r"|(?<!\s),?\s++\(?(?:(?:and |but )?(?:rather than|instead of)|because|since|whereas"
     r"|(?:even )?though|although|as (?:it|this|that|they|we|\w+ is|\w+ are)(?:'s)?)\b.*$",
     re.DOTALL | re.IGNORECASE,
+)
+# Words behind an answer: 7 is the answer.
+_TAIL = re.compile(
+    r"\s+(?:is|are|was|must be|should be) (?:therefore |thus )?(?:the|our|my|your)"
+    r" (?:final |correct |right |required )*(?:answers?|solutions?|results?|values?)\W*$",
+    re.IGNORECASE,
 )
 # Words before an answer.
 _LEAD = re.compile(
@@ -56,6 +65,7 @@ _BOUND = re.compile(
     r"|between|maybe|perhaps|possibly|probably not|never|cannot|(?:could|might|may) (?:also )?be"
     r"|(?:min|max)imum of|anything but|no (?:more|less|fewer) than|exceeds?"
     r"|nicht|no es|pas|não|не)\b|不[是为]"
+    r"|\bis (?:wrong|incorrect|false)\b"
     r"|n't (?=[-\d])|(?<!\d )\b(?:over|under|up to|nearly|almost) -?[\d.,%]+\Z|\d\+\s*\Z"
     r"|\d or (?:more|less|fewer|so)\b|\d (?:or )?(?:below|above)\b|\b(?:below|above) -?\d",
     re.IGNORECASE,
@@ -68,7 +78,7 @@ _OR = re.compile(
 
 def core(phrase: str) -> str:
     """Returns a phrase without asides, words before the answer and marks around it."""
-    text = phrase
+    text = _TAIL.sub("", phrase)
     for _ in range(2):
         shorter = _ASIDE.sub("", text).strip()
         # An aside alone stays, and makes the phrase no answer.

@@ -7,6 +7,7 @@ from slipstream.environments.answers import TAGGED, boxed, packed_answer, plain
 
 # Punctuation of the sentence that stands inside a formula: \[\frac{3}{4}.\]
 _INNER_STOP = re.compile(r"(?<!\\)[.,;:]++\s*(?=\\\]|\\\)|\$\$)|(?<![\\.])[.,;](?=\$(?!\d))")
+_FACTORIAL = re.compile(r"([\d)}])!(?=\s|$)")
 _DISPLAY = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$", re.DOTALL)
 _ENVIRONMENT = re.compile(r"\\begin\{(\w+\*?)\}.*?\\end\{\1\}", re.DOTALL)
 # Space of LaTeX between a number and its unit, and the commands around words.
@@ -80,6 +81,7 @@ def readable(text: str) -> str:
 
     A formula loses the full stop inside it, and a unit in LaTeX becomes its letters.
     """
+    text = re.sub(r"\\(?:display|text)style\b\s*", "", text)
     text = _UNIT_SPACE.sub(" ", _JOINING_WORD.sub(r" \1 ", text))
     text = plain(text)
     for form in (_DISPLAY, _ENVIRONMENT):
@@ -94,9 +96,14 @@ def without_words_commands(text: str) -> str:
     return text
 
 
-def final_statement(reply: str) -> Statement:
-    """Returns what a reply states last. A statement that is taken back does not count."""
+def final_statement(reply: str, *, keeps_factorial: bool = False) -> Statement:
+    """Returns what a reply states last. A statement that is taken back does not count.
+
+    "The answer is 7!" states 7, and 7! if `keeps_factorial`.
+    """
     text = readable(reply)
+    if keeps_factorial:
+        text = _FACTORIAL.sub(r"\1!{}", text)
     phrases, rest = _marked(text)
     taken_back = None if phrases is None else _TAKEN_BACK.search(rest)
     if taken_back is not None:

@@ -250,6 +250,7 @@ def _exact(name: str) -> Unit | None:
 def plain_unit(text: str) -> str:
     r"""Returns a text in which units are letters: "\text{ cm}^{2}" is " cm^2"."""
     text = text.replace("$", "")
+    text = re.sub(r"\^\s*\{\s*(-?\d)\s*\}", r"^\1", text)
     text = re.sub(r"\\(?:text|mathrm|mbox|operatorname|textrm|mathit)\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\{?\\rm\b\s*|\\(?:,|;|:|!| )|~", " ", text)
     text = re.sub(r"(?<!\d)\s*\^\s*\{?\s*\\circ\s*\}?|\\degree\b", "°", text)
