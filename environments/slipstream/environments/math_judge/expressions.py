@@ -69,19 +69,21 @@ def value_of(formula: str) -> Fraction | None:
         expression = parsed(in_radians(last_side(formula)))
         if expression is None or getattr(expression, "free_symbols", None):
             return None
-        expression = expression.doit()
-        if getattr(expression, "is_Rational", False):
-            return Fraction(int(expression.p), int(expression.q))
+        exact = _fraction(expression.doit())
+        if exact is not None:
+            return exact
         number = expression.evalf(30)
     except (AttributeError, TypeError, ValueError, ArithmeticError):
         return None
-    if not getattr(number, "is_Float", False):
-        return Fraction(int(number.p), int(number.q)) if _is_rational(number) else None
-    return Fraction(str(number))
+    if getattr(number, "is_Float", False):
+        return Fraction(str(number))
+    return _fraction(number)
 
 
-def _is_rational(number: Any) -> bool:  # noqa: ANN401
-    return bool(getattr(number, "is_Rational", False))
+def _fraction(number: Any) -> Fraction | None:  # noqa: ANN401
+    if not getattr(number, "is_Rational", False):
+        return None
+    return Fraction(int(number.p), int(number.q))
 
 
 def same_expression(right: str, formula: str) -> bool | None:
@@ -105,11 +107,16 @@ def same_expression(right: str, formula: str) -> bool | None:
 
 def _is_near(one: Any, other: Any) -> bool:  # noqa: ANN401
     """Whether two numbers differ by a small part of their size: math-verify rounds to 6 places."""
-    sizes = [value.evalf(15) for value in (one, other) if getattr(value, "is_number", False)]
-    if len(sizes) < 2 or sizes[0] == sizes[1]:
+    for value in (one, other):
+        if not getattr(value, "is_number", False):
+            return True
+    size = one.evalf(15)
+    other_size = other.evalf(15)
+    if size == other_size:
         return True
-    largest = max(map(abs, sizes))
-    return bool(abs(sizes[0] - sizes[1]) <= _APART * largest)
+    difference = abs(size - other_size)
+    largest = max(abs(size), abs(other_size))
+    return bool(difference <= _APART * largest)
 
 
 class Expression:
@@ -125,48 +132,57 @@ class Expression:
         text = core(phrase)
         if names_several(text):
             return False
-        if _compact(text) == self._compact:
-            return True
         formula = last_formula(phrase)
-        if phrase.rstrip("$ .").endswith("!") and formula and not formula.endswith("!"):
+        is_factorial = phrase.rstrip("$ .").endswith("!")
+        if is_factorial and formula and not formula.endswith("!"):
             formula += "!"
-        if _compact(formula) == self._compact:
+        if self._compact in (_compact(text), _compact(formula)):
             return True
-        if self._is_text or not formula:
-            return False if formula else None
-        if is_bound(text, self._text):
+        if not formula:
+            return None
+        if self._is_text or is_bound(text, self._text):
             return False
         if _BASE.fullmatch(formula):
             return False
         right = self._text
-        if has_degrees(right) or ("\\pi" in right and has_degrees(phrase)):
+        is_angle = "\\pi" in right and has_degrees(phrase)
+        if has_degrees(right) or is_angle:
             right = in_radians(right)
             formula = last_formula(in_radians(phrase))
-        return self._same(right, formula)
+        return _same(right, formula)
 
-    def _same(self, right: str, formula: str) -> bool | None:
-        sides = [formula]
-        if last_side(formula) != formula and last_side(right) == right:
-            # An equation ends in the value of what it defines.
-            sides = [last_side(formula)]
-        elif last_side(formula) == formula and last_side(right) != right:
-            right = last_side(right) if _DEFINED.match(right) else right
-        elif _define_the_same(right, formula):
-            right = last_side(right)
-            sides = [last_side(formula)]
-        number = number_in(sides[0], reads_words=False)
-        if number is not None:
-            value = value_of(right)
-            return value is not None and same_number(value, number)
-        result = same_expression(right, sides[0])
-        if not result and _NATURAL_LOG.search(sides[0]) and "\\ln" in right:
-            # Mathematicians write log for the natural one, and the answer says which is meant.
-            natural = _NATURAL_LOG.sub(r"\\ln", sides[0])
-            result = same_expression(right, natural)
-        if result is None and (value := value_of(sides[0])) is not None:
-            right_value = value_of(right)
-            return right_value is not None and same_number(right_value, value)
+
+def _same(right: str, formula: str) -> bool | None:
+    """Whether a formula, or what it defines, is the right one; None if it cannot be read."""
+    side = last_side(formula)
+    right_side = last_side(right)
+    is_equation = side != formula
+    is_right_equation = right_side != right
+    if is_equation and not is_right_equation:
+        # An equation ends in the value of what it defines.
+        formula = side
+    elif is_right_equation and not is_equation and _DEFINED.match(right):
+        right = right_side
+    elif _define_the_same(right, formula):
+        right = right_side
+        formula = side
+    number = number_in(formula, reads_words=False)
+    if number is not None:
+        return _is_value(right, number)
+    result = same_expression(right, formula)
+    if not result and _NATURAL_LOG.search(formula) and "\\ln" in right:
+        # Mathematicians write log for the natural one, and the answer says which is meant.
+        natural = _NATURAL_LOG.sub(r"\\ln", formula)
+        result = same_expression(right, natural)
+    if result is not None:
         return result
+    value = value_of(formula)
+    return None if value is None else _is_value(right, value)
+
+
+def _is_value(right: str, number: Fraction) -> bool:
+    value = value_of(right)
+    return value is not None and same_number(value, number)
 
 
 def _define_the_same(right: str, formula: str) -> bool:

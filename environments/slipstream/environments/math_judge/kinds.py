@@ -43,22 +43,70 @@ def _expression(case: Case) -> RightAnswer | None:
 
 # The first kind that recognises an answer is its kind.
 KINDS = (
-    Kind("choice", lambda case: Choice.read(case.text, case.question, right_answer)),
-    Kind("yes or no", lambda case: Truth.read(case.text)),
-    Kind("nothing", lambda case: Nothing.read(case.text)),
-    Kind("date", lambda case: Date.read(case.text)),
-    Kind("time", lambda case: Time.read(case.text, case.question)),
-    Kind("ratio", lambda case: Ratio.read(case.text, case.question)),
-    Kind("money", lambda case: Money.read(case.written, case.question, case.reply)),
-    Kind("number", lambda case: Number.read(case.text, case.question)),
-    Kind("reaction", lambda case: Reaction.read(case.text)),
-    Kind("bound", lambda case: Bound.read(case.text)),
-    Kind("interval", lambda case: Intervals.read(case.text, case.question)),
-    Kind("quantity", lambda case: Quantity.read(case.text, case.question)),
-    Kind("list", lambda case: Several.read(case.text, right_answer)),
-    Kind("word", lambda case: Word.read(case.text)),
-    Kind("expression", _expression),
-    Kind("text", lambda case: Text(case.text)),
+    Kind(
+        name="choice",
+        read=lambda case: Choice.read(case.text, case.question, right_answer),
+    ),
+    Kind(
+        name="yes or no",
+        read=lambda case: Truth.read(case.text),
+    ),
+    Kind(
+        name="nothing",
+        read=lambda case: Nothing.read(case.text),
+    ),
+    Kind(
+        name="date",
+        read=lambda case: Date.read(case.text),
+    ),
+    Kind(
+        name="time",
+        read=lambda case: Time.read(case.text, case.question),
+    ),
+    Kind(
+        name="ratio",
+        read=lambda case: Ratio.read(case.text, case.question),
+    ),
+    Kind(
+        name="money",
+        read=lambda case: Money.read(case.written, case.question, case.reply),
+    ),
+    Kind(
+        name="number",
+        read=lambda case: Number.read(case.text, case.question),
+    ),
+    Kind(
+        name="reaction",
+        read=lambda case: Reaction.read(case.text),
+    ),
+    Kind(
+        name="bound",
+        read=lambda case: Bound.read(case.text),
+    ),
+    Kind(
+        name="interval",
+        read=lambda case: Intervals.read(case.text, case.question),
+    ),
+    Kind(
+        name="quantity",
+        read=lambda case: Quantity.read(case.text, case.question),
+    ),
+    Kind(
+        name="list",
+        read=lambda case: Several.read(case.text, right_answer),
+    ),
+    Kind(
+        name="word",
+        read=lambda case: Word.read(case.text),
+    ),
+    Kind(
+        name="expression",
+        read=_expression,
+    ),
+    Kind(
+        name="text",
+        read=lambda case: Text(case.text),
+    ),
 )
 
 
