@@ -50,6 +50,8 @@ from slipstream.protocol.access.security import Credentials, call_metadata, caus
 from slipstream.v1 import status_pb2, status_pb2_grpc
 
 STARTING = status_pb2.RUN_STATE_STARTING
+# Statuses of a call that found no controller, or one that stands still.
+SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 # Seconds without a line before one says why the run waits; doubled for each next line, to a limit.
 FIRST_S = 20.0
 LIMIT_S = 300.0
@@ -113,22 +115,30 @@ class RunCalls:
             return await self.status()
         return None
 
+    async def answers(self) -> bool:
+        """Whether the controller answers at all; a refusal is an answer too."""
+        try:
+            await self.status()
+        except grpc.aio.AioRpcError as error:
+            return error.code() not in SILENCE
+        return True
+
     async def until_silent(self, has_spoken: Callable[[], bool]) -> None:
         """Returns when a controller has spoken or answered, and then not for `SILENT_LIMIT_S`.
 
         A controller that reads a long journal has done neither yet. Seconds in which this process
         stood still, as on a machine that slept, do not count.
         """
-        while not has_spoken() and await self.look() is None:
+        while not has_spoken() and not await self.answers():
             await asyncio.sleep(LOOK_S)
         patience = Patience(SILENT_LIMIT_S)
         while not patience.is_over:
             patience.begin(ANSWER_LIMIT_S + LOOK_S)
-            if await self.look() is None:
-                await asyncio.sleep(LOOK_S)
-            else:
+            if await self.answers():
                 await asyncio.sleep(ALIVE_PERIOD_S)
                 patience = Patience(SILENT_LIMIT_S)
+            else:
+                await asyncio.sleep(LOOK_S)
 
 
 async def end_in_order(ends: asyncio.Future[Child | None], calls: RunCalls) -> None:

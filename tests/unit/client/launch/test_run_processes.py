@@ -304,16 +304,23 @@ class Answers(RunCalls):
     async def _pass(self, seconds: float) -> None:
         self._now_s += seconds
 
-    async def look(self) -> status_pb2.RunStatus | None:
+    async def answers(self) -> bool:
         if not self._looks:
             raise EOFError
         seconds, is_there = self._looks.pop(0)
         self._now_s += seconds
-        return status_pb2.RunStatus() if is_there else None
+        return is_there
 
     @property
     def num_left(self) -> int:
         return len(self._looks)
+
+
+async def test_a_controller_that_refuses_a_call_is_not_silent() -> None:
+    async with at_an_address(Listening()) as address:
+        # The controller of this test has no such method.
+        assert await RunCalls(address, OPEN).answers()
+    assert not await RunCalls(address, OPEN).answers()
 
 
 async def test_a_controller_is_silent_after_a_minute_without_an_answer(monkeypatch) -> None:
