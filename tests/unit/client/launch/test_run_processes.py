@@ -156,22 +156,22 @@ async def test_a_run_goes_on_without_a_second_server_that_nobody_asked_for(
 
 async def test_what_a_killed_server_has_left_is_removed_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = tmp_path / "slipstream-sockets-abcdefgh"
-    left.mkdir(mode=0o700)
+    abandoned = tmp_path / "slipstream-sockets-abcdefgh"
+    abandoned.mkdir(mode=0o700)
     used = OwnedFolder("sockets")
     async with RunProcesses(config_of(tmp_path), OPEN, Placement()):
         pass
-    assert not left.exists()
+    assert not abandoned.exists()
     assert used.path.exists()
     used.close()
 
 
 async def test_what_a_killed_command_has_left_is_removed_at_the_next_start(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = tmp_path / "slipstream-sockets-abcdefgh"
-    left.mkdir(mode=0o700)
+    abandoned = tmp_path / "slipstream-sockets-abcdefgh"
+    abandoned.mkdir(mode=0o700)
     async with RunProcesses(config_of(tmp_path), OPEN, Placement()):
-        assert not left.exists()
+        assert not abandoned.exists()
 
 
 @contextlib.asynccontextmanager
