@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.types import GroupId, ServerId
+from slipstream.learner.controller import run as run_module
 from slipstream.learner.controller.application import warn_of_checkpoints
 from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
@@ -67,6 +68,18 @@ async def test_a_trainer_that_never_ends_a_publish_ends_the_run(*, begun: bool) 
         await watched.until_over()
         assert run.progress.state == status_pb2.RUN_STATE_FAILED
         assert run.progress.cause.startswith(f"the trainer did not end publish {order.publish_id} ")
+
+
+async def test_a_trainer_that_fails_without_a_place_ends_the_run_if_no_other_is_heard_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_module, "HEARD_S", 0.0)
+    run = run_of()
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
+        watched = await Watched.start(run, tasks)
+        run.progress.fail_unless_heard("trainer rank 1: no such model")
+        await watched.until_over()
+    assert run.progress.cause == "trainer rank 1: no such model"
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
