@@ -23,9 +23,9 @@ _PADDING_LOGIT = -1e30
 def reduce(
     logits: Tensor, places: Tensor, num_tokens: int, temperature: float, sums: Sequence[Tensor]
 ) -> None:
-    """Fills `sums` like `logprobs._Part.reduce`, but from raw logits; `places` must be [rows].
+    """Fills `sums` like `VocabularyShard.reduce` of logprobs.py, but from raw logits.
 
-    The first `num_tokens` columns are tokens; the rest is padding, with probability 0.
+    `places` must be [rows]. The first `num_tokens` columns are tokens; the rest is padding, with probability 0.
     """
     _reduce_kernel[(len(logits),)](
         logits,
@@ -49,7 +49,7 @@ def gradient(
     bends: tuple[Tensor, Tensor] | None,
     grad: Tensor,
 ) -> None:
-    """Writes the result of `logprobs._Part.gradient` into `grad`, but computes it from raw logits.
+    """Writes into `grad` what `VocabularyShard.gradient` of logprobs.py gives, from raw logits.
 
     `places` must be [rows], and `columns` are the number of tokens and the temperature. `grad` may
     be `logits` itself, or a tensor of another type with the same strides.

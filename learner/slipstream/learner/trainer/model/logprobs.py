@@ -5,8 +5,8 @@ in chunks, and the backward pass computes each chunk again. If all logits fit in
 they are computed once. The vocabulary may be split over tensor parallel ranks, and be padded at its
 end so that it splits evenly.
 
-`_Part` computes with torch's operations what `fused_logits` computes on a GPU by one kernel each.
-These operations are the reference, and serve CPUs and several targets per row.
+`VocabularyShard` computes with torch's operations what `fused_logits` computes on a GPU by one
+kernel each. These operations are the reference, and serve CPUs and several targets per row.
 """
 
 import dataclasses
@@ -76,12 +76,12 @@ def vocab_parallel_logprobs(
     computed only at the indices `rows`, and are 0 elsewhere.
     """
     is_trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    found, entropy = _Logprobs.apply(  # type: ignore[no-untyped-call]
+    row_values, row_entropies = _Logprobs.apply(  # type: ignore[no-untyped-call]
         hidden.index_select(0, rows), weight, targets.index_select(0, rows), projection, is_trained
     )
-    nothing = found.new_zeros(targets.shape)
-    no_entropy = entropy.new_zeros(len(targets))
-    return nothing.index_copy(0, rows, found), no_entropy.index_copy(0, rows, entropy)
+    logprobs = row_values.new_zeros(targets.shape)
+    entropies = row_entropies.new_zeros(len(targets))
+    return logprobs.index_copy(0, rows, row_values), entropies.index_copy(0, rows, row_entropies)
 
 
 def row_logprobs(
@@ -92,18 +92,20 @@ def row_logprobs(
     projection: Projection,
 ) -> tuple[Tensor, Tensor]:
     """Returns `vocab_parallel_logprobs` for sampled rows, and for given ones at temperature 1."""
-    sampled, given = rows
-    if not len(given):
-        return vocab_parallel_logprobs(hidden, weight, targets, sampled, projection)
+    sampled_rows, given_rows = rows
+    if not len(given_rows):
+        return vocab_parallel_logprobs(hidden, weight, targets, sampled_rows, projection)
     # Either both calls keep their logits or neither does.
-    if (len(sampled) + len(given)) * len(weight) > projection.kept_logits:
+    num_logits = (len(sampled_rows) + len(given_rows)) * len(weight)
+    if num_logits > projection.kept_logits:
         projection = dataclasses.replace(projection, kept_logits=0)
-    plain = dataclasses.replace(projection, temperature=1.0)
-    found = vocab_parallel_logprobs(hidden, weight, targets, given, plain)
-    if not len(sampled):
-        return found
-    others = vocab_parallel_logprobs(hidden, weight, targets, sampled, projection)
-    return found[0] + others[0], found[1] + others[1]
+    untempered = dataclasses.replace(projection, temperature=1.0)
+    given = vocab_parallel_logprobs(hidden, weight, targets, given_rows, untempered)
+    if not len(sampled_rows):
+        return given
+    sampled = vocab_parallel_logprobs(hidden, weight, targets, sampled_rows, projection)
+    # Each is 0 at the rows of the other.
+    return given[0] + sampled[0], given[1] + sampled[1]
 
 
 class _Logprobs(torch.autograd.Function):
@@ -118,51 +120,43 @@ class _Logprobs(torch.autograd.Function):
         projection: Projection,
         is_trained: bool,
     ) -> tuple[Tensor, Tensor]:
-        part = _Part(weight, projection, is_one=targets.dim() == 1)
-        places = part.places(targets)
-        shapes = [*[targets.shape[:1]] * 3, targets.shape]
-        sums = Sums(*(hidden.new_empty(shape, dtype=part.dtype) for shape in shapes))
+        shard = VocabularyShard(weight, projection, is_one=targets.dim() == 1)
+        places = shard.places(targets)
+        num_rows = targets.shape[:1]
+        sums = Sums(
+            peaks=hidden.new_empty(num_rows, dtype=shard.dtype),
+            totals=hidden.new_empty(num_rows, dtype=shard.dtype),
+            expected=hidden.new_empty(num_rows, dtype=shard.dtype),
+            target_logits=hidden.new_empty(targets.shape, dtype=shard.dtype),
+        )
         kernels = projection.kernels
-        exact = None if kernels is None else torch.empty_like(sums.wanted)
+        kernel_logprobs = None if kernels is None else torch.empty_like(sums.target_logits)
 
         # This is a function so that a chunk is freed before the next one is made.
         def reduce(chunk: slice) -> Tensor:
-            found = part.logits(hidden[chunk])
-            if kernels is not None and exact is not None:
-                tokens = found[:, : part.num_tokens]
-                logprobs = kernels.token_logprobs(tokens, _rows(targets[chunk]))
-                exact[chunk] = logprobs.view_as(targets[chunk])
-            part.reduce(found, places[chunk], Sums(*(values[chunk] for values in sums)))
-            return found
+            logits = shard.logits(hidden[chunk])
+            if kernels is not None and kernel_logprobs is not None:
+                token_logits = logits[:, : shard.num_tokens]
+                logprobs = kernels.token_logprobs(token_logits, _rows(targets[chunk]))
+                kernel_logprobs[chunk] = logprobs.view_as(targets[chunk])
+            shard.reduce(logits, places[chunk], Sums(*(values[chunk] for values in sums)))
+            return logits
 
-        chunks = part.chunks(len(targets), is_trained=is_trained)
-        ctx.kept = reduce(chunks[0]) if is_trained and len(chunks) == 1 else None
-        if ctx.kept is None:
+        chunks = shard.chunks(len(targets), is_trained=is_trained)
+        ctx.kept_logits = reduce(chunks[0]) if is_trained and len(chunks) == 1 else None
+        if ctx.kept_logits is None:
             for chunk in chunks:
                 reduce(chunk)
-        peaks, totals, expected, wanted = sums
-        group = projection.tp_group
-        if group is None:
-            log_total, mean = peaks + totals.log(), peaks + expected / totals
-        else:
-            # Each rank's sums are relative to its own peaks.
-            top = peaks.clone()
-            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            shift = peaks - top
-            scale = shift.exp()
-            rows_of = wanted[None] if wanted.dim() == 1 else wanted.t()
-            whole = torch.stack([totals * scale, (expected + shift * totals) * scale, *rows_of])
-            dist.all_reduce(whole, group=group)
-            wanted.copy_(whole[2] if wanted.dim() == 1 else whole[2:].t())
-            log_total, mean = top + whole[0].log(), top + whole[1] / whole[0]
-        entropy = log_total - mean
+        log_total, mean_logit = _over_all_shards(sums, projection.tp_group)
+        entropy = log_total - mean_logit
         ctx.save_for_backward(hidden, weight, places, log_total, entropy)
         ctx.projection = projection
         if not projection.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
-        if exact is not None:
-            return exact, entropy
-        return sums.wanted - (log_total if targets.dim() == 1 else log_total[:, None]), entropy
+        if kernel_logprobs is not None:
+            return kernel_logprobs, entropy
+        row_total = log_total if targets.dim() == 1 else log_total[:, None]
+        return sums.target_logits - row_total, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -173,20 +167,23 @@ class _Logprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, places, log_total, entropy = ctx.saved_tensors
         projection: Projection = ctx.projection
-        part = _Part(weight, projection, is_one=places.dim() == 1)
+        shard = VocabularyShard(weight, projection, is_one=places.dim() == 1)
         slopes = logprob_grad / projection.temperature
-        bends = entropy_grad / projection.temperature if projection.entropy_gradient else None
+        factors = entropy_grad / projection.temperature if projection.entropy_gradient else None
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         weight_grad = gradient_sum(weight) if ctx.needs_input_grad[1] else None
         # Kept logits are overwritten by their gradient; a second backward pass projects again.
-        kept, ctx.kept = ctx.kept, None
+        kept_logits = ctx.kept_logits
+        ctx.kept_logits = None
 
         def logits_grad(chunk: slice) -> Tensor:
-            found = part.logits(hidden[chunk]) if kept is None else kept
-            bend = None if bends is None else (bends[chunk], entropy[chunk])
-            return part.gradient(found, places[chunk], log_total[chunk], slopes[chunk], bend)
+            logits = shard.logits(hidden[chunk]) if kept_logits is None else kept_logits
+            bends = None if factors is None else (factors[chunk], entropy[chunk])
+            return shard.gradient(logits, places[chunk], log_total[chunk], slopes[chunk], bends)
 
-        chunks = part.chunks(len(hidden)) if kept is None else [slice(0, len(hidden))]
+        chunks = [slice(0, len(hidden))]
+        if kept_logits is None:
+            chunks = shard.chunks(len(hidden))
         for chunk in chunks:
             grad = logits_grad(chunk)
             if hidden_grad is not None:
@@ -194,8 +191,31 @@ class _Logprobs(torch.autograd.Function):
             if weight_grad is not None:
                 _add_product(weight_grad, grad.t(), hidden[chunk])
             del grad
-        found = None if weight_grad is None else as_gradient(weight, weight_grad)
-        return hidden_grad, found, None, None, None
+        returned_grad = None if weight_grad is None else as_gradient(weight, weight_grad)
+        return hidden_grad, returned_grad, None, None, None
+
+
+def _over_all_shards(sums: "Sums", group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Returns log(sum of exp(logit)) and the mean logit over the vocabulary, both [rows].
+
+    `sums` are those of this rank's shard; its target logits become those of all shards. Collective
+    over the group.
+    """
+    peaks, totals, expected, target_logits = sums
+    if group is None:
+        return peaks + totals.log(), peaks + expected / totals
+    # Each rank's sums are relative to its own peaks.
+    top_peaks = peaks.clone()
+    dist.all_reduce(top_peaks, op=dist.ReduceOp.MAX, group=group)
+    shift = peaks - top_peaks
+    scale = shift.exp()
+    by_target = target_logits[None] if target_logits.dim() == 1 else target_logits.t()
+    scaled_expected = (expected + shift * totals) * scale
+    all_sums = torch.stack([totals * scale, scaled_expected, *by_target])
+    dist.all_reduce(all_sums, group=group)
+    all_totals = all_sums[0]
+    target_logits.copy_(all_sums[2] if target_logits.dim() == 1 else all_sums[2:].t())
+    return top_peaks + all_totals.log(), top_peaks + all_sums[1] / all_totals
 
 
 def gradient_sum(weight: Tensor) -> Tensor:
@@ -224,7 +244,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class Sums(NamedTuple):
-    """Sums over the vocabulary for each row of logits, written by `_Part.reduce`."""
+    """Sums over the vocabulary for each row of logits, written by `VocabularyShard.reduce`."""
 
     # The largest logit.
     peaks: Tensor
@@ -232,13 +252,16 @@ class Sums(NamedTuple):
     totals: Tensor
     expected: Tensor
     # The logits of the targets, [rows] or [rows, targets]; 0 where this rank does not have one.
-    wanted: Tensor
+    target_logits: Tensor
 
 
-class _Part:
+class VocabularyShard:
+    """This rank's part of the vocabulary, and the computations on its logits."""
+
     def __init__(self, weight: Tensor, projection: Projection, *, is_one: bool) -> None:
         """Takes this rank's `weight`; `is_one`: whether each row has exactly one target."""
-        self._weight, self._projection = weight, projection
+        self._weight = weight
+        self._projection = projection
         group = projection.tp_group
         self._width = len(weight)
         # Token id of the first row, and the number of rows that are not padding.
@@ -265,22 +288,22 @@ class _Part:
         """Returns logits [len(hidden), width], raw for fused kernels, else divided and masked."""
         kernels = self._projection.kernels
         if kernels is not None:
-            found = kernels.logits(hidden, self._weight, self.dtype)
+            logits = kernels.logits(hidden, self._weight, self.dtype)
         elif self.dtype == self._weight.dtype:
-            found = F.linear(hidden, self._weight)
+            logits = F.linear(hidden, self._weight)
         elif self._weight.is_cuda:
             # The GPU sums products in float32 anyway: this only avoids the final rounding.
-            found = torch.mm(hidden, self._weight.t(), out_dtype=self.dtype)
+            logits = torch.mm(hidden, self._weight.t(), out_dtype=self.dtype)
         else:
-            found = F.linear(hidden.to(self.dtype), self._weight.to(self.dtype))
+            logits = F.linear(hidden.to(self.dtype), self._weight.to(self.dtype))
         if not self._is_fused:
             if self._projection.temperature != 1.0:
-                found /= self._projection.temperature
-            found[:, self.num_tokens :] = PADDING_LOGIT
-        return found
+                logits /= self._projection.temperature
+            logits[:, self.num_tokens :] = PADDING_LOGIT
+        return logits
 
-    def reduce(self, found: Tensor, places: Tensor, sums: Sums) -> None:
-        """Fills `sums` for `found` [rows, width], the result of `logits`.
+    def reduce(self, logits: Tensor, places: Tensor, sums: Sums) -> None:
+        """Fills `sums` for `logits` [rows, width], the result of the method `logits`.
 
         `places` [rows] or [rows, targets] are the columns of the targets, -1 where they are on
         another rank.
@@ -288,19 +311,19 @@ class _Part:
         if self._is_fused:
             from slipstream.learner.trainer.model import fused_logits
 
-            fused_logits.reduce(found, places, self.num_tokens, self._projection.temperature, sums)
+            fused_logits.reduce(logits, places, self.num_tokens, self._projection.temperature, sums)
             return
-        wanted = found.gather(-1, _rows(places).clamp(min=0)).view_as(places)
-        sums.wanted.copy_(wanted * (places >= 0))
-        torch.amax(found, dim=-1, out=sums.peaks)
-        shifted = found - sums.peaks[:, None]
+        target_logits = logits.gather(-1, _rows(places).clamp(min=0)).view_as(places)
+        sums.target_logits.copy_(target_logits * (places >= 0))
+        torch.amax(logits, dim=-1, out=sums.peaks)
+        shifted = logits - sums.peaks[:, None]
         exps = shifted.exp()
         torch.sum(exps, dim=-1, out=sums.totals)
         torch.sum(exps.mul_(shifted), dim=-1, out=sums.expected)
 
     def gradient(
         self,
-        found: Tensor,
+        logits: Tensor,
         places: Tensor,
         log_totals: Tensor,
         slopes: Tensor,
@@ -309,7 +332,7 @@ class _Part:
         """Returns the gradient [rows, width] of a loss by raw logits, in the weight's type.
 
         The loss is the sum of slope * log-probability over all targets and, with `bends`, of factor
-        * entropy over all rows. `found`, the result of `logits`, is overwritten. But the gradient
+        * entropy over all rows. The result of the method `logits` is overwritten. But the gradient
         is with respect to the logits before the division by the temperature: slopes and factors
         must already be divided by it. `slopes` and `places` are [rows] or [rows, targets]; the
         place of a target on another rank is -1. `bends` are the factors and the entropies, and
@@ -319,23 +342,23 @@ class _Part:
             from slipstream.learner.trainer.model import fused_logits
 
             # The gradient overwrites the logits if they have the weight's type.
-            grad = found
+            grad = logits
             if self.dtype != self._weight.dtype:
-                grad = torch.empty_like(found, dtype=self._weight.dtype)
+                grad = torch.empty_like(logits, dtype=self._weight.dtype)
             columns = (self.num_tokens, self._projection.temperature)
-            fused_logits.gradient(found, places, columns, log_totals, slopes, bends, grad)
+            fused_logits.gradient(logits, places, columns, log_totals, slopes, bends, grad)
             return grad
-        logprobs = found.sub_(log_totals[:, None])
-        total = _rows(slopes).sum(-1, keepdim=True)
+        logprobs = logits.sub_(log_totals[:, None])
+        slope_sum = _rows(slopes).sum(-1, keepdim=True)
         if bends is None:
-            grad = logprobs.exp_().mul_(-total)
+            grad = logprobs.exp_().mul_(-slope_sum)
         else:
             factors, entropies = bends
             grad = logprobs.exp()
-            weights = logprobs.add_(entropies[:, None]).mul_(factors[:, None]).add_(total)
+            weights = logprobs.add_(entropies[:, None]).mul_(factors[:, None]).add_(slope_sum)
             grad.mul_(weights).neg_()
-        here = slopes * (places >= 0)
-        grad.scatter_add_(-1, _rows(places).clamp(min=0), _rows(here))
+        local_slopes = slopes * (places >= 0)
+        grad.scatter_add_(-1, _rows(places).clamp(min=0), _rows(local_slopes))
         return grad.to(self._weight.dtype)
 
     def places(self, targets: Tensor) -> Tensor:
@@ -359,14 +382,14 @@ def defer_projections(chunks: list[Megatron]) -> list[Megatron]:
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
         if layer.sequence_parallel:
-            whole = tensor_parallel.gather_from_sequence_parallel_region(
+            states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=layer.tp_group
             )
         else:
-            whole = tensor_parallel.copy_to_tensor_model_parallel_region(
+            states = tensor_parallel.copy_to_tensor_model_parallel_region(
                 hidden, group=layer.tp_group
             )
-        return whole, None
+        return states, None
 
     for chunk in chunks:
         if chunk.post_process:
@@ -382,21 +405,24 @@ def top_tokens(hidden: Tensor, weight: Tensor, top_k: int, projection: Projectio
     temperature is ignored: it does not change the order of the logits. Collective over the group;
     all ranks get the same result.
     """
-    part, group = _Part(weight, projection, is_one=False), projection.tp_group
-    number = min(top_k, part.num_tokens)
+    shard = VocabularyShard(weight, projection, is_one=False)
+    group = projection.tp_group
+    num_local = min(top_k, shard.num_tokens)
     values = hidden.new_full((len(hidden), top_k), -torch.inf, dtype=torch.float32)
     ids = torch.zeros((len(hidden), top_k), dtype=torch.int64, device=hidden.device)
-    for rows in part.chunks(len(hidden)):
-        found = F.linear(hidden[rows], weight[: part.num_tokens]).float().topk(number, dim=-1)
-        values[rows, :number], ids[rows, :number] = found.values, found.indices + part.first
+    for rows in shard.chunks(len(hidden)):
+        logits = F.linear(hidden[rows], weight[: shard.num_tokens]).float()
+        largest = logits.topk(num_local, dim=-1)
+        values[rows, :num_local] = largest.values
+        ids[rows, :num_local] = largest.indices + shard.first
     if group is None:
         return ids
-    every_value = [torch.empty_like(values) for _ in range(group.size())]
-    every_id = [torch.empty_like(ids) for _ in range(group.size())]
-    dist.all_gather(every_value, values, group=group)
-    dist.all_gather(every_id, ids, group=group)
-    best = torch.cat(every_value, dim=1).topk(top_k, dim=1).indices
-    return torch.cat(every_id, dim=1).gather(1, best)
+    shard_values = [torch.empty_like(values) for _ in range(group.size())]
+    shard_ids = [torch.empty_like(ids) for _ in range(group.size())]
+    dist.all_gather(shard_values, values, group=group)
+    dist.all_gather(shard_ids, ids, group=group)
+    best = torch.cat(shard_values, dim=1).topk(top_k, dim=1).indices
+    return torch.cat(shard_ids, dim=1).gather(1, best)
 
 
 def _rows(values: Tensor) -> Tensor:

@@ -152,13 +152,13 @@ def test_logits_that_may_be_kept_are_projected_once(
 ) -> None:
     hidden, weight, targets, _ = make_case()
     rows = torch.arange(TOKENS)
-    make, lengths = logprobs._Part.logits, []
+    make, lengths = logprobs.VocabularyShard.logits, []
 
-    def watched(self: logprobs._Part, hidden: Tensor) -> Tensor:
+    def watched(self: logprobs.VocabularyShard, hidden: Tensor) -> Tensor:
         lengths.append(len(hidden))
         return make(self, hidden)
 
-    monkeypatch.setattr(logprobs._Part, "logits", watched)
+    monkeypatch.setattr(logprobs.VocabularyShard, "logits", watched)
     projection = Projection(0.7, VOCAB, chunk_logits=4 * VOCAB, kept_logits=kept_logits)
     hidden.requires_grad_(is_trained)
     found, _ = vocab_parallel_logprobs(hidden, weight, targets, rows, projection)
