@@ -25,7 +25,8 @@ def reduce(
 ) -> None:
     """Fills `sums` like `VocabularyShard.reduce` of logprobs.py, but from raw logits.
 
-    `places` must be [rows]. The first `num_tokens` columns are tokens; the rest is padding, with probability 0.
+    `places` must be [rows]. The first `num_tokens` columns are tokens; the rest is padding, with
+    probability 0.
     """
     _reduce_kernel[(len(logits),)](
         logits,
