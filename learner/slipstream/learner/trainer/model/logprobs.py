@@ -104,7 +104,7 @@ def row_logprobs(
     if not len(sampled_rows):
         return given
     sampled = vocab_parallel_logprobs(hidden, weight, targets, sampled_rows, projection)
-    # Each is 0 at the rows of the other.
+    # The values of given rows are 0 at sampled ones, and the other way round.
     return given[0] + sampled[0], given[1] + sampled[1]
 
 
@@ -132,7 +132,7 @@ class _Logprobs(torch.autograd.Function):
         kernels = projection.kernels
         kernel_logprobs = None if kernels is None else torch.empty_like(sums.target_logits)
 
-        # This is a function so that a chunk is freed before the next one is made.
+        # A function, so that a chunk is freed before the next one is made.
         def reduce(chunk: slice) -> Tensor:
             logits = shard.logits(hidden[chunk])
             if kernels is not None and kernel_logprobs is not None:
@@ -204,7 +204,7 @@ def _over_all_shards(sums: "Sums", group: dist.ProcessGroup | None) -> tuple[Ten
     peaks, totals, expected, target_logits = sums
     if group is None:
         return peaks + totals.log(), peaks + expected / totals
-    # Each rank's sums are relative to its own peaks.
+    # The sums of a rank are relative to its own peaks.
     top_peaks = peaks.clone()
     dist.all_reduce(top_peaks, op=dist.ReduceOp.MAX, group=group)
     shift = peaks - top_peaks
