@@ -29,11 +29,11 @@ MAINS = {
 }
 CALLS = {
     "front": (
-        (f"{_TINKER}.front", "_body", "body"),
-        (f"{_TINKER}.operations", "forward_backward", "parse"),
+        (f"{_TINKER}.bodies", "HeldBody.read", "body"),
+        (f"{_TINKER}.front", "forward_backward", "parse"),
     ),
     "controller": (
-        (f"{_TINKER}.controller", "Operations._add", "submit"),
+        (f"{_TINKER}.service", "OperationServicer._add", "submit"),
         (f"{_TINKER}.store", "OperationStore.write", "store"),
         (f"{_TINKER}.store", "OperationStore.end", "result"),
         (f"{_TINKER}.controller", "Operations.order", "order"),
