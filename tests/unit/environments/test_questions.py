@@ -189,7 +189,12 @@ def test_numbers_of_32_bits_are_their_shortest_decimals(tmp_path: Path):
     numbers = pyarrow.array([0.1, 72.0], pyarrow.float32())
     truths = pyarrow.StructArray.from_arrays([numbers], ["value"])
     lists = pyarrow.array([[0.1], None], pyarrow.list_(pyarrow.float32()))
-    columns = {"question": ["a", "b"], "answer": numbers, "truth": truths, "seen": lists}
+    columns = {
+        "question": ["a", "b"],
+        "answer": numbers,
+        "truth": truths,
+        "seen": lists,
+    }
     columns["halves"] = numbers.cast(pyarrow.float16())
     columns["pair"] = pyarrow.array([[0.1, 0.2], None], pyarrow.list_(pyarrow.float32(), 2))
     columns["map"] = pyarrow.array([[("x", 0.1)]] * 2, pyarrow.map_("string", pyarrow.float32()))

@@ -34,14 +34,27 @@ _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(rf"(?<!\d)(\d{{1,2}})[/.](\d{{1,2}})[/.]{_YEAR}(?!\d)"), "??y"),
 )
 _CLOCK = re.compile(
-    r"(?<![\d:.])(\d{1,2})(?::([0-5]\d))?(?::([0-5]\d))?\s*(?:(a|p)\.?\s?m\b\.?|(o'clock))?(?![\d:])",
+    r"(?<![\d:.])(\d{1,2})(?::([0-5]\d))?(?::([0-5]\d))?\s*(?:(a"
+    r"|p)\.?\s?m\b\.?"
+    r"|(o'clock))?(?![\d:])",
     re.IGNORECASE,
 )
 _NAMED_TIMES = {"noon": (12, 0), "midday": (12, 0), "midnight": (0, 0)}
-_ASKS_TIME = re.compile(r"\btime\b|\bo'clock\b|\bwhen\b|\bclock\b", re.IGNORECASE)
-_LOWEST = re.compile(r"\b(?:lowest|simplest|simplified|reduced|simplify|reduce)\b", re.IGNORECASE)
+_ASKS_TIME = re.compile(
+    r"\btime\b|\bo'clock\b"
+    r"|\bwhen\b|\bclock\b",
+    re.IGNORECASE,
+)
+_LOWEST = re.compile(
+    r"\b(?:lowest|simplest"
+    r"|simplified|reduced"
+    r"|simplify|reduce)\b",
+    re.IGNORECASE,
+)
 _RATIO = re.compile(
-    r"(?<![\d.:])\d+(?:\.\d+)?(?: *(?::|\bto\b|\\colon\b|\\ratio\b|/) *\d+(?:\.\d+)?)+(?![\d.:]*\d)"
+    r"(?<![\d.:])\d+(?:\.\d+)?(?: *(?::"
+    r"|\bto\b|\\colon\b"
+    r"|\\ratio\b|/) *\d+(?:\.\d+)?)+(?![\d.:]*\d)"
 )
 
 
@@ -69,17 +82,19 @@ def day_in(text: str) -> Day | None:
 def _day(match: re.Match[str], order: str) -> Day | None:
     parts = dict(zip(order.replace("?", ""), match.groups(), strict=False))
     if order == "??y":
-        first, second = int(match[1]), int(match[2])
+        first = int(match[1])
+        second = int(match[2])
         # Nobody knows which of two small numbers is the month.
-        if first <= 12 and second <= 12 and first != second:
+        smaller = min(first, second)
+        larger = max(first, second)
+        if larger <= 12 and smaller != larger:
             return None
-        month = min(first, second) if max(first, second) > 12 else first
-        return Day(int(match[3]), month, max(first, second))
+        year = int(match[3])
+        return Day(year, smaller, larger)
     if "M" in parts:
         name = parts["M"].lower()
-        month = next(
-            number for number, month_name in enumerate(_MONTHS, 1) if month_name[:3] == name[:3]
-        )
+        beginnings = [month_name[:3] for month_name in _MONTHS]
+        month = 1 + beginnings.index(name[:3])
     else:
         month = int(parts["m"])
     year = int(parts["y"]) if parts.get("y") else None
@@ -98,7 +113,12 @@ class Date:
     @classmethod
     def read(cls, text: str) -> "Date | None":
         short = re.sub(
-            r"^(?:mon|tues|wednes|thurs|fri|satur|sun)day,? ", "", _short(text), flags=re.IGNORECASE
+            r"^(?:mon|tues"
+            r"|wednes|thurs"
+            r"|fri|satur|sun)day,? ",
+            "",
+            _short(text),
+            flags=re.IGNORECASE,
         )
         day = day_in(short)
         is_all = any(form.fullmatch(short) for form, _ in _FORMS)
@@ -161,7 +181,9 @@ def _time(text: str) -> _Time | None:
             return None
         if half:
             hour = hour % 12 + (12 if half.lower() == "p" else 0)
-        times.add(_Time(60 * (hour % 24) + int(minutes or 0), bool(half) or hour > 12 or hour == 0))
+        is_sure = bool(half) or hour > 12 or hour == 0
+        minute = int(minutes or 0)
+        times.add(_Time(60 * (hour % 24) + minute, is_sure))
     for name, (hour, minute) in _NAMED_TIMES.items():
         if re.search(rf"\b{name}\b", text, re.IGNORECASE):
             times.discard(_Time(60 * 12 + minute, is_sure=False))
@@ -201,7 +223,8 @@ class Ratio:
         if self._is_lowest or len(terms) != len(self._terms):
             return terms == self._terms
         pairs = zip(terms, self._terms, strict=True)
-        first, right_first = terms[0], self._terms[0]
+        first = terms[0]
+        right_first = self._terms[0]
         return all(math.isclose(term * right_first, right * first) for term, right in pairs)
 
 

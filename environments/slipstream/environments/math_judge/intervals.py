@@ -18,31 +18,52 @@ _DOWN = re.compile(rf"([^<>=]+?)\s*{_MORE}\s*{_LETTER}\s*{_MORE}\s*([^<>=]+)")
 _ANY = r"(<=|>=|≤|≥|\\[lg]eq?(?:slant)?(?![a-z])|<|>|\\[lg]t(?![a-z]))"
 _ONE_SIDED = re.compile(rf"{_LETTER}\s*{_ANY}\s*(?P<bound>[^<>=]+)")
 _MIRRORED = re.compile(rf"(?P<bound>[^<>=]+?)\s*{_ANY}\s*{_LETTER}")
-_UNEQUAL = re.compile(rf"{_LETTER}\s*(?:\\neq?(?![a-z])|≠|!=)\s*(.+)")
+_UNEQUAL = re.compile(
+    rf"{_LETTER}\s*(?:\\neq?(?![a-z])"
+    rf"|≠|!=)\s*(.+)"
+)
 _INTERVAL = re.compile(
     r"([(\[])\s*([^(),\[\]]+(?:\([^()]*\)[^(),\[\]]*)?)\s*[,;]\s*([^,\[\]]+?)\s*([)\]])"
 )
 _BUILDER = re.compile(
-    r"\\?\{\s*"
-    + _LETTER
-    + r"(?:\s*(?:\\in|∈)\s*(?:\\mathbb\s*\{?R\}?|ℝ|R))?"
-    + r"\s*(?:\||:|\\mid\b|\\vert\b|\\colon\b)\s*(.*?)\s*\\?\}"
+    r"\\?\{\s*" + _LETTER + r"(?:\s*(?:\\in"
+    r"|∈)\s*(?:\\mathbb\s*\{?R\}?|ℝ|R))?" + r"\s*(?:\||:|\\mid\b"
+    r"|\\vert\b|\\colon\b)\s*(.*?)\s*\\?\}"
 )
 _REALS = re.compile(
-    r"(?:x\s*(?:\\in|∈)\s*)?(?:\\mathbb\s*\{?\s*R\s*\}?|ℝ|\\R"
-    r"|(?:the set of )?all (?:the )?real(?:s| numbers)(?: x)?)",
+    r"(?:x\s*(?:\\in"
+    r"|∈)\s*)?(?:\\mathbb\s*\{?\s*R\s*\}?|ℝ|\\R"
+    r"|(?:the set of )?all (?:the )?real(?:s"
+    r"| numbers)(?: x)?)",
     re.IGNORECASE,
 )
 _EXCEPT = re.compile(
-    r"\s*(?:\\setminus|\\backslash|∖|except(?: for)?|excluding|other than|but not"
+    r"\s*(?:\\setminus"
+    r"|\\backslash"
+    r"|∖|except(?: for)?"
+    r"|excluding|other than|but not"
     r"|\\ (?=\\?\{)|-(?=\s*\\?\{))\s*"
 )
-_UNION = re.compile(r"\s*(?:\\cup(?![a-z])|∪|\bU\b|\bunion\b|\bor\b|\\lor\b|\\vee\b|∨|\|\|)\s*")
-_BOTH = re.compile(r"\s*(?:\band\b|\\land\b|\\wedge\b|∧|&&)\s*")
+_UNION = re.compile(
+    r"\s*(?:\\cup(?![a-z])"
+    r"|∪|\bU\b|\bunion\b"
+    r"|\bor\b|\\lor\b"
+    r"|\\vee\b|∨|\|\|)\s*"
+)
+_BOTH = re.compile(
+    r"\s*(?:\band\b"
+    r"|\\land\b|\\wedge\b"
+    r"|∧|&&)\s*"
+)
 # What a question that asks for an interval says; otherwise (2, 5) is a point.
 _ASKS_INTERVAL = re.compile(
-    r"interval|inequalit|domain|\brange|solution set|[<>≤≥]|\\[lg]eq?\b"
-    r"|\ball (?:real |possible )?(?:values|x\b|numbers)",
+    r"interval|inequalit"
+    r"|domain|\brange"
+    r"|solution set"
+    r"|[<>≤≥]|\\[lg]eq?\b"
+    r"|\ball (?:real "
+    r"|possible )?(?:values"
+    r"|x\b|numbers)",
     re.IGNORECASE,
 )
 _SIGNED = re.compile(rf"\s*{_ANY}\s*([^<>=]+)")
@@ -71,7 +92,11 @@ class Intervals:
         spans = spans_of(text)
         if not spans:
             return None
-        pair = re.fullmatch(r"\([^()]*,[^()]*\)|\[[^\[\]]*,[^\[\]]*\]", text)
+        pair = re.fullmatch(
+            r"\([^()]*,[^()]*\)"
+            r"|\[[^\[\]]*,[^\[\]]*\]",
+            text,
+        )
         is_open_pair = pair is not None and text[0] == "(" and "infty" not in text
         if is_open_pair and not is_asked:
             return None
@@ -84,7 +109,13 @@ class Intervals:
         readable = False
         text = without_aside(phrase)
         short = core(text)
-        segments = re.findall(r"\$\$(.+?)\$\$|\$([^$]+)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", text)
+        segments = re.findall(
+            r"\$\$(.+?)\$\$"
+            r"|\$([^$]+)\$"
+            r"|\\\[(.+?)\\\]"
+            r"|\\\((.+?)\\\)",
+            text,
+        )
         contents = ["".join(segment) for segment in segments]
         joined = _joined(text)
         for candidate in dict.fromkeys([short, *endings(short), joined, *contents[-1:]]):
@@ -101,7 +132,12 @@ class Intervals:
 
 def _plain(text: str) -> str:
     text = plain_marks(text)
-    text = re.sub(r"\\(?:infin|infty)\b\s*|∞|\binf(?:inity|ty)?\b", r"\\infty ", text)
+    text = re.sub(
+        r"\\(?:infin|infty)\b\s*"
+        r"|∞|\binf(?:inity|ty)?\b",
+        r"\\infty ",
+        text,
+    )
     text = re.sub(r"\+\s*\\infty", r"\\infty", text)
     return plain_words(text) if "\\mathbb" not in text else text
 
@@ -110,7 +146,8 @@ def _joined(text: str) -> str:
     """Returns a sentence such as "$x<0$ or $x>1$" without its dollars and first words."""
     text = re.sub(r"\$|\\[()]", " ", text)
     match = re.search(
-        rf"(?:\S+\s*{_LESS}\s*)?(?<![A-Za-z\\]){_LETTER}\s*{_ANY}.*|[(\[][^()\[\]]*,[^()\[\]]*[)\]].*",
+        rf"(?:\S+\s*{_LESS}\s*)?(?<![A-Za-z\\]){_LETTER}\s*{_ANY}.*"
+        rf"|[(\[][^()\[\]]*,[^()\[\]]*[)\]].*",
         text,
     )
     return "" if match is None else match[0].strip(" .")
@@ -164,7 +201,8 @@ def _span(text: str) -> Span | None:
         return Span(low, _is_closed(second), high, _is_closed(first))
     both = _BOTH.split(text)
     if len(both) == 2:
-        first_span, second_span = _span(both[0]), _span(both[1])
+        first_span = _span(both[0])
+        second_span = _span(both[1])
         if first_span is None or second_span is None:
             return None
         return _intersection(first_span, second_span)
@@ -235,7 +273,8 @@ def _same_bound(first: str, other: str) -> bool:
         return _size(first) == _size(other) and "\\infty" in first and "\\infty" in other
     if re.sub(r"\s", "", as_latex(first)) == re.sub(r"\s", "", as_latex(other)):
         return True
-    value, other_value = _value(first), _value(other)
+    value = _value(first)
+    other_value = _value(other)
     if value is not None and other_value is not None:
         return same_number(value, other_value)
     return same_expression(first, other) is True

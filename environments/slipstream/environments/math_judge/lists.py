@@ -26,21 +26,41 @@ MAX_PARTS = 100
 _COLUMN = re.compile(
     r"\\begin\{[pbvBV]?(?:small)?matrix\}(.*?)\\end\{[pbvBV]?(?:small)?matrix\}", re.DOTALL
 )
-_ANGLES = re.compile(r"(?:\\langle|⟨|<)\s*([^<>]*?,[^<>]*?)\s*(?:\\rangle|⟩|>)")
+_ANGLES = re.compile(
+    r"(?:\\langle|⟨"
+    r"|<)\s*([^<>]*?,[^<>]*?)\s*(?:\\rangle|⟩|>)"
+)
 _NAME = r"(?:[A-Za-z](?:_\{?\w+\}?)?)"
 _NAMED_PART = re.compile(rf"\s*({_NAME})\s*=\s*(.+)", re.DOTALL)
 _NAMED_POINT = re.compile(r"\(\s*[A-Za-z]\w*(?:\s*,\s*[A-Za-z]\w*)+\s*\)\s*=\s*(.*)", re.DOTALL)
-_MEMBER = re.compile(r"^[A-Za-z]\s*(?:\\in\b|∈|in\b)\s*(?=\\?\{)")
+_MEMBER = re.compile(
+    r"^[A-Za-z]\s*(?:\\in\b"
+    r"|∈|in\b)\s*(?=\\?\{)"
+)
 _PLUS_MINUS = re.compile(r"\\pm(?![a-z])|±|\+/-|\+-")
 _SEPARATOR = re.compile(
-    r"\s*(?:,|;)\s*(?:\\?(?:text)?\{?\s*(?:and|or)\b\s*\}?\s*)?|\s+(?:and|or)\s+|\s*&\s*"
+    r"\s*(?:,|;)\s*(?:\\?(?:text)?\{?\s*(?:and"
+    r"|or)\b\s*\}?\s*)?"
+    r"|\s+(?:and|or)\s+|\s*&\s*"
 )
 _SUBJECT = re.compile(
-    r"^.*?\b(?:are|is|include|includes|equals?|consists? of|get|obtain|have|gives?|were|be)\b"
-    r"(?: (?:at|the (?:numbers|set|values|points?)|given by|therefore|thus))?:?\s+(?=[^.]*$)",
+    r"^.*?\b(?:are"
+    r"|is|include|includes"
+    r"|equals?|consists? of"
+    r"|get|obtain|have"
+    r"|gives?|were|be)\b"
+    r"(?: (?:at|the (?:numbers"
+    r"|set|values|points?)"
+    r"|given by|therefore"
+    r"|thus))?:?\s+(?=[^.]*$)",
     re.IGNORECASE | re.DOTALL,
 )
-_TAIL = re.compile(r"\s+(?:respectively|in (?:that|this) order|in total|only)$", re.IGNORECASE)
+_TAIL = re.compile(
+    r"\s+(?:respectively"
+    r"|in (?:that|this) order"
+    r"|in total|only)$",
+    re.IGNORECASE,
+)
 
 
 class _Parts(NamedTuple):
@@ -134,7 +154,12 @@ def _signed_parts(text: str, signs: re.Match[str]) -> _Parts:
 
 def plain_marks(text: str) -> str:
     """Returns a list without sizes of brackets, words and marks around it."""
-    text = re.sub(r"\\(?:left|right|bigg?[lr]?|Big[lr]?)(?![a-z])\s*", "", text)
+    text = re.sub(
+        r"\\(?:left|right"
+        r"|bigg?[lr]?|Big[lr]?)(?![a-z])\s*",
+        "",
+        text,
+    )
     text = re.sub(r"(?<!\\)\\(?:[ ,;:!]|q?quad\b)", " ", text)
     text = re.sub(r"\\text\{\s*(,?\s*(?:and|or)?)\s*\}", r" \1 ", text)
     text = re.sub(r"\$\s*(,|;|and\b|or\b)\s*\$", r" \1 ", text)
@@ -258,7 +283,13 @@ def _candidates(phrase: str) -> list[str]:
     """Returns the texts in a phrase that may be the list, the shortest last."""
     text = without_aside(phrase)
     short = _TAIL.sub("", core(text))
-    segments = re.findall(r"\$\$(.+?)\$\$|\$([^$]+)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", text)
+    segments = re.findall(
+        r"\$\$(.+?)\$\$"
+        r"|\$([^$]+)\$"
+        r"|\\\[(.+?)\\\]"
+        r"|\\\((.+?)\\\)",
+        text,
+    )
     contents = ["".join(segment) for segment in segments]
     texts = [short, *endings(short)[1:], _SUBJECT.sub("", short, count=1)]
     if len(contents) > 1 and _has_few_words(
@@ -268,7 +299,11 @@ def _candidates(phrase: str) -> list[str]:
     if contents:
         texts.append(contents[-1])
     groups = re.findall(
-        r"\\\{[^{}]*\\\}|\{[^{}]*,[^{}]*\}|\([^()]*,[^()]*\)|\[[^\[\]]*,[^\[\]]*\]", text
+        r"\\\{[^{}]*\\\}"
+        r"|\{[^{}]*,[^{}]*\}"
+        r"|\([^()]*,[^()]*\)"
+        r"|\[[^\[\]]*,[^\[\]]*\]",
+        text,
     )
     outside = text.replace(groups[0], " ") if len(groups) == 1 else ""
     is_alone = re.search(r"\\in\b|∈|\bor\b|\d|[\[(]\s*\S", outside) is None

@@ -20,11 +20,19 @@ _FACTORIAL = re.compile(r"^[^A-Za-z]*[\d)}]!+[^A-Za-z]*$")
 _SCALE_WORDS = r"hundred|thousand|million|billion|trillion|dozen"
 # The last number of a sentence, and what belongs to it.
 _LAST_NUMBER = re.compile(
-    r"(?<![\w.^_/])(-?(?:\d+(?:\.\d+|,\d{1,2}(?![\d,]))?|\.\d+)"
-    r"(?:\s*/\s*\d+(?![\d.]))?(?:\s*(?:\\?%|per ?cent\b))?"
-    rf"(?: (?:{_SCALE_WORDS})s?\b)?(?: (?:over|out of) \d+)?)(?![\w^!/(]|\.\d|\\[a-z])"
+    r"(?<![\w.^_/])(-?(?:\d+(?:\.\d+"
+    r"|,\d{1,2}(?![\d,]))?|\.\d+)"
+    r"(?:\s*/\s*\d+(?![\d.]))?(?:\s*(?:\\?%"
+    r"|per ?cent\b))?"
+    rf"(?: (?:{_SCALE_WORDS})s?\b)?(?: (?:over"
+    rf"|out of) \d+)?)(?![\w^!/(]"
+    rf"|\.\d|\\[a-z])"
 )
-_SIGN = re.compile(r"^[^\w(]*(?:[A-Za-z] *)?([<>]|\\[lg]eq?\b|\\ne\b|≠)")
+_SIGN = re.compile(
+    r"^[^\w(]*(?:[A-Za-z] *)?([<>]"
+    r"|\\[lg]eq?\b"
+    r"|\\ne\b|≠)"
+)
 _BASE = re.compile(r"\d_\{?\w")
 
 

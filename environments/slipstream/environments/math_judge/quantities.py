@@ -19,17 +19,34 @@ _ROUNDED = 0.01
 _NUMBER = r"-?(?:\d+(?:\.\d+)?|\.\d+)"
 # A number, also as a fraction, root, multiple of pi or power of ten, before a unit.
 _VALUE = re.compile(
-    rf"(?<![\w.^/])(?P<value>{_NUMBER}(?:\s*(?:\\times|\\cdot|[x*])\s*10\s*\^\s*\{{?-?\d+\}}?"
-    rf"|[eE][-+]?\d+|\s*/\s*\d+| \d+/\d+|\s*\\[dt]?frac\{{\d+\}}\{{\d+\}}"
-    rf"|\s*(?:\\pi|pi\b)(?:\s*/\s*\d+)?|\s*\\sqrt\{{?\d+\}}?)?"
-    r"|-?\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}|\\sqrt\s*\{[^{}]*\}|\\pi(?:\s*/\s*\d+)?)"
-    r"(?P<scale> (?:hundred|thousand|million|billion|dozen)\b)?(?P<rest>-?\s*)"
+    rf"(?<![\w.^/])(?P<value>{_NUMBER}(?:\s*(?:\\times"
+    rf"|\\cdot|[x*])\s*10\s*\^\s*\{{?-?\d+\}}?"
+    rf"|[eE][-+]?\d+"
+    rf"|\s*/\s*\d+| \d+/\d+"
+    rf"|\s*\\[dt]?frac\{{\d+\}}\{{\d+\}}"
+    rf"|\s*(?:\\pi|pi\b)(?:\s*/\s*\d+)?"
+    rf"|\s*\\sqrt\{{?\d+\}}?)?"
+    r"|-?\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}"
+    r"|\\sqrt\s*\{[^{}]*\}"
+    r"|\\pi(?:\s*/\s*\d+)?)"
+    r"(?P<scale> (?:hundred"
+    r"|thousand|million"
+    r"|billion|dozen)\b)?(?P<rest>-?\s*)"
 )
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "dozen": 12}
 # What leaves a number before a unit a part of one.
-_PARTIAL = re.compile(r"\d *+(?:[+*]|\\(?:cdot|times)\b) *+\d(?!0? *\^)|\\sqrt *\d|\d +\+ +\d")
+_PARTIAL = re.compile(
+    r"\d *+(?:[+*]"
+    r"|\\(?:cdot|times)\b) *+\d(?!0? *\^)"
+    r"|\\sqrt *\d|\d +\+ +\d"
+)
 _CLOCK = re.compile(r"(\d+):([0-5]\d)(?::([0-5]\d))?")
-_SKIPPED = re.compile(r"\s*(?:(?:full|whole|more|extra|additional|total)\s+)?(?:of (?:a|an|the) )?")
+_SKIPPED = re.compile(
+    r"\s*(?:(?:full"
+    r"|whole|more|extra"
+    r"|additional|total)\s+)?(?:of (?:a"
+    r"|an|the) )?"
+)
 
 
 class Amount:
@@ -118,7 +135,12 @@ class Quantity:
         text = without_aside(phrase)
         if is_bound(core(text), self._text):
             return False
-        text = re.sub(r"\((?:about|approximately|≈|roughly|or)[^()]*\)", " ", text)
+        text = re.sub(
+            r"\((?:about|approximately"
+            r"|≈|roughly|or)[^()]*\)",
+            " ",
+            text,
+        )
         side = last_side(text)
         if _PARTIAL.search(core(side)) and "$" not in side:
             return False
@@ -196,7 +218,11 @@ class Money:
             return None
 
     def agrees(self, phrase: str) -> bool | None:
-        both = re.search(r"(\d+)(?: and|,)? (\d{1,2})\s*(?:cents?\b|¢)", phrase)
+        both = re.search(
+            r"(\d+)(?: and"
+            r"|,)? (\d{1,2})\s*(?:cents?\b|¢)",
+            phrase,
+        )
         if both is not None and "dollar" in self._currencies:
             return 100 * int(both[1]) + int(both[2]) == 100 * self._value
         text = re.sub(r"(?<=\d)\s*(?:cents?\b|¢)", "", phrase)

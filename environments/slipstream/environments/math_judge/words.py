@@ -7,34 +7,82 @@ from slipstream.environments.math_judge.formulas import plain_words
 from slipstream.environments.math_judge.phrases import core, endings, is_bound, without_aside
 from slipstream.environments.math_judge.statements import without_words_commands
 
-_ARTICLE = re.compile(r"^(?:(?:on|in|at|by) )?(?:(?:the|a|an)\s+)?", re.IGNORECASE)
+_ARTICLE = re.compile(
+    r"^(?:(?:on|in"
+    r"|at|by) )?(?:(?:the"
+    r"|a|an)\s+)?",
+    re.IGNORECASE,
+)
 _ORDINAL = re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-")
 _IS_THE = re.compile(
-    r"^(.{1,60}?) (?:is|was|would be|must be) (?:the|our|correct|right)\b", re.DOTALL
+    r"^(.{1,60}?) (?:is"
+    r"|was|would be"
+    r"|must be) (?:the"
+    r"|our|correct"
+    r"|right)\b",
+    re.DOTALL,
 )
-_QUOTED = re.compile(r"[\"“«]([^\"”»]{1,60})[\"”»]|(?<![A-Za-z])'([^']{1,60})'(?![A-Za-z])")
-_DENIED = re.compile(r"\b(?:not|never|neither|nor|no longer|isn't|wasn't)\b|n't\b", re.IGNORECASE)
+_QUOTED = re.compile(
+    r"[\"“«]([^\"”»]{1,60})[\"”»]"
+    r"|(?<![A-Za-z])'([^']{1,60})'(?![A-Za-z])"
+)
+_DENIED = re.compile(
+    r"\b(?:not|never"
+    r"|neither|nor"
+    r"|no longer|isn't"
+    r"|wasn't)\b|n't\b",
+    re.IGNORECASE,
+)
 _CHEMISTRY = re.compile(r"\\ce\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _ARROW = re.compile(
-    r"\\(?:longrightarrow|rightarrow|to|rightleftharpoons|xrightarrow\{[^{}]*\})(?![A-Za-z])|→|⟶|⇌|->|=>|--+>"
+    r"\\(?:longrightarrow"
+    r"|rightarrow|to"
+    r"|rightleftharpoons"
+    r"|xrightarrow\{[^{}]*\})(?![A-Za-z])"
+    r"|→|⟶|⇌|->|=>|--+>"
 )
 
 _TRUTHS = {"yes": True, "no": False, "true": True, "false": False}
-_TRUTH_WORD = re.compile(r"\b(yes|no|true|false|correct|incorrect|right|wrong)\b", re.IGNORECASE)
+_TRUTH_WORD = re.compile(
+    r"\b(yes|no|true"
+    r"|false|correct"
+    r"|incorrect|right"
+    r"|wrong)\b",
+    re.IGNORECASE,
+)
 _NOTHING = {
     "empty": re.compile(
-        r"\\emptyset|\\varnothing|∅|\\\{\s*\\?\}|\bempty set\b"
-        r"|\b(?:no|without)(?: real| integer| such| valid| possible)?"
-        r" (?:solutions?|roots?|values?|answers?)\b"
-        r"|\b(?:has|have|is|are) no(?: real)? (?:solutions?|roots?)\b"
-        r"|(?:^|\b(?:is|prints?|returns?) )none$|\bnull set\b",
+        r"\\emptyset|\\varnothing"
+        r"|∅|\\\{\s*\\?\}"
+        r"|\bempty set\b"
+        r"|\b(?:no|without)(?: real"
+        r"| integer| such"
+        r"| valid| possible)?"
+        r" (?:solutions?"
+        r"|roots?|values?"
+        r"|answers?)\b"
+        r"|\b(?:has|have"
+        r"|is|are) no(?: real)? (?:solutions?"
+        r"|roots?)\b"
+        r"|(?:^|\b(?:is"
+        r"|prints?|returns?) )none$"
+        r"|\bnull set\b",
         re.IGNORECASE,
     ),
     "undefined": re.compile(
-        r"^(?:the (?:limit|value|expression|answer) )?(?:(?:does|do) not exist|doesn't exist"
-        r"|DNE|is undefined|undefined|is not defined|not defined)\b"
-        r"|\b(?:does not exist|doesn't exist|is undefined|is not defined)\b",
+        r"^(?:the (?:limit"
+        r"|value|expression"
+        r"|answer) )?(?:(?:does"
+        r"|do) not exist"
+        r"|doesn't exist"
+        r"|DNE|is undefined"
+        r"|undefined|is not defined"
+        r"|not defined)\b"
+        r"|\b(?:does not exist"
+        r"|doesn't exist"
+        r"|is undefined"
+        r"|is not defined)\b",
         re.IGNORECASE,
     ),
 }
@@ -67,7 +115,11 @@ class Truth:
             if first is None or re.search(r"\b(?:or|and)\b", text):
                 return False
         is_denied = re.search(
-            r"(?:\bnot|n't)\s+(?:\w+\s+)?(?:yes|no|true|false|correct|right)\b", text, re.IGNORECASE
+            r"(?:\bnot|n't)\s+(?:\w+\s+)?(?:yes"
+            r"|no|true|false"
+            r"|correct|right)\b",
+            text,
+            re.IGNORECASE,
         )
         says = _TRUTHS[verdicts[0]] != (is_denied is not None)
         return says == _TRUTHS[self._word]
@@ -110,11 +162,19 @@ class Word:
         if re.fullmatch(r"0[xX][0-9a-fA-F]+", short):
             return cls(text)
         # Substances with groups, such as Ca(OH)2.
-        if re.fullmatch(r"(?:[A-Z][a-z]?\d*|\((?:[A-Z][a-z]?\d*)+\)\d*){2,}", short):
+        if re.fullmatch(
+            r"(?:[A-Z][a-z]?\d*"
+            r"|\((?:[A-Z][a-z]?\d*)+\)\d*){2,}",
+            short,
+        ):
             return cls(text)
         is_word = re.fullmatch(r"(?=.*[A-Za-zÀ-ɏ])[A-Za-zÀ-ɏ0-9'+-]+", short) is not None
         is_product = re.fullmatch(r"-?\d*\.?\d*[a-z]", short) is not None
-        is_power = re.fullmatch(r"[+-].*|.*[a-z]\^.*|.*[+-]\d+|-?\d+(?:\.\d+)?e[+-]?\d+", short)
+        is_power = re.fullmatch(
+            r"[+-].*|.*[a-z]\^.*"
+            r"|.*[+-]\d+|-?\d+(?:\.\d+)?e[+-]?\d+",
+            short,
+        )
         # "2ab" is a product, and "2b1a" a code.
         is_monomial = re.fullmatch(r"\d+[a-z]{2,3}", short) is not None
         is_sum = re.search(r"[a-z0-9][+-][a-z0-9]", short) and not re.search(r"[A-Za-z]{2}", short)
@@ -159,7 +219,11 @@ class Word:
 
 def _letters_joined(text: str) -> str:
     """Returns the letters of "A, B and C" without what joins them, or ""."""
-    parts = re.split(r"\s*,\s*(?:and\s+)?|\s+and\s+|\s*&\s*|\s+", text.strip())
+    parts = re.split(
+        r"\s*,\s*(?:and\s+)?"
+        r"|\s+and\s+|\s*&\s*|\s+",
+        text.strip(),
+    )
     return "".join(parts) if all(re.fullmatch(r"\(?[A-J]\)?", part) for part in parts) else ""
 
 
