@@ -57,7 +57,7 @@ class Disk:
             self.synced[Path(name)] = os.fstat(descriptor).st_size
         elif name.endswith(".pb"):
             self._filled.add(Path(name))
-        else:
+        elif os.path.isdir(name):
             self._named |= {Path(name, n) for n in os.listdir(name) if n.endswith(".pb")}
 
     def mark(self) -> tuple[int, int]:

@@ -17,9 +17,11 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, read_history
 from slipstream.learner.controller.records.journal import read_records
 from slipstream.learner.controller.records.kinds import parsed
+from slipstream.learner.controller.records.snapshots import decode_history, encode_history
 from slipstream.learner.controller.records.state import RunState
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.v1 import trainer_pb2
+from support.references.history_state import different_field
 
 from simulation.disk import REMOVED
 from simulation.fleet import NUM_TASKS, text_of, verdict_on
@@ -27,6 +29,10 @@ from simulation.trainer import is_trainable
 
 if TYPE_CHECKING:
     from simulation.world import World
+
+
+# Records between two snapshots that are compared.
+SNAPSHOT_EVERY = 5
 
 
 def judge(world: World) -> Counter[str]:
@@ -60,6 +66,7 @@ class _Judge:
         self._wrong += found.faults
         self._read_journal()
         self._check_state()
+        self._check_snapshots()
         if not self._wrong:
             self._check_groups()
         self._check_acknowledged()
@@ -88,6 +95,22 @@ class _Judge:
             ours, theirs = getattr(known, name), getattr(told, name)
             if ours != theirs:
                 self._wrong.append(f"{name} is {ours} live, and {theirs} after a restart")
+
+    def _check_snapshots(self) -> None:
+        """A state that was written and read goes on like the other, wherever that was."""
+        replayed = RunHistory()
+        stored = RunHistory()
+        for number, fields_ in enumerate(read_records(self._folder / "journal"), 1):
+            record = parsed(fields_)
+            replayed.add(record)
+            stored.add(record)
+            if number % SNAPSHOT_EVERY == 0:
+                stored = decode_history(encode_history(stored))
+                name = different_field(stored, replayed)
+                if name:
+                    text = f"{name} of the snapshot after record {number} is another one"
+                    self._wrong.append(text)
+                    return
 
     def _check_groups(self) -> None:
         """Wherever a journal is cut, each leased group is open, in one batch, or over."""

@@ -29,6 +29,7 @@ from slipstream.core.types import ServerId, Trajectory
 from slipstream.extensions.redis import queue as redis
 from slipstream.extensions.redis import receiver as redis_receiver
 from slipstream.learner.controller import application
+from slipstream.learner.controller.records import snapshots
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.services import fleet_service
 from slipstream.learner.trainer import controller_client
@@ -648,6 +649,9 @@ class World:
             (session, "host_id", lambda: "host"),
             (fleet_service, "describe_setup", lambda *_, **named: status_pb2.Setup(**named)),
             (session, "is_cpu_build", lambda: True),
+            # A run of seconds writes several snapshots, from which its controllers start again.
+            (snapshots, "EVERY_LINES", 12),
+            (snapshots, "LOOK_S", 0.2),
         ]
         with contextlib.ExitStack() as stack:
             for owner, name, value in seams:

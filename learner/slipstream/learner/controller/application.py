@@ -2,7 +2,6 @@
 
 import asyncio
 import contextvars
-import itertools
 import logging
 import secrets
 import time
@@ -41,6 +40,7 @@ from slipstream.learner.controller.records.ledger import (
     TokenLedger,
     open_receiver,
 )
+from slipstream.learner.controller.records.snapshots import open_history, write_snapshots
 from slipstream.learner.controller.reporting.metrics import open_recorder
 from slipstream.learner.controller.results import Results
 from slipstream.learner.controller.run import Run
@@ -211,6 +211,7 @@ class Controller:
                     "scheduler": self.scheduler.lease_forever(),
                     "watch": self.watch.watch_forever(),
                 }
+                lasting["snapshots"] = write_snapshots(journal, folder / JOURNAL, self._run.events)
                 for part in self.parts:
                     lasting |= part.tasks()
                 background = [
@@ -337,11 +338,12 @@ class Controller:
 def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
     """Reads the journal in `folder`, adds a record of this start, and returns the state so far.
 
+    Of a journal with a snapshot it reads what is behind that.
+
     The progress of `run` gets id, key and version from the journal. Raises ConfigError if the run
     may not resume here, and ProtocolError if the journal is damaged.
     """
-    records = read_records(folder)
-    first = next(records, None)
+    first = next(read_records(folder), None)
     if first is None:
         check_journal_not_lost(folder.parent)
     elif run.config.run.resume == "never":
@@ -360,7 +362,8 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
         machine=describe_machine(),
         packages=describe_packages(),
     )
-    history = read_history([] if first is None else itertools.chain([first], records))
+    history, reader = open_history(folder, run.events.warn)
+    history = read_history(reader, history, line=reader.line)
     history.add(start)
     _check_end(journal, history, folder)
     journal.settled, journal.state = history.settled, history

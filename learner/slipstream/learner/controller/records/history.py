@@ -8,8 +8,9 @@ I/O.
 import functools
 import re
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from pydantic import JsonValue
 from slipstream.core.errors import ProtocolError
@@ -61,6 +62,24 @@ class SeenIds:
         self._others.add(trajectory_id)
         return is_new
 
+    def stored(self) -> list[object]:
+        """Returns the content as plain values, for `restored`."""
+        pages = [
+            (*page, epochs.tobytes(), bits.tobytes())
+            for page, (epochs, bits) in self._pages.items()
+        ]
+        return [pages, sorted(self._others)]
+
+    @classmethod
+    def restored(cls, stored: Sequence[Any]) -> Self:
+        """Returns the set whose content `stored` returned."""
+        seen = cls()
+        pages, others = stored
+        for kind, number, word, epochs, bits in pages:
+            seen._pages[kind, number, word] = array("Q", epochs), array("Q", bits)
+        seen._others.update(others)
+        return seen
+
     def __contains__(self, trajectory_id: TrajectoryId) -> bool:
         if not self._pages and not self._others:
             return False
@@ -84,6 +103,17 @@ class GroupSteps:
 
     def __init__(self) -> None:
         self._steps = array("i")
+
+    def stored(self) -> bytes:
+        """Returns the content as bytes, for `restored`."""
+        return self._steps.tobytes()
+
+    @classmethod
+    def restored(cls, stored: bytes) -> Self:
+        """Returns the steps whose content `stored` returned."""
+        steps = cls()
+        steps._steps.frombytes(stored)
+        return steps
 
     def add(self, group_id: GroupId, step: int) -> None:
         """Notes the step that trains a group, -1 for none; group numbers have no gaps."""
@@ -204,10 +234,19 @@ def settled_by(settled: Amount, record: Record) -> Amount:
     return settled
 
 
-def read_history(records: Iterable[Mapping[str, JsonValue]]) -> RunHistory:
-    """Returns the state after all records; raises ProtocolError if a record is not valid."""
-    history, wrote = RunHistory(), ""
-    for number, record in enumerate(records, start=1):
+def read_history(
+    records: Iterable[Mapping[str, JsonValue]],
+    history: RunHistory | None = None,
+    *,
+    line: int = 0,
+) -> RunHistory:
+    """Returns the state after all records; raises ProtocolError if a record is not valid.
+
+    `history` is the state after `line` records before them, which takes the others up.
+    """
+    history = history or RunHistory()
+    wrote = ""
+    for number, record in enumerate(records, start=line + 1):
         if number == 1 and record["kind"] != "start":
             raise ProtocolError("the journal was written by an older version: it has no start")
         try:

@@ -21,8 +21,9 @@ import re
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -330,30 +331,113 @@ def encoded(number: int, record: Mapping[str, JsonValue]) -> bytes:
 
 
 def read_records(folder: Path) -> Iterator[dict[str, JsonValue]]:
-    """Yields all records in order, without a torn last line; raises ProtocolError for other damage.
+    """Yields all records in order, as a `JournalReader` does from the beginning."""
+    return iter(JournalReader(folder))
+
+
+@dataclass(frozen=True, slots=True)
+class LogPart:
+    """The beginning of a log, up to the end of a line."""
+
+    name: str
+    num_bytes: int
+    num_lines: int
+    crc32: int
+
+
+class JournalReader:
+    """Yields the records behind those of `logs` in order, without a torn last line.
 
     Yields nothing if there is no journal. Line numbers are checked and removed from the records.
+    Raises ProtocolError for damage. With `last_line` it ends before the next line.
     """
-    number = 0
-    for path, end in _logs(folder):
-        with open_regular(path) as file:
-            for place, line in enumerate(file, start=1):
-                text = _whole_record(line)
-                if number + 1 >= end or (text is None and not line.endswith(b"\n")):
-                    break
-                if text is None:
-                    raise ProtocolError(f"{path}: line {place} is damaged; {REMEDY}")
-                record = _parse(text)
-                if record is None:
-                    raise ProtocolError(f"{path}: line {place} is no record; {REMEDY}")
-                number += 1
-                written = record.pop(LINE, number)
-                if written != number:
-                    raise ProtocolError(
-                        f"{path}: line {number} was written as line {written}: lines before it are "
-                        f"missing, twice or elsewhere; {REMEDY}"
+
+    def __init__(
+        self,
+        folder: Path,
+        logs: Sequence[LogPart] = (),
+        *,
+        line: int = 0,
+        last_line: float = math.inf,
+    ) -> None:
+        """Takes what was read before: parts of `logs`, oldest first, with `line` lines in all."""
+        self._folder = folder
+        # The last part goes on; the records of the others have all been read.
+        self._earlier = {part.name for part in logs[:-1]}
+        self._parts = {part.name: part for part in logs}
+        self._last_line = last_line
+        # Number of the last record that was yielded.
+        self.line = line
+
+    @property
+    def logs(self) -> list[LogPart]:
+        """The parts of the logs that have been read, oldest first."""
+        return list(self._parts.values())
+
+    def __iter__(self) -> Iterator[dict[str, JsonValue]]:
+        for path, end in _logs(self._folder):
+            if path.name in self._earlier:
+                continue
+            part = self._parts.get(path.name) or LogPart(path.name, 0, 0, 0)
+            self._parts[path.name] = part
+            with open_regular(path) as file:
+                file.seek(part.num_bytes)
+                for line in file:
+                    text = _whole_record(line)
+                    is_torn = text is None and not line.endswith(b"\n")
+                    if self.line + 1 >= end or self.line >= self._last_line or is_torn:
+                        break
+                    place = part.num_lines + 1
+                    if text is None:
+                        raise ProtocolError(f"{path}: line {place} is damaged; {REMEDY}")
+                    record = _parse(text)
+                    if record is None:
+                        raise ProtocolError(f"{path}: line {place} is no record; {REMEDY}")
+                    number = self.line + 1
+                    written = record.pop(LINE, number)
+                    if written != number:
+                        raise ProtocolError(
+                            f"{path}: line {number} was written as line {written}: lines before it "
+                            f"are missing, twice or elsewhere; {REMEDY}"
+                        )
+                    part = LogPart(
+                        name=path.name,
+                        num_bytes=part.num_bytes + len(line),
+                        num_lines=place,
+                        crc32=zlib.crc32(line, part.crc32),
                     )
-                yield record
+                    self._parts[path.name] = part
+                    self.line = number
+                    yield record
+
+    def is_as_read(self) -> bool:
+        """Whether the logs still begin with what was read, and no later log takes its place."""
+        ends = {path.name: (path, end) for path, end in _logs(self._folder)}
+        names = [path.name for path in journal_logs(self._folder)]
+        parts = self.logs
+        if names[: len(parts)] != [part.name for part in parts]:
+            return False
+        for part in parts:
+            path, end = ends[part.name]
+            # The last line may lack its newline: a writer goes on in a log of its own.
+            if self.line >= end and part is parts[-1]:
+                return False
+            if _prefix_crc32(path, part.num_bytes) != part.crc32:
+                return False
+        return True
+
+
+def _prefix_crc32(path: Path, num_bytes: int) -> int | None:
+    """Returns the CRC-32 of the first bytes of a file, or None if it has fewer."""
+    crc32 = 0
+    with open_regular(path) as file:
+        while num_bytes > 0:
+            data = file.read(min(num_bytes, 1 << 20))
+            if not data:
+                return None
+            crc32 = zlib.crc32(data, crc32)
+            num_bytes -= len(data)
+    return crc32
 
 
 def _parse(text: bytes) -> dict[str, JsonValue] | None:

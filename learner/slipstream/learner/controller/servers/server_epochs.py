@@ -9,7 +9,9 @@ import bisect
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
+import msgspec
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import fleet_pb2
@@ -88,6 +90,14 @@ class EpochCount:
         return max(self.reported, seen) if self.dead else self.reported
 
 
+class _Stored(msgspec.Struct, array_like=True):
+    connected: list[tuple[ServerKey, EpochCount]]
+    departed: list[tuple[ServerKey, EpochCount]]
+    names: list[tuple[int, ServerKey]]
+    folded: EpochCount
+    earlier: bytes
+
+
 class ServerEpochs:
     """The token counts of all servers, by server and epoch.
 
@@ -104,6 +114,28 @@ class ServerEpochs:
         self._folded = EpochCount(dead=True, is_earlier=True)
         # Epochs whose counts are folded, in rising order.
         self._earlier = array("Q")
+
+    def stored(self) -> list[object]:
+        """Returns the content as plain values, for `restored`."""
+        return [
+            list(self.connected.items()),
+            list(self._departed.items()),
+            list(self._names.items()),
+            self._folded,
+            self._earlier.tobytes(),
+        ]
+
+    @classmethod
+    def restored(cls, stored: object) -> Self:
+        """Returns the counts whose content `stored` returned."""
+        content = msgspec.convert(stored, _Stored)
+        epochs = cls()
+        epochs.connected.update(content.connected)
+        epochs._departed.update(content.departed)
+        epochs._names.update(content.names)
+        epochs._folded = content.folded
+        epochs._earlier.frombytes(content.earlier)
+        return epochs
 
     def join(self, key: ServerKey) -> EpochCount:
         """Adds the epoch of a connecting server, unless it is known, and returns its count."""
