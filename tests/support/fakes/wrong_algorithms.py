@@ -4,7 +4,7 @@ import itertools
 import math
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -73,6 +73,14 @@ def _root(ratio: Tensor) -> Tensor:
 
 def product_of_a_sequence(tokens: LossInputs) -> Tensor:
     return _plain(tokens) * tokens.sequences.sums(tokens.logprobs - tokens.behavior_logprobs).exp()
+
+
+def counts_its_own_tokens(tokens: LossInputs) -> Tensor:
+    """It divides by the tokens of a sequence that this rank has."""
+    ids = tokens.sequences._ids
+    lengths = tokens.entropy.new_zeros(int(ids.max()) + 1)
+    lengths.index_add_(0, ids, tokens.mask.to(lengths.dtype))
+    return _plain(tokens) / lengths.clamp(min=1)[ids]
 
 
 def leaves_out_what_is_far(tokens: LossInputs) -> Tensor:
@@ -299,6 +307,25 @@ def first_decides(group: Sequence[RewardedEpisode]) -> bool:
 
 def mean_of_rewards(group: Sequence[RewardedEpisode]) -> bool:
     return sum(episode.reward for episode in group) / len(group) > 0
+
+
+def deviates(group: Sequence[RewardedEpisode]) -> bool:
+    return bool(np.std([episode.reward for episode in group]) > 0)
+
+
+def _enclosing() -> Callable[[LossInputs], Tensor]:
+    scale = 0.0
+
+    def loss(tokens: LossInputs) -> Tensor:
+        """It is scaled by the first micro batch of a process."""
+        nonlocal scale
+        scale = scale or 1.0 + float(tokens.mask.sum() > 10_000)
+        return _plain(tokens) * scale
+
+    return loss
+
+
+encloses_the_first_scale = _enclosing()
 
 
 def neither(group: Sequence[RewardedEpisode]) -> None:

@@ -116,14 +116,21 @@ def difference(
 
 
 def _kept_by(function: Function) -> dict[str, str]:
-    """Returns the repr of each global of the function's module, by name, to detect changes."""
+    """Returns the repr of whatever a function may change, by name, to detect changes.
+
+    These are the globals of its module, what it encloses, and the defaults of its arguments.
+    """
     call = implementation(function)
-    kept = {}
+    reprs: dict[str, str] = {}
+    for name, cell in zip(call.__code__.co_freevars, call.__closure__ or (), strict=True):
+        reprs[f"{name} (enclosed)"] = repr(cell.cell_contents)
+    for name, default in (call.__kwdefaults__ or {}).items():
+        reprs[f"{name} (a default)"] = repr(default)
     for name, value in call.__globals__.items():
         if not name.startswith("__"):
             is_own = getattr(value, "__module__", "") == call.__module__
-            kept[name] = repr((value, is_own and getattr(value, "__dict__", None)))
-    return kept
+            reprs[name] = repr((value, is_own and getattr(value, "__dict__", None)))
+    return reprs
 
 
 class Rewards(tuple[tuple[float, ...], ...]):
@@ -134,6 +141,8 @@ class Rewards(tuple[tuple[float, ...], ...]):
         return f"rewards {' and '.join(groups)}"
 
 
+# Equal rewards: sums of the first are exact, those of the others are rounded.
+ROUNDED = (0.125, 0.1, 0.3, 0.7)
 # Rewards from 0 to 1.
 PLAIN = (
     Rewards([(0.5,)]),
@@ -199,6 +208,8 @@ class EpisodeProof:
         }
         if self.kind == "advantage":
             properties["names of groups"] = self._check_names
+        if self.kind == "filter":
+            properties["rounding"] = self._check_rounding
         return faults(function_of(self.algorithm, self.kind), properties)
 
     def _scenes(
@@ -284,6 +295,29 @@ class EpisodeProof:
             ]
             if found := difference(self._numbers(scene), self._numbers(scene, others)):
                 raise RunFailed(f"{found} for other group_ids: {scene}")
+
+    def _check_rounding(self) -> None:
+        """Raises RunFailed if the number of equal rewards decides, by rounding."""
+        exact, *rounded = (self._kept_sizes(reward) for reward in ROUNDED)
+        if len(set(exact.values())) > 1:
+            # The filter looks at the number of episodes.
+            return
+        for reward, by_size in zip(ROUNDED[1:], rounded, strict=True):
+            sizes = {is_kept: size for size, is_kept in by_size.items()}
+            if len(sizes) > 1:
+                raise RunFailed(
+                    f"it keeps a group of {sizes[True]} rewards {reward:g} and leaves out one of "
+                    f"{sizes[False]}: rounding decides, compare with a tolerance"
+                )
+
+    def _kept_sizes(self, reward: float) -> dict[int, bool]:
+        """Returns whether groups of equal rewards are kept, by their size."""
+        decisions: dict[int, bool] = {}
+        for size in range(2, 9):
+            group = Rewards([(reward,) * size])
+            (result,) = self._numbers(group).values()
+            decisions[size] = bool(result.item())
+        return decisions
 
     def _check_finite(self) -> None:
         for scene in self._scenes(EQUAL, LARGE):

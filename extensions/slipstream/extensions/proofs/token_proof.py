@@ -2,7 +2,7 @@
 
 A property that fails gives one line with a small example. Layouts are compared in float64, extreme
 values are tried in float32. A layout reorders the tokens of a scene, splits them into micro
-batches, or pads them.
+batches, pads them, or gives the halves of each sequence to two ranks.
 
 Values that a loss detaches by `detach`, `no_grad`, `item` or the sums of sequences are held
 constant when its gradient is compared with finite differences. So CISPO, GSPO and REINFORCE pass,
@@ -18,6 +18,7 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 from slipstream.core.errors import RunFailed
 from slipstream.extensions.proofs import proof
+from slipstream.extensions.proofs.shared_sums import NUM_RANKS, UNEQUAL, SharedSums, SumExchange
 from slipstream.learner.algorithms.functions import Function
 from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
 from slipstream.learner.algorithms.losses import token_terms, token_weights
@@ -35,6 +37,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+# The name of the layout of context parallelism.
+ON_TWO_RANKS = "a sequence on two ranks"
 # The index of a padding token in a layout.
 FILLER = -1
 # Indices of tokens, by micro batch.
@@ -135,6 +139,18 @@ class Scene:
             "padding": [[place for one in each for place in (*one, FILLER, FILLER)]],
             "a micro batch for each sequence": each,
         }
+
+    def half(self, rank: int) -> list[int]:
+        """Returns the indices of the tokens of a context parallel rank, half of each sequence.
+
+        A filler stands behind them, so that no rank is without a token.
+        """
+        places: list[int] = []
+        for sequence in range(len(self.sequences)):
+            own_places = torch.nonzero(self.ids == sequence)[:, 0].tolist()
+            middle = len(own_places) // 2
+            places += own_places[middle:] if rank else own_places[:middle]
+        return [*places, FILLER]
 
     def inputs(
         self,
@@ -251,9 +267,14 @@ class TokenProof:
         found: dict[str, str] = {}
         for scene in self._scenes():
             whole = self._computed(scene, scene.inputs())
-            for title, layout in scene.layouts().items():
+            computed: dict[str, Callable[[], dict[str, Tensor]]] = {
+                title: functools.partial(self._in_layout, scene, layout)
+                for title, layout in scene.layouts().items()
+            }
+            computed[ON_TWO_RANKS] = functools.partial(self._on_two_ranks, scene)
+            for title, compute in computed.items():
                 try:
-                    fault = proof.difference(whole, self._in_layout(scene, layout), scene.mask)
+                    fault = proof.difference(whole, compute(), scene.mask)
                 except RunFailed as error:
                     fault = str(error)
                 if fault:
@@ -280,8 +301,44 @@ class TokenProof:
             assert isinstance(tokens.sequences, _CountedSums)
             asked.add(tokens.sequences.num_asked)
         if len(asked) > 1:
-            raise RunFailed("one rank asks for sums over sequences, another does not")
+            raise RunFailed(UNEQUAL)
         return found
+
+    def _on_two_ranks(self, scene: Scene) -> dict[str, Tensor]:
+        """Returns the results for all tokens of ranks that have the halves of each sequence.
+
+        Raises RunFailed if they ask for different numbers of sums.
+        """
+        exchange = SumExchange()
+
+        def compute(rank: int) -> dict[str, Tensor]:
+            places = scene.half(rank)
+            tokens = scene.inputs(places=places)
+            number = len(scene.sequences)
+            is_filler = torch.tensor(places) == FILLER
+            ids = torch.where(is_filler, number, scene.ids[places])
+            sums = SharedSums(
+                ids,
+                tokens.mask,
+                number + 1,
+                rank=rank,
+                exchange=exchange,
+            )
+            try:
+                return self._computed(scene, replace(tokens, sequences=sums), places)
+            finally:
+                exchange.ends(rank)
+
+        with ThreadPoolExecutor(NUM_RANKS) as threads:
+            parts = list(threads.map(compute, range(NUM_RANKS)))
+        joined: dict[str, Tensor] = {}
+        for rank, part in enumerate(parts):
+            places = torch.tensor(scene.half(rank))
+            is_token = places != FILLER
+            for name, values in part.items():
+                column = joined.setdefault(name, torch.zeros(len(scene.mask), dtype=values.dtype))
+                column[places[is_token]] = values[is_token]
+        return joined
 
     def _check_empty(self) -> None:
         for sequences in ((".",), ("..", "...")):

@@ -9,7 +9,7 @@ import torch
 from slipstream.core.configuration.config_file import run_check
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.function_table import KINDS
+from slipstream.core.settings.function_table import FUNCTIONS_OF_TOKENS, KINDS
 from slipstream.extensions.proofs.proof import EpisodeProof
 from slipstream.extensions.proofs.token_proof import TokenProof
 from slipstream.learner.algorithms.functions import function_of, load_functions
@@ -22,7 +22,7 @@ def prove(config: Config) -> None:
     load_functions(config)
     found: list[str] = []
     for kind in KINDS:
-        if kind in ("loss", "weight"):
+        if kind in FUNCTIONS_OF_TOKENS:
             proof = TokenProof(function_of(config.algorithm, kind), config.needs_reference)
             found += proof.faults()
         else:

@@ -9,7 +9,7 @@ import importlib.util
 import sys
 
 from slipstream.core.configuration.config_file import run_check
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import WARNING, ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.function_table import FUNCTIONS_OF_TOKENS
 from slipstream.learner.algorithms.functions import function_of, load_functions
@@ -26,6 +26,15 @@ def check_functions(config: Config) -> None:
     load_functions(config)
     has_reference = config.needs_reference
     step_columns(config.algorithm, has_reference=has_reference)
+    weight = config.algorithm.weight
+    loss = function_of(config.algorithm, "loss")
+    if loss.is_own and weight != "none" and reads_behavior(loss, has_reference=has_reference):
+        print(
+            f"{WARNING}algorithm.loss {loss.name} reads behavior_logprobs, and algorithm.weight = "
+            f"{weight!r} corrects for the policy that sampled, too: if the loss does so by itself, "
+            "set algorithm.weight = 'none'",
+            file=sys.stderr,
+        )
     for name, (value, neutral) in config.sampling.cuts.items():
         for kind in FUNCTIONS_OF_TOKENS:
             function = function_of(config.algorithm, kind)

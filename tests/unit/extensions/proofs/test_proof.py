@@ -26,6 +26,7 @@ WRONG_LOSSES = {
     ),
     "stops_early": ("layout", ".xxxx (x is a trained token), log ratios of deviation 3"),
     "by_the_largest_advantage": ("layout", "log ratios of deviation 1"),
+    "counts_its_own_tokens": ("layout", "a sequence on two ranks: loss of token "),
     "forgets_late_tokens": ("layout", "sequences ...........(5000) .xxx (x is a trained token)"),
     "sums_on_some_ranks": ("layout", "one rank asks for sums over sequences, another does not"),
     "reads_masked_tokens": ("masked tokens", "with other values at masked tokens"),
@@ -143,7 +144,7 @@ def test_an_example_is_the_smallest_one_and_other_layouts_are_named() -> None:
     (line,) = faults(chosen("loss", f"{MODULE}:divides_by_length"), "loss")
     assert line.endswith(
         "loss of token 0 is 0.355851917, not 1.06755575: sequences x (x is a trained token); "
-        "also with a micro batch for each sequence"
+        "also with a sequence on two ranks, a micro batch for each sequence"
     )
 
 
@@ -164,6 +165,8 @@ def test_an_example_is_the_smallest_one_and_other_layouts_are_named() -> None:
         ("reward", "reward_log", "a reward is no finite number: -inf"),
         ("reward", "reward_at_random", "state: "),
         ("filter", "first_decides", "order of episodes: result 0 is 1, not 0 for the"),
+        ("filter", "deviates", "rounding: it keeps a group of 7 rewards 0.1 and leaves out one of"),
+        ("loss", "encloses_the_first_scale", "state: calls change scale (enclosed) of its module"),
         ("filter", "neither", "the result is neither true nor false: None"),
     ],
 )

@@ -53,3 +53,19 @@ def test_ones_own_weight_is_asked_whether_it_reads_the_engines_probabilities(
     check_functions(config_with(cut | {"algorithm.weight": f"{name}:by_lag"}))
     with pytest.raises(ConfigError, match="by_ratio reads behavior_logprobs"):
         check_functions(config_with(cut | {"algorithm.weight": f"{name}:by_ratio"}))
+
+
+def test_a_loss_that_corrects_by_itself_is_warned_of_a_weight(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"own_double_{tmp_path.name}"
+    ratio = "(tokens.logprobs - tokens.behavior_logprobs).exp()"
+    (tmp_path / f"{name}.py").write_text(
+        f"def loss(tokens):\n    return -tokens.advantages * {ratio}\n"
+    )
+    settings = {"algorithm.loss": f"{name}:loss"}
+    check_functions(config_with(settings))
+    warning = capsys.readouterr().err
+    assert "reads behavior_logprobs, and algorithm.weight = 'token' corrects" in warning
+    check_functions(config_with(settings | {"algorithm.weight": "none"}))
+    assert capsys.readouterr().err == ""
