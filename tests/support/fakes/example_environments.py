@@ -121,7 +121,7 @@ def sabotage(kind: str) -> float:
         case "memory":
             while True:
                 kept.append(bytearray(20 << 20))
-                time.sleep(0.02)
+                time.sleep(0.005)
     raise AssertionError(f"sabotage of kind {kind!r} came to an end")
 
 
