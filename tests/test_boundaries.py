@@ -219,7 +219,7 @@ def test_packages_import_only_what_lies_below_them() -> None:
             for line, name in imports(path)
             if within(name, "slipstream")
             and not any(within(name, package) for package in allowed)
-            # Another test knows which modules of its own an extension imports.
+            # Imports of extensions have tests of their own.
             and not within(name, EXTENSIONS)
         ]
     assert not wrong

@@ -55,6 +55,7 @@ CONTENTS = {
         "docs/guides/own-algorithms",
         "docs/guides/own-loop",
         "docs/guides/tinker-contract",
+        "docs/guides/extensions",
         "docs/guides/sandbox",
         "docs/guides/judges",
         "docs/guides/watching",

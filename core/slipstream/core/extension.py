@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from slipstream.core.errors import ConfigError
@@ -30,6 +31,18 @@ class Program:
     module: str
     # The most starts after the first one, until it gets on.
     restarts: int
+
+
+@dataclass(frozen=True)
+class Need:
+    """A setting that must have one value while an option is on."""
+
+    # The name of the setting, such as "algorithm.group_size".
+    setting: str
+    # The only value, or a tuple of the values that it may have.
+    only: object
+    # Why, in the words that follow a colon.
+    because: str
 
 
 @dataclass(frozen=True)
@@ -73,8 +86,11 @@ class Extension:
 
     # The name of its entry point.
     name: str
-    # Whether the settings of a run (`Tables`) ask for the option.
-    is_on: Callable[[Any], bool] = lambda _: False
+    # Whether the settings of a run (`Tables`) ask for the option. None: where they have its table.
+    is_on: Callable[[Any], bool] | None = None
+    # The `Section` of its table `extensions.NAME`.
+    settings: str = ""
+    needs: tuple[Need, ...] = ()
     # Names of options whose parts of the same process come before its own.
     after: tuple[str, ...] = ()
     # A sequence of the launcher's `Check`s, which commands, dry runs and the doctor make.
@@ -160,7 +176,28 @@ def _sorted(manifests: Mapping[str, Extension]) -> list[Extension]:
 
 def active(config: Any) -> list[Extension]:  # noqa: ANN401 - `Tables` is built from manifests
     """Returns the manifests of the options that the settings ask for."""
-    return [manifest for manifest in installed() if manifest.is_on(config)]
+    return [manifest for manifest in installed() if asks_for(config, manifest)]
+
+
+def asks_for(config: Any, manifest: Extension) -> bool:  # noqa: ANN401 - see `active`
+    """Whether the settings ask for an option."""
+    if manifest.is_on is None:
+        return manifest.name in config.extensions
+    return manifest.is_on(config)
+
+
+def unmet(config: Any) -> Iterator[str]:  # noqa: ANN401 - see `active`
+    """Yields a line for each setting that an option needs otherwise."""
+    for manifest in active(config):
+        for need in manifest.needs:
+            value = attrgetter(need.setting)(config)
+            values = need.only if isinstance(need.only, tuple) else (need.only,)
+            if value not in values:
+                allowed = " or ".join(map(repr, values))
+                yield (
+                    f"{manifest.name} needs {need.setting} = {allowed}: {need.because}, "
+                    f"got {value!r}"
+                )
 
 
 def resolve(place: str) -> Any:  # noqa: ANN401 - each field of a manifest says what it names

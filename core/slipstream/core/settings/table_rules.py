@@ -8,7 +8,8 @@ from importlib.metadata import entry_points
 from operator import attrgetter
 from typing import Any, cast
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from slipstream.core.extension import installed, resolve, unmet
 from slipstream.core.settings.engine_table import engine_problems
 from slipstream.core.settings.parallel_rules import table_problems, world_problems
 from slipstream.core.settings.role_sections import NOT_EXCHANGED, in_place_of, renamed
@@ -341,14 +342,24 @@ def _draft_problems(config: Tables) -> Iterator[str]:
             yield f"drafts needs {need}"
 
 
+def section_of(name: str) -> type[BaseModel] | None:
+    """Returns the section of the table `extensions.NAME`; None if no package has one."""
+    for manifest in installed():
+        if manifest.name == name and manifest.settings:
+            section: type[BaseModel] = resolve(manifest.settings)
+            return section
+    entries = entry_points(group="slipstream.settings", name=name)
+    return entries[name].load() if entries else None
+
+
 def _extension_problems(config: Tables) -> Iterator[str]:
     for name, table in config.extensions.items():
-        found = entry_points(group="slipstream.settings", name=name)
-        if not found:
+        model = section_of(name)
+        if model is None:
             yield f"extensions.{name} is a table of no installed package"
             continue
         try:
-            found[name].load().model_validate(table)
+            model.model_validate(table)
         except ValidationError as error:
             for each in error.errors():
                 place = ".".join(map(str, ("extensions", name, *each["loc"])))
@@ -392,4 +403,5 @@ TABLE_RULES: tuple[Callable[[Tables], Iterator[str]], ...] = (
     _lora_problems,
     _draft_problems,
     _extension_problems,
+    unmet,
 )

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import JsonValue
 from slipstream.core.settings.algorithm_section import AlgorithmSection
@@ -42,6 +43,9 @@ BYTES_PER_TOKEN = 24
 PROBE_TOLERANCES: Mapping[ElementType, float] = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.16}
 
 
+Table = TypeVar("Table", bound=Section)
+
+
 class Tables(Section):
     """All settings of a run, before the rules between them are checked."""
 
@@ -71,6 +75,10 @@ class Tables(Section):
     # Digests of the sources of one's own functions (`configuration.function_sources`), of the
     # tokenizer, and of the weights with which the models began.
     sources: dict[str, str] = {}
+
+    def table_of(self, name: str, section: type[Table]) -> Table:
+        """Returns the table `extensions.NAME` as its section, with defaults if it is left out."""
+        return section.model_validate(self.extensions.get(name, {}))
 
     @property
     def run_dir(self) -> Path:
