@@ -91,6 +91,10 @@ class Extension:
     # The `Section` of its table `extensions.NAME`.
     settings: str = ""
     needs: tuple[Need, ...] = ()
+    # The words for the option in a refusal, by default its name.
+    title: str = ""
+    # A function of the settings that yields a line for each rule between them that they break.
+    rules: str = ""
     # Names of options whose parts of the same process come before its own.
     after: tuple[str, ...] = ()
     # A sequence of the launcher's `Check`s, which commands, dry runs and the doctor make.
@@ -194,10 +198,8 @@ def unmet(config: Any) -> Iterator[str]:  # noqa: ANN401 - see `active`
             values = need.only if isinstance(need.only, tuple) else (need.only,)
             if value not in values:
                 allowed = " or ".join(map(repr, values))
-                yield (
-                    f"{manifest.name} needs {need.setting} = {allowed}: {need.because}, "
-                    f"got {value!r}"
-                )
+                title = manifest.title or manifest.name
+                yield (f"{title} needs {need.setting} = {allowed}: {need.because}, got {value!r}")
 
 
 def resolve(place: str) -> Any:  # noqa: ANN401 - each field of a manifest says what it names

@@ -5,11 +5,10 @@ Each function yields one line for each broken rule, with the values and the rule
 
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
-from operator import attrgetter
 from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
-from slipstream.core.extension import installed, resolve, unmet
+from slipstream.core.extension import active, installed, resolve, unmet
 from slipstream.core.settings.engine_table import engine_problems
 from slipstream.core.settings.parallel_rules import table_problems, world_problems
 from slipstream.core.settings.role_sections import NOT_EXCHANGED, in_place_of, renamed
@@ -45,49 +44,6 @@ def _cut_problems(config: Tables) -> Iterator[str]:
             "would compare unlike probabilities, which biases even tokens of the newest weights: "
             f"set {name} = {neutral!r} (evaluations may have their own) or {remedies}"
         )
-
-
-def _agreement_problems(config: Tables) -> Iterator[str]:
-    if config.algorithm.agreement != "bits":
-        return
-    split = "the parts of a split product are added up in another order"
-    # Setting -> its only value, and why.
-    needed: dict[str, tuple[object, str]] = {
-        "learner.parallel.tp": (1, split),
-        "learner.parallel.cp": (1, "attention would be split by keys"),
-        "rollout_server.tensor_parallel_size": (1, split),
-        "rollout_server.quantization": ("off", "it computes with other kernels than the learner's"),
-        "lora.rank": (0, "merged and separate adapters round differently"),
-        "sampling.max_images": (0, "the tower has kernels of its own"),
-        "sampling.temperature": (1.0, "the engine divides logits in a kernel of its own"),
-        **{
-            name: (neutral, "the learner leaves out no token")
-            for name, (_, neutral) in config.sampling.cuts.items()
-        },
-        "rollout_server.recompute_context": (
-            True,
-            "else replies go on with keys and values of older weights",
-        ),
-    }
-    for name, (only, reason) in needed.items():
-        value = attrgetter(name)(config)
-        if value != only:
-            yield f"algorithm.agreement = 'bits' needs {name} = {only!r}: {reason}, got {value!r}"
-    if config.drafts is not None:
-        yield (
-            "algorithm.agreement = 'bits' excludes drafts: several tokens are computed by other "
-            "kernels than one"
-        )
-    own = ("max_num_", "kv_cache_memory_bytes", "load_format", "enable_prefix_caching")
-    for section, table, allowed in (
-        ("rollout_server.engine", config.rollout_server.engine, own),
-        ("learner.transformer", config.learner.transformer, ("recompute_", "num_layers_in_")),
-    ):
-        for key in table:
-            if not key.startswith(allowed):
-                yield (
-                    f"algorithm.agreement = 'bits' excludes {section}.{key}: it may change kernels"
-                )
 
 
 def _length_problems(config: Tables) -> Iterator[str]:
@@ -141,27 +97,6 @@ def _served_problems(config: Tables) -> Iterator[str]:
         yield (
             "reference.server needs sampling.temperature = 1: vLLM gives the log-probabilities of "
             f"prompts at temperature 1, got {temperature:g}"
-        )
-
-
-def _storage_problems(config: Tables) -> Iterator[str]:
-    if config.weights.storage_url is None:
-        return
-    turns, transport = config.controller.turns, config.weights.transport
-    if transport != "auto":
-        yield (
-            f'weights.transport must be "auto" with weights.storage_url, got {transport!r}: all '
-            "servers of a run fetch their weights from storage, or the trainer sends to all"
-        )
-    if turns in ("pause", "sleep"):
-        yield (
-            'controller.turns must be "auto" or "off" with weights.storage_url, got '
-            f"{turns!r}: servers load weights while the learner trains"
-        )
-    if config.lora.publishes_adapters:
-        yield (
-            'lora.publish must be "merged" with weights.storage_url: versions in storage are '
-            'whole models, got "adapters"'
         )
 
 
@@ -324,22 +259,10 @@ def _lora_problems(config: Tables) -> Iterator[str]:
         yield f"checkpoint.load holds no adapters: lora.rank must be 0 with it, got {rank}"
 
 
-def _draft_problems(config: Tables) -> Iterator[str]:
-    if config.drafts is None:
-        return
-    if config.rollout_server.drafts:
-        yield "drafts excludes rollout_server.engine.speculative_config, which drafts otherwise"
-    unfit = {
-        "learner.parallel.pp = 1, so that one rank has embeddings and output": (
-            config.learner.parallel.pp > 1
-        ),
-        "lora.rank = 0: adapters are published without other weights": config.lora.rank > 0,
-        "sampling.max_images = 0: vLLM's drafts see no images": config.sampling.max_images > 0,
-        "controller.client_loop = false: it is trained by groups": config.controller.client_loop,
-    }
-    for need, is_unfit in unfit.items():
-        if is_unfit:
-            yield f"drafts needs {need}"
+def _option_problems(config: Tables) -> Iterator[str]:
+    for manifest in active(config):
+        if manifest.rules:
+            yield from resolve(manifest.rules)(config)
 
 
 def section_of(name: str) -> type[BaseModel] | None:
@@ -366,42 +289,20 @@ def _extension_problems(config: Tables) -> Iterator[str]:
                 yield f"{place}: {each['msg']}, got {each['input']!r}"
 
 
-def _client_loop_problems(config: Tables) -> Iterator[str]:
-    if not config.controller.client_loop:
-        return
-    learner, dtype = config.learner, config.model.dtype
-    unfit: dict[str, object] = {
-        "environments": [each.name for each in config.environments],
-        "evaluations": [each.name for each in config.evaluations],
-        "critic": config.critic,
-        "reference": config.reference,
-        "weights.storage_url": config.weights.storage_url,
-        "model.dtype = float16": dtype == "float16",
-        "learner.offload.gradients": learner.offload.gradients,
-        "learner.shared_prefix_tokens": learner.shared_prefix_tokens,
-    }
-    for name, value in unfit.items():
-        if value:
-            yield f"controller.client_loop needs no {name}, got {value!r}"
-
-
 TABLE_RULES: tuple[Callable[[Tables], Iterator[str]], ...] = (
     lambda config: world_problems(config.learner),
     lambda config: table_problems(config.learner),
     lambda config: engine_problems(config.rollout_server),
     _served_problems,
-    _client_loop_problems,
     _size_problems,
     _precision_problems,
-    _agreement_problems,
+    unmet,
+    _option_problems,
     _cut_problems,
-    _storage_problems,
     _length_problems,
     _algorithm_problems,
     replay_table_problems,
     _role_problems,
     _lora_problems,
-    _draft_problems,
     _extension_problems,
-    unmet,
 )

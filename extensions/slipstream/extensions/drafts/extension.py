@@ -20,6 +20,7 @@ def _is_on(config: Tables) -> bool:
 EXTENSION = Extension(
     name="drafts",
     is_on=_is_on,
+    rules="slipstream.extensions.drafts.settings:problems",
     after=("other_models",),
     files_check="slipstream.extensions.drafts.shape:begun",
     model="slipstream.extensions.drafts.layer:DraftPart",

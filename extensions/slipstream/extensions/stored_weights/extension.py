@@ -17,6 +17,7 @@ def _is_on(config: Tables) -> bool:
 EXTENSION = Extension(
     name="stored_weights",
     is_on=_is_on,
+    rules="slipstream.extensions.stored_weights.settings:problems",
     process_check="slipstream.extensions.stored_weights.storage:check",
     controller="slipstream.extensions.stored_weights.controller:part",
     writer="slipstream.extensions.stored_weights.trainer:writer",

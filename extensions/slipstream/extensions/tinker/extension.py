@@ -17,6 +17,7 @@ def _is_on(config: Tables) -> bool:
 EXTENSION = Extension(
     name="tinker",
     is_on=_is_on,
+    rules="slipstream.extensions.tinker.settings:problems",
     after=("evaluation",),
     controller="slipstream.extensions.tinker.controller:part",
     precedes_publisher=True,
