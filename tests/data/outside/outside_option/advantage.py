@@ -11,9 +11,9 @@ from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode
 def group_median(episodes: Sequence[ScoredEpisode], *, scale: float) -> FloatArray:
     """Returns each score less its group's median, times `scale`."""
     advantages = score(episodes)
-    groups: dict[int, list[int]] = defaultdict(list)
+    groups: dict[str, list[int]] = defaultdict(list)
     for index, episode in enumerate(episodes):
-        groups[episode.group].append(index)
+        groups[episode.group_id].append(index)
     for members in groups.values():
         advantages[members] -= np.median(advantages[members])
     return scale * advantages
