@@ -238,9 +238,9 @@ class RunRecorder:
             "training_s": training_s,
         }
         if batch.given is None:
-            groups = [group.in_order() for group in batch.groups]
+            members = [group.in_order() for group in batch.groups]
             own |= environment_means(batch.trajectories)
-            own |= equal_rewards(groups, self._config)
+            own |= equal_rewards(members, self._config)
         if (hidden := sorted(metrics.keys() & own.keys())) and not self.newest:
             told = f"the algorithm reports {', '.join(hidden)}, which the run measures itself"
             self._warn(f"{told}: name the report otherwise, it is left out")
