@@ -256,10 +256,10 @@ class RunRecorder:
         self._trackers.log(batch.version, row)
         # Behind the row: `complete` writes what a crash between them has cut off.
         if batch.step % self._config.controller.sample_every_steps == 0:
-            lines, groups = self._sampled_lines(batch, advantages)
+            lines, group_lines = self._sampled_lines(batch, advantages)
             self._samples.append(b"".join(map(_line, lines)))
-            self._groups.append(b"".join(map(_line, groups)))
-            self._trackers.samples(batch.version, lines, groups)
+            self._groups.append(b"".join(map(_line, group_lines)))
+            self._trackers.samples(batch.version, lines, group_lines)
         return row
 
     def complete(self, batch: FormedBatch, advantages: Sequence[float]) -> None:
