@@ -6,6 +6,7 @@ Tensors that are missing, or have another shape, are found in the headers of the
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -346,29 +347,62 @@ def test_a_folder_with_an_adapter_that_nobody_applies_is_refused(folder: Path) -
 
 
 def write_tokenizer(folder: Path, vocabulary: object, added: int = 0) -> None:
-    table = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": added, "content": "<x>"}]}
-    (folder / "tokenizer.json").write_text(json.dumps(table))
+    added_token = {
+        "id": added,
+        "content": "<x>",
+    }
+    table = {
+        "model": {"vocab": vocabulary},
+        "added_tokens": [added_token],
+    }
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(table))
 
 
-@pytest.mark.parametrize("is_list", [False, True])
-def test_a_tokenizer_with_more_tokens_than_its_model_is_found(folder: Path, is_list: bool) -> None:
+def listed(words: list[str]) -> object:
+    return [[word, 0.0] for word in words]
+
+
+def numbered(words: list[str]) -> object:
+    return {word: number for number, word in enumerate(words)}
+
+
+@pytest.mark.parametrize("form", [listed, numbered])
+def test_a_tokenizer_with_more_tokens_than_its_model_is_found(
+    folder: Path,
+    form: Callable[[list[str]], object],
+) -> None:
     size = SIZES["vocab_size"]
-    texts = [f"t{number}" for number in range(size)]
-    for surplus in ([], ["more"]):
-        words = [*texts, *surplus]
-        numbered = {word: number for number, word in enumerate(words)}
-        write_tokenizer(folder, [[word, 0.0] for word in words] if is_list else numbered)
-        lines = list(vocabulary_problems(folder))
-        assert len(lines) == len(surplus)
-    assert f"has a token {size}, and config.json only {size} (vocab_size)" in lines[0]
+    words = [f"t{number}" for number in range(size)]
+    write_tokenizer(folder, form(words))
+    assert not list(vocabulary_problems(folder))
+    words.append("more")
+    write_tokenizer(folder, form(words))
+    (problem,) = vocabulary_problems(folder)
+    sizes = f"has a token {size}, and config.json only {size} (vocab_size)"
+    assert sizes in problem
 
 
 def test_an_added_token_beyond_the_vocabulary_is_no_part_of_texts(folder: Path) -> None:
-    write_tokenizer(folder, {"a": 0}, added=SIZES["vocab_size"])
+    size = SIZES["vocab_size"]
+    write_tokenizer(folder, {"a": 0}, added=size)
     assert not list(vocabulary_problems(folder))
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model": {}}', '{"model": null}'])
-def test_a_vocabulary_of_another_form_is_left_to_its_loader(folder: Path, content: str) -> None:
-    (folder / "tokenizer.json").write_text(content)
+ODD_TOKENIZERS = (
+    "",
+    "{}",
+    "[1]",
+    '{"model": {}}',
+    '{"model": null}',
+)
+
+
+@pytest.mark.parametrize("content", ODD_TOKENIZERS)
+def test_a_vocabulary_of_another_form_is_left_to_its_loader(
+    folder: Path,
+    content: str,
+) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(content)
     assert not list(vocabulary_problems(folder))
