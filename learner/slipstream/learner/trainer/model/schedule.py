@@ -359,13 +359,13 @@ def rank_micro_batches(
 def _packed(
     model: ParallelModel, sequences: Sequence[TrainingSequence], members: Sequence[int]
 ) -> list[MicroBatch]:
-    ranks = model.ranks
+    dp_rank = model.ranks.dp_rank
     limits = _limits(model)
     shared = None if model.sharing is None else model.sharing.plan(sequences, members, **limits)
     if shared is not None:
         return [
             build_tree_micro_batch(sequences, bundles, multiple=model.token_multiple)
-            for bundles in shared[ranks.dp_rank]
+            for bundles in shared[dp_rank]
         ]
     lengths = [round_up(len(sequences[index]), model.sequence_multiple) for index in members]
     plan = plan_micro_batches(lengths, **limits)
@@ -376,7 +376,7 @@ def _packed(
             multiple=model.token_multiple,
             sequence_multiple=model.sequence_multiple,
         )
-        for places in plan[ranks.dp_rank]
+        for places in plan[dp_rank]
     ]
 
 
