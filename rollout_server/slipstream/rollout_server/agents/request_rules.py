@@ -8,7 +8,7 @@ reply (`max_tokens`, `stop`) and, without speculative decoding, choose its `seed
 import asyncio
 import itertools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,6 +203,7 @@ def rule(
         raise Refusal("use_beam_search is refused: replies are sampled")
     if body.get("background"):
         raise Refusal("background must be false: an agent gets its reply in the answer")
+    _check_schemas(body)
     _check_history(body)
     told: dict[str, str] = {}
     # Whatever is null is left to its default, which vLLM refuses for some names.
@@ -291,6 +292,47 @@ def _parts(kept: dict[str, Any]) -> dict[str, str]:
         # Without its budget, which would have to be smaller than the reply.
         kept["thinking"] = {"type": "adaptive"}
     return told
+
+
+def _check_schemas(body: dict[str, Any]) -> None:
+    """Raises Refusal for a request whose reply must keep a JSON schema, in any of the APIs.
+
+    A client parses such a reply without a look: one that is sampled freely breaks it.
+    """
+    strict_formats = {
+        # OpenAI's APIs promise nothing of a schema that is not strict.
+        "response_format": _strict_schema(body.get("response_format"), part="json_schema"),
+        "text.format": _strict_schema(_field(body, "text", "format"), part=""),
+        # Anthropic's API promises every schema.
+        "output_format": _is_schema(body.get("output_format")),
+        "output_config.format": _is_schema(_field(body, "output_config", "format")),
+    }
+    for name, is_strict in strict_formats.items():
+        if is_strict:
+            raise Refusal(
+                f"{name} asks for a reply that keeps a JSON schema: replies are sampled from the "
+                "whole distribution of the model, which is trained, and may break it; ask for JSON "
+                "in a message, and check the reply",
+                code="unsupported_value",
+                param=name,
+            )
+
+
+def _field(body: Mapping[str, Any], name: str, inner: str) -> object:
+    part = body.get(name)
+    return part.get(inner) if isinstance(part, dict) else None
+
+
+def _is_schema(value: object) -> bool:
+    return isinstance(value, dict) and value.get("type") == "json_schema"
+
+
+def _strict_schema(value: object, *, part: str) -> bool:
+    """Returns whether a format of OpenAI's APIs has a strict schema, in `part` if there is one."""
+    if not isinstance(value, dict) or not _is_schema(value):
+        return False
+    schema = value.get(part) if part else value
+    return isinstance(schema, dict) and schema.get("strict") is True
 
 
 def _check_history(body: dict[str, Any]) -> None:

@@ -185,6 +185,46 @@ def test_what_would_constrain_the_reply_is_taken_out() -> None:
     assert asked["response_format"] == {"type": "json_object"}, "the request itself is unchanged"
 
 
+SCHEMA = {
+    "type": "json_schema",
+    "name": "answer",
+    "schema": {},
+    "strict": True,
+}
+NESTED_SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"name": "answer", "schema": {}, "strict": True},
+}
+FREE_SCHEMA = {
+    "type": "json_schema",
+    "schema": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"response_format": NESTED_SCHEMA}, "response_format"),
+        ({"text": {"format": SCHEMA}}, "text.format"),
+        ({"output_format": FREE_SCHEMA}, "output_format"),
+        ({"output_config": {"format": FREE_SCHEMA}}, "output_config.format"),
+    ],
+)
+def test_a_reply_that_must_keep_a_schema_is_refused_with_the_reason(body: dict, name: str) -> None:
+    with pytest.raises(
+        Refusal, match=f"^{name} asks for a reply that keeps a JSON schema"
+    ) as caught:
+        ruled({"model": "m", **body})
+    refusal = caught.value
+    assert refusal.status == 400
+    assert refusal.param == name
+
+
+def test_a_schema_that_is_not_strict_is_told() -> None:
+    _, told = ruled({"model": "m", "text": {"format": FREE_SCHEMA}})
+    assert told == {"text.format": "none (asked)"}
+
+
 def test_a_choice_that_is_not_forced_keeps_what_else_it_says() -> None:
     choice = {"type": "any", "disable_parallel_tool_use": True}
     body, _ = ruled({"tool_choice": choice})
