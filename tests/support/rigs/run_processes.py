@@ -26,6 +26,7 @@ from slipstream.client.verify import examine
 from slipstream.core.machine.address import free_port
 from slipstream.core.run_folder import TOKEN
 from slipstream.learner.controller.records.journal import read_records
+from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.protocol.access.security import Credentials, open_channel
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 
@@ -91,11 +92,12 @@ def nothing_survives() -> Iterator[None]:
 
 
 def empty_model(folder: Path) -> Path:
-    """A model folder that passes all checks of its files, and that nothing can load."""
+    """A model folder that passes all checks of its files, and whose weights nothing can load."""
     model = folder / "empty-model"
     model.mkdir(parents=True)
     (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     write_loadable_files(model)
+    make_tokenizer(model)
     return model
 
 

@@ -40,6 +40,8 @@ class Check:
     remedy: str = ""
     # Whether it needs no settings.
     of_machine: bool = False
+    # Whether a command that starts something says what was seen.
+    is_told: bool = False
     # The area behind which the check of an extension is made; it is otherwise the last one.
     after: str = ""
 

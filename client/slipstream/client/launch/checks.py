@@ -35,7 +35,6 @@ from slipstream.client.launch.findings import (
 )
 from slipstream.client.launch.preflight import hold_address, told_when_slow
 from slipstream.client.run_folder import check_run_folder
-from slipstream.client.terminal import say
 from slipstream.core.configuration.config_file import check_model, check_sizes, model_warnings
 from slipstream.core.errors import ConfigError
 from slipstream.core.extension import active, resolve
@@ -95,18 +94,18 @@ def all_checks(scene: Scene) -> list[Check]:
     return checks
 
 
-async def require(scene: Scene, stage: Stage) -> list[str]:
+async def require(scene: Scene, stage: Stage, facts: list[str] | None = None) -> list[str]:
     """Makes the checks of `stage` that the scene's parts need; raises ConfigError for a problem.
 
-    A dry run goes on where this machine lacks something; it is returned.
+    A dry run goes on where this machine lacks something; it is returned. `facts` gets what
+    commands say of a run that may start.
     """
     lacking = []
     for check in all_checks(scene):
         if check.stage is stage and check.needs & scene.parts:
             for found in await check.found(scene):
-                if found.is_told:
-                    # A dry run prints settings, in which a line is a comment.
-                    say(f"# {found.seen}" if scene.dry_run else found.seen)
+                if check.is_told and facts is not None:
+                    facts.append(found.seen)
                 if found.verdict is Verdict.PROBLEM:
                     lacking.append(f"{found.area}: {found.seen}: {found.remedy}")
                     if not (scene.dry_run and check.of_machine):
@@ -349,7 +348,13 @@ CHECKS = (
     Check("for vLLM", Stage.SETTINGS, WHOLE_RUN, preflight.check_vllm),
     Check("algorithm", Stage.SETTINGS, ANY - SERVER - {"export"}, preflight.check_functions),
     Check("for Megatron", Stage.SETTINGS, LEARNER, preflight.check_megatron),
-    Check("ends of replies", Stage.SETTINGS, CONTROLLER | {"export"}, preflight.check_reply_ends),
+    Check(
+        "ends of replies",
+        Stage.SETTINGS,
+        CONTROLLER | {"export"},
+        preflight.check_reply_ends,
+        is_told=True,
+    ),
     Check("imports", Stage.PLACE, SERVER, machine.check_companions, of_machine=True),
     Check(
         "environment", Stage.PLACE, CONTROLLER | SERVER, preflight.check_modules, of_machine=True

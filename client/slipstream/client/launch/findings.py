@@ -65,13 +65,11 @@ class Finding:
     seen: str
     # The change to make; empty when there is nothing to do.
     remedy: str = ""
-    # Whether a command that starts something tells the fact, too.
-    is_told: bool = False
 
 
-def ok(seen: str, *, area: str = "", is_told: bool = False) -> Finding:
-    """Returns a finding that asks for no change; all commands tell it if `is_told`."""
-    return Finding(area, Verdict.OK, seen, is_told=is_told)
+def ok(seen: str, *, area: str = "") -> Finding:
+    """Returns a finding that asks for no change."""
+    return Finding(area, Verdict.OK, seen)
 
 
 def advice(seen: str, remedy: str, *, area: str = "") -> Finding:

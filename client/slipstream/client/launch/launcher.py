@@ -367,7 +367,8 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     """Runs `slipstream export`: one trainer rank writes a checkpoint as a Hugging Face folder."""
     path = run_folder.settings_of(folder)
     config = of_policy(load_config(path))
-    await require(Scene(config, frozenset({"export"})), Stage.SETTINGS)
+    facts: list[str] = []
+    await require(Scene(config, frozenset({"export"})), Stage.SETTINGS, facts)
     chosen = run_folder.version_to_export(folder, step)
     target = out or folder / CHECKPOINTS / f"hf-{chosen:06d}"
     written = target.with_name(f"{target.name}-adapters") if config.lora.adapters else target
@@ -379,6 +380,8 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     say(f"version {chosen} is checked, loaded and written; the log is {log}")
     await _run_program("export", EXPORT, arguments, log, environ=environ)
     say(f"version {chosen} is in {written}")
+    for fact in facts:
+        say(fact)
     if left_out := [name for name in config.lora.adapters if not (written / name).exists()]:
         say(f"left out: {', '.join(left_out)}: this checkpoint has no rank of a client for them")
     return 0
@@ -437,15 +440,21 @@ async def _may_start(scene: Scene) -> bool:
 
     Returns whether the command goes on; raises SlipstreamError if nothing could start here.
     """
-    obstacles = await require(scene, Stage.SETTINGS)
+    facts: list[str] = []
+    obstacles = await require(scene, Stage.SETTINGS, facts)
     warn_unproved(scene)
     if scene.dry_run:
+        for fact in facts:
+            say(f"# {fact}")
         text, lacks = describe_dry_run(scene.config, scene.share)
         say(text.rstrip("\n"), as_it_is=True)
         obstacles += lacks
     if obstacles := [*obstacles, *await require(scene, Stage.PLACE)]:
         lacking = "; ".join(obstacles)
         raise SlipstreamError(f"the settings are right, but nothing can start here: {lacking}")
+    if not scene.dry_run:
+        for fact in facts:
+            say(fact)
     return not scene.dry_run
 
 

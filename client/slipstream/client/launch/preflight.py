@@ -25,7 +25,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from slipstream.client.audit import Limits
-from slipstream.client.launch.findings import Finding, Scene, ok, problem
+from slipstream.client.launch.findings import Finding, Scene, problem
 from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain
 from slipstream.core.configuration.config_file import dump_config
@@ -149,10 +149,9 @@ async def check_vllm(scene: Scene) -> str | None:
     return f"vLLM has what is passed through to it: {', '.join(names)}"
 
 
-async def check_reply_ends(scene: Scene) -> Finding | None:
+async def check_reply_ends(scene: Scene) -> str | None:
     """Finds the tokens and texts that end a reply: where sampling stops, and what exports name."""
-    line = await reply_ends_line(scene.config)
-    return ok(line, is_told=True) if line else None
+    return await reply_ends_line(scene.config) or None
 
 
 async def reply_ends_line(config: Config) -> str:

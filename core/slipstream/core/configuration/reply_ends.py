@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from slipstream.core.configuration.config_file import run_check
+from slipstream.core.errors import ConfigError
 from slipstream.core.models.families import family_of
 from slipstream.core.models.model_sizes import read_model_table, read_table
 from slipstream.core.settings.config import Config
@@ -90,7 +91,7 @@ def _listed(parts: Sequence[str]) -> str:
 
 
 def find_reply_ends(config: Config) -> ReplyEnds:
-    """Returns the ends of replies in a run; raises OSError or ValueError without a tokenizer.
+    """Returns the ends of replies in a run; raises ConfigError if the tokenizer cannot be read.
 
     With `debug.ignore_eos` replies end at what the settings state, or at their limits. In a
     client's own loop the client writes the prompts, and no chat template has a part in them.
@@ -102,12 +103,7 @@ def find_reply_ends(config: Config) -> ReplyEnds:
         # Only a trainer works without a tokenizer.
         model = () if config.debug.ignore_eos else model_ends(folder, None)
         return ReplyEnds(model, stated=sampling.stop_token_ids, texts=sampling.stop)
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(
-        str(folder),
-        local_files_only=True,
-    )
+    tokenizer = _tokenizer_of(folder)
     if server.chat_template is not None:
         tokenizer.chat_template = read_template(server.chat_template)
     model = model_ends(folder, tokenizer.eos_token_id)
@@ -123,6 +119,19 @@ def find_reply_ends(config: Config) -> ReplyEnds:
         texts=sampling.stop,
         names={token_id: text for text, token_id in added.items()},
     )
+
+
+def _tokenizer_of(folder: Path) -> Any:  # noqa: ANN401 - transformers' own
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:
+        # The code of a tokenizer raises whatever it likes for files that it does not understand.
+        cause = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"model.path: the tokenizer in {folder} is unreadable: {cause}"
+        ) from error
 
 
 def _ends_of_template(

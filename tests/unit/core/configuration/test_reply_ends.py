@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.configuration.reply_ends import ReplyEnds, end_of_reply, find_reply_ends
+from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from support.fakes.chat_models import make_chat_tokenizer
 from support.fakes.small_configs import small_config
@@ -124,6 +125,14 @@ def test_a_folder_without_a_tokenizer_has_the_model_s_ends(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
     ends = find_reply_ends(config_of(tmp_path))
     assert ends == ReplyEnds(model=(5,))
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    config = settings(tmp_path, CHATML)
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="model.path: the tokenizer in .* is unreadable"):
+        find_reply_ends(config)
 
 
 def test_several_marks_end_a_reply_only_if_they_do_so_everywhere() -> None:

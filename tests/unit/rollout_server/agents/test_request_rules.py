@@ -221,8 +221,8 @@ def test_a_reply_that_must_keep_a_schema_is_refused_with_the_reason(body: dict, 
 
 
 def test_a_schema_that_is_not_strict_is_told() -> None:
-    _, told = ruled({"model": "m", "text": {"format": FREE_SCHEMA}})
-    assert told == {"text.format": "none (asked)"}
+    _, ignored = ruled({"model": "m", "text": {"format": FREE_SCHEMA}})
+    assert ignored == {"text.format": "none (asked)"}
 
 
 def test_a_choice_that_is_not_forced_keeps_what_else_it_says() -> None:
