@@ -331,9 +331,10 @@ async def test_a_place_that_is_not_kept_is_free_after_a_while() -> None:
     for _ in range(2):
         with pytest.raises(Refused, match="host here, process 1 has the place in this run"):
             await place.check_free(other, Call())
-    (told,) = [event.text for event in run.events.kept()]
-    assert told.startswith("a second trainer, of host far, process 7, waits: the trainer of host ")
-    assert told.endswith(" s ago; end it, or wait until it is gone")
+    (warning,) = [event.text for event in run.events.kept()]
+    waits = "a second trainer, of host far, process 7, waits: the trainer of host "
+    assert warning.startswith(waits)
+    assert warning.endswith(" s ago; end it, or wait until it is gone")
     clock.time_s = RESERVED_S
     await place.check_free(other, Call())
 
