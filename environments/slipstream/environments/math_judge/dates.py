@@ -89,8 +89,7 @@ def _day(match: re.Match[str], order: str) -> Day | None:
         larger = max(first, second)
         if larger <= 12 and smaller != larger:
             return None
-        year = int(match[3])
-        return Day(year, smaller, larger)
+        return Day(int(match[3]), smaller, larger) if larger <= 31 else None
     if "M" in parts:
         name = parts["M"].lower()
         beginnings = [month_name[:3] for month_name in _MONTHS]
