@@ -89,7 +89,13 @@ def _day(match: re.Match[str], order: str) -> Day | None:
         larger = max(first, second)
         if larger <= 12 and smaller != larger:
             return None
-        return Day(int(match[3]), smaller, larger) if larger <= 31 else None
+        if larger > 31:
+            return None
+        return Day(
+            year=int(match[3]),
+            month=smaller,
+            day=larger,
+        )
     if "M" in parts:
         name = parts["M"].lower()
         beginnings = [month_name[:3] for month_name in _MONTHS]
