@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from slipstream.core.configuration.reply_ends import NO_ENDS
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import PolicyVersion, VersionSpan
 from slipstream.protocol.codec import merge_spans
@@ -259,6 +260,7 @@ class NumberRenderer:
     """Renders every prompt as three tokens."""
 
     writes_tools = False
+    ends = NO_ENDS
 
     def prompt(self, messages: Any, inputs: Any = None) -> list[int]:
         return [1, 2, 3]
