@@ -208,6 +208,7 @@ def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(command: str, f
     assert tomllib.loads(result.stdout)["learner"]["world_size"] == 4
     notes = [line for line in result.stdout.splitlines() if line.startswith("#")]
     assert notes == [
+        "# replies end at </s> (2) of the model",
         "# The trainer's ranks:",
         "# 4 ranks: tp 1, pp 2, cp 1, dp 2",
         "# dp: 2 x 2: [0 1] [2 3]",

@@ -154,7 +154,8 @@ async def _carry_out(
     beside: tuple[Program, Sequence[str]] | None = None,
 ) -> int:
     scene = scene_of(config, share, connect_timeout_s, dry_run=dry_run)
-    if not await _may_start(scene):
+    facts: list[str] = []
+    if not await _may_start(scene, facts):
         return 0
     async with AsyncExitStack() as stack:
         address = config.controller.address
@@ -163,6 +164,8 @@ async def _carry_out(
         config, placement, _ = fit_here(config, share)
         servers = len(placement.servers) or share.servers
         await require(replace(scene, stated=config), Stage.START)
+        for fact in facts:
+            say(fact)
         stack.enter_context(run_folder.hold_run_folder(config, node_rank=share.node_rank))
         before = settings_in(config.run_dir) if share.has_controller else {}
         if share.has_controller:
@@ -208,7 +211,8 @@ async def run_rollout_server(
         overrides = [*overrides, f'controller.address="{controller}"']
     config = load_config(path, overrides, hub="small" if dry_run else "whole", apart=True)
     scene = scene_of(config, Share(servers=1), connect_timeout_s, dry_run=dry_run)
-    if not await _may_start(scene):
+    # The command of a whole run says the facts.
+    if not await _may_start(scene, []):
         return 0
     config, placement, _ = fit_here(config, scene.share)
     await require(replace(scene, stated=config), Stage.START)
@@ -435,12 +439,12 @@ def learner_overrides(master: str | None) -> list[str]:
     return [] if master is None else [f'learner.master="{master}"']
 
 
-async def _may_start(scene: Scene) -> bool:
+async def _may_start(scene: Scene, facts: list[str]) -> bool:
     """Makes the checks of settings and places, and prints the plan of a dry run.
 
-    Returns whether the command goes on; raises SlipstreamError if nothing could start here.
+    Returns whether the command goes on, and adds to `facts` what it says once it starts. Raises
+    SlipstreamError if nothing could start here.
     """
-    facts: list[str] = []
     obstacles = await require(scene, Stage.SETTINGS, facts)
     warn_unproved(scene)
     if scene.dry_run:
@@ -452,9 +456,6 @@ async def _may_start(scene: Scene) -> bool:
     if obstacles := [*obstacles, *await require(scene, Stage.PLACE)]:
         lacking = "; ".join(obstacles)
         raise SlipstreamError(f"the settings are right, but nothing can start here: {lacking}")
-    if not scene.dry_run:
-        for fact in facts:
-            say(fact)
     return not scene.dry_run
 
 
