@@ -34,9 +34,11 @@ class Attention(nn.Module):
         self.num_query_groups_per_partition = GROUPS
 
 
-def check(*layers: nn.Module, sharing: object | None = None) -> None:
+def check(*layers: nn.Module, is_shared: bool = False) -> None:
+    from slipstream.extensions.prefix_sharing.trainer import by_paths
     from slipstream.learner.trainer.model.attention_kernels import check_attention
 
+    sharing = SimpleNamespace(by_paths=by_paths) if is_shared else None
     ranks = SimpleNamespace(cp_rank=0, cp_size=1, device=torch.device("cpu"))
     model = SimpleNamespace(ranks=ranks, chunks=[nn.ModuleList(layers)], dtype=torch.bfloat16)
     check_attention(SimpleNamespace(**vars(model), sharing=sharing))
@@ -115,7 +117,7 @@ def test_a_wrong_output_is_told() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "sinks"])
 def test_a_right_attention_of_shared_prefixes_passes(kind: str) -> None:
-    check(Attention(kind), sharing=object())
+    check(Attention(kind), is_shared=True)
 
 
 def test_a_wrong_attention_of_shared_prefixes_alone_is_told() -> None:
@@ -132,7 +134,7 @@ def test_a_wrong_attention_of_shared_prefixes_alone_is_told() -> None:
     check(layer)
     told = "shared prefixes: .*gradients of keys are [0-9]+% off.*shared_prefix_tokens = 0"
     with pytest.raises(ConfigError, match=told):
-        check(layer, sharing=object())
+        check(layer, is_shared=True)
 
 
 def test_layers_of_one_kind_are_checked_once() -> None:
