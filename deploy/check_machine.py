@@ -12,9 +12,11 @@ import shutil
 import sys
 from pathlib import Path
 
-OLDEST, NEWEST = (3, 11), (3, 12)
+OLDEST = (3, 11)
+NEWEST = (3, 12)
 NEEDED_GB = 5
-NEEDED_CORES, NEEDED_MEMORY_GB = 2, 8
+NEEDED_CORES = 2
+NEEDED_MEMORY_GB = 8
 
 
 def problem(major: int, minor: int, free_bytes: int) -> str:

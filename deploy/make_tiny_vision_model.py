@@ -61,7 +61,8 @@ def make_model(folder: Path, family: str, *, seed: int = 0, **sizes: object) -> 
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    is_third, has_delta_nets = family != "qwen2_5_vl", family.startswith("qwen3_5")
+    is_third = family != "qwen2_5_vl"
+    has_delta_nets = family.startswith("qwen3_5")
     mixture = {
         "num_experts": 4,
         "num_experts_per_tok": 2,

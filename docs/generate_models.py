@@ -22,14 +22,16 @@ NORMED = (
     "Qwen3VL",
     "Qwen3VLMoe",
 )
-NORMED_WHOLE, WITH_SINKS = ("MiniMaxM2", "Olmo2"), ("GptOss",)
+NORMED_WHOLE = ("MiniMaxM2", "Olmo2")
+WITH_SINKS = ("GptOss",)
 # What each setting that a family cannot have stands for.
 TITLES = {
     "model.dtype": "float16",
     "learner.parallel.etp": "split experts",
     "lora.rank": "adapters",
 }
-BEGIN, END = "<!-- families -->\n", "<!-- end of families -->"
+BEGIN = "<!-- families -->\n"
+END = "<!-- end of families -->"
 
 
 def parts(family: Family) -> Iterator[str]:

@@ -22,7 +22,8 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 PIN = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.+!_-]+)")
-TRAINER, ENGINE = "tests/unit/learner/trainer", "tests/unit/rollout_server"
+TRAINER = "tests/unit/learner/trainer"
+ENGINE = "tests/unit/rollout_server"
 # Part -> its tests. Those that take minutes are among them, but for layouts of 16 ranks and images.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "patches": (TRAINER, "tests/unit/extensions", "tests/integration/test_cpu_repairs.py"),
@@ -106,7 +107,8 @@ def paths(part: str) -> list[str]:
 
 def prove(python: Path, part: str, log: Path) -> Result:
     """Runs the tests of a part."""
-    junit, marks = log.with_suffix(".xml"), "not gpu" if part in SLOW else "not gpu and not slow"
+    junit = log.with_suffix(".xml")
+    marks = "not gpu" if part in SLOW else "not gpu and not slow"
     junit.unlink(missing_ok=True)
     command = [str(python), "-m", "pytest", "-q", "-m", marks, f"--junitxml={junit}", *paths(part)]
     environ = os.environ | {"TORCHDYNAMO_DISABLE": "1", "FUZZ": "0.2"}
@@ -142,7 +144,9 @@ def changes(pinned: Fields, candidate: Fields) -> dict[str, list[str]]:
 
 def read(junit: Path, seconds: float, code: int) -> Result:
     """Returns the result in pytest's file, which is missing when pytest itself has failed."""
-    failed, skipped, passed = [], 0, 0
+    failed = []
+    skipped = 0
+    passed = 0
     for case in ElementTree.parse(junit).iter("testcase") if junit.exists() else ():
         wrong = [each for each in case if each.tag in ("failure", "error")]
         for each in wrong:
@@ -206,7 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/candidate")
     given = parser.parse_args(arguments)
-    pins, folder = split(given.pins), given.folder.resolve()
+    pins = split(given.pins)
+    folder = given.folder.resolve()
     python = install(pins, folder / "venv")
     pinned, candidate = (versions(each, pins) for each in (Path(sys.executable), python))
     if unmet := {name: wanted for name, wanted in pins.items() if candidate.get(name) != wanted}:

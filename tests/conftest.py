@@ -144,7 +144,8 @@ def seed_by(name: str) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says why tests were skipped, by cause, and how to run one alone that failed."""
-    found, say = terminalreporter.stats, terminalreporter.write_line
+    found = terminalreporter.stats
+    say = terminalreporter.write_line
     causes = [report.longrepr[2].removeprefix("Skipped: ") for report in found.get("skipped", ())]
     for cause, number in Counter(causes).most_common():
         say(f"skipped {number}: {cause}")

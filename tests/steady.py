@@ -29,7 +29,8 @@ ZONES = ("UTC", "Asia/Kathmandu", "Pacific/Kiritimati", "America/St_Johns")
 LOCALES = ("C", "C.UTF-8", "tr_TR.UTF-8")
 WITHOUT_IPV6 = 'ip link set lo up; sysctl -qw net.ipv6.conf.all.disable_ipv6=1; exec "$0" "$@"'
 # One of so many callbacks of an event loop is late, by at most so long.
-LATE_ONE_OF, LATE_S = 20, 0.02
+LATE_ONE_OF = 20
+LATE_S = 0.02
 # A process stands still for at most so long, after a pause of at most as long.
 STOP_S = 1.0
 
@@ -49,7 +50,8 @@ class Shuffled:
 
 def delay_callbacks(rng: random.Random) -> None:
     """Some callbacks of every event loop come late, and so does what sleeps for no time."""
-    run, sleep = asyncio.Handle._run, asyncio.sleep
+    run = asyncio.Handle._run
+    sleep = asyncio.sleep
 
     def late(handle: asyncio.Handle) -> None:
         if rng.randrange(LATE_ONE_OF) == 0:
@@ -60,7 +62,8 @@ def delay_callbacks(rng: random.Random) -> None:
     async def slow(delay: float, result: object = None) -> object:
         return await sleep(delay or rng.choice((0.0, rng.uniform(0.0, LATE_S))), result)
 
-    asyncio.Handle._run, asyncio.sleep = late, slow
+    asyncio.Handle._run = late
+    asyncio.sleep = slow
 
 
 def run_once(seed: int, arguments: list[str], *, delays: bool) -> int:
@@ -79,7 +82,8 @@ def run_once(seed: int, arguments: list[str], *, delays: bool) -> int:
 @contextlib.contextmanager
 def stopping(pid: int, rng: random.Random) -> Iterator[None]:
     """The process, or one that it started, stands still for a while, again and again."""
-    is_over, root = threading.Event(), psutil.Process(pid)
+    is_over = threading.Event()
+    root = psutil.Process(pid)
 
     def stop() -> None:
         while not is_over.wait(rng.uniform(0.0, STOP_S)):

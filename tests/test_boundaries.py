@@ -34,8 +34,12 @@ LAYERS = {
     "slipstream.rollout_server": ("slipstream.protocol", "slipstream.core", "slipstream.v1"),
     "slipstream.learner": ("slipstream.protocol", "slipstream.core", "slipstream.v1"),
     "slipstream.extensions": (
-        *("slipstream.client", "slipstream.rollout_server", "slipstream.learner"),
-        *("slipstream.protocol", "slipstream.core", "slipstream.v1"),
+        "slipstream.client",
+        "slipstream.rollout_server",
+        "slipstream.learner",
+        "slipstream.protocol",
+        "slipstream.core",
+        "slipstream.v1",
     ),
 }
 EXTENSIONS = "slipstream.extensions"
@@ -47,11 +51,24 @@ PARTS = {
 }
 # The controller's modules and folders from the ground up: each imports only what stands before it.
 STAIRS = (
-    *("events", "run"),
-    *("servers", "records", "tasks", "leasing", "trajectories"),
-    *("part", "publishing", "loop"),
-    *("set_aside_batch", "watch", "reporting", "services", "results", "kernel"),
-    *("application", "__main__"),
+    "events",
+    "run",
+    "servers",
+    "records",
+    "tasks",
+    "leasing",
+    "trajectories",
+    "part",
+    "publishing",
+    "loop",
+    "set_aside_batch",
+    "watch",
+    "reporting",
+    "services",
+    "results",
+    "kernel",
+    "application",
+    "__main__",
 )
 # Packages whose modules and folders form no circle either.
 FLIGHTS = (
@@ -65,7 +82,8 @@ FLIGHTS = (
 )
 # Packages and modules of what a run may do without.
 OPTIONAL = (
-    *("slipstream.client.agent_episodes", "slipstream.client.agent_exchange"),
+    "slipstream.client.agent_episodes",
+    "slipstream.client.agent_exchange",
     "slipstream.client.agent_gateway",
     "slipstream.environments",
     "slipstream.extensions",
@@ -80,7 +98,8 @@ OPTIONAL = (
 OWNERS = {
     "vllm": ("slipstream.rollout_server.vllm", "slipstream.extensions.engine_bits"),
     "slipstream.rollout_server.vllm": (
-        *("slipstream.rollout_server.vllm", "slipstream.rollout_server.__main__"),
+        "slipstream.rollout_server.vllm",
+        "slipstream.rollout_server.__main__",
         "slipstream.rollout_server.check",
     ),
     "megatron": ("slipstream.learner.trainer",),
@@ -99,9 +118,12 @@ OWNERS = {
         "slipstream.learner.trainer",
     ),
     "torch": (
-        *("slipstream.learner.trainer", "slipstream.rollout_server"),
-        *("slipstream.extensions.engine_bits.row_kernels", "slipstream.extensions.proofs"),
-        *("slipstream.extensions.prefix_sharing.path_sums", "slipstream.extensions.drafts.layer"),
+        "slipstream.learner.trainer",
+        "slipstream.rollout_server",
+        "slipstream.extensions.engine_bits.row_kernels",
+        "slipstream.extensions.proofs",
+        "slipstream.extensions.prefix_sharing.path_sums",
+        "slipstream.extensions.drafts.layer",
         *(f"slipstream.learner.algorithms.{name}" for name in ("inputs", "losses")),
     ),
 }
@@ -110,8 +132,14 @@ FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "she
 PICKLING_MODULES = {"multiprocessing", "joblib", "torch.multiprocessing", "pandas"}
 # torch's collectives of any object pickle it.
 PICKLING_CALLS = {
-    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
-    *("send_object_list", "recv_object_list", "read_pickle", "to_pickle"),
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+    "read_pickle",
+    "to_pickle",
 }
 # The one reader of a pickle that torch insists on; it lets only plain records out.
 UNPICKLER = "slipstream.learner.trainer.checkpoints.restricted_pickle"

@@ -93,7 +93,8 @@ class Turns(Environment[int]):
 
     def __init__(self, turns: int, pause_s: float) -> None:
         """`pause_s` is the mean of the pauses before a turn."""
-        self._turns, self._pause_s = turns, pause_s
+        self._turns = turns
+        self._pause_s = pause_s
 
     def tasks(self) -> range:
         return range(1_000_000)
@@ -119,14 +120,16 @@ class TurnsAgent(AgentEnvironment[int]):
     """The same session of an agent, which repeats the whole conversation in each call."""
 
     def __init__(self, turns: int, pause_s: float) -> None:
-        self._turns, self._pause_s = turns, pause_s
+        self._turns = turns
+        self._pause_s = pause_s
         self._client = BareClient()
 
     def tasks(self) -> range:
         return range(1_000_000)
 
     async def run(self, task: int, endpoint: Endpoint) -> AgentOutcome:
-        messages, ms = [{"role": "user", "content": QUESTION}], list[float]()
+        messages = [{"role": "user", "content": QUESTION}]
+        ms = list[float]()
         for _ in range(self._turns):
             await pause(self._pause_s)
             began_s = time.perf_counter()
@@ -150,7 +153,9 @@ class Server:
     """A rollout server in this process, whose controller is the benchmark."""
 
     def __init__(self, fleet: Any, connection: Any, turns: int) -> None:  # noqa: ANN401
-        self._fleet, self._connection, self._turns = fleet, connection, turns
+        self._fleet = fleet
+        self._connection = connection
+        self._turns = turns
         self._leases = 0
 
     async def take(self, name: str, kind: str, pause_s: float) -> None:
@@ -239,7 +244,8 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, dict
         for repeat in range(-1, arguments.repeats):
             for kind in KINDS:
                 for sessions in (1, arguments.sessions):
-                    before_s, values = cpu_s(), list[float]()
+                    before_s = cpu_s()
+                    values = list[float]()
                     for _ in range(arguments.alone if sessions == 1 else 1):
                         name = kind if sessions == 1 else f"{kind}-paced"
                         values += await server.wave(name, sessions)
@@ -260,7 +266,8 @@ def rows_of(found: dict[str, dict[str, list[float]]]) -> list[tuple[str, ...]]:
         kind, _, sessions = name.partition(", ")
         cells = [kind, sessions]
         for values in found.values():
-            spread, plain = Spread.of(values[name]), Spread.of(values[f"environment, {sessions}"])
+            spread = Spread.of(values[name])
+            plain = Spread.of(values[f"environment, {sessions}"])
             cells += [spread.text(2), f"{spread.median - plain.median:.2f}"]
         rows.append(tuple(cells))
     return rows

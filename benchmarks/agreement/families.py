@@ -141,7 +141,9 @@ def measure_family(
     All logs of one that failed become a file of the folder `arguments.logs`, if it is told.
     """
     folder.mkdir()
-    log, out, started_s = folder / "log.txt", folder / "result.json", time.monotonic()
+    log = folder / "log.txt"
+    out = folder / "result.json"
+    started_s = time.monotonic()
     tiny = [] if arguments.device == "cuda" else ["--tiny"]
     command = [*program("agreement.family_shapes"), name, str(folder / "made"), *tiny]
     failure = run(command, log, limit_s=arguments.limit_s, gpu=gpu)
@@ -244,7 +246,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    cases, kind = arguments.rows, {"device": arguments.device, "steps": arguments.steps}
+    cases = arguments.rows
+    kind = {"device": arguments.device, "steps": arguments.steps}
     on_gpu = arguments.device == "cuda"
     rooms = Rooms(arguments.gpus, arguments.gpu_gib, arguments.at_once if on_gpu else 1)
     sizes = {name: count_parameters(name, tiny=not on_gpu) for name, _ in cases}

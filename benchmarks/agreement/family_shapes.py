@@ -19,7 +19,8 @@ from typing import Any
 
 from benchmarks.common.shapes import make_tokenizer
 
-VOCAB, TINY_VOCAB = 32768, 256
+VOCAB = 32768
+TINY_VOCAB = 256
 # Episodes are longer than the windows.
 WINDOW = 32
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
@@ -57,7 +58,8 @@ TINY_TOWER = {
     "num_attention_heads": 2,
 }
 # Sides of images in pixels, before and after the tower's processor.
-IMAGE_SIDE, LARGEST_SIDE = 56, 448
+IMAGE_SIDE = 56
+LARGEST_SIDE = 448
 
 
 @dataclass(frozen=True)

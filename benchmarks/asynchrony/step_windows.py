@@ -55,7 +55,8 @@ class Windows:
         """
         self._rig = rig
         self._controller = rig.controller
-        self._steps, self._limit_s = steps, limit_s
+        self._steps = steps
+        self._limit_s = limit_s
 
     async def alone(self) -> Row:
         """Measures generation without training, then training without generation, per step."""
@@ -65,7 +66,8 @@ class Windows:
         wanted = self._steps * self._rig.config.algorithm.groups_per_step
         # With this bound the groups of all `self._steps` batches may be leased at once.
         controller.bound(self._steps - 1)
-        before, started = controller.generated_tokens(), time.monotonic()
+        before = controller.generated_tokens()
+        started = time.monotonic()
         beats = [(before, started)]
 
         def all_leased() -> bool:
@@ -106,7 +108,8 @@ class Windows:
         controller.bound(max_staleness)
         await self._until_rows(len(controller.rows) + max_staleness + WARMUP_STEPS)
         steps = max(self._steps, BOUNDS * max_staleness)
-        first, before = len(controller.rows), controller.generated_tokens()
+        first = len(controller.rows)
+        before = controller.generated_tokens()
         seen: list[tuple[float, int, bool]] = []
 
         def all_done() -> bool:

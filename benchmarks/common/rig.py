@@ -129,7 +129,8 @@ class TimedPublisher(Publisher):
     async def finish(self, result: trainer_pb2.PublishResult) -> trainer_pb2.PublishReceipt:
         """Notes when the trainer has sent all, and when it is told that all have loaded."""
         times = self.publishes[-1]
-        times.sent, times.error = time.monotonic(), result.error
+        times.sent = time.monotonic()
+        times.error = result.error
         times.trainer = numbers(result)
         times.probe = result.probe if result.HasField("probe") else None
         receipt = await super().finish(result)

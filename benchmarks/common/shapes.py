@@ -51,7 +51,8 @@ class Shape:
     head_dim: int = HEAD_DIM
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        queries, keys = self.heads * self.head_dim, self.groups * self.head_dim
+        queries = self.heads * self.head_dim
+        keys = self.groups * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab, self.hidden)
         for layer in range(self.layers):
             prefix = f"model.layers.{layer}."

@@ -27,7 +27,9 @@ class LognormalReplies(Environment[int]):
 
     def __init__(self, median: float, sigma: float, longest: int) -> None:
         """`sigma` is the standard deviation of the length's natural logarithm."""
-        self._median, self._sigma, self._longest = median, sigma, longest
+        self._median = median
+        self._sigma = sigma
+        self._longest = longest
 
     def tasks(self) -> range:
         """Returns numbers without a meaning: every episode has its own length."""
@@ -91,7 +93,8 @@ def noise_png(side: int, seed: int) -> bytes:
 
 def van_der_corput(place: int) -> float:
     """Returns the bits of `place` mirrored at the binary point: 0, 1/2, 1/4, 3/4, 1/8, ..."""
-    value, weight = 0.0, 0.5
+    value = 0.0
+    weight = 0.5
     while place:
         value += weight * (place & 1)
         place >>= 1

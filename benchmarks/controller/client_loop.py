@@ -53,7 +53,9 @@ from benchmarks.controller import timeline
 from benchmarks.controller.load import processor_s
 from benchmarks.learner.loops import LOADS, Load, lognormal_batch, shape_config, synchronize
 
-HTTP, PASSES, OWN = "over HTTP", "passes alone", "a run's own step"
+HTTP = "over HTTP"
+PASSES = "passes alone"
+OWN = "a run's own step"
 # The place of the pass among the parts.
 PASS = next(n for n, (_, _, kind) in enumerate(timeline.PARTS) if kind == "pass")
 # Samples at once.
@@ -91,7 +93,9 @@ def data_of(batch: Batch) -> list[Datum]:
 async def program(*arguments: str, **environ: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """Runs a program of this Python, which is ended after use."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", *arguments),
+        sys.executable,
+        "-m",
+        *arguments,
         stdout=asyncio.subprocess.DEVNULL,
         env=os.environ | environ,
     )
@@ -114,7 +118,8 @@ async def steps_over_http(
     (noted := config.run_dir.parent / "moments").mkdir()
     path = config.run_dir.parent / "client-loop.toml"
     path.write_text(dump_config(config))
-    port, own = free_port("127.0.0.1"), ("--config", str(path))
+    port = free_port("127.0.0.1")
+    own = ("--config", str(path))
     (environ,) = rank_environments(config, range(1))
 
     def role(name: str, *more: str, **environ: str) -> contextlib.AbstractAsyncContextManager:
@@ -136,11 +141,13 @@ async def steps_over_http(
         await client.ready()
         await client.begin()
         measure.progress("the run has begun")
-        took_s, parts = [], []
+        took_s = []
+        parts = []
         for turn in range(asked.repeats + asked.uncounted):
             if turn == asked.uncounted:
                 before = spent()
-            given, begun_s = client.passed(data, "ppo"), time.monotonic()
+            given = client.passed(data, "ppo")
+            begun_s = time.monotonic()
             passed = await client.send(given)
             stepped = await client.order("optim_step", adam_params=ADAM | {"learning_rate": RATE})
             await client.result(passed)
@@ -168,7 +175,8 @@ def steps_here(config: Config, batch: Batch, asked: argparse.Namespace) -> dict[
     from slipstream.learner.trainer.step import TrainingStep
 
     policy = open_policy(config, Launch(0, 1, 0), load_weights=False)
-    training, passes = TrainingStep(policy, config), Passes(policy, lambda *_: None)
+    training = TrainingStep(policy, config)
+    passes = Passes(policy, lambda *_: None)
     client = LoopClient(0)
     numbers = trainer_pb2.AdamNumbers(**ADAM | {"learning_rate": RATE})
 
@@ -201,7 +209,8 @@ async def samples(folder: Path, asked: argparse.Namespace) -> dict[int, Sampled]
     path.write_text(dump_config(config))
     address = config.controller.address
     peers = FakeTrainer(address), FakeServer(address, max_episodes=max(AT_ONCE), delay_s=0.0)
-    port, found = free_port("127.0.0.1"), {}
+    port = free_port("127.0.0.1")
+    found = {}
     front = ("slipstream.extensions.tinker.front", "--config", str(path), "--port", str(port))
     controller = program("slipstream.learner.controller", "--config", str(path))
     async with controller as first, program(*front) as second:

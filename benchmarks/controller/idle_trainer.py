@@ -32,8 +32,10 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--config", type=Path, required=True)
     asked = parser.parse_args()
-    moments, client = Moments(asked.file), ControllerClient(load_config(asked.config))
-    version, held = PolicyVersion(0, 0), list[str]()
+    moments = Moments(asked.file)
+    client = ControllerClient(load_config(asked.config))
+    version = PolicyVersion(0, 0)
+    held = list[str]()
 
     def digest() -> bytes:
         return hashlib.blake2b(str(version.step).encode(), digest_size=16).digest()

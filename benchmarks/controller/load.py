@@ -57,7 +57,9 @@ class LoadServer(FakeServer):
     def __init__(self, address: str, number: int, tokens: tuple[int, int]) -> None:
         super().__init__(address, f"s{number:04d}", epoch=number + 1, queue_bytes=QUEUE_BYTES)
         prompt, self.reply_tokens = tokens
-        self.digests, self.num_delivered, self.heartbeat_s = DIGESTS, 0, HEARTBEAT_S
+        self.digests = DIGESTS
+        self.num_delivered = 0
+        self.heartbeat_s = HEARTBEAT_S
         self.template = trajectory_to_pb(
             plain_trajectory(
                 range(sum(tokens)),
@@ -84,7 +86,8 @@ class LoadServer(FakeServer):
             case "lease":
                 await self._answer(message.lease)
             case "receive":
-                name, loaded = message.receive.order.publish_id, fleet_pb2.PUBLISH_PHASE_LOADED
+                name = message.receive.order.publish_id
+                loaded = fleet_pb2.PUBLISH_PHASE_LOADED
                 await self._say(name, loaded, bucket_digests=DIGESTS)
             case kind:
                 if kind == "welcome":
@@ -94,12 +97,16 @@ class LoadServer(FakeServer):
     async def _answer(self, lease: fleet_pb2.Lease) -> None:
         assert self.version is not None
         made = self.template
-        made.run_id, made.group_id = self.run_id, lease.group_id
-        made.task_index, made.seed, made.attempt = lease.task_index, lease.seed, lease.first_attempt
+        made.run_id = self.run_id
+        made.group_id = lease.group_id
+        made.task_index = lease.task_index
+        made.seed = lease.seed
+        made.attempt = lease.first_attempt
         version = made.version_spans[0].version
         version.incarnation, version.step = self.version
         for member in lease.members:
-            made.member, made.reward = member, (member * 7919 + lease.task_index) % 100 / 100
+            made.member = member
+            made.reward = (member * 7919 + lease.task_index) % 100 / 100
             name = TrajectoryId(f"{lease.group_id}.{member}.{made.attempt}.{self.epoch:x}")
             sealed = seal(self.delivery_key, name, made.SerializeToString())
             self.generated += self.reply_tokens
@@ -136,7 +143,9 @@ class Probe:
     """Asks for the status again and again, and samples the controller's memory."""
 
     def __init__(self, address: str, pid: int, fleet: list[LoadServer]) -> None:
-        self._address, self._pid, self._fleet = address, pid, fleet
+        self._address = address
+        self._pid = pid
+        self._fleet = fleet
         self.answers_s: list[float] = []
         # Trajectories, resident bytes and processor seconds of the controller, and the time.
         self.samples: list[tuple[int, int, float, float]] = []
@@ -175,15 +184,21 @@ async def measure(servers: int, asked: argparse.Namespace) -> list[str]:
         path = config.run_dir / "config.toml"
         path.write_text(dump_config(config))
         controller = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "slipstream.learner.controller", "--config", str(path)),
+            sys.executable,
+            "-m",
+            "slipstream.learner.controller",
+            "--config",
+            str(path),
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
         )
         if asked.pid_file is not None:
             asked.pid_file.write_text(str(controller.pid))
-        address, tokens = config.controller.address, (asked.tokens[0], asked.tokens[1])
+        address = config.controller.address
+        tokens = (asked.tokens[0], asked.tokens[1])
         fleet = [LoadServer(address, n, tokens) for n in range(servers + asked.joining)]
-        trainer, probe = LoadTrainer(address), Probe(address, controller.pid, fleet)
+        trainer = LoadTrainer(address)
+        probe = Probe(address, controller.pid, fleet)
         peers = [trainer, probe, *fleet[:servers]]
         tasks = [asyncio.ensure_future(peer.run()) for peer in peers]
         try:
@@ -196,7 +211,8 @@ async def measure(servers: int, asked: argparse.Namespace) -> list[str]:
             steps = trainer.version.step
             joined = ""
             if asked.joining:
-                began_s, before_s = time.monotonic(), processor_s(controller.pid)
+                began_s = time.monotonic()
+                before_s = processor_s(controller.pid)
                 newcomers = fleet[servers:]
                 tasks += [asyncio.ensure_future(server.run()) for server in newcomers]
                 await until(lambda: all(s.delivery_key for s in newcomers))
@@ -220,8 +236,11 @@ async def measure(servers: int, asked: argparse.Namespace) -> list[str]:
 
 def row(probe: Probe, shape: str) -> list[str]:
     """The cells of one run; the slope of memory is that of the second half."""
-    first, last = probe.samples[0], probe.samples[-1]
-    made, cpu_s, wall_s = last[0] - first[0], last[2] - first[2], last[3] - first[3]
+    first = probe.samples[0]
+    last = probe.samples[-1]
+    made = last[0] - first[0]
+    cpu_s = last[2] - first[2]
+    wall_s = last[3] - first[3]
     half = probe.samples[len(probe.samples) // 2 :]
     slope = np.polyfit([s[0] for s in half], [s[1] for s in half], 1)[0] if made else 0.0
     answers_ms = sorted(1000 * answer_s for answer_s in probe.answers_s)

@@ -19,8 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_TINKER, _LEARNER = "slipstream.extensions.tinker", "slipstream.learner"
-_CONTROLLER, _TRAINER = f"{_LEARNER}.controller", f"{_LEARNER}.trainer"
+_TINKER = "slipstream.extensions.tinker"
+_LEARNER = "slipstream.learner"
+_CONTROLLER = f"{_LEARNER}.controller"
+_TRAINER = f"{_LEARNER}.trainer"
 # The module that each role runs, and what is noted there: where a function lies, and its name.
 MAINS = {
     "front": f"{_TINKER}.front",
@@ -117,7 +119,8 @@ def parts(moments: list[tuple[float, str]], begun_s: float, ended_s: float) -> l
 
     A part that another process ended before the part in front of it has none.
     """
-    last_s, took_s = begun_s, []
+    last_s = begun_s
+    took_s = []
     for wanted, _, _ in PARTS[:-1]:
         later = (at_s for at_s, name in moments if name == wanted and at_s >= last_s)
         at_s = next(later, last_s)
@@ -128,7 +131,8 @@ def parts(moments: list[tuple[float, str]], begun_s: float, ended_s: float) -> l
 
 def main() -> int:
     file, role, *sys.argv[1:] = sys.argv[1:]
-    moments, module = Moments(Path(file)), importlib.import_module(MAINS[role])
+    moments = Moments(Path(file))
+    module = importlib.import_module(MAINS[role])
 
     def watch() -> None:
         for call in CALLS[role]:

@@ -122,7 +122,8 @@ def journal(path: Path) -> Iterator[list[float]]:
 
     Of each sync the list gets them; whoever has read them may clear it.
     """
-    waits_s, closed = list[float](), threading.Event()
+    waits_s = list[float]()
+    closed = threading.Event()
 
     def run() -> None:
         with path.open("ab", buffering=0) as file:

@@ -95,7 +95,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
     table["learner"] |= learner | json.loads(arguments.learner)
     config = config.model_validate(table)
     policy = open_policy(config, Launch.from_environment())
-    training, device = TrainingStep(policy, config), policy.ranks.device
+    training = TrainingStep(policy, config)
+    device = policy.ranks.device
     vocab = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
     batches = [lognormal_batch(load, vocab, step) for step in range(arguments.steps)]
     metrics = [training.run(batch).metrics for batch in batches]

@@ -33,13 +33,15 @@ from benchmarks.common import measure
 from benchmarks.common.shapes import SHAPES, Shape
 from benchmarks.learner.loops import LOADS, make_trajectory, shape_config, synchronize
 
-WITH, WITHOUT = "shared", "without"
+WITH = "shared"
+WITHOUT = "without"
 
 
 def group_batch(arguments: argparse.Namespace, prompt: int, vocab: int, step: int) -> Batch:
     """Returns groups of random replies, all of one length, each group with one random prompt."""
     random = np.random.default_rng(step)
-    size, found = arguments.group_size, []
+    size = arguments.group_size
+    found = []
     for number in range(arguments.groups * size):
         sizes = prompt, arguments.reply
         one = make_trajectory(random, step, number, sizes, vocab=vocab, group_size=size)
@@ -66,7 +68,8 @@ def work_of(
     Its groups have `prompt` tokens, computed once if `shared`. A backward pass takes twice the
     operations of its forward pass, and of attention 2.5 times.
     """
-    replies, reply = arguments.groups * arguments.group_size, arguments.reply
+    replies = arguments.groups * arguments.group_size
+    reply = arguments.reply
     prompts = arguments.groups if shared else replies
     parameters = sum(
         math.prod(sizes)
@@ -156,7 +159,8 @@ def rows(found: Sequence[dict[str, Any]]) -> list[list[object]]:
     for one in found:
         spreads = {name: measure.Spread.of(each) for name, each in one["times_ms"].items()}
         ratio = spreads[WITH].median / spreads[WITHOUT].median
-        share, work = one["token_share"], one["work"]
+        share = one["token_share"]
+        work = one["work"]
         left = sum(work[WITH].values()) / sum(work[WITHOUT].values())
         lines.append(
             [

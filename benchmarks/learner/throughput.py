@@ -55,7 +55,9 @@ from benchmarks.learner.loops import (
     synchronize,
 )
 
-OURS, OWN, PEER = "slipstream", "own loss", "bare"
+OURS = "slipstream"
+OWN = "own loss"
+PEER = "bare"
 WARMUP_STEPS = {"cpu": 10, "cuda": 3}
 # The share of the peer's tokens per second that ours is to reach.
 TARGETS = {"quickstart": 0.87, "tiny": 0.87, "0.6B": 0.92, "1.7B": 0.92, "8B": 0.92}
@@ -118,7 +120,8 @@ def run_turns(
     policy = open_policy(config, Launch(0, 1, 0), load_weights=has_weights)
     device = policy.ranks.device
     measure.progress(f"model on {device}")
-    training, bare = TrainingStep(policy, config), BareLoop(policy)
+    training = TrainingStep(policy, config)
+    bare = BareLoop(policy)
     works = works_of(config, [make_batch(step) for step in range(arguments.steps)], training)
     for work in works:
         sizes = [len(one.token_ids) for one in work.micro_batches]
@@ -152,14 +155,17 @@ def take_turn(
 ) -> Turn:
     """Runs each of `works` once; returns the figures of this turn of a loop of a `kind`."""
     gc.collect()
-    rate, is_gpu = matmul_tflops(device), device.type == "cuda"
+    rate = matmul_tflops(device)
+    is_gpu = device.type == "cuda"
     if is_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    wall_s = time.perf_counter()
+    cpu_s = time.process_time()
     for work in works:
         run(work)
     synchronize(device)
-    wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+    wall_s = time.perf_counter() - wall_s
+    cpu_s = time.process_time() - cpu_s
     return Turn(
         wall_ms=1000 * wall_s / len(works),
         cpu_ms=1000 * cpu_s / len(works),
@@ -180,7 +186,8 @@ def rows(found: dict[str, list[Turn]], target: float) -> list[list[object]]:
     peer = spread(PEER, "tokens_per_s").median
     lines: list[list[object]] = []
     for name in found:
-        speed, rate = spread(name, "tokens_per_s"), spread(name, "tflops").median
+        speed = spread(name, "tokens_per_s")
+        rate = spread(name, "tflops").median
         lines.append(
             [
                 name,

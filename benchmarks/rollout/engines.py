@@ -99,7 +99,9 @@ class Ours:
         from slipstream.rollout_server.service import RolloutServer
         from slipstream.rollout_server.vllm.agent_services import AgentServices
 
-        self._vllm, self._sizes, self._config = engine, sizes, config
+        self._vllm = engine
+        self._sizes = sizes
+        self._config = config
         self._stop = asyncio.Event()
         gateway = WorkerGateway(config.run_dir / "logs-ours", log_bytes=1 << 20)
         renderer = Renderer(config.model.path)
@@ -201,7 +203,8 @@ class Ours:
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
 
-        llm, sizes = self._vllm.llm, self._sizes
+        llm = self._vllm.llm
+        sizes = self._sizes
 
         async def last(collector: Any) -> Any:  # noqa: ANN401 - vLLM's
             while not (output := await collector.get()).finished:

@@ -42,7 +42,8 @@ def command(config: Config, sizes: Sizes, mode: str, turn: Turn, result: Path) -
 
     All requests start together; none is told to return log-probabilities or text.
     """
-    server, model = config.rollout_server, config.model
+    server = config.rollout_server
+    model = config.model
     options: dict[str, object] = {
         "model": model.path,
         "dtype": model.dtype,
@@ -72,7 +73,8 @@ async def run(folder: Path, sizes: Sizes, mode: str, turn: Turn) -> dict[str, An
 
     `folder` has the config.toml of the server, and gets bench.log.
     """
-    config, log_path = load_config(folder / "config.toml"), folder / "bench.log"
+    config = load_config(folder / "config.toml")
+    log_path = folder / "bench.log"
     assert turn.least_tokens == turn.most_tokens
     assert turn.requests == turn.slots
     on_cpu = process.is_cpu_build()

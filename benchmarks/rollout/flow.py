@@ -73,7 +73,8 @@ ENGINES: dict[str, dict[str, object]] = {
 }
 # Where Python looks for our packages and programs.
 ROOTS = ("protos", "core", "client", "environments", "rollout_server", "learner", "extensions")
-OFF, CHOSEN = "wait-0-32", "wait-32-32"
+OFF = "wait-0-32"
+CHOSEN = "wait-32-32"
 VLLMS = "-vllms-plans"
 # Engine, lever, whether it is a wave: a round takes all of them.
 ROUND = (
@@ -122,8 +123,11 @@ class Benchmark(Found):
             roots = ":".join(str(self.arguments.before / root) for root in (*ROOTS, ".", "tests"))
             # -P: the folder that the program starts in is not looked at first.
             command = [
-                *("env", f"PYTHONPATH={roots}:{os.environ.get('PYTHONPATH', '')}", command[0]),
-                *("-P", *command[1:]),
+                "env",
+                f"PYTHONPATH={roots}:{os.environ.get('PYTHONPATH', '')}",
+                command[0],
+                "-P",
+                *command[1:],
             ]
         await self.serve(stack, name, command, folder)
 
@@ -144,7 +148,8 @@ class Benchmark(Found):
                 self.keep(row, found)
 
     async def _wave(self, server: Server, *, short: bool) -> dict[str, Any]:
-        slots, length = self.arguments.concurrent, 32 if short else self.arguments.reply_tokens
+        slots = self.arguments.concurrent
+        length = 32 if short else self.arguments.reply_tokens
         await server.ask("mark")
         turn = Turn(self.seeds(slots), slots, slots, length, length)
         result = await server.episodes(turn, TURN_LIMIT_S)
@@ -152,7 +157,8 @@ class Benchmark(Found):
         return found | {"tokens": result["tokens"], "window_s": result["seconds"]}
 
     async def _flow(self, server: Server, *, short: bool) -> dict[str, Any]:
-        slots, length = self.arguments.concurrent, 32 if short else self.arguments.reply_tokens
+        slots = self.arguments.concurrent
+        length = 32 if short else self.arguments.reply_tokens
         turn = Turn(
             self.seeds(2 * slots), 2 * slots, slots, length // 2, length + length // 2, True
         )
@@ -194,7 +200,8 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
                 await start(name)
             await found.take(name, OFF, wave=True, warm_up=True)
             await found.take(name, CHOSEN, wave=False, warm_up=True)
-        checked, turns = "ours", ROUND
+        checked = "ours"
+        turns = ROUND
         if arguments.chosen or arguments.before:
             turns = tuple(each for each in ROUND if each[1] == CHOSEN)
         if arguments.quantization != "off" or arguments.dtypes:
@@ -211,10 +218,14 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
 def table_of(turns: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Medians of turns; ratios are those of the medians, to the wave."""
     plain = f"flow: {PLAIN}, {CHOSEN}"
-    base, party, target = (WAVE, "the wave", TARGET)
+    base = WAVE
+    party = "the wave"
+    target = TARGET
     if plain in turns:
         others_gain = any(name.startswith("flow: fp8") for name in turns)
-        base, party, target = (plain, PLAIN, FP8_TARGET if others_gain else DTYPE_TARGET)
+        base = plain
+        party = PLAIN
+        target = FP8_TARGET if others_gain else DTYPE_TARGET
     header = ["", "tokens/s (min-max)", f"ratio to {party}", "steps that take prompts"]
     header += ["steps in a full graph, in several, in none", "replies in a step", "a step, ms"]
     header += ["engine's thread at work in one without and with prompts, ms"]
@@ -277,13 +288,15 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.name = NAME
     if arguments.dtypes:
-        arguments.name, arguments.engines = f"{NAME}-dtypes", arguments.dtypes
+        arguments.name = f"{NAME}-dtypes"
+        arguments.engines = arguments.dtypes
     elif arguments.quantization != "off":
         arguments.name = f"{NAME}-fp8"
         arguments.engines = [PLAIN, arguments.quantization]
     elif arguments.before:
         arguments.before = arguments.before.resolve()
-        arguments.name, arguments.engines = f"{NAME}-before", ["ours", "before"]
+        arguments.name = f"{NAME}-before"
+        arguments.engines = ["ours", "before"]
     fill_sizes(arguments)
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(benchmark(arguments, Path(folder)))

@@ -30,7 +30,10 @@ MODES = ("NONE", "PIECEWISE", "FULL")
 # Sums for each kind of step: `whole` is seconds from plan to plan, `plan` to `take` are seconds
 # of the engine's thread.
 FIELDS = ("steps", "whole", "plan", "start", "sample", "take", "tokens", "replies", *MODES)
-_LEVER, _COUNTS, _FIRST_TOKENS, _RING = 0, 4, 64, 8192
+_LEVER = 0
+_COUNTS = 4
+_FIRST_TOKENS = 64
+_RING = 8192
 
 
 class Board:
@@ -171,7 +174,8 @@ class Measured(Ours):
         """See `Ours`; the scheduler that the settings name is timed."""
         from slipstream.rollout_server.vllm import engine
 
-        board, own = Board(), engine.engine_config
+        board = Board()
+        own = engine.engine_config
         board.set_lever("wait-0-32")
 
         def settings_of(*given: Any) -> Any:  # noqa: ANN401 - vLLM's

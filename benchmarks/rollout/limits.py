@@ -34,7 +34,8 @@ def products(shape: Shape, replies: int, dtype: torch.dtype, device: str) -> Cal
     def some(*size: int) -> torch.Tensor:
         return torch.randn(*size, dtype=dtype, device=device).mul_(0.02)
 
-    queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    queries = shape.heads * shape.head_dim
+    keys = shape.groups * shape.head_dim
     sizes = [(shape.hidden, queries + 2 * keys), (queries, shape.hidden)]
     sizes += [(shape.hidden, 2 * shape.intermediate), (shape.intermediate, shape.hidden)]
     weights = [some(outputs, inputs) for _ in range(shape.layers) for inputs, outputs in sizes]
@@ -71,7 +72,9 @@ def main() -> None:
     add_size_arguments(parser)
     arguments = parser.parse_args()
     fill_sizes(arguments)
-    shape, device, replies = MODELS[SHAPES[arguments.shape]], arguments.device, arguments.concurrent
+    shape = MODELS[SHAPES[arguments.shape]]
+    device = arguments.device
+    replies = arguments.concurrent
     dtype = getattr(torch, arguments.dtype)
     buffer = torch.zeros(BUFFER_BYTES[device] // 4, dtype=torch.float32, device=device)
     bandwidth = 4 * buffer.numel() / median_s(buffer.sum, device, arguments.repeats)
@@ -87,7 +90,8 @@ def main() -> None:
     rows = []
     for name, sampled in contexts.items():
         cache = replies * (arguments.prompt_tokens + sampled) * token_bytes
-        by_bandwidth, both_s = (weights + cache) / bandwidth, products_s + cache / bandwidth
+        by_bandwidth = (weights + cache) / bandwidth
+        both_s = products_s + cache / bandwidth
         cells = [f"{replies / each:,.0f}" for each in (by_bandwidth, both_s)]
         rows.append([name, f"{cache / 1e9:.1f}", *cells])
     print(f"{bandwidth / 1e12:.2f} TB/s; products {1000 * products_s:.2f} ms a step;", end=" ")

@@ -126,7 +126,9 @@ class Server:
         arguments: argparse.Namespace,
     ) -> None:
         """`fleet` serves already."""
-        self._child, self.fleet, self._arguments = child, fleet, arguments
+        self._child = child
+        self.fleet = fleet
+        self._arguments = arguments
         self._connection: Any = None
 
     @classmethod
@@ -140,7 +142,9 @@ class Server:
         sizes = Sizes(arguments.prompt_tokens, arguments.reply_tokens)
         async with FakeFleet(heartbeat_s=0.5, heartbeat_timeout_s=20) as fleet:
             child = await asyncio.create_subprocess_exec(
-                *(*command, str(folder), fleet.address),
+                *command,
+                str(folder),
+                fleet.address,
                 json.dumps(dataclasses.asdict(sizes)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,

@@ -56,7 +56,8 @@ from benchmarks.rollout.setup import (
 
 NAME = "rollout"
 # Ratios to the peer that are asked for; the second with `--quantization`, in a flow.
-TARGET, FP8_TARGET = 0.90, 1.40
+TARGET = 0.90
+FP8_TARGET = 1.40
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Row:
     flow: bool = False
 
     def turn(self, arguments: argparse.Namespace, first_seed: int) -> Turn:
-        slots, length = arguments.concurrent, arguments.reply_tokens
+        slots = arguments.concurrent
+        length = arguments.reply_tokens
         if self.flow:
             return Turn(first_seed, 2 * slots, slots, length // 2, length + length // 2)
         return Turn(first_seed, slots, slots, length, length)
@@ -173,7 +175,8 @@ def table_of(turns: dict[str, list[dict[str, Any]]], target: float) -> list[str]
     best = max(entry_points, key=lambda found: found.median, default=None)
     rows: list[Sequence[object]] = []
     for row in (*WAVES, *ENTRY_POINTS, *WITH_LOGPROBS, *FLOWS):
-        ours, peer = speed(row), speed(FLOWING_PEER) if row.flow else speed(PEER) or best
+        ours = speed(row)
+        peer = speed(FLOWING_PEER) if row.flow else speed(PEER) or best
         if ours is None:
             continue
         ratio = f"{ours.median / peer.median:.3f}" if peer else ""

@@ -114,7 +114,9 @@ class Measurement:
     """Measures ours, the peer and the limit on the same devices."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, found: Found) -> None:
-        self._arguments, self._folder, self._found = arguments, folder, found
+        self._arguments = arguments
+        self._folder = folder
+        self._found = found
         first = range(arguments.tp, arguments.tp + arguments.servers * arguments.server_tp)
         servers = [
             tuple(first[at : at + arguments.server_tp])

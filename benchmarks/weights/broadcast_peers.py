@@ -86,7 +86,8 @@ def _join_nccl(rank: int, world_size: int, meeting: str) -> Callable[[int], dict
     buffers: dict[int, torch.Tensor] = {}
 
     def send(tensor: torch.Tensor) -> None:
-        pointer, size = tensor.data_ptr(), tensor.numel()
+        pointer = tensor.data_ptr()
+        size = tensor.numel()
         communicator.broadcast(pointer, pointer, size, nccl.NCCL_UINT8, 0, stream.cuda_stream)
 
     def broadcast(num_bytes: int) -> dict[str, float]:

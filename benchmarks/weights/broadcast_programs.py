@@ -83,12 +83,14 @@ class RawBroadcast:
     """The `raw` peer: a rank on the learner's first device, and one on every server's devices."""
 
     def __init__(self, placement: Placement, logs: Path) -> None:
-        self._placement, self._logs = placement, logs
+        self._placement = placement
+        self._logs = logs
         self._ranks: list[Program] = []
         self.is_ready = False
 
     async def spawn(self) -> None:
-        placement, on_gpu = self._placement, self._placement.device == "cuda"
+        placement = self._placement
+        on_gpu = self._placement.device == "cuda"
         places: list[tuple[int, ...]] = [placement.learner[:1]]
         places += [(gpu,) for server in placement.servers for gpu in server]
         if not on_gpu:
@@ -128,8 +130,10 @@ class NativeTransfer:
     def __init__(
         self, arguments: argparse.Namespace, placement: Placement, model: Path, logs: Path
     ) -> None:
-        self._arguments, self._placement = arguments, placement
-        self._model, self._logs = model, logs
+        self._arguments = arguments
+        self._placement = placement
+        self._model = model
+        self._logs = logs
         self._trainer: Program | None = None
         self._servers: list[Program] = []
         self.is_ready = False
@@ -201,7 +205,8 @@ class NativeTransfer:
         seconds: dict[str, float] = {}
         while "call" in (message := await self._trainer.get()):
             started = time.perf_counter()
-            name, info = message["call"], message["info"]
+            name = message["call"]
+            info = message["info"]
             for index, server in enumerate(self._servers):
                 if name == "init_weight_transfer_engine":
                     info = {**info, "rank_offset": 1 + index * self._arguments.server_tp}

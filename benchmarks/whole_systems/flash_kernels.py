@@ -30,7 +30,8 @@ def varlen_bwd(dout: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, *more: An
     *into, starts_q, starts_k, slopes, longest_q, longest_k, dropout, scale, _ = more[:11]
     causal, left, right, cap = more[11:15]
     _check((slopes,), dropout, cap, left, right, causal)
-    lengths, state = (starts_q, starts_k, longest_q, longest_k), more[-1]
+    lengths = (starts_q, starts_k, longest_q, longest_k)
+    state = more[-1]
     unused = torch.empty((), dtype=state.dtype, device=state.device)
     found = torch.ops.aten._flash_attention_backward(
         dout, q, k, v, out, sums, *lengths, 0.0, causal, state, unused, scale=scale

@@ -34,7 +34,9 @@ COMMANDS = {
 }
 # A plugin of verifiers is a module of its own.
 PLUGIN = "whole_systems_work"
-TOKENS, STEP, TRAINED = "progress/output_tokens", "time/step", "time/forward_backward"
+TOKENS = "progress/output_tokens"
+STEP = "time/step"
+TRAINED = "time/forward_backward"
 TIMES = {
     TRAINED: "training_s",
     "time/wait_for_batch": "waiting_s",
@@ -147,10 +149,22 @@ def errors(folder: Path) -> list[str]:
 def learner(arguments: argparse.Namespace, folder: Path) -> None:
     """Runs the trainer alone on random tokens, for four steps, as prime-rl's benchmark does."""
     words = [
-        *("--model.name", str(arguments.model), "--model.seq-len", str(arguments.learner)),
-        *("--model.attn", arguments.attention, "--max-steps", "4", "--model.compile"),
-        *("--output-dir", str(folder), "--monitors.file.path", "metrics.jsonl", "--model.ac"),
-        *("--data.fake.batch-size", "2"),
+        "--model.name",
+        str(arguments.model),
+        "--model.seq-len",
+        str(arguments.learner),
+        "--model.attn",
+        arguments.attention,
+        "--max-steps",
+        "4",
+        "--model.compile",
+        "--output-dir",
+        str(folder),
+        "--monitors.file.path",
+        "metrics.jsonl",
+        "--model.ac",
+        "--data.fake.batch-size",
+        "2",
     ]
     if not arguments.as_shipped:
         words += ["--model.ac-offloading", "None", "--no-model.optim-cpu-offload"]

@@ -30,7 +30,8 @@ MOVED = {
 }
 # The files by which compare.py leads this system.
 THIS = "benchmarks.whole_systems.prime_server"
-ASKED, GATE = "WHOLE_SYSTEMS_ASKED", "WHOLE_SYSTEMS_GATE"
+ASKED = "WHOLE_SYSTEMS_ASKED"
+GATE = "WHOLE_SYSTEMS_GATE"
 
 
 @functools.cache

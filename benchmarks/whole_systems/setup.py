@@ -173,13 +173,15 @@ def work_of(arguments: argparse.Namespace, fixed_steps: int) -> Work:
 
 def our_config(arguments: argparse.Namespace, system: System, model: Path) -> str:
     """Returns the configuration of our run: what a user writes for this work."""
-    work, on_cpu = system.work, arguments.device == "cpu"
+    work = system.work
+    on_cpu = arguments.device == "cpu"
     words = system.name.split("-")
     turns = next((word for word in words if word in ("off", "pause", "sleep")), "auto")
     longest = max(work.tokens, work.longest)
     work_table = ", ".join(f"{key} = {value}" for key, value in asdict(work).items())
     extra = 'quantization = "fp8_per_channel"\n' if "fp8" in words else ""
-    packed, threads = "", 1 if on_cpu else 4
+    packed = ""
+    threads = 1 if on_cpu else 4
     if "defaults" not in words:
         packed = f"micro_batch_tokens = {arguments.micro_tokens}\nthreads = {threads}\n"
         extra += f"max_episodes = {arguments.episodes}\nthreads = {threads}\n"

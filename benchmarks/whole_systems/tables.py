@@ -37,8 +37,10 @@ def windows(system: System) -> dict[str, list[dict[str, Any]]]:
     first, slow step last for a window more, and replies of the next lengths begin a window early.
     Replies of the first lengths come later than that when a server began them late.
     """
-    rows, ahead = system.rows(), system.ahead
-    window, last = system.window("fixed"), system.window("lognormal")
+    rows = system.rows()
+    ahead = system.ahead
+    window = system.window("fixed")
+    last = system.window("lognormal")
     settle = 2 * window if ahead else 1
     fixed = system.fixed_steps
     tokens = system.work.tokens * (system.work.fixed // fixed)

@@ -86,7 +86,8 @@ class ForcedLengths(async_rollout_worker._AsyncRolloutLoop):  # type: ignore[mis
 def _looped(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, scale: float) -> Any:
     """Causal attention of each segment, aligned at the end of its keys."""
     groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    k = k.repeat_interleave(groups, 1)
+    v = v.repeat_interleave(groups, 1)
     out = []
     edges = zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True)
     for first, last, key_first, key_last in edges:
@@ -132,7 +133,8 @@ class TorchFlash:
 def check_attention() -> None:
     """Compares output and gradients with the loop on the GPU; RuntimeError if they differ."""
     generator = torch.Generator("cuda").manual_seed(0)
-    queries, keys = [100, 300, 1, 257], [228, 300, 129, 400]
+    queries = [100, 300, 1, 257]
+    keys = [228, 300, 129, 400]
     cu_q, cu_k = ([0, *torch.tensor(n).cumsum(0).tolist()] for n in (queries, keys))
 
     def drawn(tokens: int, heads: int) -> Any:

@@ -30,7 +30,8 @@ def _clock(arguments: argparse.Namespace) -> Any:
 
     spent = {"generate_s": 0.0, "sync_s": 0.0, "trained_tokens": 0}
     engine = vllm_generation.VLLMGeneration
-    generate, sync = engine.generate, engine.sync_weights
+    generate = engine.generate
+    sync = engine.sync_weights
 
     def now() -> float:
         if torch.cuda.is_available():
@@ -50,7 +51,8 @@ def _clock(arguments: argparse.Namespace) -> Any:
             sync(self)
         spent["sync_s"] += now() - started
 
-    engine.generate, engine.sync_weights = timed_generate, timed_sync
+    engine.generate = timed_generate
+    engine.sync_weights = timed_sync
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         last = 0.0
@@ -71,14 +73,16 @@ def _clock(arguments: argparse.Namespace) -> Any:
 
 def _force_lengths(engine: Any, work: Work) -> None:
     """Gives each request of vLLM's offline engine a length of its own."""
-    generate, drawn = engine.generate, 0
+    generate = engine.generate
+    drawn = 0
 
     def forced(prompts: Any, sampling_params: Any = None, **options: Any) -> Any:
         nonlocal drawn
         each = []
         for _ in prompts:
             one = sampling_params.clone()
-            one.max_tokens, one.ignore_eos = work.length(drawn), True
+            one.max_tokens = work.length(drawn)
+            one.ignore_eos = True
             drawn += 1
             each.append(one)
         return generate(prompts, sampling_params=each, **options)
@@ -90,7 +94,8 @@ def main() -> None:
     parser = peer_parser(__doc__)
     parser.add_argument("--micro", type=int, default=32)
     parser.add_argument("--cpu", action="store_true")
-    arguments, work = parser.parse_args(), Work.of_environ()
+    arguments = parser.parse_args()
+    work = Work.of_environ()
     clock = _clock(arguments)
     # TRL hands on neither of these.
     own = {"enforce_eager": True}

@@ -33,7 +33,8 @@ TIMES = {
     "timing_s/timing_s/param_sync": "publish_s",
     "fully_async/count/stale_trajectory_processed": "stale_replies",
 }
-REPLIES, STEP = "response_length/mean", "training/global_step"
+REPLIES = "response_length/mean"
+STEP = "training/global_step"
 
 
 def settings(arguments: argparse.Namespace, work: Work, folder: Path) -> dict[str, Any]:
@@ -41,7 +42,8 @@ def settings(arguments: argparse.Namespace, work: Work, folder: Path) -> dict[st
     longest = max(work.tokens, work.longest)
     prompt = work.prompt_words + 2
     groups = arguments.sequences // arguments.group
-    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    actor = "actor_rollout_ref.actor"
+    rollout = "actor_rollout_ref.rollout"
     return {
         "data.train_files": str(folder / "prompts.parquet"),
         "data.val_files": str(folder / "prompts.parquet"),

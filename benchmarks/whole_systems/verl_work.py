@@ -17,7 +17,9 @@ from typing import Any
 from benchmarks.whole_systems.work import Work, reward
 
 # The files by which verl.py and compare.py lead this system. Several processes draw lengths.
-ASKED, GATE, COUNTER = "WHOLE_SYSTEMS_ASKED", "WHOLE_SYSTEMS_GATE", "WHOLE_SYSTEMS_COUNTER"
+ASKED = "WHOLE_SYSTEMS_ASKED"
+GATE = "WHOLE_SYSTEMS_GATE"
+COUNTER = "WHOLE_SYSTEMS_COUNTER"
 
 
 def next_place() -> int:

@@ -16,7 +16,8 @@ def weight(tokens: LossInputs, *, bound: Annotated[float, Field(gt=0)] = 0.15) -
     r < 1 with A < 0. These are the binary total variation and the mask of the paper. With `loss =
     "reinforce"` the gradient is that of its objective, mask * r * A.
     """
-    policy, behavior = tokens.logprobs.detach(), tokens.behavior_logprobs
+    policy = tokens.logprobs.detach()
+    behavior = tokens.behavior_logprobs
     moved = policy.exp() - behavior.exp()
     too_far = torch.where(tokens.advantages > 0, moved, -moved) > bound
     ratios = (policy - behavior).clamp(-20, 20).exp()

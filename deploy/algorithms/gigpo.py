@@ -24,7 +24,8 @@ def advantage(
     return of the turn with those of all turns of the group at the same anchor state: what the
     model read since the reply before. Both are (x - mean) / deviation, or x - mean.
     """
-    compared, states = grpo if by_deviation else dr_grpo, dict[tuple[str, bytes], str]()
+    compared = grpo if by_deviation else dr_grpo
+    states = dict[tuple[str, bytes], str]()
     steps: list[ScoredEpisode] = []
     found = [
         np.full(len(e.token_costs), a) for e, a in zip(episodes, compared(episodes), strict=True)

@@ -78,7 +78,8 @@ class Arithmetic(Environment[Addition]):
         if not 0 <= format_credit < 1:
             raise ConfigError(f"format_credit must be from 0 to below 1, got {format_credit}")
         self._digits, self._operations = digits, tuple(operations)
-        self._is_heldout, self._seed = split == "heldout", seed
+        self._is_heldout = split == "heldout"
+        self._seed = seed
         self._format_credit = format_credit
         self._tasks = None if num_tasks is None else self._draw_different(num_tasks)
         self._task = Addition(0, "+", 0)
@@ -104,7 +105,8 @@ class Arithmetic(Environment[Addition]):
         generator = random.Random(self._seed)
         while True:
             operation = generator.choice(self._operations)
-            left, right = self._operand(generator), self._operand(generator)
+            left = self._operand(generator)
+            right = self._operand(generator)
             if operation == "-":
                 left, right = max(left, right), min(left, right)
             task = Addition(left, operation, right)

@@ -16,7 +16,8 @@ COLOURS = {
     "blue": (30, 30, 220),
     "yellow": (230, 220, 30),
 }
-SIDE, SQUARE = 56, 28
+SIDE = 56
+SQUARE = 28
 
 
 class Colours(Environment[Square]):

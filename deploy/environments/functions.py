@@ -135,11 +135,13 @@ def _read_exam(row: Row, where: str, columns: _Columns) -> Exam:
     for node in itertools.chain.from_iterable(ast.walk(_parsed(text, where)) for text in texts):
         if isinstance(node, ast.ImportFrom) and node.module and not is_there(node.module):
             imported |= {each.name: node.module for each in node.names if each.name != "*"}
-    names, known = {name} if name else set(), set(dir(builtins))
+    names = {name} if name else set()
+    known = set(dir(builtins))
     for text in () if name else (before, *texts):
         _parsed(text, where)
         here, there = names_in(text)
-        known, names = known | here, names | there
+        known = known | here
+        names = names | there
     # Names that setup, tests or Python define are not tested.
     names = {name} if name else names - known
     names |= imported.keys()
@@ -172,7 +174,8 @@ def _check_judges(nodes: Sequence[ast.AST], names: set[str], where: str) -> None
 
     The first compares nothing, or nothing comes of it; the second asks for an object's own methods.
     """
-    known, asserts = {*names, *dir(builtins)}, (ast.Assert, ast.Raise)
+    known = {*names, *dir(builtins)}
+    asserts = (ast.Assert, ast.Raise)
     values: dict[str, list[ast.AST]] = {}
     for given in (each for each in nodes if isinstance(each, ast.Assign)):
         for target in (each for each in given.targets if isinstance(each, ast.Name)):
@@ -262,7 +265,8 @@ class Functions(Environment[Exam]):
         `max_running` replies are tested at once; 0 means one more than cores.
         """
         check_holds("instruction", instruction, "{question}")
-        self._reward, self._limit_s = reward, limit_s
+        self._reward = reward
+        self._limit_s = limit_s
         rows = list(named_rows(Path(path)))
         check_filled("instruction", [instruction], [{"question": "", **row} for _, row in rows])
         for column in filter(None, (setup, solution)):
@@ -388,7 +392,8 @@ class _Candidate:
         """
         if self._always:
             return self._always
-        is_loaded, program = self._program is not None, self._program
+        is_loaded = self._program is not None
+        program = self._program
         try:
             if program is None:
                 started = self._sandbox.start(_command("candidate"), files=self._files)
@@ -396,7 +401,8 @@ class _Candidate:
                 await _next_line(program, START_LIMIT_S)
                 # The code under test runs for the first time.
                 await _next_line(program, self._limit_s)
-                self._program, is_loaded = program, True
+                self._program = program
+                is_loaded = True
             program.stdin.write(call)
             await program.stdin.drain()
             answer = await _next_line(program, self._limit_s)
@@ -417,7 +423,8 @@ class _Candidate:
     async def end(self) -> None:
         """Ends the program if it runs."""
         self._program = None
-        context, self._context = self._context, contextlib.AsyncExitStack()
+        context = self._context
+        self._context = contextlib.AsyncExitStack()
         await context.aclose()
 
 
@@ -461,7 +468,9 @@ def code_of(reply: str, names: Iterable[str] = ()) -> str:
         tagged = TAGGED.findall(reply)
         return tagged[-1][1] if tagged else _without_prose(reply)
     pairs = [names_in(block) for block in blocks]
-    needed, known, taken = set(names), set(dir(builtins)), set[int]()
+    needed = set(names)
+    known = set(dir(builtins))
+    taken = set[int]()
     # A helper may stand below what uses it.
     while wanted := [at for at in range(len(blocks)) if at not in taken and needed & pairs[at][0]]:
         defined, used = pairs[wanted[-1]]

@@ -88,7 +88,8 @@ def _several(kind: str, items: Iterable[Value]) -> str:
 def decode(words: Iterator[str]) -> Value:
     """Returns the value whose words `encode` returned, which are taken from `words`."""
     word = next(words)
-    kind, inside = word[0], word[1:]
+    kind = word[0]
+    inside = word[1:]
     if kind in _ALONE:
         return _ALONE[kind](inside)
     return _OF_ITEMS[kind]([decode(words) for _ in range(int(inside))])
@@ -162,7 +163,8 @@ def examine(hears: IO[str], says: IO[str]) -> None:
         except AssertionError:
             outcome = "failed"
         except BaseException as error:  # noqa: BLE001 - whatever a test raises is its outcome
-            cause, outcome = f"({type(error).__name__}: {error})", "error"
+            cause = f"({type(error).__name__}: {error})"
+            outcome = "error"
         # A test that caught the end of the tested code has not passed.
         outcome = next(filter(None, ends), outcome) if ends else "idle"
         _say(says, "outcome", outcome, cause[:200])
@@ -170,7 +172,8 @@ def examine(hears: IO[str], says: IO[str]) -> None:
 
 def _run(name: str, given: Mapping[str, object]) -> dict[str, Any]:
     """Runs a file of the folder as a module that knows the names `given`; returns all its names."""
-    module, path = type(sys)(name), f"{name}.py"
+    module = type(sys)(name)
+    path = f"{name}.py"
     sys.modules[name] = module
     vars(module).update(given, __file__=path)
     SourceFileLoader(name, path).exec_module(module)
@@ -208,7 +211,8 @@ def _stand_in(name: str, hears: IO[str], says: IO[str], ends: list[str]) -> Call
             kind, answer = heard(hears.readline())
         except (ValueError, LookupError, TypeError, StopIteration, RecursionError, MemoryError):
             # Only tested code writes such words.
-            kind, answer = "ended", ["error"]
+            kind = "ended"
+            answer = ["error"]
         if kind == "ended":
             ends.append(answer[0])
             raise EndedError(answer[0])

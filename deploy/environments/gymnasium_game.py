@@ -48,7 +48,8 @@ class Game(Environment[int]):
 
     def reset(self, task: int) -> list[Message]:
         """Begins the episode of the seed `task`."""
-        self._game, self._num_illegal = gymnasium.make(self._id, **self._kwargs), 0
+        self._game = gymnasium.make(self._id, **self._kwargs)
+        self._num_illegal = 0
         observation, _ = self._game.reset(seed=task)
         return [Message("user", f"{self._instruction}\n{self._show(observation)}".strip())]
 
@@ -58,12 +59,14 @@ class Game(Environment[int]):
         found = re.findall(rf"(?<!\w)(?:{names})(?!\w)", answer_of(reply))
         if not found:
             self._num_illegal += 1
-            reward, done = -1.0, self._num_illegal == 3
+            reward = -1.0
+            done = self._num_illegal == 3
             shown = f"Reply with one of: {', '.join(self._actions)}."
         else:
             action = self._actions.index(found[-1])
             observation, reward, terminated, truncated, _ = self._game.step(action)
-            done, shown = terminated or truncated, self._show(observation)
+            done = terminated or truncated
+            shown = self._show(observation)
         # Nobody reads what the game shows at its end.
         messages = [] if done else [Message("user", shown)]
         return StepResult(float(reward), done=done, messages=messages)

@@ -24,7 +24,8 @@ PROBLEM = (
     "{0} has {2} {1} and buys {3} more, then gives away {4}. How many {1} does {0} have now? "
     "Explain step by step."
 )
-NUM_TASKS, MAX_NUMBER = 4000, 40
+NUM_TASKS = 4000
+MAX_NUMBER = 40
 
 
 class WordProblems(Environment[list[str | int]]):
@@ -32,9 +33,11 @@ class WordProblems(Environment[list[str | int]]):
 
     def tasks(self) -> list[list[str | int]]:
         """Returns name, thing and the three numbers of each problem; the same in every run."""
-        chosen, found = random.Random(1), list[list[str | int]]()
+        chosen = random.Random(1)
+        found = list[list[str | int]]()
         for _ in range(NUM_TASKS):
-            has, buys = chosen.randint(2, MAX_NUMBER), chosen.randint(2, MAX_NUMBER)
+            has = chosen.randint(2, MAX_NUMBER)
+            buys = chosen.randint(2, MAX_NUMBER)
             gives = chosen.randint(1, has + buys - 1)
             found.append([chosen.choice(NAMES), chosen.choice(THINGS), has, buys, gives])
         return found

@@ -20,11 +20,13 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 # learner.world_size / learner.ranks_per_node, and rollout_server.count.
-NODES, SERVERS = 1, 1
+NODES = 1
+SERVERS = 1
 # What a node and a server need: a processor for each rank or worker, and one more.
 LEARNER_NEEDS = {"CPU": 2, "GPU": 0}
 SERVER_NEEDS = {"num_cpus": 2, "num_gpus": 0}
-CONTROLLER_PORT, MASTER_PORT = 7070, 29500
+CONTROLLER_PORT = 7070
+MASTER_PORT = 29500
 # Files of make_certificates.sh, whose certificate names the nodes as Ray does: by address.
 SECRETS = ["security.tls_ca=secrets/ca.pem", "security.token_file=secrets/token"]
 CONTROLLER_SECRETS = [
@@ -32,7 +34,8 @@ CONTROLLER_SECRETS = [
     "security.tls_key=secrets/server.key",
 ]
 # Seconds that a process has to end in order: a step and a checkpoint; a drain and the engine.
-LEARNER_GRACE_S, SERVER_GRACE_S = 600, 35
+LEARNER_GRACE_S = 600
+SERVER_GRACE_S = 35
 # Servers start with the learner, which may prove its algorithm before it listens.
 CONNECT_TIMEOUT_S = 3600
 MOST_STARTS = 20

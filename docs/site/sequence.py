@@ -41,7 +41,8 @@ def sequence_svg(text: str) -> str:
             parts.append(_arrow(*ends, height, text=match[4], dashed=match[2] == "-->>"))
             height += ROW
         elif match := NOTE.fullmatch(line):
-            left, right = columns[match[1]], columns[match[2] or match[1]]
+            left = columns[match[1]]
+            right = columns[match[2] or match[1]]
             left, right = min(left, right) - 135, max(left, right) + 135
             parts.append(_box(left, height - 18, width=right - left, text=match[3]))
             height += ROW

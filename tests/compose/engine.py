@@ -43,8 +43,19 @@ class Engine:
         container = f"{self.prefix}-host-{name}"
         joined = ["--network", self.prefix, "--ip", address, "--hostname", name]
         self.call(
-            *("run", "--detach", "--init", "--name", container, *joined),
-            *("--ipc", "shareable", "--shm-size", "1g", self.image, "sleep", "infinity"),
+            "run",
+            "--detach",
+            "--init",
+            "--name",
+            container,
+            *joined,
+            "--ipc",
+            "shareable",
+            "--shm-size",
+            "1g",
+            self.image,
+            "sleep",
+            "infinity",
         )
         return container
 

@@ -15,7 +15,8 @@ from typing import Any
 from engine import Failed, wait_for
 from hosts import Host, Site, make_host
 
-NUM_STEPS, GROUPS_PER_STEP = 20, 4
+NUM_STEPS = 20
+GROUPS_PER_STEP = 4
 # Generous: two cores load two engines and two trainer ranks at once.
 READY_LIMIT_S = 600.0
 STEP_LIMIT_S = 300.0
@@ -85,7 +86,8 @@ def check(what: str, got: object, wanted: object) -> None:
 
 def check_end(host: Host, service: str, wanted: int) -> None:
     """Waits until a container has ended; Failed when its exit code is another than `wanted`."""
-    engine, container = host.site.engine, host.container(service)
+    engine = host.site.engine
+    container = host.container(service)
     wait_for(f"{container} has ended", lambda: engine.exit_code(container) is not None, END_LIMIT_S)
     check(f"exit code of {container}", engine.exit_code(container), wanted)
     tell(f"{service} on {host.name} has ended with code {wanted}")
@@ -138,7 +140,8 @@ class SeveralHosts:
 
     def __init__(self, site: Site, subnet: str) -> None:
         """`subnet`: the first three numbers of a /24 network that is free on this machine."""
-        self._site, self._engine = site, site.engine
+        self._site = site
+        self._engine = site.engine
         self._engine.create_network(f"{subnet}.0/24")
         self._engine.start_killer()
         site.prepare(f"{subnet}.10")
@@ -196,7 +199,8 @@ class SeveralHosts:
         self._run.wait_for_steps(self._run.num_steps() + 2, learner)
 
     def _kill_rollout_server(self) -> None:
-        learner, host = self._learners[0], self._rollouts[1]
+        learner = self._learners[0]
+        host = self._rollouts[1]
         container = host.container("rollout-server")
         self._engine.kill(container)
         tell("rollout-1: killed")
@@ -256,8 +260,14 @@ class SeveralHosts:
             check_end(host, "rollout-server", 0)
         self._run.check_books({"rollout-0", "rollout-1"})
         replayed = learner.compose(
-            *("run", "--rm", "--no-deps", "--no-TTY", "learner"),
-            *("slipstream", "replay", "/runs/several-hosts"),
+            "run",
+            "--rm",
+            "--no-deps",
+            "--no-TTY",
+            "learner",
+            "slipstream",
+            "replay",
+            "/runs/several-hosts",
             limit_s=READY_LIMIT_S,
         )
         tell(f"replayed: {replayed.splitlines()[-1]}")

@@ -28,7 +28,10 @@ STEPS = 12
 RANK = 8
 LAYERS = 2
 # What `make_model_folder` makes: 2 heads and one pair of keys and values of 32.
-HIDDEN, MLP, HEADS, KEYS = 64, 192, 64, 32
+HIDDEN = 64
+MLP = 192
+HEADS = 64
+KEYS = 32
 # Outputs and inputs of the seven matrices of a layer.
 MATRICES = [
     (HEADS, HIDDEN),
@@ -53,8 +56,10 @@ TIMES = ("pause_s", "publish_s", "publish_prepare_s", "publish_receive_s", "publ
 
 def check(run: Path, *, item_bytes: int, whole: int, gap: float) -> None:
     """`whole` publishes had matrices and adapters, the others adapters."""
-    summary, rows = summary_of(run), [row for row in rows_of(run) if "weights_bytes" in row]
-    alone, both = ADAPTERS * item_bytes, (ALL + ADAPTERS) * item_bytes
+    summary = summary_of(run)
+    rows = [row for row in rows_of(run) if "weights_bytes" in row]
+    alone = ADAPTERS * item_bytes
+    both = (ALL + ADAPTERS) * item_bytes
     assert {row["weights_bytes"] for row in rows} <= {alone, both}
     expected = whole * both + (summary["publishes"] - whole) * alone
     assert summary["published_bytes"] == expected, (summary["publishes"], whole)

@@ -15,7 +15,8 @@ def test_each_request_attends_to_its_own_context(
     heads: int, groups: int, size: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    requests, most = len(LENGTHS), -(-max(LENGTHS) // BLOCK)
+    requests = len(LENGTHS)
+    most = -(-max(LENGTHS) // BLOCK)
     # Blocks that no context holds are no numbers, nor are the tokens behind a context's end.
     cache = torch.full((requests * most + 1, groups, BLOCK, 2 * size), torch.nan).to(dtype).cuda()
     table = torch.zeros(requests, most, dtype=torch.int32, device="cuda")

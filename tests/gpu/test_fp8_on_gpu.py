@@ -28,7 +28,12 @@ def test_an_engine_in_fp8_takes_weights_through_vllms_loader(
     options = ["--graphs", "--bucket-mib", "64"] if is_large else []
     report = run_rig(
         tmp_path,
-        *("--shape", shape, "--quantization", method, "--kv-cache-dtype", cache),
+        "--shape",
+        shape,
+        "--quantization",
+        method,
+        "--kv-cache-dtype",
+        cache,
         *options,
         limit_s=LIMIT_S,
     )

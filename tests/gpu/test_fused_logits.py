@@ -5,7 +5,10 @@ import torch
 from slipstream.learner.trainer.model.logprobs import Projection, vocab_parallel_logprobs
 from torch import Tensor
 
-TOKENS, HIDDEN, VOCAB, PADDED = 700, 64, 32007, 32064
+TOKENS = 700
+HIDDEN = 64
+VOCAB = 32007
+PADDED = 32064
 TEMPERATURE = 0.7
 Found = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -49,7 +52,8 @@ def test_values_and_gradients_are_those_of_a_softmax_in_float64(
     if not entropy_gradient:
         bend = torch.zeros_like(bend)
 
-    states, part = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    states = hidden.clone().requires_grad_()
+    part = weight.clone().requires_grad_()
     if has_buffer:
         part.main_grad = torch.ones(PADDED, HIDDEN, device="cuda")
     projection = Projection(
@@ -99,6 +103,7 @@ def test_kept_logits_are_the_only_large_tensor() -> None:
     found, _ = vocab_parallel_logprobs(hidden, weight, targets, rows, projection)
     found.sum().backward()
     # Logits are float32, and their gradient is bfloat16.
-    logits_bytes, weight_bytes = 6 * len(rows) * PADDED, 2 * weight.numel()
+    logits_bytes = 6 * len(rows) * PADDED
+    weight_bytes = 2 * weight.numel()
     peak = torch.cuda.max_memory_allocated() - before
     assert logits_bytes <= peak < 1.1 * logits_bytes + 2 * weight_bytes + (8 << 20)

@@ -10,7 +10,8 @@ from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.rollout_server.weights.bucket_receiver import GlooReceiver, Incoming
 
 pytestmark = pytest.mark.timeout(200)
-BUCKET_BYTES, NUM_BUCKETS = 64 << 20, 24
+BUCKET_BYTES = 64 << 20
+NUM_BUCKETS = 24
 LIMIT_S = 60.0
 
 

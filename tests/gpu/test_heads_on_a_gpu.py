@@ -54,11 +54,13 @@ def test_heads_and_their_gradients_are_those_of_float64(
     if not tokens:
         assert not sums.any()
         return
-    exact, limit = mixed.double(), LIMITS[dtype]
+    exact = mixed.double()
+    limit = LIMITS[dtype]
     expected = plain_heads.split(exact, positions, turns.double(), plain)
     for ours, theirs in zip(found, expected, strict=True):
         assert error(ours, theirs) < limit
-    wide, wanted = tuple(one.double() for one in grads), torch.empty_like(exact)
+    wide = tuple(one.double() for one in grads)
+    wanted = torch.empty_like(exact)
     normed = None if plain is None else (exact, plain)
     weights_wanted = plain_heads.join(wide, positions, turns.double(), normed, wanted)
     assert error(grad, wanted) < limit

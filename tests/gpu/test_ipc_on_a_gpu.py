@@ -76,7 +76,8 @@ def expected_digests(seed: int) -> list[bytes]:
 def test_what_is_read_is_what_was_sent(gpu: int) -> None:
     if gpu >= torch.cuda.device_count():
         pytest.skip("one GPU only")
-    device, learner = torch.device("cuda", 0), Learner(gpu)
+    device = torch.device("cuda", 0)
+    learner = Learner(gpu)
     torch.cuda.set_device(device)
     started_s = time.perf_counter()
     (transport,) = join(learner, "gpu", 1, device)
@@ -111,7 +112,8 @@ def test_what_is_read_is_what_was_sent(gpu: int) -> None:
 
 
 def test_a_learner_that_is_killed_leaves_receivers_alive() -> None:
-    device, learner = torch.device("cuda", 0), Learner(0)
+    device = torch.device("cuda", 0)
+    learner = Learner(0)
     torch.cuda.set_device(device)
     first, second = join(learner, "dies", 2, device)
     learner.tell("send 7")

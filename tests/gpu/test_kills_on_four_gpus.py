@@ -18,7 +18,8 @@ pytestmark = [
     pytest.mark.timeout(560),
     pytest.mark.skipif(torch.cuda.device_count() < 4 and not REHEARSAL, reason="fewer than 4 GPUs"),
 ]
-STEPS, STARTS_IN_S = 60, 240.0
+STEPS = 60
+STARTS_IN_S = 240.0
 
 
 def test_two_ranks_and_two_servers_lose_one_of_each_and_finish(tmp_path: Path) -> None:

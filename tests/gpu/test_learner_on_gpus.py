@@ -35,7 +35,8 @@ def run_memory(pool: RankPool, folder: Path, jobs: tuple[str, ...]) -> dict[str,
 def test_offloading_frees_the_device_and_changes_no_figure(
     name: str, found: dict[str, dict]
 ) -> None:
-    away, plain = found[f"{name}-offload"], found[name]
+    away = found[f"{name}-offload"]
+    plain = found[name]
     for between in away["between"]:
         assert between == {"parameters": 0, "gradients": 0, "optimizer": 0}
     assert away["inside"] == plain["inside"]
@@ -85,7 +86,8 @@ def test_deterministic_kernels_give_the_same_bits_again(folder: Path, rank_pool:
 def test_adapters_train_and_nothing_else(folder: Path, rank_pool: RankPool) -> None:
     rank_pool.run(Path(lora_ranks.__file__), ["one"], world_size=1, folder=folder)
     result = torch.load(folder / "lora-one.pt", weights_only=True)
-    before, after = result["before"], result["weights"]
+    before = result["before"]
+    after = result["weights"]
     moved = [name for name in after if not torch.equal(after[name], before[name])]
     # Seven matrices in each of four layers.
     assert len(moved) == 28

@@ -35,7 +35,8 @@ def test_digests_on_the_gpu_are_those_of_the_host() -> None:
     memory = [torch.randint(0, 256, (b.num_bytes,), dtype=torch.uint8) for b in buckets]
     on_gpu = [data.cuda() for data in memory]
     torch.cuda.synchronize()
-    digests, stream = CudaDigests(buckets), torch.cuda.Stream()
+    digests = CudaDigests(buckets)
+    stream = torch.cuda.Stream()
     for _ in range(2):
         for place, data in enumerate(on_gpu):
             digests.add(place, data.data_ptr(), stream.cuda_stream)
@@ -54,7 +55,8 @@ def test_digests_run_at_the_rate_of_the_memory(tensors_per_bucket: int) -> None:
     tensors = [TensorSpec(f"t{n}", "bfloat16", (size,)) for n in range(tensors_per_bucket)]
     buckets = plan_buckets(tensors, 256 * MIB) * 4
     data = [torch.zeros(256 * MIB, dtype=torch.uint8, device="cuda") for _ in range(4)]
-    digests, stream = CudaDigests(buckets), torch.cuda.Stream()
+    digests = CudaDigests(buckets)
+    stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     best = 0.0
     for _ in range(6):

@@ -32,7 +32,11 @@ def test_tokens_are_those_of_vllm_and_their_log_probabilities_of_float64(
     tokens, logprobs = sample(logits, requests, temperatures, seeds, positions)
 
     wanted = gumbel_sample(
-        *(logits, requests, temperatures, seeds, positions),
+        logits,
+        requests,
+        temperatures,
+        seeds,
+        positions,
         apply_temperature=False,
         is_drafting=False,
     )

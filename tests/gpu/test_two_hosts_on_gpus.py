@@ -37,13 +37,16 @@ pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     pytest.mark.skipif(torch.cuda.device_count() < 2 and not REHEARSAL, reason="fewer than 2 GPUs"),
 ]
-STEPS, KILLED_AFTER, LIMIT_S = 16, 7, 240.0
+STEPS = 16
+KILLED_AFTER = 7
+LIMIT_S = 240.0
 ADDRESSES = {"first": "10.0.0.10", "second": "10.0.0.11"}
 # With two GPUs the first host has the learner and the second one the rollout server.
 SMALL = torch.cuda.device_count() < 4 and not REHEARSAL
 LEARNERS = ("first",) if SMALL else tuple(ADDRESSES)
 SERVERS = ("second",) if SMALL else tuple(ADDRESSES)
-MASTER, CONTROLLER = f"{ADDRESSES['first']}:29500", f"{ADDRESSES['first']}:7070"
+MASTER = f"{ADDRESSES['first']}:29500"
+CONTROLLER = f"{ADDRESSES['first']}:7070"
 
 
 @dataclass
@@ -79,8 +82,12 @@ class Cluster:
         with (self.folder / f"{name}.log").open("ab") as log:
             self.commands[name] = subprocess.Popen(
                 [
-                    *("nsenter", f"--net=/proc/{self.network.hosts[host].pid}/ns/net"),
-                    *(*run_processes.COMMAND, command, "config.toml", *arguments),
+                    "nsenter",
+                    f"--net=/proc/{self.network.hosts[host].pid}/ns/net",
+                    *run_processes.COMMAND,
+                    command,
+                    "config.toml",
+                    *arguments,
                 ],
                 env=environ,
                 cwd=self.folder,

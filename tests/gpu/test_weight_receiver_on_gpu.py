@@ -36,7 +36,12 @@ def test_weights_come_over_nccl(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible([1]))
     report = run_rig(
         tmp_path,
-        *("--shape", "qwen3-0.6b", "--transport", "nccl", "--bucket-mib", "256"),
+        "--shape",
+        "qwen3-0.6b",
+        "--transport",
+        "nccl",
+        "--bucket-mib",
+        "256",
         *options,
         limit_s=LIMIT_S,
     )
@@ -52,8 +57,16 @@ def test_two_tensor_parallel_workers_take_weights_over_nccl(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible([1, 2]))
     report = run_rig(
         tmp_path,
-        *("--shape", "qwen3-0.6b", "--transport", "nccl", "--bucket-mib", "256"),
-        *("--tensor-parallel-size", "2", "--sender-gpu", sender),
+        "--shape",
+        "qwen3-0.6b",
+        "--transport",
+        "nccl",
+        "--bucket-mib",
+        "256",
+        "--tensor-parallel-size",
+        "2",
+        "--sender-gpu",
+        sender,
         limit_s=LIMIT_S,
     )
     judge(report)

@@ -34,7 +34,8 @@ PROMPT = [1, 90, 91, 92]
 
 def listening() -> set[tuple[str, int]]:
     """Addresses at which this process and its children listen."""
-    here, found = psutil.Process(), set()
+    here = psutil.Process()
+    found = set()
     for process in (here, *here.children(recursive=True)):
         # A process may end while it is looked at.
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -70,7 +71,8 @@ class NotedRequests:
     """The real engine's requests, and what it sampled."""
 
     def __init__(self, requests: Any) -> None:
-        self._requests, self.requests = requests, self
+        self._requests = requests
+        self.requests = self
         self.samples: list[SimpleNamespace] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -79,7 +81,8 @@ class NotedRequests:
     async def stream(self, request_id, prompt, *arguments, **options) -> AsyncIterator[TextPart]:
         async for part in self._requests.stream(request_id, prompt, *arguments, **options):
             if (end := part.generation) is not None:
-                tokens, logprobs = end.token_ids.tolist(), end.logprobs.tolist()
+                tokens = end.token_ids.tolist()
+                logprobs = end.logprobs.tolist()
                 self.samples.append(
                     SimpleNamespace(
                         prompt=list(prompt),
@@ -243,7 +246,8 @@ async def test_a_conversation_finds_as_much_in_the_prefix_cache_as_an_environmen
     agents = list(rig.engine.samples)
     await rig.closed()
     # An environment's turns of the same lengths, whose first token is one that no agent's has.
-    prompt, cached = [99, *agents[0].prompt[1:]], []
+    prompt = [99, *agents[0].prompt[1:]]
+    cached = []
     for turn, sample in enumerate(agents):
         reply = await served.engine.requests.generate(
             f"native{turn}", prompt, ENDLESS, len(sample.tokens)

@@ -21,7 +21,8 @@ AGENTS += ("Stranger", "Miscounting", "Overpaid")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EpisodeServer]:
     config = agent_config(make_chat_model(tmp_path_factory.mktemp("model"), with_weights=False))
-    engine, logs = scripted_engine(config, script), tmp_path_factory.mktemp("logs")
+    engine = scripted_engine(config, script)
+    logs = tmp_path_factory.mktemp("logs")
     async with serving(config, engine, logs) as found:
         found.load("example_agents", *(f"{agent}Agent" for agent in AGENTS))
         yield found

@@ -414,7 +414,8 @@ async def test_a_previous_response_is_the_one_of_that_id_among_equal_ones(rig) -
         await respond(rig, input="more", previous_response_id=answer.id)
     # The last one begins behind the second, which has gone on already.
     assert rig.runs() == [2, 2, 1]
-    continued, again = rig.engine.samples[-3], rig.engine.samples[-1]
+    continued = rig.engine.samples[-3]
+    again = rig.engine.samples[-1]
     assert continued.prompt == again.prompt
     branches = rig.recorder.conversations.branches
     assert [branch.sampled[0]["behavior_logprobs"].tolist() for branch in branches[:2]] == [
@@ -519,7 +520,8 @@ async def test_a_stream_whose_reply_fails_is_an_error_of_its_client(
     rig, kind, failure, caplog
 ) -> None:
     rig.engine.fail_with = failure
-    api, anthropics = rig.openai(), rig.anthropic()
+    api = rig.openai()
+    anthropics = rig.anthropic()
     asked = {"model": "m", "stream": True}
     with pytest.raises((openai.APIError, anthropic.APIError), match=str(failure)):
         if kind == "chat":
@@ -694,9 +696,14 @@ async def test_models_and_the_count_of_tokens_are_answered_and_not_recorded(rig)
 async def test_what_is_no_path_is_refused_by_the_paths_that_there_are(rig) -> None:
     async with rig.http() as client:
         for method, path in (
-            *(("HEAD", "/"), ("GET", "/v1"), ("GET", "/v1/chat/completions")),
-            *(("POST", "/v1/models"), ("POST", "/v1/models/policy"), ("POST", "/v1/embeddings")),
-            *(("GET", "/v1/messages/count_tokens"), ("GET", "/v1/files/v1/models/policy")),
+            ("HEAD", "/"),
+            ("GET", "/v1"),
+            ("GET", "/v1/chat/completions"),
+            ("POST", "/v1/models"),
+            ("POST", "/v1/models/policy"),
+            ("POST", "/v1/embeddings"),
+            ("GET", "/v1/messages/count_tokens"),
+            ("GET", "/v1/files/v1/models/policy"),
         ):
             answer = await client.request(method, path)
             said = answer.json()["error"]["message"]
@@ -829,7 +836,8 @@ async def test_thoughts_are_told_apart_in_every_turn(shared, template_values, st
     for _ in range(3):
         messages.append({"role": "user", "content": asked})
         message = await chat(rig, messages, stream=stream)
-        reasoning, content = message.get("reasoning"), message["content"]
+        reasoning = message.get("reasoning")
+        content = message["content"]
         if template_values:
             assert (reasoning, content[:8]) == (None, "You said")
         else:
@@ -943,7 +951,8 @@ async def test_a_call_without_an_object_of_arguments_is_text_where_no_other_fits
     tmp_path, arguments, stream
 ) -> None:
     """Anthropic's API has no place for it: an agent got an error 400 for a fault of the model."""
-    words, text = ["<|python_tag|>"], f'{{"name": "add", "arguments": {arguments}}}'
+    words = ["<|python_tag|>"]
+    text = f'{{"name": "add", "arguments": {arguments}}}'
     rig = await agent_rig(tmp_path, lambda _: text, words=words, tool_parser="llama4_json")
     final = await send(rig, [QUESTION], stream=stream, tools=SCHEMA_TOOLS)
     assert [(block.type, block.text) for block in final.content] == [("text", text)]

@@ -85,9 +85,23 @@ async def valkey(secrets: Path, tmp_path: Path) -> AsyncIterator[Path]:
     """The socket of a Valkey with the roles and the settings that the compose file gives it."""
     socket = tmp_path / "v.sock"
     process = await asyncio.create_subprocess_exec(
-        *(get_binary_path(), "--port", "0", "--unixsocket", socket, "--dir", tmp_path),
-        *("--aclfile", secrets / "redis.acl", "--save", "", "--appendonly", "yes"),
-        *("--appendfsync", "always", "--maxmemory-policy", "noeviction"),
+        get_binary_path(),
+        "--port",
+        "0",
+        "--unixsocket",
+        socket,
+        "--dir",
+        tmp_path,
+        "--aclfile",
+        secrets / "redis.acl",
+        "--save",
+        "",
+        "--appendonly",
+        "yes",
+        "--appendfsync",
+        "always",
+        "--maxmemory-policy",
+        "noeviction",
         stdout=asyncio.subprocess.DEVNULL,
     )
     async with asyncio.timeout(LIMIT_S):

@@ -144,8 +144,10 @@ def other_loads(folder: Path) -> dict[str, dict]:
         }
     # The run that was saved with the other kind of optimizer is not loaded.
     for name, run, learner in (
-        *(("one-refused", "one", SPLIT), ("dp2-refused", "distopt", DP2)),
-        *(("muon-refused", "one", MUON), ("adam-refused", "tp2-muon", TP2)),
+        ("one-refused", "one", SPLIT),
+        ("dp2-refused", "distopt", DP2),
+        ("muon-refused", "one", MUON),
+        ("adam-refused", "tp2-muon", TP2),
     ):
         jobs[name] = {"run": run, "learner": learner, "resume": True, "until": 0}
     return jobs
@@ -154,8 +156,11 @@ def other_loads(folder: Path) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def results(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -> dict[str, dict]:
     """What the jobs saw and made: first those that save, then those that load."""
-    found, first, second = {}, {}, {}
-    wanted, chosen = jobs_of_file(request, LOADED), chosen_jobs(request, LOADED)
+    found = {}
+    first = {}
+    second = {}
+    wanted = jobs_of_file(request, LOADED)
+    chosen = chosen_jobs(request, LOADED)
     loaded = {name: LOADED[name] for name in wanted if name not in SLOW or name in chosen}
     for name in dict.fromkeys(run for run, _ in loaded.values()):
         first[name] = SAVED[name] | {"run": name, "save": [2], "until": 3}
@@ -197,11 +202,13 @@ def test_a_save_is_published_with_its_manifest(folder: Path, results: dict[str, 
 
 @pytest.mark.parametrize("job", each_job(LOADED, SLOW))
 def test_a_load_in_any_layout_gives_the_same_weights_and_next_step(job, results):
-    found, saved = results[job], results[LOADED[job][0]]
+    found = results[job]
+    saved = results[LOADED[job][0]]
     assert found["error"] == ""
     assert found["loaded"] == 2
     assert found["digest"] == found["loaded_digest"]
-    expected, metrics = saved["metrics"][2], found["metrics"][0]
+    expected = saved["metrics"][2]
+    metrics = found["metrics"][0]
     # Another number of replicas rounds half precision elsewhere.
     is_half = "dtype" in SAVED[LOADED[job][0]]
     for name in ("loss", "grad_norm", "entropy", "kl"):
@@ -221,7 +228,8 @@ def test_the_learning_rate_of_the_step_after_the_load_is_that_of_the_schedule(re
 
 @pytest.mark.parametrize("job", each_job(AGAIN, SLOW))
 def test_a_load_in_the_same_layout_goes_on_bit_for_bit(job: str, results: dict[str, dict]) -> None:
-    found, saved = results[job], results[LOADED[job][0]]
+    found = results[job]
+    saved = results[LOADED[job][0]]
     exact = [name for name in saved["metrics"][2] if not name.endswith("_s")]
     assert [found["metrics"][0][name] for name in exact] == [
         saved["metrics"][2][name] for name in exact
@@ -231,8 +239,10 @@ def test_a_load_in_the_same_layout_goes_on_bit_for_bit(job: str, results: dict[s
 
 @pytest.mark.parametrize("job", ["one-f16-again", "ep2-distopt-moe-f16-again"])
 def test_the_scale_of_the_loss_is_that_of_the_checkpoint(job: str, results: dict[str, dict]):
-    found, saved = results[job], results[LOADED[job][0]]
-    before, after = saved["metrics"][1]["loss_scale"], found["metrics"][0]
+    found = results[job]
+    saved = results[LOADED[job][0]]
+    before = saved["metrics"][1]["loss_scale"]
+    after = found["metrics"][0]
     assert before < 2.0**16
     assert after["loss_scale"] * 2 ** after["gradient_overflows"] == before
 
@@ -245,7 +255,8 @@ def test_a_save_beside_training_holds_the_weights_of_its_own_version(results: di
 
 @pytest.mark.parametrize("run", ["one", "distopt"])
 def test_settings_of_the_optimizer_are_those_of_now(run: str, results: dict[str, dict]) -> None:
-    before, after = results[f"{run}-again"], results[f"{run}-other-rate"]
+    before = results[f"{run}-again"]
+    after = results[f"{run}-other-rate"]
     assert after["digest"] == before["digest"]
     assert after["metrics"][0]["grad_norm"] == before["metrics"][0]["grad_norm"]
     # The cosine from 1 to 0 over the last three of four steps is at 3/4 in the third step.
@@ -289,11 +300,13 @@ def test_the_other_kind_of_optimizer_is_refused_with_the_setting_to_change(
 
 
 def test_replicas_that_share_muons_state_by_matrices_train_like_those_that_do_not(results):
-    whole, split = results["dp2-muon-bf16"], results["dp2-split-muon-bf16"]
+    whole = results["dp2-muon-bf16"]
+    split = results["dp2-split-muon-bf16"]
     # An update of 1e-3 is missed in neither; the norm of the gradient is summed in another order.
     for name, weight in whole["weights"].items():
         torch.testing.assert_close(split["weights"][name], weight, rtol=1e-2, atol=3e-4)
-    ours, theirs = split["saved_optimizer"], whole["saved_optimizer"]
+    ours = split["saved_optimizer"]
+    theirs = whole["saved_optimizer"]
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=2e-2, atol=1e-4)
     elements = [sum(tensor.numel() for tensor in found.values()) for found in (ours, theirs)]

@@ -123,7 +123,8 @@ def test_every_plan_and_reply_is_that_of_vllms_scheduler(
 
 def counted_plans(engine: Engine) -> list[int]:
     """Grows by the number of requests of each plan that our planner makes."""
-    planner, sizes = engine.scheduler._planner, []
+    planner = engine.scheduler._planner
+    sizes = []
     if planner is not None:
         plan = planner.plan
 
@@ -214,7 +215,8 @@ def test_who_goes_on_without_a_pause_has_forgotten_what_was_cached(start, overla
 def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(start, overlapping: bool):
     engine = start(ours=True, overlapping=overlapping)
     manager = engine.scheduler.kv_cache_manager
-    asked, taken = [], []
+    asked = []
+    taken = []
     vllms_slots = manager.allocate_slots
     vllms_update = engine.scheduler._update_request_with_output
 
@@ -499,7 +501,8 @@ def disturbed(engine: Engine, seed: int) -> set[str]:
 
     In any step, also while another one is under way, as in vLLM's loop.
     """
-    rng, scheduler = random.Random(seed), engine.scheduler
+    rng = random.Random(seed)
+    scheduler = engine.scheduler
     left: set[str] = set()
     for number in range(150):
         kind = rng.random()
@@ -564,9 +567,11 @@ def test_prompts_beside_replies_are_planned_as_by_vllms_scheduler(
     # With the last seed a prompt loses its place while nothing waits.
     for seed in (*range(SEEDS), 20):
         ours, theirs = pair(overlapping=overlapping, **kinds)
-        own_plans, rows = counted_plans(ours), []
+        own_plans = counted_plans(ours)
+        rows = []
         for engine in (ours, theirs):
-            rng, scheduler = random.Random(seed), engine.scheduler
+            rng = random.Random(seed)
+            scheduler = engine.scheduler
             # Beside eight replies there is room for a part of most prompts.
             scheduler.max_num_scheduled_tokens = 24 if num_blocks == 100 else 10
             scheduler.kv_cache_manager.watermark_blocks = 2 * (seed % 2)

@@ -361,7 +361,8 @@ async def test_replies_are_no_staler_than_a_model_promises_also_after_a_restart(
         wrong = await client.begin(user_metadata={"max_staleness": "-1"})
         assert "max_staleness is a number of steps from 0 to 999999, got" in wrong["error"]
         await client.begin(**promise)
-        session, flying = await client.publish(), await client.publish(kind="inflight")
+        session = await client.publish()
+        flying = await client.publish(kind="inflight")
         await client.step()
         sampled = replies(await client.sample(session, [1, 2]))
         assert len(sampled) == 1

@@ -28,7 +28,8 @@ def kinds(trainer: FakeTrainer) -> list[tuple[str, str]]:
 
 async def test_each_client_has_an_adapter_of_its_own_rank_and_passes(config) -> None:
     async with started(config) as (one, _, trainer):
-        other, third = one.another(), one.another()
+        other = one.another()
+        third = one.another()
         await one.begin(rank=1)
         await other.begin(rank=8, user_metadata={"lora_alpha": "4"})
         assert (await third.begin())["error"].startswith("all 2 places for models (lora.adapters)")
@@ -60,7 +61,8 @@ async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(config)
         other = one.another()
         await one.begin(rank=1)
         await other.begin(rank=8)
-        mine, first = await one.publish(), await other.publish()
+        mine = await one.publish()
+        first = await other.publish()
         server.gate.clear()
         under_way = await one.ask(mine, [1])
         await until(lambda: len(server.leases) == 1)

@@ -31,8 +31,12 @@ LLAMA = {"max_position_embeddings": 131072, "rope_parameters": LLAMA3_ROPE}
 MOE = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 MOE |= {"norm_topk_prob": True}
 SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads"),
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
 )
 # Published sizes; all but the smallest have a head of their own.
 MODELS = {
@@ -175,7 +179,8 @@ def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(name: 
     assert settings["run"]["name"] == name
     assert settings["algorithm"]["router_replay"] == ("rollout" if "a3b" in name else "off")
     # What the configuration leaves out was chosen for the model.
-    algorithm, weights = settings["algorithm"], settings["weights"]
+    algorithm = settings["algorithm"]
+    weights = settings["weights"]
     assert (algorithm["group_size"], algorithm["learning_rate"]) == (8, 1e-6)
     assert algorithm["groups_per_step"] == (8 if "128k" in name else 64)
     assert settings["learner"]["micro_batch_tokens"] == {

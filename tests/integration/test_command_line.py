@@ -249,7 +249,9 @@ async def test_of_two_commands_that_start_one_run_together_one_goes_on(tmp_path,
         runs = [
             await stack.enter_async_context(
                 command(
-                    *(tmp_path / address[-5:], "run", "config.toml"),
+                    tmp_path / address[-5:],
+                    "run",
+                    "config.toml",
                     f"controller.address={address}",
                     cwd=tmp_path,
                 )

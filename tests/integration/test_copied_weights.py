@@ -27,7 +27,7 @@ def test_two_tensor_parallel_workers_copy_their_shares(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cache", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_an_engine_in_fp8_takes_weights_and_stays_near_the_learner(tmp_path, cache) -> None:
     report = run_rig(
-        tmp_path, *("--quantization", "fp8_per_channel", "--kv-cache-dtype", cache), limit_s=300
+        tmp_path, "--quantization", "fp8_per_channel", "--kv-cache-dtype", cache, limit_s=300
     )
     judge(report, by_plan=False)
     gaps = gaps_of(tmp_path, report, device="cpu")

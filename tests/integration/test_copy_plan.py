@@ -80,7 +80,8 @@ def test_the_proof_accepts_what_the_loader_did_and_nothing_else(alone) -> None:
 @pytest.mark.parametrize("stage", [False, True])
 def test_a_receiver_proves_a_plan_for_each_layout_and_copies_from_then_on(folder, stage):
     (seen,) = in_ranks(1, receiver_worker.updates, folder, "llama_tied", stage)
-    loader, plan = (False, True), (True, True)
+    loader = (False, True)
+    plan = (True, True)
     assert seen[:5] == [loader, plan, plan, loader, plan]
     assert "did not arrive" in seen[5]
     assert seen[6:] == [plan]

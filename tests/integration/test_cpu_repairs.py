@@ -28,8 +28,11 @@ def test_each_head_of_latent_attention_is_rotated(heads: int) -> None:
             64, max_position=32, rope_parameters=table, is_neox_style=False, dtype=torch.float32
         )
     # vLLM rotates a part of each head and of the latent vector.
-    query, latent = torch.randn(5, heads, 192), torch.randn(5, 576)
-    own, key, places = query[..., 128:], latent[:, None, 512:], torch.arange(5)
+    query = torch.randn(5, heads, 192)
+    latent = torch.randn(5, 576)
+    own = query[..., 128:]
+    key = latent[:, None, 512:]
+    places = torch.arange(5)
     expected = rope.forward_native(places, own.clone(), key.clone())
     for found, one in zip(rope.forward_cpu(places, own, key), expected, strict=True):
         torch.testing.assert_close(found, one)
@@ -39,14 +42,17 @@ def test_heads_in_one_dimension_are_rotated_by_the_kernel() -> None:
     with set_current_vllm_config(VllmConfig()):
         table = {"rope_type": "default", "rope_theta": 300.0}
         rope = get_rope(64, max_position=32, rope_parameters=table, dtype=torch.float32)
-    query, key, places = torch.randn(5, 256), torch.randn(5, 128), torch.arange(5)
+    query = torch.randn(5, 256)
+    key = torch.randn(5, 128)
+    places = torch.arange(5)
     expected = rope.forward_native(places, query.clone(), key.clone())
     for found, one in zip(rope.forward_cpu(places, query, key), expected, strict=True):
         torch.testing.assert_close(found, one)
 
 
 def test_experts_without_groups_are_chosen_by_sigmoid_scores_and_biases() -> None:
-    bias, logits = torch.randn(6), torch.randn(7, 6)
+    bias = torch.randn(6)
+    logits = torch.randn(7, 6)
     router = CPURouter(2, 6, scoring_func="sigmoid", e_score_correction_bias=bias)
     weights, chosen = router._compute_routing(torch.randn(7, 4), logits, None)
     scores = logits.sigmoid()

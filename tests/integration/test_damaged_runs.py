@@ -64,7 +64,8 @@ async def test_what_decides_nothing_may_be_lost_between_two_starts(tmp_path, cap
 async def again_from_the_start(config: Config, spoil) -> tuple[str, int]:
     """The cause and exit code of a run whose second trainer needs a batch that `spoil` spoils."""
     address = config.controller.address
-    first, second = FakeTrainer(address), FakeTrainer(address)
+    first = FakeTrainer(address)
+    second = FakeTrainer(address)
     first.hold_at(3)
     second.hold_at(0)
 
@@ -154,7 +155,8 @@ async def test_a_journal_that_lost_whole_lines_at_its_end_is_refused(
 ):
     config = make_config(tmp_path, run__steps=STEPS)
     await play(config)
-    folder, log = config.run_dir, config.run_dir / "journal" / "journal.log"
+    folder = config.run_dir
+    log = config.run_dir / "journal" / "journal.log"
     save_checkpoint(folder / "checkpoints", version)
     # The last record of the kind goes, with all lines behind it; where batches are newer too, two.
     lines = log.read_bytes().splitlines(keepends=True)
@@ -245,7 +247,8 @@ async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(
     tmp_path, caplog, disk, monkeypatch
 ):
     config = make_config(disk, run__steps=STEPS, controller__sample_every_steps=1)
-    server, trainer = FakeServer(config.controller.address), FakeTrainer(config.controller.address)
+    server = FakeServer(config.controller.address)
+    trainer = FakeTrainer(config.controller.address)
     trainer.hold_at(2)
     # What the server has may never be journaled: it is waited for in vain.
     monkeypatch.setattr(application, "DRAIN_LIMIT_S", 1.0)

@@ -190,7 +190,9 @@ def test_the_kernel_takes_steps_of_one_token_each_that_fill_the_gpu(
     backend = resolve_obj_by_qualname(DECODE_BACKEND)
     assert backend.get_name() == "FLASH_ATTN"
     implementation = object.__new__(backend.get_impl_cls())
-    implementation._is_plain, implementation.num_kv_heads, implementation.scale = True, 8, 1.0
+    implementation._is_plain = True
+    implementation.num_kv_heads = 8
+    implementation.scale = 1.0
     calls = []
     monkeypatch.setattr(decode_attention, "decode", lambda *_: calls.append("ours"))
     monkeypatch.setattr(FlashAttentionImpl, "forward", lambda *_: calls.append("vLLM's"))

@@ -58,7 +58,8 @@ def make_folder(folder: Path, case: str) -> Weights:
     path.write_text(settings)
     values = json.loads(settings)
     weights = other_weights(load_file(folder / "model.safetensors"), seed=1)
-    hidden, layers = values["hidden_size"], values["num_hidden_layers"]
+    hidden = values["hidden_size"]
+    layers = values["num_hidden_layers"]
     last = f"model.layers.{layers - 1}."
     further = {k.removeprefix(last): v.clone() for k, v in weights.items() if k.startswith(last)}
     further |= {f"{norm}.weight": torch.ones(hidden) for norm in norms}

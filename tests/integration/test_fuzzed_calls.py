@@ -128,7 +128,8 @@ def test_any_message_gets_a_known_answer(live: LiveRun, case: Case):
 
 
 def test_many_callers_at_once_get_known_answers(live: LiveRun):
-    answers, draw = Answers(), random.Random("many")
+    answers = Answers()
+    draw = random.Random("many")
 
     async def call(channel) -> None:
         for _ in range(BUDGET.rounds):
@@ -147,7 +148,9 @@ def test_many_callers_at_once_get_known_answers(live: LiveRun):
 
 @pytest.mark.parametrize("names", [("StopRun",), ("DrainServer",), ("Register",), tuple(METHODS)])
 def test_a_run_that_its_callers_may_end_ends_in_order(tmp_path, names):
-    answers, draw, epochs = Answers(), random.Random("/".join(names)), [0]
+    answers = Answers()
+    draw = random.Random("/".join(names))
+    epochs = [0]
     goodbye = said("Finish", trainer_pb2.TrainerGoodbye(export_path="x"))
     with LiveRun(tmp_path) as run:
 

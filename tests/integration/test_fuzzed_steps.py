@@ -37,7 +37,9 @@ Table = dict[str, JsonValue]
 # One mini-batch is one micro batch of this many tokens.
 ALL_TOKENS = 4096
 MOST_TOKENS = 40
-GROUPS, STEP, RATE = 4, 2, 0.05
+GROUPS = 4
+STEP = 2
+RATE = 0.05
 ENVIRONMENTS = ("a", "b", "c")
 LAYOUTS: tuple[Table, ...] = ({}, {"dp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2})
 MIXTURE_LAYOUTS: tuple[Table, ...] = ({}, {"dp": 2}, {"ep": 2}, {"tp": 2})
@@ -124,7 +126,12 @@ class RandomStep:
         table: Table = {
             "loss": loss,
             "advantage": self._one(
-                *("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "score"),
+                "grpo",
+                "dr_grpo",
+                "rloo",
+                "reinforce_pp",
+                "reinforce_pp_baseline",
+                "score",
                 "none",
             ),
             "weight": "none",
@@ -167,7 +174,8 @@ class RandomStep:
         return table
 
     def _batch(self) -> Batch:
-        config, episodes = self.config, []
+        config = self.config
+        episodes = []
         size = config.algorithm.group_size
         given = {one.name for one in config.environments if self._is(0.25)}
         own_limits = {one.name: self._one(0, 0, 5) for one in config.environments}

@@ -64,7 +64,8 @@ async def test_a_request_that_comes_during_an_update_is_served_by_the_new_weight
     await rig.publish(rig.old, 7)
     await cached_tokens(rig, "older")
     replies = await rig.begun("meanwhile", 4, 80, ENDLESS)
-    resume, late = rig.engine.pauses.resume, []
+    resume = rig.engine.pauses.resume
+    late = []
 
     async def resume_later(version: PolicyVersion) -> None:
         late.append(asyncio.create_task(rig.generate("late", LONG_PROMPT, 20)))

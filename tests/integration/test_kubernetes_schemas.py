@@ -159,7 +159,8 @@ def test_a_pod_is_a_restricted_one_with_bounded_memory() -> None:
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["imagePullSecrets"] == [{"name": "registry"}]
         for container in (*spec["containers"], *spec.get("initContainers", [])):
-            context, needs = container["securityContext"], container["resources"]
+            context = container["securityContext"]
+            needs = container["resources"]
             assert context["allowPrivilegeEscalation"] is False
             assert context["capabilities"] == {"drop": ["ALL"]}
             assert needs["requests"].keys() == {"cpu", "memory"}

@@ -56,7 +56,8 @@ def paths(kind: Descriptor, before: FieldPath = ()) -> Iterator[FieldPath]:
     if len(before) == DEPTH:
         return
     for field in kind.fields:
-        inner, path = field.message_type, (*before, field)
+        inner = field.message_type
+        path = (*before, field)
         is_map = inner is not None and inner.GetOptions().map_entry
         if field.is_repeated or field.type in TEXTS:
             yield path
@@ -66,7 +67,8 @@ def paths(kind: Descriptor, before: FieldPath = ()) -> Iterator[FieldPath]:
 
 def _full(kind: Descriptor, path: FieldPath, limit: int, *, is_empty: bool = False) -> Message:
     field, *below = path
-    message, bound = new(kind), bound_of(field)
+    message = new(kind)
+    bound = bound_of(field)
     inner = field.message_type
     if inner is not None and inner.GetOptions().map_entry:
         texts = inner.fields_by_name["value"].type in TEXTS

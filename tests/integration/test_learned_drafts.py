@@ -58,7 +58,8 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Draftin
     patch.setattr(switch, "TRIAL_STEPS", 1 << 40)
     old, new = (dull(random_weights(policy, seed)) | layer_of(shape, seed) for seed in (1, 2))
     async with started_engine(config) as engine:
-        reference, renderer = Reference(folder), Renderer(folder)
+        reference = Reference(folder)
+        renderer = Renderer(folder)
         yield DraftingRig(engine, reference, old, new, renderer, shape=shape)
     patch.undo()
 
@@ -79,7 +80,8 @@ async def test_the_engine_drafts_what_the_learners_layer_computes(rig: DraftingR
         counts: list[int] = []
         for prompt, reply in zip(PROMPTS, replies, strict=True):
             assert rig.gap(weights, prompt, reply).max() <= 1e-3
-            tokens, model = [*prompt, *reply.token_ids.tolist()], rig.reference.model
+            tokens = [*prompt, *reply.token_ids.tolist()]
+            model = rig.reference.model
             counts += kept_counts(
                 model, rig.shape, layer, tokens, first=len(prompt), num_tokens=TOKENS
             )

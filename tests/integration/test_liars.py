@@ -65,7 +65,8 @@ async def test_nobody_delivers_under_the_epoch_of_another_server(tmp_path, caplo
 async def test_nobody_sets_back_the_episodes_of_another_server(tmp_path):
     config = make_config(tmp_path, run__steps=6)
     address = config.controller.address
-    server, trainer = FakeServer(address), FakeTrainer(address)
+    server = FakeServer(address)
+    trainer = FakeTrainer(address)
     trainer.hold_at(1)
 
     async def during(controller, tasks):

@@ -21,8 +21,11 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
     "cp2": (2, {"cp": 2}),
     "cp4": (4, {"cp": 4}),
 }
-LEARNING_RATE, ADAM_EPS = 1e-2, 1e-3
-VOCAB, ORIGINAL, LONGEST = 64, 1024, 131072
+LEARNING_RATE = 1e-2
+ADAM_EPS = 1e-3
+VOCAB = 64
+ORIGINAL = 1024
+LONGEST = 131072
 # Half of the product's length needs blocks of queries then, for a quarter of the work.
 MOST_SCORES = attention.MOST_SCORES // 4
 YARN = {

@@ -20,10 +20,13 @@ from support.rigs.lease_rig import ledger_of
 from support.rigs.live_run import LiveRun
 from support.rigs.waiting import until
 
-EARLIER, JOINS, AT_ONCE = 2400, 1200, 8
+EARLIER = 2400
+JOINS = 1200
+AT_ONCE = 8
 MOMENTS = 5
 # An epoch keeps eight bytes; before, it kept eight objects.
-MOST_OBJECTS, MOST_BYTES = 1.0, 100
+MOST_OBJECTS = 1.0
+MOST_BYTES = 100
 
 
 async def come_and_go(channel, number: int, *, drains: bool) -> None:

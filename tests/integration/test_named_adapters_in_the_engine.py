@@ -87,7 +87,8 @@ async def test_adapters_alone_replace_all_and_no_cached_prefix_crosses_them(rig:
 
 async def test_the_start_replies_beside_several_adapters(rig: NamedRig) -> None:
     await rig.publish_all(rig.base, [adapters_for(rig.base, seed) for seed in (1, 2, 3)])
-    math, generate = dataclasses.replace(SAMPLING, adapter="math"), rig.engine.requests.generate
+    math = dataclasses.replace(SAMPLING, adapter="math")
+    generate = rig.engine.requests.generate
     by_start = dataclasses.replace(math, by_start=True)
     found, _ = await asyncio.gather(
         generate("start", SEQUENCE, by_start, 40), generate("policy", SEQUENCE, math, 40)

@@ -97,7 +97,8 @@ def handler(rig: AgentRig) -> Handler:
 
 async def finished(rig: AgentRig, model: Model, replies: list[str], agent: Command) -> Episode:
     """Plays one episode to its end; all that was sampled is recorded, and the reward is 1."""
-    model.replies, model.prompts = replies, []
+    model.replies = replies
+    model.prompts = []
     rig.begin(Sampling(1.0, 1.0, 0, 4000, 100, MAX_TOKENS, max_branches=50))
     host = EpisodeHost(agent)
     episode = Episode(host, handler(rig))

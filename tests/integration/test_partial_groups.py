@@ -16,7 +16,10 @@ from support.rigs.controller_runs import make_config, play
 from support.rigs.run_processes import records_of, rows_of
 from support.rigs.waiting import until
 
-STEPS, GROUPS, MEMBERS, TOKENS = 12, 4, 4, 5
+STEPS = 12
+GROUPS = 4
+MEMBERS = 4
+TOKENS = 5
 
 
 def fails(group_id: str, member: int) -> bool:
@@ -55,7 +58,8 @@ def check(config: Config, summary: dict) -> dict[str, list[int]]:
     """Every group has the members that did not fail, half of them or more."""
     assert (summary["state"], summary["steps"]) == ("finished", STEPS), summary["cause"]
     assert summary["suspended_environments"] == {}
-    groups, sound = trained(config), set()
+    groups = trained(config)
+    sound = set()
     for record in records_of(config.run_dir, "lease"):
         if record["environment"] == "sound":
             sound.add(record["group"])
@@ -95,7 +99,8 @@ async def test_groups_are_trained_with_the_members_that_finished(tmp_path, caplo
 
 async def test_partial_groups_go_on_as_they_were_after_a_crash(tmp_path):
     config = make_config(tmp_path / "whole")
-    address, copies = config.controller.address, []
+    address = config.controller.address
+    copies = []
     trainer = FakeTrainer(address, checkpoint_every=3, step_s=0.05)
     servers = [FakeServer(address, f"s{i}", judge=a_fifth_fails, delay_s=0.05) for i in range(2)]
 
@@ -125,7 +130,8 @@ async def test_partial_groups_go_on_as_they_were_after_a_crash(tmp_path):
 
 
 async def test_a_partial_group_that_is_put_back_stays_as_it_is(tmp_path):
-    config, copy = make_config(tmp_path / "whole"), tmp_path / "crashed"
+    config = make_config(tmp_path / "whole")
+    copy = tmp_path / "crashed"
 
     def poisoned(batch):
         """Refuses the first batch with a partial group, for one of its whole groups."""

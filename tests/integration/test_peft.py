@@ -20,7 +20,8 @@ from support.fakes.parity_models import make_models
 
 peft: Any = pytest.importorskip("peft", reason="PEFT is not installed here: make test-peft has it")
 
-RANK, ALPHA = 4, 8.0
+RANK = 4
+ALPHA = 8.0
 ADAPTED = {part for table in (FUSED, LATENT) for parts in table.values() for part in parts}
 # MiniMax M2's names of its experts' matrices.
 ADAPTED |= {"w1", "w2", "w3"}
@@ -48,7 +49,8 @@ def logits(folder: Path, adapters: Path | None = None) -> torch.Tensor:
     "name", ["llama", "deepseek", "glm", "glm-lite", "minimax", "moe", "moe-softmax", "moonlight"]
 )
 def test_peft_reads_every_adapter_of_an_exported_folder(name, folder: Path, tmp_path: Path) -> None:
-    merged, adapters = load_file(folder / name / "model.safetensors"), {}
+    merged = load_file(folder / name / "model.safetensors")
+    adapters = {}
     draw = torch.Generator().manual_seed(1)
     for key, weight in list(merged.items()):
         if weight.ndim == 2 and key.split(".")[-2] in ADAPTED:

@@ -50,7 +50,10 @@ class Drafting(Engine):
         # Only the workers know how many tokens of each request are computed.
         for new in plan.scheduled_new_reqs:
             self._computed[new.req_id] = new.num_computed_tokens
-        names, sampled, ids, starts = list(plan.num_scheduled_tokens), [], [], [0]
+        names = list(plan.num_scheduled_tokens)
+        sampled = []
+        ids = []
+        starts = [0]
         for name in names:
             drafts = plan.scheduled_spec_decode_tokens.get(name, [])
             assert drafts == [-1] * len(drafts)

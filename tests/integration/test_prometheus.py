@@ -33,7 +33,8 @@ from support.rigs.run_processes import ROOT
 from support.rigs.waiting import LIMIT_S, wait_until
 
 DEPLOY = ROOT / "deploy"
-ALERTS, DASHBOARD = DEPLOY / "prometheus" / "alerts.yml", DEPLOY / "grafana" / "slipstream.json"
+ALERTS = DEPLOY / "prometheus" / "alerts.yml"
+DASHBOARD = DEPLOY / "grafana" / "slipstream.json"
 CHART = DEPLOY / "kubernetes" / "templates" / "rollout-server.yaml"
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="apt-get install prometheus"
@@ -64,8 +65,14 @@ GENERATED_TOKENS = (2 + 2 + 1) * 4 * 4 * 5
 class EngineCounts:
     """An engine's counts after a little of everything; it goes on with each scrape."""
 
-    num_open, running, waiting, cache_usage = 3, 2, 1, 0.25
-    generated_tokens, prompt_tokens, found_tokens, preemptions = 9, 8, 6, 5
+    num_open = 3
+    running = 2
+    waiting = 1
+    cache_usage = 0.25
+    generated_tokens = 9
+    prompt_tokens = 8
+    found_tokens = 6
+    preemptions = 5
 
     def __init__(self) -> None:
         self._scrapes = 0
@@ -153,7 +160,12 @@ def test_every_metric_has_a_meaning_a_base_unit_and_only_few_labels(run):
             if sample.name == "slipstream_build_info":
                 continue
             others = sample.labels.keys() - {
-                *("run", "server", "environment", "state", "fate", "cause")
+                "run",
+                "server",
+                "environment",
+                "state",
+                "fate",
+                "cause",
             }
             assert not others
             assert sample.name.endswith("_total") == (family.type == "counter")

@@ -104,7 +104,8 @@ def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_recomputed_layers_train_the_same_bits(layout: str, found: dict[str, dict]) -> None:
-    plain, planned = found[layout], found[f"{layout}-planned"]
+    plain = found[layout]
+    planned = found[f"{layout}-planned"]
     # Autograd adds the gradients of an adapter's input and of its layer's in another order.
     bound = 1e-7 if layout == "lora" else 0.0
     for ours, theirs in zip(planned["weights"], plain["weights"], strict=True):

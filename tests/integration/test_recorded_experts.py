@@ -37,7 +37,8 @@ class Reference:
     def experts(self, name: str, token_ids: list[int]) -> np.ndarray:
         if name not in self._models:
             self._models[name] = self._load(self._folder / name, dtype=torch.float32).eval()
-        model, found = self._models[name], []
+        model = self._models[name]
+        found = []
         hooks = [
             layer.mlp.gate.register_forward_hook(lambda *a: found.append(a[2][2]))
             for layer in model.model.layers
@@ -59,7 +60,8 @@ class Rig:
         weights = load_file(self.folder / name / "model.safetensors")
         self.publishes += 1
         sender = GlooSender(f"communicator-{self.publishes}")
-        order, layout = sender.order(f"p{self.publishes}", step), layout_of(weights)
+        order = sender.order(f"p{self.publishes}", step)
+        layout = layout_of(weights)
         await publish(self.engine, sender, order, layout, weights)
 
     async def generate(
@@ -75,7 +77,8 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     folder = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(("old", "new")):
         make_mixture(folder / name, seed=seed, num_hidden_layers=NUM_LAYERS)
-    sampling, algorithm = {"max_episode_tokens": 400}, {"router_replay": "rollout"}
+    sampling = {"max_episode_tokens": 400}
+    algorithm = {"router_replay": "rollout"}
     config = config_of_engine(folder / "old", sampling=sampling, algorithm=algorithm)
     async with started_engine(config) as engine:
         yield Rig(engine, Reference(folder), folder)
@@ -108,7 +111,8 @@ async def test_every_token_but_the_last_has_the_experts_that_transformers_choose
 
 async def test_turns_add_up_over_cached_prefixes(rig) -> None:
     await rig.publish("old", 0)
-    tokens, parts = [1, *(4 + n % 28 for n in range(150)), 3], []
+    tokens = [1, *(4 + n % 28 for n in range(150)), 3]
+    parts = []
     for turn in range(3):
         known = sum(map(len, parts))
         reply = await rig.generate("turns", tokens, 30, experts_from=known)

@@ -49,9 +49,12 @@ sys.meta_path.insert(0, Finder())
 # Tests of modules of the kernel.
 OF_KERNEL = (
     *(f"learner/controller/{name}" for name in ("leasing", "publishing", "records")),
-    *("learner/controller/trajectories", "learner/controller/services"),
-    *("learner/trainer/algorithms", "learner/trainer/test_train.py"),
-    *("rollout_server/episodes", "rollout_server/test_weight_orders.py"),
+    "learner/controller/trajectories",
+    "learner/controller/services",
+    "learner/trainer/algorithms",
+    "learner/trainer/test_train.py",
+    "rollout_server/episodes",
+    "rollout_server/test_weight_orders.py",
 )
 
 

@@ -59,7 +59,8 @@ def test_a_reply_that_is_read_in_parts_is_read_alike(kind, with_stop, skip_speci
         one_by_one = FastIncrementalDetokenizer(words, request)
         text = ReplyText(words, prompt, options)
         while reply:
-            part, reply = reply[:longest], reply[longest:]
+            part = reply[:longest]
+            reply = reply[longest:]
             reason = None if reply else "stop" if stopped else "length"
             one_by_one.update(list(part), stopped and not reply)
             expected = one_by_one.get_next_output_text(finished=not reply, delta=True)

@@ -31,7 +31,9 @@ from support.rigs.run_processes import records_of, rows_of
 from support.rigs.valkey import EmbeddedServer
 from support.rigs.waiting import LIMIT_S, until
 
-STEPS, GROUPS, MEMBERS = 12, 4, 4
+STEPS = 12
+GROUPS = 4
+MEMBERS = 4
 
 
 class Crashes:
@@ -41,7 +43,9 @@ class Crashes:
     """
 
     def __init__(self, config: Config, trainer: FakeTrainer, folder: Path, seed: int) -> None:
-        self.config, self.trainer, self.folder = config, trainer, folder
+        self.config = config
+        self.trainer = trainer
+        self.folder = folder
         self.random = random.Random(seed)
         self.found = []
 
@@ -122,7 +126,8 @@ async def test_without_staleness_a_resumed_run_ends_with_the_digest_of_an_uninte
 
 async def test_a_step_that_comes_out_different_begins_a_new_timeline(tmp_path):
     config = make_config(tmp_path / "whole")
-    address, folder = config.controller.address, tmp_path / "crash"
+    address = config.controller.address
+    folder = tmp_path / "crash"
     trainer = FakeTrainer(address, checkpoint_every=3)
     trainer.hold_at(5)
     left = []
@@ -187,7 +192,8 @@ async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_pat
         address = config.controller.address
         trainer = FakeTrainer(address, step_s=0.02, checkpoint_every=2)
         fleet = FakeServer(address, "s0", delay_s=0.02, queue_url=url)
-        crashed, left = tmp_path / "crash", []
+        crashed = tmp_path / "crash"
+        left = []
 
         def is_left() -> bool:
             """Whether a copy of the run lacks a batch for something that was delivered."""

@@ -95,14 +95,20 @@ class PlainCritic:
             np.asarray(t.reward + 0.1 * np.arange(len(v)), dtype=np.float32)
             for t, v in zip(batch.trajectories, old, strict=True)
         ]
-        losses, norms, num_tokens, num_clipped = 0.0, [], 0, 0
+        losses = 0.0
+        norms = []
+        num_tokens = 0
+        num_clipped = 0
         for members in batch.mini_batches(2):
-            total, tokens = torch.zeros(()), 0
+            total = torch.zeros(())
+            tokens = 0
             for index in dict.fromkeys(batch.owners[place] for place in members):
                 values = self.values(batch.trajectories[index])
-                before, wanted = torch.from_numpy(old[index]), torch.from_numpy(returns[index])
+                before = torch.from_numpy(old[index])
+                wanted = torch.from_numpy(returns[index])
                 near = values.clamp(before - VALUE_CLIP, before + VALUE_CLIP)
-                errors, bounded = (values - wanted) ** 2, (near - wanted) ** 2
+                errors = (values - wanted) ** 2
+                bounded = (near - wanted) ** 2
                 total = total + 0.5 * torch.maximum(errors, bounded).sum()
                 num_clipped += int((bounded > errors).sum())
                 tokens += len(values)
@@ -137,7 +143,8 @@ def test_the_critic_learns_like_plain_transformers(layout, folder, one_rank):
 @pytest.mark.parametrize("layout", ["one", "one-trees"])
 def test_the_reference_says_what_the_start_folder_says(layout, folder, one_rank):
     model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
-    expected, likely = [], []
+    expected = []
+    likely = []
     trajectories = batches(config_of(layout, folder))[0].trajectories
     for trajectory, _ in itertools.chain.from_iterable(map(conversations, trajectories)):
         ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
@@ -155,7 +162,8 @@ def test_the_reference_says_what_the_start_folder_says(layout, folder, one_rank)
 
 @pytest.mark.parametrize("layout", layouts_of(2))
 def test_roles_on_two_ranks_do_what_they_do_on_one(layout, one_rank, two_ranks):
-    of_layout, ranks = LAYOUTS[layout], two_ranks[layout]
+    of_layout = LAYOUTS[layout]
+    ranks = two_ranks[layout]
     reference = "one-trees" if of_layout.sampling else "one"
     expected = one_rank["one-tied" if of_layout.model == "tied" else reference][0]
     for found in ranks:
@@ -265,7 +273,8 @@ def checkpoints(
 @pytest.mark.parametrize("load", LOADED)
 def test_all_models_go_on_from_a_checkpoint_in_any_layout(load: str, checkpoints: dict[str, dict]):
     saved, layout = load.split(":")
-    expected, found = checkpoints[f"save:{saved}"], checkpoints[f"load:{load}"]
+    expected = checkpoints[f"save:{saved}"]
+    found = checkpoints[f"load:{load}"]
     assert found["models"] == ("policy", "reference", "critic")
     if saved == layout:
         assert found["metrics"] == expected["metrics"]

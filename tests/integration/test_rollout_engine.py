@@ -45,7 +45,8 @@ REPACKS = mmap.mmap(-1, 1)
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     # Fewer blocks than 16 long replies need: some are preempted and computed again.
     few = {"num_gpu_blocks_override": 20}
-    REPACKS[0], repack = True, loader_update.repack_kept_linears
+    REPACKS[0] = True
+    repack = loader_update.repack_kept_linears
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             loader_update, "repack_kept_linears", lambda model: REPACKS[0] and repack(model)
@@ -125,11 +126,13 @@ async def test_no_token_behind_a_text_is_handed_out_or_counted(rig) -> None:
     replies = await replies_of(rig, 48, stop=stops)
     for reply in replies:
         tokens = reply.token_ids.tolist()
-        so_far, whole = rig.renderer.decode_all(tokens[:-1]), rig.renderer.decode_all(tokens)
+        so_far = rig.renderer.decode_all(tokens[:-1])
+        whole = rig.renderer.decode_all(tokens)
         assert not any(each in so_far for each in stops)
         is_stopped = any(each in whole for each in stops)
         assert is_stopped == (reply.finish_reason is FinishReason.STOP)
-    use, num_tokens = rig.engine.requests.use(), sum(len(reply.token_ids) for reply in replies)
+    use = rig.engine.requests.use()
+    num_tokens = sum(len(reply.token_ids) for reply in replies)
     assert use.generated_tokens - before.generated_tokens == num_tokens
     assert use.returned_tokens - before.returned_tokens == num_tokens
     gaps = np.concatenate(

@@ -44,8 +44,16 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def start(settings: Path, address: str, *options: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "slipstream.rollout_server", "--config", str(settings)),
-        *("--controller", address, "--server-id", "server-1", *options),
+        sys.executable,
+        "-m",
+        "slipstream.rollout_server",
+        "--config",
+        str(settings),
+        "--controller",
+        address,
+        "--server-id",
+        "server-1",
+        *options,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -59,7 +67,8 @@ async def fleet() -> AsyncIterator[FakeFleet]:
 
 async def publish(connection: Connection, weights: dict, step: int) -> weights_pb2.Probe:
     """A whole publish with a probe, as the learner does it; returns what the server answered."""
-    layout, sender = layout_of(weights), GlooSender(f"communicator-{step}")
+    layout = layout_of(weights)
+    sender = GlooSender(f"communicator-{step}")
     version = version_to_pb(PolicyVersion(0, step))
     connection.send(prepare=fleet_pb2.PreparePublish(publish_id=f"p{step}", version=version))
     await connection.publish_phase(f"p{step}", fleet_pb2.PUBLISH_PHASE_READY)
@@ -135,8 +144,15 @@ async def test_the_program_serves_a_group_and_drains(settings, fleet, monkeypatc
 
 async def test_nothing_outlives_a_killed_launcher(settings: Path, fleet: FakeFleet) -> None:
     arguments = [
-        *(sys.executable, "-m", "slipstream.rollout_server", "--config", str(settings)),
-        *("--controller", fleet.address, "--server-id", "server-1"),
+        sys.executable,
+        "-m",
+        "slipstream.rollout_server",
+        "--config",
+        str(settings),
+        "--controller",
+        fleet.address,
+        "--server-id",
+        "server-1",
     ]
     code = f"import subprocess; subprocess.run({arguments!r})"
     launcher = await asyncio.create_subprocess_exec(

@@ -20,7 +20,8 @@ pytestmark = [*SLOW_RUN, pytest.mark.timeout(900)]
 # rank and the reply that is taught, by client
 CLIENTS = {"one": (1, [9, 12, 10, 14, 11, 13]), "two": (8, [14, 9, 13, 12, 10, 11])}
 SETTINGS = ("checkpoint.every_steps=4", "lora.rank=8")
-PHASES, STEPS = 3, 4
+PHASES = 3
+STEPS = 4
 
 
 class Seen:

@@ -57,7 +57,8 @@ def test_a_resumed_run_goes_on_with_the_layer_that_it_had(tmp_path: Path, tiny_m
     assert all(row["draft_refused_updates"] == 0 for row in rows)
     run = tmp_path / "smallest"
     # An export checks what it loads by the digest of all published weights.
-    final, older = run / "checkpoints" / "final", tmp_path / "older"
+    final = run / "checkpoints" / "final"
+    older = tmp_path / "older"
     exported = tmp_path / "model"
     succeed("export", run, "--out", exported, limit_s=200)
     for name in ("model.safetensors", "draft/model.safetensors", "draft/config.json"):

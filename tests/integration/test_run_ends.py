@@ -12,7 +12,8 @@ from support.rigs.controller_runs import make_config, play
 from support.rigs.waiting import LIMIT_S, until
 
 # The controller gives up a trainer that is silent for so long at the end.
-TIMEOUT_S, GRACE_S = 2.2, 0.3
+TIMEOUT_S = 2.2
+GRACE_S = 0.3
 SILENCE_S = TIMEOUT_S + GRACE_S
 SETTINGS = {
     "run__steps": 2,
@@ -25,7 +26,8 @@ SETTINGS = {
 class ExportingTrainer(FakeTrainer):
     """Exports for `export_s`, and says every `sign_s` that it works; None: never."""
 
-    export_s, sign_s = 0.0, None
+    export_s = 0.0
+    sign_s = None
 
     async def export(self) -> None:
         if self.sign_s is None:
@@ -41,7 +43,8 @@ async def test_an_export_longer_than_any_limit_is_waited_for_while_the_trainer_w
 ):
     config = make_config(tmp_path, **SETTINGS)
     trainer = ExportingTrainer(config.controller.address)
-    trainer.export_s, trainer.sign_s = 1.6 * SILENCE_S, 0.2
+    trainer.export_s = 1.6 * SILENCE_S
+    trainer.sign_s = 0.2
     seen = set()
     exporting = ("stopping", "the trainer to save and export the model")
 
@@ -135,7 +138,8 @@ async def test_a_run_that_was_stopped_is_shown_as_stopped(tmp_path):
 class SlowTrainer(FakeTrainer):
     """Needs `slow_step_s` for its first step, and says every `sign_s` that it works, or never."""
 
-    slow_step_s, sign_s = 0.0, None
+    slow_step_s = 0.0
+    sign_s = None
 
     async def train(self) -> None:
         if self.version.step or self.sign_s is None:
@@ -163,7 +167,8 @@ async def test_a_step_longer_than_the_limit_of_a_stall_is_one_only_when_the_trai
 
 async def test_a_short_limit_of_the_trainer_is_no_limit_of_its_idle_calls(tmp_path):
     config = make_config(tmp_path, **SETTINGS | {"learner__timeout_s": 8.0})
-    server, trainer = FakeServer(config.controller.address), FakeTrainer(config.controller.address)
+    server = FakeServer(config.controller.address)
+    trainer = FakeTrainer(config.controller.address)
     server.gate.clear()
     waits = []
 

@@ -37,7 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_a_game_of_gymnasium_trains(name: str, tmp_path: Path, model: Path) -> None:
     pytest.importorskip("gymnasium")
-    args, other = CASES[name], {"first_seed": 1000}
+    args = CASES[name]
+    other = {"first_seed": 1000}
     entry = {"name": name, "reference": GYMNASIUM, "timeout_s": 60.0}
     heldout = {"name": f"{name}-heldout", "reference": GYMNASIUM, "timeout_s": 60.0}
     config = run_processes.write_config(

@@ -23,7 +23,9 @@ from support.rigs.run_processes import (
 pytestmark = [*LONG_RUN, pytest.mark.timeout(900)]
 
 LIMIT_S = 600.0
-STEPS, MEMBERS, GROUPS = 4, 4, 4
+STEPS = 4
+MEMBERS = 4
+GROUPS = 4
 SIZES = {
     "evaluations": [],
     "algorithm__group_size": MEMBERS,

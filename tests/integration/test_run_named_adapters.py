@@ -25,11 +25,13 @@ def test_two_adapters_learn_opposite_tasks_and_go_on_and_are_replayed(tmp_path, 
     path = tmp_path / "config.toml"
     path.write_text(tomli_w.dumps(table))
     succeed("run", path, limit_s=400)
-    folder, final = tmp_path / "run", tmp_path / "run" / "checkpoints" / "final-adapters"
+    folder = tmp_path / "run"
+    final = tmp_path / "run" / "checkpoints" / "final-adapters"
     rows = rows_of(folder)
     for name in ("name-them", "name-others"):
         rewards = [row[f"{name}/reward"] for row in rows if f"{name}/reward" in row]
-        first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+        first = sum(rewards[:5]) / 5
+        last = sum(rewards[-5:]) / 5
         assert last > first + 0.2, (name, first, last)
     assert {f"adapter/{name}/loss" for name in ("echo", "others")} <= rows[-1].keys()
     summary = checked(folder)

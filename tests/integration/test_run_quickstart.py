@@ -27,7 +27,8 @@ from support.rigs.run_processes import (
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 
 STEPS = 8
-GROUPS, MEMBERS = 16, 16
+GROUPS = 16
+MEMBERS = 16
 ENVIRONMENTS = [
     {
         "name": "echo",
@@ -86,7 +87,8 @@ def test_the_summary_answers_what_people_ask_first(summary: dict) -> None:
     assert summary["publishes_verified"] >= math.ceil(summary["publishes"] / 4)
     assert summary["probe_gap_max"] <= 1e-3
     assert summary["published_bytes"] > 0
-    trainer, servers = summary["time"]["trainer"], summary["time"]["servers"]
+    trainer = summary["time"]["trainer"]
+    servers = summary["time"]["servers"]
     assert sum(trainer.values()) == pytest.approx(1, abs=0.05)
     assert sum(servers.values()) == pytest.approx(1, abs=0.05)
     assert trainer["training"] > 0

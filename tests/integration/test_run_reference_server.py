@@ -11,7 +11,8 @@ from support.rigs.teacher_server import NAME, teacher_server
 
 pytestmark = run_processes.SLOW_RUN
 
-STEPS, TOP_K = 25, 8
+STEPS = 25
+TOP_K = 8
 
 
 def make_teacher(folder: Path, *more: str) -> Path:

@@ -25,7 +25,8 @@ def test_a_run_whose_server_reads_a_folder(tmp_path: Path, tiny_model: Path) -> 
         "weights.verify_every=2",
         limit_s=500,
     )
-    summary, rows = checked(tmp_path / "smallest"), rows_of(tmp_path / "smallest")
+    summary = checked(tmp_path / "smallest")
+    rows = rows_of(tmp_path / "smallest")
     print({k: v for k, v in summary.items() if "stored" in k or "fetch" in k or "publish" in k})
     print(rows[-1])
     assert summary["publishes"] == 0

@@ -9,7 +9,9 @@ from support.rigs.valkey import queue_settings
 
 pytestmark = run_processes.LONG_RUN
 
-STEPS, GROUPS, MEMBERS = 4, 8, 8
+STEPS = 4
+GROUPS = 8
+MEMBERS = 8
 
 
 @pytest.fixture(scope="module")

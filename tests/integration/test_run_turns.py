@@ -26,7 +26,8 @@ def test_a_turn_that_decides_is_learned_by_its_own_reward(tmp_path, tiny_model):
         sampling__max_episode_tokens=64,
     )
     succeed("run", "config.toml", cwd=tmp_path, limit_s=600)
-    summary, rows = checked(tmp_path / "run"), rows_of(tmp_path / "run")
+    summary = checked(tmp_path / "run")
+    rows = rows_of(tmp_path / "run")
     assert summary["reward_last"] >= summary["reward_first"] + 0.4
     for row in rows:
         assert row["turns/turn_rewards/2"] == pytest.approx(row["reward_mean"], abs=1e-6)

@@ -34,7 +34,11 @@ async def test_a_controller_whose_address_is_taken_ends_for_good(tmp_path: Path)
         config = tmp_path / "config.toml"
         config.write_text(dump_config(make_config(tmp_path / "second", **table)))
         second = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "slipstream.learner.controller", "--config", config),
+            sys.executable,
+            "-m",
+            "slipstream.learner.controller",
+            "--config",
+            config,
             stderr=asyncio.subprocess.PIPE,
         )
         async with asyncio.timeout(LIMIT_S):

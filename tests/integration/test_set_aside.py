@@ -20,7 +20,10 @@ from support.fakes.fake_trainer import START, FakeTrainer
 from support.rigs.controller_runs import make_config, play
 from support.rigs.run_processes import records_of, run_command
 
-STEPS, GROUPS, MEMBERS, TOKENS = 12, 4, 4, 5
+STEPS = 12
+GROUPS = 4
+MEMBERS = 4
+TOKENS = 5
 
 Poisoned = Callable[[list[Trajectory]], list[str] | None]
 Failed = tuple[Config, FakeTrainer]
@@ -58,7 +61,8 @@ def check_put_back(config: Config, record: dict) -> None:
     """The next batch of the step has the good groups of the first one, as they were."""
     history = read_history(read_records(config.run_dir / "journal"))
     (first,) = history.set_aside
-    folder, second = config.run_dir / "journal", history.batches[record["step"]]
+    folder = config.run_dir / "journal"
+    second = history.batches[record["step"]]
     assert (first.attempt, second.attempt) == (0, 1)
     kept = {group for group, *_ in record["put_back"]}
     before, after = (
@@ -165,7 +169,8 @@ async def test_a_user_sets_the_batch_aside_at_which_a_run_fails(failed_run, grou
 
 async def test_what_cannot_be_set_aside_is_refused_with_one_line(failed_run, tmp_path):
     config, before = failed_run
-    run_dir, step = config.run_dir, int(before.refused[0].removeprefix("b")) + 1
+    run_dir = config.run_dir
+    step = int(before.refused[0].removeprefix("b")) + 1
     records = list(read_records(run_dir / "journal"))
     covered = before.newest_checkpoint[0].step
     with pytest.raises(ConfigError) as trained:
@@ -231,7 +236,8 @@ async def test_a_batch_that_was_trained_before_is_not_set_aside(tmp_path: Path) 
 
 async def test_the_command_takes_a_batch_out_of_a_run_that_has_ended(failed_run):
     config, before = failed_run
-    run_dir, step = config.run_dir, int(before.refused[0].removeprefix("b")) + 1
+    run_dir = config.run_dir
+    step = int(before.refused[0].removeprefix("b")) + 1
     write_config(config, run_dir)
     with hold_folder(run_dir, refusal="held"):
         alive = await asyncio.to_thread(run_command, "set-aside", run_dir, step)

@@ -297,7 +297,8 @@ def test_an_environment_that_blocks_its_thread_holds_up_no_end_of_its_run(
 
     monkeypatch.setattr(started_run, "BLOCKED_S", 0.1)
     started: list[slipstream.Run] = []
-    blocked, released = threading.Event(), threading.Event()
+    blocked = threading.Event()
+    released = threading.Event()
     table = {"reference": Questions(ROWS, answer="sum", judge=judge), "timeout_s": 5.0}
     run = slipstream.run(environments=table, **quick)
     started.append(run)

@@ -31,7 +31,8 @@ class Link:
     """A TCP proxy in a thread, with a speed; 0 bytes a second: nothing passes any more."""
 
     def __init__(self, port: int) -> None:
-        self.bytes_per_s, self._target = 1e9, port
+        self.bytes_per_s = 1e9
+        self._target = port
         self.num_bytes = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -114,7 +115,8 @@ def server(folder: Path, url: str, *, limit_s: float = 60.0) -> StoredWeights:
 
 def test_a_chain_in_an_object_store_arrives_bit_for_bit(link: Link, tmp_path: Path) -> None:
     url = "s3://weights/chain"
-    versions, content = StoredVersions(url), first_content()
+    versions = StoredVersions(url)
+    content = first_content()
     reader = server(tmp_path / "a", url)
     sizes = []
     for step in range(3):
@@ -136,7 +138,8 @@ def test_a_chain_in_an_object_store_arrives_bit_for_bit(link: Link, tmp_path: Pa
 
 def test_a_slow_link_takes_its_time_and_a_dead_one_its_limit(link: Link, tmp_path: Path) -> None:
     url = "s3://weights/slow"
-    versions, content = StoredVersions(url), first_content()
+    versions = StoredVersions(url)
+    content = first_content()
     whole = versions.write(0, content, whole=True)
     content = changed_content(content, share=0.01, seed=1)
     delta = versions.write(1, content, whole=False)

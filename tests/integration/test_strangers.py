@@ -165,7 +165,8 @@ while closed > 0:
 
 
 async def test_a_crowd_leaves_a_controller_files_to_open(tmp_path: Path) -> None:
-    most, count = 512, 600
+    most = 512
+    count = 600
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
     try:

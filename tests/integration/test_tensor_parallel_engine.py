@@ -35,14 +35,16 @@ async def test_two_workers_take_weights_and_sample_as_one(tmp_path: Path) -> Non
         maps = [each for process in engine._processes for each in process.memory_maps()]
         shared = {Path(each.path) for each in maps if "cpushm" in each.path}
         weights = random_weights(load_file(tmp_path / "model.safetensors"), seed=3)
-        layout, sender = layout_of(weights), GlooSender("both", num_workers=2)
+        layout = layout_of(weights)
+        sender = GlooSender("both", num_workers=2)
         await publish(engine, sender, sender.order("p1", 1), layout, weights)
         replies = await asyncio.gather(
             *(engine.requests.generate(f"r{n}", PROMPT, SAMPLING, 40) for n in range(8))
         )
     assert shared
     assert not [path for path in shared if path.exists()]
-    asked, reference = [PROMPT + r.token_ids.tolist() for r in replies], Reference(tmp_path)
+    asked = [PROMPT + r.token_ids.tolist() for r in replies]
+    reference = Reference(tmp_path)
     expected = [reference.logprobs(weights, each)[len(PROMPT) - 1 :] for each in asked]
     gaps = np.abs(np.concatenate(expected) - np.concatenate([r.logprobs for r in replies]))
     assert len(gaps) == 8 * 40

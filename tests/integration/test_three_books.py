@@ -26,7 +26,9 @@ from support.rigs.controller_runs import make_config, play
 from support.rigs.valkey import EmbeddedServer
 from support.rigs.waiting import until
 
-TOKENS, STEPS, LIMIT_S = 5, 4, 60.0
+TOKENS = 5
+STEPS = 4
+LIMIT_S = 60.0
 # What the ledger says of the third trajectory, by how often it is passed on.
 FAULTS = {
     number: f"1 trajectory with {TOKENS} tokens {fault}"
@@ -42,7 +44,8 @@ class Third:
     """Passes each call on once, and the third one `times` times."""
 
     def __init__(self, times: int) -> None:
-        self.times, self.calls = times, 0
+        self.times = times
+        self.calls = 0
 
     def __iter__(self) -> Iterator[int]:
         self.calls += 1
@@ -58,7 +61,9 @@ class FaultySender:
 
     def __init__(self, sender: Any, third: Third, *, inside: bool) -> None:
         """With `inside` the sender itself fails: it counts what it does not send."""
-        self._sender, self._third, self._inside = sender, third, inside
+        self._sender = sender
+        self._third = third
+        self._inside = inside
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sender, name)
@@ -89,7 +94,9 @@ class FaultyReceiver:
     """A receiver of the product whose deliveries are lost or come twice on their way."""
 
     def __init__(self, receiver: Any, third: Third) -> None:
-        self._receiver, self._third, self._again = receiver, third, []
+        self._receiver = receiver
+        self._third = third
+        self._again = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._receiver, name)
@@ -148,14 +155,16 @@ async def planted(config: Config, *servers: FakeServer, third: Third, kills: boo
 def test_between_engine_and_record(times: int) -> None:
     """The record of a server has the tokens of its engine's third reply, or not, or twice."""
     start = EngineUse(generated_tokens=0, returned_tokens=0, open_requests=0, busy_s=0.0)
-    counters, third = EpochCounters(start), Third(times)
+    counters = EpochCounters(start)
+    third = Third(times)
     counters.open_episodes += 1
     for _ in range(4):
         for _ in third:
             counters.sampled(TOKENS)
     counters.ended(counters.recorded_tokens)
     made = replace(start, generated_tokens=4 * TOKENS, returned_tokens=4 * TOKENS)
-    key, epochs = ServerKey(ServerId("faulty"), 7), ServerEpochs()
+    key = ServerKey(ServerId("faulty"), 7)
+    epochs = ServerEpochs()
     report = counters.report(made, sent=Amount(), queued_bytes=0)
     epochs.join(key).report(report)
     (gap,) = [gap for name, _, gap in epochs.gaps() if name == "engine to record"]
@@ -166,7 +175,8 @@ def test_between_engine_and_record(times: int) -> None:
 @queues
 async def test_between_record_and_queue(tmp_path, caplog, queue: str, times: int) -> None:
     async with queue_of(queue, tmp_path) as (changes, url):
-        config, third = settings(tmp_path, **changes), Third(times)
+        config = settings(tmp_path, **changes)
+        third = Third(times)
         server = FaultyServer(config.controller.address, third, queue_url=url)
         summary = await planted(config, server, third=third)
     assert is_told(summary, caplog, f"record to queue of faulty, epoch {server.epoch:x}", times)
@@ -175,7 +185,8 @@ async def test_between_record_and_queue(tmp_path, caplog, queue: str, times: int
 @queues
 async def test_inside_the_queue_of_a_server_that_dies(tmp_path, caplog, queue: str) -> None:
     async with queue_of(queue, tmp_path) as (changes, url):
-        config, third = settings(tmp_path, **changes), Third(0)
+        config = settings(tmp_path, **changes)
+        third = Third(0)
         address = config.controller.address
         server = FaultyServer(address, third, inside=True, queue_url=url, max_episodes=8)
         other = FakeServer(address, "other", queue_url=url, max_episodes=8)
@@ -188,7 +199,8 @@ async def test_inside_the_queue_of_a_server_that_dies(tmp_path, caplog, queue: s
 @times
 @queues
 async def test_between_queue_and_intake(tmp_path, caplog, monkeypatch, queue, times):
-    third, opened = Third(times), application.open_receiver
+    third = Third(times)
+    opened = application.open_receiver
 
     async def open_faulty(*given):
         return FaultyReceiver(await opened(*given), third)
@@ -203,7 +215,8 @@ async def test_between_queue_and_intake(tmp_path, caplog, monkeypatch, queue, ti
 
 @times
 async def test_between_intake_and_batch(tmp_path, caplog, monkeypatch, times):
-    third, file = Third(times), Intake._file
+    third = Third(times)
+    file = Intake._file
 
     def file_faultily(intake, trajectory) -> None:
         for _ in third:
@@ -218,7 +231,9 @@ async def test_between_intake_and_batch(tmp_path, caplog, monkeypatch, times):
 @times
 @pytest.mark.parametrize("kind", ["batch", "end"])
 async def test_between_batch_and_journal(tmp_path, caplog, monkeypatch, kind, times):
-    third, write, append = Third(times), Journal.write_batch, Journal.append
+    third = Third(times)
+    write = Journal.write_batch
+    append = Journal.append
 
     def write_faultily(journal, batch) -> kinds.Batch:
         changed = trainer_pb2.RecordedBatch(header=batch.header)
@@ -278,7 +293,8 @@ async def test_without_a_fault_no_ledger_is_open(tmp_path, queue: str) -> None:
     """A server dies, the controller is stopped, and all goes on."""
     async with queue_of(queue, tmp_path) as (changes, url):
         config = settings(tmp_path, run__steps=8, controller__max_attempts=9, **changes)
-        address, checkpoint = config.controller.address, START
+        address = config.controller.address
+        checkpoint = START
         for stop_at in (3, 0):
             trainer = FakeTrainer(address, checkpoint=checkpoint, checkpoint_every=1)
             if stop_at:

@@ -49,10 +49,14 @@ def run_rank(folder: Path, job: str) -> None:
     layer = policy.drafts
     assert layer is not None
     part = DraftTraining(layer, policy, config)
-    step, published = TrainingStep(policy, config, [part]), open_published(policy, config)
+    step = TrainingStep(policy, config, [part])
+    published = open_published(policy, config)
     first = published.digests()
-    stored, disk = stored_policy(policy), DiskWork(folder, policy.ranks)
-    metrics, values, path = [], [layer.values.detach().clone()], folder / f"drafts-{job}"
+    stored = stored_policy(policy)
+    disk = DiskWork(folder, policy.ranks)
+    metrics = []
+    values = [layer.values.detach().clone()]
+    path = folder / f"drafts-{job}"
     for number, batch in enumerate(batches(config)):
         if number == 2:
             with policy.memory.resident(Part.PARAMETERS):
@@ -88,7 +92,8 @@ def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
 
 @pytest.mark.parametrize("layout", ["one-away", "tp2", "tp2-sequences", "dp2"])
 def test_layouts_train_the_layer_like_one_rank(layout: str, found: dict[str, dict]) -> None:
-    ours, one = found[layout], found["one"]
+    ours = found[layout]
+    one = found["one"]
     assert torch.equal(ours["values"][0], one["values"][0])
     for mine, expected in zip(ours["metrics"], one["metrics"], strict=True):
         for depth in (1, 2):
@@ -100,7 +105,8 @@ def test_layouts_train_the_layer_like_one_rank(layout: str, found: dict[str, dic
 
 def test_deferred_gathers_of_parameters_change_nothing(found: dict[str, dict]) -> None:
     """The layer is trained with embeddings and output weights of the whole new policy."""
-    one, other = found["dp2-sharded"]["values"], found["dp2-overlapping"]["values"]
+    one = found["dp2-sharded"]["values"]
+    other = found["dp2-overlapping"]["values"]
     for step, (ours, expected) in enumerate(zip(other, one, strict=True)):
         assert (ours - expected).norm() <= 1e-5 * expected.norm(), step
 

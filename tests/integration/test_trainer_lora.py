@@ -177,7 +177,8 @@ def check_sent(job: str, folder: Path, stored: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("job", list(JOBS))
 def test_identity_is_that_of_matrices_and_adapters_whatever_was_sent(job, folder, found):
-    ranks, alike = sent(job, folder), sent(reference(job), folder)
+    ranks = sent(job, folder)
+    alike = sent(reference(job), folder)
     for rank in ranks:
         assert rank["identity"] == rank["whole"]["identity"] != rank["alone"]["identity"]
         assert rank["first_identity"] == alike[0]["first_identity"] != rank["identity"]
@@ -200,7 +201,8 @@ def test_merged_matrices_are_those_of_the_files_and_products_of_the_adapter_fold
         prefix = f"base_model.model.{name.removesuffix('.weight')}"
         expected = base
         if f"{prefix}.lora_A.weight" in tensors:
-            b, a = tensors[f"{prefix}.lora_B.weight"], tensors[f"{prefix}.lora_A.weight"]
+            b = tensors[f"{prefix}.lora_B.weight"]
+            a = tensors[f"{prefix}.lora_A.weight"]
             assert (a.shape[0], b.shape[1]) == (RANK, RANK)
             expected = base + SCALE * b @ a
             moved += ".experts." in name and not torch.equal(expected, base)

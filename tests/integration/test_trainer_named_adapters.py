@@ -121,7 +121,8 @@ def run_rank(folder: Path, job: str) -> None:
     with policy.memory.resident(*Part):
         pass
     step = TrainingStep(policy, config)
-    stored, disk = stored_policy(policy), DiskWork(folder, policy.ranks)
+    stored = stored_policy(policy)
+    disk = DiskWork(folder, policy.ranks)
     before = adapters_of(policy)
     steps: dict[int, dict] = {}
     metrics = {}
@@ -171,7 +172,8 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 @pytest.mark.parametrize("name", ["code", "math"])
 @for_layouts
 def test_each_adapter_is_trained_bit_for_bit_as_in_a_run_of_its_own(layout, name, found):
-    ours, alone = found[f"{layout} {ALL}"], found[f"{layout} {name}"]
+    ours = found[f"{layout} {ALL}"]
+    alone = found[f"{layout} {name}"]
     assert same(ours["before"][name], alone["before"][""])
     for step, adapters in alone["steps"].items():
         assert same(ours["steps"][step][name], adapters[""]), step

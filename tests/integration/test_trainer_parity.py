@@ -74,7 +74,8 @@ def test_one_rank_trains_like_plain_transformers(layout, folder, one_rank):
                 name,
             )
     torch.testing.assert_close(found["logprobs"][-1], plain.probe(), rtol=1e-5, atol=2e-5)
-    trained, weights = plain.model.state_dict(), found["weights"]
+    trained = plain.model.state_dict()
+    weights = found["weights"]
     model = LAYOUTS[layout].model
     # The files of gpt-oss, too, have one tensor for all experts of a layer.
     if model != "gpt-oss":
@@ -84,7 +85,8 @@ def test_one_rank_trains_like_plain_transformers(layout, folder, one_rank):
 
 
 def test_grpo_written_down_again_gives_the_same_bits(one_rank: dict[str, dict]) -> None:
-    own, built_in = one_rank["own"], one_rank["one-mini-batches"]
+    own = one_rank["own"]
+    built_in = one_rank["one-mini-batches"]
     for step, metrics in enumerate(built_in["metrics"]):
         found = own["metrics"][step]
         assert {name: found[name] for name in ("loss", "grad_norm", "importance_weight_mean")} == {
@@ -125,7 +127,8 @@ def test_ranks_train_like_one(layout, one_rank, several_ranks):
         assert torch.equal(found["before"][name], tensor), name
     assert found["digest"] == expected["digest"]
     for step in range(PARITY_STEPS):
-        ours, theirs = found["metrics"][step], expected["metrics"][step]
+        ours = found["metrics"][step]
+        theirs = expected["metrics"][step]
         for name in (
             "loss",
             "grad_norm",

@@ -112,7 +112,8 @@ def expected(folder: Path) -> dict[str, list[dict]]:
     """What plain PyTorch computes for each loss, step by step."""
     found = {}
     for loss in LOSSES:
-        plain, steps = Plain(folder), []
+        plain = Plain(folder)
+        steps = []
         for number, numbers in enumerate(ADAM):
             given = passes_of(loss, number)
             rows = [plain.forward(one) for one in given]

@@ -82,7 +82,9 @@ class Receiver:
                 where.world_size,
                 timedelta(seconds=10),
             )
-        tensors, digests, by_name = {}, [], {}
+        tensors = {}
+        digests = []
+        by_name = {}
         for bucket in layout_from_pb(publish.layout):
             data = torch.empty(bucket.num_bytes, dtype=torch.uint8)
             self.group.broadcast(data, 0).wait()
@@ -229,7 +231,8 @@ def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Pa
     assert [r.error for r in controller.results] == ["", "", ""]
     assert [list(r.bucket_digests) for r in controller.results] == receiver.digests
     assert len({s.communicator.store_port for s in controller.starts[:1]}) == 1
-    hello, goodbye = controller.hello, controller.goodbye
+    hello = controller.hello
+    goodbye = controller.goodbye
     assert hello.weight_digest == receiver.identities[0]
     assert hello.num_senders == 1
     assert hello.num_parameters == sum(tensor.numel() for tensor in stored.values())
@@ -248,7 +251,9 @@ def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Pa
 
 
 def test_two_ranks_write_versions_to_storage_while_they_train(tmp_path, model, rank_pool):
-    root, reports, found = tmp_path / "storage", list[trainer_pb2.StoredReport](), list[bytes]()
+    root = tmp_path / "storage"
+    reports = list[trainer_pb2.StoredReport]()
+    found = list[bytes]()
     settings = {"storage_url": str(root)}
     server = StoredWeights(WeightsSection(storage_url=str(root)), tmp_path / "server")
     told = [threading.Event(), threading.Event()]
@@ -258,9 +263,11 @@ def test_two_ranks_write_versions_to_storage_while_they_train(tmp_path, model, r
         reports.append(report)
         if not report.error:
             fetched = server.fetch(report.stored, threading.Event())
-            data, by_name = memoryview(fetched.path.read_bytes()), {}
+            data = memoryview(fetched.path.read_bytes())
+            by_name = {}
             for bucket in layout_from_pb(fetched.layout):
-                part, data = data[: bucket.num_bytes], data[bucket.num_bytes :]
+                part = data[: bucket.num_bytes]
+                data = data[bucket.num_bytes :]
                 names = (span.tensor.name for span in bucket.spans)
                 by_name |= zip(names, bucket_tensor_digests(bucket, part), strict=True)
             found.append(weight_digest(by_name))
@@ -312,12 +319,15 @@ def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(tmp_path, model, r
 
     def replayed(*overrides: str) -> tuple[int, list[list[str]]]:
         replay = rank_pool.start(
-            *("slipstream.learner.trainer.replay", "--config", str(tmp_path / "resolved.toml")),
+            "slipstream.learner.trainer.replay",
+            "--config",
+            str(tmp_path / "resolved.toml"),
             *overrides,
             environ={**os.environ, **environment, **place, "OMP_NUM_THREADS": "1"},
             log=tmp_path / "replay.log",
         )
-        status, said = replay.wait(TIMEOUT_S), (tmp_path / "replay.log").read_text()
+        status = replay.wait(TIMEOUT_S)
+        said = (tmp_path / "replay.log").read_text()
         return status, [line.split() for line in said.splitlines() if line.startswith("version ")]
 
     expected = [
@@ -393,7 +403,8 @@ def check_probe(
 def test_same_batches_give_the_same_bits_whether_they_are_profiled_or_not(
     tmp_path: Path, model: Path, rank_pool: RankPool
 ) -> None:
-    digests, metrics = [], {}
+    digests = []
+    metrics = {}
     for name, debug in (("plain", {}), ("profiled", {"profile": {"start_step": 2}})):
         orders = [batch_order(BATCHES[0]), batch_order(BATCHES[1]), stop_order()]
         settings = {"pool": rank_pool, "debug": debug, "export_final": False}
@@ -475,7 +486,8 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path,
     assert [report.weight_digest for report in controller.steps] == expected
     (killed / "program" / "checkpoints" / "step-000009.partial").mkdir()
     controller = trained(killed, model, [batch_order(BATCHES[2]), stop_order()], **settings)
-    hello, goodbye = controller.hello, controller.goodbye
+    hello = controller.hello
+    goodbye = controller.goodbye
     assert (hello.version.step, hello.weight_digest) == (2, expected[1])
     assert [report.weight_digest for report in controller.steps] == expected[2:]
     assert goodbye.weight_digest == expected[-1]

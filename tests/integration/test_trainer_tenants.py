@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
     from slipstream.learner.trainer.model.policy import Policy
 
-ALL, LARGEST, STEPS = "all", 64, 3
+ALL = "all"
+LARGEST = 64
+STEPS = 3
 MATRICES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
@@ -142,7 +144,8 @@ def run_rank(folder: Path, job: str) -> None:
         return passes.run(Batch(0, "b", (), given, tuple(of))).metrics
 
     def step(name: str, number: int) -> None:
-        adam, of = pb.GivenStep(adam=numbers_of(name, number)), own_passes(name, number)
+        adam = pb.GivenStep(adam=numbers_of(name, number))
+        of = own_passes(name, number)
         if passes_digest(name, [one.id for one in of]) in passes.held():
             # The controller sends their names alone then.
             of = [pb.Pass(id=one.id) for one in of]
@@ -170,7 +173,9 @@ def run_rank(folder: Path, job: str) -> None:
             bad.id = "bad"
             bad.sequences[0].advantages = np.full(7, np.inf, "<f4").tobytes()
             failures["loss"] = passes.compute(bad).error
-            bad.id, bad.loss, bad.loss_args_json = "huge", *("reinforce", "{}")
+            bad.id = "huge"
+            bad.loss = "reinforce"
+            bad.loss_args_json = "{}"
             bad.sequences[0].advantages = np.full(7, 3e37, "<f4").tobytes()
             failures["huge"] = passes.compute(bad).error
             try:

@@ -81,7 +81,8 @@ def trained(rank_pool: RankPool, folder: Path) -> Callable[[str, str], dict]:
 
     @functools.cache
     def found(family: str, layout: str) -> dict:
-        job, world_size = f"{family}.{layout}", 1 if layout.startswith("one") else 2
+        job = f"{family}.{layout}"
+        world_size = 1 if layout.startswith("one") else 2
         return rank_pool.found(vision_ranks, {job: world_size}, folder)[job]
 
     return found
@@ -93,7 +94,8 @@ def logprobs_of(
     whole = conversations(folder)
     if forced is None:
         return torch.cat(plain_logprobs(model, folder, whole))
-    experts, found = experts_of(len(tokens) for tokens, _ in whole), []
+    experts = experts_of(len(tokens) for tokens, _ in whole)
+    found = []
     for conversation, ids in zip(whole, experts, strict=True):
         forced.expert_ids = ids
         found += plain_logprobs(model, folder, [conversation])
@@ -205,7 +207,8 @@ def test_adapters_are_exported_and_sent_as_what_was_merged(family: str, folder: 
         name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in adapters
     } == {*targets}
     for name, base in first.items():
-        expected, module = base, name.removesuffix(".weight")
+        expected = base
+        module = name.removesuffix(".weight")
         if module in targets:
             a, b = (adapters[f"base_model.model.{module}.lora_{x}.weight"] for x in "AB")
             expected = base + SCALE * b @ a

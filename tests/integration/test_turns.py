@@ -56,7 +56,8 @@ async def test_no_engine_samples_while_a_step_is_trained_beside_it(tmp_path, tur
 async def test_a_trainer_that_dies_in_a_step_is_followed_by_one_that_goes_on(tmp_path, turns):
     config = config_of(tmp_path, turns)
     server = FakeServer(config.controller.address, "s", delay_s=0.01)
-    first, second = TrainerBeside(config, server), TrainerBeside(config, server)
+    first = TrainerBeside(config, server)
+    second = TrainerBeside(config, server)
     first.hold_at(3)
 
     async def kill(controller, tasks) -> None:

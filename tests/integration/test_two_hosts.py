@@ -34,7 +34,9 @@ pytestmark = [
 
 # What containers run as, without an entry in any passwd file.
 USER = 12345
-NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE = 3, 4, 4
+NUM_STEPS = 3
+GROUPS_PER_STEP = 4
+GROUP_SIZE = 4
 RUN_LIMIT_S = 600.0
 READY_LIMIT_S = 240.0
 # Env file, profile, and what differs from the example.

@@ -29,9 +29,11 @@ from support.ranks.rank_pool import RankPool
 
 from deploy.environments.colours import COLOURS, square_png
 
-VOCABULARY, MAX_TOKENS = 32, 24
+VOCABULARY = 32
+MAX_TOKENS = 24
 MICRO_BATCH_TOKENS = 64
-GROUPS, MEMBERS = 4, 4
+GROUPS = 4
+MEMBERS = 4
 # A trajectory of the third group of a batch.
 FAULTY = 9
 
@@ -215,7 +217,8 @@ def run_rank(folder: Path, name: str) -> None:
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.train import StartAgain, Trainer
 
-    job, launch = JOBS[name], Launch.from_environment()
+    job = JOBS[name]
+    launch = Launch.from_environment()
     bad = [poisoned_batch(1, poison, trees=job.trees) for poison in job.poisons]
     batches = [good_batch(0, trees=job.trees), *bad, good_batch(1, trees=job.trees)]
     orders = [*map(batch_order, batches), stop_order()]
@@ -259,7 +262,8 @@ def state_of(trainer: object) -> dict[str, int]:
     """
     from slipstream.learner.trainer.model.policy import optimizer_state
 
-    policy, found = trainer._policy, {}
+    policy = trainer._policy
+    found = {}
     models = {"policy": policy}
     for part in trainer._parts:
         models |= part.models()
@@ -388,7 +392,8 @@ def test_a_rank_goes_on_with_the_same_weights_after_each_kind_of_bad_batch(one_r
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_left_of_a_bad_batch(kind: str, one_rank: dict[str, list[dict]]) -> None:
-    poisoned, plain = one_rank[f"{kind}-poisoned"][0], one_rank[f"{kind}-plain"][0]
+    poisoned = one_rank[f"{kind}-poisoned"][0]
+    plain = one_rank[f"{kind}-plain"][0]
     assert poisoned["error"] == plain["error"] == ""
     assert len(poisoned["failures"]) == len(BAD[kind])
     changed = [name for name, value in plain["state"].items() if poisoned["state"][name] != value]
@@ -435,7 +440,8 @@ def test_a_batch_without_a_sampled_token_is_reported(one_rank: dict[str, list[di
 
 
 def test_parameters_without_a_finite_gradient_are_named(one_rank: dict[str, list[dict]]) -> None:
-    told, plain = one_rank["gradient"][0], one_rank["plain"][0]
+    told = one_rank["gradient"][0]
+    plain = one_rank["plain"][0]
     (failure,) = told["failures"]
     assert failure[0].startswith("the gradient norm is nan, not finite in 1 of ")
     assert " parameters, first in decoder.final_layernorm.weight; the weights were" in failure[0]

@@ -98,7 +98,8 @@ def test_an_engine_says_to_which_experts_it_sent_tokens_of_images(seen) -> None:
 
 def found_experts(folder: Path, found: dict[str, np.ndarray]) -> list[float]:
     """The part of each conversation's recorded experts that transformers chooses too."""
-    model, parts = plain_model(folder), []
+    model = plain_model(folder)
+    parts = []
     for place, conversation in enumerate(both_turns(folder, found[f"{folder.name} tokens"])):
         with chosen_experts(model) as chosen, torch.no_grad():
             plain_logprobs(model, folder, [conversation])
@@ -139,10 +140,12 @@ def reply_logprobs(
     shown: Callable[[bytes], bytes] = bytes,
 ) -> np.ndarray:
     """Log-probabilities by transformers, with `adapters` merged and images as `shown`."""
-    model, length = plain_model(folder), replies.shape[1]
+    model = plain_model(folder)
+    length = replies.shape[1]
     prefixed = {f"base_model.model.{n}": p for n, p in model.named_parameters()}
     for name in [name for name in adapters if "lora_A" in name]:
-        a, b = adapters[name], adapters[name.replace("lora_A", "lora_B")]
+        a = adapters[name]
+        b = adapters[name.replace("lora_A", "lora_B")]
         prefixed[name.replace("lora_A.", "")].data += SCALE * b @ a
     whole = [
         (tokens, [(at, shown(image)) for at, image in images])
@@ -217,7 +220,8 @@ async def test_an_engine_drafts_behind_images_and_computes_text_in_fp8(
             await rig.publish({n: x.to(getattr(torch, dtype)) for n, x in weights.items()}, {})
             models = [plain_model(folder), plain_model(other)]
             for place, (prompt, images) in enumerate(asked):
-                name, placed = f"{folder.name}{place}", [PlacedImage(*image) for image in images]
+                name = f"{folder.name}{place}"
+                placed = [PlacedImage(*image) for image in images]
                 reply = await engine.requests.generate(
                     name, prompt.tolist(), GREEDY, 24, images=placed
                 )

@@ -50,7 +50,8 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 MAKE = ROOT / "deploy" / "make_certificates.sh"
-RUN_ID, MARK = "run-00000000", "run/journal/journal.log"
+RUN_ID = "run-00000000"
+MARK = "run/journal/journal.log"
 # The first learner node of one, the second of two, a rollout server.
 FIRST = ("learner", "config.toml", "--connect-timeout-s=1")
 NODES = ("learner.world_size=2", "learner.ranks_per_node=1", "--master=127.0.0.1:29500")
@@ -239,7 +240,9 @@ def answering(site: Site, change: Callable[[status_pb2.Setup], object]) -> Itera
     credentials = Credentials.load(config.security)
     setup = describe_setup(config, run_id=RUN_ID, mark=MARK)
     change(setup)
-    started, loop, ended = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
+    started = threading.Event()
+    loop = asyncio.new_event_loop()
+    ended = asyncio.Event()
 
     async def serve() -> None:
         server = create_server(credentials)

@@ -25,7 +25,8 @@ SOURCE_ROOTS = (
     "learner",
     "extensions",
 )
-ALL_PASSED, SOME_FAILED = 0, 1
+ALL_PASSED = 0
+SOME_FAILED = 1
 # Longest time of one call of pytest.
 LIMIT_S = 3600
 

@@ -51,11 +51,14 @@ class _Thread:
 
     def go_on(self, result: Any = None, error: BaseException | None = None) -> None:
         """Lets the call run until it waits again or ends; raises what it ends with."""
-        self.wish, self.result, self._error = None, result, error
+        self.wish = None
+        self.result = result
+        self._error = error
         self._goes.release()
         self._stands.acquire()
         if self._call is None and self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise error
 
     def kill(self) -> None:
@@ -69,7 +72,8 @@ class _Thread:
         self.wish = wish
         self._stands.release()
         self._goes.acquire()
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
         return self.result
@@ -95,13 +99,15 @@ async def run_blocking(call: Callable[..., Any], *args: Any) -> Any:
     """Runs blocking code in a thread of its own, which has ended it when this coroutine ends."""
     thread = _IDLE.pop() if _IDLE else _Thread()
     thread.begin(call, *args)
-    result, error = None, None
+    result = None
+    error = None
     try:
         while True:
             thread.go_on(result, error)
             if thread.wish is None:
                 return thread.result
-            result, error = None, None
+            result = None
+            error = None
             try:
                 result = await thread.wish
             except Exception as raised:  # noqa: BLE001 - the thread gets it
@@ -127,7 +133,8 @@ class _Started:
     """Takes the place of `threading.Thread`; it belongs to the process that starts it."""
 
     def __init__(self, target: Callable[..., None], args: Any = (), **_: Any) -> None:
-        self._target, self._args = target, args
+        self._target = target
+        self._args = args
 
     def start(self) -> None:
         process = PROCESS.get()
@@ -145,7 +152,8 @@ class _Event:
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
-        self.is_set, self.set = self._event.is_set, self._event.set
+        self.is_set = self._event.is_set
+        self.set = self._event.set
 
     def wait(self, timeout: float | None = None) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -157,7 +165,8 @@ class _RLock:
     """Takes the place of `threading.RLock`."""
 
     def __init__(self) -> None:
-        self._lock, self._depth = asyncio.Lock(), 0
+        self._lock = asyncio.Lock()
+        self._depth = 0
         self._owner: _Thread | None = None
 
     def __enter__(self) -> None:
@@ -216,14 +225,16 @@ class _Stream:
     """The answers of one call."""
 
     def __init__(self, call: SimulatedCall) -> None:
-        self._call, self.cancel = call, call.cancel
+        self._call = call
+        self.cancel = call.cancel
 
     def __iter__(self) -> Iterator[Any]:
         while (message := self._taken() or wait(self._read())) is not EOF:
             yield message
 
     async def only_answer(self) -> Any:
-        answer, end = await self._read(), await self._read()
+        answer = await self._read()
+        end = await self._read()
         assert end is EOF
         return answer
 

@@ -70,7 +70,8 @@ class Disk:
         found = {path: path.read_bytes() for path in self._folder.rglob("*") if path.is_file()}
         if power_fails:
             for path in [path for path in found if path.suffix == ".log"]:
-                least, most = self.synced.get(path, 0), len(found[path])
+                least = self.synced.get(path, 0)
+                most = len(found[path])
                 found[path] = found[path][: self._random.randint(min(least, most), most)]
             safe = self._filled & self._named
             for path in sorted(path for path in found if path.suffix == ".pb"):

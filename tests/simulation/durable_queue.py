@@ -50,7 +50,8 @@ class QueueSender(QueueEnd):
     """The end of a rollout server, which waits until an entry is stored."""
 
     def __init__(self, queue: DurableQueue) -> None:
-        self._queue, self._random = queue, queue.world.random
+        self._queue = queue
+        self._random = queue.world.random
         self._sent, self.taken = EpochAmounts(), EpochAmounts()
         self._waiting: dict[TrajectoryId, None] = {}
         self._order = asyncio.Lock()
@@ -88,10 +89,12 @@ class QueueReceiver(QueueEnd):
     """The controller's end: it reads all entries from the start, and forgets acknowledged ones."""
 
     # It never loses anything.
-    is_new, added = False, 0
+    is_new = False
+    added = 0
 
     def __init__(self, queue: DurableQueue, open_seal: Callable[..., bytes | None]) -> None:
-        self._queue, self._open_seal = queue, open_seal
+        self._queue = queue
+        self._open_seal = open_seal
         self.given = Amount()
         self.backlog = tuple(queue.entries)
         self._read: set[TrajectoryId] = set()

@@ -119,12 +119,17 @@ class Wire:
 class SimulatedEngine:
     """Samples one token after another; its weights are what the wire brought."""
 
-    num_workers, max_model_len, num_experts = 1, 4096, 0
+    num_workers = 1
+    max_model_len = 4096
+    num_experts = 0
 
     def __init__(
         self, process: Process, loop: VirtualLoop, wire: Wire, tokens: Tokens, seed: str
     ) -> None:
-        self.process, self._loop, self._wire, self._tokens = process, loop, wire, tokens
+        self.process = process
+        self._loop = loop
+        self._wire = wire
+        self._tokens = tokens
         self._random = random.Random(f"engine/{seed}")
         # Servers differ, so that groups come back out of order.
         self.token_s = self._random.choice((0.02, 0.1, 0.3))
@@ -211,7 +216,8 @@ class SimulatedEngine:
             raise WeightSyncError("the engine could not load the weights")
         if is_stored:
             content = storage.loaded(self._order)
-            arrived, digests = storage.weights_of(content), storage.digests_of(content)
+            arrived = storage.weights_of(content)
+            digests = storage.digests_of(content)
             if not self.truth.holds(arrived):
                 self.violations.append(f"{self.process.name} fetched what no trainer wrote")
         self.weights = arrived
@@ -283,7 +289,8 @@ class NumberRenderer:
 class SimulatedGateway:
     """Takes the place of the service to which worker processes attach."""
 
-    limits, takes_tools = NO_LIMITS, False
+    limits = NO_LIMITS
+    takes_tools = False
 
     def __init__(self, loop: VirtualLoop, seed: str, log_dir: Path) -> None:
         self.loop, self.random, self.log_dir = loop, random.Random(f"worker/{seed}"), log_dir

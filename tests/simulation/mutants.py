@@ -258,7 +258,8 @@ def _changed(change: Change) -> Iterator[None]:
         code = SourceFileLoader(module_name, file.name).get_code(module_name)
     [function] = [each for each in code.co_consts if isinstance(each, CodeType)]
     after: Any = FunctionType(function, module.__dict__, attribute, before.__defaults__)
-    after.__kwdefaults__, after.mutated_source = before.__kwdefaults__, source
+    after.__kwdefaults__ = before.__kwdefaults__
+    after.mutated_source = source
     setattr(owner, attribute, after)
     try:
         yield

@@ -52,7 +52,8 @@ class Network:
     def heal(self) -> None:
         """Ends all partitions; what was held back arrives."""
         self.cut.clear()
-        held, self._held = self._held, []
+        held = self._held
+        self._held = []
         for call in held:
             call()
 
@@ -82,13 +83,16 @@ class Link:
     """The connection of one client process to one server process."""
 
     def __init__(self, network: Network, client: Process, server: Process) -> None:
-        self.network, self.client, self.server = network, client, server
+        self.network = network
+        self.client = client
+        self.server = server
         self.is_broken = False
         self.calls: dict[SimulatedCall, None] = {}
 
     def reset(self, half_open_s: float) -> None:
         self.is_broken = True
-        loop, rnd = self.network.loop, self.network.random
+        loop = self.network.loop
+        rnd = self.network.random
         for call in list(self.calls):
             for lose in (call.client_loses, call.server_loses):
                 after_s = rnd.uniform(0.0, half_open_s + 0.01)
@@ -100,8 +104,10 @@ class Pipe:
     """One direction of one call: messages arrive in order, each after a delay of its own."""
 
     def __init__(self, link: Link, method: str, sender: Process, receiver: Process) -> None:
-        self._link, self._method = link, method
-        self._sender, self._receiver = sender, receiver
+        self._link = link
+        self._method = method
+        self._sender = sender
+        self._receiver = receiver
         self._way = (sender.name, receiver.name)
         self._name = f"{self._way} {method}"
         self._last_s = 0.0
@@ -148,10 +154,13 @@ class SimulatedCall:
         timeout: float | None = None,
         wait_for_ready: bool | None = None,
     ) -> None:
-        self._channel, self._method, self._shape = channel, method, shape
+        self._channel = channel
+        self._method = method
+        self._shape = shape
         self._serialize, self._deserialize = coders
         self.metadata = tuple(metadata or ())
-        self.network, self.loop = channel.network, channel.network.loop
+        self.network = channel.network
+        self.loop = channel.network.loop
         self.client = channel.process
         self.link: Link | None = None
         # What the client has received: messages, then EOF or an error.
@@ -316,7 +325,8 @@ class Context:
     """The handler's view of a call."""
 
     def __init__(self, call: SimulatedCall, serialize: Any) -> None:
-        self._call, self._serialize = call, serialize
+        self._call = call
+        self._serialize = serialize
 
     def invocation_metadata(self) -> Any:
         return self._call.metadata
@@ -346,7 +356,8 @@ class SimulatedServer:
     def __init__(self, network: Network) -> None:
         process = PROCESS.get()
         assert process is not None
-        self.process, self._network = process, network
+        self.process = process
+        self._network = network
         self._methods: dict[str, Any] = {}
         self._handlers: list[asyncio.Task] = []
         self.address = ""
@@ -430,7 +441,9 @@ class SimulatedChannel:
     def __init__(self, network: Network, address: str) -> None:
         process = PROCESS.get()
         assert process is not None
-        self.network, self.address, self.process = network, address, process
+        self.network = network
+        self.address = address
+        self.process = process
 
     def _shape(self, method: str, shape: str, serializer: Any, deserializer: Any) -> Any:
         def call(request: Any = None, **named: Any) -> SimulatedCall:

@@ -42,7 +42,8 @@ def judge(world: World) -> Counter[str]:
 
 class _Judge:
     def __init__(self, world: World) -> None:
-        self._world, self._wrong = world, world.violations
+        self._world = world
+        self._wrong = world.violations
         self._folder = world.config.run_dir
         # The number of the log in which each trajectory has ended, and the byte there.
         self._ended: dict[str, tuple[int, int]] = {}
@@ -92,7 +93,8 @@ class _Judge:
             # One without a record has counted nothing.
             told.environments[name]
         for name in (each.name for each in fields(RunState)):
-            ours, theirs = getattr(known, name), getattr(told, name)
+            ours = getattr(known, name)
+            theirs = getattr(told, name)
             if ours != theirs:
                 self._wrong.append(f"{name} is {ours} live, and {theirs} after a restart")
 
@@ -114,7 +116,9 @@ class _Judge:
 
     def _check_groups(self) -> None:
         """Wherever a journal is cut, each leased group is open, in one batch, or over."""
-        history, leased, over = RunHistory(), set[GroupId](), set[GroupId]()
+        history = RunHistory()
+        leased = set[GroupId]()
+        over = set[GroupId]()
         for number, fields_ in enumerate(read_records(self._folder / "journal"), 1):
             record = parsed(fields_)
             history.add(record)
@@ -138,7 +142,8 @@ class _Judge:
         aside: list[str] = []
         evaluated: list[int] = []
         for log, end, record in read_journal(self._folder, Findings()):
-            kind, place = record["kind"], (log, end)
+            kind = record["kind"]
+            place = (log, end)
             if kind == "end":
                 self._ended[record["id"]] = place
                 if record["end"] == "quarantined" and record["cause"] == "it is of run other-1":
@@ -222,7 +227,8 @@ class _Judge:
     def _check_evaluations(self, versions: list[int]) -> None:
         """The last version is measured, and none twice; a newer one may stand for one before."""
         shape = self._world.shape
-        every, due = shape.evaluate_every, set()
+        every = shape.evaluate_every
+        due = set()
         if every is not None:
             due = {0, shape.steps, *(range(0, shape.steps, every) if every else ())}
         is_right = len(versions) == len(set(versions)) <= len(due)
@@ -246,7 +252,9 @@ class _Judge:
 
 def _turns(trajectory: Trajectory) -> list[list[int]]:
     """The sampled tokens of each turn."""
-    tokens, turns, at = trajectory.token_ids.tolist(), [], 0
+    tokens = trajectory.token_ids.tolist()
+    turns = []
+    at = 0
     for number, length in enumerate(trajectory.run_lengths):
         if number % 2:
             turns.append(tokens[at : at + length])

@@ -52,7 +52,9 @@ class Schedules:
     """Plays seeds in processes; one that hangs or ends is replaced, and its seed has failed."""
 
     def __init__(self, folder: Path, *, until_s: float = float("inf"), verbose: bool) -> None:
-        self._folder, self._until_s, self._verbose = folder, until_s, verbose
+        self._folder = folder
+        self._until_s = until_s
+        self._verbose = verbose
         self._context = multiprocessing.get_context("fork")
         self._parts: dict[Connection, _Part] = {}
 
@@ -112,10 +114,12 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds to begin in")
     parser.add_argument("--verbose", action="store_true", help="print each message")
     arguments = parser.parse_args()
-    seeds, begun_s = arguments.seeds, time.monotonic()
+    seeds = arguments.seeds
+    begun_s = time.monotonic()
     sums: Counter[str] = Counter()
     fired: Counter[str] = Counter()
-    failed, virtual_s = [], 0.0
+    failed = []
+    virtual_s = 0.0
     with tempfile.TemporaryDirectory(dir=shared_memory()) as folder:
         until_s = begun_s + arguments.limit_s
         schedules = Schedules(Path(folder), until_s=until_s, verbose=arguments.verbose)

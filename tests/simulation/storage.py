@@ -77,14 +77,18 @@ class Store:
         # Manifests that a trainer reported before all of their version was there, with the cause.
         self._half: dict[str, str] = {}
         # Longest time of a call, and of a new object until all of it is there.
-        self.delay_s, self.late_s = 0.2, 0.0
+        self.delay_s = 0.2
+        self.late_s = 0.0
         # Shares of the calls that fail, and of the reads that give something else.
-        self.failing, self.torn = 0.0, 0.0
+        self.failing = 0.0
+        self.torn = 0.0
         self.is_full = False
 
     def open(self, reader: Any, url: str) -> None:
         """Takes the place of `Storage.__init__`."""
-        reader.url, reader._files, reader._root = url, self, "root"
+        reader.url = url
+        reader._files = self
+        reader._root = "root"
 
     def on_thread(
         self, call: Callable[[], Any], limit_s: float, abandoned: Any, *, name: str
@@ -155,7 +159,8 @@ class Store:
 
     def _check_unread(self, path: str) -> None:
         """A version stays while a server fetches it, unless the trainer was told to leave."""
-        process, controller = PROCESS.get(), self._world.controller
+        process = PROCESS.get()
+        controller = self._world.controller
         if self._world.trainers[process.name].is_leaving or not hasattr(controller, "parts"):
             return
         for part in controller.parts:

@@ -64,14 +64,19 @@ class SimulatedTrainer:
         checkpoint_every: int,
         noise: bool,
     ) -> None:
-        self.client, self._config = ControllerClient(config), config
-        self._name, self._wire, self._truth = name, wire, truth
+        self.client = ControllerClient(config)
+        self._config = config
+        self._name = name
+        self._wire = wire
+        self._truth = truth
         self._random = random.Random(f"trainer/{seed}")
-        self._alive, self._checkpoint_every = alive, checkpoint_every
+        self._alive = alive
+        self._checkpoint_every = checkpoint_every
         self._noise = self._random.randbytes(4) if noise else b""
         self.version, self.weights = truth.checkpoint
         self._saving: tuple[PolicyVersion, bytes] | None = None
-        self._activity, self._communicator = Activity(), ""
+        self._activity = Activity()
+        self._communicator = ""
         # Whether it was told to leave.
         self.is_leaving = False
         self._writer: VersionWriter | None = None
@@ -170,7 +175,8 @@ class SimulatedTrainer:
 
     def _save(self) -> None:
         """Ends the save that goes on; where batches are removed, the next one is given by then."""
-        saved, self._saving = self._saving, None
+        saved = self._saving
+        self._saving = None
         if saved is None:
             return
         self._truth.checkpoint = saved
@@ -205,7 +211,8 @@ class SimulatedTrainer:
                     problem = "a server did not take part"
         problem = problem or self._send(order)
         if problem:
-            result.error, self._communicator = problem, ""
+            result.error = problem
+            self._communicator = ""
         else:
             result.bucket_digests.extend(bucket_digests(self.weights))
             if order.verify:

@@ -38,7 +38,8 @@ class Process:
     """One simulated process: `start` its main coroutine once; `kill` drops all of its tasks."""
 
     def __init__(self, loop: VirtualLoop, name: str) -> None:
-        self.name, self.is_alive = name, True
+        self.name = name
+        self.is_alive = True
         self._loop = loop
         self.context = contextvars.copy_context()
         self.context.run(PROCESS.set, self)
@@ -63,7 +64,8 @@ class Process:
         self._loop.call_later(seconds, self._go_on, context=contextvars.Context())
 
     def _go_on(self) -> None:
-        held, self.held = self.held or [], None
+        held = self.held or []
+        self.held = None
         self._loop._ready.extend(held)
 
     def die(self) -> None:
@@ -101,7 +103,9 @@ class _Handle:
     __slots__ = ("args", "call", "context", "is_cancelled")
 
     def __init__(self, call: Any, args: tuple[Any, ...], context: contextvars.Context) -> None:
-        self.call, self.args, self.context = call, args, context
+        self.call = call
+        self.args = args
+        self.context = context
         self.is_cancelled = False
 
     def cancel(self) -> None:
@@ -196,9 +200,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, when: float, call: Any, *args: Any, context: contextvars.Context | None = None
     ) -> _Timer:
         timer = _Timer(when)
-        timer.call, timer.args, timer._loop = call, args, self
+        timer.call = call
+        timer.args = args
+        timer._loop = self
         timer.context = contextvars.copy_context() if context is None else context
-        timer.is_cancelled, timer.is_scheduled = False, True
+        timer.is_cancelled = False
+        timer.is_scheduled = True
         heapq.heappush(self._timers, timer)
         return timer
 
@@ -263,7 +270,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return done
 
     def _run_function(self, done: asyncio.Future, took_s: float, func: Any, args: Any) -> None:
-        result, error = None, None
+        result = None
+        error = None
         try:
             result = func(*args)
         except StopIteration as raised:

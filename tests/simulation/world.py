@@ -201,8 +201,15 @@ def many_crashes(seed: int) -> tuple[Shape, list[Fault]]:
     )
     names = (
         *("kill_at_sync", "power_failure", "kill_controller") * 3,
-        *("kill_client", "bad_client", "kill_server", "kill_trainer", "second_trainer"),
-        *("failing_environment", "slow_queue", "lost_connections", "slow_disk"),
+        "kill_client",
+        "bad_client",
+        "kill_server",
+        "kill_trainer",
+        "second_trainer",
+        "failing_environment",
+        "slow_queue",
+        "lost_connections",
+        "slow_disk",
     )
     faults = [
         Fault(rnd.uniform(0.1, 1.0 + STEP_S * shape.steps), rnd.choice(names))
@@ -261,12 +268,14 @@ class World:
         planned: tuple[Shape, list[Fault]] | None = None,
         verbose: bool = False,
     ) -> None:
-        self.seed, self._folder = seed, folder
+        self.seed = seed
+        self._folder = folder
         self.shape, self.faults = planned if planned is not None else plan(seed)
         self.config = config_of(self.shape, folder)
         self.loop = VirtualLoop(seed)
         self.random = random.Random(f"world/{seed}")
-        self._trace, self._verbose = hashlib.blake2b(digest_size=16), verbose
+        self._trace = hashlib.blake2b(digest_size=16)
+        self._verbose = verbose
         self.network = Network(self.loop, seed, self.trace)
         self.network.on_arrival = self._arrived
         self.network.on_error = self._handler_failed
@@ -334,7 +343,8 @@ class World:
         task.add_done_callback(end)
         process.at_end.append(end)
         await ended
-        result, error = None, None
+        result = None
+        error = None
         if process.is_alive and task.done() and not task.cancelled():
             error = task.exception()
             result = task.result() if error is None else None
@@ -420,7 +430,8 @@ class World:
     async def _server(self, process: Process, name: ServerId) -> None:
         seed = f"{self.seed}/{process.name}"
         engine = SimulatedEngine(process, self.loop, self.wire, self.tokens, seed)
-        engine.violations, engine.truth = self.violations, self.truth
+        engine.violations = self.violations
+        engine.truth = self.truth
         gateway = SimulatedGateway(self.loop, seed, self._folder / "logs")
         self.engines.append(engine)
         self.gateways.append(gateway)
@@ -610,7 +621,8 @@ class World:
                 trajectory = replace(trajectory, run_id="other-1")
             return encode_trajectory(trajectory)
 
-        put, run_group = grpc.GrpcSender.put, dispatcher.Dispatcher._run_group
+        put = grpc.GrpcSender.put
+        run_group = dispatcher.Dispatcher._run_group
 
         async def put_or_lose(sender: Any, name: str, data: bytes, **how: Any) -> None:
             """Counts a trajectory that is lost as sent."""
@@ -703,7 +715,8 @@ class World:
 
     def fault_bad_client(self) -> bool:
         """A client answers late, or twice."""
-        self.habits.answer_s, self.habits.repeated = self.random.choice((0.1, 8.0)), 0.5
+        self.habits.answer_s = self.random.choice((0.1, 8.0))
+        self.habits.repeated = 0.5
         self._later(lambda: vars(self.habits).update(vars(Habits())), 1.0, 10.0)
         return self.shape.has_client
 

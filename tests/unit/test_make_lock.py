@@ -26,7 +26,8 @@ def write_wheel(folder: Path, name: str, version: str, tag: str = "py3-none-any"
     stem = f"{name}-{version.partition('-')[0]}"
     path = folder / f"{name}-{version}-{tag}.whl"
     with zipfile.ZipFile(path, "w") as files:
-        package, number = name.replace("_", "-"), stem.rpartition("-")[2]
+        package = name.replace("_", "-")
+        number = stem.rpartition("-")[2]
         text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {number}\n"
         files.writestr(f"{stem}.dist-info/METADATA", text)
         about = f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n"
@@ -99,7 +100,8 @@ def test_another_python_is_refused_before_anything_is_downloaded(
     # Nobody serves what the other lines name.
     write_wheel(tmp_path / "release", "slipstream_rl", "0.1.0")
     (tmp_path / "release" / "torch.html").touch()
-    page, address = f"{release}/torch.html", f"{release}/none"
+    page = f"{release}/torch.html"
+    address = f"{release}/none"
     lock = lock_of("cpu", tmp_path / "release", address, page=page, folder=lists)
     (tmp_path / "lock.txt").write_text(lock)
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--dry-run"]

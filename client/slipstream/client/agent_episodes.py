@@ -56,7 +56,9 @@ class AgentEpisode:
     def __init__(
         self, environment: AgentEnvironment[Any], task: object, gateway: Gateway, *, on_busy: OnBusy
     ) -> None:
-        self._gateway, self._on_busy, self._is_busy = gateway, on_busy, False
+        self._gateway = gateway
+        self._on_busy = on_busy
+        self._is_busy = False
         self.exchange = CallExchange(on_waiting=lambda is_waiting: self._note_busy(not is_waiting))
         self._endpoint = gateway.open(self.exchange)
         self._code = partial(environment.run, task, self._endpoint)
@@ -134,13 +136,15 @@ class AgentEpisode:
         Raised here, a SystemExit would end the event loop. Raises CancelledError if this task is
         cancelled.
         """
-        loop, this = asyncio.get_running_loop(), asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        this = asyncio.current_task()
         assert this is not None
         try:
             if not self._is_plain:
                 value = self._code()
                 return _Outcome(await value if inspect.isawaitable(value) else value)
-            context, ended = contextvars.copy_context(), loop.create_future()
+            context = contextvars.copy_context()
+            ended = loop.create_future()
 
             def deliver(outcome: _Outcome) -> None:
                 if not ended.done():

@@ -76,7 +76,9 @@ class BoundedConnection(HttpToolsProtocol):
         when a new one makes more than `most` connections.
         """
         super().__init__(**options)
-        self._limit_s, self._most, self._resting = limit_s, most, resting
+        self._limit_s = limit_s
+        self._most = most
+        self._resting = resting
         self._deadline: asyncio.TimerHandle | None = None
         # Bytes since a head was whole or a part of a body came.
         self._num_held = 0

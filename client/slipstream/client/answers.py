@@ -221,7 +221,8 @@ def reply_of(command: pb.StepCommand) -> Reply:
     tokens = command.token_ids
     if not command.HasField("parsed"):
         return Reply(command.reply, token_ids=tokens)
-    parsed, calls = command.parsed, []
+    parsed = command.parsed
+    calls = []
     for call in parsed.tool_calls:
         arguments: Mapping[str, object] | str = call.arguments
         with contextlib.suppress(ValueError, RecursionError):
@@ -245,7 +246,8 @@ def verdict(result: object, *, gives: bool) -> pb.Verdict:
     """
     if not isinstance(result, StepResult):
         raise ValueError(f"step() must return a StepResult, got {show(result)}")
-    done, given = plain(result.done), result.messages
+    done = plain(result.done)
+    given = result.messages
     if not isinstance(done, int) or done not in (0, 1):
         raise ValueError(f"done must be True or False, got {show(done)}")
     messages = [] if _is_absent(given) else _messages(given, "step()")
@@ -287,7 +289,8 @@ def agent_result(result: object) -> pb.AgentResult:
             what = "run() must return a number or an AgentOutcome"
             raise ValueError(f"{what}, got {show(result)}")
         result = AgentOutcome(_finite(result, "the reward"))
-    rewards, replies = result.reply_rewards, []
+    rewards = result.reply_rewards
+    replies = []
     if not isinstance(rewards, Mapping) or not all(isinstance(name, str) for name in rewards):
         what = "reply_rewards must map ids of answers to rewards"
         raise ValueError(f"{what}, got {show(rewards)}")
@@ -405,7 +408,8 @@ def content_part(part: object) -> pb.ContentPart:
     """Converts a text or an image, whose file is read here; raises ValueError."""
     if not isinstance(part, Mapping):
         raise ValueError(f"a part must be {_FORMS}, got {show(part)}")
-    kind, url = part.get("type"), part.get("image_url")
+    kind = part.get("type")
+    url = part.get("image_url")
     fields = part.items() if not isinstance(url, Mapping) else [*part.items(), *url.items()]
     given = {name for name, value in fields if value is not None}
     if unread := given - _FIELDS.get(str(kind), given):

@@ -34,17 +34,32 @@ FIRST_TASKS = 32
 # Plays at once, for judges that wait.
 AT_ONCE = 8
 # Turns of an episode that are played, and of one that shows whether it ever ends.
-MAX_TURNS, MOST_TURNS = 8, 1000
+MAX_TURNS = 8
+MOST_TURNS = 1000
 # Tasks that are played for what depends on the judge alone, or in other forms.
 MAX_AGAIN = 8
 # The reply that the environment names, and the forms in which its answer is tried: `{}` stands for
 # it. A prompt may ask for others.
-OWN, PLAIN = "", "{}"
+OWN = ""
+PLAIN = "{}"
 FORMS = (
-    *("\\boxed{{}}", "$\\boxed{{}}$", "#### {}", "<answer>{}</answer>", "<answer>\n{}\n</answer>"),
-    *("Answer: {}", "ANSWER: {}", "Final answer: {}", "Final Answer: {}", "The answer is {}."),
-    *("The final answer is {}.", "**{}**", "[[{}]]", "```\n{}\n```", '{"answer": "{}"}'),
-    *('{"answer": {}}', '```json\n{"answer": "{}"}\n```'),
+    "\\boxed{{}}",
+    "$\\boxed{{}}$",
+    "#### {}",
+    "<answer>{}</answer>",
+    "<answer>\n{}\n</answer>",
+    "Answer: {}",
+    "ANSWER: {}",
+    "Final answer: {}",
+    "Final Answer: {}",
+    "The answer is {}.",
+    "The final answer is {}.",
+    "**{}**",
+    "[[{}]]",
+    "```\n{}\n```",
+    '{"answer": "{}"}',
+    '{"answer": {}}',
+    '```json\n{"answer": "{}"}\n```',
     "<think>\nWell.\n</think>\n\n<answer>{}</answer>",
 )
 # What a prompt asks for: a tag, a key of JSON, double brackets, or the beginning of a line.
@@ -178,7 +193,8 @@ class Played:
 
         What an episode earns that has not ended is not known.
         """
-        empty, plays = self.rewards(Kind.EMPTY), self.plays[Kind.RIGHT]
+        empty = self.rewards(Kind.EMPTY)
+        plays = self.plays[Kind.RIGHT]
         return {
             index: reward
             for index, reward in self.rewards(Kind.RIGHT).items()
@@ -199,7 +215,9 @@ class Audit:
         limits: Limits = Limits(),
     ) -> None:
         """Takes the host that has `loaded` an environment; after `limit_s` no more play begins."""
-        self._host, self._ask, self._digest = host, ask, loaded.digest
+        self._host = host
+        self._ask = ask
+        self._digest = loaded.digest
         self._began_s = time.monotonic()
         self._until_s = self._began_s + limit_s
         self._limits, self._places = limits, asyncio.Semaphore(min(AT_ONCE, limits.at_once))
@@ -207,7 +225,8 @@ class Audit:
 
     async def run(self) -> Played:
         """Plays what there is time for."""
-        played, number = self.played, self.played.num_tasks
+        played = self.played
+        number = self.played.num_tasks
         indices = spaced(number or FIRST_TASKS, MAX_TASKS)
         await self._open(indices[0], played.tasks)
         if played.first_call or not played.tasks:
@@ -225,7 +244,8 @@ class Audit:
         for kinds in (_FIRST, tuple(Kind)):
             await self._all(kinds)
         # Right answers that earned nothing are played once more in each other form.
-        poor, chosen = played.poor(), played.form
+        poor = played.poor()
+        chosen = played.form
         for task in [task for task in played.tasks if task.index in poor][:MAX_AGAIN]:
             await self._find_form(task)
             played.form = chosen
@@ -256,7 +276,8 @@ class Audit:
 
     async def _open(self, index: int, into: list[Task]) -> None:
         """Resets a task and adds it to a list; resets one of the sample twice, and compares."""
-        played, is_further = self.played, into is self.played.further
+        played = self.played
+        is_further = into is self.played.further
         if played.tasks and not self._has_time:
             if not is_further:
                 played.left_out.add((None, index))
@@ -273,7 +294,8 @@ class Audit:
                 played.unbegun[index] = cause
             else:
                 own = self._host.environment_of(key)
-                wrong, messages = own.wrong_reply, opening.messages
+                wrong = own.wrong_reply
+                messages = opening.messages
                 roles = [message.role for message in messages]
                 task = Task(
                     index=index,
@@ -335,7 +357,8 @@ class Audit:
 
     async def _find_form(self, task: Task) -> bool:
         """Plays the right answer in each form until it earns more than an empty reply."""
-        played, chosen = self.played, self.played.form
+        played = self.played
+        chosen = self.played.form
         before = played.plays[Kind.RIGHT].get(task.index)
         nothing = played.rewards(Kind.EMPTY).get(task.index, 0.0)
         # The environment's own, what the prompt asks for, usual ones.
@@ -361,7 +384,8 @@ class Audit:
         for kind in kinds:
             due = [task for task in self.played.tasks if task.index not in self.played.plays[kind]]
             due = due[:MAX_AGAIN] if kind in _OF_JUDGES else due
-            began_s, before = time.monotonic(), len(self.played.calls_s)
+            began_s = time.monotonic()
+            before = len(self.played.calls_s)
             await self._each(self._in_time(task, kind) for task in due)
             number = len(self.played.calls_s) - before
             self.played.timed.append((time.monotonic() - began_s, number))
@@ -388,7 +412,8 @@ class Audit:
 
     async def _episode(self, task: Task, kind: Kind, place: int) -> Play:
         """Plays an episode, with the first task to its end if it comes in time."""
-        play, key = Play(), f"{kind.name}-{task.index}"
+        play = Play()
+        key = f"{kind.name}-{task.index}"
         most = MOST_TURNS if task is self.played.tasks[0] else MAX_TURNS
         command = {"episode_key": key, "task_index": task.index, "seed": task.index}
         answer = await self._ask(reset=command)
@@ -412,7 +437,8 @@ class Audit:
             began_s = time.monotonic()
             answer = await self._ask(step={"episode_key": key, "token_ids": tokens, **step})
             self.played.calls_s.append(time.monotonic() - began_s)
-            verdict, numbers = answer.verdict, len(answer.verdict.token_rewards)
+            verdict = answer.verdict
+            numbers = len(answer.verdict.token_rewards)
             play.failure = answer.failure.message
             if numbers not in (0, len(tokens)):
                 needs = "token_rewards needs a number for each token of its reply"
@@ -424,7 +450,8 @@ class Audit:
             if len(verdict.messages) > len(opened) and verdict.messages[: len(opened)] == opened:
                 self.played.repeats = True
             play.earned = sum(verdict.token_rewards, play.earned + verdict.reward)
-            given, play.is_done = verdict.given_reply, verdict.done
+            given = verdict.given_reply
+            play.is_done = verdict.done
             play.num_turns += 1
         await self._close(key)
         return play
@@ -486,7 +513,8 @@ def reply_to(task: Task, kind: Kind, own: str, form: str, place: int = 0) -> dic
         return {"reply": task.wrong[place]} if task.wrong else None
     if not task.right:
         return {Kind.EMPTY: {"reply": ""}, Kind.WORD: {"reply": "ok"}}.get(kind)
-    written, other = _written(task, own, form), ""
+    written = _written(task, own, form)
+    other = ""
     if task.other is not None and not task.wrong:
         other = _written(task.other, task.other.reply, form)
     content = written.rpartition("</think>")[2].strip()
@@ -503,7 +531,8 @@ def reply_to(task: Task, kind: Kind, own: str, form: str, place: int = 0) -> dic
             answer = task.other.answer if task.other is not None and not task.wrong else ""
             return {"reply": forms[0].replace("{}", answer)} if forms and answer else None
         case Kind.THOUGHT:
-            text, parsed = f"<think>\n{content}\n</think>\n", {"reasoning": content}
+            text = f"<think>\n{content}\n</think>\n"
+            parsed = {"reasoning": content}
             return {"reply": text, "parsed": parsed}
         case Kind.BEHIND:
             thought = other or "Well."

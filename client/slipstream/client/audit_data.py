@@ -12,7 +12,8 @@ from slipstream.client.terminal import counted
 # Tasks from which the same right answer everywhere is a surprise.
 _SEVERAL = 4
 # Characters of a text that no other text holds by chance, and those that a line shows.
-_LONG, _SHOWN = 12, 60
+_LONG = 12
+_SHOWN = 60
 # Tasks of one environment that are looked for in another one.
 _MAX_COMPARED = 512
 

@@ -95,8 +95,10 @@ def _failures(played: Played) -> list[Finding]:
 
 
 def _rewards(played: Played) -> list[Finding]:
-    right, empty = played.rewards(Kind.RIGHT), played.rewards(Kind.EMPTY)
-    remarks, bad = [], played.poor()
+    right = played.rewards(Kind.RIGHT)
+    empty = played.rewards(Kind.EMPTY)
+    remarks = []
+    bad = played.poor()
     if bad:
         # The task whose right answer is the shortest to read.
         index = min(bad, key=lambda each: (len(played.plays[Kind.RIGHT][each].said), each))
@@ -112,7 +114,8 @@ def _rewards(played: Played) -> list[Finding]:
             text += "; if replies must have a form, let reset() set self.right_reply"
         remarks.append(Finding(text, is_refused=is_most and not _may_be_meant(played, bad)))
     for kind, (_, what) in _RULES.items():
-        rewards, wrong = played.rewards(kind), _wrong(played, kind)
+        rewards = played.rewards(kind)
+        wrong = _wrong(played, kind)
         # Half of "10.0" is 10, which is right too.
         if wrong and (kind is not Kind.CUT or len(wrong) == len(rewards) > 1):
             index = wrong[0]
@@ -253,7 +256,8 @@ def _silent(played: Played) -> set[int]:
 
 def _free(played: Played) -> list[Finding]:
     """Returns what was earned for nothing where no right answer is known."""
-    empty, remarks = played.rewards(Kind.EMPTY), []
+    empty = played.rewards(Kind.EMPTY)
+    remarks = []
     word, wrong = (played.rewards(kind) for kind in (Kind.WORD, Kind.WRONG))
     free = [i for i, reward in word.items() if i in empty and empty[i] >= max(reward, 1e-9)]
     if free:
@@ -314,7 +318,8 @@ def table(played: Played) -> list[str]:
     """Returns the lines of the table: what each reply earned, in how many tasks."""
     rows = [("reply", "tasks", "reward", "as it should")]
     for kind in Kind:
-        rewards, plays = played.rewards(kind), played.plays[kind].values()
+        rewards = played.rewards(kind)
+        plays = played.plays[kind].values()
         failed = len(plays) - len(rewards)
         if plays:
             name = kind.value

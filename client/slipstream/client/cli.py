@@ -388,7 +388,8 @@ async def _run(arguments: argparse.Namespace) -> int:
     from slipstream.client.launch.launcher import run_all
     from slipstream.core.errors import ConfigError
 
-    path, overrides = arguments.path, list(arguments.overrides)
+    path = arguments.path
+    overrides = list(arguments.overrides)
     if path is not None and "=" in str(path) and not path.exists():
         # Without a file the first setting stands in its place.
         path, overrides = None, [str(path), *overrides]

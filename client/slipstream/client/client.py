@@ -113,7 +113,8 @@ class Client:
         if run_id is not None and not (run_id.isascii() and run_id.isprintable()):
             raise ConfigError(f"run_id must be one line of ASCII, got {run_id!r}")
         self._run_id = run_id
-        self._address, self._reconnect_timeout_s = address, reconnect_timeout_s
+        self._address = address
+        self._reconnect_timeout_s = reconnect_timeout_s
         files = {"token_file": token_file, "tls_ca": tls_ca}
         files |= {"tls_certificate": tls_certificate, "tls_key": tls_key}
         self._security = parse_section(SecuritySection, files)
@@ -158,7 +159,8 @@ class Client:
             run_id=found.run_id,
         )
         if found.told:
-            client._no_answer, client._to_do = f"{found.told}: {client._no_answer}", ""
+            client._no_answer = f"{found.told}: {client._no_answer}"
+            client._to_do = ""
         return client
 
     @checked
@@ -251,7 +253,8 @@ class Client:
             spec=spec, num_tasks=host.num_tasks, digest=host.digest(), max_episodes=episodes
         )
         loop = asyncio.get_running_loop()
-        began_s, is_told = loop.time(), math.isinf(connect_timeout_s)
+        began_s = loop.time()
+        is_told = math.isinf(connect_timeout_s)
         while True:
             # This distinguishes a wrong address from a controller that is lost later.
             try:
@@ -395,7 +398,8 @@ class Client:
 
     def _error(self, code: grpc.StatusCode, details: str) -> SlipstreamError:
         """Returns the error for a status of gRPC, with the controller's address and the remedy."""
-        address, cause = self._address, cause_of(code, details)
+        address = self._address
+        cause = cause_of(code, details)
         if code is grpc.StatusCode.UNAVAILABLE:
             if cause.startswith(UNTRUSTED):
                 return ConfigError(f"{address}: {cause}")

@@ -145,7 +145,8 @@ class EpisodeHost:
         if not await within(CLOSE_TIMEOUT_S, asyncio.gather(*map(close, self._episodes))):
             print(f"episodes did not close within {CLOSE_TIMEOUT_S:g} s", file=sys.stderr)
         self._episodes.clear()
-        gateway, self._gateway = self._gateway, None
+        gateway = self._gateway
+        self._gateway = None
         if gateway is not None:
             await gateway.close()
 
@@ -173,7 +174,8 @@ class EpisodeHost:
             raise _misused(f"episode {command.episode_key} is open already")
         try:
             environment = copy.copy(tasks.environment)
-            environment.seed, environment.truncated = command.seed, False
+            environment.seed = command.seed
+            environment.truncated = False
         except BaseException as error:
             cause = f"it cannot be copied for an episode: {describe(error)}"
             raise environment_failed(cause) from error
@@ -324,7 +326,8 @@ async def answer_commands(
     part of a reply is not answered. The first different failures are told on stderr too: those of
     `close` nowhere else. Raises the gRPC error that ended `commands`, if any.
     """
-    one_at_a_time, told = asyncio.Lock(), set[str]()
+    one_at_a_time = asyncio.Lock()
+    told = set[str]()
 
     async def answer(command: pb.WorkerCommand) -> None:
         is_followed = True
@@ -395,7 +398,8 @@ def _misused(message: str) -> EnvironmentFailed:
 
 # Tasks of a list that a digest reads, evenly spaced; of a sequence that may have to load each one,
 # and of an iterator.
-MAX_LISTED, MAX_LOADED = 4096, 16
+MAX_LISTED = 4096
+MAX_LOADED = 16
 
 
 def digest_of(tasks: TaskSource[Any]) -> str:

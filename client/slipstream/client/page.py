@@ -39,9 +39,12 @@ PAGE = "page.html"
 # Seconds between two pages of a run that goes on.
 PERIOD_S = 30.0
 # Most points of a curve, and the newest ones, which are always kept.
-MOST_POINTS, NEWEST = 500, 10
+MOST_POINTS = 500
+NEWEST = 10
 # Most bytes of the kept episodes, most episodes, and characters of their texts.
-TAIL_BYTES, MOST_REPLIES, MOST_CHARACTERS = 4 << 20, 48, 6000
+TAIL_BYTES = 4 << 20
+MOST_REPLIES = 48
+MOST_CHARACTERS = 6000
 _EVALUATION = b'"evaluation_step"'
 # Larger numbers of a step or a metric are damage.
 MOST = 1e30
@@ -74,7 +77,8 @@ def write_pages(folders: Sequence[Path], out: Path | None) -> int:
 @contextlib.asynccontextmanager
 async def page_kept(folder: Path, warn: Callable[[str], None]) -> AsyncIterator[None]:
     """Writes the page of a run every `PERIOD_S` and at the block's end; warns of one failure."""
-    told, ended = False, asyncio.Event()
+    told = False
+    ended = asyncio.Event()
 
     def write(period_s: float) -> None:
         nonlocal told
@@ -109,7 +113,8 @@ def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
     for name, folder in zip(names, folders, strict=True):
         summary = read_summary(folder) or {}
         ended = {key: summary.get(key) for key in ("state", "cause", "suspended_environments")}
-        curves, replies = _curves(folder), _replies(folder)
+        curves = _curves(folder)
+        replies = _replies(folder)
         runs.append({"name": name, **ended, "curves": curves, "replies": replies})
     given = {"runs": runs, "settings": list(differences(settings)), "period_s": period_s}
     given["written"] = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -137,7 +142,8 @@ def settings_in(folder: Path) -> dict[str, JsonValue]:
 def differences(settings: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[str, list[str]]]:
     """Yields the name and texts of each setting that differs; a table that runs lack is one."""
     own = [{table for name in each for table in _tables(name)} for each in settings]
-    common, shown = set.intersection(*own), dict[str, list[JsonValue]]()
+    common = set.intersection(*own)
+    shown = dict[str, list[JsonValue]]()
     for setting in dict.fromkeys(key for each in settings for key in each):
         rare = next((table for table in _tables(setting) if table not in common), "")
         shown[rare or setting] = [
@@ -156,13 +162,15 @@ def _tables(setting: str) -> list[str]:
 def _curves(folder: Path) -> dict[str, list[tuple[float, float]]]:
     """Returns (step, value) points of each metric; steps and evaluations are thinned evenly."""
     curves: dict[str, dict[float, float]] = {}
-    counts, seen = Counter[bool](), Counter[bool]()
+    counts = Counter[bool]()
+    seen = Counter[bool]()
     with contextlib.suppress(OSError), open_regular(folder / METRICS) as file:
         counts.update(_EVALUATION in line for line in lines_of(file))
         file.seek(0)
         for line in lines_of(file):
             kind = _EVALUATION in line
-            place, stride = seen[kind], max(1, -(-counts[kind] // MOST_POINTS))
+            place = seen[kind]
+            stride = max(1, -(-counts[kind] // MOST_POINTS))
             seen[kind] += 1
             if place % stride == 0 or place >= counts[kind] - NEWEST:
                 found = parsed(line)

@@ -94,7 +94,8 @@ def check_run_folder(config: Config) -> bool:
 
 
 def _check_contents(config: Config) -> bool:
-    folder, resume = config.run_dir, config.run.resume
+    folder = config.run_dir
+    resume = config.run.resume
     _check_not_held(folder / JOURNAL / JOURNAL_LOG, folder)
     if not any(log.stat().st_size for log in journal_logs(folder / JOURNAL)):
         check_journal_not_lost(folder)
@@ -209,7 +210,8 @@ def nearest_folder(path: Path) -> tuple[Path, str]:
 def version_to_export(folder: Path, step: int | None) -> int:
     """Returns `step`, or else the newest version; raises ConfigError unless it is whole."""
     checkpoints = folder / CHECKPOINTS
-    steps, over = complete_steps(checkpoints), passed_over(checkpoints)
+    steps = complete_steps(checkpoints)
+    over = passed_over(checkpoints)
     whole = f"whole ones are {', '.join(map(str, steps))}" if steps else "there is no whole one"
     if step is None and over:
         older = f"give --step {steps[-1]} for an older version, or " if steps else ""
@@ -383,7 +385,8 @@ def _told_by_files(folder: Path, address: str) -> str:
         _check_not_held(folder / LOCK, folder)
     except ConfigError:
         return f"{folder} goes on, and its controller may be starting"
-    step, at = 0, ""
+    step = 0
+    at = ""
     with contextlib.suppress(OSError), open_regular(folder / METRICS) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         for row in map(parsed, lines_of(file)):
@@ -454,7 +457,8 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
         if was_stored != wanted[key]:
             change, held = ("left out", "that") if was_stored else ("added", "no such")
             yield f"{key} cannot be {change} {on}: its checkpoints hold {held} model"
-    was_asked, is_asked = _top_k(before), _top_k(now)
+    was_asked = _top_k(before)
+    is_asked = _top_k(now)
     if was_asked != is_asked:
         reason = "recorded replies carry this number of likely tokens"
         yield f"reference.top_k must stay {was_asked} {on}, got {is_asked}: {reason}"

@@ -67,7 +67,13 @@ SOURCE = "slipstream.run"
 COMMAND = (sys.executable, "-m", "slipstream.client.started_run")
 # Options of an environment of this process, as `Client.serve` has them, and the class's arguments.
 OPTIONS = (
-    *("name", "args", "weight", "timeout_s", "episodes", "chat_template_kwargs", "adapter"),
+    "name",
+    "args",
+    "weight",
+    "timeout_s",
+    "episodes",
+    "chat_template_kwargs",
+    "adapter",
     "reference",
 )
 # Seconds in which runs end in order when their process exits; then Linux ends them.
@@ -77,7 +83,8 @@ EXIT_LIMIT_S = 120.0
 BLOCKED_S = 30.0
 TAIL_CHARACTERS = 8192
 # Names of the two threads.
-COMMANDS, ENVIRONMENTS = "slipstream-commands", "slipstream"
+COMMANDS = "slipstream-commands"
+ENVIRONMENTS = "slipstream"
 
 Result = TypeVar("Result")
 
@@ -179,7 +186,8 @@ class Run:
         return asked.result()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        path, is_last = self.folder / METRICS, False
+        path = self.folder / METRICS
+        is_last = False
         while not is_last:
             is_last = self._end.done()
             with path.open("rb") if path.is_file() else io.BytesIO() as file:
@@ -265,7 +273,8 @@ class _Served:
                     f"{SOURCE}: environments: an environment of this process has no option {key}, "
                     f"only {', '.join(OPTIONS)}"
                 )
-        found, args = table.pop("reference", None), table.pop("args", {})
+        found = table.pop("reference", None)
+        args = table.pop("args", {})
         if isinstance(found, type) and issubclass(found, Environment):
             try:
                 inspect.signature(found).bind(**args)
@@ -334,11 +343,14 @@ async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
     """Starts the command; returns it with what its end will be."""
     before = plan.address
     folder = OwnedFolder("notebook")
-    settings, stderr = folder.path / "settings.toml", folder.path / "stderr"
+    settings = folder.path / "settings.toml"
+    stderr = folder.path / "stderr"
     settings.write_bytes(tomli_w.dumps(plan.table).encode())
     with stderr.open("wb") as file:
         process = await asyncio.create_subprocess_exec(
-            *(*COMMAND, str(os.getpid()), str(settings)),
+            *COMMAND,
+            str(os.getpid()),
+            str(settings),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=None if plan.show else asyncio.subprocess.DEVNULL,
             stderr=file,
@@ -395,7 +407,8 @@ async def _serve(
 ) -> None:
     """Serves the environments of this process until `over` is done; raises what ends it before."""
     if plan.served:
-        serving, end = asyncio.ensure_future(_serve_all(plan, before)), asyncio.wrap_future(over)
+        serving = asyncio.ensure_future(_serve_all(plan, before))
+        end = asyncio.wrap_future(over)
         await asyncio.wait((serving, end), return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             serving.result()
@@ -428,7 +441,8 @@ def _audit(one: _Served, plan: _Plan) -> None:
 
     async def audited() -> list[Finding]:
         # Whoever gives no tasks is refused here.
-        host, config = EpisodeHost(one.environment), plan.config
+        host = EpisodeHost(one.environment)
+        config = plan.config
         loaded = pb.Loaded(num_tasks=host.num_tasks, digest=host.digest())
         try:
             ask = lambda **command: host.answer(pb.WorkerCommand(**command))  # noqa: E731
@@ -439,7 +453,8 @@ def _audit(one: _Served, plan: _Plan) -> None:
         finally:
             await host.close_all()
 
-    auditing, said = _submit(audited(), ENVIRONMENTS), f"environment {one.name}"
+    auditing = _submit(audited(), ENVIRONMENTS)
+    said = f"environment {one.name}"
     limit_s = CHECKED_CALLS * one.options["timeout_s"]
     if not _awaited(auditing, SLOW_S).done() and plan.show:
         print(f"{said} is checked, within {limit_s:g} s", flush=True)

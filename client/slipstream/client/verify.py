@@ -248,19 +248,19 @@ def read_journal(folder: Path, findings: Findings) -> Iterator[tuple[int, int, d
     A restarted controller continues after the last line that it has read of earlier logs. Lines
     that an earlier controller wrote after that line are left out. Damaged lines are faults.
     """
-    number, paths = 0, run_folder.journal_logs(folder / run_folder.JOURNAL)
+    number = 0
+    paths = run_folder.journal_logs(folder / run_folder.JOURNAL)
     for place, path in enumerate(paths):
         with findings.reading(path.name), open_regular(path) as file:
             # Lines that a controller wrote after a later one had begun are not part of the run.
-            stop, end = (
-                min(
-                    map(_first_line, paths[place + 1 :]),
-                    default=math.inf,
-                ),
-                0,
+            stop = min(
+                map(_first_line, paths[place + 1 :]),
+                default=math.inf,
             )
+            end = 0
             for line in lines_of(file):
-                record, end = _record(line), end + len(line)
+                record = _record(line)
+                end = end + len(line)
                 if record is not None and record["line"] >= stop:
                     break
                 number += record is not None

@@ -147,7 +147,8 @@ class _Check:
     """Audits an environment; ends the process when it cannot be used."""
 
     def __init__(self, options: argparse.Namespace, output: io.TextIOWrapper) -> None:
-        self._options, self._output = options, output
+        self._options = options
+        self._output = output
         self._host = EpisodeHost()
         self._main_thread, self._process = threading.get_ident(), os.getpid()
         self._other: asyncio.subprocess.Process | None = None
@@ -171,7 +172,8 @@ class _Check:
         if not options.warn and "PYTHONHASHSEED" in os.environ:
             # It loads the environment too, and says the digest of its tasks.
             self._other = await asyncio.create_subprocess_exec(
-                *(*sys.orig_argv, "--no-play"),
+                *sys.orig_argv,
+                "--no-play",
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
             )

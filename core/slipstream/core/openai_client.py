@@ -58,7 +58,8 @@ def openai_client(
             try:
                 async with asyncio.timeout(timeout_s):
                     response: Any = await super().send(request, **options)
-                    encoding, body = response.headers.get("content-encoding"), bytearray()
+                    encoding = response.headers.get("content-encoding")
+                    body = bytearray()
                     try:
                         if encoding not in (None, "identity"):
                             what = f"its answer is encoded as {encoding[:20]}"

@@ -13,9 +13,13 @@ from slipstream.core.machine.files import open_regular
 # The settings of the run, all of them.
 CONFIG = "config.toml"
 # The folder of the journal, its first log, and its folder of batches.
-JOURNAL, JOURNAL_LOG, BATCHES = "journal", "journal.log", "batches"
+JOURNAL = "journal"
+JOURNAL_LOG = "journal.log"
+BATCHES = "batches"
 # The folder of checkpoints, and the trained model in it.
-CHECKPOINTS, FINAL_MODEL, FINAL_ADAPTERS = "checkpoints", "final", "final-adapters"
+CHECKPOINTS = "checkpoints"
+FINAL_MODEL = "final"
+FINAL_ADAPTERS = "final-adapters"
 # The file in an exported model that has the digests of its other files.
 EXPORT_MANIFEST = "slipstream-manifest.json"
 # The controller's address, HOST:PORT, as the newest command has it.
@@ -23,9 +27,11 @@ ADDRESS = "controller.address"
 # The token of a run on loopback, for its owner alone.
 TOKEN = "token"
 # A row for each step and evaluation, and the facts of a run that has ended.
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
 # Some trajectories as text, and the numbers of all groups, both of sampled steps.
-SAMPLES, GROUPS = "trajectories.jsonl", "groups.jsonl"
+SAMPLES = "trajectories.jsonl"
+GROUPS = "groups.jsonl"
 # The folder of weights that rollout servers fetched from storage, with a folder for each server.
 FETCHED = "fetched"
 # The folder of the logs; `log_path` says how one is named.

@@ -32,7 +32,8 @@ WITHOUT_END = "replies_without_end"
 # Largest number of an environment's metrics in a trajectory, and of a run's own ones there; and the
 # largest number of characters and bytes in a metric's name.
 MAX_METRICS = 16
-_MAX_METRIC_NAME, _MAX_METRIC_BYTES = 40, 128
+_MAX_METRIC_NAME = 40
+_MAX_METRIC_BYTES = 128
 # What a run measures itself of each environment and evaluation: metrics of such names get others.
 MEASURED = re.compile(
     r"reward(_mean|_std|_min|_max|_median)?|reply_tokens_(mean|max)|truncated_fraction|pass_at_\d+|"
@@ -59,7 +60,8 @@ _TWO_BYTES = 65535
 # The protocol's bound of `top_k`; see trajectory.proto.
 MAX_TOP_K = 128
 # Rounding may raise the logarithm of 1, and a sum of probabilities, to at most these values.
-_LARGEST_LOGPROB, _LARGEST_SUM = 1e-3, 1.01
+_LARGEST_LOGPROB = 1e-3
+_LARGEST_SUM = 1.01
 
 
 def kept_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -272,7 +274,10 @@ class Trajectory:
     @functools.cached_property
     def sequences(self) -> tuple[TokenSequence, ...]:
         """The token sequences of the episode: one for each branch, or one of all runs."""
-        found, run, token, sampled = [], 0, 0, 0
+        found = []
+        run = 0
+        token = 0
+        sampled = 0
         for branch in self.branches or (Branch(len(self.run_lengths)),):
             lengths = self.run_lengths[run : run + branch.num_runs]
             ends = run + branch.num_runs, token + sum(lengths), sampled + sum(lengths[1::2])

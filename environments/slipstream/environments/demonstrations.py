@@ -68,7 +68,8 @@ class Demonstrations(Environment[Conversation]):
             told = _told(row, prompt or messages, reply, where)
             question_files.check_system(system, [message for message, _ in told], where)
             turns, following = _turns([*((message, False) for message in first), *told], where)
-            given, tools = row.get("tools"), row.get("tools") or []
+            given = row.get("tools")
+            tools = row.get("tools") or []
             if isinstance(given, str) and given:
                 tools = question_files.unpacked(given, f"{where}: column 'tools'")
             try:
@@ -108,7 +109,8 @@ def _told(
     row: question_files.Row, column: str, reply: str | None, where: str
 ) -> list[tuple[Message, bool]]:
     """Returns the messages of a row, each with whether it is a reply to train."""
-    found, named = question_files.cell_in(row, column, where), f"{where}: column {column!r}"
+    found = question_files.cell_in(row, column, where)
+    named = f"{where}: column {column!r}"
     question_files.check_read(
         row, {*question_files.UNREAD, *TRAINED, "loss_mask", "labels"} - {column, reply}, where
     )

@@ -123,8 +123,11 @@ class Judge(_ScoringServer):
             raise ConfigError(f"prompt must name a field, such as {{reply}}, got {prompt!r}")
         name = f"the judge {model} at {base_url}"
         super().__init__(name, base_url, api_key=api_key, **limits)
-        self._model, self._prompt, self._answer = model, prompt, answer
-        self.lowest, self._highest = lowest, highest
+        self._model = model
+        self._prompt = prompt
+        self._answer = answer
+        self.lowest = lowest
+        self._highest = highest
 
     @checked
     async def score(self, fields: Mapping[str, object]) -> float:
@@ -282,7 +285,9 @@ class RewardModel(_ScoringServer):
         super().__init__(name, base_url, api_key=api_key, **limits)
         # vLLM serves this path next to /v1, not below it.
         self._url = base_url.rstrip("/").removesuffix("/v1") + "/classify"
-        self._model, self._label, self._as_probability = model, label, as_probability
+        self._model = model
+        self._label = label
+        self._as_probability = as_probability
 
     @checked
     async def score(self, messages: Sequence[Mapping[str, Any]]) -> float:

@@ -48,8 +48,17 @@ _LOST = re.compile(
 )
 # Columns of chat formats that change what a reply answers, and have no place here.
 UNREAD = (
-    *("image", "images", "video", "videos", "audio", "audios", "documents", "functions"),
-    *("system", "system_prompt", "chat_template_kwargs"),
+    "image",
+    "images",
+    "video",
+    "videos",
+    "audio",
+    "audios",
+    "documents",
+    "functions",
+    "system",
+    "system_prompt",
+    "chat_template_kwargs",
 )
 # Most files or columns that a message names.
 MAX_SHOWN = 20
@@ -101,7 +110,8 @@ def hub_rows(
     first row is asked for.
     """
     data = HubFiles(name, "dataset", revision, shown=f"{DATA_PREFIX}{name}")
-    readme, configs = data.bring(["README.md"]) / "README.md", []
+    readme = data.bring(["README.md"]) / "README.md"
+    configs = []
     if readme.is_file():
         from huggingface_hub import metadata_load
 
@@ -249,15 +259,18 @@ class Asked(Environment[Question]):
         Raises ConfigError like `read_questions`, and for an instruction without the question.
         """
         check_holds("instruction", columns.instruction, "{question}")
-        self._questions, self._columns = read_questions(rows, columns), columns
+        self._questions = read_questions(rows, columns)
+        self._columns = columns
         # The question of the episode, and its messages.
-        self.question, self._asked = self._questions[0], self._questions[0].messages
+        self.question = self._questions[0]
+        self._asked = self._questions[0].messages
 
     def tasks(self) -> list[Question]:
         return self._questions
 
     def reset(self, task: Question) -> list[Message]:
-        self.question, self.expected_answer = task, task.answer
+        self.question = task
+        self.expected_answer = task.answer
         *before, last = task.messages
         if not before and isinstance(last.content, str):
             instructed = self._columns.instruction.replace("{question}", last.content)

@@ -97,7 +97,8 @@ class Questions(Asked):
                 "judge 'math_verify' needs the package math-verify: "
                 "pip install 'math-verify[antlr4_9_3]==0.9.0'"
             )
-        self._judge, self._answer_after = judge, answer_after
+        self._judge = judge
+        self._answer_after = answer_after
         self._math = MathJudge(timeout_s=judge_timeout_s)
         rows: Iterable[tuple[str, Row]]
         is_file = isinstance(path, str | Path)
@@ -142,7 +143,8 @@ class Questions(Asked):
 
     def reset(self, task: Question) -> list[Message]:
         if self._function is None or self._function.names_answer:
-            right, several = task.answer, task.value
+            right = task.answer
+            several = task.value
             if isinstance(several, list) and isinstance(several[0], str | int | float):
                 # Any of them is right.
                 right = str(several[0])
@@ -153,14 +155,16 @@ class Questions(Asked):
 
     async def step(self, reply: str) -> StepResult:
         """Judges the reply by the argument `judge`, and returns the reward."""
-        given, answer = answer_of(reply), self.question.answer
+        given = answer_of(reply)
+        answer = self.question.answer
         if self._answer_after:
             given = given.rpartition(self._answer_after)[2]
         if self._function is not None:
             if self._answer_after:
                 whole = reply if isinstance(reply, Reply) else Reply(reply)
                 reply = Reply(given, content=given, token_ids=whole.token_ids)
-                reply.reasoning, reply.tool_calls = whole.reasoning, whole.tool_calls
+                reply.reasoning = whole.reasoning
+                reply.tool_calls = whole.tool_calls
             return await self._function.judge(self.question, reply)
         if self._judge == "math_verify":
             found = await self._math.compare(answer, given, self.question.text)
@@ -242,5 +246,6 @@ class JudgeFunction:
                 f"got {found!r}"
             )
         metrics = dict(found)
-        reward, by_token = metrics.pop("reward"), metrics.pop("token_rewards", ())
+        reward = metrics.pop("reward")
+        by_token = metrics.pop("token_rewards", ())
         return StepResult(reward, metrics=metrics, token_rewards=by_token)

@@ -153,7 +153,8 @@ def _checks(descriptor: Descriptor) -> dict[FieldDescriptor, _Check]:
 def _list_check(field: FieldDescriptor, one: _Check | None) -> _Check:
     bound = bound_of(field)
     assert bound is not None, f"{field.full_name} states no bound"
-    most, are_fine = bound.max_items, _whole_list_check(field, bound)
+    most = bound.max_items
+    are_fine = _whole_list_check(field, bound)
 
     def check(values: Sequence[object]) -> None:
         _count(len(values), most)
@@ -182,7 +183,8 @@ def _whole_list_check(
     is_number = field.message_type is None and field.enum_type is None
     if not is_number or bound.any or field.type in (*_TEXTS, *_REALS, FieldDescriptor.TYPE_BOOL):
         return lambda values: False
-    least, most = int(bound.min), int(bound.max)
+    least = int(bound.min)
+    most = int(bound.max)
     if least <= 0 and field.type in _UNSIGNED:
         return lambda values: max(values) <= most
     return lambda values: least <= min(values) and max(values) <= most
@@ -226,7 +228,8 @@ def _value_check(field: FieldDescriptor, bound: bounds_pb2.Bound | None) -> _Che
         return None
     assert bound is not None, f"{field.full_name} states no bound"
     if field.type in _TEXTS:
-        longest, alphabet = bound.max_bytes, _ALPHABETS.get(bound.alphabet)
+        longest = bound.max_bytes
+        alphabet = _ALPHABETS.get(bound.alphabet)
 
         def check_text(value: str | bytes) -> None:
             size = len(value)
@@ -241,9 +244,11 @@ def _value_check(field: FieldDescriptor, bound: bounds_pb2.Bound | None) -> _Che
         return check_text
     if bound.any:
         return None
-    least, most = bound.min, bound.max
+    least = bound.min
+    most = bound.max
     if field.type not in _REALS:
-        least, most = int(least), int(most)
+        least = int(least)
+        most = int(most)
 
     def check_number(value: float) -> None:
         if not least <= value <= most:

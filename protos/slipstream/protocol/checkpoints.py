@@ -250,7 +250,8 @@ def write_kept(folder: Path, kept: Mapping[int, float]) -> None:
 
 def _kept(folder: Path) -> set[int]:
     """Returns the versions that stay now by `write_kept`."""
-    path, now_s = folder / KEPT_NAME, time.time()
+    path = folder / KEPT_NAME
+    now_s = time.time()
     kept = json.loads(path.read_bytes()) if path.exists() else {}
     return {int(step) for step, until_s in kept.items() if until_s > now_s}
 

@@ -42,7 +42,8 @@ MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
 TRAINER_EPOCH = "slipstream-trainer-epoch"
 # Controllers that do not know `RELEASE_KEY` compare it in the hello of a server.
 PROTOCOL_VERSION = 14
-_TOKENS, _LOGPROBS = np.dtype("<u4"), np.dtype("<f4")
+_TOKENS = np.dtype("<u4")
+_LOGPROBS = np.dtype("<f4")
 _MAX_LAYERS = 65535
 _OTHER_FIELDS = {"token_ids", "checksum", *SAMPLED_ARRAYS}
 # Fields that have the same name and value in both forms, and whether they hold several values.
@@ -52,12 +53,14 @@ _PLAIN = {
     if field.message_type is None and field.enum_type is None and field.name not in _OTHER_FIELDS
 }
 # To look a member up by its value takes longer than to decode a small message.
-_PURPOSES, _STATUSES = functools.cache(Purpose), functools.cache(Status)
+_PURPOSES = functools.cache(Purpose)
+_STATUSES = functools.cache(Status)
 
 
 def _faults(trajectory: Trajectory) -> Iterator[str]:
     """Yields the parts of a trajectory that do not match, and the numbers that are not finite."""
-    sampled, runs = trajectory.num_sampled_tokens, trajectory.run_lengths
+    sampled = trajectory.num_sampled_tokens
+    runs = trajectory.run_lengths
     num_tokens = len(trajectory.token_ids)
     if sum(runs) != num_tokens:
         yield f"runs of {sum(runs)} tokens, but {num_tokens} tokens"
@@ -203,7 +206,9 @@ def _checksum(message: pb.Trajectory) -> int:
         message.token_ids,
         *(getattr(message, name) for name in SAMPLED_ARRAYS),
         message.routed_experts.expert_ids,
-        *(reference.logprobs, reference.top_ids, reference.top_logprobs),
+        reference.logprobs,
+        reference.top_ids,
+        reference.top_logprobs,
         *message.images,
     )
     return functools.reduce(lambda found, array: zlib.crc32(array, found), arrays, 0)
@@ -217,7 +222,8 @@ def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
     if _checksum(message) != message.checksum:
         raise ProtocolError(f"group {message.group_id}: the checksum of the arrays is wrong")
     try:
-        purpose, status = _PURPOSES(message.purpose), _STATUSES(message.status)
+        purpose = _PURPOSES(message.purpose)
+        status = _STATUSES(message.status)
         failure = (
             Failure(FailureKind(message.failure.kind), message.failure.message)
             if message.HasField("failure")
@@ -298,7 +304,9 @@ def experts_in_place(
 def _expert_dimensions(message: pb.Trajectory) -> tuple[int, ...]:
     """Returns the shape [tokens, layers, experts per token]; raises ProtocolError."""
     routed = message.routed_experts
-    num_layers, top_k, num_experts = routed.num_layers, routed.top_k, routed.num_experts
+    num_layers = routed.num_layers
+    top_k = routed.top_k
+    num_experts = routed.num_experts
     if not (1 <= top_k <= num_experts and 1 <= num_layers <= _MAX_LAYERS):
         raise ProtocolError(f"experts of {num_layers} layers, {top_k} of {num_experts} each")
     return len(message.token_ids) // 4, num_layers, top_k
@@ -326,7 +334,8 @@ def _unpack_experts(data: bytes, dimensions: tuple[int, ...], num_experts: int) 
 def _reference(message: pb.Trajectory) -> ReferenceLogprobs | None:
     if not message.HasField("reference"):
         return None
-    found, sampled = message.reference, len(message.behavior_logprobs) // 4
+    found = message.reference
+    sampled = len(message.behavior_logprobs) // 4
     sizes = [4 * sampled, 4 * sampled * found.top_k, 4 * sampled * found.top_k]
     got = [len(found.logprobs), len(found.top_ids), len(found.top_logprobs)]
     if got != sizes:

@@ -21,8 +21,20 @@ from slipstream.v1 import status_pb2
 RANKS_PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers")
 # Sections and settings that all trainer ranks must have alike.
 OF_RANKS = (
-    *("run.name", "run.steps", "run.seed", "model", "algorithm", "environments", "sampling"),
-    *("learner", "lora", "critic", "reference", "weights", "checkpoint", "debug"),
+    "run.name",
+    "run.steps",
+    "run.seed",
+    "model",
+    "algorithm",
+    "environments",
+    "sampling",
+    "learner",
+    "lora",
+    "critic",
+    "reference",
+    "weights",
+    "checkpoint",
+    "debug",
 )
 # Settings that a rollout server must have like the controller.
 OF_SERVERS = ("run.name", "model", "lora", "queue.kind", "algorithm.router_replay")
@@ -52,14 +64,16 @@ class Answer:
     @property
     def skew_s(self) -> float:
         """Seconds by which this host's clock is at least ahead (above 0) or behind (below 0)."""
-        ahead, behind = self.asked_s - self.setup.unix_time_s, self.answered_s
+        ahead = self.asked_s - self.setup.unix_time_s
+        behind = self.answered_s
         behind -= self.setup.unix_time_s
         return ahead if ahead > 0 else min(behind, 0.0)
 
 
 def describe_setup(config: Config, *, run_id: str, mark: str) -> status_pb2.Setup:
     """Returns this host's setup without its clock; file `mark` in `run.dir` contains the run id."""
-    values, python = compared(config), ".".join(platform.python_version_tuple()[:2])
+    values = compared(config)
+    python = ".".join(platform.python_version_tuple()[:2])
     wanted = {*OF_RANKS, *OF_SERVERS, *ROOM.values()}
     return status_pb2.Setup(
         run_id=run_id,
@@ -76,7 +90,8 @@ def differences(answer: Answer, config: Config, *, of_ranks: bool) -> Iterator[s
 
     With `of_ranks` the host runs trainer ranks, else a rollout server.
     """
-    theirs, ours = answer.setup, describe_setup(config, run_id="", mark="")
+    theirs = answer.setup
+    ours = describe_setup(config, run_id="", mark="")
     alike = "start all instances of a run with the same settings"
     for name in (OURS, *(("python", *RANKS_PACKAGES) if of_ranks else ())):
         here, there = (each.versions.get(name, "none") for each in (ours, theirs))
@@ -98,7 +113,8 @@ def differences(answer: Answer, config: Config, *, of_ranks: bool) -> Iterator[s
             yield f"{key} is {here} here and {there} at the controller: {alike}"
     values = compared(config)
     for own, key in ROOM.items() if not of_ranks else ():
-        here, there = values[own], theirs.settings.get(key, "0")
+        here = values[own]
+        there = theirs.settings.get(key, "0")
         if int(here) < int(there):
             yield f"{own} is {here} here, the controller needs {there} ({key}): {alike}"
     if ours.model_digest != theirs.model_digest:

@@ -117,7 +117,8 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        server_id, gib = ServerId(options.server_id), settings.environment_memory_gib
+        server_id = ServerId(options.server_id)
+        gib = settings.environment_memory_gib
         memory_bytes = free_memory()[1] // 2 if gib is None else int(gib * (1 << 30))
         gateway = WorkerGateway(
             config.run_dir / LOGS,

@@ -49,7 +49,8 @@ def check_settings(config: Config) -> None:
             ) from error
         for problem in chain(table_problems(server.engine), parser_problems(server)):
             raise ConfigError(problem)
-    folder, template = config.model.path, server.chat_template
+    folder = config.model.path
+    template = server.chat_template
     given = [section for section in config.played if section.chat_template_kwargs]
     has_values = bool(given or server.chat_template_kwargs)
     if not (template or server.tool_parser or has_values) or missing_tokenizer(folder, template):
@@ -79,7 +80,8 @@ def _unwritten_tools(renderer: Renderer, place: Path) -> str:
 def check_prompts() -> int:
     """Answers the question on stdin; returns 0, or 2 with the cause on stderr if it cannot."""
     asked = json.loads(sys.stdin.read())
-    template, folder = asked["template"] and Path(asked["template"]), Path(asked["model"])
+    template = asked["template"] and Path(asked["template"])
+    folder = Path(asked["model"])
     try:
         renderer = Renderer(folder, template=template, values=asked["values"])
     except (ConfigError, OSError, ValueError) as error:

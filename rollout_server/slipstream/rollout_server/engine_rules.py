@@ -33,7 +33,8 @@ class PromptGathering:
 
     def __init__(self, most_steps: int) -> None:
         """Sets the limit of the wait; with `most_steps` 0 no prompt waits."""
-        self.most_steps, self.replies_per_prompt = most_steps, REPLIES_PER_PROMPT
+        self.most_steps = most_steps
+        self.replies_per_prompt = REPLIES_PER_PROMPT
         self._num_steps = 0
 
     def holds(self, *, num_ready: int, num_replies: int) -> bool:
@@ -77,7 +78,8 @@ def graph_values(
 def graph_sizes(max_episodes: int) -> list[int]:
     """Returns the sizes, in tokens, of the steps to capture as CUDA graphs, ascending."""
     largest = max_episodes + PROMPT_TOKENS
-    sizes, start = {1, 2, 4, max_episodes, largest}, 8
+    sizes = {1, 2, 4, max_episodes, largest}
+    start = 8
     for stride, end in _STRIDES:
         sizes.update(range(start, min(end, largest), stride))
         start = end
@@ -95,7 +97,8 @@ def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
     `gpu_bytes` is the GPU's memory. Nothing is subtracted if updates are not staged, or if the
     update is too large.
     """
-    share, part = config.rollout_server.gpu_memory_utilization, wire_bytes / gpu_bytes
+    share = config.rollout_server.gpu_memory_utilization
+    part = wire_bytes / gpu_bytes
     return share - part if config.may_stage and part <= MOST_OF_SHARE * share else share
 
 

@@ -89,9 +89,11 @@ class RolloutServer:
 
         Raises ConfigError if either fails.
         """
-        self._config, self._address = config, address
+        self._config = config
+        self._address = address
         self._server_id, self._process = server_id, secrets.randbits(63)
-        self._model, self._gateway = model, gateway
+        self._model = model
+        self._gateway = gateway
         self._credentials = run_credentials(config, address)
         self._metadata = call_metadata(self._credentials, config.run.id)
         self._outbox = OutgoingMessages[fleet_pb2.ServerMessage]()
@@ -113,7 +115,8 @@ class RolloutServer:
             following = await self._join(channel, stop)
             if following is None:
                 return
-            config, run_id = self._config, following.welcome.run_id
+            config = self._config
+            run_id = following.welcome.run_id
             sender = await open_sender(stack, config, channel, self._metadata, run_id)
             await stack.enter_async_context(self._gateway)
             async with asyncio.TaskGroup() as group:

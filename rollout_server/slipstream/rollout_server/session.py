@@ -43,7 +43,9 @@ log = logging.getLogger(__name__)
 _FLUSH_PERIOD_S = 0.02
 # Time limits for cancelled episodes to end, for the queue to send its trajectories, and for the
 # controller to end the stream.
-CANCEL_S, FLUSH_S, GOODBYE_S = 5.0, 5.0, 2.0
+CANCEL_S = 5.0
+FLUSH_S = 5.0
+GOODBYE_S = 2.0
 
 JoinCall = grpc.aio.StreamStreamCall[fleet_pb2.ServerMessage, fleet_pb2.ControllerMessage]
 
@@ -72,8 +74,11 @@ class Session:
         `ask` raises AioRpcError if the controller does not know the epoch.
         """
         self._ask = ask
-        self._welcome, self._outbox, self._config = welcome, outbox, config
-        self._sender, self._environments = sender, services.environments
+        self._welcome = welcome
+        self._outbox = outbox
+        self._config = config
+        self._sender = sender
+        self._environments = services.environments
         self._engine = services.model.engine
         self._counters = EpochCounters(self._engine.requests.use())
         self._epoch = f"{identity.server_epoch:x}"

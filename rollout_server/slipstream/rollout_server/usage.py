@@ -50,10 +50,12 @@ class UseClock:
     def resume(self) -> None:
         """Records the end of a pause."""
         self._count()
-        self.is_paused, self._has_served = False, True
+        self.is_paused = False
+        self._has_served = True
 
     def _count(self) -> None:
-        before_s, self._counted_s = self._counted_s, time.monotonic()
+        before_s = self._counted_s
+        self._counted_s = time.monotonic()
         if self.is_paused and self._has_served:
             self._paused_s += self._counted_s - before_s
         elif self._open and not self.is_paused:
@@ -91,7 +93,8 @@ class EpochCounters:
         # its tokens still count as open.
         self.is_broken_off = False
         # The resident bytes of this process and its descendants at the last scan, and its time.
-        self._resident_bytes, self._looked_s = 0, -_LOOK_S
+        self._resident_bytes = 0
+        self._looked_s = -_LOOK_S
 
     def sampled(self, num_tokens: int) -> None:
         """Counts `num_tokens` that a generation of an open episode returned."""
@@ -113,7 +116,8 @@ class EpochCounters:
 
         Shared pages count in each process that shares them.
         """
-        now_s, this = time.monotonic(), os.getpid()
+        now_s = time.monotonic()
+        this = os.getpid()
         if now_s - self._looked_s >= _LOOK_S:
             found = (process.Descendant(this, 0), *process.descendants(this))
             self._looked_s = now_s

@@ -49,8 +49,10 @@ class WeightOrders:
         rested: Callable[[fleet_pb2.Rested], None] = lambda _: None,
     ) -> None:
         """`engine` must be paused; `report` and `rested` send reports to the controller."""
-        self._engine, self._dispatcher = engine, dispatcher
-        self._report, self._rested = report, rested
+        self._engine = engine
+        self._dispatcher = dispatcher
+        self._report = report
+        self._rested = rested
         self._orders: asyncio.Queue[fleet_pb2.ControllerMessage | None] = asyncio.Queue(_MAX_ORDERS)
         self._publish = _Publish("", Phase.FAILED)
         # The version that the engine served last.
@@ -109,7 +111,8 @@ class WeightOrders:
     async def _carry_out(self, order: fleet_pb2.ControllerMessage) -> None:
         match order.WhichOneof("message"):
             case "prepare":
-                ready, publish_id = fleet_pb2.PUBLISH_PHASE_READY, order.prepare.publish_id
+                ready = fleet_pb2.PUBLISH_PHASE_READY
+                publish_id = order.prepare.publish_id
                 self._report(fleet_pb2.PublishReport(publish_id=publish_id, phase=ready))
             case "receive":
                 await self._receive(order.receive)
@@ -179,11 +182,13 @@ class WeightOrders:
             self._preparing.cancel()
 
     async def _commit(self, order: fleet_pb2.CommitPublish) -> None:
-        publish, publish_id = self._publish, order.publish_id
+        publish = self._publish
+        publish_id = order.publish_id
         if (publish.publish_id, publish.phase) == (publish_id, Phase.FAILED):
             # The commit was on its way before the failure was reported.
             return
-        loaded, cause = publish.publish_id if publish.phase is Phase.LOADED else "", ""
+        loaded = publish.publish_id if publish.phase is Phase.LOADED else ""
+        cause = ""
         if publish_id in self._aborted:
             # The controller abandoned the publish; its abort may be queued behind this order.
             cause = "the publish was abandoned"
@@ -199,11 +204,17 @@ class WeightOrders:
             publish.phase = Phase.PROBING
         else:
             publish.phase = Phase.SERVING
-        begun_s, version, self._rests = time.monotonic(), version_from_pb(order.version), False
+        begun_s = time.monotonic()
+        version = version_from_pb(order.version)
+        self._rests = False
         await self._engine.pauses.resume(version)
-        now_s, stages = time.monotonic(), publish.stages
-        stages.resume_s, stages.served_at, self.version = now_s - begun_s, now_s, version
-        began, self._pause_began = self._pause_began, None
+        now_s = time.monotonic()
+        stages = publish.stages
+        stages.resume_s = now_s - begun_s
+        stages.served_at = now_s
+        self.version = version
+        began = self._pause_began
+        self._pause_began = None
         paused_s = 0.0 if began is None else self._engine.requests.use().paused_s - began[1]
         logprobs = b""
         if order.HasField("probe"):

@@ -63,7 +63,8 @@ def scripted_engine(config: Config, script: Callable[[str], str]) -> ScriptedEng
     settings = engine_config(config, 1)
     renderer = renderer_from_config(settings)
     engine = ScriptedEngine(renderer.get_tokenizer(), script)
-    server, folder = config.rollout_server, config.model.path
+    server = config.rollout_server
+    folder = config.model.path
     engine.llm = SimpleNamespace(
         vllm_config=settings, model_config=settings.model_config, renderer=renderer
     )
@@ -141,14 +142,15 @@ class AgentRig:
         for branch in self.recorder.conversations.branches:
             assert len(branch.run_lengths) % 2 == 0
             assert sum(branch.run_lengths) == len(branch.token_ids)
-            end, logprobs = (
-                0,
-                [value for part in branch.sampled for value in part["behavior_logprobs"].tolist()],
-            )
+            end = 0
+            logprobs = [
+                value for part in branch.sampled for value in part["behavior_logprobs"].tolist()
+            ]
             for context, sampled in zip(
                 branch.run_lengths[::2], branch.run_lengths[1::2], strict=True
             ):
-                start, end = end + context, end + context + sampled
+                start = end + context
+                end = end + context + sampled
                 values = [round(value, 6) for value in logprobs[:sampled]]
                 del logprobs[:sampled]
                 recorded.append((branch.token_ids[:start], branch.token_ids[start:end], values))

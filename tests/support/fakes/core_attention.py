@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from slipstream.learner.trainer.ranks import compat, cpu
 
-HEADS, GROUPS, SIZE = 4, 2, 16
+HEADS = 4
+GROUPS = 2
+SIZE = 16
 
 
 def core_attention(dtype: torch.dtype, **settings: object) -> Any:

@@ -20,7 +20,8 @@ class Adding(Environment[int]):
         return [1]
 
     def reset(self, task: int) -> ResetResult:
-        self.total, self.turns = 0, 0
+        self.total = 0
+        self.turns = 0
         return ResetResult([{"role": "user", "content": "call 1 2"}], tools=[ADD])
 
     def step(self, reply: Reply) -> StepResult:

@@ -73,7 +73,8 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         token: str | None = None,
     ) -> None:
         self._orders = iter(orders)
-        self._on_start_publish, self._on_stored = on_start_publish, on_stored
+        self._on_start_publish = on_start_publish
+        self._on_stored = on_stored
         self._taking_part: list[weights_pb2.Receiver] = []
         # Answers the trainer, when asked: the receivers that still take part in the newest publish.
         self.still_there = lambda: self._taking_part
@@ -105,7 +106,8 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self.results: list[pb.PublishResult] = []
         self.checkpoints: list[pb.CheckpointReport] = []
         self.saved = threading.Event()
-        self.num_signs, self.idle_s = 0, 2.0
+        self.num_signs = 0
+        self.idle_s = 2.0
         # What the trainer has read of its model.
         self.loaded_bytes = 0
         self.failures: list[pb.TrainerFailure] = []
@@ -154,7 +156,8 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         gone = threading.Event()
         context.add_callback(gone.set)
         self._check(context)
-        forgotten, self.places = self._forgotten, self.places + 1
+        forgotten = self._forgotten
+        self.places = self.places + 1
         yield pb.PlaceKept()
         while not gone.wait(0.01):
             if forgotten.is_set() and self.ends_in_order:
@@ -323,8 +326,10 @@ def with_branches(batch: Batch, *, vocab_size: int, max_tokens: int) -> Batch:
     random = np.random.default_rng([batch.step, 1])
 
     def grown(trajectory: Trajectory) -> Trajectory:
-        first, tokens = trajectory, [trajectory.token_ids]
-        runs, spans = list(trajectory.run_lengths), list(trajectory.version_spans)
+        first = trajectory
+        tokens = [trajectory.token_ids]
+        runs = list(trajectory.run_lengths)
+        spans = list(trajectory.version_spans)
         branches = [Branch(len(runs), float(random.choice([1.0, 0.5])))]
         logprobs = [trajectory.behavior_logprobs]
         for name in ("reviewer", "b")[: int(random.integers(1, 3))]:

@@ -43,8 +43,10 @@ class FakeCupy:
         self._pointers = itertools.count(1 << 20, 1 << 20)
 
     def modules(self) -> dict[str, ModuleType]:
-        package, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
-        runtime, stream = self._runtime(), SimpleNamespace(synchronize=lambda: None)
+        package = ModuleType("cupy")
+        cuda = ModuleType("cupy.cuda")
+        runtime = self._runtime()
+        stream = SimpleNamespace(synchronize=lambda: None)
         nccl = SimpleNamespace(NcclCommunicator=self._connect, NcclError=NcclError, NCCL_UINT8=1)
         vars(cuda).update(
             runtime=runtime,

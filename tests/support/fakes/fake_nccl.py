@@ -85,7 +85,9 @@ class Member:
     """Takes part in the broadcasts of its meeting, one after the other."""
 
     def __init__(self, nccl: FakeNccl, meeting: Meeting, rank: int) -> None:
-        self.nccl, self.meeting, self.rank = nccl, meeting, rank
+        self.nccl = nccl
+        self.meeting = meeting
+        self.rank = rank
         # Where each broadcast puts its bytes; a root's own memory is not written.
         self.targets: list[tuple[int, int]] = []
         self.copied = 0
@@ -136,7 +138,8 @@ class Event:
     """Behind the broadcasts of the member whose broadcast this thread has enqueued last."""
 
     def __init__(self, nccl: FakeNccl) -> None:
-        self._nccl, self.ptr = nccl, self
+        self._nccl = nccl
+        self.ptr = self
 
     def record(self) -> None:
         self.made_s = time.monotonic()

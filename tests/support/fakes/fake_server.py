@@ -65,11 +65,16 @@ class FakeServer:
         engine_settings: str = "",
     ) -> None:
         """Trajectories go to the Redis at `queue_url`, or to the controller itself if it is ""."""
-        self.address, self.name = address, name
+        self.address = address
+        self.name = name
         self.epoch = epoch if epoch is not None else secrets.randbits(60)
-        self.max_episodes, self.reply_tokens, self.delay_s = max_episodes, reply_tokens, delay_s
-        self.judge, self.failing_environments = judge, failing_environments
-        self.queue_url, self.queue_bytes = queue_url, queue_bytes
+        self.max_episodes = max_episodes
+        self.reply_tokens = reply_tokens
+        self.delay_s = delay_s
+        self.judge = judge
+        self.failing_environments = failing_environments
+        self.queue_url = queue_url
+        self.queue_bytes = queue_bytes
         self.engine_settings = engine_settings
         # Names of the GPUs on which it seems to compute.
         self.gpus: list[str] = []
@@ -209,7 +214,8 @@ class FakeServer:
                 if message.receive.layout.tensors:
                     self.layout = message.receive.layout
                 self.digests = bucket_digests(self.layout)
-                publish_id, phase = message.receive.order.publish_id, fleet_pb2.PUBLISH_PHASE_LOADED
+                publish_id = message.receive.order.publish_id
+                phase = fleet_pb2.PUBLISH_PHASE_LOADED
                 await self._say(publish_id, phase, bucket_digests=self.digests)
             case "commit":
                 await self._commit(message.commit)
@@ -250,9 +256,11 @@ class FakeServer:
         if list(commit.bucket_digests) != self.digests:
             await self._say(commit.publish_id, fleet_pb2.PUBLISH_PHASE_FAILED, message="digests")
             return
-        self.version, self.is_resting = version_from_pb(commit.version), False
+        self.version = version_from_pb(commit.version)
+        self.is_resting = False
         self.loaded_versions.append(self.version)
-        phase, probe = fleet_pb2.PUBLISH_PHASE_SERVING, commit.probe.expected_logprobs
+        phase = fleet_pb2.PUBLISH_PHASE_SERVING
+        probe = commit.probe.expected_logprobs
         await self._say(commit.publish_id, phase, probe_logprobs=probe, paused_s=0.01)
 
     async def _say(self, publish_id: str, phase, **fields) -> None:
@@ -283,7 +291,8 @@ class FakeServer:
 
     async def _episode(self, lease: fleet_pb2.Lease, member: int) -> None:
         for attempt in range(lease.first_attempt, lease.max_attempts):
-            version, tokens = self.version, self.reply_tokens
+            version = self.version
+            tokens = self.reply_tokens
             self.generated += tokens
             verdict: float | Failure
             try:
@@ -339,7 +348,8 @@ class FakeServer:
         )
         data = encode_trajectory(self.spoil(trajectory))
         name = trajectory.trajectory_id
-        self.ended, self.num_ended = self.ended + tokens, self.num_ended + 1
+        self.ended = self.ended + tokens
+        self.num_ended = self.num_ended + 1
         self.delivering[name] = tokens
         await asyncio.shield(self._put(name, seal(self.delivery_key, name, data)))
 

@@ -36,7 +36,8 @@ class Stream:
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
         self.cuda_stream = next(self._handles)
-        self.priority, self.time = priority, 0.0
+        self.priority = priority
+        self.time = 0.0
         self.by_handle[self.cuda_stream] = self
 
     def work(self, duration: float) -> None:

@@ -50,11 +50,14 @@ class FakeTrainer:
         checkpoint_every: int = 0,
     ) -> None:
         """Goes on from `checkpoint`; every n-th version becomes `newest_checkpoint`."""
-        self.address, self.step_s = address, step_s
+        self.address = address
+        self.step_s = step_s
         self.version, self.digest = checkpoint
-        self.newest_checkpoint, self.checkpoint_every = checkpoint, checkpoint_every
+        self.newest_checkpoint = checkpoint
+        self.checkpoint_every = checkpoint_every
         # The limit of a call for the next order, and how many of them were told to wait.
-        self.call_timeout_s, self.num_waits = 60.0, 0
+        self.call_timeout_s = 60.0
+        self.num_waits = 0
         self.export_path = "checkpoints/final"
         # Changes the weights that a step makes, as rounding on a GPU does.
         self.noise = b""

@@ -119,7 +119,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     run_lengths = tuple(draw(st.lists(st.integers(0, 12), max_size=7)))
     num_sampled = sum(run_lengths[1::2])
     num_tokens = sum(run_lengths)
-    spans, left = [], num_sampled
+    spans = []
+    left = num_sampled
     while left:
         length = draw(st.integers(1, left))
         spans.append(VersionSpan(length, draw(versions)))

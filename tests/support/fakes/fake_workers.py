@@ -35,7 +35,8 @@ class WorkerStream:
     """One attached worker: sends commands, gives answers by call."""
 
     def __init__(self, requests: AsyncIterator, context: grpc.aio.ServicerContext) -> None:
-        self._requests, self._context = requests, context
+        self._requests = requests
+        self._context = context
         self._answers: dict[int, asyncio.Future[pb.WorkerMessage]] = {}
         self._ids = itertools.count(1)
         self.hello: pb.WorkerHello | None = None
@@ -108,7 +109,9 @@ async def worker_process(
     """Runs the worker program; it is killed at the end."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "slipstream.client.worker", *arguments),
+        "-m",
+        "slipstream.client.worker",
+        *arguments,
         env={"SLIPSTREAM_TOKEN": token, "PATH": ""},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

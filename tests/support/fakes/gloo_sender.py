@@ -78,8 +78,10 @@ class GlooSender:
         """
         if self._group is None:
             self.join()
-        digests, timeout = [], timedelta(seconds=self.deadline_s)
-        buckets, of_each = layout_from_pb(layout), len(adapter_buckets(layout))
+        digests = []
+        timeout = timedelta(seconds=self.deadline_s)
+        buckets = layout_from_pb(layout)
+        of_each = len(adapter_buckets(layout))
         of_each //= 1 + len(more)
         first = len(buckets) - len(more) * of_each
         for place, bucket in enumerate(buckets[:max_buckets]):
@@ -87,7 +89,8 @@ class GlooSender:
                 tensors = more[(place - first) // of_each]
             buffer = pack(bucket, tensors)
             options = c10d.BroadcastOptions()
-            options.rootRank, options.rootTensor = 0, 0
+            options.rootRank = 0
+            options.rootTensor = 0
             options.timeout = timeout
             self._group.broadcast([buffer], options).wait(timeout)
             digests.append(bucket_digest(bucket_tensor_digests(bucket, buffer.numpy().data)))

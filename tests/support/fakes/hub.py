@@ -116,11 +116,13 @@ class _Handler(BaseHTTPRequestHandler):
         if content is None:
             self._error(404, "EntryNotFound", f"no {path}")
             return
-        first, last = 0, len(content)
+        first = 0
+        last = len(content)
         asked = self.headers.get("range", "")
         if asked.startswith("bytes="):
             begin, _, end = asked.removeprefix("bytes=").partition("-")
-            first, last = int(begin), min(last, int(end) + 1 if end else last)
+            first = int(begin)
+            last = min(last, int(end) + 1 if end else last)
         self._send(
             206 if asked else 200,
             content[first:last],

@@ -33,7 +33,8 @@ class Liar:
 
     def __init__(self, channel: grpc.aio.Channel, *, epoch: int = 77, process: int = 0) -> None:
         self.channel = channel
-        self.epoch, self.process = epoch, process
+        self.epoch = epoch
+        self.process = process
         self.outbox: asyncio.Queue[fleet_pb2.ServerMessage] = asyncio.Queue()
         self.leases: asyncio.Queue[fleet_pb2.Lease] = asyncio.Queue()
 
@@ -73,7 +74,8 @@ Attack = Callable[[grpc.aio.Channel, FakeServer], Awaitable[None]]
 async def attacked(tmp_path, caplog, attack: Attack, **changes) -> dict:
     """The summary of a run of an honest server and trainer that was attacked in its middle."""
     config = make_config(tmp_path, run__steps=STEPS, **changes)
-    server, trainer = FakeServer(config.controller.address), FakeTrainer(config.controller.address)
+    server = FakeServer(config.controller.address)
+    trainer = FakeTrainer(config.controller.address)
     trainer.hold_at(2)
 
     async def during(controller: Controller, tasks: list) -> None:

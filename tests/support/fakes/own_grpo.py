@@ -28,7 +28,8 @@ def loss(
     """PPO's loss, which reports how many tokens were clipped."""
     ratio = (tokens.logprobs - tokens.proximal_logprobs).clamp(-20, 20).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    gain, held = ratio * tokens.advantages, clipped * tokens.advantages
+    gain = ratio * tokens.advantages
+    held = clipped * tokens.advantages
     return TokenTerms(-torch.minimum(gain, held), {"own_clip_fraction": held < gain})
 
 

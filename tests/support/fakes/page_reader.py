@@ -46,7 +46,8 @@ class Reader:
                 self._carry_out(command)
 
     def _commands(self) -> Iterator[str]:
-        text, end = self.page.read_text(), 0
+        text = self.page.read_text()
+        end = 0
         for block in BLOCK.finditer(text):
             names = FILE.findall(text[end : block.start()])
             end = block.end()

@@ -33,7 +33,8 @@ from support.rigs.waiting import until
 
 MODULES = {"rank": "support.fakes.quick_rank", "server": "support.fakes.quick_server"}
 STATE = "state.json"
-STEP_S, TOKEN_S = 0.05, 0.002
+STEP_S = 0.05
+TOKEN_S = 0.002
 CHECKPOINT_STEPS = 5
 # Adapter, or "" for the policy -> what its begin and steps have made of it.
 Models = dict[str, str]
@@ -137,14 +138,17 @@ def train() -> None:
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
     config = load_config(given.config, given.overrides)
-    client, path = ControllerClient(config), config.run_dir / STATE
+    client = ControllerClient(config)
+    path = config.run_dir / STATE
     version, digest = START
     models: Models = {}
     kept: dict[int, Models] = {}
     if path.exists():
         state = json.loads(path.read_text())
-        version, digest = PolicyVersion(*state["version"]), bytes.fromhex(state["digest"])
-        models, kept = state["models"], {int(step): of for step, of in state["kept"].items()}
+        version = PolicyVersion(*state["version"])
+        digest = bytes.fromhex(state["digest"])
+        models = state["models"]
+        kept = {int(step): of for step, of in state["kept"].items()}
 
     def save() -> None:
         partial = path.with_suffix(".partial")
@@ -165,7 +169,8 @@ def train() -> None:
         version=version_to_pb(version),
         weight_digest=digest,
     )
-    version, communicator = version_from_pb(client.register(hello).version), ""
+    version = version_from_pb(client.register(hello).version)
+    communicator = ""
     while True:
         first, *rest = client.next(
             version, communicator_id=communicator, bucket_digests=digests_of(version)
@@ -175,7 +180,8 @@ def train() -> None:
                 batch = [trajectory_from_pb(t) for d in rest for t in d.chunk.trajectories]
                 check_tokens(batch)
                 time.sleep(STEP_S)
-                step, passes = first.batch.step, [one for d in rest for one in d.chunk.passes]
+                step = first.batch.step
+                passes = [one for d in rest for one in d.chunk.passes]
                 digest = made(digest, batch, first.batch, passes, models, kept)
                 metrics = {"trained_tokens": sum(t.num_sampled_tokens for t in batch)}
                 if made_of := models.get(first.batch.given.adapter.name):

@@ -17,7 +17,8 @@ from support.fakes.plain_matrices import keep_matrices_plain
 from support.ranks.loader_ranks import SHAPES, checkpoint, two_models
 
 Weights = Mapping[str, torch.Tensor]
-SMALL, LARGE = 20_000, 30_000
+SMALL = 20_000
+LARGE = 30_000
 
 
 class Scene:
@@ -26,7 +27,9 @@ class Scene:
         config, self._model, self._fresh = two_models(folder / shape, SHAPES[shape], 0, 1)
         config.parallel_config.enable_eplb = moving
         self._worker = _worker(config, self._model)
-        self._sender, self._stage, self._count = GlooSender("first"), stage, 0
+        self._sender = GlooSender("first")
+        self._stage = stage
+        self._count = 0
         self.first, self.second = checkpoint(folder / shape, 1), checkpoint(folder / shape, 2)
         self._model.load_weights(iter(self.first.items()))
         self.seen: list[Any] = []
@@ -61,7 +64,8 @@ class Scene:
         order.communicator.Clear()
         order.communicator.transport, order.communicator.path = "storage", str(path)
         # Each publish through storage has its own name, and keeps no communicator.
-        order.communicator.communicator_id, order.new_communicator = order.publish_id, True
+        order.communicator.communicator_id = order.publish_id
+        order.new_communicator = True
         result = self._updated(order, layout)
         digests = [bytes.fromhex(digest) for digest in result["digests"]]
         is_sent = digests == self._sender.digests(layout, weights)
@@ -94,7 +98,8 @@ class Scene:
 
     def slow_down_recording(self, seconds: float) -> None:
         """The next call of the model's loader, which is recorded, takes longer."""
-        load_weights, waits = self._model.load_weights, [seconds]
+        load_weights = self._model.load_weights
+        waits = [seconds]
 
         def slow(weights: Any) -> Any:
             # A recording calls it for each bucket.
@@ -139,7 +144,8 @@ def updates(rank: int, folder: Path, shape: str, stage: bool) -> list[Any]:
 
 def updates_from_files(rank: int, folder: Path, shape: str, stage: bool) -> list[Any]:
     """Three updates from the file into which a server fetches."""
-    scene, path = Scene(folder, shape, stage=stage), folder / f"{shape}-{stage}-fetched"
+    scene = Scene(folder, shape, stage=stage)
+    path = folder / f"{shape}-{stage}-fetched"
     for weights in (scene.first, scene.second, scene.first):
         scene.publish_file(weights, path)
     return scene.seen

@@ -81,7 +81,8 @@ class ScriptedEngine(FakeEngine):
         if len(script_tokens) > max_tokens:
             reason = FinishReason.LENGTH
         done: list[int] = []
-        said, handed_out = "", 0
+        said = ""
+        handed_out = 0
         spans: list[VersionSpan] = []
         try:
             for start in range(0, len(tokens), CHUNK):
@@ -102,7 +103,8 @@ class ScriptedEngine(FakeEngine):
                     text = self.tokenizer.decode(done, skip_special_tokens=skip)
                     text = text.rstrip("\ufffd")
                     yield TextPart(chunk, text[len(said) :])
-                    said, handed_out = text, len(done)
+                    said = text
+                    handed_out = len(done)
         finally:
             self.num_open -= 1
         if len(done) < len(tokens):

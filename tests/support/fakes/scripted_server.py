@@ -67,7 +67,8 @@ class Episode:
 
     async def reply(self, call: pb.AgentCall) -> None:
         async for part in self.handler(call):
-            part.call, part.episode_key = call.call, self.key
+            part.call = call.call
+            part.episode_key = self.key
             await self.command(reply_part=part)
 
 

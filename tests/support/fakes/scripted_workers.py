@@ -14,7 +14,8 @@ from slipstream.v1 import environment_pb2, fleet_pb2
 
 CAUSE = "worker exited with code 7"
 # Seconds in which a worker starts, and in which a model replies.
-START_S, REPLY_S = 3.0, 1.0
+START_S = 3.0
+REPLY_S = 1.0
 
 
 class ScriptedWorker(EnvironmentWorker):
@@ -67,7 +68,8 @@ class ScriptedEnvironment(HostedEnvironment):
         order = fleet_pb2.EnvironmentOrder(spec=spec)
         gateway = SimpleNamespace(limits=WorkerLimits(lone_workers=lone_workers))
         super().__init__(cast(WorkerGateway, gateway), order, self.reports.append)
-        self.ends, self.tells = ends, tells
+        self.ends = ends
+        self.tells = tells
         self.num_steps = self.num_starts = 0
 
     def _make(self, **_: object) -> ScriptedWorker:

@@ -20,7 +20,8 @@ CHUNK_BYTES = 1 << 16
 
 def split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The settings of network and TLS, and all others as they were."""
-    ours, others = {}, []
+    ours = {}
+    others = []
     for name, value in zip(arguments[::2], arguments[1::2], strict=True):
         if name.startswith("--tls-") or name in ("--bind", "--port"):
             ours[name[2:]] = value

@@ -259,7 +259,8 @@ def _compare(
         _fill(buffer, bucket, second)
         replay.run(place, buffer)
 
-    proof, kept = PlanCheck(plan, _as_in(fresh, plan)), []
+    proof = PlanCheck(plan, _as_in(fresh, plan))
+    kept = []
     for place, bucket in enumerate(buckets):
         kept.append(torch.zeros(bucket.num_bytes, dtype=torch.uint8))
         _fill(kept[place], bucket, second)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from slipstream.learner.trainer.model.policy import Policy
     from slipstream.learner.trainer.weights.publish import Published
 
-RANK, ALPHA = 4, 8.0
+RANK = 4
+ALPHA = 8.0
 SP = {"tp": 2}
 RECOMPUTE = {
     "recompute_granularity": "full",
@@ -94,7 +95,8 @@ def run_rank(folder: Path, job: str) -> None:
     config = config_of(job, folder)
     policy = opened(config)
     step = TrainingStep(policy, config)
-    metrics, logprobs = [], []
+    metrics = []
+    logprobs = []
     before = weights_of(policy)
     # Adapters of experts are not sent apart.
     published = None if job in EXPERTS else see_published(policy, config)
@@ -174,7 +176,8 @@ def sent_by(published: Published, policy: Policy, *, adapters_alone: bool) -> di
     """Names, sizes and digests of a pass, and what was in the buckets that this rank leads."""
     layout = published.layout(adapters_alone=adapters_alone)
     expected = layout_from_pb(layout)
-    places, tensors = [], {}
+    places = []
+    tensors = {}
 
     def send(place: int, bucket: Bucket, data: torch.Tensor) -> Callable[[], None]:
         assert bucket == expected[place]

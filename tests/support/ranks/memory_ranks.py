@@ -71,7 +71,9 @@ def run_rank(folder: Path, job: str) -> None:
     policy = opened(config)
     step = TrainingStep(policy, config)
     stream = open_stream(policy, config)
-    metrics, digests, between = [], [], []
+    metrics = []
+    digests = []
+    between = []
     for batch in batches(config):
         metrics.append(step.run(batch).metrics)
         between.append(num_bytes(policy))

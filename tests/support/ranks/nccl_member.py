@@ -57,7 +57,8 @@ def broadcast_all(group: NcclGroup, rank: int, world_size: int) -> None:
     ]
     buckets = plan_buckets(tensors, BUCKET_BYTES)
     memory = [cupy.zeros(BUCKET_BYTES, dtype=cupy.uint8) for _ in range(2)]
-    digests, stream = CudaDigests(buckets), cupy.cuda.Stream(non_blocking=True)
+    digests = CudaDigests(buckets)
+    stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.get_current_stream().synchronize()
     for repeat in range(4):
         started = time.monotonic()
@@ -72,7 +73,8 @@ def broadcast_all(group: NcclGroup, rank: int, world_size: int) -> None:
             if repeat == 0:
                 digests.add(place, target.data.ptr, stream.ptr)
         group.wait()
-        wall_s, wire = time.monotonic() - started, group.take_wire()
+        wall_s = time.monotonic() - started
+        wire = group.take_wire()
         if repeat == 0:
             found = digests.read(stream.ptr)
             say(digests=[digest.hex() for of_bucket in found for digest in of_bucket])

@@ -34,7 +34,8 @@ class NcclSender:
         num_workers: int = 1,
         deadline_s: float = 20.0,
     ) -> None:
-        self._deadline_s, self._joined = deadline_s, False
+        self._deadline_s = deadline_s
+        self._joined = False
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
@@ -105,7 +106,10 @@ def serve() -> None:
     torch.cuda.set_device(0)
     use_device(0)
     stream = torch.cuda.Stream()
-    unique_id, buckets, rooms, digests = b"", [], [], None
+    unique_id = b""
+    buckets = []
+    rooms = []
+    digests = None
     answer: object = None
     for line in sys.stdin:
         command = json.loads(line)
@@ -131,12 +135,14 @@ def serve() -> None:
             for place, (bucket, room) in enumerate(zip(buckets, rooms, strict=True)):
                 if most is not None and place >= most:
                     break
-                pointer, handle = room.data_ptr(), stream.cuda_stream
+                pointer = room.data_ptr()
+                handle = stream.cuda_stream
                 group.broadcast(pointer, bucket.num_bytes, 0, handle, deadline_s=deadline_s)
                 digests.add(place, pointer, handle)
             group.wait()
             found = digests.read(stream.cuda_stream)
-            wire, wall_s = group.take_wire(), time.perf_counter() - started
+            wire = group.take_wire()
+            wall_s = time.perf_counter() - started
             print(
                 f"sent in {wall_s:.4f} s, "
                 f"{wire.num_bytes} bytes behind the first bucket in {wire.seconds:.4f} s",

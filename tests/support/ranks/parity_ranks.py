@@ -66,7 +66,8 @@ def train(folder: Path, job: str) -> None:
     digest = stream.run().identity
     before = weights_of(policy)
 
-    sequences, metrics = probe(config), []
+    sequences = probe(config)
+    metrics = []
     logprobs = [score(policy, sequences)]
     for batch in batches(config)[:PARITY_STEPS]:
         # A rank has the recorded experts of what it trains, and no others.
@@ -98,7 +99,8 @@ def slow_sends() -> Iterator[None]:
 
     On a fast machine a small message has left before the buffer is used for something else.
     """
-    c10d, real = dist.distributed_c10d, dist.isend
+    c10d = dist.distributed_c10d
+    real = dist.isend
     # One thread keeps the messages in order.
     with ThreadPoolExecutor(1) as thread:
 
@@ -135,7 +137,8 @@ def recorded_inputs(policy: Policy) -> Iterator[dict]:
 
 def count_finalizations(policy: Policy) -> list[int]:
     settings = policy.chunks[0].config
-    finalize, numbers = settings.finalize_model_grads_func, []
+    finalize = settings.finalize_model_grads_func
+    numbers = []
 
     def counted(*args: object, **kwargs: object) -> None:
         numbers.append(1)

@@ -111,12 +111,14 @@ def run_rank(folder: Path, job: str) -> None:
     policy = opened(config)
     begin_again = functools.partial(load_start, policy, config)
     passes = Passes(policy, _no_load, begin_again)
-    before, steps = weights_of(policy), []
+    before = weights_of(policy)
+    steps = []
     for step, numbers in enumerate(ADAM):
         given = passes_of(loss, step)
         forward = pb.Pass()
         forward.CopyFrom(given[0])
-        forward.id, forward.backward = "forward", False
+        forward.id = "forward"
+        forward.backward = False
         bad = pb.Pass(id="bad", backward=True, loss="reinforce", sequences=given[0].sequences)
         bad.sequences[0].targets = np.full(7, VOCAB, dtype="<u4").tobytes()
         # No micro batch has room for it, and it comes when gradients are held.

@@ -148,7 +148,8 @@ def roles(folder: Path, job: str) -> None:
     config = config_of(job, folder)
     policy = opened(config)
     own = Roles(config, policy)
-    reference, critic = own.reference, own.critic
+    reference = own.reference
+    critic = own.critic
     assert critic is not None
 
     first = batches(config)[0]
@@ -261,7 +262,8 @@ def start(folder: Path, saved: str, layout: str) -> None:
     """A new run whose starting weights are the policy's of what `save` saved."""
     path = folder / "runs" / saved / "checkpoints" / "step-000002"
     run = _Run(config_of_run(layout, folder, "new", load=str(path)))
-    reference, critic = run.roles.reference, run.roles.critic
+    reference = run.roles.reference
+    critic = run.roles.critic
     first = batches(run.config)[0]
     found = {
         "reference": _joined(_sampled(reference.logprobs(first))),

@@ -117,7 +117,8 @@ def see_wrong_plan(folder: Path) -> None:
             raise bucket_fill.UnknownMapping("a parameter has a mapping of tomorrow")
         return plan_matrices(policy, merged=merged)
 
-    kinds, identities = [], [right.run().identity]
+    kinds = []
+    identities = [right.run().identity]
     for plan in (wrong, unknown):
         bucket_fill.plan_matrices = plan
         stream = open_stream(policy, config)

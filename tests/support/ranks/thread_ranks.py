@@ -27,7 +27,9 @@ class ThreadRanks:
     device = torch.device("cpu")
 
     def __init__(self, meeting: Meeting, rank: int, *, timeout_s: float = 30.0) -> None:
-        self._meeting, self.rank, self.timeout_s = meeting, rank, timeout_s
+        self._meeting = meeting
+        self.rank = rank
+        self.timeout_s = timeout_s
         self.activity = Activity()
         self.world_size = meeting.world_size
         self.flags = RankFlags(meeting.store)
@@ -52,7 +54,8 @@ def run_ranks(
     world_size: int, work: Callable[[ThreadRanks], None], *, timeout_s: float = 30.0
 ) -> None:
     """Runs `work` on every rank; the first exception is raised here."""
-    meeting, errors = Meeting(world_size), []
+    meeting = Meeting(world_size)
+    errors = []
 
     def run(rank: int) -> None:
         try:
@@ -105,14 +108,18 @@ class PlainFilling:
     ) -> None:
         self.tensors = tuple(tensors)
         self.senders = tuple(sorted({spec.sender for spec in tensors}))
-        self._data, self._rank, self._on_fill = tensors, ranks.rank, on_fill
+        self._data = tensors
+        self._rank = ranks.rank
+        self._on_fill = on_fill
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[torch.Tensor]) -> None:
-        self._buckets, self._lanes = buckets, lanes
+        self._buckets = buckets
+        self._lanes = lanes
 
     def fill(self, place: int) -> None:
         self._on_fill(place)
-        bucket, lane = self._buckets[place], self._lanes[place % len(self._lanes)]
+        bucket = self._buckets[place]
+        lane = self._lanes[place % len(self._lanes)]
         if self.senders[bucket.root] == self._rank:
             data = bytearray(packed(bucket, self._data))
             lane[: bucket.num_bytes] = torch.frombuffer(data, dtype=torch.uint8)

@@ -33,8 +33,11 @@ LAYOUTS = {
 }
 REPLAY = "-replay"
 CRITIC = "-critic"
-LORA, LORA_RANK, LORA_ALPHA = "-lora", 4, 8.0
-LEARNING_RATE, ADAM_EPS = 1e-2, 1e-3
+LORA = "-lora"
+LORA_RANK = 4
+LORA_ALPHA = 8.0
+LEARNING_RATE = 1e-2
+ADAM_EPS = 1e-3
 # The longest conversation has a micro batch of its own, without images.
 MAX_TOKENS = 40
 # Tokens of each reply that a critic values.
@@ -55,7 +58,9 @@ def conversations(folder: Path) -> list[Conversation]:
     """Token ids and placed images: without images, with one, and with two of other sizes."""
     tokens = image_tokens(folder)
     assert tokens is not None
-    red, wide, high = square_png(COLOURS["red"], 0, 14), noise(112, 56), noise(60, 100)
+    red = square_png(COLOURS["red"], 0, 14)
+    wide = noise(112, 56)
+    high = noise(60, 100)
     made = [
         ([1, *[8, 9, 10, 11, 12] * 7, 3, 8, 2], []),
         ([1, 8, 9, 10, 3, 8, 2], []),
@@ -186,7 +191,8 @@ def see_critic(policy: Policy, config: Config, folder: Path, job: str) -> None:
     from slipstream.learner.trainer.batches.batch import Batch
 
     settings = role_settings(config)["critic"]
-    critic, batch = Critic(settings, policy.ranks), Batch(0, "batch", trajectories(config))
+    critic = Critic(settings, policy.ranks)
+    batch = Batch(0, "batch", trajectories(config))
     before = critic.values(batch)
     estimates = [ModelEstimates(values=values) for values in before]
     sequences = training_sequences(batch, config, estimates)
@@ -201,7 +207,8 @@ def see_critic(policy: Policy, config: Config, folder: Path, job: str) -> None:
 
 def trajectories(config: Config) -> tuple[Trajectory, ...]:
     """The conversations, whose last `SAMPLED` tokens are replies with rewards 0 and 1."""
-    random, found = np.random.default_rng(3), []
+    random = np.random.default_rng(3)
+    found = []
     for place, (tokens, images) in enumerate(conversations(config.model.path)):
         plain = make_trajectory(
             random, group=place // 2, member=place % 2, step=0, vocab_size=8, max_tokens=8

@@ -23,5 +23,6 @@ def names(family: str) -> list[str]:
     found = CHOICE.search(family)
     if not found:
         return [family]
-    before, after = family[: found.start()], family[found.end() :]
+    before = family[: found.start()]
+    after = family[found.end() :]
     return [name for part in found[1].split(",") for name in names(before + part + after)]

@@ -79,10 +79,14 @@ def conversations(trajectory: Trajectory) -> list[tuple[Trajectory, Branch]]:
     """Each branch as an episode by itself."""
     if not trajectory.branches:
         return [(trajectory, Branch(len(trajectory.run_lengths)))]
-    found, run, token, sampled = [], 0, 0, 0
+    found = []
+    run = 0
+    token = 0
+    sampled = 0
     for branch in trajectory.branches:
         lengths = trajectory.run_lengths[run : run + branch.num_runs]
-        end, last = token + sum(lengths), sampled + sum(lengths[1::2])
+        end = token + sum(lengths)
+        last = sampled + sum(lengths[1::2])
         routed = trajectory.routed_experts
         one = dataclasses.replace(
             trajectory,
@@ -100,7 +104,9 @@ def conversations(trajectory: Trajectory) -> list[tuple[Trajectory, Branch]]:
             branches=(),
         )
         found.append((one, branch))
-        run, token, sampled = run + branch.num_runs, end, last
+        run = run + branch.num_runs
+        token = end
+        sampled = last
     return found
 
 

@@ -18,7 +18,8 @@ def encode(old: bytes, new: bytes) -> bytes:
 
 def decode(old: bytes, payload: bytes) -> bytes:
     """The bucket that a payload makes of `old`."""
-    new, blocks = bytearray(old), -(-len(old) // 512)
+    new = bytearray(old)
+    blocks = -(-len(old) // 512)
     counts = struct.unpack_from(f"<{blocks}H", payload)
     elements = 2 * blocks
     places = elements + 2 * sum(counts)
@@ -26,5 +27,6 @@ def decode(old: bytes, payload: bytes) -> bytes:
         for _ in range(count):
             at = 2 * (256 * block + payload[places])
             new[at : at + 2] = payload[elements : elements + 2]
-            elements, places = elements + 2, places + 1
+            elements = elements + 2
+            places = places + 1
     return bytes(new)

@@ -25,7 +25,8 @@ def kept_counts(
     embedded = model.get_input_embeddings()(torch.tensor([tokens[1:-1]]))
     outputs = draft_states(layer, shape, embedded, hidden[:, :-2], num_tokens)
     drafted = [model.lm_head(each[0]).argmax(-1).tolist() for each in outputs]
-    counts, row = [], first - 1
+    counts = []
+    row = first - 1
     while row + num_tokens + 2 < len(tokens):
         right = [drafted[n][row + n] == tokens[row + n + 2] for n in range(num_tokens)]
         counts.append(([*right, False]).index(False))

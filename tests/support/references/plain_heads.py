@@ -22,7 +22,9 @@ class Norms(NamedTuple):
 def split(
     mixed: Tensor, positions: Tensor, turns: Tensor, norms: Norms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    queries, keys, values = mixed[:, :, :-2].flatten(1, 2), mixed[:, :, -2], mixed[:, :, -1]
+    queries = mixed[:, :, :-2].flatten(1, 2)
+    keys = mixed[:, :, -2]
+    values = mixed[:, :, -1]
     if norms is not None:
         queries, keys = (
             x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norms.epsilon) * (w + norms.offset)
@@ -51,7 +53,8 @@ def join(
             outputs = split(mixed, positions, turns, None)
             found.copy_(torch.autograd.grad(outputs, mixed, grads)[0])
             return torch.zeros(2, found.shape[-1])
-        mixed, norms = normed[0].detach().requires_grad_(), normed[1]
+        mixed = normed[0].detach().requires_grad_()
+        norms = normed[1]
         weights = [one.detach().requires_grad_() for one in norms[:2]]
         outputs = split(mixed, positions, turns, Norms(*weights, *norms[2:]))
         grad, *sums = torch.autograd.grad(outputs, [mixed, *weights], grads)
@@ -67,14 +70,17 @@ def in_place_of_kernels() -> Iterator[None]:
     compat.install()
     from slipstream.learner.trainer.layers import heads
 
-    module, real, calls = ModuleType(KERNELS), heads.are_plain, list[int]()
+    module = ModuleType(KERNELS)
+    real = heads.are_plain
+    calls = list[int]()
 
     def counted(mixed: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         calls.append(len(mixed))
         return split(mixed, *rest)
 
     vars(module).update(Norms=Norms, split=counted, join=join)
-    sys.modules[KERNELS], heads.are_plain = module, lambda config: True
+    sys.modules[KERNELS] = module
+    heads.are_plain = lambda config: True
     yield
     assert calls, "attention did not ask for its heads"
     del sys.modules[KERNELS]

@@ -49,7 +49,8 @@ def train(config: Config) -> None:
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.weight_stream import open_stream
 
-    groups, size = recorded_groups(config), config.algorithm.groups_per_step
+    groups = recorded_groups(config)
+    size = config.algorithm.groups_per_step
     policy = open_policy(config, Launch.from_environment())
     training = TrainingStep(policy, config)
     stream = open_stream(policy, config)

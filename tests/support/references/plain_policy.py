@@ -32,7 +32,8 @@ class ForcedExperts:
         self.expert_ids: np.ndarray | None = None
         # What routers said of trained sequences, [tokens, experts], by the place of the layer.
         self.logits: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self.differing, self.forced = 0, 0
+        self.differing = 0
+        self.forced = 0
         decoder = getattr(model.model, "language_model", model.model)
         for place, layer in enumerate(decoder.layers):
             mlp = getattr(layer, "mlp", None)
@@ -147,7 +148,9 @@ class PlainPolicy:
         give_advantages(members)
         groups = list(dict.fromkeys(one.episode.group_id for one in members))
         share = len(groups) // algorithm.mini_batches
-        losses, counts, norms = [], [], []
+        losses = []
+        counts = []
+        norms = []
         for start in [*range(0, len(groups), share)] * algorithm.epochs:
             chosen = groups[start : start + share]
             mini_batch = [one for one in members if one.episode.group_id in chosen]
@@ -205,13 +208,15 @@ class PlainPolicy:
 
     def _router_losses(self) -> Tensor:
         """The losses of routers over all tokens of a micro batch, times the number of tokens."""
-        settings, total = self.config.learner.transformer, torch.zeros(())
+        settings = self.config.learner.transformer
+        total = torch.zeros(())
         for parts in self.forced.logits.values():
             logits = torch.cat(parts)
             if coefficient := settings.get("moe_z_loss_coeff"):
                 total = total + coefficient * logits.logsumexp(-1).square().sum()
             if balance := settings.get("moe_aux_loss_coeff"):
-                scores, top_k = logits.softmax(-1), self.model.config.num_experts_per_tok
+                scores = logits.softmax(-1)
+                top_k = self.model.config.num_experts_per_tok
                 chosen = torch.zeros_like(scores).scatter(1, scores.topk(top_k).indices, 1.0)
                 fractions = chosen.sum(0) / (top_k * len(scores))
                 total = total + balance * scores.shape[1] * (fractions * scores.sum(0)).sum()

@@ -48,10 +48,12 @@ def plain_outputs(
     model: torch.nn.Module, folder: Path, conversations: Sequence[Conversation]
 ) -> list[torch.Tensor]:
     """What the last layer gives for each token, one tensor for each conversation."""
-    processor, found = load_processor(folder), []
+    processor = load_processor(folder)
+    found = []
     for tokens, images in conversations:
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
-        given, is_image = {}, torch.zeros_like(ids)
+        given = {}
+        is_image = torch.zeros_like(ids)
         for offset, data in images:
             token_id = int(tokens[offset])
             own = torch.tensor(processor.tokens(token_id, data)) == token_id

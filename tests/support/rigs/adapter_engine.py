@@ -14,7 +14,8 @@ from support.rigs.started_engine import publish
 from support.rigs.waiting import LIMIT_S
 
 Weights = dict[str, torch.Tensor]
-RANK, SCALE = 4, 3.0
+RANK = 4
+SCALE = 3.0
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SAMPLING = Sampling(1.0, 1.0, 0, 200, 1, 250, ignore_eos=True)
 SEQUENCE = [1, 4, 9, 13, 22, 30, 5, 7, 7, 8]

@@ -36,14 +36,16 @@ CLI = (sys.executable, "-m", "slipstream.client.cli")
 # Moments of a fault: any time, or right after a journal record of this kind.
 POINTS = ("any", "any", "any", "start", "lease", "end", "batch", "step", "checkpoint")
 # Probabilities that a process is stopped instead of killed, and that the proxy injects the fault.
-STOPPED, CUT = 0.2, 0.15
+STOPPED = 0.2
+CUT = 0.15
 # Probability that a fault does not wait for a step after the fault before.
 AT_ONCE = 0.2
 MAX_STOP_S = 12.0
 # Seconds without a step after which the run counts as hung.
 HANGS_S = 600.0
 # Seconds to wait for the record that is a fault's moment, and before a command is restarted.
-POINT_S, AGAIN_S = 20.0, 1.0
+POINT_S = 20.0
+AGAIN_S = 1.0
 # Text in a process's command line -> its role; the first text that is there counts.
 _PARTS = {
     "slipstream.learner.controller": "controller",
@@ -278,19 +280,24 @@ class Chaos:
     """Restarts a run's command until the run is over, and injects faults into its processes."""
 
     # The command that is a whole run, and when and how soon faults come.
-    program, points, at_once = "run", POINTS, AT_ONCE
+    program = "run"
+    points = POINTS
+    at_once = AT_ONCE
 
     def __init__(
         self, config: Config, command: Sequence[str], settings: Sequence[str], rng: random.Random
     ) -> None:
-        self._config, self._command, self._settings = config, command, settings
+        self._config = config
+        self._command = command
+        self._settings = settings
         self._random = rng
         self._log = config.run_dir / LOGS / "chaos.log"
         # Number of journal records of each kind so far.
         self._records = Counter[str]()
         # The command while it lives, whether a fault may have hit it, and whether it must stop.
         self._live: asyncio.subprocess.Process | None = None
-        self._is_harmed, self._is_over = False, False
+        self._is_harmed = False
+        self._is_over = False
         self.tally = Tally()
 
     async def run(
@@ -336,7 +343,9 @@ class Chaos:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             return await asyncio.create_subprocess_exec(
-                *(*below_this(), *self._command, *arguments),
+                *below_this(),
+                *self._command,
+                *arguments,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -349,7 +358,8 @@ class Chaos:
     async def _keep_run(self) -> int:
         while True:
             process = await self.start(self.program, *self._settings)
-            self._live, self._is_harmed = process, False
+            self._live = process
+            self._is_harmed = False
             self.tally.commands += 1
             code = await _end_of(process)
             self._live = None
@@ -370,7 +380,8 @@ class Chaos:
         self, kills: int, every_s: float, roles: Sequence[str], proxy: Proxy | None
     ) -> None:
         """Injects `kills` faults, most of them after a new step; then asks the run to stop."""
-        role, at_s = "", 0.0
+        role = ""
+        at_s = 0.0
         while True:
             is_last = self.tally.fired.total() == kills
             if is_last or not self.tally.steps_s or self._random.random() >= self.at_once:
@@ -437,7 +448,8 @@ class Chaos:
 
         Raises RunFailed if no such record comes and `must` is true.
         """
-        until_s, before = time.monotonic() + limit_s, self._records[kind]
+        until_s = time.monotonic() + limit_s
+        before = self._records[kind]
         while time.monotonic() < until_s:
             if self._records[kind] > before:
                 return

@@ -25,7 +25,8 @@ class Work:
 @contextmanager
 def counted() -> Iterator[Work]:
     """Counts the lines that this thread runs within the context, in functions called there."""
-    work, before = Work(), sys.gettrace()
+    work = Work()
+    before = sys.gettrace()
     sys.settrace(work.trace)
     try:
         yield work

@@ -103,10 +103,12 @@ def recorded(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
     """The prompt and the reply of each turn."""
     found = []
     for sequence in trajectory.sequences:
-        tokens, end = trajectory.token_ids[sequence.tokens].tolist(), 0
+        tokens = trajectory.token_ids[sequence.tokens].tolist()
+        end = 0
         lengths = trajectory.run_lengths[sequence.runs]
         for context, sampled in zip(lengths[::2], lengths[1::2], strict=True):
-            start, end = end + context, end + context + sampled
+            start = end + context
+            end = end + context + sampled
             found.append((tokens[:start], tokens[start:end]))
     return found
 

@@ -70,7 +70,8 @@ class AwaitedProgram(ForkedProgram):
 
     async def wait(self) -> int:  # type: ignore[override]
         """The exit code, negative for a signal."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
         if self.returncode is None:
             # Each waiter has a descriptor of its own: a loop knows one reader of each.
             seen = os.dup(self._end)
@@ -97,7 +98,8 @@ class Forks:
         `entry` is `module:function`, which a program calls for its exit code; "" means that the
         first argument of each program is the path of its script.
         """
-        self._modules, self._entry = modules, entry
+        self._modules = modules
+        self._entry = entry
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 

@@ -44,10 +44,12 @@ KNOWN = frozenset(
 HIDDEN = (grpc.StatusCode.INTERNAL, "Internal error from Core")
 # Texts that mean something to a run of the fakes.
 WORDS = ("e", "fake", "fuzz", "g000001", "g000003", "m:E", "{}", "p1", "new")
-STREAM_S, CALL_S = 0.3, 5.0
+STREAM_S = 0.3
+CALL_S = 5.0
 LONGEST_LINE = 2000
 # Stand in deliveries for the run and the server's epoch, which are known when it has joined.
-RUN_ID, EPOCH = "r-00000000", 0x4141414141414141
+RUN_ID = "r-00000000"
+EPOCH = 0x4141414141414141
 ITS_OWN = f"g000001.0.0.{EPOCH:x}"
 _numbers = itertools.count(1)
 

@@ -221,7 +221,8 @@ def file_readers() -> list[Reader]:
     row = {"step": 1.0, "wall_s": 2.0, "reward_mean": None}
     summary = {"state": "finished", "steps": 3, "cause": "x"}
     model = {"model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}
-    read, plain = _read_journal, (ConfigError,)
+    read = _read_journal
+    plain = (ConfigError,)
     return [
         Reader(
             "journal", (journal_bytes(list(RECORDS)),), read, (ProtocolError, ConfigError), _journal

@@ -16,9 +16,18 @@ from support.rigs.fuzz_readers import Reader
 
 # Numbers of a step of which the controller adds up, counts or compares something.
 OTHER_COLUMNS = (
-    *("logprob_gap_tokens", "logprob_gap_mean", "logprob_gap_max", "servers_serving"),
-    *("training_s", "waiting_s", "publish_s", "export_s", "model_flops", "trainer_rss_bytes"),
-    *("e/equal_rewards_fraction", "e/reward"),
+    "logprob_gap_tokens",
+    "logprob_gap_mean",
+    "logprob_gap_max",
+    "servers_serving",
+    "training_s",
+    "waiting_s",
+    "publish_s",
+    "export_s",
+    "model_flops",
+    "trainer_rss_bytes",
+    "e/equal_rewards_fraction",
+    "e/reward",
 )
 
 
@@ -44,7 +53,8 @@ def _lines(honest: bytes, draw: random.Random) -> bytes:
 
 def _recorded(path: Path) -> object:
     """What a controller makes of the results of the start before, up to its own summary."""
-    config, events = config_of(path.parents[1]), EventLog()
+    config = config_of(path.parents[1])
+    events = EventLog()
     recorder = RunRecorder(path.parent, config, Trackers({}, events.add), None, events)
     assert recorder.has_row(1) in (True, False)
     summary = recorder.summary(

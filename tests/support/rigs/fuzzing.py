@@ -182,7 +182,8 @@ def _within(
     if field.type == FieldDescriptor.TYPE_DOUBLE:
         inside = (bound.min, bound.max, bound.min / 2 + bound.max / 2, 0.0, 1.0, 5e-324)
         return min(max(draw.choice(inside), bound.min), bound.max)
-    least, most = int(bound.min), int(bound.max)
+    least = int(bound.min)
+    most = int(bound.max)
     inside = (least, most, most - 1, (least + most) // 2, least + 1, least + 7, 1, 2)
     return _fitting(field, min(max(draw.choice(inside), least), most))
 
@@ -223,7 +224,8 @@ def _fill(message: Message, draw: random.Random, scalar: Scalar, depth: int = 0)
 def _fill_field(
     message: Message, field: FieldDescriptor, draw: random.Random, scalar: Scalar, depth: int
 ) -> None:
-    entry, values = field.message_type, getattr(message, field.name)
+    entry = field.message_type
+    values = getattr(message, field.name)
     if entry is not None and entry.GetOptions().map_entry:
         bound = bound_of(field)
         for _ in range(draw.choice((0, 1, 3))):

@@ -20,7 +20,8 @@ def receive(path: str, rank: int) -> None:
     link.opened()
     print("joined", flush=True)
     for line in sys.stdin:
-        word, number = line.split()[0], int(line.split()[1])
+        word = line.split()[0]
+        number = int(line.split()[1])
         try:
             link.wait(number, 10.0)
         except WeightSyncError as error:

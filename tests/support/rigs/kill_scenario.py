@@ -23,7 +23,8 @@ from benchmarks.common.rig import Placement, Rig
 # running: it is killed so many seconds after the servers were told to receive.
 Moment = Literal["hung"] | float
 
-VICTIM, SURVIVOR = "server-0", "server-1"
+VICTIM = "server-0"
+SURVIVOR = "server-1"
 START_LIMIT_S = 300.0
 STEP_LIMIT_S = 120.0
 LAG_1 = "logprob_gap_lag_1"

@@ -63,7 +63,8 @@ class Pods:
 
     def __init__(self, manifests: Sequence[Table], folder: Path, network: Network) -> None:
         """`folder` keeps the volumes; `network` has the cluster's hosts and ends with its owner."""
-        self._folder, self._network = folder, network
+        self._folder = folder
+        self._network = network
         self._environ = image_environ()
         self._names: dict[str, str] = {}
         self._count = 0

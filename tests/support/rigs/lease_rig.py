@@ -41,7 +41,9 @@ def books_of(run: Run, **given: object) -> Books:
 
     Without a journal nothing may be recorded.
     """
-    algorithm, fleet, state = run.config.algorithm, Fleet(run), given.get("state", RunState())
+    algorithm = run.config.algorithm
+    fleet = Fleet(run)
+    state = given.get("state", RunState())
     made: dict[str, Any] = {
         "leases": book_of(
             groups_per_step=algorithm.groups_per_step,
@@ -56,7 +58,8 @@ def books_of(run: Run, **given: object) -> Books:
         "queue": AccountedReceiver(GrpcReceiver(without_seal)),
     }
     made |= given
-    epochs, held = made["fleet"].epochs, made["leases"].held
+    epochs = made["fleet"].epochs
+    held = made["leases"].held
     ledger = TokenLedger(epochs, held, made["journal"], made["queue"], made["state"])
     books = Books(ledger=ledger, **made)
     if books.journal is not None:
@@ -85,10 +88,8 @@ def ledger_of(
 
     there: list[Any] = [SimpleNamespace(num_sampled_tokens=tokens) for tokens in held]
     journal: Any = WholeJournal()
-    queue, state = (
-        AccountedReceiver(GrpcReceiver(without_seal)),
-        RunState() if state is None else state,
-    )
+    queue = AccountedReceiver(GrpcReceiver(without_seal))
+    state = RunState() if state is None else state
     ledger = TokenLedger(epochs, lambda: there, journal, queue, state)
     return ledger
 
@@ -127,8 +128,10 @@ class Rig:
         )
         self.books = books_of(self.run, journal=journal, state=state or RunState())
         self.book, self.environments = self.books.leases, self.books.environments
-        self.fleet, self.queue = self.books.fleet, self.books.queue
-        self.folder, self.journal = folder / "journal", journal
+        self.fleet = self.books.fleet
+        self.queue = self.books.queue
+        self.folder = folder / "journal"
+        self.journal = journal
         self.journal.append(kinds.Start(format=1, run_id="r"))
         self.abandoned: list[Group] = []
         self.scheduler = kind(self.run, self.books, self._abandon)

@@ -51,7 +51,8 @@ class LiveRun:
         self.server = FakeServer(self.address)
         self.trainer = FakeTrainer(self.address)
         self.trainer.hold_at(2)
-        self.complaints, self.code = Complaints(), -1
+        self.complaints = Complaints()
+        self.code = -1
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="live run")
 

@@ -38,7 +38,9 @@ from support.rigs.loop_client import LoopClient, logprobs_of, metrics_of, replie
 FAULTS = ("repeat", "delay", "reorder", "cut request", "cut reply")
 # Probability that a fault is one of requests.
 REQUESTS = 0.6
-LATE_S, PASSED_S, FAULT_S = 0.5, 2.0, 60.0
+LATE_S = 0.5
+PASSED_S = 2.0
+FAULT_S = 60.0
 # Seconds within which clients end their round after the last fault.
 END_S = 600.0
 PROMPT = [1, 5, 6, 7]
@@ -66,10 +68,12 @@ class UnrulyProxy:
         return self._hit.is_set()
 
     async def __call__(self, scope: dict[str, Any], receive: Callable, send: Callable) -> None:
-        body, fault = await Request(scope, receive).body(), ""
+        body = await Request(scope, receive).body()
+        fault = ""
         # A heartbeat or telemetry says nothing of operations.
         if not scope["path"].endswith(("telemetry", "session_heartbeat")):
-            fault, self._fault = self._fault, ""
+            fault = self._fault
+            self._fault = ""
         if fault:
             self._hit.set()
         try:
@@ -165,7 +169,8 @@ class Looper:
 class LoopChaos(chaos.Chaos):
     """Faults of `slipstream tinker`, and clients that end before it does."""
 
-    program, at_once = "tinker", 0.7
+    program = "tinker"
+    at_once = 0.7
     points = ("any", "any", "any", "evaluation_lease", "batch", "step")
 
     def __init__(
@@ -178,7 +183,8 @@ class LoopChaos(chaos.Chaos):
         loopers: Sequence[Looper],
     ) -> None:
         super().__init__(config, command, settings, rng)
-        self._proxy, self._loopers = proxy, loopers
+        self._proxy = proxy
+        self._loopers = loopers
 
     def _beside(self) -> list[Any]:
         return [looper.run() for looper in self._loopers]
@@ -204,7 +210,8 @@ class LoopChaos(chaos.Chaos):
 @contextlib.asynccontextmanager
 async def proxied(port: int):
     """A proxy before the HTTP process of `port`, and its own port."""
-    proxy, own = UnrulyProxy(f"http://127.0.0.1:{port}"), free_port("127.0.0.1")
+    proxy = UnrulyProxy(f"http://127.0.0.1:{port}")
+    own = free_port("127.0.0.1")
     server = uvicorn.Server(bounded_server(proxy, port=own))
     # It tells of each connection that is cut.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)

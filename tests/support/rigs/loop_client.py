@@ -179,8 +179,11 @@ class LoopClient:
 
     def go_on(self, before: "LoopClient") -> None:
         """Continues the session and the model of a client that died."""
-        self.session, self.model, self.numbers = before.session, before.model, before.numbers
-        self.sampling, self.samples = before.sampling, before.samples
+        self.session = before.session
+        self.model = before.model
+        self.numbers = before.numbers
+        self.sampling = before.sampling
+        self.samples = before.samples
 
 
 def replies(result: bytes) -> list[tuple[list[int], list[float], int]]:

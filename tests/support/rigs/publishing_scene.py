@@ -97,7 +97,8 @@ class Scene:
 
     def __init__(self, run: Run, tasks: asyncio.TaskGroup) -> None:
         self.fleet = Fleet(run)
-        self.run, self.tasks = run, tasks
+        self.run = run
+        self.tasks = tasks
         self.publisher = Publisher(self.fleet, run, tasks)
         self.fleet.listeners = [self.publisher]
         self.session = self.joined("a")

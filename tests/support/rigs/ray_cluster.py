@@ -21,20 +21,24 @@ from ray.cluster_utils import Cluster  # type: ignore[import-not-found]
 
 # All nodes start first, two more than the run takes: a daemon ends whose agent takes half a minute
 # to load, as beside the engines of a busy machine.
-NODES, SERVERS = 5, 2
+NODES = 5
+SERVERS = 2
 RAY = Path(sys.executable).with_name("ray")
 
 
 def main() -> int:
     """Starts the cluster and both jobs; returns 0 when they ended as they should."""
-    program, config, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    program = sys.argv[1]
+    config = sys.argv[2]
+    folder = Path(sys.argv[3])
     run = f"cd {Path.cwd()} && exec {sys.executable} {program} {config}"
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": True}
     )
     nodes = [cluster.add_node(num_cpus=2) for _ in range(NODES)]
     address = f"--address=http://{cluster.head_node.webui_url}"
-    deaths, codes = ["rollout-server", "learner"], []
+    deaths = ["rollout-server", "learner"]
+    codes = []
     for name in ("first", "second"):
         log = folder / f"{name}.tail"
         submit = [RAY, "job", "submit", address, f"--submission-id={name}"]

@@ -73,7 +73,8 @@ def say(what: str, **facts: object) -> None:
 
 class Rig:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        self.folder, self.options = folder, options
+        self.folder = folder
+        self.options = options
         self.publishes = 0
         self.sender: GlooSender | NcclSender | None = None
         self.weights: dict[str, dict[str, torch.Tensor]] = {}
@@ -142,7 +143,8 @@ class Rig:
         say("engine", start_s=round(time.monotonic() - started, 1), shape=options.shape)
 
     def connect(self) -> None:
-        name, workers = f"communicator-{self.publishes}", self.options.tensor_parallel_size
+        name = f"communicator-{self.publishes}"
+        workers = self.options.tensor_parallel_size
         if self.options.transport == "gloo":
             self.sender = GlooSender(name, num_workers=workers)
         else:
@@ -156,7 +158,8 @@ class Rig:
         self, label: str, *, bucket_mib: float, max_buckets: int | None = None
     ) -> None:
         """A publish, with the time of each stage in milliseconds."""
-        weights, sender = self.weights[label], self.sender
+        weights = self.weights[label]
+        sender = self.sender
         assert sender is not None
         self.publishes += 1
         layout = layout_of(weights, int(bucket_mib * (1 << 20)))
@@ -270,7 +273,8 @@ async def story(rig: Rig, bucket_mib: float) -> None:
     first = await rig.score()
     for label in ("b", "c", "b", "c", "b"):
         await rig.publish(label, bucket_mib=bucket_mib)
-    planned, bits = await rig.score(), await rig.bits()
+    planned = await rig.score()
+    bits = await rig.bits()
     say("scored", weights="b", logprobs=[float(value) for value in planned])
     # Other buckets: the loader again, with the same weights.
     await rig.publish("b", bucket_mib=1.5 * bucket_mib)

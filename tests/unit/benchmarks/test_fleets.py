@@ -21,7 +21,8 @@ from benchmarks.weights import broadcast as weight_broadcast
 
 def test_every_stretch_of_lengths_has_nearly_the_same_sum_and_the_same_tail() -> None:
     lengths = [reply_length(place, 96.0, 0.8326, 10_000) for place in range(4096)]
-    mean, deviation = statistics.fmean(lengths), statistics.pstdev(lengths)
+    mean = statistics.fmean(lengths)
+    deviation = statistics.pstdev(lengths)
     # Lognormal: the mean is the median times exp(sigma^2 / 2), the coefficient of variation 1.
     assert mean == pytest.approx(96 * math.exp(0.8326**2 / 2), rel=0.01)
     assert deviation / mean == pytest.approx(1.0, abs=0.05)
@@ -147,7 +148,8 @@ def test_shapes_have_the_parameters_that_their_names_say(name: str, billions: fl
 
 def test_open_episodes_of_a_run_are_those_of_connected_servers() -> None:
     controller = SteeredController(small_config())
-    here, lost = ServerKey(ServerId("here"), 1), ServerKey(ServerId("lost"), 1)
+    here = ServerKey(ServerId("here"), 1)
+    lost = ServerKey(ServerId("lost"), 1)
     controller._fleet.sessions[here.server_id] = SimpleNamespace(key=here)
     for task, holder in enumerate((here, lost)):
         controller._book.lease("e", task, 0, holder, 0)

@@ -10,7 +10,8 @@ from benchmarks.rollout.flow_engine import LEVERS, Board
 def test_a_flow_begins_in_the_middle_of_replies() -> None:
     turn = Turn(1000, 4000, 2000, 256, 768, staggered=True)
     lengths = [reply_tokens(seed, turn) for seed in range(1000, 5000)]
-    left, whole = lengths[:2000], lengths[2000:]
+    left = lengths[:2000]
+    whole = lengths[2000:]
     assert min(left) < 20
     assert max(lengths) <= 768
     assert min(whole) >= 256

@@ -9,7 +9,8 @@ from benchmarks.controller.load import QUEUE_BYTES, LoadServer, LoadTrainer
 
 async def test_all_tokens_of_the_load_are_trained_and_none_is_missing(tmp_path: Path) -> None:
     config = make_config(tmp_path, run__steps=20, queue__max_bytes=QUEUE_BYTES)
-    address, tokens = config.controller.address, (4, 8)
+    address = config.controller.address
+    tokens = (4, 8)
     servers = [LoadServer(address, number, tokens) for number in range(2)]
     summary = await play(config, *servers, trainer=LoadTrainer(address))
     ledger = summary["ledger"]

@@ -163,7 +163,8 @@ def test_every_system_draws_the_same_lengths(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_the_first_episode_of_a_process_is_a_trial_and_does_not_wait(tmp_path: Path) -> None:
-    asked, gate = tmp_path / "asked", tmp_path / "gate"
+    asked = tmp_path / "asked"
+    gate = tmp_path / "gate"
     environment = Replies({"fixed": 10, "tokens": 7}, str(asked), str(gate))
     assert await environment.reset(0)
     assert not asked.exists()
@@ -207,7 +208,8 @@ def test_prime_rl_gets_the_work_and_its_bound_and_no_offloading(tmp_path: Path) 
     more = {"episodes": 96, "memory": 0.3, "attention": "flash_attention_4", "as_shipped": False}
     arguments = argparse.Namespace(model=tmp_path, **sizes, **more)
     found = prime.settings(arguments, Work(fixed=0, prompt_words=126), tmp_path)
-    orchestrator, model = found["orchestrator"], found["trainer"]["model"]
+    orchestrator = found["orchestrator"]
+    model = found["trainer"]["model"]
     assert orchestrator["batch_size"] == 64
     assert orchestrator["group_size"] == 8
     assert orchestrator["max_off_policy_steps"] == 2
@@ -253,7 +255,8 @@ def test_verl_gets_the_work_and_its_bound(tmp_path: Path) -> None:
     sizes = {"sequences": 64, "group": 8, "staleness": 2, "micro_tokens": 256, "kv_gib": 1}
     arguments = argparse.Namespace(model=tmp_path, **sizes, memory=0.3, episodes=128)
     found = verl.settings(arguments, Work(fixed=0, prompt_words=126), tmp_path)
-    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    actor = "actor_rollout_ref.actor"
+    rollout = "actor_rollout_ref.rollout"
     assert found[f"{actor}.ppo_mini_batch_size"] * found[f"{rollout}.n"] == 64
     assert found["async_training.staleness_threshold"] == 2
     assert found["async_training.concurrent_samples_per_replica"] * 8 == 128
@@ -315,7 +318,8 @@ def test_a_communicator_that_vllm_switches_off_is_an_error(monkeypatch: pytest.M
     # Where there is no NCCL vLLM goes on without a communicator.
     monkeypatch.setattr(pynccl, "NCCLLibrary", Mock(side_effect=OSError))
     group = pynccl.StatelessProcessGroup.__new__(pynccl.StatelessProcessGroup)
-    group.rank, group.world_size = 0, 2
+    group.rank = 0
+    group.world_size = 2
     assert kind(group, 0).disabled
     runpy.run_module("benchmarks.common.older_nccl")
     with pytest.raises(RuntimeError, match="switched off, and would send no weights"):

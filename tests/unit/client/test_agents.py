@@ -427,7 +427,8 @@ async def test_a_thread_with_the_number_of_one_that_has_ended_is_not_interrupted
         await asyncio.sleep(0)
     waiting.cancel()
     ended._thread.join()
-    stop, raised = threading.Event(), []
+    stop = threading.Event()
+    raised = []
 
     def other() -> None:
         try:
@@ -537,7 +538,8 @@ async def test_a_worker_follows_an_agent_and_does_not_answer_the_last_parts() ->
             message = await sent.get()
             assert (message.call_id, message.agent_call.call) == (2, number)
             part = as_json(chat_reply(text))
-            part.episode_key, part.call = "a", number
+            part.episode_key = "a"
+            part.call = number
             yield pb.WorkerCommand(call_id=2 + number, reply_part=part)
         result.append(await sent.get())
 

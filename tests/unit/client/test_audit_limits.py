@@ -21,7 +21,8 @@ def user(content: object) -> list[dict]:
 class Sums(Environment):
     """Judges the last of `turns` replies; others are followed by `between`."""
 
-    turns, between = 1, StepResult(done=False, messages=user("and?"))
+    turns = 1
+    between = StepResult(done=False, messages=user("and?"))
     metrics: dict[str, float] = {}
 
     def tasks(self) -> Sequence[int]:
@@ -51,11 +52,13 @@ class ByWords(Sums):
 
 
 class LateTools(Sums):
-    turns, between = 2, StepResult(done=False, messages=user("and?"), tools=[TOOL])
+    turns = 2
+    between = StepResult(done=False, messages=user("and?"), tools=[TOOL])
 
 
 class LateImages(Sums):
-    turns, between = 2, StepResult(done=False, messages=user([IMAGE]))
+    turns = 2
+    between = StepResult(done=False, messages=user([IMAGE]))
 
 
 class StrangeCalls(Sums):
@@ -91,7 +94,8 @@ class LongReplies(Sums):
 class LongAnswers(Sums):
     def reset(self, task):
         opening = super().reset(task)
-        self.right_reply, self.expected_answer = self.expected_answer, "x" * 5000
+        self.right_reply = self.expected_answer
+        self.expected_answer = "x" * 5000
         return opening
 
     def step(self, reply):

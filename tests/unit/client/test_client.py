@@ -41,7 +41,8 @@ class Call:
     """One ServeEpisodes stream at the controller: commands out, answers in."""
 
     def __init__(self, requests: AsyncIterator, context: grpc.aio.ServicerContext) -> None:
-        self.context, self._requests = context, requests
+        self.context = context
+        self._requests = requests
 
     async def read(self) -> environment_pb2.WorkerMessage:
         return await asyncio.wait_for(anext(self._requests), LIMIT_S)
@@ -303,7 +304,8 @@ async def test_a_run_that_was_cut_off_is_told_where_no_controller_answers(tmp_pa
                 await client.status()
         return str(error.value)
 
-    cut, answers = f"{tmp_path} was cut off after step", "no controller answers at 127.0.0.1:9"
+    cut = f"{tmp_path} was cut off after step"
+    answers = "no controller answers at 127.0.0.1:9"
     assert await said() == f"{cut} 0, and the same command resumes it: {answers}"
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 6.0}\n{"step": 7.0}\n{"evaluation_step": 7.0}\n{"step": 8')
@@ -335,7 +337,8 @@ async def test_what_answers_in_place_of_a_controller_is_told() -> None:
 
 
 async def test_a_wrong_token_is_reported(controller: Controller, tmp_path: Path) -> None:
-    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right = tmp_path / "right"
+    wrong = tmp_path / "wrong"
     right.write_text(TOKEN)
     wrong.write_text("w" * 32)
     async with listening(controller, TOKEN) as address:
@@ -581,7 +584,8 @@ async def test_serve_refuses_an_environment_without_tasks(client: Client) -> Non
 
 
 async def test_cancelling_serve_ends_the_stream(client: Client, controller: Controller) -> None:
-    attached, ended = asyncio.Event(), asyncio.Event()
+    attached = asyncio.Event()
+    ended = asyncio.Event()
 
     async def waiting(call: Call) -> None:
         await call.read()
@@ -616,7 +620,8 @@ async def test_the_command_drains_the_server_that_it_names(capsys) -> None:
 
 async def test_a_controller_that_does_not_listen_yet_is_waited_for(caplog):
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
-    controller, served = Controller(), asyncio.Event()
+    controller = Controller()
+    served = asyncio.Event()
 
     async def serve(call: Call) -> None:
         served.set()

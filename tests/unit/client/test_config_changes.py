@@ -81,12 +81,18 @@ def test_a_function_with_another_source_needs_a_word() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json"),
-        *("special_tokens_map.json", "merges.txt", "additional_chat_templates/tools.jinja"),
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "vocab.json",
+        "special_tokens_map.json",
+        "merges.txt",
+        "additional_chat_templates/tools.jinja",
     ],
 )
 def test_a_tokenizer_that_has_changed_in_its_folder_needs_a_word(name: str, tmp_path: Path) -> None:
-    settings, model = tmp_path / "config.toml", tmp_path / "model"
+    settings = tmp_path / "config.toml"
+    model = tmp_path / "model"
     (model / name).parent.mkdir(parents=True)
     settings.write_text(tomli_w.dumps(SMALLEST | {"model": {"path": str(model)}}))
     (model / name).write_text("one")
@@ -140,7 +146,8 @@ def test_first_weights_that_have_changed_need_a_word(
 
 
 def test_a_chat_template_of_the_settings_that_has_changed_needs_a_word(tmp_path: Path) -> None:
-    template, other = tmp_path / "a.jinja", tmp_path / "b.jinja"
+    template = tmp_path / "a.jinja"
+    other = tmp_path / "b.jinja"
     template.write_text("one")
     other.write_text("other")
 
@@ -188,7 +195,8 @@ REFERENCE = {"algorithm__kl": {"coefficient": 0.1}, "reference__refresh_every_st
     ],
 )
 def test_a_model_that_checkpoints_hold_stays_and_none_is_added(key, beside, beside_without):
-    with_it, without = config(**beside), config(**beside_without)
+    with_it = config(**beside)
+    without = config(**beside_without)
     with pytest.raises(ConfigError, match=f"{key} cannot be left out when a run goes on"):
         check_resumable(with_it, without)
     with pytest.raises(ConfigError, match=f"{key} cannot be added when a run goes on"):

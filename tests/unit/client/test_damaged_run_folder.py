@@ -93,7 +93,8 @@ def test_the_page_shows_what_is_whole_of_a_run(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     folder.mkdir()
     metrics = folder / "metrics.jsonl"
-    one, two = b'{"step": 1, "x": 3}\n', b'{"step": 2, "x": 4}\n'
+    one = b'{"step": 1, "x": 3}\n'
+    two = b'{"step": 2, "x": 4}\n'
     metrics.write_bytes(one + bytes(512) + b"\n[1]\n\xff\n{\n" + two)
     for name in ("summary.json", "trajectories.jsonl"):
         (folder / name).write_bytes(bytes(512))

@@ -127,7 +127,8 @@ def fits(config, monkeypatch, gpus, billions):
     monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:gpus])
     monkeypatch.setattr(fit, "list_gpus", lambda: GPUS[:gpus])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    learner, count = config.learner, config.rollout_server.count
+    learner = config.learner
+    count = config.rollout_server.count
     share = Share(range(learner.ranks_per_node or learner.world_size), count)
     scene = Scene(config, share=share)
     return {finding.area or "placement": finding for finding in check_fit(scene)}

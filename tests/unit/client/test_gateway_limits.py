@@ -49,7 +49,8 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def opened() -> AsyncIterator[Rig]:
-    gateway, exchange = Gateway(), CallExchange(on_waiting=lambda _: None)
+    gateway = Gateway()
+    exchange = CallExchange(on_waiting=lambda _: None)
     endpoint = gateway.open(exchange)
     url = urlsplit(endpoint.base_url)
     head = f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: x\r\n"

@@ -55,7 +55,8 @@ async def compare(config: Config, parts: frozenset[Part]) -> str | None:
 
 @pytest.mark.parametrize("parts", [SERVER, LEARNER], ids=str)
 async def test_servers_need_less_alike_than_ranks(parts: frozenset[Part], tmp_path: Path) -> None:
-    config, other = config_of(tmp_path), config_of(tmp_path, learner={"grad_clip": 0.5})
+    config = config_of(tmp_path)
+    other = config_of(tmp_path, learner={"grad_clip": 0.5})
     async with answering(config):
         if parts == SERVER:
             assert str(await compare(other, parts)).startswith(f"{ADDRESS} answers: same versions")
@@ -119,7 +120,8 @@ async def test_ranks_with_other_weights_of_another_model_are_refused(
 
 
 async def test_a_rollout_server_that_comes_first_waits_for_the_controller(tmp_path: Path) -> None:
-    config, came = config_of(tmp_path), asyncio.Event()
+    config = config_of(tmp_path)
+    came = asyncio.Event()
 
     def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()

@@ -13,7 +13,8 @@ from support.rigs.waiting import LIMIT_S
 
 pytestmark = pytest.mark.process
 
-SOFT, HARD = 256, 2000
+SOFT = 256
+HARD = 2000
 
 
 def soft_limit(pid: int) -> int:

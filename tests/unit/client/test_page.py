@@ -98,7 +98,10 @@ def test_settings_that_differ_have_the_names_of_overrides_and_no_secrets(tmp_pat
     # A table that only one run has is one line.
     assert told["evaluations"] == ["–", "there"]
     assert {name.split(".")[0] for name in told} <= {
-        *("environments", "algorithm", "queue", "evaluations")
+        "environments",
+        "algorithm",
+        "queue",
+        "evaluations",
     }
     assert page_of(first)["settings"] == []
 
@@ -197,7 +200,8 @@ def test_a_page_is_in_utf8_whatever_the_locale(tmp_path: Path) -> None:
 
 def test_a_page_overwrites_nothing_but_a_run_s_own_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    first, second = a_run(tmp_path / "first"), a_run(tmp_path / "second")
+    first = a_run(tmp_path / "first")
+    second = a_run(tmp_path / "second")
     for _ in range(2):
         assert write_pages([first], None) == 0
     assert write_pages([first, second], None) == 0

@@ -94,7 +94,8 @@ def test_a_server_is_healthy_while_it_loads_serves_or_drains_in_any_of_its_epoch
     assert [name for name, fault in faults.items() if fault is None] == ["a", "b", "c", "d"]
     assert faults["g"] == "rollout server g is not there to work: left"
     assert faults["h"] == "the controller does not know rollout server h"
-    run.state, run.cause = status_pb2.RUN_STATE_FAILED, "no disk"
+    run.state = status_pb2.RUN_STATE_FAILED
+    run.cause = "no disk"
     assert find_fault(run_from_pb(run), "a") == "run r-1 failed: no disk"
 
 

@@ -105,7 +105,10 @@ async def test_a_worker_does_not_outlive_the_process_that_started_it(tmp_path: P
     )
     async with WorkerServer(tmp_path) as server:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", starter, server.address),
+            sys.executable,
+            "-c",
+            starter,
+            server.address,
             env={**os.environ, "SLIPSTREAM_TOKEN": "t" * 32},
             stdout=asyncio.subprocess.PIPE,
         )

@@ -28,9 +28,34 @@ from deploy.environments.functions import Functions
 URL = "http://127.0.0.1:9/v1"
 HUGE = 10**400
 VALUES = (
-    *(None, True, 3, -1, 0, 2.5, math.nan, math.inf, -math.inf, HUGE, "", "x", "a\nb", b"x"),
-    *("\ud800", "a\0b", Path("/x"), np.int64(3), np.float32(2.5), np.str_("x"), np.bool_(True)),
-    *([], [1], (), {}, {"a": 1}, object(), Echo),
+    None,
+    True,
+    3,
+    -1,
+    0,
+    2.5,
+    math.nan,
+    math.inf,
+    -math.inf,
+    HUGE,
+    "",
+    "x",
+    "a\nb",
+    b"x",
+    "\ud800",
+    "a\0b",
+    Path("/x"),
+    np.int64(3),
+    np.float32(2.5),
+    np.str_("x"),
+    np.bool_(True),
+    [],
+    [1],
+    (),
+    {},
+    {"a": 1},
+    object(),
+    Echo,
 )
 
 

@@ -79,7 +79,8 @@ def test_due_groups_go_before_groups_that_finished_earlier() -> None:
 
 
 def test_an_interrupted_group_starts_afresh_only_when_a_batch_waits_and_nobody_may_finish_it():
-    group, other = PlainGroup("g", 2, False), PlainGroup("other", 2, False)
+    group = PlainGroup("g", 2, False)
+    other = PlainGroup("other", 2, False)
     both = [other, group]
     assert must_start_afresh(group, both, 1, 1, [False])
     # The first of two with one step to go can be left for the last one.
@@ -97,14 +98,16 @@ def explore(groups_per_step, max_staleness, num_steps, invariant, room=None):
     """
     places = groups_per_step * (max_staleness + 1) + 1 if room is None else room
     start = (0, (0, 0), ())
-    seen, todo = {start}, [start]
+    seen = {start}
+    todo = [start]
     while todo:
         step, served, leased = todo.pop()
         if any(d < step for d, _ in leased):
             return "expired", len(seen)
         if step == num_steps:
             continue
-        following, given_up = [], []
+        following = []
+        given_up = []
         for server, version in product(range(2), range(step + 1)):
             if version > served[server]:
                 newer = tuple(sorted((version, served[1 - server])))

@@ -356,7 +356,8 @@ async def test_memory_in_the_sandbox_is_what_is_used_not_what_is_reserved(scores
         options = IN_SANDBOX | SCORED
         if scores:
             taking = python(f"import sys{RESERVES}print(1)", "", what)
-            program, options["score_command"] = python(CALL, "{word}"), taking
+            program = python(CALL, "{word}")
+            options["score_command"] = taking
         answer = await played(Command(program, [{"word": "hello"}], **options))
         told = capfd.readouterr().err if not scores else answer.failure.message
         assert ("out of memory: it took" in told and "memory_gib = 0.50" in told) == is_ended

@@ -75,7 +75,10 @@ class Endpoint:
             with contextlib.suppress(OSError):
                 answer(request)
             return
-        status, headers, content, reason = 200, {}, answer, "stop"
+        status = 200
+        headers = {}
+        content = answer
+        reason = "stop"
         if isinstance(answer, tuple):
             status, headers, content, reason = answer
         choice = {

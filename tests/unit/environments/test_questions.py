@@ -150,7 +150,8 @@ async def test_a_decimal_is_the_number_that_it_writes() -> None:
 @pytest.mark.parametrize("write", [json_lines, parquet])
 async def test_a_number_is_a_number_whatever_a_file_makes_of_it(tmp_path: Path, write):
     rows = [{"question": f"q{n}", "answer": n} for n in (72.0, 0.1, 1e23)]
-    environment, large = Questions(write(tmp_path, rows), judge="exact"), "1" + "0" * 23
+    environment = Questions(write(tmp_path, rows), judge="exact")
+    large = "1" + "0" * 23
     assert [task.answer for task in environment.tasks()] == ["72", "0.1", large]
     for task, replies in zip(
         environment.tasks(), (("72", "72.0", "$72"), ("0.1", ".1"), (large, "1e23")), strict=True
@@ -684,7 +685,8 @@ def test_a_data_set_becomes_two_files_that_share_no_question(tmp_path: Path, cap
     for target in ("first", "second"):
         assert make_question_files([*arguments, "--seed", "5", str(tmp_path / target)]) == 0
     assert capsys.readouterr().out.count("train.jsonl: 80 questions") == 2
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     for name in ("train.jsonl", "test.jsonl"):
         assert (first / name).read_text() == (second / name).read_text()
     train = set(Questions(str(first / "train.jsonl"), judge="exact").tasks())

@@ -30,7 +30,9 @@ def adds(reply: str) -> float:
 
 async def value_of(row: dict, folder: Path) -> float:
     """The reward of the built-in environment with this judge."""
-    judge, answer, reply = row["judge"], row["answer"], row["reply"]
+    judge = row["judge"]
+    answer = row["answer"]
+    reply = row["reply"]
     if judge == "math_verify":
         return float(math_verdict(answer, answer_of(reply), row.get("question", "")).right)
     if judge == "code":
@@ -103,10 +105,44 @@ def test_a_long_reply_of_marks_is_read_to_its_end() -> None:
 
 
 MARKS = [
-    *("<think>", "</think>", "[THINK]", "<|channel|>", "final", "<|message|>", "analysis"),
-    *("assistantfinal", "\\boxed{", "}", "{", "\\text{", "$", "\\$", "€", "**", "_", "'", '"'),
-    *("```\n", "~~~", "def add", "(", ")", ":", "answer is ", "and", " or ", "\n", " ", "a"),
-    *("7", "1,234", "-", "−", "+", ".", "½"),
+    "<think>",
+    "</think>",
+    "[THINK]",
+    "<|channel|>",
+    "final",
+    "<|message|>",
+    "analysis",
+    "assistantfinal",
+    "\\boxed{",
+    "}",
+    "{",
+    "\\text{",
+    "$",
+    "\\$",
+    "€",
+    "**",
+    "_",
+    "'",
+    '"',
+    "```\n",
+    "~~~",
+    "def add",
+    "(",
+    ")",
+    ":",
+    "answer is ",
+    "and",
+    " or ",
+    "\n",
+    " ",
+    "a",
+    "7",
+    "1,234",
+    "-",
+    "−",
+    "+",
+    ".",
+    "½",
 ]
 
 

@@ -263,7 +263,8 @@ async def test_programs_end_with_their_starter(backend: str) -> None:
 
 
 async def test_a_start_that_was_cancelled_leaves_nothing(backend: str, monkeypatch) -> None:
-    start, goes_on = sandbox._STARTER.start, threading.Event()
+    start = sandbox._STARTER.start
+    goes_on = threading.Event()
 
     def slow(*arguments):
         keeper = start(*arguments)
@@ -309,7 +310,8 @@ def test_a_starter_that_cannot_be_forked_leaves_no_descriptor(monkeypatch) -> No
         raise BlockingIOError("no process is left")
 
     monkeypatch.setattr(subprocess, "Popen", fails)
-    descriptors, before = os.pipe(), os.listdir("/proc/self/fd")
+    descriptors = os.pipe()
+    before = os.listdir("/proc/self/fd")
     with pytest.raises(BlockingIOError, match="no process is left"):
         sandbox._Starter().start(descriptors)
     assert len(os.listdir("/proc/self/fd")) == len(before) - len(descriptors)

@@ -42,7 +42,8 @@ def unbounded_fields(descriptors: Iterable[Descriptor]) -> list[str]:
 
 
 def is_bounded(field: FieldDescriptor) -> bool:
-    bound, entry = bound_of(field), field.message_type
+    bound = bound_of(field)
+    entry = field.message_type
     is_map = entry is not None and entry.GetOptions().map_entry
     if field.is_repeated and (bound is None or not bound.max_items):
         return False
@@ -126,7 +127,8 @@ def beyond(message: Message, field: FieldDescriptor, bound: bounds_pb2.Bound) ->
     ("message", "field"), [pytest.param(m, f, id=f.full_name[14:]) for m, f in bounded_fields()]
 )
 def test_a_value_beyond_the_bound_of_a_field_is_refused_by_name(message, field):
-    made, bound = message_factory.GetMessageClass(message)(), bound_of(field)
+    made = message_factory.GetMessageClass(message)()
+    bound = bound_of(field)
     assert bound is not None
     if not beyond(made, field, bound):
         check_bounds(made)

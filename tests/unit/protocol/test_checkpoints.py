@@ -107,7 +107,8 @@ def test_the_names_of_all_files_are_durable_before_the_checkpoint_has_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    sync, rename = os.fsync, os.rename
+    sync = os.fsync
+    rename = os.rename
 
     def noted_sync(descriptor: int) -> None:
         done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)

@@ -172,7 +172,8 @@ def test_a_token_costs_at_most_eight_and_a_half_bytes_on_the_wire(num_context, n
 
 
 def test_neighbouring_spans_of_one_version_are_joined_and_empty_ones_left_out() -> None:
-    old, new = PolicyVersion(0, 1), PolicyVersion(0, 2)
+    old = PolicyVersion(0, 1)
+    new = PolicyVersion(0, 2)
     spans = [(2, old), (0, new), (3, old), (1, new), (0, old), (4, new)]
     merged = merge_spans([VersionSpan(*span) for span in spans])
     assert merged == (VersionSpan(5, old), VersionSpan(5, new))

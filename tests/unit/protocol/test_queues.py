@@ -56,7 +56,8 @@ class GrpcPlace:
 
     @asynccontextmanager
     async def receiver(self) -> AsyncIterator[TrajectoryReceiver]:
-        server, receiver = create_server(OPEN), GrpcReceiver(without_seal)
+        server = create_server(OPEN)
+        receiver = GrpcReceiver(without_seal)
         trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(receiver, server)
         bind(server, self.address, OPEN)
         await server.start()
@@ -312,7 +313,8 @@ async def test_an_id_acknowledged_while_its_stream_was_broken_is_acknowledged_on
         await receiver.get()
         first.cancel()
         await receiver.acknowledge([TrajectoryId("a")])
-        second, next_get = stub.Deliver(), asyncio.ensure_future(receiver.get())
+        second = stub.Deliver()
+        next_get = asyncio.ensure_future(receiver.get())
         await second.write(pb.DeliverRequest(trajectory=b"x", trajectory_id="a"))
         assert list((await asyncio.wait_for(second.read(), LIMIT_S)).acknowledged_ids) == ["a"]
         assert not next_get.done()

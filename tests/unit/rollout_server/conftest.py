@@ -81,7 +81,8 @@ StartServer = Callable[..., AbstractAsyncContextManager[Server]]
 def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartServer:
     @contextlib.asynccontextmanager
     async def start(config=config, at=None, **fleet_options):
-        engine, stop = FakeEngine(), asyncio.Event()
+        engine = FakeEngine()
+        stop = asyncio.Event()
         async with FakeFleet(**fleet_options) as fleet:
             fleet.client = EchoClient()
             gateway = WorkerGateway(tmp_path / "logs", log_bytes=1 << 20)

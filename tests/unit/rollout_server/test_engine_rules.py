@@ -95,7 +95,9 @@ def test_no_prompt_is_held_longer_whenever_the_others_come(most_steps: int) -> N
     """All arrivals of up to two prompts in each of six steps, and replies that end meanwhile."""
     longest = 0
     for arrivals, leaving in product(product(range(3), repeat=6), (0, 20)):
-        gathering, held, replies = PromptGathering(most_steps), [], PLACES
+        gathering = PromptGathering(most_steps)
+        held = []
+        replies = PLACES
         for arriving in (*arrivals, *[0] * most_steps):
             held += [0] * arriving
             ready = len(held)
@@ -169,7 +171,8 @@ def test_a_layer_that_drafts_is_on_the_wire(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(values))
     write_tensors(tmp_path, **{"model.norm.weight": [4]})
-    before, config = wire_bytes(config_of(tmp_path)), config_of(tmp_path)
+    before = wire_bytes(config_of(tmp_path))
+    config = config_of(tmp_path)
     drafting = config.model_copy(update={"drafts": DraftsSection()})
     # A matrix over two states, four of attention, three of the MLP.
     assert wire_bytes(drafting) == before + 2 * (4 * 8 + 4 * 4 * 4 + 3 * 4 * 8)

@@ -34,7 +34,8 @@ def order_of(publish_id: str, step: int) -> weights_pb2.PublishOrder:
 
 async def serve_stored(connection, step, manifest, digests=DIGESTS):
     """A whole publish through storage, as the controller makes it."""
-    publish_id, version = f"s{step}", version_to_pb(PolicyVersion(0, step))
+    publish_id = f"s{step}"
+    version = version_to_pb(PolicyVersion(0, step))
     connection.send(
         prepare=fleet_pb2.PreparePublish(publish_id=publish_id, version=version, stored=manifest)
     )
@@ -51,7 +52,8 @@ async def serve_stored(connection, step, manifest, digests=DIGESTS):
 async def test_a_server_fetches_and_serves_one_version_after_the_other(
     start_server, config: Config, tmp_path: Path
 ) -> None:
-    versions, content = StoredVersions(str(tmp_path / "storage")), first_content()
+    versions = StoredVersions(str(tmp_path / "storage"))
+    content = first_content()
     async with start_server(config) as server:
         connection = await server.join(step=None)
         assert connection.hello.from_storage
@@ -72,7 +74,8 @@ async def test_a_server_serves_its_groups_while_it_fetches(
     start_server, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = StoredVersions(str(tmp_path / "storage"))
-    fetch, gate = StoredWeights.fetch, threading.Event()
+    fetch = StoredWeights.fetch
+    gate = threading.Event()
     async with start_server(config) as server:
         connection = await server.join(step=None)
         await serve_stored(connection, 1, versions.write(1, first_content(), whole=True))

@@ -8,7 +8,10 @@ from slipstream.client.environment import Environment, Message, ResetResult, Ste
 from slipstream.core.types import FailureKind, PolicyVersion, Status, VersionSpan
 from slipstream.environments.demonstrations import Demonstrations
 
-A, B, C, END = 4, 5, 6, 2
+A = 4
+B = 5
+C = 6
+END = 2
 
 
 def demonstrations(folder: Path, *turns: tuple[str, str]) -> Demonstrations:
@@ -49,7 +52,8 @@ async def test_a_given_reply_is_cut_at_the_limit_like_any_other(server, tmp_path
 
 async def test_a_limit_of_the_environment_goes_with_its_episodes(server, tmp_path: Path) -> None:
     environment = demonstrations(tmp_path, ("a", "a b c"))
-    environment.max_reply_tokens, environment.expected_answer = 2, "a b"
+    environment.max_reply_tokens = 2
+    environment.expected_answer = "a b"
     server.fleet.serve(environment)
     (trajectory,) = await server.played()
     assert trajectory.run_lengths == (3, 2)

@@ -93,7 +93,8 @@ def test_the_death_of_an_engine_is_told_with_a_memory_that_was_full() -> None:
     assert describe_engine_death("no answer", oom_kills=now - 1) == "no answer"
 
 
-ON_CPU, ON_GPU = True, False
+ON_CPU = True
+ON_GPU = False
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ def test_every_setting_of_the_sampling_reaches_the_engine_under_its_name() -> No
     others = {"adapter", "ignore_eos", "by_start", "prompt_logprobs", "seed"}
     assert names - others == set(SamplingSection.model_fields)
     assert sampling.seed is None
-    message.adapter, message.seed = "math", 0
+    message.adapter = "math"
+    message.seed = 0
     assert (Sampling.from_pb(message).adapter, Sampling.from_pb(message).seed) == ("math", 0)
     for name in names - others:
         assert getattr(sampling, name) == getattr(section, name), name

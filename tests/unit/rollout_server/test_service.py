@@ -450,7 +450,8 @@ async def test_an_episode_whose_client_was_lost_begins_again_when_that_is_back(
     # Longer than a busy machine needs for the next lines.
     monkeypatch.setattr(dispatcher, "RETRY_S", 5.0)
     async with start_server() as server:
-        client, server.fleet.client = server.fleet.client, None
+        client = server.fleet.client
+        server.fleet.client = None
         connection = await server.leased(members=[0], max_attempts=3)
         (lost,) = await server.fleet.wait_trajectories(1)
         # Time in which all attempts could fail.
@@ -798,7 +799,9 @@ async def test_the_death_of_the_engine_ends_the_server_with_its_cause(server) ->
 
 async def test_no_count_lacks_the_episodes_that_end_with_their_engine(server) -> None:
     """They give no trajectory, and heartbeats go on while the last of them ends."""
-    generate, dead, released = server.engine.generate, asyncio.Event(), asyncio.Event()
+    generate = server.engine.generate
+    dead = asyncio.Event()
+    released = asyncio.Event()
 
     async def die(*args, **kwargs):
         sampling = asyncio.ensure_future(generate(*args, **kwargs))
@@ -849,7 +852,8 @@ async def test_a_controller_that_does_not_answer_is_told_with_its_address(
         async with start_server(at=network.address) as server:
             told = f"no welcome from the controller at {network.address} yet: no answer within 1 s"
             await until(lambda: told in caplog.text)
-            network.target, network.page = server.fleet.address, None
+            network.target = server.fleet.address
+            network.page = None
             network.reset()
             await server.join()
 

@@ -247,7 +247,8 @@ async def test_an_engine_with_weights_that_may_not_be_used_is_not_woken() -> Non
 async def test_steps_under_way_are_a_part_of_the_pause() -> None:
     async with rig_of() as rig:
         rig.engine.arrived.set()
-        late_s, steps_s = time.monotonic() + 100.0, []
+        late_s = time.monotonic() + 100.0
+        steps_s = []
         # The first publish pauses nobody, and vLLM's loader does not say when it began.
         for publish_id, began_s in (("p1", late_s), ("p2", late_s), ("p3", 0.0)):
             rig.engine.began_s = began_s

@@ -70,9 +70,11 @@ async def audit_class(
 
 async def audit_all(config: Config) -> int:
     """Audits all environments and evaluations of the settings; returns the exit code."""
-    sampling, server = config.sampling, config.rollout_server
+    sampling = config.sampling
+    server = config.rollout_server
     most = sampling.max_prompt_tokens or sampling.max_episode_tokens - 1
-    code, seen = 0, []
+    code = 0
+    seen = []
     for section in config.played:
         preflight.check_python(section.name, section.python)
         command = preflight.audit_command(section, config)
@@ -161,7 +163,8 @@ def _show(name: str, report: Report, prompts: Sequence[Prompt], most: int) -> in
         lines.append(f"! {len(faults)} {of} cannot be written: {faults[0]}")
     told = Counter(chain.from_iterable(prompt["told"] for prompt in prompts))
     lines += [f"! {number} {of} {what}" for what, number in told.items()]
-    longer, refused = sum(count > most for count in counts) if most else 0, report["refused"]
+    longer = sum(count > most for count in counts) if most else 0
+    refused = report["refused"]
     if longer:
         lines.append(f"! {longer} {of} have more than {most:,} tokens: their tasks are set aside")
     for line in lines:

@@ -149,7 +149,8 @@ def check_files(scene: Scene) -> list[Finding]:
 
 def check_security(scene: Scene) -> Iterator[Finding]:
     """Checks TLS, tokens and what they must protect."""
-    config, security = scene.config, scene.config.security
+    config = scene.config
+    security = scene.config.security
     credentials = Credentials.load(security)
     check_certificates(security)
     check_address(config.controller.address, credentials, what="controller.address")
@@ -190,7 +191,8 @@ def check_folder(scene: Scene) -> str:
 
 def check_controller(scene: Scene) -> str | None:
     """Checks that the controller can listen here, and that parts of elsewhere know its port."""
-    address, parts = scene.config.controller.address, scene.parts
+    address = scene.config.controller.address
+    parts = scene.parts
     if not (scene.dry_run or address_parts(address)[1] or parts >= WHOLE_RUN):
         raise ConfigError(
             "controller.address must name a port where the parts of a run are started separately, "
@@ -264,7 +266,9 @@ async def check_setup(scene: Scene) -> str | None:
     """Waits for a controller and compares its setup; ranks that save must share its folder."""
     if "controller" in scene.parts:
         return None
-    config, limit_s, of_ranks = scene.config, scene.connect_timeout_s, "learner" in scene.parts
+    config = scene.config
+    limit_s = scene.connect_timeout_s
+    of_ranks = "learner" in scene.parts
     address = config.controller.address
     with told_when_slow(f"waiting for the controller at {address}, for up to {limit_s:g} s"):
         answer = await ask_controller(scene)
@@ -294,7 +298,9 @@ async def running_id(scene: Scene) -> str:
 
 async def ask_controller(scene: Scene, run_id: str | None = None) -> Answer:
     """Asks the controller for its setup; raises ConfigError if it refuses or is late."""
-    address, limit_s, cause = scene.config.controller.address, scene.connect_timeout_s, ""
+    address = scene.config.controller.address
+    limit_s = scene.connect_timeout_s
+    cause = ""
     credentials = run_credentials(scene.config)
     async with open_channel(address, credentials) as channel:
         stub = status_pb2_grpc.StatusServiceStub(channel)

@@ -26,7 +26,8 @@ from slipstream.core.waits import within
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret
 from slipstream.protocol.access.run_token import run_credentials
 
-FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 30.0
 # A restart after one of these would fail in the same way.
 FINAL_CODES = (USAGE_ERROR, FINAL_ERROR)
 # Failed starts in a row, in which the program did not begin to work, that end the restarts.
@@ -251,7 +252,8 @@ class RestartPolicy:
 
     def __init__(self, max_restarts: int, *, first_pause_s: float = FIRST_PAUSE_S) -> None:
         """Allows `max_restarts` restarts between two calls of `forgive`."""
-        self._max_restarts, self._first_pause_s = max_restarts, first_pause_s
+        self._max_restarts = max_restarts
+        self._first_pause_s = first_pause_s
         # The number of the restart that is due, or was made last.
         self.restarts = 0
         self._failed_starts = 0

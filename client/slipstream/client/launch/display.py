@@ -70,7 +70,8 @@ class Display:
             is_due = time.monotonic() >= self._step_at_s + STEP_EVERY_S
             if is_due or event.step == self._config.run.steps:
                 self._step_at_s = time.monotonic()
-                metrics, most = event.metrics, self._config.run.steps
+                metrics = event.metrics
+                most = self._config.run.steps
                 if "reward_mean" in metrics:
                     # All replies were given: demonstrations, whose rewards say nothing.
                     is_given = metrics.get("effective_sample_size") == 0
@@ -84,7 +85,8 @@ class Display:
                         f"{metrics['step_s']:.2f} s"
                     )
                 else:
-                    norm, rate = metrics["grad_norm"], metrics["learning_rate"]
+                    norm = metrics["grad_norm"]
+                    rate = metrics["learning_rate"]
                     line = f"step {event.step}  gradient norm {norm:.3g}, learning rate {rate:.3g}"
                 self.tell(line)
         else:
@@ -165,7 +167,8 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     }
     several = summary["reward_steps"]
     span = f"{several} steps" if several > 1 else "step"
-    mixed, probes = summary["trajectories_with_several_versions"], summary["publishes_verified"]
+    mixed = summary["trajectories_with_several_versions"]
+    probes = summary["publishes_verified"]
     publishes = f"{summary['publishes']} since the last start"
     rows = [("steps", f"{summary['steps']}")]
     # The steps of a client's own loop have neither groups nor rewards nor lags.
@@ -178,7 +181,8 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("lag", f"at most {summary['max_lag_seen']}, promised {summary['max_staleness']}"),
         ]
     if summary["reward_heldout"] is not None:
-        begun, ended = summary["reward_heldout_first_step"], summary["reward_heldout_step"]
+        begun = summary["reward_heldout_first_step"]
+        ended = summary["reward_heldout_step"]
         # With a single round there is nothing to compare.
         earlier = f"{summary['reward_heldout_first']:.3f} at version {begun}, "
         newest = f"{summary['reward_heldout']:.3f} at version {ended}"

@@ -30,7 +30,8 @@ CPU_COMPILER = "g++"
 
 def check_engine(scene: Scene) -> str:
     """Checks that an engine could start on this machine; returns how it would run its model."""
-    server, on_cpu = scene.config.rollout_server, not uses_gpus()
+    server = scene.config.rollout_server
+    on_cpu = not uses_gpus()
     if why := compiler_problem(server, os.environ, on_cpu=on_cpu):
         raise ConfigError(why)
     if scene.has_model and not scene.dry_run:
@@ -71,7 +72,8 @@ def describe_engine(server: RolloutServerSection, *, on_cpu: bool) -> str:
     """Returns, in one line, how an engine that starts here runs its model."""
     where = "a CPU" if on_cpu else "GPUs"
     if server.is_eager(on_cpu=on_cpu):
-        how, value = "eagerly", "true"
+        how = "eagerly"
+        value = "true"
     else:
         how = "with torch.compile" if on_cpu else "with torch.compile and CUDA graphs"
         value = "false"
@@ -82,12 +84,16 @@ def describe_engine(server: RolloutServerSection, *, on_cpu: bool) -> str:
 
 
 # Room for settings, logs and the first steps of the journal, and for more.
-LEAST_DISK_BYTES, MIN_DISK_GIB = 64 << 20, 5
+LEAST_DISK_BYTES = 64 << 20
+MIN_DISK_GIB = 5
 # GiB that libraries take without a model: in a trainer rank, and in all processes of an engine.
-RANK_GIB, ENGINE_GIB = 0.6, 1.5
+RANK_GIB = 0.6
+ENGINE_GIB = 1.5
 # Bytes for a parameter: its gradient, the optimizer's two moments, and the fp32 master of a 16-bit
 # weight.
-GRADIENT_BYTES, MOMENT_BYTES, MASTER_BYTES = 4, 8, 4
+GRADIENT_BYTES = 4
+MOMENT_BYTES = 8
+MASTER_BYTES = 4
 # Share of a GPU that activations and logits need.
 ACTIVATION_SHARE = 0.15
 # Largest part of an engine's share for weights: beyond it the KV cache is too small to be useful.
@@ -129,7 +135,9 @@ def needs_of(config: Config) -> Needs | None:
     if not parameters:
         return None
     experts = sum(size for name, size in tensors if ".experts." in name)
-    learner, parallel, adapts = config.learner, config.learner.parallel, bool(config.lora.rank)
+    learner = config.learner
+    parallel = config.learner.parallel
+    adapts = bool(config.lora.rank)
     weight = 4 if config.model.dtype == "float32" else 2
     state = MOMENT_BYTES + (MASTER_BYTES if weight == 2 else 0)
     rank_bytes = 0.0
@@ -160,7 +168,9 @@ def needs_of(config: Config) -> Needs | None:
 
 def check_fit(scene: Scene) -> Iterator[Finding]:
     """Yields findings on placement, transport and memory of what starts on this machine."""
-    config, share, needs = scene.config, scene.share, needs_of(scene.config)
+    config = scene.config
+    share = scene.share
+    needs = needs_of(scene.config)
     if needs is not None:
         others = " and ".join(["activations", *role_settings(config)])
         seen = f"{needs.parameters / 1e6:,.1f} M parameters: {needs.rank_bytes / 1e6:,.1f} MB"
@@ -177,7 +187,8 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
         return
     if not placement.learner:
         if not placement.servers:
-            workers, ranks = config.rollout_server.tensor_parallel_size, len(share.ranks)
+            workers = config.rollout_server.tensor_parallel_size
+            ranks = len(share.ranks)
             engine = workers * (cpu_cache_bytes(config) + needs.worker_bytes) / GIB + ENGINE_GIB
             needed = ranks * (needs.rank_bytes / GIB + RANK_GIB) + share.servers * engine
             free = free_memory()[0] / GIB
@@ -203,7 +214,8 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
         yield advice(seen, "lower learner.micro_batch_tokens", area="GPU memory")
     else:
         yield ok(seen, area="GPU memory")
-    engine, area = min(known) * placement.least_memory(config), "engine memory"
+    engine = min(known) * placement.least_memory(config)
+    area = "engine memory"
     seen = f"{needs.worker_bytes / GIB:.1f} of {engine / GIB:.1f} GiB for an engine's weights"
     remedy = (
         "raise rollout_server.tensor_parallel_size or gpu_memory_utilization: the KV cache has "
@@ -215,7 +227,9 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
 
 def check_disk(scene: Scene) -> Finding:
     """Checks the room for the run's checkpoints and its final export, in `run.dir`."""
-    config, usual, least = scene.stated, 0.0, float(LEAST_DISK_BYTES)
+    config = scene.stated
+    usual = 0.0
+    least = float(LEAST_DISK_BYTES)
     run_dir = Path("runs") if config is None else config.run.dir
     place, fault = nearest_folder(run_dir)
     if fault:
@@ -227,7 +241,8 @@ def check_disk(scene: Scene) -> Finding:
         final = needs.exported_bytes * config.learner.export_final
         once = needs.saved_bytes if config.checkpoint.every_steps else 0.0
         # A new checkpoint is complete before an old one is removed.
-        usual, least = (config.checkpoint.keep_last + 1) * once + final, max(least, once, final)
+        usual = (config.checkpoint.keep_last + 1) * once + final
+        least = max(least, once, final)
     if usual:
         seen += f"; checkpoints take {usual / GIB:.2f} GiB"
     if free < least:

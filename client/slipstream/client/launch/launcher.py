@@ -113,7 +113,8 @@ async def run_quickstart(overrides: Sequence[str]) -> int:
     """Runs `slipstream quickstart`: makes a tiny model if it is missing, then trains it."""
     require_packages("learner", "rollout server")
     path = Path(__file__).parents[1] / "quickstart.toml"
-    own, model = load_config(path).model.path, load_config(path, overrides).model.path
+    own = load_config(path).model.path
+    model = load_config(path, overrides).model.path
     # Another folder is the user's: nothing is written there.
     if model == own and not any(model.glob("*.safetensors")):
         log = run_folder.make_folder(model.parent) / f"{model.name}.log"
@@ -219,13 +220,15 @@ async def run_rollout_server(
     run_folder.make_run_folder(config)
     folder = config.run_dir / "servers" / name
     refusal = f"rollout server {name} runs already in {folder}; choose another --server-id"
-    address, log = config.controller.address, folder / "server.log"
+    address = config.controller.address
+    log = folder / "server.log"
     with run_folder.hold_folder(folder, refusal=refusal):
         identified = run_folder.identified(config, address, await running_id(scene))
         settings = run_folder.write_config(config, folder)
         arguments = ["--config", str(settings), *run_folder.identity_overrides(identified)]
         arguments += ["--controller", address, "--server-id", name]
-        environ, module = placement.server_environment(0), SERVER_PROGRAM.module
+        environ = placement.server_environment(0)
+        module = SERVER_PROGRAM.module
         child = await start_child(name, module, arguments, log_path=log, environ=environ)
         say(f"rollout server {name} joins {address}; its log is {log}")
         stop = asyncio.ensure_future(stop_signal())
@@ -279,7 +282,8 @@ async def run_check(
 async def run_doctor(arguments: argparse.Namespace) -> int:
     """Prints all findings; returns 1 if one is a problem, else 0; raises ConfigError."""
     raise_open_files()
-    path, role = arguments.path, arguments.role
+    path = arguments.path
+    role = arguments.role
     if path is None and role is not None:
         raise ConfigError(f"--role {role} needs a CONFIG.toml")
     scene = Scene()
@@ -300,7 +304,8 @@ async def run_doctor(arguments: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         findings = await find_all(replace(scene, leaves_nothing=True))
     verdicts = [found.verdict for found in findings]
-    problems, hints = verdicts.count(Verdict.PROBLEM), verdicts.count(Verdict.ADVICE)
+    problems = verdicts.count(Verdict.PROBLEM)
+    hints = verdicts.count(Verdict.ADVICE)
     if arguments.json:
         say("\n".join(json.dumps(asdict(found)) for found in findings))
         return int(problems > 0)
@@ -472,9 +477,11 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
     try:
         config, placement, transport = fit_here(config, share)
     except ConfigError as error:
-        gpus, misfit = [f"The GPUs here do not fit: {error}"], [str(error)]
+        gpus = [f"The GPUs here do not fit: {error}"]
+        misfit = [str(error)]
     else:
-        gpus, misfit = ["The GPUs of what starts here:", *placement.describe(share.ranks)], []
+        gpus = ["The GPUs of what starts here:", *placement.describe(share.ranks)]
+        misfit = []
         gpus += describe_sharing(config, placement)
         gpus += [f"weights travel by {transport}"] if transport else []
         gpus += filter(None, [describe_plan(config)])

@@ -58,7 +58,8 @@ def check_python(_: Scene) -> Finding:
 
 def check_processors(_: Scene) -> Finding:
     """Checks the number of cores and, without GPUs, their instructions."""
-    cores, described = len(os.sched_getaffinity(0)), Path("/proc/cpuinfo")
+    cores = len(os.sched_getaffinity(0))
+    described = Path("/proc/cpuinfo")
     text = described.read_text() if described.is_file() else ""
     flags = (flag for flag in CPU_FLAGS if re.search(rf"^flags\b.* {flag}\b", text, re.M))
     found = next(flags, None)
@@ -130,7 +131,8 @@ def check_gpus(_: Scene) -> Iterator[Finding]:
                 of = f"{memory.free / GIB:.0f} of {memory.total / GIB:.0f} GiB are free"
                 remedy = "another program holds its memory: see nvidia-smi"
                 yield advice(f"{gpu.index}: {of}", remedy, area="GPU in use")
-    ids, listed = visible_ids(os.environ, gpus), os.environ.get(VISIBLE)
+    ids = visible_ids(os.environ, gpus)
+    listed = os.environ.get(VISIBLE)
     if listed is not None and (not ids or len(ids) < len(listed.split(","))):
         seen = f"{VISIBLE} is {listed!r}: {', '.join(ids) or 'none'}"
         remedy = "CUDA stops at the first entry that names no GPU"
@@ -175,7 +177,8 @@ def cuda_of_torch() -> str:
 
 def check_build(_: Scene) -> Finding | None:
     """Compares torch's build, for CPUs or for GPUs, with the GPUs that the driver shows."""
-    version, gpus = installed(["torch"]).get("torch"), list_gpus()
+    version = installed(["torch"]).get("torch")
+    gpus = list_gpus()
     if version is None or uses_gpus() == bool(gpus):
         return None
     if gpus:

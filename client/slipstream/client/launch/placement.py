@@ -78,12 +78,14 @@ def learner_node(config: Config, node_rank: int | None) -> Share:
 # Share of a GPU that engines take next to the learner, unless the settings say it, and that one
 # takes there while others have their own. Models that fit one GPU together with gradients and
 # optimizer gain little from larger caches.
-SHARED_UTILIZATION, FURTHER_UTILIZATION = 0.4, 0.3
+SHARED_UTILIZATION = 0.4
+FURTHER_UTILIZATION = 0.3
 # Episodes of such a server for each 16 of another: it samples only while the trainer waits.
 FURTHER_EPISODES = 5
 # The largest share of the learner's GPU for weights, gradients and the optimizer with its master
 # weights, in bytes a parameter, at which a second server starts there by itself.
-SECOND_STATE, STATE_BYTES = 0.25, 18
+SECOND_STATE = 0.25
+STATE_BYTES = 18
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,9 @@ def place(
     server the next ones. A single GPU is shared by all. Raises ConfigError when the processes do
     not fit.
     """
-    per_server, for_learner, for_servers = config.rollout_server.tensor_parallel_size, None, None
+    per_server = config.rollout_server.tensor_parallel_size
+    for_learner = None
+    for_servers = None
     if ranks:
         for_learner = _listed("learner.devices", config.learner.devices, ids, gpus)
     if servers:
@@ -228,7 +232,9 @@ def with_second_server(config: Config, placement: Placement) -> Placement:
     Its weights travel within this host, so no other host's server may be able to join. Without room
     on the GPU, or where the two cannot read each other's memory, all stays as it is.
     """
-    server, controller, weights = config.rollout_server, config.controller, config.weights
+    server = config.rollout_server
+    controller = config.controller
+    weights = config.weights
     names = {*placement.learner, *placement.server_gpus}
     is_stated = server.model_fields_set & {"count", "devices", "gpu_memory_utilization"}
     if (
@@ -251,7 +257,8 @@ def with_second_server(config: Config, placement: Placement) -> Placement:
         # Each step would give it episodes, for which a trainer that is the limit would wait.
         return placement
     gpus = list_gpus()
-    first, second = find_gpu(own, gpus), find_gpu(other, gpus)
+    first = find_gpu(own, gpus)
+    second = find_gpu(other, gpus)
     parameters = 0
     with contextlib.suppress(ConfigError):
         # The check of the model reports this error.
@@ -287,7 +294,8 @@ def uses_gpus() -> bool:
 
 def share_memory(config: Config, placement: Placement) -> tuple[Config, Placement]:
     """Sets the memory that engines take; raises ConfigError if their shares exceed a GPU."""
-    server, sharing = config.rollout_server, [*map(placement.shares, range(len(placement.servers)))]
+    server = config.rollout_server
+    sharing = [*map(placement.shares, range(len(placement.servers)))]
     own = beside = server.gpu_memory_utilization
     if any(sharing) and "gpu_memory_utilization" not in server.model_fields_set:
         beside = SHARED_UTILIZATION if all(sharing) else FURTHER_UTILIZATION
@@ -325,7 +333,8 @@ def check_transport(config: Config, placement: Placement) -> str:
 
 def describe_sharing(config: Config, placement: Placement) -> list[str]:
     """Returns lines on shared GPUs, servers with fewer episodes, and GPUs that do nothing."""
-    server, share = config.rollout_server, placement.least_memory(config)
+    server = config.rollout_server
+    share = placement.least_memory(config)
     lines = [
         f"the learner and {engines} rollout server{'s' if engines > 1 else ''} share GPU {gpu}; "
         f"rollout_server.gpu_memory_utilization is {share:g}"

@@ -58,7 +58,8 @@ CHECKED_CALLS = 4
 # Seconds of a start in which replies are played to an environment, beyond those of its first task.
 RUN_AUDIT_S = 1.0
 # Seconds after which a check that still runs is announced, and between two further lines.
-SLOW_S, AGAIN_S = 3.0, 30.0
+SLOW_S = 3.0
+AGAIN_S = 30.0
 
 
 @contextlib.contextmanager
@@ -172,7 +173,8 @@ async def reply_ends_line(config: Config) -> str:
 
 async def ask(module: str, config: Config, *, late: str) -> Ended:
     """Returns the end of a program that reads the settings; `late` says what it did not do."""
-    command, given = [sys.executable, "-m", module], dump_config(config).encode()
+    command = [sys.executable, "-m", module]
+    given = dump_config(config).encode()
     checked = await run_program(command, limit_s=SETTINGS_LIMIT_S, given=given)
     if checked.code is None:
         raise ConfigError(f"{late} within {SETTINGS_LIMIT_S:g} s")
@@ -201,7 +203,8 @@ def check_modules(scene: Scene) -> Iterator[Finding]:
     if not scene.dry_run:
         return
     for section in scene.config.played:
-        name, place = section.reference.partition(":")[0].partition(".")[0], os.getcwd()
+        name = section.reference.partition(":")[0].partition(".")[0]
+        place = os.getcwd()
         is_there = importlib.util.find_spec(name) or PathFinder.find_spec(name, [place])
         if section.python is None and not is_there:
             yield problem(
@@ -218,13 +221,15 @@ async def check_environments(scene: Scene) -> None:
     The last lines that each environment printed replace the run's preflight.log: when all
     environments have played, or when one that printed something fails.
     """
-    config, places = scene.config, asyncio.Semaphore(CHECKS_AT_ONCE)
+    config = scene.config
+    places = asyncio.Semaphore(CHECKS_AT_ONCE)
     play = "controller" in scene.parts
     printed: list[str] = []
 
     async def look(section: PlayedSection) -> tuple[str, tuple[str, ...]]:
         """Returns the cause of a failure, "" without one, and the lines that were printed."""
-        name, timeout_s = section.name, section.timeout_s
+        name = section.name
+        timeout_s = section.timeout_s
         check_python(name, section.python)
         command = audit_command(section, config)
         loading = [*command, "--no-play"]
@@ -313,7 +318,9 @@ def limits_of(config: Config, *, num_workers: int, measured: int = 0) -> Limits:
 
     `measured` is the number of an evaluation's episodes, or 0 for an environment that is trained.
     """
-    sampling, server, algorithm = config.sampling, config.rollout_server, config.algorithm
+    sampling = config.sampling
+    server = config.rollout_server
+    algorithm = config.algorithm
     of_step = algorithm.groups_per_step * algorithm.group_size
     return Limits(
         has_tools=server.tool_parser is not None,
@@ -380,7 +387,10 @@ async def run_program(
         stdin.write(given)
         stdin.seek(0)
         process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "slipstream.core.machine.keeper", "--"],
+            sys.executable,
+            "-m",
+            "slipstream.core.machine.keeper",
+            "--",
             *command,
             stdin=stdin,
             stdout=stdout,

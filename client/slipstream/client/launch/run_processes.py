@@ -81,7 +81,8 @@ class RunCalls:
     """Calls the controller at `address`; only `status` raises an error if no controller answers."""
 
     def __init__(self, address: str, credentials: Credentials, run_id: str | None = None) -> None:
-        self._address, self._credentials = address, credentials
+        self._address = address
+        self._credentials = credentials
         self.metadata = call_metadata(credentials, run_id)
 
     def channel(self) -> grpc.aio.Channel:
@@ -165,7 +166,8 @@ async def tell_waits(display: Display, calls: RunCalls, most_tokens: int) -> Non
 
     A reply may have `most_tokens`.
     """
-    patience_s, last_line_s = FIRST_S, 0.0
+    patience_s = FIRST_S
+    last_line_s = 0.0
     while True:
         if display.spoke_s != last_line_s:
             patience_s = FIRST_S
@@ -211,7 +213,8 @@ class RunProcesses:
         stated: Config | None = None,
     ) -> None:
         """Writes `stated`, which lacks the run's id and its free port, or else `config`."""
-        self._config, self._placement = config, placement
+        self._config = config
+        self._placement = placement
         self._calls = RunCalls(config.controller.address, credentials, config.run.id)
         self._logs = config.run_dir / LOGS
         folder = node_folder(config, node_rank)
@@ -285,7 +288,8 @@ class RunProcesses:
 
     def keep_trainers(self, ranks: range) -> None:
         """Makes `wait` start the trainer ranks of this node, and restart them when they die."""
-        self._own_ranks, learner = ranks, self._config.learner
+        self._own_ranks = ranks
+        learner = self._config.learner
         if len(ranks) < learner.world_size:
             self._display.tell(
                 f"ranks {ranks[0]} to {ranks[-1]} of {learner.world_size} meet "
@@ -294,7 +298,8 @@ class RunProcesses:
 
     def keep_rollout_server(self, number: int) -> None:
         """Starts rollout server `number`, and restarts it when it dies."""
-        name, address = f"{SERVER.name}-{number}", self._config.controller.address
+        name = f"{SERVER.name}-{number}"
+        address = self._config.controller.address
         episodes = self._placement.max_episodes(self._config, number)
         memory = self._placement.memory[number : number + 1]
         arguments = [f"rollout_server.gpu_memory_utilization={share}" for share in memory]
@@ -382,7 +387,8 @@ class RunProcesses:
         return running
 
     async def _start_controller(self) -> Child:
-        name, log = CONTROLLER.name, log_path(self._config.run_dir, CONTROLLER.name)
+        name = CONTROLLER.name
+        log = log_path(self._config.run_dir, CONTROLLER.name)
         child = await start_child(name, CONTROLLER.module, self._config_arguments, log_path=log)
         self._children.append(child)
         return child
@@ -449,13 +455,15 @@ class RunProcesses:
     async def _keep(
         self, program: Program, name: str, arguments: Sequence[str], environ: Mapping[str, str] = {}
     ) -> None:
-        is_server, policy = program is SERVER, RestartPolicy(program.restarts)
+        is_server = program is SERVER
+        policy = RestartPolicy(program.restarts)
         # If both use the whole GPU in turns, the learner must have loaded and freed it.
         waits = self._config.controller.turns == "sleep" and is_server
         while waits and ((run := await self._calls.look()) is None or run.state == STARTING):
             await asyncio.sleep(LOOK_S)
         while True:
-            log, given = log_path(self._config.run_dir, name), [*self._config_arguments, *arguments]
+            log = log_path(self._config.run_dir, name)
+            given = [*self._config_arguments, *arguments]
             child = await start_child(name, program.module, given, log_path=log, environ=environ)
             self._children.append(child)
             await child.process.wait()
@@ -494,7 +502,8 @@ class RunProcesses:
         times before a new version or checkpoint: ranks that train the same steps again after each
         death reach neither, however long they run.
         """
-        policy, newest = RestartPolicy(TRAINER.restarts), (0, 0)
+        policy = RestartPolicy(TRAINER.restarts)
+        newest = (0, 0)
         while True:
             await self.start_ranks()
             failed = await first_failed(self._ranks, fine=(0,))
@@ -521,7 +530,8 @@ class RunProcesses:
         for torchrun in rank_environments(self._config, self._own_ranks):
             environ = torchrun | self._placement.learner_environment
             name = f"{TRAINER.name}-{environ['RANK']}"
-            log, given = log_path(self._config.run_dir, name), self._config_arguments
+            log = log_path(self._config.run_dir, name)
+            given = self._config_arguments
             child = await start_child(name, TRAINER.module, given, log_path=log, environ=environ)
             self._ranks.append(child)
 

@@ -220,7 +220,8 @@ def check_sizes(config: Config) -> list[str]:
     Raises ConfigError for the first broken rule. Returns one message for each missing or damaged
     file that the run loads: models, tokenizer and checkpoint.
     """
-    sizes, learner = read_model_sizes(config.model.path), config.learner
+    sizes = read_model_sizes(config.model.path)
+    learner = config.learner
     # The type that some families lack.
     half = "float16" if config.model.dtype == "float16" else None
     problems = itertools.chain(
@@ -250,7 +251,8 @@ def check_sizes(config: Config) -> list[str]:
                 # The engine would end with such a request.
                 raise ConfigError(f"{path}: eos_token_id must be token ids, got {end!r}")
     rollout_tp = config.rollout_server.tensor_parallel_size
-    heads, groups = sizes.heads, max(1, sizes.kv_heads)
+    heads = sizes.heads
+    groups = max(1, sizes.kv_heads)
     if heads % rollout_tp or (groups % rollout_tp and rollout_tp % groups):
         raise ConfigError(
             f"rollout_server.tensor_parallel_size must divide the model's {heads} attention heads, "
@@ -336,7 +338,8 @@ def _apply_override(table: Table, override: str) -> None:
     plain = re.sub(r"\[(\d+)\]", r".\1", key).lstrip("+~")
     if plain != key:
         raise ConfigError(f"an override names this setting {plain}, got {override!r}")
-    parts, place = key.split("."), cast(Any, table)
+    parts = key.split(".")
+    place = cast(Any, table)
     for number, part in enumerate(parts, start=1):
         entry: str | int = part
         if isinstance(place, list):
@@ -362,7 +365,8 @@ def _explained(error: ValidationError) -> tuple[str, str]:
     errors = error.errors()
     unknown = (each for each in errors if each["type"] == "extra_forbidden")
     worst = next(unknown, errors[0]) if errors[0]["type"] == "missing" else errors[0]
-    where, given = _place(worst["loc"]), worst["input"]
+    where = _place(worst["loc"])
+    given = worst["input"]
     shown = repr(given)
     shown = shown if len(shown) <= LONGEST_VALUE else f"{shown[:LONGEST_VALUE]}..."
     rule = worst["msg"][0].lower() + worst["msg"][1:]
@@ -371,7 +375,8 @@ def _explained(error: ValidationError) -> tuple[str, str]:
             keys: list[str] = []
             for each in errors:
                 if each["type"] == "missing":
-                    place, table = _place(each["loc"]), _table_at(each["loc"])
+                    place = _place(each["loc"])
+                    table = _table_at(each["loc"])
                     # A missing table is named by its required keys.
                     fields = {} if table is None else table.model_fields
                     required = [f"{place}.{name}" for name in fields if fields[name].is_required()]

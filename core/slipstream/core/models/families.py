@@ -25,7 +25,9 @@ DENSE: Mapping[str, Values] = MappingProxyType({"num_experts": ZERO, "num_local_
 # Fields of shared experts, in families without shared experts.
 UNSHARED: Mapping[str, Values] = MappingProxyType({"shared_expert_intermediate_size": ZERO})
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,13 +146,21 @@ _SIGMOID: Mapping[str, Values] = {
     "topk_method": (None, "noaux_tc"),
 }
 _READ_OF_EXPERTS = (
-    *("n_routed_experts", "n_group", "topk_group", "routed_scaling_factor"),
+    "n_routed_experts",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
     # The layers that predict further tokens are neither loaded nor sampled from.
-    *("num_nextn_predict_layers", "num_mtp_layers"),
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
 )
 _READ = (
     *_READ_OF_EXPERTS,
-    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"),
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "qk_head_dim",
     "v_head_dim",
 )
 _GELU: Values = (None, "gelu_pytorch_tanh")
@@ -159,9 +169,13 @@ _VALUES = {**DENSE, "layer_types": NONE, "use_sliding_window": NONE}
 _DEEP_LAYERS = (8, 16, 24)
 _IMAGE_TOKEN = 151655
 _READ_OF_DELTA_NETS = (
-    *("full_attention_interval", "partial_rotary_factor", "linear_conv_kernel_dim"),
-    *("linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads"),
+    "full_attention_interval",
+    "partial_rotary_factor",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
 )
 _NO_ADAPTERS = {"lora.rank": "delta nets have none"}
 # vLLM reads whether attention is gated; transformers always gates it.
@@ -182,7 +196,8 @@ def _rope_problems(kind: str, table: Table, _: Table) -> Iterator[str]:
         return
     if kind != "yarn":
         yield f"model.path: the rope_type of latent attention must be default or yarn, got {kind!r}"
-    mscale, of_all = table.get("mscale"), table.get("mscale_all_dim")
+    mscale = table.get("mscale")
+    of_all = table.get("mscale_all_dim")
     if not mscale or mscale != of_all or table.get("attention_factor") is not None:
         yield (
             "model.path: mscale and mscale_all_dim of latent attention must be the same number "
@@ -192,7 +207,8 @@ def _rope_problems(kind: str, table: Table, _: Table) -> Iterator[str]:
 
 def _dense_problems(values: Table) -> Iterator[str]:
     """Yields a line if the programs would have other layers without experts."""
-    kinds, dense = values.get("mlp_layer_types") or [], values.get("first_k_dense_replace") or 0
+    kinds = values.get("mlp_layer_types") or []
+    dense = values.get("first_k_dense_replace") or 0
     if kinds and kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
         yield (
             f"model.path: mlp_layer_types must be dense for the first {dense} layers and sparse "
@@ -204,7 +220,8 @@ def _turned_problems(values: Table) -> Iterator[str]:
     """Yields a line if vLLM, which reads `rotary_dim`, would turn another part of each head."""
     table = values.get("rope_scaling") or values.get("rope_parameters") or {}
     part = table.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    turned, size = values.get("rotary_dim"), values.get("head_dim") or 0
+    turned = values.get("rotary_dim")
+    size = values.get("head_dim") or 0
     if not isinstance(turned, int) or (part is not None and part * size != turned):
         yield (
             "model.path: rotary_dim of a MiniMaxM2ForCausalLM must be the number of turned "
@@ -333,9 +350,12 @@ _RECORDS = (
             "use_qk_norm": (None, True),
         },
         read=(
-            *("rotary_dim", "partial_rotary_factor"),
+            "rotary_dim",
+            "partial_rotary_factor",
             # The layers that predict further tokens are neither loaded nor sampled from.
-            *("num_mtp_modules", "use_mtp", "mtp_transformer_layers"),
+            "num_mtp_modules",
+            "use_mtp",
+            "mtp_transformer_layers",
         ),
         written=("scoring_func", "use_routing_bias"),
         problems=_turned_problems,

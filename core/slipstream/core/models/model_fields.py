@@ -13,88 +13,215 @@ from slipstream.core.models import families
 # Fields that all three programs use; `model_problems` checks their values.
 HONOURED = frozenset(
     {
-        *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size"),
-        *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-        *("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
-        *("rope_parameters", "rope_scaling", "rope_theta"),
-        *("num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob"),
-        *("moe_intermediate_size", "shared_expert_intermediate_size"),
+        "architectures",
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
         # These are refused if they describe more than one kind of layer.
-        *("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "n_shared_experts"),
-        *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-        *("sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "first_k_dense_replace",
+        "n_shared_experts",
+        "use_sliding_window",
+        "sliding_window",
+        "max_window_layers",
+        "layer_types",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        "rope_local_base_freq",
         "query_pre_attn_scalar",
         # The vision tower is transformers' own class in the learner.
-        *("vision_config", "quantization_config"),
+        "vision_config",
+        "quantization_config",
     }
 )
 # Fields that do not change the function.
 HARMLESS = frozenset(
     {
         # Names, and how the files were made.
-        *("_attn_implementation_autoset", "_model_name_or_path", "_name_or_path", "prefix"),
-        *("finetuning_task", "task_specific_params", "problem_type", "id2label", "label2id"),
-        *("tokenizer_class", "is_llama_config", "transformers_version", "transformers.js_config"),
-        *("unsloth_fixed", "unsloth_version", "pretraining_tp", "ep_size"),
+        "_attn_implementation_autoset",
+        "_model_name_or_path",
+        "_name_or_path",
+        "prefix",
+        "finetuning_task",
+        "task_specific_params",
+        "problem_type",
+        "id2label",
+        "label2id",
+        "tokenizer_class",
+        "is_llama_config",
+        "transformers_version",
+        "transformers.js_config",
+        "unsloth_fixed",
+        "unsloth_version",
+        "pretraining_tp",
+        "ep_size",
         # How a model is stored and run. Servers keep the states of delta nets in float32 if the run
         # does not say otherwise.
-        *("dtype", "torch_dtype", "head_dtype", "mamba_ssm_dtype", "mamba_ssm_cache_dtype"),
-        *("torchscript", "return_dict", "output_attentions", "output_hidden_states"),
-        *("output_router_logits", "num_logits_to_keep", "use_cache", "cache_implementation"),
-        *("moe_shared_expert_overlap", "chunk_size_feed_forward"),
+        "dtype",
+        "torch_dtype",
+        "head_dtype",
+        "mamba_ssm_dtype",
+        "mamba_ssm_cache_dtype",
+        "torchscript",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "num_logits_to_keep",
+        "use_cache",
+        "cache_implementation",
+        "moe_shared_expert_overlap",
+        "chunk_size_feed_forward",
         # Values that other fields have too, as in gpt-oss, or that other models use.
-        *("attn_type_list", "mlp_intermediate_size", "shared_moe_mode"),
-        *("experts_per_token", "initial_context_length", "attention_head_dim"),
-        *("is_decoder", "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size"),
+        "attn_type_list",
+        "mlp_intermediate_size",
+        "shared_moe_mode",
+        "experts_per_token",
+        "initial_context_length",
+        "attention_head_dim",
+        "is_decoder",
+        "is_encoder_decoder",
+        "add_cross_attention",
+        "cross_attention_hidden_size",
         "mtp_use_dedicated_embeddings",
         # Token ids, and settings of sampling.
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
-        *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids"),
-        *("begin_suppress_tokens", "boi_token_index", "eoi_token_index", "image_token_index"),
-        *("image_token_id", "video_token_id", "vision_token_id", "vision_start_token_id"),
-        *("vision_end_token_id", "do_sample", "temperature", "top_k", "top_p", "max_length"),
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "unk_token_id",
+        "decoder_start_token_id",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "boi_token_index",
+        "eoi_token_index",
+        "image_token_index",
+        "image_token_id",
+        "video_token_id",
+        "vision_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "max_length",
         "repetition_penalty",
         # Dropout, jitter and losses of training; neither trainer nor rollout servers apply them.
-        *("attention_dropout", "classifier_dropout", "embd_pdrop", "hidden_dropout", "resid_pdrop"),
+        "attention_dropout",
+        "classifier_dropout",
+        "embd_pdrop",
+        "hidden_dropout",
+        "resid_pdrop",
         "residual_dropout",
-        *("router_jitter_noise", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux"),
+        "router_jitter_noise",
+        "router_aux_loss_coef",
+        "aux_loss_alpha",
+        "seq_aux",
         # How a fresh model is made.
         "initializer_range",
         # These are read where images are.
-        *("mm_tokens_per_image", "multimodal_projector_bias", "spatial_merge_size"),
-        *("projector_hidden_act", "vision_feature_layer"),
+        "mm_tokens_per_image",
+        "multimodal_projector_bias",
+        "spatial_merge_size",
+        "projector_hidden_act",
+        "vision_feature_layer",
     }
 )
 # Fields that must be left out: only some families compute with them.
 _LEFT_OUT = (
     # Positions and attention.
-    *("rotary_emb_base", "original_max_position_embeddings", "mrope_section", "xdrope_section"),
-    *("dual_chunk_attention_config", "clip_qkv", "rotary_dim", "qk_norm_type"),
-    *("no_rope_layers", "no_rope_layer_interval"),
-    *("final_logit_softcapping", "attn_logit_softcapping"),
+    "rotary_emb_base",
+    "original_max_position_embeddings",
+    "mrope_section",
+    "xdrope_section",
+    "dual_chunk_attention_config",
+    "clip_qkv",
+    "rotary_dim",
+    "qk_norm_type",
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
     # Latent attention.
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"),
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
     "v_head_dim",
     # Experts.
-    *("topk_method", "swiglu_alpha", "swiglu_limit", "mlp_layer_types", "use_routing_bias"),
+    "topk_method",
+    "swiglu_alpha",
+    "swiglu_limit",
+    "mlp_layer_types",
+    "use_routing_bias",
     # Delta nets.
-    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads", "full_attention_interval"),
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "full_attention_interval",
 )
 # Fields that must be false, 1 or 0 if config.json has them.
 _FALSE = (
-    *("attention_bias", "attention_out_bias", "bias", "qkv_bias", "mlp_bias", "use_bias"),
-    *("attn_output_gate", "qk_norm", "use_qk_norm", "use_bidirectional_attention"),
-    *("rope_interleaved", "use_mrope", "layer_scale"),
+    "attention_bias",
+    "attention_out_bias",
+    "bias",
+    "qkv_bias",
+    "mlp_bias",
+    "use_bias",
+    "attn_output_gate",
+    "qk_norm",
+    "use_qk_norm",
+    "use_bidirectional_attention",
+    "rope_interleaved",
+    "use_mrope",
+    "layer_scale",
 )
 _IS_ONE = (
-    *("logit_scale", "partial_rotary_factor", "rotary_pct", "rotary_emb_fraction"),
-    *("n_group", "topk_group", "routed_scaling_factor", "moe_layer_freq"),
-    *("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"),
+    "logit_scale",
+    "partial_rotary_factor",
+    "rotary_pct",
+    "rotary_emb_fraction",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "moe_layer_freq",
+    "layernorm_full_attention_beta",
+    "layernorm_linear_attention_beta",
+    "layernorm_mlp_beta",
 )
 _IS_ZERO = (
-    *("n_routed_experts", "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"),
-    *("num_mtp_modules", "use_mtp", "mtp_transformer_layers", "shared_intermediate_size"),
+    "n_routed_experts",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "mtp_num_hidden_layers",
+    "num_mtp_modules",
+    "use_mtp",
+    "mtp_transformer_layers",
+    "shared_intermediate_size",
 )
 # Field -> values with which all three programs compute the same, for every architecture.
 ONE_VALUE: Mapping[str, families.Values] = MappingProxyType(
@@ -121,16 +248,23 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 # Kind of rotary embedding -> further keys that it may have.
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "yarn": (
-        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+        "truncate",
         # Ministral 3 writes these; `ModelSizes` keeps sequences within what they do not change.
-        *("llama_4_scaling_beta", "max_position_embeddings"),
+        "llama_4_scaling_beta",
+        "max_position_embeddings",
     )
 }
 
 
 def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
     """Yields a line for each field with which learner or servers would compute otherwise."""
-    architecture, family = families.architecture_of(values), families.family_of(values)
+    architecture = families.architecture_of(values)
+    family = families.family_of(values)
     allowed = {**ONE_VALUE, **family.values}
     for name in family.read:
         del allowed[name]
@@ -193,7 +327,8 @@ def rope_table(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def rope_problems(values: Mapping[str, Any]) -> Iterator[str]:
     """Yields a line for each RoPE setting with which learner, servers and transformers differ."""
-    new, old = values.get("rope_parameters"), values.get("rope_scaling")
+    new = values.get("rope_parameters")
+    old = values.get("rope_scaling")
     if new and old and new != old:
         yield "model.path: config.json has both rope_parameters and rope_scaling, which differ"
     table = rope_table(values)
@@ -203,7 +338,8 @@ def rope_problems(values: Mapping[str, Any]) -> Iterator[str]:
             yield from _table_problems(table[kind], values)
         return
     yield from _table_problems(table, values)
-    theta, other = table.get("rope_theta"), values.get("rope_theta")
+    theta = table.get("rope_theta")
+    other = values.get("rope_theta")
     if theta is not None and other is not None and theta != other:
         yield (
             f"model.path: rope_theta is {other} in config.json and {theta} in its rope_parameters"
@@ -212,12 +348,15 @@ def rope_problems(values: Mapping[str, Any]) -> Iterator[str]:
 
 def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
     """Yields one line for each fault of one table of a rotary embedding."""
-    rope, architecture = families.family_of(values).rope, families.architecture_of(values)
+    rope = families.family_of(values).rope
+    architecture = families.architecture_of(values)
     kind = table.get("rope_type", table.get("type", "default"))
     kind = "default" if kind == rope.alias else kind
-    needed, optional = _NEEDED.get(kind, ()), rope.options.get(kind, _OPTIONAL.get(kind, ()))
+    needed = _NEEDED.get(kind, ())
+    optional = rope.options.get(kind, _OPTIONAL.get(kind, ()))
     if not rope.kinds or kind in rope.kinds:
-        needed, optional = (*needed, *rope.needed), (*optional, *rope.optional)
+        needed = (*needed, *rope.needed)
+        optional = (*optional, *rope.optional)
     else:
         yield (
             f"model.path: the rope_type of a {architecture} must be one of "
@@ -230,7 +369,8 @@ def _table_problems(table: Mapping[str, Any], values: Mapping[str, Any]) -> Iter
         )
     for name in (name for name in needed if table.get(name) is None):
         yield f"model.path: the rope_type {kind!r} needs {name} in rope_parameters"
-    factor, original = table.get("factor"), table.get("original_max_position_embeddings")
+    factor = table.get("factor")
+    original = table.get("original_max_position_embeddings")
     longest = values.get("max_position_embeddings")
     if kind == "yarn" and factor and original and longest and longest > factor * original:
         yield (

@@ -29,13 +29,15 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Endings of the projection to the vocabulary and of the matrix of embeddings.
-_OUTPUT, _EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"
+_OUTPUT = "lm_head.weight"
+_EMBEDDINGS = "embed_tokens.weight"
 # Folders of the tensors of towers, of all families.
 TOWER_FOLDERS = ("visual.", "model.visual.", "vision_tower.", "model.vision_tower.")
 _BLOCK = re.compile(r"(.*?\b(?:layers|blocks|deepstack_merger_list))\.(\d+)\.(.+)")
 _READ_BYTES = 1 << 24
 # Pieces of a file of weights that tell it from another one: training changes all of a file.
-_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+_SAMPLES = 16
+_SAMPLE_BYTES = 1 << 16
 # Shape of a tensor, and tensors of files: name -> file and shape.
 Shape: TypeAlias = tuple[int, ...]
 Held: TypeAlias = Mapping[str, tuple[Path, Shape]]
@@ -84,7 +86,8 @@ def tokenizer_digest(folder: Path) -> str:
 
 def files_digest(paths: Iterable[Path]) -> str:
     """Returns a digest of names and bytes of the files among `paths`; "" if one cannot be read."""
-    digest, is_empty = hashlib.sha256(), True
+    digest = hashlib.sha256()
+    is_empty = True
     try:
         for path in sorted(filter(Path.is_file, paths)):
             digest.update(f"{path.name}\n".encode() + path.read_bytes())
@@ -96,7 +99,8 @@ def files_digest(paths: Iterable[Path]) -> str:
 
 def weights_digest(folder: Path) -> str:
     """Returns a digest of names, sizes and samples of files of weights; "" if there are none."""
-    digest, names = hashlib.sha256(), ("*.safetensors", "*.distcp", "*/*.distcp")
+    digest = hashlib.sha256()
+    names = ("*.safetensors", "*.distcp", "*/*.distcp")
     try:
         paths = sorted(path for name in names for path in folder.glob(name))
         for path in paths:
@@ -223,7 +227,8 @@ def tensor_problems(
     several missing layers only the first is named.
     """
     values = read_model_table(folder)
-    sizes, held = ModelSizes.of(values), held_tensors(folder)
+    sizes = ModelSizes.of(values)
+    held = held_tensors(folder)
     # The file that lists the tensors.
     paths = sorted(folder.glob("*.safetensors"))
     place = paths[0] if len(paths) == 1 else folder
@@ -306,7 +311,8 @@ def _differences(
     for kind, number in kinds.items():
         for other, whole in kinds.items():
             if kind < other:
-                lacking, path = min(other - kind), next(iter(blocks[number].values()))[0]
+                lacking = min(other - kind)
+                path = next(iter(blocks[number].values()))[0]
                 yield (
                     f"{setting} must hold every tensor of a block: {path} has no "
                     f"{stack}.{number}.{lacking}, which {stack}.{whole} has"

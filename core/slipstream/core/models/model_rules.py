@@ -31,7 +31,8 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
     """Yields one line for each reason why no parallel layout can train the model."""
     family = sizes.family
     if not family.architecture:
-        kind, hint = "mixture of experts" if sizes.experts else "model", ""
+        kind = "mixture of experts" if sizes.experts else "model"
+        hint = ""
         if sizes.architecture in TEXT_ONLY:
             hint = ": docs/guides/models.md shows how to write its text model"
         yield (
@@ -100,10 +101,13 @@ def adapter_problems(lora: LoraSection, sizes: ModelSizes, tp: int) -> Iterator[
 
     vLLM applies adapters to fused experts on GPUs only, and reads these adapters in another format.
     """
-    experts, named = sizes.family.experts, ", ".join(lora.adapters)
-    rule, found = "lora.publish must be merged", repr(lora.publish)
+    experts = sizes.family.experts
+    named = ", ".join(lora.adapters)
+    rule = "lora.publish must be merged"
+    found = repr(lora.publish)
     if lora.adapters:
-        rule, found = "lora.adapters must be empty", named
+        rule = "lora.adapters must be empty"
+        found = named
     if experts is not None and experts.is_fused and lora.has_mlp:
         yield (
             f"lora.target_modules must leave {' and '.join(MLP)} out for a model whose files "
@@ -163,7 +167,8 @@ def draft_problems(sizes: ModelSizes) -> Iterator[str]:
 def _expert_problems(
     sizes: ModelSizes, parallel: ParallelSection, transformer: dict[str, JsonValue]
 ) -> Iterator[str]:
-    ep, etp = parallel.ep, parallel.etp or parallel.tp
+    ep = parallel.ep
+    etp = parallel.etp or parallel.tp
     if not sizes.experts:
         if ep > 1:
             yield f"learner.parallel.ep must be 1: the model has no experts, got {ep}"
@@ -198,7 +203,8 @@ def _stage_problems(
     """Yields a line if the layers cannot be split over the stages by Megatron's rules."""
     if transformer.get("pipeline_model_parallel_layout") is not None:
         return
-    pp, vpp = parallel.pp, parallel.vpp or 1
+    pp = parallel.pp
+    vpp = parallel.vpp or 1
     first = transformer.get("num_layers_in_first_pipeline_stage")
     last = transformer.get("num_layers_in_last_pipeline_stage")
     counted = [
@@ -219,7 +225,8 @@ def _stage_problems(
             )
         return
     sizes = [number for number in ends if isinstance(number, int)]
-    rest, stages = layers - sum(sizes), pp - len(ends)
+    rest = layers - sum(sizes)
+    stages = pp - len(ends)
     if len(sizes) < len(ends) or min(sizes) < 1 or any(number % vpp for number in sizes):
         yield (
             f"learner.transformer.num_layers_in_first_pipeline_stage and ..last.. must be "
@@ -246,7 +253,8 @@ def cpu_cache_bytes(config: Config) -> int:
 
 def cpu_engine_problems(config: Config) -> Iterator[str]:
     """Yields one line for each setting that vLLM does not support on a CPU; reads config.json."""
-    server, dtype = config.rollout_server, config.model.dtype
+    server = config.rollout_server
+    dtype = config.model.dtype
     sizes = read_model_sizes(config.model.path)
     if sizes.experts and server.quantization != "off":
         yield (
@@ -312,14 +320,16 @@ def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
                 f"got {config.sampling.max_images}"
             )
         return
-    token, vocab = sizes.image_token, sizes.vocab
+    token = sizes.image_token
+    vocab = sizes.vocab
     if not isinstance(token, int) or token < 0 or token >= vocab > 0:
         yield (
             f"model.path: image_token_id of a {sizes.architecture} must be a token of the "
             f"vocabulary, 0 to {vocab - 1}, got {token!r}"
         )
     yield from vision_layout_problems(config.learner, sizes)
-    server, reference = config.rollout_server, config.reference
+    server = config.rollout_server
+    reference = config.reference
     has_images = config.sampling.max_images > 0
     if server.quantization != "off" and (has_images or sizes.experts):
         kind = "images" if has_images else "experts beside a vision tower"

@@ -110,14 +110,16 @@ class ModelSizes:
             return int(found)
 
         rope = rope_table(values)
-        heads, layers = number("num_attention_heads"), number("num_hidden_layers")
+        heads = number("num_attention_heads")
+        layers = number("num_hidden_layers")
         experts = number("num_experts", "num_local_experts", "n_routed_experts")
         latent = number("kv_lora_rank")
         # vLLM does not scale queries beyond these positions, as transformers does.
         is_limited = rope.get("llama_4_scaling_beta")
         limit = "original_max_position_embeddings" if is_limited else "max_position_embeddings"
         limits = rope if is_limited else values
-        vision, tower = family_of(values).vision, values.get("vision_config") or {}
+        vision = family_of(values).vision
+        tower = values.get("vision_config") or {}
         deep_layers = () if vision is None else vision.deep_layers
         return cls(
             architecture=architecture_of(values),
@@ -191,7 +193,8 @@ def read_model_table(folder: Path) -> dict[str, Any]:
             f"model.path must be a Hugging Face folder, but {folder} has no config.json"
         )
     values = read_table(path)
-    vision, decoder = family_of(values).vision, values.get("text_config") or {}
+    vision = family_of(values).vision
+    decoder = values.get("text_config") or {}
     outer, inner = (bool(table.get("tie_word_embeddings")) for table in (values, decoder))
     if vision is not None and vision.ties == "same" and outer != inner:
         raise ConfigError(

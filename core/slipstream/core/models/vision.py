@@ -26,7 +26,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_PIXELS = 1 << 24
 # EXIF's tag of an image's orientation, what each value asks of a viewer, and the first value of
 # those that exchange width and height.
-_ORIENTATION, _FIRST_ON_SIDE = 0x0112, 5
+_ORIENTATION = 0x0112
+_FIRST_ON_SIDE = 5
 _TURNS = {
     2: "FLIP_LEFT_RIGHT",
     3: "ROTATE_180",
@@ -86,7 +87,8 @@ def decoded(data: bytes) -> Any:  # noqa: ANN401 - Pillow's
     from PIL import Image
 
     with opened(data) as image:
-        found, turn = image, _TURNS.get(_orientation(image))
+        found = image
+        turn = _TURNS.get(_orientation(image))
         if image.has_transparency_data:
             seen = image.convert("RGBA")
             found = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)

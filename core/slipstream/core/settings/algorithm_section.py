@@ -61,7 +61,8 @@ def validated(model: type[BaseModel], given: Mapping[str, object], *, what: str)
             case "missing":
                 raise ValueError(f"{what} needs the argument {name!r}") from None
             case "value_error":
-                rule, where = worst["msg"].removeprefix("Value error, "), f"{name} of {what}: "
+                rule = worst["msg"].removeprefix("Value error, ")
+                where = f"{name} of {what}: "
                 raise ValueError(where * bool(name) + rule) from None
         rule = worst["msg"][0].lower() + worst["msg"][1:]
         raise ValueError(f"{name} of {what}: {rule}, got {worst['input']!r}") from None
@@ -216,7 +217,8 @@ class AlgorithmSection(Section):
                 "ratio = 'behavior' of the loss corrects already: weight must be 'none', "
                 f"got {self.weight!r}"
             )
-        cap, band = self.weight_args.get("cap"), self.weight_args.get("token_band")
+        cap = self.weight_args.get("cap")
+        band = self.weight_args.get("token_band")
         if self.weight == "token" and isinstance(band, list) and band[0] >= cap:  # type: ignore[operator]
             yield f"token_band of the weight begins at {band[0]}, above its cap {cap}"
         num_updates = self.mini_batches * self.epochs

@@ -100,7 +100,8 @@ OWNED = {
 
 def engine_problems(server: RolloutServerSection) -> Iterator[str]:
     """Yields one line for each rule that the table breaks, whatever vLLM's version is."""
-    table, max_episodes = server.engine, server.max_episodes
+    table = server.engine
+    max_episodes = server.max_episodes
     for name in table:
         if name in OWNED:
             yield f"{SECTION}.{name} cannot be passed through: {OWNED[name]}"

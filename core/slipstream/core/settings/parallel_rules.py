@@ -46,7 +46,8 @@ class RankLayout:
     def of(cls, parallel: ParallelSection, world_size: int) -> Self:
         """Returns all ranks' layout; raises ValueError if sizes do not divide `world_size`."""
         etp = parallel.etp or parallel.tp
-        dense, expert = parallel.tp * parallel.pp * parallel.cp, parallel.ep * etp * parallel.pp
+        dense = parallel.tp * parallel.pp * parallel.cp
+        expert = parallel.ep * etp * parallel.pp
         for text, size in (("tp * pp * cp", dense), ("ep * etp * pp", expert)):
             if world_size % size:
                 raise ValueError(
@@ -80,7 +81,8 @@ class RankLayout:
             names += ["ep", "etp", "expert_dp"]
         lines = [f"{self.world_size} {noun}: {sizes}"]
         for name in names:
-            number, size = len(found[name]), len(found[name][0])
+            number = len(found[name])
+            size = len(found[name][0])
             texts = _shortened(list(map(_ranks_text, found[name])), SHOWN_GROUPS, "...")
             lines += [f"{name}: {number} x {size}: {texts}"] if size > 1 else []
         return "\n".join(lines)
@@ -160,8 +162,19 @@ FROM_MODEL = frozenset(
     }
 )
 _FROM_MODEL = (
-    *("add_", "beta_", "dsa_", "layernorm_", "linear_", "mamba_num_", "mscale", "mup_", "rope_"),
-    *("rotary_", "softmax_", "window_", "yarn_"),
+    "add_",
+    "beta_",
+    "dsa_",
+    "layernorm_",
+    "linear_",
+    "mamba_num_",
+    "mscale",
+    "mup_",
+    "rope_",
+    "rotary_",
+    "softmax_",
+    "window_",
+    "yarn_",
 )
 # Settings that change training only: noise, forced routing, experts that drop tokens.
 OFF = frozenset(
@@ -249,10 +262,18 @@ def policy_problems(transformer: Mapping[str, JsonValue]) -> Iterator[str]:
 # How settings of Megatron's features begin that need more: other groups, wrappers, training loops.
 _NOT_OURS = {
     "ddp": (
-        *("use_megatron_fsdp", "use_custom_fsdp", "nccl_ub", "fsdp_", "megatron_fsdp_"),
-        *("data_parallel_sharding_strategy", "outer_dp_sharding_strategy"),
-        *("disable_symmetric_registration", "gradient_reduce_div_fusion"),
-        *("keep_fp8_transpose_cache", "suggested_communication_unit_size", "delay_wgrad_compute"),
+        "use_megatron_fsdp",
+        "use_custom_fsdp",
+        "nccl_ub",
+        "fsdp_",
+        "megatron_fsdp_",
+        "data_parallel_sharding_strategy",
+        "outer_dp_sharding_strategy",
+        "disable_symmetric_registration",
+        "gradient_reduce_div_fusion",
+        "keep_fp8_transpose_cache",
+        "suggested_communication_unit_size",
+        "delay_wgrad_compute",
         # A rank would end where the trainer sets a batch aside.
         "check_for_",
     ),
@@ -271,7 +292,8 @@ _NOT_OURS = {
 
 def world_problems(learner: LearnerSection) -> Iterator[str]:
     """Yields one line for each rule on parallel sizes that the settings break, for any model."""
-    parallel, world = learner.parallel, learner.world_size
+    parallel = learner.parallel
+    world = learner.world_size
     try:
         RankLayout.of(parallel, world)
     except ValueError as error:
@@ -327,7 +349,8 @@ def table_problems(learner: LearnerSection) -> Iterator[str]:
 
 
 def _optimizer_problems(learner: LearnerSection) -> Iterator[str]:
-    ddp, optimizer = learner.ddp, learner.optimizer
+    ddp = learner.ddp
+    optimizer = learner.optimizer
     kind = optimizer.get("optimizer", "adam")
     if ddp.get("overlap_param_gather") and kind == "muon":
         yield "learner.ddp.overlap_param_gather must be false with learner.optimizer.optimizer muon"

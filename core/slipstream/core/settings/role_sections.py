@@ -121,7 +121,8 @@ class LoraSection(Section):
             return ""
         if not self.adapters:
             return f"adapter must be left out without lora.adapters, got {adapter!r}"
-        known, found = ", ".join(self.adapters), repr(adapter) if adapter else "none"
+        known = ", ".join(self.adapters)
+        found = repr(adapter) if adapter else "none"
         return f"adapter must be one of lora.adapters ({known}), got {found}"
 
 

@@ -62,13 +62,16 @@ Seconds = Annotated[float, Field(gt=0)]
 Silence = Annotated[float, Field(ge=1)]
 
 # Counts travel in 32 bits and go into kernels that use 32 bits. Bytes use 64 bits.
-_LARGEST_COUNT, _LARGEST_BYTES = 2**31 - 1, 2**63 - 1
+_LARGEST_COUNT = 2**31 - 1
+_LARGEST_BYTES = 2**63 - 1
 # A shorter wait would be a busy loop. The longest wait, 30 years, fits clocks of threads and torch.
-_SHORTEST_S, _LONGEST_S = 1e-3, 1e9
+_SHORTEST_S = 1e-3
+_LONGEST_S = 1e9
 # Far below the largest float32, the type in which most numbers are used.
 _LARGEST = 1e30
 # Limits of Linux for one name and for a whole path.
-_NAME_BYTES, _PATH_BYTES = 255, 4095
+_NAME_BYTES = 255
+_PATH_BYTES = 4095
 
 
 class Section(BaseModel):

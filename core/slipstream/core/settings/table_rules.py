@@ -17,7 +17,9 @@ from slipstream.v1 import bounds_pb2, trajectory_pb2
 
 
 def _precision_problems(config: Tables) -> Iterator[str]:
-    server, model, lora = config.rollout_server, config.model, config.lora
+    server = config.rollout_server
+    model = config.model
+    lora = config.lora
     if server.computes_in_fp8 and not config.algorithm.corrects:
         yield (
             "engines in FP8 sample with other probabilities than the learner's: "
@@ -69,7 +71,8 @@ def _length_problems(config: Tables) -> Iterator[str]:
 
 def _role_problems(config: Tables) -> Iterator[str]:
     # Sizes that a role's table leaves out are the learner's.
-    learner, sampling = config.learner, config.sampling
+    learner = config.learner
+    sampling = config.sampling
     for name, role in config.roles.items():
         own = in_place_of(learner, role)
         for problem in (*world_problems(own), *table_problems(own)):
@@ -84,7 +87,9 @@ def _role_problems(config: Tables) -> Iterator[str]:
 
 
 def _served_problems(config: Tables) -> Iterator[str]:
-    reference, kl, temperature = config.reference, config.algorithm.kl, config.sampling.temperature
+    reference = config.reference
+    kl = config.algorithm.kl
+    temperature = config.sampling.temperature
     top_k = reference.top_k if reference is not None else 0
     if kl.uses_top_k and not top_k:
         yield f"algorithm.kl.estimator = {kl.estimator!r} needs reference.top_k >= 1, got 0"
@@ -106,7 +111,9 @@ _MAX_TRAJECTORY_BYTES: int = _OPTIONS.Extensions[bounds_pb2.max_message_bytes]
 
 
 def _size_problems(config: Tables) -> Iterator[str]:
-    algorithm, sampling, server = config.algorithm, config.sampling, config.rollout_server
+    algorithm = config.algorithm
+    sampling = config.sampling
+    server = config.rollout_server
     if config.controller.turns == "sleep" and not config.learner.offload.gives_memory_back:
         yield (
             'controller.turns = "sleep" needs learner.offload.gradients and optimizer = true: '
@@ -116,7 +123,8 @@ def _size_problems(config: Tables) -> Iterator[str]:
     if metrics == config.controller.address and not metrics.endswith(":0"):
         # The controller would be started again and again before the run fails.
         yield f"tracking.prometheus must have a port of its own, got controller.address {metrics}"
-    first, steps = config.debug.profile.start_step, config.run.steps
+    first = config.debug.profile.start_step
+    steps = config.run.steps
     if first is not None and first > steps:
         yield f"debug.profile.start_step must be at most run.steps, got {first} and {steps}"
     names = [section.name for section in config.played]
@@ -172,7 +180,8 @@ def trajectory_problems(config: Tables, num_bytes: int) -> Iterator[str]:
 
 
 def _algorithm_problems(config: Tables) -> Iterator[str]:
-    algorithm, sampling = config.algorithm, config.sampling
+    algorithm = config.algorithm
+    sampling = config.sampling
     cache_tokens = algorithm.reward_args.get("cache_tokens", 0)
     if algorithm.reward == "overlong" and cast(int, cache_tokens) > sampling.max_reply_tokens:
         yield (
@@ -237,7 +246,8 @@ def replay_table_problems(config: Tables) -> Iterator[str]:
 
 
 def _lora_problems(config: Tables) -> Iterator[str]:
-    rank, tp = config.lora.rank, config.learner.parallel.tp
+    rank = config.lora.rank
+    tp = config.learner.parallel.tp
     if rank % tp:
         yield f"lora.rank must be a multiple of learner.parallel.tp, got {rank} and {tp}"
     etp = config.learner.parallel.etp or tp

@@ -142,7 +142,8 @@ def _marked(text: str) -> tuple[tuple[str, ...] | None, str]:
 def _stated(text: str) -> tuple[str, str] | None:
     """Returns what the last "the answer is" states, and the text behind it."""
     for match in reversed(list(_STATED.finditer(text))):
-        content, end = match[1].strip(), match[2]
+        content = match[1].strip()
+        end = match[2]
         if content and end != "?" and _ABOUT.match(content) is None:
             return content, text[match.end() :]
     return None

@@ -70,9 +70,18 @@ async def run_program(
     """
     process = await asyncio.create_subprocess_exec(
         *own_program("slipstream.core.machine.keeper"),
-        *("--memory-bytes", str(limits.memory_bytes), "--memory-setting", "memory_gib"),
-        *("--processes", str(limits.processes), "--processes-setting", "max_processes"),
-        *("--cause-fd", "1", "--", *command),
+        "--memory-bytes",
+        str(limits.memory_bytes),
+        "--memory-setting",
+        "memory_gib",
+        "--processes",
+        str(limits.processes),
+        "--processes-setting",
+        "max_processes",
+        "--cause-fd",
+        "1",
+        "--",
+        *command,
         cwd=folder,
         env=dict(variables),
         stdin=asyncio.subprocess.DEVNULL,
@@ -81,7 +90,9 @@ async def run_program(
         start_new_session=True,
     )
     assert process.stdout is not None
-    kept, left, limit = bytearray(), limits.output_bytes, ""
+    kept = bytearray()
+    left = limits.output_bytes
+    limit = ""
     try:
         async with asyncio.timeout(limits.seconds):
             while not limit and (chunk := await process.stdout.read(_CHUNK_BYTES)):

@@ -28,9 +28,21 @@ from slipstream.environments.sandbox.system_calls import (
 CHECK_PERIOD_S = 0.2
 # Paths of the system that programs read, if they are there.
 _SYSTEM_PATHS = (
-    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives"),
-    *("/etc/ld.so.cache", "/etc/localtime", "/nix/store", "/etc/ssl/certs", "/etc/ssl/openssl.cnf"),
-    *("/etc/pki/tls/certs", "/etc/pki/tls/openssl.cnf", "/etc/pki/ca-trust/extracted"),
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/etc/alternatives",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/nix/store",
+    "/etc/ssl/certs",
+    "/etc/ssl/openssl.cnf",
+    "/etc/pki/tls/certs",
+    "/etc/pki/tls/openssl.cnf",
+    "/etc/pki/ca-trust/extracted",
     "/etc/crypto-policies/back-ends",
 )
 _DEVICES = ("/dev/zero", "/dev/random", "/dev/urandom")
@@ -60,7 +72,8 @@ def launch(plan: Plan, command: Sequence[str]) -> NoReturn:
         # At the soft limit of processor time SIGXCPU shows the cause; the hard limit always kills.
         resource.setrlimit(name, (value, value + (name == resource.RLIMIT_CPU)))
     start = _in_sandlock if plan.backend == "sandlock" else _in_bubblewrap
-    wait, found = start(plan, command), list[int]()
+    wait = start(plan, command)
+    found = list[int]()
     waiting = threading.Thread(target=lambda: found.append(wait()), daemon=True)
     until_s = time.monotonic() + plan.limits.seconds
     waiting.start()
@@ -132,10 +145,27 @@ def _in_bubblewrap(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
 
     process = subprocess.Popen(
         [
-            *("bwrap", "--unshare-user", "--unshare-all", "--disable-userns", "--cap-drop", "ALL"),
-            *("--die-with-parent", "--new-session", "--seccomp", str(read_end)),
-            *(*binds, *devices, "--bind", plan.folder, plan.folder, "--remount-ro", "/"),
-            *("--chdir", plan.cwd or plan.folder, "--", *command),
+            "bwrap",
+            "--unshare-user",
+            "--unshare-all",
+            "--disable-userns",
+            "--cap-drop",
+            "ALL",
+            "--die-with-parent",
+            "--new-session",
+            "--seccomp",
+            str(read_end),
+            *binds,
+            *devices,
+            "--bind",
+            plan.folder,
+            plan.folder,
+            "--remount-ro",
+            "/",
+            "--chdir",
+            plan.cwd or plan.folder,
+            "--",
+            *command,
         ],
         pass_fds=[read_end],
         preexec_fn=set_own_limits,
@@ -158,7 +188,8 @@ def _readable(plan: Plan) -> list[str]:
 
 def _exceeded(folder: str, limits: Limits) -> str:
     """Returns the name of the limit that files below `folder` exceed, or "" if they exceed none."""
-    taken, entries = 0, 0
+    taken = 0
+    entries = 0
     folders = [folder]
     while folders:
         try:

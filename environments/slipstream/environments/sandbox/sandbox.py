@@ -218,7 +218,8 @@ class _Starter:
     def end(self) -> None:
         """Ends the process, and so all programs that still run."""
         atexit.unregister(self.end)
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             self._asks.close()
             process.kill()
@@ -242,7 +243,8 @@ class StartedProgram:
 
     def __init__(self, keeper: int, limits: Limits) -> None:
         """Takes a descriptor of the keeper; `_open` makes the pipes."""
-        self._keeper, self._limits = keeper, limits
+        self._keeper = keeper
+        self._limits = limits
         self._transports: list[asyncio.BaseTransport] = []
         self._said = ""
 
@@ -254,7 +256,8 @@ class StartedProgram:
         self.stdin = asyncio.StreamWriter(transport, protocol, None, loop)
         self._transports.append(transport)
         self.stdout, errors, cause = [await self._reader(each) for each in outputs]
-        self._errors, most = bytearray(), self._limits.output_bytes
+        self._errors = bytearray()
+        most = self._limits.output_bytes
         self._reading = asyncio.create_task(_read(errors, self._errors, most))
         # Launcher and keeper write to it why they ended the program; it ends with them.
         self._ended = asyncio.create_task(cause.read())
@@ -274,7 +277,9 @@ class StartedProgram:
         The result's `stdout` lacks output that the caller has already read from the pipe. Raises
         RuntimeError if the sandbox itself was ended from outside.
         """
-        output, ended_by, most = bytearray(), "", self._limits.output_bytes
+        output = bytearray()
+        ended_by = ""
+        most = self._limits.output_bytes
         reading = asyncio.create_task(_read(self.stdout, output, most))
         left = {reading, self._reading}
         try:
@@ -305,7 +310,8 @@ class StartedProgram:
         """Ends the program and all processes that it has started; a second call does nothing."""
         if self._keeper < 0:
             return
-        keeper, self._keeper = self._keeper, -1
+        keeper = self._keeper
+        self._keeper = -1
         self._reading.cancel()
         try:
             for number in (signal.SIGTERM, signal.SIGKILL):
@@ -376,7 +382,8 @@ def why_not(backend: Backend) -> str:
     if backend == "sandlock":
         import sandlock
 
-        found, needed = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
+        found = sandlock.landlock_abi_version()
+        needed = sandlock.min_landlock_abi()
         if found < needed:
             what = f"this kernel has version {found} of Landlock"
             return f"{what}, and {needed} is needed (Linux 6.12)"

@@ -49,7 +49,8 @@ def main(arguments: Sequence[str]) -> None:
     with contextlib.suppress(ImportError, OSError):
         import sandlock  # noqa: F401
     gc.freeze()
-    asks, starter = socket.socket(fileno=int(arguments[0])), os.getpid()
+    asks = socket.socket(fileno=int(arguments[0]))
+    starter = os.getpid()
     while True:
         asked, descriptors, *_ = socket.recv_fds(asks, 1, NUM_DESCRIPTORS)
         if not asked:
@@ -60,9 +61,11 @@ def main(arguments: Sequence[str]) -> None:
             if (pid := os.fork()) == 0:
                 asks.close()
                 _keep(starter, *descriptors)
-            keepers, said = [os.pidfd_open(pid)], 0
+            keepers = [os.pidfd_open(pid)]
+            said = 0
         except OSError as error:
-            keepers, said = [], error.errno or errno.EIO
+            keepers = []
+            said = error.errno or errno.EIO
         socket.send_fds(asks, [b"%d" % said], keepers)
         for each in (*descriptors, *keepers):
             os.close(each)

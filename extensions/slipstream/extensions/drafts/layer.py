@@ -18,7 +18,9 @@ from slipstream.extensions.drafts.shape import DraftShape, begun
 from slipstream.learner.trainer.model.model_part import LayerBeside, ModelPart
 from torch import Tensor
 
-_BETAS, _EPS, _MAX_NORM = (0.9, 0.95), 1e-8, 1.0
+_BETAS = (0.9, 0.95)
+_EPS = 1e-8
+_MAX_NORM = 1.0
 
 
 class DraftLayer(LayerBeside):
@@ -114,7 +116,8 @@ def draft_states(
     policy's state at token i. Row i of output d, counted from 0, stands for the policy's state at
     token i + 1 in a draft that began d tokens earlier; its first d rows mean nothing.
     """
-    rows, scale = embedded.shape[1], shape.head_dim**-0.5
+    rows = embedded.shape[1]
+    scale = shape.head_dim**-0.5
     own = {name.removeprefix("layers.0."): weight for name, weight in weights.items()}
     places = torch.arange(rows, device=embedded.device)
     wide = torch.promote_types(embedded.dtype, torch.float32)

@@ -17,7 +17,8 @@ Named = tuple[str, torch.Tensor]
 def draft_arguments(config: Config, folder: Path) -> dict[str, object]:
     """Returns vLLM's arguments by which it drafts with a layer, whose values a publish brings."""
     assert config.drafts is not None
-    tokens, most = config.drafts.tokens, config.rollout_server.max_episodes
+    tokens = config.drafts.tokens
+    most = config.rollout_server.max_episodes
     lengths = [[1, max(1, most - 1), tokens], [most, most, 0]]
     model = folder / "draft"
     DraftShape.of(read_model_sizes(config.model.path)).write_folder(model, config.model.dtype)
@@ -63,7 +64,8 @@ class WithDrafts(torch.nn.Module):
             raise WeightSyncError(
                 "the learner trains a layer that drafts, and this engine has none"
             )
-        self.model, self.layer = model, layer
+        self.model = model
+        self.layer = layer
 
     def load_weights(self, tensors: Iterable[Named]) -> set[str]:
         """Loads tensors of both; returns the names of the loaded parameters."""

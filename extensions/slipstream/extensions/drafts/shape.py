@@ -55,7 +55,9 @@ class DraftShape:
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yields name and shape of each tensor, by vLLM's names."""
-        hidden, ffn, layer = self.hidden_size, self.intermediate_size, "layers.0."
+        hidden = self.hidden_size
+        ffn = self.intermediate_size
+        layer = "layers.0."
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         yield "fc.weight", (hidden, 2 * hidden)
@@ -80,7 +82,8 @@ class DraftShape:
         setting = f"model.path's folder {FOLDER}"
         for damage in missing_weights(folder, setting):
             raise ConfigError(damage)
-        told, values = read_model_table(folder), asdict(self)
+        told = read_model_table(folder)
+        values = asdict(self)
         held = {name: told[name] for name in values if name in told}
         wanted = {name: values[name] for name in held} | dict(self.tensors())
         held |= {name: shape for name, (_, shape) in held_tensors(folder).items()}

@@ -14,10 +14,12 @@ from statistics import median
 from typing import Any
 
 # Steps of a trial. The first ones do not count, since drafts of the step before are verified then.
-TRIAL_STEPS, SETTLING_STEPS = 48, 4
+TRIAL_STEPS = 48
+SETTLING_STEPS = 4
 # Steps of the faster way before the other one is tried again: the first number, which doubles with
 # each trial that changes nothing, and the last one.
-FIRST_KEPT, MOST_KEPT = 240, 3840
+FIRST_KEPT = 240
+MOST_KEPT = 3840
 # Most time that a step counts for, in medians of its period.
 MOST_MEDIANS = 1.5
 
@@ -49,13 +51,17 @@ class _Size:
         self.rates[self.drafts] = self.num_tokens / sum(min(each, most) for each in self.seconds)
         plain, drafted = self.rates
         if plain is None or drafted is None or not self.is_trial:
-            self.drafts, self.is_trial = not self.drafts, True
+            self.drafts = not self.drafts
+            self.is_trial = True
         else:
-            self.drafts, self.is_trial = drafted > plain, False
+            self.drafts = drafted > plain
+            self.is_trial = False
             is_same = self.drafts == self.kept
             self.kept_steps = min(2 * self.kept_steps, MOST_KEPT) if is_same else FIRST_KEPT
             self.kept = self.drafts
-        self.num_steps, self.num_tokens, self.seconds = 0, 0, []
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.seconds = []
 
 
 class DraftSwitch:
@@ -72,7 +78,8 @@ class DraftSwitch:
     def end_step(self, num_requests: int, num_tokens: int, *, drafts: bool, now_s: float) -> None:
         """Notes a step of `num_requests`, which sampled `num_tokens`, and whether it drafted."""
         # A full server is of one size with one that lacks a request.
-        number, before = (num_requests - 1).bit_length(), self._before
+        number = (num_requests - 1).bit_length()
+        before = self._before
         self._before = number, drafts, now_s
         size = self._sizes[number]
         if before is None or before[:2] != (number, drafts) or drafts != size.drafts:

@@ -25,7 +25,9 @@ from slipstream.learner.trainer.step_cost import StageTimes
 from torch import Tensor
 
 # Rows of a window; attention does not look beyond it. Windows of one update, and passes over all.
-WINDOW_ROWS, WINDOWS, PASSES = 256, 16, 2
+WINDOW_ROWS = 256
+WINDOWS = 16
+PASSES = 2
 # Each later token of a draft counts less: it is reached less often.
 LATER = 0.8
 
@@ -35,7 +37,9 @@ class DraftTraining(StepPart):
 
     def __init__(self, layer: DraftLayer, policy: Policy, config: Config) -> None:
         assert config.drafts is not None
-        self._layer, self._policy, self._settings = layer, policy, config.drafts
+        self._layer = layer
+        self._policy = policy
+        self._settings = config.drafts
         # Drafts are sampled at the temperature of the tokens that they stand for.
         self._projection = policy.projection(config.sampling.temperature)
         # States, tokens, positions, sequences and loss masks.
@@ -46,7 +50,8 @@ class DraftTraining(StepPart):
 
     def begins(self) -> None:
         """Forgets what was seen in earlier steps."""
-        self._seen, self._num_seen = [], 0
+        self._seen = []
+        self._num_seen = 0
 
     def observe(self, micro_batch: MicroBatch, hidden: Tensor) -> None:
         """Keeps states [tokens, hidden size] of a micro batch, as many as the settings allow."""
@@ -104,7 +109,9 @@ class DraftTraining(StepPart):
 
         The result is float64 [2, tokens of a draft].
         """
-        layer, policy, depth = self._layer, self._policy, self._settings.tokens
+        layer = self._layer
+        policy = self._policy
+        depth = self._settings.tokens
         tp_group = policy.ranks.tp_group
         sums = torch.zeros(2, depth, dtype=torch.float64)
         gradient = torch.zeros_like(layer.values)

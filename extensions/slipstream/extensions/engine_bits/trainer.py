@@ -88,7 +88,8 @@ class EngineKernels:
             table[row, :count] = torch.arange(first, first + count)
             slots.append(first * _PAGE + torch.arange(length))
         keys, values = pages.chunk(2, dim=2)
-        isa, used = _get_attn_isa(key.dtype, _PAGE, width), int(bounds[-1])
+        isa = _get_attn_isa(key.dtype, _PAGE, width)
+        used = int(bounds[-1])
         self._ops.cpu_attn_reshape_and_cache(
             key[:used].contiguous(), value[:used].contiguous(), keys, values, torch.cat(slots), isa
         )
@@ -370,7 +371,8 @@ class EqualAttention(CoreAttention):
             found = whole(query, key, value, None, packed_seq_params=packed_seq_params)
             return found.view(len(query), -1, value.shape[-1])
 
-        bounds, scale = packed_seq_params.cu_seqlens_q.to(torch.int32), self.softmax_scale
+        bounds = packed_seq_params.cu_seqlens_q.to(torch.int32)
+        scale = self.softmax_scale
 
         def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return engine_kernels().attend(query, key, value, bounds, scale)[0]
@@ -388,7 +390,8 @@ def equal_parts(layer: Megatron, *, is_first: bool) -> None:
 
     `is_first` tells whether the layer reads the embeddings, which are no residual sum.
     """
-    attention, mlp = layer.self_attention.submodules, mlp_parts(layer)
+    attention = layer.self_attention.submodules
+    mlp = mlp_parts(layer)
     layer.input_layernorm = PlainInputNorm if is_first else SumNorm
     layer.pre_mlp_layernorm = SumNorm
     attention.core_attention = EqualAttention

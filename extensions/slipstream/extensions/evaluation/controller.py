@@ -138,12 +138,16 @@ class Evaluator(Part):
         scheduler: Scheduler,
         results: Results,
     ) -> None:
-        self._run, self._progress = run, run.progress
+        self._run = run
+        self._progress = run.progress
         self._sections = run.config.evaluations
-        self._book, self._environments = books.leases, books.environments
+        self._book = books.leases
+        self._environments = books.environments
         self._fleet = books.fleet
-        self._intake, self._publisher = intake, publisher
-        self._scheduler, self._results = scheduler, results
+        self._intake = intake
+        self._publisher = publisher
+        self._scheduler = scheduler
+        self._results = results
         self._round: Round | None = None
         self._wanted_step: int | None = 0
         # Names of evaluations about which the log has warned that they have too few tasks.
@@ -238,7 +242,8 @@ class Evaluator(Part):
         """
         if self._wanted_step is None:
             return None
-        serving, pinned = self._fleet.serving(), self._publisher.pinned
+        serving = self._fleet.serving()
+        pinned = self._publisher.pinned
         waiting = [session for session in serving if session.key in pinned]
         suitable = [s for s in serving if s.version is not None and self._suits(s.version)]
         ready = [session for session in waiting + suitable if self._is_ready(session)]
@@ -254,7 +259,8 @@ class Evaluator(Part):
 
         Once the last version is wanted, only that version qualifies.
         """
-        wanted, last = self._wanted_step, self._progress.last_step
+        wanted = self._wanted_step
+        last = self._progress.last_step
         assert wanted is not None
         return version.step >= wanted and (wanted < last or version.step == last)
 
@@ -278,8 +284,10 @@ class Evaluator(Part):
         return tasks
 
     def _lease(self, round_: Round) -> None:
-        scheduler, granted = self._scheduler, []
-        key, step = round_.session.key, round_.version.step
+        scheduler = self._scheduler
+        granted = []
+        key = round_.session.key
+        step = round_.version.step
         room = round_.session.hello.max_episodes - self._book.episodes_by_holder()[key]
         for _ in range(min(room, scheduler.free_episodes, len(round_.waiting))):
             name, task_index = round_.waiting.pop()

@@ -71,7 +71,9 @@ class HostMemory(DeviceMemory):
     def _send(self, part: Part) -> None:
         away = self._away[part] = list[_Away]()
         for storage in _storages(self._tensors[part]()):
-            size, copy, data = storage.nbytes(), None, _bytes(storage)
+            size = storage.nbytes()
+            copy = None
+            data = _bytes(storage)
             if part is not Part.GRADIENTS:
                 copy = torch.empty_like(data, device="cpu", pin_memory=data.is_cuda).copy_(data)
             away.append((storage, size, copy))

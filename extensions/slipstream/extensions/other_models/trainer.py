@@ -235,11 +235,13 @@ class PolicyWithoutAdapters:
     """The policy with its adapters switched off, used as the reference."""
 
     def __init__(self, policy: Policy, config: Config) -> None:
-        self.model, self._config = policy, config
+        self.model = policy
+        self._config = config
 
     def logprobs(self, batch: Batch) -> list[ReferenceLogprobs]:
         """Returns the log-probabilities as `Reference.logprobs` does; collective."""
-        policy, sharing = self.model, self.model.sharing
+        policy = self.model
+        sharing = self.model.sharing
         noted = None if sharing is None else sharing.saved
         with without_adapters(policy.chunks):
             found = reference_logprobs(policy, batch, self._config)
@@ -290,7 +292,8 @@ class Critic:
                     chunk.embedding.word_embeddings.weight.shared_embedding = False
                 chunk.share_embeddings_and_output_weights = False
                 if chunk.post_process:
-                    device, seed = next(chunk.decoder.parameters()).device, settings.run.seed
+                    device = next(chunk.decoder.parameters()).device
+                    seed = settings.run.seed
                     chunk.output_layer = ValueHead(chunk.config, seed=seed, device=device)
             return chunks
 
@@ -383,7 +386,9 @@ def value_loss(values: Tensor, micro_batch: MicroBatch, *, clip: float) -> tuple
     of values. Source: PPO's reference implementation, Huang et al., "The 37 implementation details
     of PPO" (2022), 9.
     """
-    mask, old, returns = micro_batch.loss_mask, micro_batch.values, micro_batch.returns
+    mask = micro_batch.loss_mask
+    old = micro_batch.values
+    returns = micro_batch.returns
     assert old is not None
     assert returns is not None
     errors = (values - returns).square()

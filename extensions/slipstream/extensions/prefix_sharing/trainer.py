@@ -114,7 +114,8 @@ class PrefixSharing:
         found = []
         for parts in _BUNDLE_DIVISORS:
             made = tree.bundles(max_tokens // parts)
-            sizes, squares = list(map(num_tokens, made)), list(map(num_squares, made))
+            sizes = list(map(num_tokens, made))
+            squares = list(map(num_squares, made))
             plan = plan_micro_batches(
                 sizes,
                 max_tokens=max_tokens,
@@ -269,7 +270,8 @@ class PrefixTree:
     def __init__(
         self, sequences: Sequence[TrainingSequence], members: Sequence[int], *, min_shared: int
     ) -> None:
-        self._sequences, self._min_shared = sequences, min_shared
+        self._sequences = sequences
+        self._min_shared = min_shared
         keys = {index: sequences[index].token_ids.astype(">u4").tobytes() for index in members}
         order = sorted(members, key=lambda index: (keys[index], index))
         common = [_MANY]
@@ -291,7 +293,8 @@ class PrefixTree:
         found: list[Bundle] = []
         waiting = self._runs[::-1]
         while waiting:
-            run, bundle = waiting.pop(), list[Segment]()
+            run = waiting.pop()
+            bundle = list[Segment]()
             self._add(bundle, run, 0, None)
             if num_tokens(bundle) <= max_tokens or len(run.indices) == 1:
                 found.append(bundle)
@@ -314,7 +317,8 @@ class PrefixTree:
         end = min(min(run.common[1:]) - 1, trained[1][0])
         if end - start >= self._min_shared:
             bundle.append(Segment(trained[0][1], start, end, parent))
-            start, parent = end, len(bundle) - 1
+            start = end
+            parent = len(bundle) - 1
         parts = run.cut(start + self._min_shared + 1)
         if len(parts) == 1:
             # Several sequences train the next positions: only one of them shares with the sequences
@@ -359,7 +363,9 @@ class _Run:
 
     def without(self, leaving: Collection[int]) -> _Run:
         """Returns the run without the sequences `leaving`."""
-        indices, common, least = [], [], _MANY
+        indices = []
+        common = []
+        least = _MANY
         for index, number in zip(self.indices, self.common, strict=True):
             least = min(least, number)
             if index not in leaving:

@@ -101,18 +101,22 @@ class RunCollector:
     """A Prometheus collector of the run's metrics, used in the controller's event loop."""
 
     def __init__(self, config: Config, service: StatusServicer, publisher: Publisher) -> None:
-        self._config, self._service, self._publisher = config, service, publisher
+        self._config = config
+        self._service = service
+        self._publisher = publisher
         self._disk = DiskSpace(config.run_dir)
 
     def collect(self) -> Iterator[Metric]:
-        status, row = self._service.status(), self._service.recorder.newest
+        status = self._service.status()
+        row = self._service.recorder.newest
         yield from self._run(status, row)
         yield from self._servers(status)
         yield from self._environments(status, row)
         yield from self._disk.collect()
 
     def _run(self, status: status_pb2.RunStatus, row: Mapping[str, float]) -> Iterator[Metric]:
-        totals, ledger = self._publisher.totals, status.ledger
+        totals = self._publisher.totals
+        ledger = status.ledger
         lost = "Times that a rollout server was lost before it had drained."
         paused = "Pauses of generation for new weights, of all servers."
         for name, meaning, value in (
@@ -248,7 +252,8 @@ def _labelled(
     return family
 
 
-_gauges, _counters = partial(_labelled, GaugeMetricFamily), partial(_labelled, CounterMetricFamily)
+_gauges = partial(_labelled, GaugeMetricFamily)
+_counters = partial(_labelled, CounterMetricFamily)
 
 
 class MetricsPart(Part):

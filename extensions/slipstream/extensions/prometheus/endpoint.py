@@ -58,7 +58,8 @@ class MetricsEndpoint:
         Raises ConfigError if the address needs TLS and a token and one of the two is missing.
         Without a token, only requests to a loopback host name are answered.
         """
-        address, credentials = config.tracking.prometheus, Credentials.load(config.security)
+        address = config.tracking.prometheus
+        credentials = Credentials.load(config.security)
         assert address is not None
         check_metrics_address(address, credentials)
         self._labels = {"run": config.run.name} | ({"server": server} if server else {})
@@ -130,7 +131,9 @@ async def metrics_endpoint(
     needs TLS and a token and one of the two is missing, and OSError if the TLS files cannot be
     loaded.
     """
-    address, security, context = config.tracking.prometheus, config.security, None
+    address = config.tracking.prometheus
+    security = config.security
+    context = None
     assert address is not None
     endpoint = MetricsEndpoint(config, collectors, server)
     listening = listen_for(role, address)

@@ -37,7 +37,9 @@ def faults(function: Function, properties: Mapping[str, Callable[[], object]]) -
     If one of the first two fails, the others are not checked. If all hold, a change of the globals
     of the function's module is a fault.
     """
-    found, name, before = [], str(function), _kept_by(function)
+    found = []
+    name = str(function)
+    before = _kept_by(function)
     with np.errstate(all="ignore"):
         for place, (title, check) in enumerate(properties.items()):
             try:
@@ -161,7 +163,9 @@ WIDE = (
 
 # Rewards at which an estimator may divide by 0.
 EQUAL = (
-    *(Rewards([(0.0,)]), Rewards([(1.0, 1.0)]), Rewards([(1e-9, 0.0)])),
+    Rewards([(0.0,)]),
+    Rewards([(1.0, 1.0)]),
+    Rewards([(1e-9, 0.0)]),
     Rewards([(0.1, 0.1, 0.1), (0.7, 0.7, 0.7)]),
 )
 
@@ -236,7 +240,8 @@ class EpisodeProof:
         found: list[Any] = []
         for group, rewards in enumerate(scene):
             for member, reward in enumerate(rewards):
-                size, metrics = 1 + (member + group) % 4, AnyMetrics(len(found))
+                size = 1 + (member + group) % 4
+                metrics = AnyMetrics(len(found))
                 if self.kind != "advantage":
                     lengths = (size, 16) if member % 2 else (3 * size,)
                     of = (bool(member % 2), lengths, 16, "environment", group)
@@ -258,7 +263,8 @@ class EpisodeProof:
 
         For a filter it is one number: 1 if the filter keeps the group, else 0.
         """
-        where, given = str(scene), self._episodes(scene) if episodes is None else episodes
+        where = str(scene)
+        given = self._episodes(scene) if episodes is None else episodes
         if self.kind == "filter":
             kept = filtered(self.algorithm, given, where=where)
             return {"result": torch.tensor([float(kept)])}
@@ -277,7 +283,8 @@ class EpisodeProof:
 
     def _check_order(self) -> None:
         for scene in self._scenes():
-            episodes, before = self._episodes(scene), self._numbers(scene)
+            episodes = self._episodes(scene)
+            before = self._numbers(scene)
             size = len(episodes)
             for order in (range(size - 1, -1, -1), [*range(1, size), 0]):
                 after = self._numbers(scene, [episodes[place] for place in order])

@@ -225,7 +225,8 @@ class TokenProof:
         """
         values, reports = self._result(tokens, scene)
         shares = scene.fields["shares"] if places is None else scene.fields["shares"][places]
-        total, gradient = torch.where(tokens.mask, values * shares, 0.0).sum(), None
+        total = torch.where(tokens.mask, values * shares, 0.0).sum()
+        gradient = None
         if total.requires_grad:
             (gradient,) = torch.autograd.grad(total, tokens.logprobs, allow_unused=True)
         found = {str(self.function.kind): values}
@@ -246,7 +247,8 @@ class TokenProof:
 
     def _check_masked(self) -> None:
         for scene in self._scenes():
-            mask, chance = scene.mask, np.random.default_rng(5)
+            mask = scene.mask
+            chance = np.random.default_rng(5)
             limits = {name: (-60.0, 0.0) for name in scene.fields if name.endswith("logprobs")}
             limits |= {"advantages": (-9, 9), "entropy": (3, 6), "lags": (8, 9), "versions": (1, 2)}
             changed = {}
@@ -410,7 +412,8 @@ class TokenProof:
             moved = functools.partial(self._moved, scene)
             middle = float(total.detach())
             for place in torch.nonzero(scene.mask)[:, 0].tolist():
-                slope, found = gradient[place], []
+                slope = gradient[place]
+                found = []
                 for step, tolerance in STEPS:
                     after = (moved(place, step, held.recorded) - middle) / step
                     before = (middle - moved(place, -step, held.recorded)) / step
@@ -456,8 +459,10 @@ class TokenProof:
         example = ""
         for scene in self._small():
             larger = scene.inputs({"entropy": scene.fields["entropy"] + 0.1})
-            before, after = self._computed(scene, scene.inputs()), self._computed(scene, larger)
-            gradient, loss = "gradient of token", "loss of token"
+            before = self._computed(scene, scene.inputs())
+            after = self._computed(scene, larger)
+            gradient = "gradient of token"
+            loss = "loss of token"
             if proof.difference({gradient: before[gradient]}, after, scene.mask):
                 return
             example = example or proof.difference({loss: before[loss]}, after, scene.mask)

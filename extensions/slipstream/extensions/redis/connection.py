@@ -40,7 +40,8 @@ REQUIRED_SETTINGS = {
     # With "yes" nothing is synced while the append-only file is rewritten.
     "no-appendfsync-on-rewrite": "no",
 }
-CALL_TIMEOUT_S, CLEANUP_S = 10.0, 1.0
+CALL_TIMEOUT_S = 10.0
+CLEANUP_S = 1.0
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
 # Errors of redis-py when the server has become a replica: its name may lead to the new primary.

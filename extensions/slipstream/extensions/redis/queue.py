@@ -117,7 +117,8 @@ class RedisSender:
             # The trajectory may be in a transaction at this moment.
             async with self._executing:
                 if not place.stored.done():
-                    connection, num_bytes = self._connection, len(data)
+                    connection = self._connection
+                    num_bytes = len(data)
                     if connection.trouble is not None:
                         # `_write` ends the sender when Redis stays away.
                         away = connection.away(timeout_s, connection.trouble)

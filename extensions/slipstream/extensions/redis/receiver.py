@@ -45,7 +45,8 @@ ENTRIES_PER_READ = 16
 AUDIT_S = 1.0
 # First words of errors when a stream or its group is missing, or was deleted during a read, and
 # when the server became a replica during a read.
-STREAM_IS_GONE, DEMOTED = ("NOGROUP", "UNBLOCKED the stream"), "UNBLOCKED force"
+STREAM_IS_GONE = ("NOGROUP", "UNBLOCKED the stream")
+DEMOTED = "UNBLOCKED force"
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ class RedisReceiver:
         self.given = Amount()
         self.backlog: list[TrajectoryId] = []
         # Whether the stream had to be made, and the number of entries that were ever added to it.
-        self.is_new, self.added = False, 0
+        self.is_new = False
+        self.added = 0
         # The largest id of an entry so far: all entries that are added later have larger ids.
         self._newest = (0, 0)
         # Entries of each unacknowledged trajectory, with their sizes: several if a sender did not
@@ -115,7 +117,9 @@ class RedisReceiver:
 
     async def _begin(self) -> None:
         """Makes the stream, reads the backlog and Redis's counts, corrects the count of bytes."""
-        connection, after, stream_bytes = self._connection, b"-", 0
+        connection = self._connection
+        after = b"-"
+        stream_bytes = 0
 
         async def create_group() -> None:
             try:
@@ -155,7 +159,8 @@ class RedisReceiver:
 
     async def _read(self) -> None:
         """Reads entries left pending by an earlier receiver or a lost answer, then new ones."""
-        connection, after = self._connection, b"0"
+        connection = self._connection
+        after = b"0"
         while True:
             # An entry that is deleted after it was read would be taken for another one.
             async with self._counting:
@@ -232,12 +237,15 @@ class RedisReceiver:
         entries = [_Entry.of(*entry) for _, found in streams for entry in found]
         for entry in entries:
             if (number := _number(entry.entry_id)) > self._newest:
-                self.added, self._newest = self.added + 1, number
+                self.added = self.added + 1
+                self._newest = number
         return entries
 
     async def _deliver(self, entries: Iterable[_Entry]) -> None:
         for entry in entries:
-            request, entry_id, fault = entry.request, entry.entry_id, entry.fault
+            request = entry.request
+            entry_id = entry.entry_id
+            fault = entry.fault
             if request is None:
                 # The data of a pending entry were deleted, if that was not before this receiver
                 # began by another client.
@@ -251,7 +259,8 @@ class RedisReceiver:
                     partial(connection.client.xack, connection.stream, GROUP, entry_id)
                 )
                 continue
-            trajectory_id, delivery = TrajectoryId(request.trajectory_id), None
+            trajectory_id = TrajectoryId(request.trajectory_id)
+            delivery = None
             try:
                 delivery = await opened(self._open_seal, request)
             except ProtocolError as error:
@@ -281,7 +290,8 @@ class RedisReceiver:
         All of this is one transaction. If its answer is lost, it runs again: entries are gone then,
         and the next audit corrects the bytes.
         """
-        connection, entries = self._connection, dict(self._to_forget)
+        connection = self._connection
+        entries = dict(self._to_forget)
         async with connection.client.pipeline(transaction=True) as pipeline:
             pipeline.xack(connection.stream, GROUP, *entries)
             pipeline.xdel(connection.stream, *entries)

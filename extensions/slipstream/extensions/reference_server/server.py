@@ -29,7 +29,8 @@ _MAX_RETRIES = 5
 # Open calls of one rollout server.
 MAX_OPEN = 16
 # Largest answer: bytes for one log-probability with its token, and for all the rest.
-_BYTES_PER_LOGPROB, _OTHER_BYTES = 256, 1 << 20
+_BYTES_PER_LOGPROB = 256
+_OTHER_BYTES = 1 << 20
 
 # Token ids that one call turns into text.
 _BLOCK = 4096
@@ -77,7 +78,8 @@ class ReferenceServer:
             most_bytes=_OTHER_BYTES + _BYTES_PER_LOGPROB * (top_k + 1) * max_tokens,
         )
         self._settings = settings
-        self._top_k, self._vocab_size = top_k, vocab_size
+        self._top_k = top_k
+        self._vocab_size = vocab_size
         self._open = asyncio.Semaphore(MAX_OPEN)
         self.name = f"the reference model {settings.model} at {settings.base_url}"
 
@@ -120,7 +122,8 @@ class ReferenceServer:
 
     def _read(self, data: bytes, sequence: ScoredSequence) -> ReferenceLogprobs | str:
         """Returns the sampled tokens' log-probabilities, or a text that says why there are none."""
-        tokens, top_k = sequence.token_ids, self._top_k
+        tokens = sequence.token_ids
+        top_k = self._top_k
         try:
             choices = msgspec.json.decode(data, type=_Answer).choices
         except msgspec.MsgspecError as error:
@@ -185,9 +188,11 @@ async def check_reference_server(config: Config) -> None:
     from transformers import AutoTokenizer
 
     assert config.reference is not None
-    settings, top_k = config.reference.server, config.reference.top_k
+    settings = config.reference.server
+    top_k = config.reference.top_k
     assert settings is not None
-    vocab_size, max_tokens = vocabulary_size(config.model.path), config.sampling.max_episode_tokens
+    vocab_size = vocabulary_size(config.model.path)
+    max_tokens = config.sampling.max_episode_tokens
     server = ReferenceServer(
         settings, top_k=top_k, vocab_size=vocab_size, max_tokens=max_tokens, max_retries=1
     )

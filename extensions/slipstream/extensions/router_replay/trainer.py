@@ -98,7 +98,8 @@ class LayerReplay:
         """
         # Remaining entries were not recomputed: layers below the first adapter have no gradient.
         self._again.clear()
-        counts, self._counts = self._counts, None
+        counts = self._counts
+        self._counts = None
         return counts
 
     def _enter(self, _: Megatron, __: tuple[object, ...], named: dict[str, Any]) -> None:
@@ -106,7 +107,8 @@ class LayerReplay:
         self._is_inside, self._has_gradient = True, torch.is_grad_enabled()
 
     def _leave(self, *_: object) -> None:
-        self._expert_ids, self._is_inside = None, False
+        self._expert_ids = None
+        self._is_inside = False
 
 
 def replay_routers(chunks: list[Megatron]) -> list[Megatron]:

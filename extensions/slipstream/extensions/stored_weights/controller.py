@@ -40,14 +40,19 @@ class StoredPublisher(Part):
     def __init__(
         self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup, *, publisher: Publisher
     ) -> None:
-        self._fleet, self._run, self._tasks = fleet, run, tasks
-        self._settings, self._publisher = run.config.weights, publisher
+        self._fleet = fleet
+        self._run = run
+        self._tasks = tasks
+        self._settings = run.config.weights
+        self._publisher = publisher
         self._newest: trainer_pb2.StoredReport | None = None
         # Folder of the version that the trainer writes; "" if it writes none.
         self._ordered = ""
-        self._num_orders, self._num_publishes = 0, 0
+        self._num_orders = 0
+        self._num_publishes = 0
         # Number of writes that failed in a row, and the time before which no write is ordered.
-        self._failed, self._retry_s = 0, 0.0
+        self._failed = 0
+        self._retry_s = 0.0
         # By server: the version that it fetches now, and the number of loads that were ordered.
         self._fetches: dict[ServerKey, trainer_pb2.StoredReport] = {}
         self._loads: Counter[ServerKey] = Counter()
@@ -88,7 +93,8 @@ class StoredPublisher(Part):
                         f"version {report.version.step} is not in storage: {report.error}"
                     )
             else:
-                self._failed, self._newest = 0, report
+                self._failed = 0
+                self._newest = report
                 self._publisher.totals.stored(report)
                 self._run.signal.notify()
         needed = {each.stored.key for each in self._fetches.values()}
@@ -102,7 +108,8 @@ class StoredPublisher(Part):
     async def run_forever(self) -> None:
         """Begins each publish that is due, and warns about servers that are too old for leases."""
         while True:
-            newest, over = self._newest, self._run.progress.is_over
+            newest = self._newest
+            over = self._run.progress.is_over
             for session in list(self._fleet.sessions.values()):
                 self._warn_if_too_old(session)
                 is_busy = session.key in self._fetches or session.key in self._fleet.pinned
@@ -125,7 +132,8 @@ class StoredPublisher(Part):
         prepare = fleet_pb2.PreparePublish(
             publish_id=f"s{self._num_publishes:06d}", version=report.version, stored=report.stored
         )
-        questions, settings = self._publisher.questions, self._settings
+        questions = self._publisher.questions
+        settings = self._settings
         [question] = questions.ask([session], prepare)
         # The server has the storage limit too, and its error names the storage.
         limit_s = settings.storage_deadline_s + settings.join_deadline_s
@@ -168,7 +176,8 @@ class StoredPublisher(Part):
         self._publisher.tell(Publish(order, [session], digests=digests, probe=report.probe), None)
 
     def _warn_if_too_old(self, session: ServerSession) -> None:
-        version, step = session.version, self._run.progress.version.step
+        version = session.version
+        step = self._run.progress.version.step
         bound = self._run.config.algorithm.max_staleness
         if not session.is_serving or version is None or version.step + bound >= step:
             return

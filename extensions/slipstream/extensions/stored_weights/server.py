@@ -74,13 +74,15 @@ class StoredWeights:
                 check_bounds(manifest)
             except (DecodeError, ProtocolError) as error:
                 raise WeightSyncError(f"{stored.key} is no manifest: {error}") from error
-            buckets, links = layout_from_pb(manifest.layout), list(manifest.links)
+            buckets = layout_from_pb(manifest.layout)
+            links = list(manifest.links)
             # Those after the version in the file, or all without it.
             for place in range(len(links) - 1, -1, -1):
                 if self._held and storage.content_name(links[place].bucket_digests) == self._held:
                     links = links[place + 1 :]
                     break
-            num_bytes, anew = stored.num_bytes, bool(links) and not links[0].HasField("delta")
+            num_bytes = stored.num_bytes
+            anew = bool(links) and not links[0].HasField("delta")
             try:
                 parts = self._mapped(buckets, anew=anew)
                 for link in links:
@@ -132,7 +134,8 @@ class StoredWeights:
         Raises WeightSyncError for a wrong digest, a malformed delta or a missing bucket.
         """
         self._held = b""
-        changed, sizes = [0] * len(buckets), [bucket.num_bytes for bucket in buckets]
+        changed = [0] * len(buckets)
+        sizes = [bucket.num_bytes for bucket in buckets]
         if link.HasField("delta"):
             changed = list(link.delta.changed)
             sizes = [storage.wire_bytes(*each) for each in zip(buckets, changed, strict=True)]
@@ -141,8 +144,11 @@ class StoredWeights:
         for stored in link.objects:
             data = memoryview(self._read(stored.key, stored.num_bytes, stored.digest, until))
             for place in stored.buckets:
-                bucket, own, size = buckets[place], parts[place], sizes[place]
-                part, data = data[:size], data[size:]
+                bucket = buckets[place]
+                own = parts[place]
+                size = sizes[place]
+                part = data[:size]
+                data = data[size:]
                 missing.discard(place)
                 if len(part) == bucket.num_bytes:
                     own[:] = np.frombuffer(part, dtype=np.uint8)
@@ -191,7 +197,9 @@ class FetchOrders:
         group: asyncio.TaskGroup,
     ) -> None:
         """Reports on publishes by `report`; the tasks of one session run in `group`."""
-        self._stored, self._report, self._group = stored, report, group
+        self._stored = stored
+        self._report = report
+        self._group = group
         self._abandoned = threading.Event()
         # The publish whose version is in the file.
         self._ready: tuple[str, Fetched] | None = None
@@ -199,7 +207,8 @@ class FetchOrders:
     def start(self, order: fleet_pb2.PreparePublish) -> None:
         """Begins to fetch the version of `order`; abandons an unfinished fetch."""
         self._abandoned.set()
-        self._abandoned, self._ready = threading.Event(), None
+        self._abandoned = threading.Event()
+        self._ready = None
         self._group.create_task(self._fetch(order, self._abandoned))
 
     def completed(self, message: fleet_pb2.ControllerMessage) -> fleet_pb2.ControllerMessage:
@@ -243,7 +252,10 @@ class FetchOrders:
             report.stages.fetched_bytes = fetched.num_bytes
             log.info(
                 "fetched version %d in %.1f s: %d bytes, %d links",
-                *(order.version.step, fetched.seconds, fetched.num_bytes, fetched.num_links),
+                order.version.step,
+                fetched.seconds,
+                fetched.num_bytes,
+                fetched.num_links,
             )
         self._report(report)
 

@@ -7,7 +7,8 @@ from slipstream.core.settings.tables import Tables
 
 def problems(config: Tables) -> Iterator[str]:
     """Yields a line for each setting that excludes the option, with the value and the rule."""
-    turns, transport = config.controller.turns, config.weights.transport
+    turns = config.controller.turns
+    transport = config.weights.transport
     if transport != "auto":
         yield (
             f'weights.transport must be "auto" with weights.storage_url, got {transport!r}: all '

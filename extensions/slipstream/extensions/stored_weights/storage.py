@@ -73,7 +73,8 @@ class Storage:
         """Writes one object; readers must not read it before this method returns."""
 
         def write() -> None:
-            path, names = self._path(key), self._files.protocol
+            path = self._path(key)
+            names = self._files.protocol
             # An object store would make a bucket for a folder.
             if _FOLDERS & ({names} if isinstance(names, str) else set(names)):
                 self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -129,7 +130,8 @@ class Until:
     def __init__(self, limit_s: float, abandoned: threading.Event | None = None) -> None:
         """Ends the use `limit_s` seconds from now, or when `abandoned` is set."""
         # A time of `time.monotonic`.
-        self.deadline_s, self.limit_s = time.monotonic() + limit_s, limit_s
+        self.deadline_s = time.monotonic() + limit_s
+        self.limit_s = limit_s
         self.abandoned = abandoned or threading.Event()
 
     def check(self, what: str) -> None:

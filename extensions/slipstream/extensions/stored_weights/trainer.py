@@ -66,8 +66,10 @@ class VersionWriter:
     ) -> None:
         """Opens `weights.storage_url`; raises ConfigError if fsspec cannot open it."""
         assert weights.storage_url is not None
-        self._published, self._weights = published, weights
-        self._ranks, self._client = ranks, client
+        self._published = published
+        self._weights = weights
+        self._ranks = ranks
+        self._client = client
         self._storage = Storage(weights.storage_url)
         self._thread: threading.Thread | None = None
         # Ends the newest order.
@@ -147,7 +149,8 @@ class VersionWriter:
         beginning, or after a new registration: another trainer may have removed the chain.
         """
         if self._epoch != self._client.epoch:
-            self._epoch, self._chain = self._client.epoch, []
+            self._epoch = self._client.epoch
+            self._chain = []
         size = sum(_num_bytes(link) for link in self._chain[1:])
         is_long = len(self._chain) >= WHOLE_EVERY
         return not self._chain or is_long or size >= _num_bytes(self._chain[0])
@@ -286,7 +289,9 @@ class RankObjects:
         The copy that a GPU writes is pinned if `pin`. An object has at most `object_bytes` bytes,
         unless a single bucket is larger.
         """
-        self._buckets, self._sender, self._storage = tuple(buckets), sender, storage
+        self._buckets = tuple(buckets)
+        self._sender = sender
+        self._storage = storage
         self._object_bytes = object_bytes
         own = {place: bucket for place, bucket in enumerate(buckets) if bucket.root == sender}
         self._taken = {
@@ -314,13 +319,16 @@ class RankObjects:
         changed = [0] * len(self._buckets)
         waiting: dict[int, memoryview] = {}
         for place, taken in self._taken.items():
-            bucket, written, data = self._buckets[place], self._written[place], taken.numpy()
+            bucket = self._buckets[place]
+            written = self._written[place]
+            data = taken.numpy()
             data[self._gaps[place]] = 0
             elements = data.view(np.uint16)
             places = np.flatnonzero(elements != written.view(np.uint16))
             # The next call compares with these bytes.
             written[:] = data
-            changed[place], part = len(places), data.data
+            changed[place] = len(places)
+            part = data.data
             if not whole and not travels_whole(bucket, len(places)):
                 part = memoryview(payload_of(elements, places, bucket))
             if waiting and sum(map(len, waiting.values())) + len(part) > self._object_bytes:

@@ -17,8 +17,18 @@ from slipstream.learner.controller.reporting.trackers import Lines, RunIds
 
 # The columns of a table of samples, as the lines name them.
 COLUMNS = (
-    *("step", "environment", "task_index", "prompt", "reply", "answer"),
-    *("reward", "advantage", "lag", "versions", "status", "sampled_tokens"),
+    "step",
+    "environment",
+    "task_index",
+    "prompt",
+    "reply",
+    "answer",
+    "reward",
+    "advantage",
+    "lag",
+    "versions",
+    "status",
+    "sampled_tokens",
 )
 
 
@@ -33,8 +43,21 @@ def table_rows(episodes: Lines) -> list[list[JsonValue]]:
 
 # Beginnings of the names of metrics that are about rollout servers and the way to them.
 _OF_SERVERS = (
-    *("servers_", "generated_", "open_", "waiting_", "leased_", "queue", "reserved_", "rollout_"),
-    *("drafted_", "accepted_", "publish_", "weights_", "stored_", "wanted_", "ledger_"),
+    "servers_",
+    "generated_",
+    "open_",
+    "waiting_",
+    "leased_",
+    "queue",
+    "reserved_",
+    "rollout_",
+    "drafted_",
+    "accepted_",
+    "publish_",
+    "weights_",
+    "stored_",
+    "wanted_",
+    "ledger_",
 )
 
 

@@ -31,7 +31,8 @@ class EngineTurns(Part):
     """
 
     def __init__(self, fleet: Fleet, run: Run) -> None:
-        self._fleet, self._run = fleet, run
+        self._fleet = fleet
+        self._run = run
         self._setting = run.config.controller.turns
         self._gives_back = self._setting == "sleep"
         self._number = 0
@@ -106,14 +107,18 @@ class EngineTurns(Part):
 
     def _tell(self, sharing: Sequence[ServerSession]) -> None:
         """Logs whether "auto" lets engines rest; warns once if another setting has no effect."""
-        rests, setting, events = bool(sharing), self._setting, self._run.events
+        rests = bool(sharing)
+        setting = self._setting
+        events = self._run.events
         if self._told in (True, rests) or not self._fleet.serving():
             return
         self._told = rests
         if setting == "auto" and any(rank.gpus for rank in self._run.progress.learner_places):
-            turns, who = "off", "no rollout server"
+            turns = "off"
+            who = "no rollout server"
             if rests:
-                turns, who = "pause", f"rollout server {sharing[0].name}"
+                turns = "pause"
+                who = f"rollout server {sharing[0].name}"
             events.add(f"turns: {turns}, because {who} shares a GPU with the learner")
         elif setting in ("pause", "sleep") and not rests:
             if len(self._fleet.serving()) < self._run.config.rollout_server.count:

@@ -135,7 +135,8 @@ def _generalised(
     normalize: bool,
 ) -> list[TokenAdvantages]:
     """Returns the estimates; `steps` has the first token of each step of each branch."""
-    advantages, returns = [], []
+    advantages = []
+    returns = []
     for episode, branches in zip(episodes, steps, strict=True):
         rewards = episode.token_rewards()
         values = np.zeros_like(rewards) if episode.values is None else episode.values
@@ -196,7 +197,8 @@ def estimates(
     (arXiv:1506.02438), as in PPO (arXiv:1707.06347).
     """
     advantages = np.zeros(len(rewards), dtype=np.float64)
-    following_value, following_advantage = 0.0, 0.0
+    following_value = 0.0
+    following_advantage = 0.0
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * following_value - values[t]
         following_advantage = delta + gamma * lam * following_advantage

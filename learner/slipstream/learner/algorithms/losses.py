@@ -81,7 +81,8 @@ def top_k_divergence(
     - reverse_top_k = KL(p || q), the sum of p * (log p - log q).
     Log ratios are clamped to -20 .. 20.
     """
-    policy, reference = _with_rest(policy_logprobs), _with_rest(reference_logprobs)
+    policy = _with_rest(policy_logprobs)
+    reference = _with_rest(reference_logprobs)
     log_ratio = (reference - policy).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if estimator == "forward_top_k":
         return (reference.exp() * log_ratio).sum(-1)

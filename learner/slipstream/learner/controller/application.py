@@ -178,7 +178,8 @@ class Controller:
                 await open_receiver(stack, server, journal, history, self._run)
             )
             async with RunTasks(self._progress.fail) as tasks:
-                held, epochs = self._book.held, self._fleet.epochs
+                held = self._book.held
+                epochs = self._fleet.epochs
                 ledger = TokenLedger(epochs, held, journal, receiver, history)
                 self.books = Books(
                     leases=self._book,
@@ -313,7 +314,8 @@ class Controller:
 
     async def _wind_down(self) -> None:
         """Waits for the trainer's goodbye, then drains the servers; each wait has a time limit."""
-        clock, fleet = self._run.clock, self._fleet
+        clock = self._run.clock
+        fleet = self._fleet
         if self._progress.has_trainer and not self._progress.has_failed:
             # After this time without a call of the trainer the run fails.
             silence_s = self._config.learner.timeout_s + GOODBYE_LIMIT_S
@@ -366,7 +368,8 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
     history = read_history(reader, history, line=reader.line)
     history.add(start)
     _check_end(journal, history, folder)
-    journal.settled, journal.state = history.settled, history
+    journal.settled = history.settled
+    journal.state = history
     journal.append(start)
     journal.sync()
     try:
@@ -382,15 +385,19 @@ def _check_end(journal: Journal, history: RunHistory, folder: Path) -> None:
     The journal has then lost lines: a crash leaves at most one batch file and no checkpoint without
     a record.
     """
-    version, num_batches, newer = history.version.step, history.next_step, ""
+    version = history.version.step
+    num_batches = history.next_step
+    newer = ""
     saved = max(complete_steps(folder.parent / CHECKPOINTS), default=0)
     step, attempt = max(journal.kept_batches(), default=(0, 0))
     if saved > version:
         path = checkpoint_path(folder.parent / CHECKPOINTS, saved)
-        newer, ends = f"{path} is of version {saved}", f"ends at version {version}"
+        newer = f"{path} is of version {saved}"
+        ends = f"ends at version {version}"
     elif step > num_batches:
         path = journal.path(step, attempt)
-        newer, ends = f"{path} is of step {step + 1}", f"holds {num_batches} batches"
+        newer = f"{path} is of step {step + 1}"
+        ends = f"holds {num_batches} batches"
     if newer:
         log = folder / JOURNAL_LOG
         raise ConfigError(f"{newer}, but {log} {ends}: lines at its end are lost; {REMEDY}")

@@ -35,7 +35,8 @@ class Signal:
 
     def notify(self, *, gathered: bool = False) -> None:
         """Wakes all waiting tasks; a change that is one of many, `gathered`, those that gather."""
-        waiting, self._waiting = self._waiting, {}
+        waiting = self._waiting
+        self._waiting = {}
         for gather_s, waiters in waiting.items():
             if gathered and not gather_s:
                 self._waiting[gather_s] = waiters
@@ -113,7 +114,8 @@ class EventLog:
     def close(self, final_state: int, text: str) -> None:
         """Adds the last event, which names the run's final state and ends `follow`."""
         self.closed = True
-        state, severity = status_pb2.RunState.Name(final_state), status_pb2.SEVERITY_INFO
+        state = status_pb2.RunState.Name(final_state)
+        severity = status_pb2.SEVERITY_INFO
         self._append(status_pb2.Event(severity=severity, text=text, final_state=state))
 
     def kept(self, after: int = 0) -> Iterator[status_pb2.Event]:

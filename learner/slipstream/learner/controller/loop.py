@@ -63,8 +63,12 @@ class BatchFormer:
     """
 
     def __init__(self, books: Books, tasks: asyncio.TaskGroup) -> None:
-        self._book, self._journal, self._state = books.leases, books.journal, books.state
-        self._ledger, self._receiver, self._tasks = books.ledger, books.queue, tasks
+        self._book = books.leases
+        self._journal = books.journal
+        self._state = books.state
+        self._ledger = books.ledger
+        self._receiver = books.queue
+        self._tasks = tasks
         # The task that writes a batch: it finishes even when the trainer's call breaks off.
         self._forming: asyncio.Task[FormedBatch | RunFailed] | None = None
         # A batch that a client will most likely order, and the task that writes its file.
@@ -115,7 +119,8 @@ class BatchFormer:
 
     def identify(self, version: PolicyVersion, digest: str) -> PolicyVersion:
         """Returns the run's version for the trainer's weights; see `version_of`."""
-        recorded, newest = self._state.steps.get(version.step - 1), self._state.version.incarnation
+        recorded = self._state.steps.get(version.step - 1)
+        newest = self._state.version.incarnation
         trainer = version.incarnation
         return version_of(version.step, digest, recorded, trainer=trainer, newest=newest)
 
@@ -126,7 +131,9 @@ class BatchFormer:
         meanwhile, or it began before their checkpoint was whole. The run goes on from them, so that
         the steps from which they were made are journaled anew as well.
         """
-        found, steps, last = self.identify(version, digest), self._state.steps, version.step - 1
+        found = self.identify(version, digest)
+        steps = self._state.steps
+        last = version.step - 1
         made = {
             before.version.step - 1: before
             for before in self._state.replaced
@@ -213,7 +220,8 @@ class BatchFormer:
             return failure
 
     async def _write(self, batch: FormedBatch) -> FormedBatch | RunFailed:
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
+        self._ahead = None
         # One that is not wanted any more must not be written later.
         record = await (self._write_file(batch) if ahead is None else ahead[1])
         if ahead is not None and ahead[0] != batch:
@@ -261,7 +269,8 @@ class BatchFormer:
 
         The caller must wait for `durable` before it answers the trainer.
         """
-        batch, self.training = self.training, None
+        batch = self.training
+        self.training = None
         assert batch is not None
         assert _batch_of(batch) == _batch_of(report)
         earlier = self._state.steps.get(batch.step)
@@ -329,7 +338,8 @@ class BatchFormer:
 
     async def saved(self, report: pb.CheckpointReport, run: Run) -> None:
         """Journals a checkpoint; then a task removes old batches, if the settings say so."""
-        version, digest = version_from_pb(report.version), report.weight_digest.hex()
+        version = version_from_pb(report.version)
+        digest = report.weight_digest.hex()
         self._journal.append(kinds.Checkpoint(version=version, digest=digest, path=report.path))
         await self.durable()
         # A run that has failed does not wait for the task.
@@ -341,7 +351,8 @@ class BatchFormer:
 
         The newest batch stays, and those with groups that wait for another one.
         """
-        checkpoints, state = run.config.run_dir / CHECKPOINTS, self._state
+        checkpoints = run.config.run_dir / CHECKPOINTS
+        state = self._state
         least = min([state.next_step - 1, *(batch.step for batch in state.put_back.values())])
 
         def remove() -> int:
@@ -386,5 +397,6 @@ def _identity(report: pb.StepReport) -> tuple[object, ...]:
 
 
 def _describe(report: pb.StepReport) -> str:
-    version, digest = version_from_pb(report.version), report.weight_digest.hex()
+    version = version_from_pb(report.version)
+    digest = report.weight_digest.hex()
     return f"version {version} with digest {digest} from batch {report.batch_id}"

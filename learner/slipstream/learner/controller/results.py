@@ -63,7 +63,8 @@ class StepTimes:
         }
         passed = {name: total - self._before.get(name, 0.0) for name, total in totals.items()}
         self._before = totals
-        work, self._work = self._work, Counter()
+        work = self._work
+        self._work = Counter()
         if (uptime_s := work["uptime_s"]) > 0:
             # A server may report a wrong time.
             sampling = min(1.0, max(0.0, work["busy_s"] / uptime_s))
@@ -101,9 +102,13 @@ class Results(Part):
         publisher: Publisher,
         scheduler: Scheduler,
     ) -> None:
-        self._run, self._books, self._recorder = run, books, recorder
-        self._intake, self._former = intake, former
-        self._publisher, self._scheduler = publisher, scheduler
+        self._run = run
+        self._books = books
+        self._recorder = recorder
+        self._intake = intake
+        self._former = former
+        self._publisher = publisher
+        self._scheduler = scheduler
         self._times = StepTimes()
         # Done when the last evaluation is on disk; never done after a failure of the disk.
         self._evaluated: asyncio.Future[None] | None = None
@@ -166,7 +171,8 @@ class Results(Part):
                 ),
             },
         )
-        overflows, scale = int(row.get("gradient_overflows", 0)), row.get("loss_scale")
+        overflows = int(row.get("gradient_overflows", 0))
+        scale = row.get("loss_scale")
         if overflows:
             self._run.events.add(
                 f"step {batch.version}: gradients left the range of float16 {overflows} times and "
@@ -202,7 +208,8 @@ class Results(Part):
 
         `goodbye` is the trainer's message, or None if it did not come.
         """
-        progress, books = self._run.progress, self._books
+        progress = self._run.progress
+        books = self._books
         self._tell_gaps()
         try:
             # The summary names the last line, by which a reader finds out whether one is missing.

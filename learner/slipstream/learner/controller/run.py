@@ -42,7 +42,9 @@ class RunProgress:
     """
 
     def __init__(self, run: Run, run_id: str) -> None:
-        self._events, self._signal, self._clock = run.events, run.signal, run.clock
+        self._events = run.events
+        self._signal = run.signal
+        self._clock = run.clock
         self.run_id = run_id
         # Secret of the controller, from which the keys of rollout servers are made.
         self.run_key = b""
@@ -89,7 +91,8 @@ class RunProgress:
 
     def begin(self, run_id: str, run_key: bytes, version: PolicyVersion) -> None:
         """Takes over the run's id, key and version from the journal."""
-        self.run_id, self.run_key = run_id, run_key
+        self.run_id = run_id
+        self.run_key = run_key
         self.reached(version)
 
     def trainer_registered(self, places: Iterable[Place]) -> None:
@@ -160,7 +163,8 @@ class RunProgress:
     def stop(self, reason: str) -> None:
         """Stops the run early and cleanly; does nothing if the run is over."""
         if not self.is_over:
-            self.state, self.cause = status_pb2.RUN_STATE_STOPPING, reason
+            self.state = status_pb2.RUN_STATE_STOPPING
+            self.cause = reason
             self._is_stopped = True
             self._events.add(f"stopping: {reason}")
             self._signal.notify()
@@ -177,7 +181,8 @@ class RunProgress:
         """Notes that all processes have left, so that the state is final."""
         self.waiting_for = ""
         if not self.has_failed:
-            stopped, finished = status_pb2.RUN_STATE_STOPPED, status_pb2.RUN_STATE_FINISHED
+            stopped = status_pb2.RUN_STATE_STOPPED
+            finished = status_pb2.RUN_STATE_FINISHED
             self.state = stopped if self._is_stopped else finished
 
 

@@ -32,7 +32,8 @@ from slipstream.v1 import fleet_pb2, trajectory_pb2
 # Above this number tasks are taken in their own order: a permutation would not fit into memory.
 MAX_SHUFFLED_TASKS = 1_000_000
 # Largest number of different events of one kind about an environment, and of kinds remembered.
-MAX_TOLD, MAX_KINDS = 3, 1000
+MAX_TOLD = 3
+MAX_KINDS = 1000
 # Tasks in a row with too long a prompt that suspend an environment; all tasks if it has fewer.
 MAX_SKIPPED_TASKS = 1000
 # Ended groups per trained group up to which an environment gets its full share of trained groups.
@@ -89,7 +90,8 @@ class EnvironmentEntry:
         At least 1 / `MAX_ENDED_PER_TRAINED` of the ended groups count as trained.
         """
         counts = self.counts
-        trained, ended = counts.accepted - counts.filtered, counts.accepted + counts.failed
+        trained = counts.accepted - counts.filtered
+        ended = counts.accepted + counts.failed
         dealt = counts.leased + max(trained, ended / MAX_ENDED_PER_TRAINED)
         return counts.head_start + dealt / self.spec.weight
 
@@ -179,7 +181,8 @@ class EnvironmentBook:
     """
 
     def __init__(self, state: RunState, *, seed: int) -> None:
-        self._state, self._seed = state, seed
+        self._state = state
+        self._seed = seed
         self.entries: dict[str, EnvironmentEntry] = {}
 
     def add(self, spec: pb.EnvironmentSpec) -> EnvironmentEntry:
@@ -241,7 +244,8 @@ class EnvironmentBook:
             return number, seed
         round_number, place = divmod(number, entry.num_tasks)
         if round_number != entry.order_round or not entry.order:
-            entry.order, entry.order_round = list(range(entry.num_tasks)), round_number
+            entry.order = list(range(entry.num_tasks))
+            entry.order_round = round_number
             random.Random(f"{self._seed}/{name}/order/{round_number}").shuffle(entry.order)
         return entry.order[place], seed
 
@@ -378,7 +382,8 @@ async def first_message(
             raise TimeoutError
         return first.result()
     except (TimeoutError, StopAsyncIteration):
-        code, text = grpc.StatusCode.INVALID_ARGUMENT, "the first message is a hello"
+        code = grpc.StatusCode.INVALID_ARGUMENT
+        text = "the first message is a hello"
         await abort(context, code, text, Reason.PROTOCOL)
     finally:
         first.cancel()

@@ -31,10 +31,15 @@ class RunWatch:
     """Checks servers, leases, journal and progress every `WATCH_S` seconds."""
 
     def __init__(self, run: Run, books: Books, publisher: Publisher, intake: Intake) -> None:
-        self._run, self._progress, self._config = run, run.progress, run.config
-        self._book, self._environments = books.leases, books.environments
-        self._fleet, self._journal = books.fleet, books.journal
-        self._publisher, self._intake = publisher, intake
+        self._run = run
+        self._progress = run.progress
+        self._config = run.config
+        self._book = books.leases
+        self._environments = books.environments
+        self._fleet = books.fleet
+        self._journal = books.journal
+        self._publisher = publisher
+        self._intake = intake
         self._leases = LeaseWatch()
         # Whether the leases were taken back since the run last moved.
         self._gave_others_a_try = False
@@ -61,7 +66,8 @@ class RunWatch:
     def _look_at_leases(self) -> None:
         patience_s = self._config.controller.heartbeat_timeout_s + REJOIN_S
         self._book.awaited.look(self._run.clock.now_s(), patience_s)
-        groups, served_s = self._book.groups.values(), self._fleet.served_s()
+        groups = self._book.groups.values()
+        served_s = self._fleet.served_s()
         limit_s = self._config.controller.lease_timeout_s
         overdue, stuck = self._leases.overdue(groups, served_s, limit_s=limit_s)
         for group in overdue:
@@ -77,7 +83,8 @@ class RunWatch:
     def _cause_to_fail(self) -> str:
         if failure := self._progress.unheard_failure:
             return failure
-        settings, now = self._config.controller, self._run.clock.now_s()
+        settings = self._config.controller
+        now = self._run.clock.now_s()
         training = self._environments.training()
         causes = "; ".join(f"{entry.spec.name}: {entry.cause}" for entry in training)
         if training and len(self._environments.suspended()) == len(training):
@@ -105,7 +112,8 @@ class RunWatch:
             if empty > limit_s:
                 return f"no rollout server was connected for {empty:.0f} s"
             return ""
-        idle, limit_s = self._progress.idle_s, settings.stall_timeout_s
+        idle = self._progress.idle_s
+        limit_s = settings.stall_timeout_s
         self._gave_others_a_try &= idle > limit_s
         waits_for_fleet = self._progress.has_trainer and bool(self._fleet.serving())
         if waits_for_fleet and training and idle > limit_s * (1 + self._gave_others_a_try):
@@ -172,12 +180,16 @@ class LeaseWatch:
         reported the lease as overdue, and since the last end of an attempt of the lease. `served_s`
         maps each server to the seconds for which it has served.
         """
-        late, stuck, marks = [], [], {}
+        late = []
+        stuck = []
+        marks = {}
         for group in groups:
-            holder, number = group.holder, group.num_leases
+            holder = group.holder
+            number = group.num_leases
             if holder is None or holder not in served_s or not group.running:
                 continue
-            ended, now_s = tuple(sorted(group.attempts.items())), served_s[holder]
+            ended = tuple(sorted(group.attempts.items()))
+            now_s = served_s[holder]
             mark = self._marks.get(group.group_id)
             if mark is None or (mark.number, mark.ended) != (number, ended):
                 is_cancelled = mark is not None and mark.is_cancelled and mark.number == number

@@ -30,8 +30,16 @@ WORK_PERIOD_S = 5.0
 # While a model is loaded these errors come from settings, files and code, which a restart does not
 # change.
 _LASTING = (
-    *(ArithmeticError, AssertionError, AttributeError, FileNotFoundError, ImportError),
-    *(LookupError, NotImplementedError, PermissionError, TypeError, ValueError),
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    FileNotFoundError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    PermissionError,
+    TypeError,
+    ValueError,
 )
 
 

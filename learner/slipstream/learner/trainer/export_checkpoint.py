@@ -80,7 +80,8 @@ def export(config: Config, path: Path, out: Path) -> None:
     from slipstream.learner.trainer.weights.publish import open_published
     from slipstream.learner.trainer.weights.run_chat import RunChat
 
-    alone, chat = on_one_rank(config, path), RunChat.of(config)
+    alone = on_one_rank(config, path)
+    chat = RunChat.of(config)
     policy = open_policy(alone, Launch.from_environment(), load_weights=False)
     # This loads all trained weights, adapters too, which `checkpoint.load` cannot load.
     with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):

@@ -69,7 +69,9 @@ class TrainingStep:
     """Trains a policy by batches, with `parts`; on CPU equal batches give bitwise equal weights."""
 
     def __init__(self, policy: Policy, config: Config, parts: Sequence[StepPart] = ()) -> None:
-        self.policy, self._parts, self._config = policy, parts, config
+        self.policy = policy
+        self._parts = parts
+        self._config = config
         load_functions(config)
         self._columns = step_columns(config.algorithm, has_reference=config.needs_reference)
         self.stages = StageTimes()
@@ -86,7 +88,9 @@ class TrainingStep:
         weight; `num_updates` says if an earlier mini-batch changed weights. Raises RunFailed if the
         weights are not finite.
         """
-        started, policy, adapters = time.monotonic(), self.policy, self.policy.adapters
+        started = time.monotonic()
+        policy = self.policy
+        adapters = self.policy.adapters
         self.num_updates = self._num_passes = 0
         for part in self._parts:
             part.begins()
@@ -145,8 +149,11 @@ class TrainingStep:
 
     def _train(self, batch: Batch, rate: float) -> _Totals:
         """Trains the active adapter, or all of the policy, and then models of other parts."""
-        policy, config, ranks = self.policy, self._config, self.policy.ranks
-        algorithm, temperature = config.algorithm, config.sampling.temperature
+        policy = self.policy
+        config = self._config
+        ranks = self.policy.ranks
+        algorithm = config.algorithm
+        temperature = config.sampling.temperature
         totals = _Totals(StepStatistics(algorithm.epochs, self._columns))
         mini_batches = self._mini_batches(batch)
         found = [part.estimates(batch, self.stages) for part in self._parts]
@@ -200,7 +207,8 @@ class TrainingStep:
         `share` has this rank's micro batches, and `old` the proximal policy's log-probabilities
         of each (empty before any update).
         """
-        algorithm, policy = self._config.algorithm, self.policy
+        algorithm = self._config.algorithm
+        policy = self.policy
 
         def loss(
             place: int, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor
@@ -303,7 +311,8 @@ def learning_rate(config: Config, step: int) -> float:
     """
     algorithm = config.algorithm
     first = config.critic.warmup_steps if config.critic is not None else 0
-    place, num_steps = step - first, config.run.steps - first
+    place = step - first
+    num_steps = config.run.steps - first
     if place < 0:
         return 0.0
     rise = min(1.0, (place + 1) / max(1, algorithm.warmup_steps))

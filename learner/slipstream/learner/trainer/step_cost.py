@@ -41,12 +41,16 @@ class Arithmetic:
     def of(cls, table: Mapping[str, Any]) -> Self:
         """Returns a decoder's sizes by its config.json; all layers count like full attention."""
         sizes = ModelSizes.of(table)
-        hidden, heads, layers = sizes.hidden, sizes.heads, sizes.layers
+        hidden = sizes.hidden
+        heads = sizes.heads
+        layers = sizes.layers
         queries = values = heads * sizes.head_dim
         attention = 2 * hidden * (heads + sizes.kv_heads) * sizes.head_dim
         if latent := table.get("kv_lora_rank"):
             plain, turned, value = (table[f"{n}_head_dim"] for n in ("qk_nope", "qk_rope", "v"))
-            queries, values, low = heads * (plain + turned), heads * value, sizes.query_latent_size
+            queries = heads * (plain + turned)
+            values = heads * value
+            low = sizes.query_latent_size
             attention = low * (hidden + queries) if low else hidden * queries
             attention += hidden * sizes.latent_size + latent * (heads * plain + values)
             attention += values * hidden
@@ -68,9 +72,11 @@ class Arithmetic:
         Recomputation does not count (PaLM, arXiv:2204.02311, appendix B). `saved` has the tokens
         and the sum of L^2 that shared prefixes save.
         """
-        tokens, squares = -saved[0], -saved[1]
+        tokens = -saved[0]
+        squares = -saved[1]
         for length in lengths:
-            tokens, squares = tokens + length, squares + length * length
+            tokens = tokens + length
+            squares = squares + length * length
         return 6.0 * self.matrix_parameters * tokens + 6.0 * self.attention_width * squares
 
 
@@ -78,8 +84,10 @@ class StepCost:
     """A step's cost: FLOPs, which the formula lacks for delta nets, and the memory of any rank."""
 
     def __init__(self, config: Config, policy: Policy) -> None:
-        self._ranks, self._sharing = policy.ranks, policy.sharing
-        table, self._epochs = read_model_table(config.model.path), config.algorithm.epochs
+        self._ranks = policy.ranks
+        self._sharing = policy.sharing
+        table = read_model_table(config.model.path)
+        self._epochs = config.algorithm.epochs
         is_delta = bool(ModelSizes.of(table).linear_heads)
         self._arithmetic = None if is_delta else Arithmetic.of(table)
         on_gpu = policy.ranks.device.type == "cuda"
@@ -87,7 +95,8 @@ class StepCost:
 
     def metrics(self, batch: Batch, *, wall_s: float, num_micro_batches: float) -> dict[str, float]:
         """Returns the metrics of the step that trained `batch` in `wall_s`; collective."""
-        lengths, saved = batch.lengths, (0, 0) if self._sharing is None else self._sharing.saved
+        lengths = batch.lengths
+        saved = (0, 0) if self._sharing is None else self._sharing.saved
         computed = self._epochs * (sum(lengths) - saved[0])
         found = {"tokens_per_micro_batch": computed / num_micro_batches}
         used = {"trainer_rss_bytes": psutil.Process().memory_info().rss}

@@ -70,7 +70,8 @@ class Trainer:
     def __init__(
         self, config: Config, policy: Policy, client: controller_client.ControllerClient
     ) -> None:
-        self._config, self._policy = config, policy
+        self._config = config
+        self._policy = policy
         self._ranks = policy.ranks
         self._client = client
         # Read now: the files may change before the end. Only the main rank writes them.

@@ -46,7 +46,8 @@ class _Decoded:
     """An iterator over the decoded and checked requests of a stream."""
 
     def __init__(self, kind: type[Message], requests: AsyncIterator[bytes]) -> None:
-        self._kind, self._requests = kind, requests
+        self._kind = kind
+        self._requests = requests
 
     def __aiter__(self) -> _Decoded:
         return self
@@ -163,7 +164,8 @@ async def _ending(context: Context, method: str, error: Exception) -> BaseExcept
             # A write failed, or the server has stopped: the caller is gone.
             raise asyncio.CancelledError("the caller is gone") from None
         if isinstance(cause, ProtocolError):
-            code, text = grpc.StatusCode.INVALID_ARGUMENT, str(cause)
+            code = grpc.StatusCode.INVALID_ARGUMENT
+            text = str(cause)
             await abort(context, code, text, Reason.PROTOCOL)
         logger.error("%s failed", method, exc_info=error)
         line = f"{method} failed: {type(cause).__name__}: {cause}".splitlines()[0]
@@ -189,7 +191,8 @@ class Refusals:
 
     def __init__(self, minute: Callable[[], int] = lambda: int(time.monotonic() // 60)) -> None:
         """Takes a function that returns the number of the current minute."""
-        self._minute_of, self._minute = minute, -1
+        self._minute_of = minute
+        self._minute = -1
         self._told: set[str] = set()
 
     def refusing(

@@ -138,7 +138,8 @@ def is_loopback(address: str) -> bool:
 
 def check_address(address: str, credentials: Credentials, *, what: str) -> None:
     """Raises ConfigError unless `address` is loopback or the credentials have TLS and a token."""
-    has_tls, has_token = credentials.has_tls or bool(credentials.ca), bool(credentials.token)
+    has_tls = credentials.has_tls or bool(credentials.ca)
+    has_token = bool(credentials.token)
     needed = {"tls_certificate and tls_key, or tls_ca": has_tls, "token_file": has_token}
     _check_needed(address, what, needed)
 
@@ -252,7 +253,8 @@ def redis_url_of(queue: QueueSection, end: QueueEnd) -> str:
                 f"queue.redis_url: {option}={query[option]} would let anybody answer as "
                 f"{parts.hostname}: leave it out"
             )
-    user, other = queue.user_of(end), queue.controller or queue.rollout_server
+    user = queue.user_of(end)
+    other = queue.controller or queue.rollout_server
     if user is None and other is not None:
         raise ConfigError(f"queue.{end} is needed: the other end's user is not for this one")
     if user is None:
@@ -315,7 +317,8 @@ class AccessInterceptor(Interceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        refusing, method = self._refusals.refusing, str(handler_call_details.method)
+        refusing = self._refusals.refusing
+        method = str(handler_call_details.method)
         metadata = dict(handler_call_details.invocation_metadata or ())
         if self._expected:
             # Tokens are compared in constant time.
@@ -324,24 +327,29 @@ class AccessInterceptor(Interceptor):
             if not roles:
                 # A caller without a token learns of no run.
                 text = "the token is missing or wrong (security.token_file)"
-                code, reason = grpc.StatusCode.UNAUTHENTICATED, Reason.WRONG_TOKEN
+                code = grpc.StatusCode.UNAUTHENTICATED
+                reason = Reason.WRONG_TOKEN
                 return refusing(handler, code, text, reason)
             if not any(may_call(role, method) for role in roles):
                 text = f"the token of a {roles[0]} does not open {method} (docs/security.md)"
-                code, reason = grpc.StatusCode.PERMISSION_DENIED, Reason.NOT_OF_THE_ROLE
+                code = grpc.StatusCode.PERMISSION_DENIED
+                reason = Reason.NOT_OF_THE_ROLE
                 return refusing(handler, code, text, reason)
-        named, ours = metadata.get(RUN_KEY, ""), self._run_id
+        named = metadata.get(RUN_KEY, "")
+        ours = self._run_id
         # A client may be somebody's own program, which has no release.
         is_free = ours is None or may_call("client", method)
         shown_release = str(metadata.get(RELEASE_KEY, RELEASE if is_free else ""))
         text = other_release(shown_release, of_worker=ours is None)
         if text and is_bound(method, OF_ANY_RELEASE):
-            code, reason = grpc.StatusCode.FAILED_PRECONDITION, Reason.PROTOCOL
+            code = grpc.StatusCode.FAILED_PRECONDITION
+            reason = Reason.PROTOCOL
             handler = refusing(handler, code, text, reason)
         if ours is not None and named != ours and (named or is_bound(method, NAMELESS)):
             text = f"a call names its run in {RUN_KEY}"
             if named:
                 text = f"this is the controller of another run than {named!s}"
-            code, reason = grpc.StatusCode.FAILED_PRECONDITION, Reason.OTHER_RUN
+            code = grpc.StatusCode.FAILED_PRECONDITION
+            reason = Reason.OTHER_RUN
             handler = refusing(handler, code, text, reason)
         return handler

@@ -24,7 +24,8 @@ from slipstream.core.settings.sections import SecuritySection
 MIN_TOKEN_CHARACTERS = 32
 # Lines of a token file; each call is compared with the tokens of all.
 MAX_TOKENS = 64
-TOKEN_KEY, RUN_KEY = "authorization", "slipstream-run"
+TOKEN_KEY = "authorization"
+RUN_KEY = "slipstream-run"
 
 _PREFIX = "/slipstream.v1."
 _READS = ("StatusService/GetStatus", "StatusService/Watch", "EnvironmentService/ListEnvironments")
@@ -134,7 +135,9 @@ def is_open_to_all(path: Path | None) -> bool:
 def check_certificates(security: SecuritySection) -> None:
     """Raises ConfigError if TLS files cannot be loaded, or certificate and key do not match."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    certificate, key, authority = security.tls_certificate, security.tls_key, security.tls_ca
+    certificate = security.tls_certificate
+    key = security.tls_key
+    authority = security.tls_ca
     files = f"security.tls_certificate {certificate} and tls_key {key}"
     try:
         if certificate is not None:
@@ -155,7 +158,8 @@ def check_own_certificate(config: Config) -> None:
     Clients verify the host of `controller.address` and the signature by `security.tls_ca`. Without
     this check the trainer ranks would wait for a controller that each of them refuses.
     """
-    security, address = config.security, config.controller.address
+    security = config.security
+    address = config.controller.address
     check_certificates(security)
     if security.tls_certificate is None or address.startswith("unix:"):
         return
@@ -170,7 +174,8 @@ def check_own_certificate(config: Config) -> None:
         server.verify_mode = ssl.CERT_REQUIRED
         server.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         server.load_verify_locations(security.tls_client_ca)
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    there = ssl.MemoryBIO()
+    back = ssl.MemoryBIO()
     asking = client.wrap_bio(back, there, server_hostname=address_parts(address)[0])
     answering = server.wrap_bio(there, back, server_side=True)
     for end in (asking, answering, asking, answering):

@@ -209,7 +209,8 @@ def opener(run_key: bytes) -> OpenSeal:
 
 async def opened(open_seal: OpenSeal, request: trajectory_pb2.DeliverRequest) -> Delivery:
     """Returns the delivery in a request; raises ProtocolError if its seal is wrong."""
-    trajectory_id, sealed = TrajectoryId(request.trajectory_id), request.trajectory
+    trajectory_id = TrajectoryId(request.trajectory_id)
+    sealed = request.trajectory
     if len(sealed) <= SMALL_BYTES:
         data = open_seal(trajectory_id, sealed)
     else:

@@ -54,7 +54,8 @@ class GrpcSender:
     ) -> None:
         """Limits the unacknowledged bytes to `max_bytes`; the caller closes `channel`."""
         stub = trajectory_pb2_grpc.TrajectoryServiceStub(channel)
-        self._deliver, self._metadata = stub.Deliver, metadata
+        self._deliver = stub.Deliver
+        self._metadata = metadata
         self._budget = ByteBudget(max_bytes)
         self._unacknowledged: dict[TrajectoryId, pb.DeliverRequest] = {}
         self._sent, self.taken = EpochAmounts(), EpochAmounts()

@@ -75,7 +75,8 @@ def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucke
         is_full = used + tensor.num_bytes > bucket_bytes
         if spans and (is_full or spans[-1].tensor.sender != tensor.sender):
             buckets.append(Bucket(tuple(spans), used))
-            spans, used = [], 0
+            spans = []
+            used = 0
         spans.append(Span(tensor, used))
         used = -(-(used + tensor.num_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     if spans:

@@ -122,7 +122,8 @@ def _sums(blocks: npt.NDArray[np.uint32], keys: Words) -> Words:
         part = slice(begin, begin + _CHUNK_BLOCKS)
         words = blocks[part].astype(np.uint64)
         # Two products by a vector: numpy's product of matrices is half as fast on integers.
-        of_block[0, part], of_block[1, part] = words @ first, words @ second
+        of_block[0, part] = words @ first
+        of_block[1, part] = words @ second
     total: Words = np.einsum("kb,kb->k", of_block, keys)
     return total
 

@@ -25,9 +25,11 @@ from slipstream.protocol.weights.waits import reason
 HELLO_LIMIT_S = 5.0
 # Most seconds of one wait, because closing the listener in another thread does not end a wait.
 _LOOK_PERIOD_S = 0.1
-_MESSAGE_BYTES, _NUMBER_BYTES = 65536, 8
+_MESSAGE_BYTES = 65536
+_NUMBER_BYTES = 8
 # Numbers from a receiver: 0 says that all buffers are open, n + 1 that bucket n was read.
-_OPENED, _FIRST = 0, 1
+_OPENED = 0
+_FIRST = 1
 # Errors from a message that neither a `HandoverSender` nor a `HandoverReceiver` wrote.
 _UNREADABLE = (OSError, ValueError, TypeError, RecursionError)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -42,9 +42,18 @@ NCCL_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 # them, and members that differ wait for each other for ever. Settings for the devices of one host
 # may differ.
 AGREED = (
-    *(*NCCL_ENVIRONMENT, "NCCL_CUMEM_HOST_ENABLE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS"),
-    *("NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE"),
-    *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
+    *NCCL_ENVIRONMENT,
+    "NCCL_CUMEM_HOST_ENABLE",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_NTHREADS",
+    "NCCL_BUFFSIZE",
+    "NCCL_LL_BUFFSIZE",
+    "NCCL_LL128_BUFFSIZE",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_CTAS",
+    "NCCL_MAX_CTAS",
 )
 
 
@@ -104,7 +113,8 @@ class NcclGroup:
     """
 
     def __init__(self, device: int, communicator: Any) -> None:  # noqa: ANN401 - of cupy
-        self._device, self._communicator = device, communicator
+        self._device = device
+        self._communicator = communicator
         self._lock = threading.Lock()
         self.is_aborted = False
         self._cause = ""
@@ -138,7 +148,8 @@ class NcclGroup:
         watches the first broadcast, which opens the connections, because a member may die before
         this.
         """
-        lock, made = threading.Lock(), list[NcclGroup]()
+        lock = threading.Lock()
+        made = list[NcclGroup]()
         is_abandoned = False
 
         def connect() -> NcclGroup:
@@ -219,7 +230,8 @@ class NcclGroup:
         from cupy.cuda import get_elapsed_time
 
         with self._lock:
-            done, self._done = self._done, None
+            done = self._done
+            self._done = None
         if done is None:
             return Wire()
         first, last, num_bytes = done
@@ -254,7 +266,8 @@ class NcclGroup:
         """Makes the watchdog abort once and stops new calls; the caller holds the lock."""
         if self.is_aborted:
             return
-        self.is_aborted, self._cause = True, cause
+        self.is_aborted = True
+        self._cause = cause
         self._pending.clear()
         self._stopped.set()
 

@@ -152,7 +152,8 @@ class GpuBuffers:
 
         for pointer in self._pointers:
             runtime.ipcCloseMemHandle(pointer)
-        self._pointers, self.arrays = (), ()
+        self._pointers = ()
+        self.arrays = ()
 
 
 class _GpuArray:

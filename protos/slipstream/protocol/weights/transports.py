@@ -45,7 +45,8 @@ def choose_transport(
             f"share {shared[0]}: set ipc or auto, or give each its own"
         )
     for name in others if setting == "nccl" else ():
-        mine, theirs = places[first].nccl, places[name].nccl
+        mine = places[first].nccl
+        theirs = places[name].nccl
         for variable in sorted({*mine, *theirs}):
             if mine.get(variable) != theirs.get(variable):
                 raise ConfigError(

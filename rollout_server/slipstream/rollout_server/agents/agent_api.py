@@ -41,10 +41,12 @@ COUNT_PATH = "/v1/messages/count_tokens"
 MODELS_PATH = "/v1/models"
 METHODS = dict.fromkeys((CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH), "POST")
 METHODS[MODELS_PATH] = "GET"
-_NOT_FOUND, _BROKEN = 404, 500
+_NOT_FOUND = 404
+_BROKEN = 500
 # Bytes of a request for each token that its prompt may have, and for all the rest. Parsing a larger
 # request would delay other episodes, and its prompt is too long anyway.
-_BYTES_PER_TOKEN, _OTHER_BYTES = 32, 1 << 16
+_BYTES_PER_TOKEN = 32
+_OTHER_BYTES = 1 << 16
 # Largest part of an answer; a message that carries one must stay below 16 MiB.
 _MAX_PART = 4 << 20
 # Seconds without a part after which a stream gets a comment: clients give up a silent one.
@@ -154,7 +156,8 @@ class Answering:
     def _filled(self, recorder: Recorder, asked: dict[str, Any]) -> dict[str, Any]:
         """Returns the request with the name of the model and the environment's template values."""
         filled = {**asked, "model": MODEL}
-        values, asked_values = recorder.template_values, asked.get("chat_template_kwargs") or {}
+        values = recorder.template_values
+        asked_values = asked.get("chat_template_kwargs") or {}
         if values and isinstance(asked_values, dict):
             filled["chat_template_kwargs"] = {**values, **asked_values}
         return filled
@@ -206,8 +209,10 @@ async def _exchange(
         "server": None,
     }
     # Set when the application sends or ends; set when nobody takes its answer any more.
-    changed, ended = asyncio.Event(), asyncio.Event()
-    first, waiting = ReplyPart(), bytearray()
+    changed = asyncio.Event()
+    ended = asyncio.Event()
+    first = ReplyPart()
+    waiting = bytearray()
     is_read = is_stream = is_whole = False
 
     async def receive() -> Message:

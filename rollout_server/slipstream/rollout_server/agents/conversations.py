@@ -151,7 +151,8 @@ class Conversations:
         text count. The turn `previous` is preferred if `messages` continue it. Among turns with
         equal messages, a turn that a call in a branch called `name` can extend is preferred.
         """
-        node, found = self._roots.get(settings), None
+        node = self._roots.get(settings)
+        found = None
         for num_messages, key in enumerate(messages[:-1], start=1):
             node = node.children.get(key) if node is not None else None
             if node is None:
@@ -248,11 +249,13 @@ class MessageKey(NamedTuple):
 
 def message_key(message: Mapping[str, Any]) -> MessageKey:
     """Returns the key by which `message`, in OpenAI's chat completions format, is compared."""
-    role, content = str(message.get("role", "")), message.get("content")
+    role = str(message.get("role", ""))
+    content = message.get("content")
     parts = tuple(map(_part, [content] if isinstance(content, str) else content or ()))
     author = str(message.get("name") or "")
     if role == ASSISTANT:
-        parts, author = tuple(part for part in parts if part.strip()), ""
+        parts = tuple(part for part in parts if part.strip())
+        author = ""
     calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}

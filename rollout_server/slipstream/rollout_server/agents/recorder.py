@@ -47,7 +47,8 @@ from slipstream.v1.environment_pb2 import AgentCall
 
 log = logging.getLogger(__name__)
 
-_OK, BUSY = 200, 503
+_OK = 200
+BUSY = 503
 _Parts: TypeAlias = "asyncio.Queue[TextPart | Exception]"
 
 CHAT_PATH = "/v1/chat/completions"
@@ -86,7 +87,8 @@ class Recorder:
         self._items: dict[str, Any] = {}
         # The turn of each answer by the answer's id.
         self._turns: dict[str, AgentTurn] = {}
-        self.sampling, self.template_values = sampling, template_values
+        self.sampling = sampling
+        self.template_values = template_values
         # The number of calls that asked for each ignored setting, by the name of the setting.
         self.ignored: Counter[str] = Counter()
         # The time with at least one reply under way.
@@ -95,7 +97,8 @@ class Recorder:
         self.was_refused = False
         # Whether the last reply of a branch was cut off at a limit of the run.
         self._is_cut: dict[ConversationBranch, bool] = {}
-        self._requests, self._key = requests, key
+        self._requests = requests
+        self._key = key
         self._sampled = sampled
         # Calls being served, by their numbers.
         self.open_calls: dict[int, ServedCall] = {}
@@ -175,8 +178,10 @@ class Recorder:
     def find(self, opened: ServedCall, settings: str, keys: Sequence[MessageKey]) -> Found | None:
         """Returns the turn that a request continues, or None; see `Conversations.find`."""
         self._read_replies()
-        opened.settings, opened.keys = settings, keys
-        name, previous = opened.http.branch, opened.previous
+        opened.settings = settings
+        opened.keys = keys
+        name = opened.http.branch
+        previous = opened.previous
         return self.conversations.find(settings, keys, name, previous=previous)
 
     async def begin(

@@ -34,7 +34,10 @@ class Refusal(Exception):
         status: int = 400,
     ) -> None:
         super().__init__(message)
-        self.message, self.code, self.param, self.status = message, code, param, status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.status = status
 
 
 # Means that the call must wait, since an open call may leave room for it.
@@ -61,7 +64,8 @@ def room(
     if not call.is_append and branches >= sampling.max_branches:
         limit = f"sampling.max_branches = {sampling.max_branches}"
         return Refusal(f"the episode has reached {limit}", code="max_branches_exceeded")
-    prompt, used = len(call.prompt), tokens + len(call.context)
+    prompt = len(call.prompt)
+    used = tokens + len(call.context)
     in_branch = sampling.max_episode_tokens - prompt
     if in_branch < 1:
         return _too_long(prompt, "sampling.max_episode_tokens", sampling.max_episode_tokens)
@@ -130,19 +134,53 @@ _NEUTRAL: dict[str, object] = {
 # Settings of vLLM that would constrain what is sampled, replace the prompt or send the reply
 # elsewhere, or that nothing here serves. They are taken out, like fields that vLLM lacks.
 _UNSERVED = (
-    *("response_format", "structured_outputs", "bad_words", "allowed_token_ids", "length_penalty"),
-    *("min_tokens", "thinking_token_budget", "repetition_detection", "ignore_eos", "output_format"),
-    *("logit_bias", "stop_token_ids", "watermarking", "prompt", "prompt_logprobs", "vllm_xargs"),
-    *("max_tool_calls", "truncate_prompt_tokens", "previous_input_messages", "logprob_token_ids"),
-    *("add_special_tokens", "kv_transfer_params", "ec_transfer_params", "cache_salt", "priority"),
-    *("echo", "mm_payload", "return_mm_kwargs", "routed_experts_prompt_start", "truncation_side"),
-    *("return_prompt_text", "return_token_offsets"),
+    "response_format",
+    "structured_outputs",
+    "bad_words",
+    "allowed_token_ids",
+    "length_penalty",
+    "min_tokens",
+    "thinking_token_budget",
+    "repetition_detection",
+    "ignore_eos",
+    "output_format",
+    "logit_bias",
+    "stop_token_ids",
+    "watermarking",
+    "prompt",
+    "prompt_logprobs",
+    "vllm_xargs",
+    "max_tool_calls",
+    "truncate_prompt_tokens",
+    "previous_input_messages",
+    "logprob_token_ids",
+    "add_special_tokens",
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "cache_salt",
+    "priority",
+    "echo",
+    "mm_payload",
+    "return_mm_kwargs",
+    "routed_experts_prompt_start",
+    "truncation_side",
+    "return_prompt_text",
+    "return_token_offsets",
 )
 # Fields that no reply depends on, whether vLLM has them or not.
 _WITHOUT_EFFECT = (
-    *("metadata", "client_metadata", "store", "safety_identifier", "service_tier", "speed"),
-    *("stream_options", "cache_control", "prompt_cache_key", "prompt_cache_options"),
-    *("prompt_cache_retention", "inference_geo"),
+    "metadata",
+    "client_metadata",
+    "store",
+    "safety_identifier",
+    "service_tier",
+    "speed",
+    "stream_options",
+    "cache_control",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "inference_geo",
 )
 # What is read, or has no effect, of fields that are objects, and of each tool, message and result.
 _READ = {
@@ -151,12 +189,29 @@ _READ = {
     "output_config": ("effort",),
     "thinking": ("type",),
     "tools": (
-        *("type", "function", "name", "description", "parameters", "input_schema", "tools"),
-        *("defer_loading", "cache_control", "eager_input_streaming"),
+        "type",
+        "function",
+        "name",
+        "description",
+        "parameters",
+        "input_schema",
+        "tools",
+        "defer_loading",
+        "cache_control",
+        "eager_input_streaming",
     ),
     "messages": (
-        *("role", "content", "name", "reasoning", "reasoning_content", "tool_calls", "task"),
-        *("tool_call_id", "tools", "annotations", "provider_specific_fields"),
+        "role",
+        "content",
+        "name",
+        "reasoning",
+        "reasoning_content",
+        "tool_calls",
+        "task",
+        "tool_call_id",
+        "tools",
+        "annotations",
+        "provider_specific_fields",
     ),
     "tool_result": ("type", "tool_use_id", "content", "cache_control"),
 }

@@ -98,8 +98,10 @@ async def serve_agent(
 
     Returns how the episode ended. Raises EnvironmentFailed if the agent fails.
     """
-    lease, recording = play.lease, play.recording
-    api, values = await play.ask(play.model.agents.api()), read_values(lease.template_values)
+    lease = play.lease
+    recording = play.recording
+    api = await play.ask(play.model.agents.api())
+    values = read_values(lease.template_values)
     most = min(opening.max_reply_tokens or math.inf, lease.sampling.max_reply_tokens)
     turns = lease.sampling.max_turns or MAX_TURNS
     recorder = Recorder(
@@ -136,7 +138,9 @@ def _earned(recorder: Recorder, end: environment_pb2.AgentResult) -> tuple[float
     the episode, or of a name, at the last of its tokens. Raises EnvironmentFailed for a reply that
     is unknown or has another number of tokens.
     """
-    branches, reward, rewards = recorder.conversations.branches, end.reward, dict(end.rewards)
+    branches = recorder.conversations.branches
+    reward = end.reward
+    rewards = dict(end.rewards)
     if not end.reply_rewards:
         return reward, rewards
     # The branch that ends last of each side.

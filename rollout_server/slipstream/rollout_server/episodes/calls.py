@@ -53,8 +53,11 @@ class StreamSession:
         `on_close` is called with True if the environment answered a step, gave an agent's result or
         failed in an answer; otherwise with False.
         """
-        self._table, self._key, self._timeout_s = table, episode_key, timeout_s
-        self._on_timeout, self._on_close = on_timeout, on_close
+        self._table = table
+        self._key = episode_key
+        self._timeout_s = timeout_s
+        self._on_timeout = on_timeout
+        self._on_close = on_close
         self._was_judged = False
         # The calls and the result of an agent, once they were asked for.
         self._answers: Answers | None = None
@@ -85,7 +88,8 @@ class StreamSession:
             episode_key=self._key, reply=reply, truncated=truncated, token_ids=token_ids
         )
         if parsed is not None:
-            command.parsed.content, command.parsed.reasoning = parsed.content, parsed.reasoning
+            command.parsed.content = parsed.content
+            command.parsed.reasoning = parsed.reasoning
             for call in parsed.tool_calls:
                 command.parsed.tool_calls.add(**call._asdict())
         answer = await self._call(environment_pb2.WorkerCommand(step=command), "verdict")
@@ -113,7 +117,8 @@ class StreamSession:
 
         Returns when the agent has taken the part, or at once if it is the last part.
         """
-        part.episode_key, part.call = self._key, call
+        part.episode_key = self._key
+        part.call = call
         message = environment_pb2.WorkerCommand(reply_part=part)
         if part.is_last:
             self._table.notify(message)

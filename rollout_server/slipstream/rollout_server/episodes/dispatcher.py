@@ -82,8 +82,10 @@ class Dispatcher:
     ) -> None:
         """Runs its tasks in `group`; calls `closed` with the report on each lease that is over."""
         self._tasks = group
-        self._identity, self._services = identity, services
-        self._counters, self._sender = counters, sender
+        self._identity = identity
+        self._services = services
+        self._counters = counters
+        self._sender = sender
         self._slots = asyncio.Semaphore(max_episodes)
         self._closed = closed
         self._groups: dict[GroupId, _Group] = {}
@@ -162,7 +164,8 @@ class Dispatcher:
         attempt = group.lease.first_attempt
         # An attempt that ended because of another episode in its worker (BYSTANDER) does not count,
         # up to MAX_EXCUSED_ATTEMPTS of them.
-        limit, most = group.lease.max_attempts, group.lease.max_attempts + MAX_EXCUSED_ATTEMPTS
+        limit = group.lease.max_attempts
+        most = group.lease.max_attempts + MAX_EXCUSED_ATTEMPTS
         while True:
             trajectory = await self._run_episode(group, member, attempt)
             if trajectory is None:
@@ -211,7 +214,8 @@ class Dispatcher:
 
     async def _deliver(self, trajectory: Trajectory) -> Status:
         """Puts a trajectory into the queue; returns the status under which it was delivered."""
-        name, tokens = trajectory.trajectory_id, trajectory.num_sampled_tokens
+        name = trajectory.trajectory_id
+        tokens = trajectory.num_sampled_tokens
         self._counters.delivering[name] = tokens
         if self._verdict is not None and not await asyncio.shield(self._verdict):
             trajectory = dataclasses.replace(
@@ -255,7 +259,8 @@ async def run_episode(play: Play) -> Trajectory:
     """
     counters = play.counters
     counters.open_episodes += 1
-    status, failure = Status.FAILED, None
+    status = Status.FAILED
+    failure = None
     try:
         status = await _played(play)
     except Cancelled:
@@ -278,7 +283,10 @@ async def run_episode(play: Play) -> Trajectory:
 
 async def _played(play: Play) -> Status:
     """Plays an episode: alone, against its environment or with its agent; returns how it ended."""
-    lease, services, recording, session = play.lease, play.services, play.recording, None
+    lease = play.lease
+    services = play.services
+    recording = play.recording
+    session = None
     if lease.prompt:
         return await reply_alone(play)
     try:
@@ -322,7 +330,8 @@ def _failure(error: Exception) -> Failure:
         kind = known[0]
     else:
         log.error("an episode ended with an unexpected error", exc_info=error)
-        kind, last = FailureKind.ENVIRONMENT, traceback.extract_tb(error.__traceback__)[-1]
+        kind = FailureKind.ENVIRONMENT
+        last = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(last.filename).name}:{last.lineno} in {last.name}"
         said = f"unexpected error of the rollout server: {type(error).__name__}: {said} ({place})"
     # Texts of models and templates may have what no message can carry.

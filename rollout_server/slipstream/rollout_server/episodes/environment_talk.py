@@ -31,9 +31,12 @@ class EnvironmentTalk:
     """Alternates between one environment and the model; `run` may be called once."""
 
     def __init__(self, play: Play, session: calls.StreamSession) -> None:
-        self._play, self._session = play, session
-        self._recording, self._sampling = play.recording, play.lease.sampling
-        self._renderer, self._agents = play.model.renderer, play.model.agents
+        self._play = play
+        self._session = session
+        self._recording = play.recording
+        self._sampling = play.lease.sampling
+        self._renderer = play.model.renderer
+        self._agents = play.model.agents
         # Reads replies; None if there is nothing to read in them.
         self._reader: Reader | None = None
 
@@ -42,8 +45,11 @@ class EnvironmentTalk:
 
         Raises PromptTooLong, RenderingFailed, or what `Play.ask` and `Play.generate` raise.
         """
-        renderer, recording, sampling = self._renderer, self._recording, self._sampling
-        messages, limit = chat_messages(opening), sampling.max_episode_tokens
+        renderer = self._renderer
+        recording = self._recording
+        sampling = self._sampling
+        messages = chat_messages(opening)
+        limit = sampling.max_episode_tokens
         if renderer.cannot_fit(messages, limit):
             characters = sum(message.num_characters for message in messages)
             raise PromptTooLong.for_reply(f"{characters} characters", limit)
@@ -169,7 +175,8 @@ class History:
     def __init__(
         self, renderer: Renderer, messages: Sequence[ChatMessage], inputs: TemplateInputs
     ) -> None:
-        self.inputs, self._renderer = inputs, renderer
+        self.inputs = inputs
+        self._renderer = renderer
         # `REPLY` stands where the model has replied; `_replies` are the replies in order.
         self._messages = list(messages)
         self._replies: list[ChatMessage] = []
@@ -211,7 +218,8 @@ class History:
         `last_token` is the last token of that reply. Returns None if the template writes what
         follows calls of tools otherwise than behind the sampled tokens.
         """
-        said, new = self._messages[: self._num_read], self._messages[self._num_read :]
+        said = self._messages[: self._num_read]
+        new = self._messages[self._num_read :]
         append = partial(self._renderer.continuation, inputs=self.inputs)
         if not any(reply.tool_calls for reply in self._replies):
             return self._with_images(append(said, new, last_token), new)

@@ -39,7 +39,8 @@ class HostedEnvironment:
     ) -> None:
         self.spec = order.spec
         self._try_reset = order.try_reset
-        self._gateway, self._report = gateway, report
+        self._gateway = gateway
+        self._report = report
         self._num_workers = max(self.spec.num_workers, 1)
         self._suspects = Suspects()
         # Numbers of the workers of one episode each that may be started.
@@ -97,7 +98,8 @@ class HostedEnvironment:
                         raise self._last_failure
                     self._changed.clear()
                     await self._changed.wait()
-        worker, loaded = self._make(), asyncio.Event()
+        worker = self._make()
+        loaded = asyncio.Event()
         # The worker ends with its episode; an answer only tells the line where that waits.
         worker.ping_s = _LONE_PING_S
         running = self._group.create_task(worker.run(index, lambda _: loaded.set()))
@@ -159,7 +161,8 @@ class HostedEnvironment:
 
     async def _keep(self, index: int) -> None:
         """Runs one worker after another, until they have failed too often."""
-        failures, backoff = 0, Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
+        failures = 0
+        backoff = Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
         while True:
             worker = self._make(try_reset=self._try_reset and self.outcome is None)
             try:
@@ -268,8 +271,10 @@ class Environments:
         report: Report,
     ) -> None:
         """Starts its tasks in `group`; `report` sends reports on loading to the controller."""
-        self._group, self._gateway = group, gateway
-        self._clients, self._report = clients, report
+        self._group = group
+        self._gateway = gateway
+        self._clients = clients
+        self._report = report
         self._hosted: dict[str, tuple[HostedEnvironment, asyncio.Task[None]]] = {}
         self._calling = group.create_task(clients.run())
 

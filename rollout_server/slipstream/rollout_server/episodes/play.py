@@ -75,8 +75,10 @@ class Play:
         self.attempt = attempt
         # The name of the episode for its environment; unique in the run.
         self.key = f"{lease.group_id}.{member}.{attempt}.{identity.server_epoch:x}"
-        self.services, self.model = services, services.model
-        self.recording, self.counters = Recording(), counters
+        self.services = services
+        self.model = services.model
+        self.recording = Recording()
+        self.counters = counters
         self._requests = services.model.engine.requests
         self._is_cancelled = False
         # The call to the environment that is being awaited.
@@ -106,7 +108,8 @@ class Play:
         """
         if self._is_cancelled:
             raise Cancelled
-        recording, started_s = self.recording, time.monotonic()
+        recording = self.recording
+        started_s = time.monotonic()
         try:
             generation = await self._requests.generate(
                 self.key,
@@ -330,7 +333,8 @@ class Identity:
 
 async def reply_alone(play: Play) -> Status:
     """Samples the only reply to the prompt of the lease; returns how it ended."""
-    recording, lease = play.recording, play.lease
+    recording = play.recording
+    lease = play.lease
     recording.add_context(list(lease.prompt))
     room = recording.room(lease.sampling)
     if room < 1:
@@ -345,8 +349,10 @@ async def reply_alone(play: Play) -> Status:
 
 def trajectory_of(play: Play, status: Status, failure: Failure | None) -> Trajectory:
     """Closes the recording, and returns the trajectory of the attempt."""
-    lease, recording = play.lease, play.recording
-    identity, renderer = play.identity, play.model.renderer
+    lease = play.lease
+    recording = play.recording
+    identity = play.identity
+    renderer = play.model.renderer
     recording.close()
     prompt_end, reply_end = (sum(recording.run_lengths[:runs]) for runs in (1, 2))
     prompt = tuple(recording.token_ids[:prompt_end])
@@ -355,7 +361,8 @@ def trajectory_of(play: Play, status: Status, failure: Failure | None) -> Trajec
     else:
         first_reply = recording.token_ids[prompt_end:reply_end]
         reply_text = recording.last_text or renderer.decode(first_reply)
-    is_trained, num_tokens = play.is_trained(status), len(recording.token_ids)
+    is_trained = play.is_trained(status)
+    num_tokens = len(recording.token_ids)
     routed_experts = None
     if is_trained and recording.expert_ids:
         # Only training replays the experts, and they take more bytes than all else.

@@ -153,13 +153,16 @@ class Recording(TokenRecord):
 
     def sequences(self) -> list[ScoredSequence]:
         """Returns the tokens of each branch, or of the only conversation; call `close` first."""
-        found, run, token = [], 0, 0
+        found = []
+        run = 0
+        token = 0
         for branch in self.branches or (Branch(len(self.run_lengths)),):
             lengths = self.run_lengths[run : run + branch.num_runs]
             is_sampled = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
             end = token + len(is_sampled)
             found.append(ScoredSequence(self.token_ids[token:end], is_sampled))
-            run, token = run + branch.num_runs, end
+            run = run + branch.num_runs
+            token = end
         return found
 
     def close(self) -> None:

@@ -246,7 +246,8 @@ class Renderer:
             tail = closing if self._leading(closing) else followed()
             space = tail[: len(tail) - len(tail.lstrip())]
             return list(self._tokenise(said + space + "".join(end_marks)))
-        tokens, last = list(self._tokenise(said)), self._tokenizer.eos_token_id
+        tokens = list(self._tokenise(said))
+        last = self._tokenizer.eos_token_id
         if following and following[0].role == "tool":
             if tokens[-1] in self.added:
                 return tokens
@@ -355,7 +356,8 @@ class Renderer:
         if answer == said:
             return parsed
         for token in self._tokenizer.all_special_tokens:
-            thoughts, answer = thoughts.replace(token, ""), answer.replace(token, "")
+            thoughts = thoughts.replace(token, "")
+            answer = answer.replace(token, "")
         return (parsed or ParsedReply(""))._replace(content=answer, reasoning=thoughts)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
@@ -447,7 +449,8 @@ class Renderer:
                     others = (*marked[:number], silent, *marked[number + 1 :])
                     is_written = self._text(others, inputs) != text
                 else:
-                    mark, texts = f"{_MARK}{number:04}", [message.content, *message.parts]
+                    mark = f"{_MARK}{number:04}"
+                    texts = [message.content, *message.parts]
                     is_written = not any(texts) or mark in text
                     is_written &= message.name in text
                 if not is_written:
@@ -498,7 +501,8 @@ def _short(call_id: str, ids: dict[str, str]) -> str:
 
 # Seconds of processor time that a template may take for one conversation, and bytes of memory that
 # it may take when it is tried. Any working template needs a thousandth.
-PROCESSOR_S, MEMORY_BYTES = 10.0, 1 << 30
+PROCESSOR_S = 10.0
+MEMORY_BYTES = 1 << 30
 # Seconds after which a template that goes on is ended again.
 _AGAIN_S = 0.1
 

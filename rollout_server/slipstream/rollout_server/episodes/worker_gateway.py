@@ -70,7 +70,9 @@ class WorkerProcess:
     _num_starting: ClassVar[int] = 0
 
     def __init__(self, process: asyncio.subprocess.Process, record: int, cause: int) -> None:
-        self._process, self._record, self._cause = process, record, cause
+        self._process = process
+        self._record = record
+        self._cause = cause
 
     @classmethod
     async def start(
@@ -86,13 +88,23 @@ class WorkerProcess:
         WorkerProcess._num_starting += 1
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "slipstream.core.machine.keeper"),
-                *("--cause-fd", str(cause)),
-                *("--memory-bytes", str(limits.memory_bytes)),
-                *("--memory-setting", "rollout_server.environment_memory_gib"),
-                *("--processes", str(limits.processes)),
-                *("--processes-setting", "rollout_server.environment_processes"),
-                *("--", *command, "--record", str(record)),
+                sys.executable,
+                "-m",
+                "slipstream.core.machine.keeper",
+                "--cause-fd",
+                str(cause),
+                "--memory-bytes",
+                str(limits.memory_bytes),
+                "--memory-setting",
+                "rollout_server.environment_memory_gib",
+                "--processes",
+                str(limits.processes),
+                "--processes-setting",
+                "rollout_server.environment_processes",
+                "--",
+                *command,
+                "--record",
+                str(record),
                 env=open_variables(os.environ) | _NO_FORK_HANDLERS | {"SLIPSTREAM_TOKEN": token},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -138,7 +150,8 @@ class WorkerProcess:
         at most the same time. A cancellation is raised when all of it is done: an environment that
         is unloaded cancels workers that an episode's end has cancelled before.
         """
-        ending, cancelled = asyncio.ensure_future(self._end()), None
+        ending = asyncio.ensure_future(self._end())
+        cancelled = None
         while not ending.done():
             try:
                 await asyncio.shield(ending)
@@ -177,7 +190,8 @@ class WorkerLogs:
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """`trim` shortens each log in `folder` that has more than `max_bytes`."""
-        self.folder, self._max_bytes = folder, max_bytes
+        self.folder = folder
+        self._max_bytes = max_bytes
         self._paths: set[Path] = set()
         # Those that could not be trimmed, which the server's log tells once.
         self._told: set[Path] = set()
@@ -244,7 +258,8 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         `limits` hold for each worker. `takes_tools` says that environments may offer tools to the
         model.
         """
-        self.limits, self.takes_tools = limits, takes_tools
+        self.limits = limits
+        self.takes_tools = takes_tools
         self.server, self.logs = server, WorkerLogs(log_dir, log_bytes)
         self._folder: OwnedFolder
         # Streams of workers that have not attached yet, by token.

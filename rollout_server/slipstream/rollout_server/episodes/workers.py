@@ -34,7 +34,8 @@ from slipstream.v1 import environment_pb2, trajectory_pb2
 UNLOADED = trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, "the environment was unloaded"
 _STOP_LIMIT_S = 2.0
 # Least seconds for a worker to load its environment, and seconds for it to answer a ping.
-LOAD_S, PING_S = 60.0, 5.0
+LOAD_S = 60.0
+PING_S = 5.0
 # Ends of workers in a row after which a task is a suspect, even if it was in no call then.
 MAX_LOST_WORKERS = 2
 # Largest number of tasks that are suspected together.
@@ -67,7 +68,8 @@ class EnvironmentWorker:
         and, for an agent, made its first call, which is not answered.
         """
         self._gateway = gateway
-        self._spec, self._suspects = spec, suspects
+        self._spec = spec
+        self._suspects = suspects
         self._try_reset = try_reset
         self.ping_s = PING_S
         self._stream, self._gone = WorkerStream(), asyncio.Event()
@@ -198,7 +200,8 @@ class EnvironmentWorker:
             session.close()
 
     async def _watch_exit(self) -> None:
-        ended, calls = await self._process.wait(), self._process.calls()
+        ended = await self._process.wait()
+        calls = self._process.calls()
         if not self._stream.attached.is_set():
             (path, begin), said = self._log, b""
             with contextlib.suppress(OSError):
@@ -320,7 +323,8 @@ class Suspects:
 
         Those `in_call` had a call in progress.
         """
-        episodes, called = list(tasks), set(in_call)
+        episodes = list(tasks)
+        called = set(in_call)
         together = set(episodes)
         if len(episodes) > 1:
             self.most_together = max(1, len(episodes) // _NARROWING)

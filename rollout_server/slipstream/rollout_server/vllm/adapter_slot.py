@@ -57,7 +57,8 @@ class AdapterRequests:
     def check(self, layout: weights_pb2.WeightLayout) -> None:
         """Raises WeightSyncError when `layout` has other adapters than this server."""
         if layout.adapters and tuple(layout.adapter_names) != self._names:
-            came, here = ", ".join(layout.adapter_names), ", ".join(self._names)
+            came = ", ".join(layout.adapter_names)
+            here = ", ".join(self._names)
             raise WeightSyncError(
                 f"lora.adapters must be alike for learner and rollout servers, got {came or 'none'}"
                 f" and {here or 'none'}"
@@ -99,7 +100,8 @@ class Arriving:
 
         Without `buckets` it expects no adapters.
         """
-        self.buckets, self._scale = buckets, scale
+        self.buckets = buckets
+        self._scale = scale
         self._of_each = len(buckets) // number
         self._tensors: list[dict[str, torch.Tensor]] = [{} for _ in range(number)]
 
@@ -116,7 +118,8 @@ class Arriving:
         belong to exactly the layers that it computes with an adapter. An adapter may then be
         missing in the engine.
         """
-        arrived, self._tensors = self._tensors, [{} for _ in self._tensors]
+        arrived = self._tensors
+        self._tensors = [{} for _ in self._tensors]
         manager: LoRAModelManager | None = vars(model).get("lora_manager")
         if manager is None:
             raise WeightSyncError(

@@ -63,7 +63,8 @@ _IMAGE_PARTS = {"image_url", "input_image"}
 # Types of message parts whose text vLLM reads. vLLM would fetch the images and files of others.
 _TEXT_PARTS = {"text", "input_text", "output_text", "refusal", "thinking"}
 
-_REPLY, _RESULT = REPLY.for_template(), RESULT.for_template()
+_REPLY = REPLY.for_template()
+_RESULT = RESULT.for_template()
 # Texts with more characters are rendered in a thread, so that they do not hold up other episodes.
 _INLINE_CHARACTERS = 20_000
 # Characters of a message that an error shows.
@@ -80,7 +81,8 @@ class PromptRenderer:
 
     def __init__(self, renderer: BaseRenderer, own: Renderer) -> None:
         """`own` tokenizes: vLLM truncates with its tokenizer, which changes that one's state."""
-        self._inner, self._own = renderer, own
+        self._inner = renderer
+        self._own = own
         self._image_text = "" if own.images is None else own.image_text
         # Whether results of tools can follow a reply; None before the first result.
         self._has_place: bool | None = None
@@ -303,7 +305,8 @@ class RecordingClient:
     def __init__(self, llm: EngineClient, *, is_parsed: bool) -> None:
         """A parser reads the replies, as a whole, if `is_parsed`."""
         self._is_parsed = is_parsed
-        self.vllm_config, self.model_config = llm.vllm_config, llm.model_config
+        self.vllm_config = llm.vllm_config
+        self.model_config = llm.model_config
         self.renderer = llm.renderer
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
@@ -425,7 +428,8 @@ def _open_application(
     client: Any = RecordingClient(llm, is_parsed=is_parsed)
     asyncio.run(init_app_state(client, app.state, arguments, ("generate",)))
     app.state.online_renderer.renderer = renderer
-    responses, chat = app.state.openai_serving_responses, app.state.openai_serving_chat
+    responses = app.state.openai_serving_responses
+    chat = app.state.openai_serving_chat
     _answer_as_openai(responses)
     for reading in (responses, app.state.online_renderer):
         reading.parser = of_whole_replies(reading.parser, llm)
@@ -487,12 +491,14 @@ def _answer_as_openai(serving: OpenAIServingResponses) -> None:
     vLLM answers a message without parts, which it cannot read itself, or no message at all. Clients
     that check what they read refuse the lists in its counts of tokens.
     """
-    stream, answer = serving._process_simple_streaming_events, serving.responses_full_generator
+    stream = serving._process_simple_streaming_events
+    answer = serving.responses_full_generator
 
     async def streamed(*arguments: Any) -> AsyncGenerator[Any, None]:  # noqa: ANN401 - vLLM's own
         async for event in stream(*arguments):
             yield event
-        context, numbered = arguments[3], arguments[-1]
+        context = arguments[3]
+        numbered = arguments[-1]
         items = context.streamed_output_items
         if not _has_text_or_call(items):
             message, events = _empty_message(len(items))

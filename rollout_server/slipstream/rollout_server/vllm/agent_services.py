@@ -28,7 +28,9 @@ class AgentServices:
     def __init__(
         self, llm: EngineClient, renderer: Renderer, settings: RolloutServerSection
     ) -> None:
-        self._llm, self._renderer, self._settings = llm, renderer, settings
+        self._llm = llm
+        self._renderer = renderer
+        self._settings = settings
         self.takes_tools = settings.tool_parser is not None
         self.reads_thoughts = settings.reasoning_parser is not None
         # What was asked for, by its name.

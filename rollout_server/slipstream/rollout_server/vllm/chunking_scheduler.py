@@ -48,14 +48,26 @@ STATS_S = 1.0
 # is refused.
 _FIELDS = {
     # Added up.
-    *("new_token_ids", "new_logprobs", "routed_experts", "events"),
+    "new_token_ids",
+    "new_logprobs",
+    "routed_experts",
+    "events",
     # Taken from the first step.
-    *("prefill_stats", "new_prompt_logprobs_tensors"),
+    "prefill_stats",
+    "new_prompt_logprobs_tensors",
     # Taken from the last step.
-    *("request_id", "finish_reason", "stop_reason", "trace_headers", "num_nans_in_logits"),
-    *("kv_transfer_params", "ec_transfer_params"),
+    "request_id",
+    "finish_reason",
+    "stop_reason",
+    "trace_headers",
+    "num_nans_in_logits",
+    "kv_transfer_params",
+    "ec_transfer_params",
     # Never set: fields of pooling, images, counts of drafts, scoring and sampling masks.
-    *("pooling_output", "mm_cache_miss_hashes", "new_sampling_mask", "spec_decode_metrics"),
+    "pooling_output",
+    "mm_cache_miss_hashes",
+    "new_sampling_mask",
+    "spec_decode_metrics",
     "prompt_token_id_logprobs",
 }
 
@@ -198,7 +210,8 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         self._next_stats_s = now_s + STATS_S
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            stats.spec_decoding_stats, self._draft_stats = self._draft_stats, None
+            stats.spec_decoding_stats = self._draft_stats
+            self._draft_stats = None
         return stats
 
     def make_spec_decoding_stats(
@@ -316,7 +329,8 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         """
         ready = []
         for output in outputs:
-            request_id, token_ids = output.request_id, output.new_token_ids
+            request_id = output.request_id
+            token_ids = output.new_token_ids
             chunk = self._chunks.get(request_id)
             if chunk is None:
                 ready.append(output)

@@ -59,7 +59,8 @@ class RoutingWorker(CPUWorker):  # type: ignore[misc]
     def sample_tokens(self, grammar_output: Any) -> Any:  # noqa: ANN401 - vLLM's
         """Overrides vLLM's method; adds the experts of the tokens that `execute_model` computed."""
         output = super().sample_tokens(grammar_output)
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             sampled = np.array([len(tokens) for tokens in output.sampled_token_ids])
             assert output.req_ids == pending.request_ids
@@ -68,7 +69,8 @@ class RoutingWorker(CPUWorker):  # type: ignore[misc]
         return output
 
 
-_make_router, _rotate = CPURouter.__init__, RotaryEmbedding.forward_cpu
+_make_router = CPURouter.__init__
+_rotate = RotaryEmbedding.forward_cpu
 _top_k = topk_topp_sampler.apply_top_k_only
 
 
@@ -76,7 +78,8 @@ def repair() -> None:
     """Corrects vLLM on CPUs, in this process and its later forks."""
     cpu_triton_utils._expand_kernel_impl = expand
     topk_topp_sampler.apply_top_k_only = lambda x, k: _top_k(x, k) if len(k) else x
-    CPURouter.__init__, RotaryEmbedding.forward_cpu = _made, _rotated
+    CPURouter.__init__ = _made
+    RotaryEmbedding.forward_cpu = _rotated
 
 
 def expand(
@@ -100,7 +103,9 @@ def expand(
 def _made(self: CPURouter, *args: object, **named: object) -> None:
     _make_router(self, *args, **named)
     if self.scoring_func == "sigmoid" and not self.use_grouped_topk:
-        self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+        self.use_grouped_topk = True
+        self.num_expert_group = 1
+        self.topk_group = 1
 
 
 def _rotated(

@@ -23,10 +23,13 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 # Tokens of a context that are read at a time, and how many such reads are under way.
-_TOKENS, _STAGES, _WARPS = 128, 2, 4
+_TOKENS = 128
+_STAGES = 2
+_WARPS = 4
 # A program reads a request's context for one head of keys. Fewer programs than these leave much of
 # a GPU idle, unless they are short: FlashAttention cuts long contexts into parts.
-_FEWEST_PROGRAMS, _SHORT_CONTEXT = 512, 1536
+_FEWEST_PROGRAMS = 512
+_SHORT_CONTEXT = 1536
 # Tensor cores multiply 16 rows at least.
 _ROWS = 16
 
@@ -79,7 +82,8 @@ class DecodeImpl(FlashAttentionImpl):  # type: ignore[misc]
                 or len(attn_metadata.seq_lens) * self.num_kv_heads >= _FEWEST_PROGRAMS
             )
         ):
-            lengths, table = attn_metadata.seq_lens, attn_metadata.block_table
+            lengths = attn_metadata.seq_lens
+            table = attn_metadata.block_table
             decode(query, kv_cache, table, lengths, self.scale, output)
             return output
         more = (output_scale, output_block_scale)
@@ -153,9 +157,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr,
 ):
     """Computes the heads of queries that share one head of keys, for one request."""
-    head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0)
+    request = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + request)
-    places, rows = tl.arange(0, SIZE), tl.arange(0, ROWS)
+    places = tl.arange(0, SIZE)
+    rows = tl.arange(0, ROWS)
     heads = head * GROUP + rows
     is_head = (rows < GROUP)[:, None]
     query = tl.load(

@@ -51,7 +51,8 @@ class VllmEngine:
     def __init__(self, llm: AsyncLLM, processes: list[psutil.Process], config: Config) -> None:
         # Closed when the engine's processes are gone.
         self._files = contextlib.ExitStack()
-        self.llm, self._processes = llm, processes
+        self.llm = llm
+        self._processes = processes
         self._adapters = AdapterRequests(config.lora)
         self.num_workers = int(llm.vllm_config.parallel_config.world_size)
         self.max_model_len = int(llm.model_config.max_model_len)
@@ -128,7 +129,8 @@ class VllmEngine:
             assert scored.prompt_logprobs is not None, "they were asked for"
             return scored.prompt_logprobs
 
-        scores, parts = (score(*each) for each in enumerate(sequences)), [_NOTHING]
+        scores = (score(*each) for each in enumerate(sequences))
+        parts = [_NOTHING]
         for found in await asyncio.gather(*scores, return_exceptions=True):
             if isinstance(found, BaseException):
                 raise found

@@ -107,10 +107,12 @@ def check_precision(quantization: str) -> None:
 
 def own_values(config: Config, seed: int) -> dict[str, object]:
     """Returns the values of the run's own settings under vLLM's names."""
-    settings, sampling = config.rollout_server, config.sampling
+    settings = config.rollout_server
+    sampling = config.sampling
     table = read_model_table(config.model.path)
     longest = table.get("max_position_embeddings", math.inf)
-    on_cpu, memory_share = current_platform.is_cpu(), settings.gpu_memory_utilization
+    on_cpu = current_platform.is_cpu()
+    memory_share = settings.gpu_memory_utilization
     if not on_cpu:
         # The size comes from the driver: a process with a CUDA context could not fork the engine.
         gpu_bytes = current_platform.get_device_total_memory()

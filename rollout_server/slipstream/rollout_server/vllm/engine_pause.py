@@ -67,7 +67,8 @@ class EnginePause:
     async def resume(self, version: PolicyVersion) -> None:
         if self._ahead != version:
             await self._call(self._resuming(version))
-        self.version, self._gave_back = version, False
+        self.version = version
+        self._gave_back = False
         self.clock.resume()
         self._let_all_in()
 
@@ -100,7 +101,8 @@ class EnginePause:
         if not give_back:
             await self._pause(0.0, clear_cache=False)
             return
-        self._ahead, self._gave_back = None, True
+        self._ahead = None
+        self._gave_back = True
         self.clock.pause()
         await self._call(self._llm.engine_core.sleep_async(1, "keep"))
 

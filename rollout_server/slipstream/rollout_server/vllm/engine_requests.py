@@ -56,7 +56,9 @@ class EngineRequests(Requests):
     """Requests of one engine, by id; during a pause they wait to be admitted."""
 
     def __init__(self, llm: AsyncLLM, pauses: EnginePause, adapters: AdapterRequests) -> None:
-        self._llm, self._pauses, self._adapters = llm, pauses, adapters
+        self._llm = llm
+        self._pauses = pauses
+        self._adapters = adapters
         loggers = llm.logger_manager.stat_loggers
         (self.counter,) = (each for each in loggers if isinstance(each, TokenCounter))
         self._vocabulary = llm.model_config.get_vocab_size()
@@ -86,7 +88,8 @@ class EngineRequests(Requests):
         vLLM's own metrics would cost an observation for each token. These are vLLM's newest
         statistics, which the scheduler sends once a second while it works.
         """
-        counter, num_open = self.counter, self.num_open
+        counter = self.counter
+        num_open = self.num_open
         # An engine without requests takes no step and sends nothing.
         works = num_open > 0
         for name, meaning, value in (
@@ -120,7 +123,8 @@ class EngineRequests(Requests):
         with as_ours():
             asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
         record = ReplyRecord()
-        with_tops, text = options is not None and options.num_logprobs is not None, None
+        with_tops = options is not None and options.num_logprobs is not None
+        text = None
         if options is not None and not asked.detokenize:
             text = ReplyText(self._llm.renderer.get_tokenizer(), prompt_token_ids, options)
 
@@ -146,7 +150,8 @@ class EngineRequests(Requests):
         if not is_wanted:
             yield TextPart((), "", generation=Generation.unbegun())
             return
-        last, num_tokens = read(output), len(record.token_ids)
+        last = read(output)
+        num_tokens = len(record.token_ids)
         if not request_id.startswith(PROBE_PREFIX):
             self._returned_tokens += num_tokens
         if asked.stop:
@@ -178,7 +183,8 @@ class EngineRequests(Requests):
             if (most := max(tokens, default=0)) >= self._vocabulary:
                 raise RequestRefused(f"token {most}: the model has {self._vocabulary} tokens")
             items = [await asyncio.to_thread(self._item, image.data) for image in images]
-            version, salt = self._pauses.version, self._pauses.salt
+            version = self._pauses.version
+            salt = self._pauses.salt
             prompt: TokensInput | MultiModalInput = tokens_input(tokens, cache_salt=salt)
             if images:
                 places = [
@@ -212,7 +218,8 @@ class EngineRequests(Requests):
         processor = load_processor(self._llm.model_config.model)
         pixels = processor.pixels(data)
         rows, columns = (side // processor.merge for side in pixels.grid[1:])
-        values, grid = torch.from_numpy(pixels.values), torch.tensor(pixels.grid)
+        values = torch.from_numpy(pixels.values)
+        grid = torch.tensor(pixels.grid)
         whole = MultiModalFlatField(slices=[slice(0, len(values))])
         item = MultiModalKwargsItem(
             {
@@ -258,7 +265,8 @@ class TokenCounter(PrometheusStatLogger):  # type: ignore[misc]
         """Overrides vLLM's method; counts the tokens of one message, except tokens of probes."""
         self.heard_s = time.monotonic()
         if (stats := scheduler_stats) is not None:
-            self.running, self.cache_usage = stats.num_running_reqs, stats.kv_cache_usage
+            self.running = stats.num_running_reqs
+            self.cache_usage = stats.kv_cache_usage
             self.waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
             self.looked_up_tokens += stats.prefix_cache_stats.queries
             self.found_tokens += stats.prefix_cache_stats.hits

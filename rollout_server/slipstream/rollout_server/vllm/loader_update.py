@@ -76,7 +76,8 @@ def load(
     awaited = parameters.keys() & dict(model.named_parameters()).keys()
     missing = set(map(loaded_name, awaited))
     check = None if plan is None else PlanCheck(plan, parameters)
-    receiver, buckets = update.receiver, update.incoming.buckets
+    receiver = update.receiver
+    buckets = update.incoming.buckets
     assert receiver is not None, "an update is loaded when it is ready"
     waiting_s = time.perf_counter()
     for place, buffer in enumerate(receiver.receive(update.incoming)):
@@ -107,7 +108,8 @@ def load(
             kernel.fused_experts.process_weights_after_loading(module)
     if plan is None or check is None:
         return None
-    different, after = check.failure(), dict(model.named_parameters())
+    different = check.failure()
+    after = dict(model.named_parameters())
     moved = [name for name, each in parameters.items() if after.get(name) is not each]
     if different is not None or moved:
         log_loader(f"{different or moved[0]} is not a copy of a bucket's data")

@@ -110,9 +110,11 @@ class NcclReceiver(BucketReceiver):
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
         """Yields each bucket; never blocks, so `digests` raises the error of a missed deadline."""
-        memory, digests = self.prepare(incoming), self._digests
+        memory = self.prepare(incoming)
+        digests = self._digests
         assert digests is not None
-        buckets, consumer = incoming.buckets, torch.cuda.current_stream(self._device)
+        buckets = incoming.buckets
+        consumer = torch.cuda.current_stream(self._device)
         arrived = [torch.cuda.Event() for _ in buckets]  # type: ignore[no-untyped-call]
         rooms = dict(enumerate(memory))
 

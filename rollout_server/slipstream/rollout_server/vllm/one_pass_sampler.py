@@ -43,7 +43,8 @@ class OnePassSampler(Sampler):  # type: ignore[misc]
 
     def __call__(self, logits: Tensor, input_batch: InputBatch) -> SamplerOutput:
         """Returns tokens and log-probabilities, with ranks of 0, or what vLLM's sampler returns."""
-        batch, rows = input_batch, input_batch.idx_mapping_np
+        batch = input_batch
+        rows = input_batch.idx_mapping_np
         if (
             self.get_logprobs_dims(rows) != (0, 0)
             or len(logits) != len(rows)
@@ -103,12 +104,24 @@ def sample(
     logprobs = logits.new_empty(rows, dtype=torch.float32)
     at = logits, logits.stride(0)
     _read_kernel[(rows, parts)](
-        *(*at, requests, temperatures, seeds, positions, *found, places, vocabulary),
+        *at,
+        requests,
+        temperatures,
+        seeds,
+        positions,
+        *found,
+        places,
+        vocabulary,
         BLOCK=_BLOCK,
         num_warps=8,
     )
     _choose_kernel[(rows,)](
-        *(*at, *found, places, tokens, logprobs, parts),
+        *at,
+        *found,
+        places,
+        tokens,
+        logprobs,
+        parts,
         PARTS=triton.next_power_of_2(parts),
         num_warps=1,
     )
@@ -130,7 +143,8 @@ def _read_kernel(  # type: ignore[no-untyped-def]
     vocabulary,
     BLOCK: tl.constexpr,
 ):
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     tokens = part * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < vocabulary
     values = tl.load(logits + row * stride + tokens, mask=inside, other=float("-inf"))
@@ -174,7 +188,8 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, PARTS)
-    at, inside = row * parts + each, each < parts
+    at = row * parts + each
+    inside = each < parts
     part = tl.argmax(tl.load(noisy + at, mask=inside, other=float("-inf")), axis=0)
     token = tl.load(places + row * parts + part).to(tl.int64)
     tops = tl.load(highest + at, mask=inside, other=float("-inf"))

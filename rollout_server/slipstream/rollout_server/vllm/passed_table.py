@@ -24,7 +24,8 @@ def table_problems(table: Mapping[str, JsonValue]) -> Iterator[str]:
             if problem := _value_problem(f"{SECTION}.{name}", value, known[name]):
                 yield problem
             continue
-        near, hint = near_names(name, known), ""
+        near = near_names(name, known)
+        hint = ""
         if near and near[0] in OWNED:
             hint = f"; {near[0]!r} cannot be passed through: {OWNED[near[0]]}"
         elif near:

@@ -54,10 +54,17 @@ def decodes_plainly(scheduler: Scheduler, followed: str = _FOLLOWED) -> bool:
         for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
     )
     others = (
-        *(scheduler.connector, scheduler.ec_connector, scheduler.aux_output_connector),
-        *(scheduler.num_lookahead_tokens, scheduler.num_spec_tokens, scheduler.has_mamba_layers),
-        *(scheduler.return_sampling_mask, scheduler.is_mm_encoder_only, scheduler.use_pp),
-        *(scheduler.needs_kv_cache_zeroing, scheduler.defer_block_free),
+        scheduler.connector,
+        scheduler.ec_connector,
+        scheduler.aux_output_connector,
+        scheduler.num_lookahead_tokens,
+        scheduler.num_spec_tokens,
+        scheduler.has_mamba_layers,
+        scheduler.return_sampling_mask,
+        scheduler.is_mm_encoder_only,
+        scheduler.use_pp,
+        scheduler.needs_kv_cache_zeroing,
+        scheduler.defer_block_free,
         scheduler.scheduler_config.long_prefill_token_threshold,
     )
     return (
@@ -115,8 +122,10 @@ class Chunk:
         output.events = self.events or None
         output.prefill_stats = self.prefill_stats
         output.new_prompt_logprobs_tensors = self.prompt_logprobs
-        self.token_ids, self.logprobs = [], []
-        self.routed_experts, self.events = [], []
+        self.token_ids = []
+        self.logprobs = []
+        self.routed_experts = []
+        self.events = []
         self.prefill_stats = self.prompt_logprobs = None
         self.limit = CHUNK_TOKENS
         return output
@@ -172,7 +181,9 @@ class SteadyBatch:
         """Adds a row for each of `members`, which only decode from now on."""
         if not members:
             return
-        requests, first, number = [each for each, _ in members], len(self.members), len(members)
+        requests = [each for each, _ in members]
+        first = len(self.members)
+        number = len(members)
         self.members += members
         names = [each.request_id for each in requests]
         self.row_of.update(zip(names, range(first, first + number), strict=True))
@@ -198,8 +209,10 @@ class SteadyBatch:
 
     def next_rows(self) -> np.ndarray:
         """Returns the rows that the next step samples a token of."""
-        live, longest = self.live, self._scheduler.max_model_len - 1
-        computed, known = self.computed[live], self.known[live]
+        live = self.live
+        longest = self._scheduler.max_model_len - 1
+        computed = self.computed[live]
+        known = self.known[live]
         # The last token of these is already being sampled.
         ended = (computed >= longest) | ((computed >= known) & (known + 1 >= self._ends[live]))
         if ended.any():
@@ -231,7 +244,8 @@ class SteadyBatch:
         sampled = output.sampled_token_ids
         if not sampled or (logprobs is None and self._wants_logprobs):
             return dict(num_scheduled), []
-        ids, number = list(num_scheduled), len(num_scheduled)
+        ids = list(num_scheduled)
+        number = len(num_scheduled)
         rows = np.fromiter(map(self.row_of.get, ids, repeat(-1)), np.int64, number)
         places = np.fromiter(map(output.req_id_to_index.__getitem__, ids), np.int64, number)
         lengths = np.fromiter(map(len, sampled), np.int64, len(sampled))
@@ -319,7 +333,8 @@ class SteadyPlanner:
         leave. `chunks` are those of requests, by id; `schedule` is vLLM's own method.
         """
         scheduler = self._scheduler
-        manager, block_size = scheduler.kv_cache_manager, scheduler.hash_block_size
+        manager = scheduler.kv_cache_manager
+        block_size = scheduler.hash_block_size
         if scheduler.pause_state is not PauseState.UNPAUSED or scheduler.kv_holding_waiting:
             return None
         if self.batch is not None and len(self.batch.members) > 2 * scheduler.max_num_running_reqs:
@@ -374,7 +389,8 @@ class SteadyPlanner:
     ) -> SchedulerOutput:
         """Returns vLLM's plan, of at most `room` tokens, of `prompts` and of waiting requests."""
         scheduler = self._scheduler
-        running, waiting = scheduler.running, scheduler.waiting
+        running = scheduler.running
+        waiting = scheduler.waiting
         before = scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs
         scheduler.running = _Beside(prompts)
         # A prompt that loses its place waits again.
@@ -415,7 +431,8 @@ class SteadyPlanner:
         for request in scheduler.running:
             if request.request_id in known:
                 continue
-            computed, ahead = request.num_computed_tokens, request.num_output_placeholders
+            computed = request.num_computed_tokens
+            ahead = request.num_output_placeholders
             if computed >= longest or (
                 ahead and computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens
             ):

@@ -81,7 +81,8 @@ class ReplyRecord:
         self.token_ids += completion.token_ids
         if (flat := completion.logprobs) is not None:
             # The sampled token comes first at each position.
-            values, starts = flat.logprobs, flat.start_indices
+            values = flat.logprobs
+            starts = flat.start_indices
             is_single = len(values) == len(starts)
             self._logprobs += values if is_single else [values[start] for start in starts]
         return completion
@@ -132,7 +133,8 @@ def as_ours() -> Iterator[None]:
 
 def _scores(output: RequestOutput) -> LogprobArray:
     """Returns the log-probability of each token of a prompt but the first."""
-    scores, prompt = output.prompt_logprobs, output.prompt_token_ids
+    scores = output.prompt_logprobs
+    prompt = output.prompt_token_ids
     values = [scores[place][prompt[place]].logprob for place in range(1, len(prompt))]
     return np.asarray(values, dtype=np.float32)
 
@@ -151,7 +153,8 @@ class ReplyText:
         prompt: Sequence[int],
         options: TextOptions,
     ) -> None:
-        self._tokenizer, self._options = tokenizer, options
+        self._tokenizer = tokenizer
+        self._options = options
         # Tokens before `_told` were read. Tokens from `_start` on are decoded again with the new
         # tokens, since a space before the first word is kept only after other text. `_said`
         # characters of the text of the tokens from `_told` on were returned.
@@ -180,7 +183,8 @@ class ReplyText:
             return new
         if text:
             self._start = self._told
-        self._told, self._said = len(self._ids), 0
+        self._told = len(self._ids)
+        self._said = 0
         return new
 
     def _decoded(self, ids: Sequence[int]) -> str:

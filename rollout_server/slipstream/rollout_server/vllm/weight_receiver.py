@@ -56,7 +56,8 @@ TRANSPORTS: dict[str, MakeReceiver] = {
 
 BACKEND = "slipstream"
 # Parts of a device's memory that staged weights leave free for other allocations.
-_LEFT_ON_GPU, _LEFT_ON_CPU = 0.02, 0.1
+_LEFT_ON_GPU = 0.02
+_LEFT_ON_CPU = 0.1
 
 
 def receiver_of(transport: str) -> MakeReceiver:
@@ -105,7 +106,9 @@ class SlipstreamWeightTransfer:
         device: torch.device,
         model: torch.nn.Module,
     ) -> None:
-        self.vllm_config, self.device, self.model = vllm_config, device, model
+        self.vllm_config = vllm_config
+        self.device = device
+        self.model = model
 
     def prepare(self, order: bytes, layout: bytes, first_rank: int, stage: bool) -> bool:
         """Prepares to receive an update; returns whether it can be received already.
@@ -225,7 +228,8 @@ class SlipstreamWeightTransfer:
         After an error the model needs a whole new update.
         """
         with self._leaving_on_errors() as update, set_current_vllm_config(self.vllm_config):
-            self._update, self._is_whole = None, False
+            self._update = None
+            self._is_whole = False
             try:
                 self._replay = loader_update.load(
                     self.model,
@@ -267,7 +271,8 @@ class SlipstreamWeightTransfer:
             return
         parsed = weights_pb2.WeightLayout.FromString(layout)
         self._weights = tuple(weight_buckets(parsed))
-        buckets, number = tuple(adapter_buckets(parsed)), max(1, len(parsed.adapter_names))
+        buckets = tuple(adapter_buckets(parsed))
+        number = max(1, len(parsed.adapter_names))
         self._adapters = Arriving(buckets, parsed.adapter_scale, number=number)
         if self._weights and self._weights != self._buckets:
             self._buckets = self._weights
@@ -290,7 +295,8 @@ class SlipstreamWeightTransfer:
         """
         # The reload warns at every update of buffers that no checkpoint holds; we check parameters.
         logging.getLogger(reload.initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
-        where, device = order.communicator, self.device
+        where = order.communicator
+        device = self.device
         receiver = receiver_of(where.transport)
         rank = first_rank + self.vllm_config.parallel_config.rank
 

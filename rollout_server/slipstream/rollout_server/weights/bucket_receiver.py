@@ -139,7 +139,8 @@ class HostReceiver(BucketReceiver):
         ]
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
-        digests, memory = self._open_digests(incoming), self.prepare(incoming)
+        digests = self._open_digests(incoming)
+        memory = self.prepare(incoming)
         for place, bucket in enumerate(incoming.buckets):
             buffer = memory[place] if memory else torch.empty(bucket.num_bytes, dtype=torch.uint8)
             self._take(bucket, buffer, incoming.bucket_deadline_s)
@@ -190,11 +191,13 @@ class GlooReceiver(HostReceiver):
         self._group = self._store = None
 
     def _take(self, bucket: Bucket, buffer: torch.Tensor, deadline_s: float) -> None:
-        group, deadline = self._group, timedelta(seconds=deadline_s)
+        group = self._group
+        deadline = timedelta(seconds=deadline_s)
         if group is None:
             raise WeightSyncError("the communicator was left")
         options = c10d.BroadcastOptions()
-        options.rootRank, options.rootTensor = bucket.root, 0
+        options.rootRank = bucket.root
+        options.rootTensor = 0
         options.timeout = deadline
         try:
             group.broadcast([buffer], options).wait(deadline)
@@ -223,7 +226,8 @@ class StorageReceiver(HostReceiver):
         self._next = 0
 
     def close(self) -> None:
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             os.close(file)
 
@@ -239,7 +243,8 @@ class StorageReceiver(HostReceiver):
             count = os.preadv(self._file, [view], self._next)
             if not count:
                 raise WeightSyncError(f"the fetched weights end at byte {self._next}")
-            view, self._next = view[count:], self._next + count
+            view = view[count:]
+            self._next = self._next + count
 
 
 _CLOSE_LIMIT_S = 5.0
@@ -263,7 +268,8 @@ class IpcReceiver(BucketReceiver):
         self._link = HandoverReceiver(where.store_host, where.communicator_id, rank, deadline_s)
         with contextlib.ExitStack() as stack:
             stack.callback(self._link.close)
-            handles, num_bytes = self._link.handles, self._link.num_bytes
+            handles = self._link.handles
+            num_bytes = self._link.num_bytes
             self._buffers: SharedBuffers = (
                 GpuBuffers.open(handles, num_bytes, device.index)
                 if device.type == "cuda"
@@ -429,8 +435,10 @@ class Update:
         self, incoming: Incoming, staging: Staging | None, take: Take, device: torch.device
     ) -> None:
         """`staging` takes all buckets beforehand; it is None if they come while they are copied."""
-        self.incoming, self.staging = incoming, staging
-        self._take, self._device = take, device
+        self.incoming = incoming
+        self.staging = staging
+        self._take = take
+        self._device = device
         self._arriving: Future[Arrived] | None = None
         # Events on the device: after the steps under way, and after the copies.
         self._marks: list[torch.cuda.Event] = []

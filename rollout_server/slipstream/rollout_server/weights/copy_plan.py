@@ -163,7 +163,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
             # A parameter that is written with this value would look like a constant.
             raise NotCopied("the loader reads the value of an element")
-        named, written = kwargs or {}, None
+        named = kwargs or {}
+        written = None
         for place, argument in enumerate(func._schema.arguments):
             info = argument.alias_info
             value = args[place] if place < len(args) else named.get(argument.name)
@@ -228,7 +229,8 @@ class PlanCheck:
     """
 
     def __init__(self, plan: CopyPlan, parameters: Parameters) -> None:
-        self._plan, self._parameters = plan, parameters
+        self._plan = plan
+        self._parameters = parameters
         self._open: list[tuple[Copy, torch.Tensor]] = []
 
     def add(self, place: int, buffer: torch.Tensor) -> None:
@@ -264,7 +266,8 @@ class Replay:
     """Carries out a `CopyPlan`: copies buckets to the parameters."""
 
     def __init__(self, plan: CopyPlan, parameters: Parameters) -> None:
-        self._plan, self._parameters = plan, parameters
+        self._plan = plan
+        self._parameters = parameters
         # By bucket and buffer: destinations and sources that one kernel copies, and single pairs.
         self._views: dict[tuple[int, int], tuple[list[_Together], list[_Pair]]] = {}
 

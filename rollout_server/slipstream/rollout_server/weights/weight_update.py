@@ -42,7 +42,9 @@ class WeightUpdate:
 
     def __init__(self, call_all: CallAll, pause: Pause, *, may_stage: bool) -> None:
         """`may_stage`: weights may arrive beside those that serve while requests run."""
-        self._call_all, self._pause, self._may_stage = call_all, pause, may_stage
+        self._call_all = call_all
+        self._pause = pause
+        self._may_stage = may_stage
         # A worker that stages receives the buckets in `prepare`; a worker that loads receives them
         # in `receive`. In one communicator they would wait for each other, so staging needs a plan
         # in all workers.
@@ -54,7 +56,9 @@ class WeightUpdate:
         # membership, memory and views. None if the next `prepare` tells them everything.
         self._ready_for: tuple[str, float] | None = None
         # The layout of the last update, which hardly ever changes, its buckets and bytes.
-        self._layout, self._num_buckets, self._num_bytes = b"", 0, 0
+        self._layout = b""
+        self._num_buckets = 0
+        self._num_bytes = 0
         self._are_adapters_alone = False
         # The last layout with weights: for any other one the workers have no plan yet.
         self._weights_layout = b""
@@ -89,7 +93,8 @@ class WeightUpdate:
             self._num_bytes = sum(bucket.num_bytes for bucket in buckets)
             self._are_adapters_alone = not layout.tensors
             if layout.tensors and described != self._weights_layout:
-                self._weights_layout, self._all_have_plan = described, False
+                self._weights_layout = described
+                self._all_have_plan = False
         stage = is_busy and await self._chooses_staging()
         limit_s = order.bucket_deadline_s * self._num_buckets + _LOAD_LIMIT_S
         if stage or not is_known or terms != self._ready_for:
@@ -101,7 +106,8 @@ class WeightUpdate:
                 while not all(ready):
                     await asyncio.sleep(_READY_POLL_S)
                     ready = await self._call("is_ready")
-        version, kept = version_from_pb(order.version), None if stage else terms
+        version = version_from_pb(order.version)
+        kept = None if stage else terms
         self._announced = _Announced(order.publish_id, version, limit_s, kept, stage)
 
     async def receive(
@@ -114,12 +120,16 @@ class WeightUpdate:
         then fails. Raises WeightSyncError if the update fails, EngineDied if the workers do not
         answer.
         """
-        announced, self._announced = self._announced, None
+        announced = self._announced
+        self._announced = None
         if announced is None or announced.publish_id != publish_id:
             raise WeightSyncError(f"publish {publish_id!r} was not prepared")
         # Reset first: a failure leaves the workers in different states.
-        by_plan, self._all_have_plan, self._ready_for = self._all_have_plan, False, None
-        has_room, self._has_room = self._has_room, None
+        by_plan = self._all_have_plan
+        self._all_have_plan = False
+        self._ready_for = None
+        has_room = self._has_room
+        self._has_room = None
         if by_plan and resume_idle is not None:
             pause_s = 0.0
             await self._begin(announced)
@@ -143,7 +153,8 @@ class WeightUpdate:
         self._all_have_plan = all(result["has_plan"] for result in results)
         all_by_plan = all(result["by_plan"] for result in results)
         if all_by_plan:
-            self._ready_for, self._has_room = announced.terms, has_room
+            self._ready_for = announced.terms
+            self._has_room = has_room
         stages = fleet_pb2.PublishStages(
             pause_s=pause_s,
             receive_s=max(result["receive_s"] for result in results),

@@ -118,7 +118,8 @@ async def test_tasks_that_are_trained_and_measured_are_told(asking, capsys):
 def test_the_episodes_of_a_step_are_shared_by_the_workers(asking: Callable[..., Config]) -> None:
     config = asking([row("a", ("user", "b c"))], max_turns=1)
     (section,) = config.environments
-    algorithm, servers = config.algorithm, config.rollout_server.count
+    algorithm = config.algorithm
+    servers = config.rollout_server.count
     section = section.model_copy(update={"num_workers": 2})
     command = audit_command(section, config)
     limits = json.loads(command[command.index("--limits") + 1])

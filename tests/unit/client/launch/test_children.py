@@ -40,8 +40,12 @@ FRAMES = (
     "",
 )
 NCCL = (
-    *(LOST, *FRAMES, "terminate called after throwing an instance of 'c10::DistBackendError'"),
-    *("  what():  NCCL error: remote process exited", "Last error:", *FRAMES),
+    LOST,
+    *FRAMES,
+    "terminate called after throwing an instance of 'c10::DistBackendError'",
+    "  what():  NCCL error: remote process exited",
+    "Last error:",
+    *FRAMES,
 )
 WENT_WELL = ("2026-01-01 INFO x: joined run r", "rank 0 INFO y: version 3")
 NEWER = "2026-01-01 12:00:01 rank 0 ERROR x: the disk is gone"
@@ -196,7 +200,8 @@ async def test_an_engine_that_is_killed_at_its_start_is_told_as_that(tmp_path: P
 
 
 async def test_lines_of_a_growing_log_are_shown_once_and_whole(tmp_path, capsys):
-    log, ended = write(tmp_path / "log", "version 1", "noise"), asyncio.Event()
+    log = write(tmp_path / "log", "version 1", "noise")
+    ended = asyncio.Event()
     show = asyncio.create_task(show_lines(log, "version ", ended))
     shown = ""
     async with asyncio.timeout(LIMIT_S):

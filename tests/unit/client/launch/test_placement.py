@@ -70,7 +70,8 @@ def test_a_server_beside_the_learner_has_fewer_episodes_where_others_have_gpus_o
     None
 ):
     server = {"count": 2, "devices": [1, 0], "max_episodes": 64}
-    got, config = placed("0 1", {"devices": [0]}, server), config_of({"devices": [0]}, server)
+    got = placed("0 1", {"devices": [0]}, server)
+    config = config_of({"devices": [0]}, server)
     assert [got.max_episodes(config, number) for number in range(2)] == [64, 20]
     assert describe_sharing(config, got)[-1] == "rollout server 1 has up to 20 episodes"
     # A group of two fits it in any case.
@@ -349,7 +350,8 @@ def test_builds_for_cpus_use_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_transport_that_cannot_join_what_starts_here_is_refused() -> None:
-    shared, own = Placement(("0",), (("0",),)), Placement(("0",), (("1",),))
+    shared = Placement(("0",), (("0",),))
+    own = Placement(("0",), (("1",),))
 
     def config(transport: str) -> Config:
         table = config_of().model_dump(mode="json", exclude_none=True)

@@ -70,7 +70,8 @@ def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
 
 
 def test_a_port_that_was_drawn_is_given_to_nobody_before_and_after_it_is_used(monkeypatch) -> None:
-    drawn, refused = free_port("127.0.0.1"), r"no free port on 127\.0\.0\.1 among 1 that were tried"
+    drawn = free_port("127.0.0.1")
+    refused = r"no free port on 127\.0\.0\.1 among 1 that were tried"
     monkeypatch.setattr(addresses, "UNASSIGNED_PORTS", range(drawn, drawn + 1))
     for _ in range(2):
         with pytest.raises(ConfigError, match=refused):
@@ -131,7 +132,8 @@ def test_an_address_whose_interface_is_down_is_refused() -> None:
 
 
 def test_two_commands_that_draw_the_same_free_port_do_not_share_it(monkeypatch) -> None:
-    drawn, other = free_port("127.0.0.1"), free_port("127.0.0.1")
+    drawn = free_port("127.0.0.1")
+    other = free_port("127.0.0.1")
     ports = iter((drawn, drawn, other))
     monkeypatch.setattr(preflight, "free_port", lambda _: next(ports))
     with hold_address("127.0.0.1:0") as first, hold_address("127.0.0.1:0") as second:
@@ -199,7 +201,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-CLIENTS, RANKS = "every client of controller.address {host}:7070", "security.tls_client_ca {own}"
+CLIENTS = "every client of controller.address {host}:7070"
+RANKS = "security.tls_client_ca {own}"
 # The certificate, the authorities of clients and of callers, the host, and who refuses it and why.
 CERTIFICATES = [
     ("here", "ca", None, "127.0.0.1", None, ""),

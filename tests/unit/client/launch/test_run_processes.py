@@ -429,7 +429,8 @@ async def test_a_trainer_that_left_before_its_controller_died_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_all: bool
 ) -> None:
     monkeypatch.setattr(run_processes, "LOOK_S", 0.001)
-    starts, stopped = 0, []
+    starts = 0
+    stopped = []
     states = [status_pb2.RUN_STATE_STOPPING, None, status_pb2.RUN_STATE_STARTING]
 
     async def keep() -> None:

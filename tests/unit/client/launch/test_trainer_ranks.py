@@ -25,9 +25,11 @@ class ScriptedRanks(RunProcesses):
     async def start_ranks(self) -> None:
         self._ranks.clear()
         for rank, codes in enumerate(self.codes):
-            name, folder = f"trainer-rank-{rank}", self._config.run_dir
+            name = f"trainer-rank-{rank}"
+            folder = self._config.run_dir
             arguments = [str(folder / f"count-{rank}"), *map(str, codes)]
-            environ, log = {"PYTHONPATH": str(Path(exits.__file__).parent)}, folder / f"{name}.log"
+            environ = {"PYTHONPATH": str(Path(exits.__file__).parent)}
+            log = folder / f"{name}.log"
             child = await start_child(name, "exits", arguments, log_path=log, environ=environ)
             self._ranks.append(child)
 
@@ -44,7 +46,9 @@ async def kept(folder, *codes, reached=()):
         return next(answers, None)
 
     ranks = ScriptedRanks(config_of(folder), Credentials(None, None, None, None), Placement())
-    ranks.codes, ranks.warn, ranks._calls.look = codes, told.append, look
+    ranks.codes = codes
+    ranks.warn = told.append
+    ranks._calls.look = look
     soon = partial(RestartPolicy, first_pause_s=0.01)
     with mock.patch.object(run_processes, "RestartPolicy", soon):
         return await ranks.keep_ranks(), told

@@ -79,7 +79,8 @@ async def test_silence_is_broken_again_and_again_less_often(
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     display = Display(config_of(tmp_path))
-    server, controller = create_server(OPEN), Waiting()
+    server = create_server(OPEN)
+    controller = Waiting()
     status_pb2_grpc.add_StatusServiceServicer_to_server(controller, server)
     address = f"127.0.0.1:{bind(server, '127.0.0.1:0', OPEN)}"
     await server.start()

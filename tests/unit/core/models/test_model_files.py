@@ -94,7 +94,8 @@ def test_a_tensor_of_another_shape_is_named_with_its_file(name, shape, said, fol
 
 
 def test_of_shards_those_count_to_which_the_index_leads(folder: Path) -> None:
-    whole, shard = folder / "model.safetensors", folder / "model-1.safetensors"
+    whole = folder / "model.safetensors"
+    shard = folder / "model-1.safetensors"
     shutil.copy(whole, shard)
     index = folder / INDEX
     files = dict.fromkeys(shapes(), shard.name)
@@ -163,7 +164,9 @@ def drop(folder: Path, part: str) -> None:
 def test_a_tower_of_which_a_part_is_missing_is_refused_where_images_are_seen(family, tmp_path):
     make_model(tmp_path / "whole", family)
     assert list(tensor_problems(tmp_path / "whole", "model.path", has_tower=True)) == []
-    blocks, inside, tower = "visual.blocks.1.", "visual.blocks.0.norm1.", "visual."
+    blocks = "visual.blocks.1."
+    inside = "visual.blocks.0.norm1."
+    tower = "visual."
     for number, part in enumerate((blocks, inside, tower)):
         folder = tmp_path / str(number)
         shutil.copytree(tmp_path / "whole", folder)
@@ -176,7 +179,8 @@ def test_a_tower_of_which_a_part_is_missing_is_refused_where_images_are_seen(fam
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tower_with_more_blocks_than_its_config_says_is_refused(family, tmp_path):
     make_model(tmp_path, family)
-    path, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    path = tmp_path / "config.json"
+    file = tmp_path / "model.safetensors"
     values = json.loads(path.read_text())
     assert values["vision_config"]["depth"] == 2
     values["vision_config"]["depth"] = 1
@@ -189,7 +193,8 @@ def test_a_tower_with_more_blocks_than_its_config_says_is_refused(family, tmp_pa
 
 @pytest.mark.parametrize("role", ["model", "reference", "critic"])
 def test_a_text_class_with_a_tower_in_its_files_is_refused(role: str, folder: Path) -> None:
-    file, name = folder / "model.safetensors", "visual.patch_embed.proj.weight"
+    file = folder / "model.safetensors"
+    name = "visual.patch_embed.proj.weight"
     write_safetensors(file, beside=shapes() | {name: (8, 3, 2, 14, 14)})
     assert list(tensor_problems(folder, f"{role}.path")) == [
         f"{role}.path must hold no vision tower for a LlamaForCausalLM, which sees no images: "

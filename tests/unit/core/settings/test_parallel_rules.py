@@ -148,8 +148,10 @@ def test_micro_batches_hold_pairs_of_chunks_under_context_parallelism() -> None:
     assert problems({"micro_batch_tokens": 95}, DENSE) == []
 
 
-FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
-TEXT, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+FIRST = "num_layers_in_first_pipeline_stage"
+LAST = "num_layers_in_last_pipeline_stage"
+TEXT = "account_for_embedding_in_pipeline_split"
+LOSS = "account_for_loss_in_pipeline_split"
 # transformer settings, parallel sizes, number of layers, part of the message or "" where it fits
 STAGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({FIRST: 2}, {"pp": 3}, 8, ""),

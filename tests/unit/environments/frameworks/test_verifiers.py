@@ -36,7 +36,8 @@ class Env:
     """Stands for an environment of verifiers whose first start fails."""
 
     def __init__(self) -> None:
-        self.starts, self.ends = 0, 0
+        self.starts = 0
+        self.ends = 0
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

@@ -17,7 +17,8 @@ SHAPE = DraftShape(
     rope_theta=100.0,
     rms_norm_eps=1e-5,
 )
-ROWS, DEPTH = 9, 4
+ROWS = 9
+DEPTH = 4
 
 
 def random_weights() -> dict[str, Tensor]:
@@ -37,7 +38,8 @@ class Cache:
         self.values: list[Tensor] = []
 
     def output(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        weights, place = self._weights, len(self.keys)
+        weights = self._weights
+        place = len(self.keys)
         states = weights["fc.weight"] @ torch.cat([embedded, hidden])
         angles = torch.tensor(
             [place * SHAPE.rope_theta ** (-2 * n / SHAPE.head_dim) for n in range(3)],
@@ -48,11 +50,13 @@ class Cache:
             first, second = (
                 (weights[f"self_attn.{name}.weight"] @ states).view(-1, 6).chunk(2, dim=1)
             )
-            cos, sin = angles.cos(), angles.sin()
+            cos = angles.cos()
+            sin = angles.sin()
             turned.append(torch.cat([first * cos - second * sin, second * cos + first * sin], 1))
         self.keys.append(turned[1])
         self.values.append((weights["self_attn.v_proj.weight"] @ states).view(-1, 6))
-        keys, values = torch.stack(self.keys), torch.stack(self.values)
+        keys = torch.stack(self.keys)
+        values = torch.stack(self.values)
         mixed = []
         for head in range(SHAPE.num_attention_heads):
             own = head // (SHAPE.num_attention_heads // SHAPE.num_key_value_heads)

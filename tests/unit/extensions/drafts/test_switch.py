@@ -3,14 +3,17 @@ from collections.abc import Callable
 import pytest
 from slipstream.extensions.drafts.switch import FIRST_KEPT, TRIAL_STEPS, DraftSwitch
 
-TOKENS, MOST = 3, 64
+TOKENS = 3
+MOST = 64
 
 
 class Engine:
     """Steps of an engine whose duration and tokens a function of drafting says."""
 
     def __init__(self, switch: DraftSwitch, step: Callable[[bool], tuple[int, float]]) -> None:
-        self._switch, self.step, self._now_s = switch, step, 0.0
+        self._switch = switch
+        self.step = step
+        self._now_s = 0.0
 
     def run(self, num_steps: int, num_requests: int = 8) -> list[bool]:
         """Runs some steps; returns for each whether it drafted."""

@@ -42,7 +42,9 @@ class Rig:
             evaluations=[{"name": "held", "reference": "m:E", "num_episodes": 2, "every_steps": 1}],
         )
         books = books_of(self.run, journal=journal)
-        self.book, self.environments, self.fleet = books.leases, books.environments, books.fleet
+        self.book = books.leases
+        self.environments = books.environments
+        self.fleet = books.fleet
         for spec in environment_specs(self.run.config, search_path=""):
             self.environments.add(spec)
         intake = Intake(self.run, books)
@@ -92,7 +94,8 @@ async def measuring(folder: Path) -> AsyncIterator[Rig]:
 
 async def test_one_server_at_a_time_waits_for_the_environments_of_a_round(tmp_path: Path) -> None:
     async with measuring(tmp_path) as rig:
-        first, second = rig.joined("first"), rig.joined("second")
+        first = rig.joined("first")
+        second = rig.joined("second")
         rig.serve(second, 0)
         rig.turn()
         assert rig.publisher.pinned == {second.key}
@@ -128,7 +131,8 @@ async def test_a_server_that_waits_for_environments_is_measured_though_a_later_r
 
 async def test_a_server_that_never_has_the_environments_does_not_keep_others_from_a_round(tmp_path):
     async with measuring(tmp_path) as rig:
-        first, second = rig.joined("first"), rig.joined("second")
+        first = rig.joined("first")
+        second = rig.joined("second")
         rig.serve(first, 0)
         rig.turn()
         assert rig.publisher.pinned == {first.key}

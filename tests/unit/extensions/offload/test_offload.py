@@ -8,7 +8,8 @@ from slipstream.learner.trainer.model.model import Part
 
 def offloaded(part: Part) -> tuple[HostMemory, torch.Tensor]:
     """Memory of which one part leaves, and its tensor of three ones."""
-    memory, tensor = HostMemory(OffloadSection(**{part.value: True})), torch.ones(3)
+    memory = HostMemory(OffloadSection(**{part.value: True}))
+    tensor = torch.ones(3)
     memory.own({part: lambda: [tensor]})
     return memory, tensor
 
@@ -40,7 +41,8 @@ def test_part_leaves_with_the_last_of_its_users() -> None:
 
 
 def test_only_the_parts_that_are_set_leave() -> None:
-    weight, moment = torch.ones(3), torch.ones(4)
+    weight = torch.ones(3)
+    moment = torch.ones(4)
     memory = HostMemory(OffloadSection(optimizer=True, gradients=True))
     memory.own({Part.PARAMETERS: lambda: [weight], Part.OPTIMIZER: lambda: [moment]})
     with memory.resident(*Part):

@@ -36,7 +36,8 @@ def test_the_prompt_of_a_group_is_one_segment():
 
 
 def test_members_with_branches_share_the_prompt_and_each_its_own_turns():
-    prompt, replies = list(range(10)), ([50, 51, 52, 53, 54], [60, 61, 62, 63, 64])
+    prompt = list(range(10))
+    replies = ([50, 51, 52, 53, 54], [60, 61, 62, 63, 64])
     sequences = []
     for reply in replies:
         whole = [*prompt, *reply]
@@ -88,7 +89,8 @@ def test_each_path_has_the_tokens_of_its_sequence_and_trains_them_once(drawn, mi
     for bundle in found:
         leaves = set()
         for place, segment in enumerate(bundle):
-            path, at = [], place
+            path = []
+            at = place
             while at is not None:
                 assert bundle[at].parent is None or bundle[at].parent < at
                 path.insert(0, bundle[at])

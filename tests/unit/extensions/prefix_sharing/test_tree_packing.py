@@ -48,7 +48,8 @@ def test_each_trained_token_is_predicted_once_as_in_its_sequence() -> None:
 
 def test_each_token_sees_the_tokens_before_it_in_its_sequence() -> None:
     found = packed()
-    bounds, keys = found.cu_seqlens.tolist(), found.paths.cu_seqlens.tolist()
+    bounds = found.cu_seqlens.tolist()
+    keys = found.paths.cu_seqlens.tolist()
     for number in range(len(bounds) - 1):
         places = found.paths.key_places[keys[number] : keys[number + 1]]
         own = list(range(bounds[number], bounds[number + 1]))

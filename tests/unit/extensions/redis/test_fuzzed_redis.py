@@ -20,7 +20,8 @@ from support.rigs.waiting import LIMIT_S
 pytestmark = pytest.mark.process
 
 KEY = b"k" * 32
-STREAM, BYTES = "slipstream:run:trajectories", "slipstream:run:bytes"
+STREAM = "slipstream:run:trajectories"
+BYTES = "slipstream:run:bytes"
 
 
 def honest(number: int) -> tuple[TrajectoryId, bytes]:
@@ -64,7 +65,9 @@ async def place(client: redis.asyncio.Redis, entries: list[dict[bytes, bytes]]) 
 
 
 async def test_what_nobody_sealed_is_removed_and_the_others_arrive(server, administrator) -> None:
-    draw, rounds, client = random.Random("redis"), BUDGET.rounds, administrator
+    draw = random.Random("redis")
+    rounds = BUDGET.rounds
+    client = administrator
     async with (
         RedisReceiver(server.url(), "run", opener(KEY)) as receiver,
         asyncio.timeout(LIMIT_S),

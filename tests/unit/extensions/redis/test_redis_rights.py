@@ -27,7 +27,11 @@ def arguments_of(rules: str) -> list[str]:
 def test_the_documented_line_gives_the_rights_of_the_user(user: QueueUser) -> None:
     (line,) = re.findall(rf"^redis-cli (ACL SETUSER {user.name} .*)$", PAGE.read_text(), re.M)
     assert shlex.split(line) == [
-        *("ACL", "SETUSER", user.name, "on", ">PASSWORD"),
+        "ACL",
+        "SETUSER",
+        user.name,
+        "on",
+        ">PASSWORD",
         *arguments_of(user.rules),
     ]
 

@@ -154,7 +154,8 @@ def test_choices_in_a_batch_that_was_set_aside_are_not_counted() -> None:
     policy = SimpleNamespace(ranks=ranks)
     batch = recorded(1.0)
     routing = Routing([layer])
-    own, other = ids([3, 2], [0, 1]), ids([0, 1], [2, 3])
+    own = ids([3, 2], [0, 1])
+    other = ids([0, 1], [2, 3])
     routing.begins()
     route(layer, SCORES, other)
     routing.begins()
@@ -220,9 +221,11 @@ def test_experts_stay_with_their_token_and_missing_ones_are_marked(num_experts: 
     first, second = batch.trajectories
     sequences = training_sequences(batch, config("rollout"))
     micro_batch = packed(sequences, [1, 0], multiple=8, sequence_multiple=4)
-    found, lengths = micro_batch.expert_ids, micro_batch.cu_seqlens.tolist()
+    found = micro_batch.expert_ids
+    lengths = micro_batch.cu_seqlens.tolist()
     assert found.shape == (len(micro_batch.token_ids), 1, 2)
-    begin, length = lengths[1], len(first.token_ids)
+    begin = lengths[1]
+    length = len(first.token_ids)
     expected = first.routed_experts.expert_ids.astype(np.int64)
     assert found[begin : begin + length].tolist() == expected.tolist()
     assert micro_batch.token_ids[begin : begin + length].tolist() == first.token_ids.tolist()
@@ -263,7 +266,8 @@ def unrecorded_fraction(*trajectories: Trajectory) -> float:
 
 def test_unrecorded_tokens_are_counted_without_the_last_of_each_trajectory() -> None:
     first, second = batch_with_experts().trajectories
-    complete, absent = len(first.token_ids) - 1, len(second.token_ids) - 1
+    complete = len(first.token_ids) - 1
+    absent = len(second.token_ids) - 1
     assert unrecorded_fraction(first) == 0.0
     assert unrecorded_fraction(first, second) == pytest.approx(absent / (complete + absent))
     assert unrecorded_fraction() == 1.0
@@ -271,7 +275,8 @@ def test_unrecorded_tokens_are_counted_without_the_last_of_each_trajectory() -> 
 
 def test_each_branch_has_the_experts_of_its_tokens_and_a_last_token_without() -> None:
     first = batch_with_experts().trajectories[0]
-    routed, length = first.routed_experts, len(first.token_ids)
+    routed = first.routed_experts
+    length = len(first.token_ids)
     tree = dataclasses.replace(
         first,
         token_ids=np.tile(first.token_ids, 2),

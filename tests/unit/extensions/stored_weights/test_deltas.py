@@ -30,7 +30,8 @@ def test_the_size_of_a_payload_follows_from_the_number_of_changes(changed: int) 
     assert payload_parts(BUCKET, changed)[2] == len(payload)
     assert plain_deltas.decode(old, payload) == new
     # Ours write and read the same.
-    before, after = np.frombuffer(bytearray(old), np.uint16), np.frombuffer(new, np.uint16)
+    before = np.frombuffer(bytearray(old), np.uint16)
+    after = np.frombuffer(new, np.uint16)
     places = np.flatnonzero(before != after)
     assert payload_of(after, places, BUCKET) == payload
     put_payload(before, payload, BUCKET, changed)

@@ -35,7 +35,8 @@ class SlowStorage(StoredWeights):
 
 class Rig:
     def __init__(self, tmp_path: Path, tasks: asyncio.TaskGroup) -> None:
-        url, self.content = str(tmp_path / "storage"), first_content()
+        url = str(tmp_path / "storage")
+        self.content = first_content()
         self.versions = StoredVersions(url)
         self.manifest = self.versions.write(0, self.content, whole=True)
         self.stored = SlowStorage(url, tmp_path / "a")

@@ -38,7 +38,8 @@ class Scene:
     """Three versions in storage, a whole one and two links, and a server that has none."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        self.url, self._folder = url, folder
+        self.url = url
+        self._folder = folder
         self.versions = StoredVersions(url)
         first = first_content()
         second = changed_content(first, share=0.01, seed=1)

@@ -33,7 +33,8 @@ class Client:
     def __init__(self) -> None:
         self.reports: list[trainer_pb2.StoredReport] = []
         self.needed: list[str] = []
-        self.is_away, self.epoch = False, "1"
+        self.is_away = False
+        self.epoch = "1"
 
     def report_stored(self, report: trainer_pb2.StoredReport) -> trainer_pb2.StoredReceipt:
         if self.is_away:
@@ -258,7 +259,9 @@ def test_an_error_that_nobody_foresaw_is_reported_too(sender, tmp_path, monkeypa
 
 def test_no_rank_waits_for_one_that_still_writes_a_version_that_was_given_up(tmp_path, monkeypatch):
     trainer = Trainer(tmp_path / "s", storage_deadline_s=60.0)
-    begun, over, written = threading.Event(), threading.Event(), threading.Event()
+    begun = threading.Event()
+    over = threading.Event()
+    written = threading.Event()
 
     def slow(path: str, _: bytes) -> None:
         if path.endswith("run/1/1-00000"):
@@ -294,7 +297,8 @@ def test_no_rank_waits_for_one_that_still_writes_a_version_that_was_given_up(tmp
 
 def test_a_manifest_is_written_after_all_that_it_names(tmp_path, monkeypatch):
     trainer = Trainer(tmp_path / "s")
-    write, done = Storage.write, list[str]()
+    write = Storage.write
+    done = list[str]()
 
     def noted(storage: Storage, key: str, data: memoryview, until: Any) -> None:
         write(storage, key, data, until)
@@ -379,7 +383,8 @@ def test_at_the_end_nothing_is_left_of_a_first_version_that_was_not_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = Trainer(tmp_path / "s")
-    begun, over = threading.Event(), threading.Event()
+    begun = threading.Event()
+    over = threading.Event()
 
     def stuck(path: str, _: bytes) -> None:
         if path.endswith("/manifest"):

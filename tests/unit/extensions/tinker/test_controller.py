@@ -85,7 +85,8 @@ class Loop:
         self.former = BatchFormer(books, tasks)
         self.operations = Operations(self.run, books, unused, unused, unused, self.former)
         self.operations.restore(self.history)
-        self.entries, self.models = self.operations._entries, self.operations._models
+        self.entries = self.operations._entries
+        self.models = self.operations._models
         self.samples: Any = self.operations._samples
 
     async def give(self, *operations: Operation) -> None:
@@ -238,7 +239,8 @@ async def test_an_operation_whose_turn_has_come_wakes_the_trainer(tmp_path: Path
 
 
 async def test_a_step_whose_result_a_kill_has_lost_is_made_once_and_told_whole(tmp_path) -> None:
-    metrics, told = {"loss": 0.1, "grad_norm": math.inf, "kl": math.nan}, {}
+    metrics = {"loss": 0.1, "grad_norm": math.inf, "kl": math.nan}
+    told = {}
     for start in range(4):
         with opened(tmp_path) as loop:
             if start == 0:
@@ -291,7 +293,8 @@ async def test_an_operation_at_which_two_trainers_ended_is_refused_in_its_turn(t
 
 
 async def test_a_long_loop_keeps_neither_sequences_nor_results_in_memory(tmp_path: Path) -> None:
-    data, names = b"1234" * 1000, ("forward", "backward")
+    data = b"1234" * 1000
+    names = ("forward", "backward")
 
     async def check(loop: Loop) -> None:
         sizes = (e.operation.ByteSize() + e.result.ByteSize() for e in loop.entries.values())
@@ -374,11 +377,14 @@ class Client:
     """A client's loop of passes with a step after nine of them, each told as soon as it ends."""
 
     def __init__(self, loop: Loop) -> None:
-        self.loop, self.number = loop, 0
+        self.loop = loop
+        self.number = 0
 
     async def order(self, **operation: Any) -> pb.OperationResult:
         """Carries an operation, or a pass, out, its trainer's part too, and returns its result."""
-        loop, name, number = self.loop, f"s:{self.number}", self.number
+        loop = self.loop
+        name = f"s:{self.number}"
+        number = self.number
         self.number += 1
         data = bytes(400)
         given = of(name, number, **operation) if operation else passed(name, number, data=data)
@@ -388,8 +394,10 @@ class Client:
             loop.computes(name, logprobs=[data])
         elif given.HasField("step"):
             await until(lambda: loop.operations._before.ended.is_set())
-            order, version = loop.operations.next_step(), loop.run.progress.version.step + 1
-            batch, made = SimpleNamespace(given=order), PolicyVersion(0, version)
+            order = loop.operations.next_step()
+            version = loop.run.progress.version.step + 1
+            batch = SimpleNamespace(given=order)
+            made = PolicyVersion(0, version)
             loop.run.progress.reached(made)
             trained: Any = SimpleNamespace(batch=batch, version=made)
             loop.operations.stepped(trained, trainer_pb2.StepReport(), None)
@@ -398,7 +406,8 @@ class Client:
 
 @pytest.mark.long
 async def test_ten_thousand_operations_leave_few_on_the_disk_and_in_memory(in_memory: Path) -> None:
-    most, files = 2 * MIN_KEPT + 16, in_memory / "r" / "operations"
+    most = 2 * MIN_KEPT + 16
+    files = in_memory / "r" / "operations"
     async with writing(in_memory) as loop:
         client = Client(loop)
         await client.order(begin=pb.Begin())
@@ -490,7 +499,9 @@ async def test_a_request_that_a_kill_has_cut_is_none(tmp_path: Path) -> None:
 async def test_a_caller_that_goes_and_comes_again_leaves_one_operation(tmp_path, monkeypatch):
     with opened(tmp_path) as loop:
         await loop.begin()
-        store, begins, may_write = loop.operations._store, threading.Event(), threading.Event()
+        store = loop.operations._store
+        begins = threading.Event()
+        may_write = threading.Event()
 
         def write(number: int, operation: Operation, write=store.write) -> None:
             begins.set()
@@ -694,7 +705,9 @@ async def test_replies_that_became_too_stale_under_way_are_sampled_anew_or_refus
 ) -> None:
     with opened(tmp_path, lora=TWO) as loop:
         model = loop.models.take("s", trainer_pb2.Adapter(rank=1, alpha=1.0))
-        model.max_staleness, model.steps, model.published = 2, 5, {4: 2, 7: 3}
+        model.max_staleness = 2
+        model.steps = 5
+        model.published = {4: 2, 7: 3}
         loop.models.named["x"] = Named(4, model, in_flight=not is_pinned)
         entry = Entry(Operation(id="s:0", sample=pb.Sample(num_samples=2, name="x")))
         samples = loop.samples

@@ -72,7 +72,8 @@ def test_names_go_with_what_they_name() -> None:
 
 
 def test_the_end_of_a_session_is_kept_as_long_as_its_model_has_its_place() -> None:
-    all_models, finish = Models(TWO), Entry(Operation(id="t:finish", stream="t"))
+    all_models = Models(TWO)
+    finish = Entry(Operation(id="t:finish", stream="t"))
     all_models.take("t:train:0", NEW)
     all_models.finished["t"] = finish
     assert finish in all_models.lasting(())

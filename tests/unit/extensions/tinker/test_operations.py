@@ -196,7 +196,8 @@ def test_a_sampling_session_names_its_weights() -> None:
 
 def test_saves_and_loads_are_named_by_their_paths() -> None:
     asked = {"model_id": "s1:train:0", "seq_id": 5, "path": "x"}
-    save, load = operations.save("save_weights", asked), {"path": "tinker://s1:train:0/weights/x"}
+    save = operations.save("save_weights", asked)
+    load = {"path": "tinker://s1:train:0/weights/x"}
     assert save.save.name == load["path"]
     new = {"session_id": "s1", "model_seq_id": 1, "optimizer": True}
     first = operations.load_weights(load | new, config_of())
@@ -393,7 +394,8 @@ def began(asked: dict, **changes: object) -> tuple:
 
 
 def test_each_of_several_models_begins_as_its_client_asks() -> None:
-    attention, mlp = ["linear_qkv", "linear_proj"], ["linear_fc1", "linear_fc2"]
+    attention = ["linear_qkv", "linear_proj"]
+    mlp = ["linear_fc1", "linear_fc2"]
     assert began({"rank": 1}) == (1, 16.0, 5, attention + mlp)
     assert began({"rank": 64, "seed": 0, "train_mlp": False}) == (64, 16.0, 0, attention)
     own = began({"rank": 2, "train_attn": False}, user_metadata={"lora_alpha": "4.5"})

@@ -289,7 +289,8 @@ def test_functions_are_loaded_with_the_source_of_the_runs_start_only(module, tmp
 
 
 def test_a_replay_refuses_other_sources_and_arguments(module: str, tmp_path: Path) -> None:
-    name, folder = f"{module}:steep", tmp_path / "journal"
+    name = f"{module}:steep"
+    folder = tmp_path / "journal"
     config = with_sources(small_config(algorithm={"loss": name, "loss_args": {"factor": 2.0}}))
     with Journal(folder) as journal:
         journal.append(kinds.Start(format=1, run_id="run", functions={**used_functions(config)}))

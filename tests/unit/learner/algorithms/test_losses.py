@@ -186,7 +186,8 @@ def test_log_ratios_of_any_size_give_finite_weights(weight: str, delta: float) -
 
 
 def test_weights_may_lead_to_the_present_policy_but_not_at_given_tokens() -> None:
-    policy, behavior = torch.tensor([math.log(1.5), math.log(3.0)]), torch.zeros(2)
+    policy = torch.tensor([math.log(1.5), math.log(3.0)])
+    behavior = torch.zeros(2)
     tokens = loss_inputs(policy, torch.full((2,), 7.0), behavior=behavior)
     given = dataclasses.replace(tokens, is_given=torch.tensor([False, True]))
     found = weights_of(algorithm(weight_args={"to": "present"}), given)

@@ -44,7 +44,8 @@ def rewarded(reward: float, *reply_tokens: int, limit: int = 100) -> RewardedEpi
 def test_gmpo_has_the_value_and_gradient_of_the_papers_geometric_mean() -> None:
     old = torch.tensor([-1.0, -1.2, -0.5, -2.0, -1.0, -3.0, -0.7], dtype=torch.float64)
     moved = torch.tensor([0.1, 0.9, -0.6, -0.9, 0.2, 0.7, 0.0], dtype=torch.float64)
-    lengths, advantages = (3, 3, 1), (1.5, -2.0, 0.5)
+    lengths = (3, 3, 1)
+    advantages = (1.5, -2.0, 0.5)
     ids = [0, 0, 0, 1, 1, 1, 2]
     each = torch.tensor(advantages, dtype=torch.float64)[ids]
 

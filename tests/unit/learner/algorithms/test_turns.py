@@ -109,7 +109,8 @@ def test_gae_over_turns_is_that_of_its_definition(made, lam):
 @given(batches(), st.booleans())
 def test_gigpo_is_the_papers_sum_of_two_comparisons(made, by_deviation):
     """Eq. 3 (episodes), 7 (anchor states) and 8 (their sum) of arXiv:2505.10978."""
-    gamma, omega = 0.95, 0.5
+    gamma = 0.95
+    omega = 0.5
     totals = {e: float(np.sum(np.concatenate(turns))) for e, (_, turns, _, _) in enumerate(made)}
     of_episodes = scaled(totals, {e: one[0] for e, one in enumerate(made)})
     returns = {
@@ -131,10 +132,13 @@ def test_gigpo_is_the_papers_sum_of_two_comparisons(made, by_deviation):
 def test_a_reward_at_the_end_has_the_bits_of_a_single_number() -> None:
     """Also with costs: what an episode earned in its last token is its reward alone."""
     chance = np.random.default_rng(0)
-    single, spread = [], []
+    single = []
+    spread = []
     for n in range(12):
-        size, reward = int(chance.integers(2, 9)), float(chance.normal())
-        costs, values = chance.uniform(0, 0.1, size), chance.normal(size=size)
+        size = int(chance.integers(2, 9))
+        reward = float(chance.normal())
+        costs = chance.uniform(0, 0.1, size)
+        values = chance.normal(size=size)
         earned = np.zeros(size)
         earned[-1] = reward
         turns = (Turn(slice(0, 1), *2 * [np.zeros(1, np.uint32)]),)
@@ -153,7 +157,9 @@ def test_a_reward_at_the_end_has_the_bits_of_a_single_number() -> None:
 
 def test_what_a_later_branch_earned_follows_an_earlier_one() -> None:
     tree = ScoredEpisode(
-        *("a", 6.0, np.zeros(4)),
+        "a",
+        6.0,
+        np.zeros(4),
         branches=(slice(0, 2), slice(2, 4)),
         earned=np.array([0.0, 1.0, 2.0, 3.0]),
     )

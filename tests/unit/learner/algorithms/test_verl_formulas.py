@@ -31,7 +31,8 @@ def packed(matrix: Tensor) -> Tensor:
 
 
 def ratios(log_ratio: Tensor) -> LossInputs:
-    proximal, zeros = packed(log_ratio), torch.zeros(NUM_TOKENS)
+    proximal = packed(log_ratio)
+    zeros = torch.zeros(NUM_TOKENS)
     return loss_inputs(zeros, proximal, behavior=zeros, sequence_ids=IDS)
 
 
@@ -137,7 +138,8 @@ def test_losses_and_gradients_are_verls(loss, settings, name, config, aggregatio
     if name == "sapo":
         # verl aggregates it in one way only.
         aggregation = "sequence_mean"
-    old, advantages = torch.randn(6, WIDTH) - 3, torch.randn(6, WIDTH)
+    old = torch.randn(6, WIDTH) - 3
+    advantages = torch.randn(6, WIDTH)
     policy = (old + 0.5 * torch.randn(6, WIDTH)).requires_grad_()
     weights = torch.rand(6, WIDTH)
     expected, _ = core_algos().get_policy_loss_fn(name)(
@@ -163,7 +165,8 @@ def test_losses_and_gradients_are_verls(loss, settings, name, config, aggregatio
 def test_divergences_are_verls(estimator) -> None:
     torch.manual_seed(2)
     # verl cuts k3 at 10.
-    policy, reference = torch.rand(50) - 2, torch.rand(50) - 2
+    policy = torch.rand(50) - 2
+    reference = torch.rand(50) - 2
     expected = core_algos().kl_penalty(policy, reference, estimator)
     torch.testing.assert_close(kl_estimate(policy, reference, estimator), expected)
 

@@ -61,7 +61,8 @@ def turn() -> Iterator[None]:
 
 
 async def test_a_task_wakes_once_for_all_changes_of_a_moment() -> None:
-    signal, woken = Signal(), 0
+    signal = Signal()
+    woken = 0
 
     async def count() -> None:
         nonlocal woken

@@ -90,7 +90,10 @@ changes = st.lists(st.tuples(st.integers(0, 100), st.booleans(), st.booleans()),
 @given(changes, st.integers(0, 100))
 def test_only_time_in_which_it_runs_is_counted(changes, last):
     """Seconds until each change, whether it runs then, and whether there is progress before."""
-    watch, now, running, expected = Stopwatch(), 0, False, 0
+    watch = Stopwatch()
+    now = 0
+    running = False
+    expected = 0
     for passed, runs, progress in changes:
         now += passed
         expected += passed if running else 0

@@ -53,10 +53,12 @@ def test_weights_govern_accepted_groups():
 )
 @pytest.mark.parametrize("how", ["filtered", "failed"])
 def test_shares_are_of_trained_groups_within_twice_the_leases(how, one_in, trained, leased):
-    book, counts = make_book(1.0, 1.0), Counter()
+    book = make_book(1.0, 1.0)
+    counts = Counter()
     while counts.total() < 40 if one_in <= 2 else counts["e1"] < 27:
         entry = book.next_for(KEY, {}, 4)
-        name, number = entry.spec.name, entry.counts.accepted + entry.counts.failed + 1
+        name = entry.spec.name
+        number = entry.counts.accepted + entry.counts.failed + 1
         if name == "e1" or number % one_in == 0:
             entry.counts.accepted += 1
             counts[name] += 1
@@ -83,7 +85,8 @@ def test_a_latecomer_gets_its_share_from_now_on():
 
 def tasks(book, number):
     """The next tasks of the first environment, each leased, and their seeds."""
-    entry, found = book.entries["e0"], []
+    entry = book.entries["e0"]
+    found = []
     for _ in range(number):
         found.append(book.next_task(entry))
         entry.counts.next_number += 1
@@ -98,7 +101,8 @@ def test_every_task_comes_once_before_any_comes_again():
 
 
 def test_the_order_of_tasks_and_their_seeds_follow_from_the_seed():
-    first, second = make_book(1.0), make_book(1.0)
+    first = make_book(1.0)
+    second = make_book(1.0)
     assert tasks(first, 9) == tasks(second, 9)
 
 
@@ -222,7 +226,8 @@ def call(name: str, number: int) -> fleet_pb2.EnvironmentCall:
 
 async def test_a_client_that_does_not_read_holds_up_no_other(monkeypatch) -> None:
     monkeypatch.setattr(session, "MAX_MESSAGES", 3)
-    clients, calls = Clients(), Stream()
+    clients = Clients()
+    calls = Stream()
     await clients.come("frozen")
     frozen = clients.first
     await clients.come("alive")
@@ -248,7 +253,8 @@ async def test_a_client_that_does_not_read_holds_up_no_other(monkeypatch) -> Non
 
 
 async def test_a_client_cannot_answer_what_another_was_asked() -> None:
-    clients, calls = Clients(), Stream()
+    clients = Clients()
+    calls = Stream()
     await clients.come("asked")
     asked = clients.first
     await clients.come("other")
@@ -267,7 +273,8 @@ async def test_a_client_cannot_answer_what_another_was_asked() -> None:
 
 async def test_a_client_that_leaves_is_reported_though_a_server_does_not_read(monkeypatch) -> None:
     monkeypatch.setattr(session, "MAX_MESSAGES", 2)
-    clients, calls = Clients(), Stream()
+    clients = Clients()
+    calls = Stream()
     commands = await clients.come("leaving")
     answers = clients.relay.call_environments(aiter(calls))
     waiting = asyncio.ensure_future(anext(answers))
@@ -287,7 +294,8 @@ async def test_a_client_that_leaves_is_reported_though_a_server_does_not_read(mo
 
 
 async def test_an_agent_is_followed_by_one_call_and_its_last_parts_leave_none_open() -> None:
-    clients, calls = Clients(), Stream()
+    clients = Clients()
+    calls = Stream()
     commands = await clients.come("agent")
     answers = clients.relay.call_environments(aiter(calls))
     for number, command in enumerate(
@@ -320,7 +328,8 @@ async def test_an_agent_is_followed_by_one_call_and_its_last_parts_leave_none_op
 
 
 async def test_clients_close_what_a_lost_server_has_left_open() -> None:
-    clients, calls = Clients(), Stream()
+    clients = Clients()
+    calls = Stream()
     commands = await clients.come("served")
     answers = clients.relay.call_environments(aiter(calls))
     waits = asyncio.ensure_future(anext(answers))
@@ -348,7 +357,8 @@ async def test_clients_close_what_a_lost_server_has_left_open() -> None:
 
 async def test_an_agent_whose_last_part_finds_no_room_is_told_as_lost(monkeypatch) -> None:
     monkeypatch.setattr(session, "MAX_MESSAGES", 3)
-    clients, calls = Clients(), Stream()
+    clients = Clients()
+    calls = Stream()
     await clients.come("frozen")
     answers = clients.relay.call_environments(aiter(calls))
     follow = pb.WorkerCommand(call_id=1, follow_agent=pb.FollowAgentCommand(episode_key="e"))

@@ -95,7 +95,8 @@ async def test_before_a_stall_fails_the_run_its_leases_are_taken_back_once(
             intake, "take_back", lambda group, cause: taken.append((group.group_id, cause))
         )
         watch = RunWatch(rig.run, rig.books, publisher, intake)
-        progress, clock = rig.run.progress, rig.run.clock
+        progress = rig.run.progress
+        clock = rig.run.clock
         progress.trainer_registered(())
         progress.waits_for("an episode")
         for number in range(num_servers):
@@ -158,7 +159,8 @@ async def test_a_member_without_progress_is_given_up_and_its_server_told_to_stop
     assert (record["group"], record["members"]) == (group.group_id, [2])
 
 
-A, B = ServerKey(ServerId("a"), 1), ServerKey(ServerId("b"), 1)
+A = ServerKey(ServerId("a"), 1)
+B = ServerKey(ServerId("b"), 1)
 
 
 def group(name: str, holder: ServerKey | None = A) -> Group:
@@ -171,7 +173,8 @@ def late(watch: LeaseWatch, groups: list[Group], **served_s: float) -> list[str]
 
 
 def test_a_lease_is_overdue_once_when_its_server_served_for_so_long_without_an_end() -> None:
-    watch, slow = LeaseWatch(), group("slow")
+    watch = LeaseWatch()
+    slow = group("slow")
     assert late(watch, [slow], a=100.0) == []
     assert late(watch, [slow], a=110.0) == []
     assert late(watch, [slow], a=110.1) == ["slow"]
@@ -179,7 +182,8 @@ def test_a_lease_is_overdue_once_when_its_server_served_for_so_long_without_an_e
 
 
 def test_an_attempt_that_ended_is_progress_whatever_came_of_it() -> None:
-    watch, slow = LeaseWatch(), group("slow")
+    watch = LeaseWatch()
+    slow = group("slow")
     assert late(watch, [slow], a=0.0) == []
     slow.attempts[1] = 0
     assert late(watch, [slow], a=9.0) == []
@@ -190,26 +194,30 @@ def test_an_attempt_that_ended_is_progress_whatever_came_of_it() -> None:
 
 
 def test_another_holder_has_its_own_time() -> None:
-    watch, slow = LeaseWatch(), group("slow")
+    watch = LeaseWatch()
+    slow = group("slow")
     assert late(watch, [slow], a=0.0, b=50.0) == []
     assert late(watch, [slow], a=10.1, b=50.0) == ["slow"]
     slow.holder = None
     assert late(watch, [slow], a=30.0, b=50.0) == []
-    slow.holder, slow.num_leases = B, 2
+    slow.holder = B
+    slow.num_leases = 2
     assert late(watch, [slow], a=30.0, b=50.0) == []
     assert late(watch, [slow], a=90.0, b=60.0) == []
     assert late(watch, [slow], a=90.0, b=60.1) == ["slow"]
 
 
 def test_what_is_complete_or_handed_back_is_not_waited_for() -> None:
-    watch, done = LeaseWatch(), group("done")
+    watch = LeaseWatch()
+    done = group("done")
     late(watch, [done], a=0.0)
     done.ended.update((0, 1))
     assert late(watch, [done], a=50.0) == []
 
 
 def test_a_server_that_does_not_end_what_was_taken_back_is_told() -> None:
-    watch, slow = LeaseWatch(), group("slow")
+    watch = LeaseWatch()
+    slow = group("slow")
     late(watch, [slow], a=0.0)
     assert late(watch, [slow], a=11.0) == ["slow"]
     assert watch.overdue([slow], {A: 11.0 + CANCEL_LIMIT_S}, limit_s=10.0)[1] == []
@@ -217,7 +225,8 @@ def test_a_server_that_does_not_end_what_was_taken_back_is_told() -> None:
 
 
 def test_a_lease_that_was_taken_back_and_given_to_the_same_server_is_a_new_one() -> None:
-    watch, slow = LeaseWatch(), group("slow")
+    watch = LeaseWatch()
+    slow = group("slow")
     late(watch, [slow], a=0.0)
     assert late(watch, [slow], a=11.0) == ["slow"]
     # The server's cancelled episodes come back: still the same lease.

@@ -86,7 +86,8 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_told_as_that(tmp_path, m
 
 @pytest.mark.process
 def test_what_only_training_reads_may_be_gone_before_an_export(tmp_path, monkeypatch) -> None:
-    model, gone = empty_model(tmp_path), tmp_path / "gone"
+    model = empty_model(tmp_path)
+    gone = tmp_path / "gone"
     settings = write_config(
         tmp_path,
         model,

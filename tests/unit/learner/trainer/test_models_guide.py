@@ -52,7 +52,8 @@ def make_source(folder: Path) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     GptOssForCausalLM(config).bfloat16().save_pretrained(folder)
     make_tokenizer(folder)
-    stored, meant = {}, {}
+    stored = {}
+    meant = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             stored[name] = meant[name] = tensor
@@ -71,7 +72,8 @@ def make_source(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_lines_of_the_guide_write_the_numbers_that_the_bits_stand_for(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
+    source = tmp_path / "source"
+    target = tmp_path / "target"
     meant = make_source(source)
     (text,) = re.findall(r"```python\n(.*?Mxfp4Config.*?)```", PAGE.read_text(), re.DOTALL)
     text = text.replace('"gpt-oss-20b"', repr(str(source)))
@@ -101,7 +103,8 @@ def config_beside(kind: str) -> PreTrainedConfig:
 
 @pytest.mark.parametrize("kind", ["Gemma3", "Mistral3"])
 def test_the_lines_of_the_guide_write_the_decoder_that_stands_beside_a_tower(kind, tmp_path):
-    source, target = tmp_path / "source", tmp_path / "target"
+    source = tmp_path / "source"
+    target = tmp_path / "target"
     torch.manual_seed(0)
     whole = AutoModelForImageTextToText.from_config(config_beside(kind)).bfloat16()
     whole.save_pretrained(source)

@@ -44,7 +44,8 @@ def test_a_mixture_of_experts_multiplies_with_the_chosen_experts_and_the_router(
     assert (sizes.matrix_parameters + 2048 * 151936) / 1e9 == pytest.approx(3.35, abs=0.02)
 
 
-SPARSE, DENSE = 2048 * 128 + 8 * 3 * 2048 * 768, 3 * 2048 * 6144
+SPARSE = 2048 * 128 + 8 * 3 * 2048 * 768
+DENSE = 3 * 2048 * 6144
 LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -60,7 +61,8 @@ LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
     ],
 )
 def test_a_mixture_multiplies_with_what_each_of_its_layers_has(model, change, more):
-    before, after = Arithmetic.of(model), Arithmetic.of(model | change)
+    before = Arithmetic.of(model)
+    after = Arithmetic.of(model | change)
     assert after.matrix_parameters - before.matrix_parameters == more
 
 
@@ -88,7 +90,8 @@ def test_latent_attention_multiplies_with_both_matrices_of_queries_and_of_keys_a
     sizes = Arithmetic.of(DEEPSEEK_V3)
     queries = 7168 * 1536 + 1536 * 128 * 192
     others = 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
-    dense, experts = 3 * 7168 * 18432, 7168 * 256 + 9 * 3 * 7168 * 2048
+    dense = 3 * 7168 * 18432
+    experts = 7168 * 256 + 9 * 3 * 7168 * 2048
     layers = 61 * (queries + others) + 3 * dense + 58 * experts
     assert sizes.matrix_parameters == layers + 7168 * 129280
     # arXiv:2412.19437 says 37 billion for each token, the embedding included.

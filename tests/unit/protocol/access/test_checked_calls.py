@@ -100,7 +100,8 @@ async def test_a_large_request_out_of_its_bounds_is_refused_as_a_small_one_is() 
     async def inner(request: object, context: object) -> None:
         raise AssertionError("it was let in")
 
-    handler, context = await checked(inner), Context(is_gone=False)
+    handler = await checked(inner)
+    context = Context(is_gone=False)
     hello = trainer_pb2.TrainerHello(places=[{"host_id": "x" * 300}] * 1000)
     with pytest.raises(grpc.aio.AbortError):
         await handler.unary_unary(hello.SerializeToString(), context)

@@ -235,7 +235,8 @@ async def test_the_oldest_silent_connection_makes_room(tmp_path, monkeypatch):
 
 
 async def test_a_scrape_that_fails_harms_no_later_one(tmp_path, caplog):
-    config, weather = metrics_config(tmp_path), Weather()
+    config = metrics_config(tmp_path)
+    weather = Weather()
     async with metrics_endpoint(config, "controller", [weather]):
         weather.fails = True
         assert (await said(config, get()))[9:12] == b"500"

@@ -58,7 +58,8 @@ def test_only_calls_that_tell_which_run_it_is_need_not_name_it() -> None:
 
 @pytest.mark.parametrize("credentials", [OPEN, TOKEN], ids=["open", "token"])
 async def test_a_call_reaches_the_run_that_it_names_alone(credentials: Credentials) -> None:
-    controller, server = Stoppable(), create_server(credentials, run_id="ours-1")
+    controller = Stoppable()
+    server = create_server(credentials, run_id="ours-1")
     status_pb2_grpc.add_StatusServiceServicer_to_server(controller, server)
     port = bind(server, "127.0.0.1:0", credentials)
     await server.start()

@@ -84,8 +84,12 @@ def of_release(release: str | None, run_id: str | None = None) -> list[tuple[str
 
 def test_who_upgrades_may_see_and_stop_a_run_and_nothing_else() -> None:
     modules = (
-        *(environment_pb2, fleet_pb2, operations_pb2),
-        *(status_pb2, trainer_pb2, trajectory_pb2),
+        environment_pb2,
+        fleet_pb2,
+        operations_pb2,
+        status_pb2,
+        trainer_pb2,
+        trajectory_pb2,
     )
     services: list[ServiceDescriptor] = [
         service for m in modules for service in m.DESCRIPTOR.services_by_name.values()

@@ -195,7 +195,8 @@ async def test_a_server_on_another_address_is_refused_without_tls() -> None:
 
 
 async def test_a_port_in_use_is_reported() -> None:
-    first, second = create_server(OPEN), create_server(OPEN)
+    first = create_server(OPEN)
+    second = create_server(OPEN)
     port = bind(first, "127.0.0.1:0", OPEN)
     await first.start()
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: is the port in use"):

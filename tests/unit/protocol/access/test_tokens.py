@@ -22,7 +22,9 @@ from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trainer_pb2, t
 from support.rigs.small_disks import small_disk
 from support.rigs.waiting import LIMIT_S
 
-TOKEN, OLD, NEW = ("t" * 40, "o" * 40, "n" * 40)
+TOKEN = "t" * 40
+OLD = "o" * 40
+NEW = "n" * 40
 ROOT = Path(__file__).parents[4]
 FILES = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
 

@@ -63,7 +63,8 @@ def test_a_flipped_bit_changes_both_sums(data: bytes, draw: st.DataObject) -> No
     place = draw.draw(st.integers(0, 8 * len(data) - 1))
     wrong = bytearray(data)
     wrong[place // 8] ^= 1 << place % 8
-    right, other = tensor_digest(data), tensor_digest(bytes(wrong))
+    right = tensor_digest(data)
+    other = tensor_digest(bytes(wrong))
     assert right[:8] != other[:8]
     assert right[8:] != other[8:]
 
@@ -86,7 +87,8 @@ def test_digest_of_a_bucket_is_blake2b_over_its_tensors() -> None:
 
 
 def test_identity_of_weights_depends_on_names_but_not_on_their_order() -> None:
-    a, b = tensor_digest(b"a"), tensor_digest(b"b")
+    a = tensor_digest(b"a")
+    b = tensor_digest(b"b")
     expected = hashlib.blake2b(b"\1\0\0\0x" + a + b"\2\0\0\0yz" + b, digest_size=16).digest()
     assert weight_digest({"x": a, "yz": b}) == expected
     assert weight_digest({"yz": b, "x": a}) == expected

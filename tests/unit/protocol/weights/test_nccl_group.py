@@ -41,7 +41,8 @@ def join(rank: int = 0, deadline_s: float = LONG_S, world_size: int = 2, **named
 
 
 def broadcast(group: NcclGroup, memory, root: int = 0, deadline_s: float = LONG_S) -> None:
-    address, size = ctypes.addressof(memory), len(memory)
+    address = ctypes.addressof(memory)
+    size = len(memory)
     group.broadcast(address, size, root, 7, deadline_s=deadline_s)
 
 
@@ -135,7 +136,8 @@ def test_abort_that_does_not_come_back_holds_nobody(nccl: FakeNccl) -> None:
 
 def test_communicator_is_not_freed_under_a_call_that_is_about_to_enter_it(nccl: FakeNccl) -> None:
     (group, _), (member, _) = join_all(nccl)
-    entering, seen = threading.Event(), list[int]()
+    entering = threading.Event()
+    seen = list[int]()
 
     def slow(*_: object) -> None:
         entering.set()
@@ -184,7 +186,8 @@ def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_deadline_is_of_each_broadcast_and_not_of_all_that_wait(nccl, now_s: list[float]) -> None:
     (sender, receiver), _ = join_all(nccl)
-    memory, there = buffer(b"data"), buffer(b"    ")
+    memory = buffer(b"data")
+    there = buffer(b"    ")
     for _ in range(6):
         broadcast(sender, memory, deadline_s=2.0)
     for left in reversed(range(6)):

@@ -165,7 +165,9 @@ class _Known:
 @settings(max_examples=times(200))
 @given(st.data())
 def test_recorded_tokens_are_those_that_were_sampled_for_any_interleaving(data) -> None:
-    talk, known, sampled = Talk(), [_Known((), [])], {}
+    talk = Talk()
+    known = [_Known((), [])]
+    sampled = {}
     open_calls: list[tuple[AgentCall, list[MessageKey], tuple[str, ...]]] = []
     for number in range(data.draw(st.integers(1, 25))):
         if open_calls and data.draw(st.booleans()):
@@ -195,7 +197,8 @@ def test_recorded_tokens_are_those_that_were_sampled_for_any_interleaving(data) 
         logprobs = np.concatenate([one["behavior_logprobs"] for one in branch.sampled]).tolist()
         of_branch = []
         for start, end in zip(ends[::2], ends[1::2], strict=True):
-            prompt, tokens = tuple(branch.token_ids[:start]), branch.token_ids[start:end]
+            prompt = tuple(branch.token_ids[:start])
+            tokens = branch.token_ids[start:end]
             recorded[prompt] = recorded.get(prompt, []) + [tokens]
             of_branch += tokens
         assert logprobs == [-token for token in of_branch]

@@ -93,7 +93,8 @@ async def test_no_error_and_no_half_of_an_answer_is_known(status, body, is_close
     first = calls.open(RESPONSES_PATH)
     await calls.begin(first, "u1")
     await calls.sample(first)
-    first.status, first.reply = status, {"role": "assistant", "content": "r1"}
+    first.status = status
+    first.reply = {"role": "assistant", "content": "r1"}
     first.body += body
     if is_closed:
         calls.recorder.close(first)
@@ -103,7 +104,9 @@ async def test_no_error_and_no_half_of_an_answer_is_known(status, body, is_close
 
 async def test_a_call_waits_for_room_that_another_may_leave() -> None:
     calls = Calls(dataclasses.replace(SAMPLING, max_total_tokens=50))
-    first, second, third = calls.open(), calls.open(), calls.open()
+    first = calls.open()
+    second = calls.open()
+    third = calls.open()
     for opened in (first, second):
         await calls.begin(opened, *["u"] * 8)
     waiting = asyncio.create_task(calls.begin(third, *["u"] * 8))

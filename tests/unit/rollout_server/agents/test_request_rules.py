@@ -11,11 +11,33 @@ SAMPLING = Sampling(1.0, 0.9, 0, 100, 4, 500)
 LIMITS = Sampling(1.0, 1.0, 0, 10, 4, 50, max_total_tokens=80, max_branches=2)
 # Fields that vLLM's requests have.
 FIELDS = (
-    *("model", "messages", "temperature", "top_p", "seed", "stop", "tools", "tool_choice", "text"),
-    *("response_format", "logit_bias", "min_tokens", "thinking", "truncation", "prompt_logprobs"),
-    *("max_tokens", "max_completion_tokens", "max_output_tokens", "output_config", "reasoning"),
-    *("chat_template_kwargs", "documents", "reasoning_effort", "include", "system"),
-    *("return_prompt_text", "return_token_offsets"),
+    "model",
+    "messages",
+    "temperature",
+    "top_p",
+    "seed",
+    "stop",
+    "tools",
+    "tool_choice",
+    "text",
+    "response_format",
+    "logit_bias",
+    "min_tokens",
+    "thinking",
+    "truncation",
+    "prompt_logprobs",
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "output_config",
+    "reasoning",
+    "chat_template_kwargs",
+    "documents",
+    "reasoning_effort",
+    "include",
+    "system",
+    "return_prompt_text",
+    "return_token_offsets",
 )
 # What a chat template reads that knows efforts of reasoning, or whether to reason, or neither.
 EFFORTS = ("messages", "reasoning_effort", "documents", "persona")
@@ -167,7 +189,11 @@ def test_everything_that_is_ignored_is_named() -> None:
     }
     body, told = ruled(asked)
     assert [*told] == [
-        *("temperature", "response_format", "conversation", "tool_choice", "server_tools")
+        "temperature",
+        "response_format",
+        "conversation",
+        "tool_choice",
+        "server_tools",
     ]
     assert not {"conversation", "response_format"} & body.keys()
 

@@ -140,7 +140,8 @@ async def test_an_episode_runs_with_another_interpreter(hosted, tmp_path: Path) 
 
 
 async def test_an_interpreter_that_cannot_run_a_worker_is_named(hosted, tmp_path) -> None:
-    bare, loud = bare_python(tmp_path / "venv"), tmp_path / "loud"
+    bare = bare_python(tmp_path / "venv")
+    loud = tmp_path / "loud"
     loud.write_text(f"#!/bin/sh\necho; echo {'x' * 9000}; exit 3\n")
     removing = tmp_path / "removing"
     removing.write_text(f"#!/bin/sh\necho lost; rm {tmp_path}/logs/*.log; exit 3\n")
@@ -252,7 +253,8 @@ async def test_who_waits_behind_a_hanging_episode_is_not_blamed(impatient) -> No
 @pytest.mark.long
 async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_it_passes(hosted):
     await hosted.loaded("Exiting")
-    dying, bystander = await hosted.begun("Exiting", "a"), await hosted.begun("Exiting", "b", 1)
+    dying = await hosted.begun("Exiting", "a")
+    bystander = await hosted.begun("Exiting", "b", 1)
     for session in (dying, bystander):
         with pytest.raises(EnvironmentFailed, match="worker exited with code 7; 2 ep") as caught:
             await session.step("x", truncated=False)
@@ -382,7 +384,11 @@ asyncio.run(main(*sys.argv[1:]))
 
 async def test_what_an_environment_forks_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
     server = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", HOSTING, str(tmp_path / "logs"), str(Path(__file__).parent)),
+        sys.executable,
+        "-c",
+        HOSTING,
+        str(tmp_path / "logs"),
+        str(Path(__file__).parent),
         stdout=asyncio.subprocess.PIPE,
     )
     assert server.stdout is not None
@@ -571,11 +577,9 @@ async def test_a_worker_may_not_compress_what_it_says(tmp_path: Path) -> None:
 
 async def test_a_command_to_a_worker_that_is_gone_fails_no_call(tmp_path: Path) -> None:
     """gRPC would log such a failure with two tracebacks."""
-    gateway, stream, wrote = (
-        WorkerGateway(tmp_path, log_bytes=4096),
-        WorkerStream(),
-        asyncio.Event(),
-    )
+    gateway = WorkerGateway(tmp_path, log_bytes=4096)
+    stream = WorkerStream()
+    wrote = asyncio.Event()
     gateway.expect(stream)
 
     class Gone:

@@ -17,7 +17,11 @@ from support.fakes.tiny_models import make_seeing_model
 from deploy.environments.colours import COLOURS, square_png
 
 RED, BLUE = (square_png(COLOURS[name], 0, 0) for name in ("red", "blue"))
-BEGIN, IMAGE, END, REPLY, COLOUR = 4, 5, 7, 3, 12
+BEGIN = 4
+IMAGE = 5
+END = 7
+REPLY = 3
+COLOUR = 12
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +53,8 @@ def test_a_message_of_an_environment_keeps_the_order_of_its_parts() -> None:
 
 
 def test_images_of_all_turns_stay_where_the_model_saw_them(seeing: Renderer) -> None:
-    history, recording = History(seeing, [shown(RED, "colour")], NO_INPUTS), Recording()
+    history = History(seeing, [shown(RED, "colour")], NO_INPUTS)
+    recording = Recording()
     context = history.prompt()
     assert context == [1, BEGIN, *[IMAGE] * 4, END, COLOUR, REPLY]
     recording.add_context(context, history.images)
@@ -109,7 +114,8 @@ async def test_an_image_with_cut_pixels_fails_its_episode_alone(server, place: s
     connection = await server.join()
     sampling = fleet_pb2.SamplingSettings()
     sampling.CopyFrom(SAMPLING)
-    sampling.max_images, sampling.max_image_bytes = 1, 4096
+    sampling.max_images = 1
+    sampling.max_image_bytes = 4096
     connection.lease("g1", members=[0], max_attempts=1, sampling=sampling)
     (trajectory,) = await server.fleet.wait_trajectories(1)
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT

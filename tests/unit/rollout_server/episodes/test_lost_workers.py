@@ -166,7 +166,8 @@ def test_all_episodes_of_a_suspect_share_a_worker_again_when_one_has_passed() ->
 
 
 def test_suspects_take_turns_and_the_newest_episode_of_each_goes_first() -> None:
-    hosted, began = suspecting(3, 4), []
+    hosted = suspecting(3, 4)
+    began = []
 
     async def leave_unjudged(key: str, task: int) -> None:
         session = await hosted.open(key, task, LIMIT_S)

@@ -28,7 +28,10 @@ TOKEN = re.compile(
     r"<\|[^|<>\s]+\|?>|<[^|<>\s]+\|>|<｜[^｜]+｜>|</s>|\[/?[A-Z_]+\]|<seed:[be]os>"
     r"|<(?:beginning|end)_of_\w+>|\]~!?b\[?\]?|\[e~\["
 )
-EQUAL, REFUSED, ADDED, ANEW = "equal", "refused", "added", "anew"
+EQUAL = "equal"
+REFUSED = "refused"
+ADDED = "added"
+ANEW = "anew"
 
 
 class Family(NamedTuple):
@@ -193,7 +196,8 @@ def user(text: str) -> ChatMessage:
 
 def family_of(template: Template, end: str) -> Family:
     """Returns what becomes of the conversations."""
-    call, result = "add a is 5", ChatMessage("tool", "7 degrees")
+    call = "add a is 5"
+    result = ChatMessage("tool", "7 degrees")
     thought = "<think>\nhm\n</think>\n\n"
     return Family(
         outcome(lambda: template.talk([(user("q one"), "r one"), (user("q two"), "r two")], [])),

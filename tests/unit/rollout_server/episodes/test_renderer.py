@@ -277,7 +277,8 @@ def test_a_template_from_a_file_takes_the_place_of_the_tokenizers(tmp_path: Path
 
 def test_the_members_of_a_group_are_rendered_once_and_get_lists_of_their_own(renderer) -> None:
     rendered = renderer._prompt.cache_info().misses
-    first, second = renderer.prompt([user("c d")]), renderer.prompt([user("c d")])
+    first = renderer.prompt([user("c d")])
+    second = renderer.prompt([user("c d")])
     assert renderer._prompt.cache_info().misses == rendered + 1
     first.append(9)
     assert second == renderer.prompt([user("c d")]) == [1, 6, 7, 3]
@@ -437,7 +438,8 @@ def test_a_given_reply_has_no_mark_behind_the_first_at_which_sampling_ends(
 def test_a_reply_before_a_result_needs_an_end_where_the_template_writes_none(tmp_path) -> None:
     inline = "{% for m in messages %}{{ m.content }}{% endfor %}"
     make_chat_tokenizer(tmp_path, inline, words=["<|call_end|>"])
-    renderer, result = Renderer(tmp_path), [ChatMessage("tool", "7")]
+    renderer = Renderer(tmp_path)
+    result = [ChatMessage("tool", "7")]
     said = renderer.reply("b<|call_end|>", [user("a")], following=result)
     assert renderer.decode_all(said) == "b<|call_end|>"
     with pytest.raises(RenderingFailed, match="no special token between a reply and the result"):

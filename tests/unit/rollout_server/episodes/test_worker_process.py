@@ -83,7 +83,8 @@ async def test_cancelled_twice_a_worker_has_ended_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An environment's unloading cancels a worker that its episode's end has cancelled."""
-    began, ends = asyncio.Event(), WorkerProcess.end
+    began = asyncio.Event()
+    ends = WorkerProcess.end
 
     def end(worker: WorkerProcess) -> None:
         began.set()

@@ -15,7 +15,9 @@ from support.fakes import fake_cupy, fake_streams
 from vllm.utils import nccl
 
 DEVICE = torch.device("cuda", 0)
-BROADCAST, DIGEST, COPY = 4.0, 1.0, 2.0
+BROADCAST = 4.0
+DIGEST = 1.0
+COPY = 2.0
 NUM_BUCKETS = 5
 BUCKETS = tuple(
     plan_buckets([TensorSpec(f"w{n}", "bfloat16", (512,)) for n in range(NUM_BUCKETS)], 1024)

@@ -9,7 +9,8 @@ import torch
 from slipstream.rollout_server.vllm import one_pass_sampler
 from slipstream.rollout_server.vllm.one_pass_sampler import OnePassSampler, OnePassWorker, Sampler
 
-ROWS, VOCABULARY = 3, 7
+ROWS = 3
+VOCABULARY = 7
 
 
 class States:

@@ -60,7 +60,8 @@ class OneBucket:
 
 
 def test_an_update_that_disproved_the_plan_leaves_no_bucket_in_memory() -> None:
-    model, sender = Negating(), OneBucket()
+    model = Negating()
+    sender = OneBucket()
     place = View.of(model.weight)
     copies = (Copy(torch.bfloat16, place, "weight", place),)
     receiver = SlipstreamWeightTransfer(None, VllmConfig(), torch.device("cpu"), model)

@@ -29,7 +29,8 @@ class Ends:
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         weights = WeightsSection(join_deadline_s=LONG_S, bucket_deadline_s=LONG_S)
-        self.sender, self._pool = IpcSender(weights, CPU, num_bytes=LARGEST), pool
+        self.sender = IpcSender(weights, CPU, num_bytes=LARGEST)
+        self._pool = pool
         where = self.sender.announce("members-1", num_senders=1, world_size=2)
         connecting = pool.submit(self.sender.connect, where, 0)
         self.receiver = IpcReceiver(where, 1, LONG_S, CPU)
@@ -75,7 +76,8 @@ def digests_of(tensors: list[torch.Tensor]) -> list[bytes]:
 def test_every_bucket_is_read_where_the_learner_put_it(ends: Ends) -> None:
     memory = ends.receiver.prepare(incoming())
     for seed in (1, 2, 3):
-        sending, got = ends.send(seed), []
+        sending = ends.send(seed)
+        got = []
         for place, data in enumerate(ends.receiver.receive(incoming())):
             assert data.data_ptr() == memory[place].data_ptr()
             got.append(data.clone())
@@ -179,7 +181,8 @@ class SlowDigests:
 
 
 def test_buffers_stay_until_a_thread_that_copies_out_of_them_is_done(ends, monkeypatch):
-    receiver, digests = ends.receiver, SlowDigests()
+    receiver = ends.receiver
+    digests = SlowDigests()
     monkeypatch.setattr(receiver, "_open_digests", lambda _: digests)
     vars(receiver)["_digests"] = digests
     with ThreadPoolExecutor() as pool:

@@ -52,7 +52,8 @@ def test_copies_of_all_kinds_are_made() -> None:
     typed = buffer.view(torch.bfloat16)
     for span in bucket.spans:
         start = span.offset_bytes // 2
-        name, shape = span.tensor.name, span.tensor.shape
+        name = span.tensor.name
+        shape = span.tensor.shape
         sent = typed[start : start + targets[name].numel()].view(shape)
         assert torch.equal(targets[name], sent.to(targets[name].dtype)), name
     assert not parameters["gapped"][:, 16:].any()
@@ -117,7 +118,8 @@ def test_only_a_transport_that_enqueues_receives_in_the_first_call(enqueues, in_
 
 
 def test_what_is_staged_is_copied_in_the_first_call() -> None:
-    transport, staging = TwoBuckets(enqueues=False), Staging(CPU)
+    transport = TwoBuckets(enqueues=False)
+    staging = Staging(CPU)
     sizes: list[int] = []
     copying = ready(transport, lambda _, buffer: sizes.append(buffer.numel()), staging)
     copying.begin()
@@ -174,7 +176,9 @@ def test_a_smaller_update_keeps_the_memory_and_a_larger_one_gets_more() -> None:
 
 
 def test_the_next_update_is_not_written_by_one_that_was_abandoned() -> None:
-    staging, late, incoming = Staging(CPU), Numbered(), incoming_of(3, 500)
+    staging = Staging(CPU)
+    late = Numbered()
+    incoming = incoming_of(3, 500)
     late.may_go_on.clear()
     abandoned = staging.begin(late, incoming)
     staging.abandon(abandoned)

@@ -16,7 +16,8 @@ LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (4,))], bucket_bytes=1024)
 OTHER_LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (8,))], bucket_bytes=1024)
 ADAPTERS = layout_to_pb((), 1024, adapters=[TensorSpec("a", "bfloat16", (4,))])
 NO_LAYOUT = weights_pb2.WeightLayout()
-LOADED, COPIED = ["pause", "paused", "receive"], ["pause", "begin", "paused", "receive"]
+LOADED = ["pause", "paused", "receive"]
+COPIED = ["pause", "begin", "paused", "receive"]
 
 
 def order(publish_id: str, **changed: Any) -> weights_pb2.PublishOrder:
@@ -36,7 +37,8 @@ def both(value: object) -> list[dict[str, Any]]:
     return [{"value": value}, {"value": value}]
 
 
-READY, FAILED = both(True), [{"value": result()}, {"error": "a bucket did not arrive"}]
+READY = both(True)
+FAILED = [{"value": result()}, {"error": "a bucket did not arrive"}]
 RIGHT = [READY, both(result())]
 BY_LOADER = both(result(by_plan=False))
 
@@ -85,7 +87,8 @@ async def idle(*_: object) -> None:
 
 
 async def test_where_nobody_is_waited_for_one_call_prepares_an_update() -> None:
-    first, second = (result(receive_s=2.0, wire_s=0.3, began_s=3.5), result(began_s=3.25))
+    first = result(receive_s=2.0, wire_s=0.3, began_s=3.5)
+    second = result(began_s=3.25)
     engine = Engine(READY, [{"value": first}, {"value": second}], may_stage=True)
     loaded = await engine.take()
     assert [name for name, _ in engine.calls] == ["prepare", "receive"]
@@ -186,7 +189,8 @@ async def test_an_update_that_could_not_begin_fails_with_that_error(is_busy: boo
 async def test_a_failed_update_is_over_when_no_worker_is_inside_it_any_more() -> None:
     engine = Engine(*RIGHT, *RIGHT)
     engine.begun = [{"value": None}, {"error": "a bucket did not arrive"}]
-    is_asked, is_over = asyncio.Event(), asyncio.Event()
+    is_asked = asyncio.Event()
+    is_over = asyncio.Event()
 
     def is_begun() -> bool:
         return any(name == "begin" for name, _ in engine.calls)

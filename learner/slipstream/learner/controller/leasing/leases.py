@@ -40,9 +40,11 @@ class LeaseBook:
         num_steps: int,
         attempts_per_lease: int,
     ) -> None:
-        self.groups_per_step, self.group_size = groups_per_step, group_size
+        self.groups_per_step = groups_per_step
+        self.group_size = group_size
         # Bound for new leases; deliveries are checked against `algorithm.max_staleness`.
-        self.max_staleness, self.num_steps = max_staleness, num_steps
+        self.max_staleness = max_staleness
+        self.num_steps = num_steps
         self._attempts_per_lease = attempts_per_lease
         # The step whose batch is being formed.
         self.step = 0
@@ -63,7 +65,8 @@ class LeaseBook:
     def restore(self, history: RunHistory) -> None:
         """Restores the book from the journal's `history`; its open groups wait for a server."""
         self.step = history.next_step
-        self._next_group, self._starts = history.next_group, history.starts
+        self._next_group = history.next_group
+        self._starts = history.starts
         for open_group in history.open_groups.values():
             self._keep(reopened(open_group, self.group_size, self._attempts_per_lease))
         # Servers that left before the earlier controller ended deliver nothing any more.
@@ -178,7 +181,9 @@ class LeaseBook:
 
     def reassign(self, group: Group, holder: ServerKey) -> None:
         """Gives an orphan, a group without a server, to another server."""
-        group.holder, group.closed, group.sent_at_close = holder, False, None
+        group.holder = holder
+        group.closed = False
+        group.sent_at_close = None
         group.num_leases += 1
         group.first_attempt = group.next_attempt
         group.allow(holder.epoch, group.first_attempt, self._attempts_per_lease)
@@ -329,7 +334,8 @@ class LeaseBook:
 
     def run_again(self, group: Group) -> list[int]:
         """Ends the running members of a closed lease, and returns them: others run them again."""
-        members, group.shunned = group.running, group.holder
+        members = group.running
+        group.shunned = group.holder
         group.setbacks.update(members)
         group.ended.update(members)
         self._hand_back(group)
@@ -367,7 +373,8 @@ class LeaseBook:
         self.step = step
         for group in groups:
             if not group.allowed:
-                finished, record = group.finished, records[group.group_id]
+                finished = group.finished
+                record = records[group.group_id]
                 group = reopened(record, self.group_size, self._attempts_per_lease)
                 group.refill(finished, finished)
             group.deadline_step = step

@@ -89,11 +89,15 @@ class Scheduler:
     """Leases groups to all serving servers, as far as staleness and the queue allow."""
 
     def __init__(self, run: Run, books: Books, abandon: Callable[[Group], None]) -> None:
-        self._run, self._progress = run, run.progress
+        self._run = run
+        self._progress = run.progress
         self._config = run.config
         self._largest_bytes = largest_trajectory_bytes(self._config)
-        self._book, self._environments = books.leases, books.environments
-        self._fleet, self._journal, self._queue = books.fleet, books.journal, books.queue
+        self._book = books.leases
+        self._environments = books.environments
+        self._fleet = books.fleet
+        self._journal = books.journal
+        self._queue = books.queue
         self._abandon = abandon
         self._wait = LeaseWait.NOTHING
         self._waits = {wait: Stopwatch() for wait in LeaseWait}
@@ -232,7 +236,8 @@ class Scheduler:
         again, as new groups.
         """
         able: dict[str, set[int]] = {}
-        num_abandoned, due = 0, None
+        num_abandoned = 0
+        due = None
         for group in self._book.orphans():
             name = group.environment
             if name not in able:
@@ -248,7 +253,8 @@ class Scheduler:
                     f"group {group.group_id} is leased afresh: step {self._book.step + 1} waits "
                     f"for it, and no server can finish it by step {group.deadline_step + 1}"
                 )
-                num_abandoned, due = num_abandoned + 1, None
+                num_abandoned = num_abandoned + 1
+                due = None
                 if num_abandoned == limit:
                     break
         return num_abandoned
@@ -275,9 +281,11 @@ class Scheduler:
         """
         if not rooms:
             return [], LeaseWait.SERVER
-        book, environments = self._book, self._environments
+        book = self._book
+        environments = self._environments
         granted: list[Grant] = []
-        size, episodes = book.group_size, book.episodes_by_environment()
+        size = book.group_size
+        episodes = book.episodes_by_environment()
         # The evaluation episodes that would start now if the queue had room.
         evaluated_soon = sum(
             min(waiting, session.hello.max_episodes)
@@ -298,7 +306,9 @@ class Scheduler:
             if len(granted) == limit:
                 return granted, None
             free, place, room = heap[0]
-            session, key, step = room.session, room.session.key, room.served_step
+            session = room.session
+            key = room.session.key
+            step = room.served_step
             old = entry = None
             if book.may_lease(step):
                 old = next((group for group in book.again if may_run(group, key)), None)
@@ -328,7 +338,8 @@ class Scheduler:
 
     def lease_message(self, group: Group) -> fleet_pb2.Lease:
         """Returns the message that leases the missing members of `group` to its holder."""
-        spec, prompt = environment_pb2.EnvironmentSpec(), group.prompt
+        spec = environment_pb2.EnvironmentSpec()
+        prompt = group.prompt
         if prompt is None:
             spec = self._environments.entries[group.environment].spec
         return fleet_pb2.Lease(

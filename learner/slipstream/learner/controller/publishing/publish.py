@@ -66,8 +66,11 @@ class Publisher(Part):
     """
 
     def __init__(self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup) -> None:
-        self._fleet, self._run, self._progress = fleet, run, run.progress
-        self._tasks, self._settings = tasks, run.config.weights
+        self._fleet = fleet
+        self._run = run
+        self._progress = run.progress
+        self._tasks = tasks
+        self._settings = run.config.weights
         self._publishes_adapters = run.config.lora.publishes_adapters
         # Seconds that a bucket of the next publish may take.
         self._bucket_deadline_s = self._settings.bucket_deadline_s
@@ -92,11 +95,13 @@ class Publisher(Part):
 
         Those of a run by storage are never sent weights: `StoredPublisher` lets them fetch.
         """
-        newest, sessions = version or self._progress.version, self._fleet.sessions
+        newest = version or self._progress.version
+        sessions = self._fleet.sessions
         is_by_storage = self._settings.storage_url is not None
         if is_by_storage or self._fleet.versions[newest] == len(sessions):
             return []
-        due, now_s = [], time.monotonic()
+        due = []
+        now_s = time.monotonic()
         for session in sessions.values():
             may_be_sent = now_s >= session.retry_publish_s and not self.questions.is_late(session)
             is_behind = session.version != newest and session.key not in self.pinned
@@ -164,7 +169,8 @@ class Publisher(Part):
         is_nth = self.totals.publishes % self._settings.verify_every == 0
         order.publish_id = question.publish_id
         order.version.CopyFrom(question.version)
-        order.verify, order.adapters_alone = is_fresh or is_anew or is_nth, holds_base
+        order.verify = is_fresh or is_anew or is_nth
+        order.adapters_alone = holds_base
         order.bucket_deadline_s = self._bucket_deadline_s
         order.join_deadline_s = self._settings.join_deadline_s
         has_version = version_from_pb(trainer.version) == version
@@ -197,7 +203,8 @@ class Publisher(Part):
 
     def _await_end(self, publish: Publish, num_buckets: int) -> None:
         """Sets the deadline of this publish; the run fails if the trainer misses it."""
-        order, stall_s = publish.order, self._run.config.controller.stall_timeout_s
+        order = publish.order
+        stall_s = self._run.config.controller.stall_timeout_s
         limit_s = 2 * order.join_deadline_s + num_buckets * order.bucket_deadline_s
         publish.limit_s = limit_s + stall_s
         publish.until_s = self._run.clock.now_s() + publish.limit_s
@@ -250,7 +257,8 @@ class Publisher(Part):
             self._membership.forget()
             return DISCARD
         self._current = None
-        cause, digests = "", tuple(result.bucket_digests)
+        cause = ""
+        digests = tuple(result.bucket_digests)
         if result.error:
             cause = f"the learner could not send: {result.error}"
         elif publish.digests not in ((), digests):
@@ -262,7 +270,8 @@ class Publisher(Part):
             self._abandon(publish, cause)
             return DISCARD
         if not publish.digests:
-            publish.digests, publish.probe = digests, result.probe
+            publish.digests = digests
+            publish.probe = result.probe
             self._commit(publish, num_coming=1)
         try:
             loads = [receiver.loaded for receiver in publish.receivers]
@@ -340,7 +349,8 @@ class Publisher(Part):
             if not receiver.cause:
                 receiver.session.send(order)
                 self._tasks.create_task(self._lead(receiver))
-        bucket_s, join_s = publish.order.bucket_deadline_s, publish.order.join_deadline_s
+        bucket_s = publish.order.bucket_deadline_s
+        join_s = publish.order.join_deadline_s
         self._tasks.create_task(self._expire(publish, 2 * join_s + num_coming * bucket_s))
 
     async def _expire(self, publish: Publish, limit_s: float) -> None:
@@ -352,7 +362,8 @@ class Publisher(Part):
 
     async def _lead(self, receiver: Receiver) -> None:
         """Leads a receiver from its commit to its end: loaded, serving, proved."""
-        publish, session = receiver.publish, receiver.session
+        publish = receiver.publish
+        session = receiver.session
         await receiver.loaded
         if problem := receiver.problem():
             self._fail(receiver, problem)
@@ -360,7 +371,8 @@ class Publisher(Part):
         if receiver.cause:
             return
         del self._open[session.key]
-        now_s, told_s = time.monotonic(), publish.told_s
+        now_s = time.monotonic()
+        told_s = publish.told_s
         assert told_s is not None
         self.totals.served(
             report, told_s=now_s - told_s, unserved_s=now_s - session.unserved_since_s
@@ -381,7 +393,8 @@ class Publisher(Part):
             if publish.trainer == self._trainer and not publish.order.adapters_alone:
                 self._holders.add(session.key)
             self.failures.served(session)
-            session.version, session.publish_id = publish.version, publish.publish_id
+            session.version = publish.version
+            session.publish_id = publish.publish_id
             if not session.is_leaving:
                 session.cause = ""
             session.become(SERVING)
@@ -399,7 +412,8 @@ class Publisher(Part):
         if report.phase == FAILED:
             self._fail(receiver, report.message or "it failed")
             return
-        loaded, serving = fleet_pb2.PUBLISH_PHASE_LOADED, fleet_pb2.PUBLISH_PHASE_SERVING
+        loaded = fleet_pb2.PUBLISH_PHASE_LOADED
+        serving = fleet_pb2.PUBLISH_PHASE_SERVING
         # A server that serves has loaded.
         reached = {loaded: [receiver.loaded], serving: [receiver.loaded, receiver.serving]}
         for wait in reached.get(report.phase, []):
@@ -410,7 +424,9 @@ class Publisher(Part):
         """Ends a receiver as failed; only the first call for a receiver has an effect."""
         if receiver.cause:
             return
-        publish, session, receiver.cause = receiver.publish, receiver.session, cause
+        publish = receiver.publish
+        session = receiver.session
+        receiver.cause = cause
         self._open.pop(session.key, None)
         if self._fleet.find(session.key) is session:
             # Once for each failed publish: this machine or network may be slow.

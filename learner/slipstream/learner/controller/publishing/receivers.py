@@ -44,7 +44,8 @@ class Failures:
     """Counts the failed publishes of each server, over all of its epochs, and acts on them."""
 
     def __init__(self, fleet: Fleet, run: Run) -> None:
-        self._fleet, self._run = fleet, run
+        self._fleet = fleet
+        self._run = run
         # Failures in a row: the first counts since any server served last, the second since that
         # server served last.
         self._while_none_served: Counter[ServerId] = Counter()
@@ -111,7 +112,8 @@ class Failures:
             failures[session.key.server_id] += 1
             if len(failures) > MAX_FAILING:
                 del failures[next(iter(failures))]
-        in_a_row, progress = self._while_none_served[session.key.server_id], self._run.progress
+        in_a_row = self._while_none_served[session.key.server_id]
+        progress = self._run.progress
         may_fail = not self._fleet.serving() and not progress.is_over
         if in_a_row >= MAX_FAILED_WHILE_NONE_SERVES and may_fail:
             progress.fail(
@@ -130,7 +132,8 @@ class Membership:
         # Number of the trainer's ranks that send; they are the first ranks of a communicator.
         self.num_senders = 1
         self.members: tuple[ServerKey, ...] = ()
-        self._epoch, self._name = 0, ""
+        self._epoch = 0
+        self._name = ""
 
     def forget(self, communicator_id: str | None = None) -> None:
         """Drops the newest communicator; with an id, only if the communicator has this id."""
@@ -153,7 +156,8 @@ class Membership:
             self._epoch += 1
             # A secret that is sent only over gRPC: strangers cannot join by gloo or ipc.
             self._name = f"{self._run_id}-{self._epoch}-{secrets.token_hex(16)}"
-        receivers, rank = [], self.num_senders
+        receivers = []
+        rank = self.num_senders
         for session in targets:
             workers = session.hello.engine_workers
             receivers.append(
@@ -203,8 +207,10 @@ class Questions:
     """
 
     def __init__(self, run: Run, tasks: asyncio.TaskGroup, failures: Failures) -> None:
-        self._run, self._settings = run, run.config.weights
-        self._tasks, self._failures = tasks, failures
+        self._run = run
+        self._settings = run.config.weights
+        self._tasks = tasks
+        self._failures = failures
         self._asked: dict[ServerKey, Question] = {}
 
     def is_late(self, session: ServerSession) -> bool:
@@ -243,7 +249,8 @@ class Questions:
         problems = {}
         for question in questions:
             if not question.answer.done():
-                session, question.is_late = question.session, True
+                session = question.session
+                question.is_late = True
                 keeps = "it serves nothing yet"
                 if session.is_serving and session.version is not None:
                     keeps = f"it keeps version {session.version.step}"
@@ -262,7 +269,8 @@ class Questions:
 
     async def _follow(self, question: Question) -> None:
         """Waits for a late answer, then wakes the run; ends the server's stream if none comes."""
-        limit_s, clock = self._settings.join_deadline_s, self._run.clock
+        limit_s = self._settings.join_deadline_s
+        clock = self._run.clock
         await clock.wait([question.answer], question.asked_s + limit_s - clock.now_s())
         if question.answer.done():
             self._run.signal.notify()
@@ -297,13 +305,15 @@ def choose_for(run: Run, places: Mapping[str, weights_pb2.Place]) -> tuple[str, 
 
     A server with the reason "" takes part. The transport is "" if no server takes part.
     """
-    wanted, parallel = run.config.weights.transport, run.config.learner.parallel
+    wanted = run.config.weights.transport
+    parallel = run.config.learner.parallel
     choose = partial(choose_transport, wanted, run.progress.learner_places, parallel=parallel)
     # Usually all servers fit; to add them one by one takes quadratic time.
     with contextlib.suppress(ConfigError):
         return choose(places) if places else "", [""] * len(places)
     fitting: dict[str, weights_pb2.Place] = {}
-    transport, problems = "", []
+    transport = ""
+    problems = []
     for name, place in places.items():
         wider = fitting | {name: place}
         try:

@@ -22,7 +22,8 @@ def logit_gap(expected: LogprobArray, got: LogprobArray) -> float:
     and unlikely tokens. The result is the power mean with exponent 1/2, so that a few large errors
     do not dominate. It is NaN if a value is not finite.
     """
-    wanted, given = expected.astype(np.float64), got.astype(np.float64)
+    wanted = expected.astype(np.float64)
+    given = got.astype(np.float64)
     doubt = np.maximum(1.0 - np.exp(np.minimum(wanted, 0.0)), _LEAST_DOUBT)
     with np.errstate(invalid="ignore"):
         errors = np.abs(wanted - given) / doubt
@@ -120,7 +121,8 @@ class PublishTotals:
 
         The last server is the server that loaded its weights last.
         """
-        stages, sent = self.last_stages, self.last_sent
+        stages = self.last_stages
+        sent = self.last_sent
         return {
             "pause_s": self.last_pause_s,
             "publish_prepare_s": stages.prepare_s,

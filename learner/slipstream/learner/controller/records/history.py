@@ -257,7 +257,8 @@ def read_history(
             what = f"line {number} of the journal{wrote}"
             raise ProtocolError(unknown_fact(what, str(error))) from error
         except (ArithmeticError, LookupError, ValueError) as error:
-            kind, cause = shown(str(record["kind"])), one_line(str(error), 200)
+            kind = shown(str(record["kind"]))
+            cause = one_line(str(error), 200)
             raise ProtocolError(
                 f"line {number} of the journal is no record {kind}: {cause}; {REMEDY}"
             ) from error

@@ -162,7 +162,8 @@ class Journal:
                 raise self._failure
             try:
                 with self._lock:
-                    pending, self._pending = b"".join(self._pending), []
+                    pending = b"".join(self._pending)
+                    self._pending = []
                     num_lines = self._num_lines
                 while pending:
                     pending = pending[self._file.write(pending) :]
@@ -476,7 +477,8 @@ def _logs(folder: Path) -> list[tuple[Path, float]]:
 
     The number is infinite if no later log has a line.
     """
-    found, end = [], math.inf
+    found = []
+    end = math.inf
     for path in reversed(journal_logs(folder)):
         found.append((path, end))
         end = min(end, _first_number(path) or math.inf)

@@ -36,8 +36,16 @@ FLUSH_S = 0.05
 MOST = 2**63 - 1
 # Fates of tokens in the ledger; with the difference they add up to the generated tokens.
 FATES = (
-    *("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside"),
-    *("queued", "in_flight", "lost"),
+    "trained",
+    "filtered",
+    "failed",
+    "cancelled",
+    "quarantined",
+    "evaluated",
+    "set_aside",
+    "queued",
+    "in_flight",
+    "lost",
 )
 
 
@@ -59,8 +67,11 @@ class TokenLedger:
 
         `held` returns the received trajectories that are in no batch.
         """
-        self._epochs, self._held = epochs, held
-        self._journal, self._queue, self._state = journal, queue, state
+        self._epochs = epochs
+        self._held = held
+        self._journal = journal
+        self._queue = queue
+        self._state = state
         self._seen = SeenIds()
         # Number of received trajectories; all trajectories that have ended or are in a batch.
         self._num_received, self._settled = 0, Amount()
@@ -77,7 +88,8 @@ class TokenLedger:
         """Takes over the journal's counts; all servers of earlier starts count as dead."""
         self._epochs.take_over(history.servers)
         self._seen = copy.deepcopy(history.ended)
-        self._num_received, self._settled = history.settled.trajectories, history.settled
+        self._num_received = history.settled.trajectories
+        self._settled = history.settled
         self._unread = history.unread
 
     def journal_servers(self, lost: ServerKey | None = None) -> None:
@@ -159,7 +171,8 @@ class TokenLedger:
         while True:
             await self._flush_wanted.wait()
             self._flush_wanted.clear()
-            ended, self._ended = self._ended, []
+            ended = self._ended
+            self._ended = []
             await self._journal.durable()
             await self._queue.acknowledge(ended)
             await asyncio.sleep(FLUSH_S)
@@ -200,7 +213,8 @@ class TokenLedger:
                 in_flight += count.in_flight
                 travelling += count.ended - count.received
                 travelling -= count.unsent.tokens + count.missing.tokens
-        held, journaled = _amount(self._held()), self._journal.settled
+        held = _amount(self._held())
+        journaled = self._journal.settled
         if self._is_writing:
             journaled = self._settled
         gaps = [

@@ -243,7 +243,8 @@ class RunState:
         counts.filtered += 1
         if seen := (*counts.seen, *(record.seen or ())):
             counts.seen = (min(seen), max(seen))
-        reward, solved = record.reward or 0.0, bool(record.solved)
+        reward = record.reward or 0.0
+        solved = bool(record.solved)
         self.filtered.append(FilteredGroup(group.environment, reward, solved))
         self.filtered_groups[self.next_step] += 1
 
@@ -289,10 +290,12 @@ class RunState:
         # One that was submitted again while the trainer had the batch has counted none of it.
         for _, environment, _ in record.groups:
             counts = self.environments[environment]
-            counts.accepted, counts.failed = max(counts.accepted - 1, 0), counts.failed + 1
+            counts.accepted = max(counts.accepted - 1, 0)
+            counts.failed = counts.failed + 1
         for group_id, environment, *_ in record.put_back:
             counts = self.environments[environment]
-            counts.accepted, counts.leased = max(counts.accepted - 1, 0), counts.leased + 1
+            counts.accepted = max(counts.accepted - 1, 0)
+            counts.leased = counts.leased + 1
             self.put_back[group_id] = batch
             self.open_groups[group_id] = replace(self.batched[group_id], deadline_step=step)
         self.ends[TrajectoryEnd.SET_ASIDE] += record.tokens

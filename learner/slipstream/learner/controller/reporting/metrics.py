@@ -161,8 +161,11 @@ class RunRecorder:
         `close` closes the trackers. `events` gets hints and warnings. With `texts`, sampled
         episodes of several turns list the text of each turn.
         """
-        self._folder, self._config, self._trackers = folder, config, trackers
-        self._texts, self._warn = texts, events.warn
+        self._folder = folder
+        self._config = config
+        self._trackers = trackers
+        self._texts = texts
+        self._warn = events.warn
         with contextlib.suppress(OSError):
             (folder / SUMMARY).unlink()
         for name in (METRICS, SAMPLES, GROUPS):
@@ -342,7 +345,8 @@ class RunRecorder:
         `state` is that of the journal, which has `journal_lines` by now; `ending` has the final
         state of the run and its cause.
         """
-        facts, evaluations = self.facts, state.evaluations
+        facts = self.facts
+        evaluations = state.evaluations
         heldout = [result.reward_mean for result in evaluations]
         first_rewards, last_rewards = facts.edge_rewards(state.version.step)
         summary: dict[str, JsonValue] = {
@@ -466,7 +470,8 @@ def readable(
     of turns; if it is None, the line has no turns. `advantage` is the mean over the trained tokens,
     or None if it is unknown.
     """
-    spans, sampled = trajectory.version_spans, trajectory.num_sampled_tokens
+    spans = trajectory.version_spans
+    sampled = trajectory.num_sampled_tokens
     lags = sum(span.length * (step - 1 - span.version.step) for span in spans)
     line: dict[str, JsonValue] = {
         "step": step,
@@ -484,7 +489,9 @@ def readable(
         "versions": [[span.length, str(span.version)] for span in spans],
         "metrics": dict(trajectory.metrics),
     }
-    tokens, runs, rewards = trajectory.token_ids, trajectory.run_lengths, trajectory.turn_rewards()
+    tokens = trajectory.token_ids
+    runs = trajectory.run_lengths
+    rewards = trajectory.turn_rewards()
     branches: list[JsonValue] = []
     for part in trajectory.sequences if trajectory.branches else ():
         branch: dict[str, JsonValue] = {
@@ -511,7 +518,8 @@ def _turns(
     turns: list[JsonValue] = []
     runs = itertools.zip_longest(lengths[::2], lengths[1::2], fillvalue=0)
     for (context, sampled), reward in itertools.zip_longest(runs, rewards):
-        middle, end = place + context, place + context + sampled
+        middle = place + context
+        end = place + context + sampled
         turns.append(
             {
                 "context": texts(token_ids[place:middle]),

@@ -30,8 +30,12 @@ Tell: TypeAlias = Callable[[str], None]
 
 # Columns that the row of every step has.
 COLUMNS = (
-    *("step", "reward_mean", "lag_mean", "lag_max"),
-    *("generated_tokens_per_s", "trained_tokens_per_s"),
+    "step",
+    "reward_mean",
+    "lag_mean",
+    "lag_max",
+    "generated_tokens_per_s",
+    "trained_tokens_per_s",
 )
 # Bytes of a file that are read at once in search of its last whole line.
 BLOCK_BYTES = 1 << 16
@@ -57,7 +61,8 @@ class ResultFile:
         """Writes one record whole, or counts it as lost."""
         try:
             with open_regular(self.path, "ab", buffering=0) as file:
-                size, left = file.tell(), record
+                size = file.tell()
+                left = record
                 try:
                     while left:
                         left = left[file.write(left) :]
@@ -111,7 +116,8 @@ def drop_torn_line(path: Path, tell: Tell) -> None:
         return
     try:
         with open_regular(path, "r+b") as file:
-            end, newline = file.seek(0, os.SEEK_END), -1
+            end = file.seek(0, os.SEEK_END)
+            newline = -1
             while end > 0 and newline < 0:
                 start = max(0, end - BLOCK_BYTES)
                 file.seek(start)

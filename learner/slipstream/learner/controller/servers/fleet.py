@@ -67,7 +67,8 @@ class Fleet:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._progress = run, run.progress
+        self._run = run
+        self._progress = run.progress
         self.clock = run.clock
         self.sessions: dict[ServerId, ServerSession] = {}
         # The version of each server that serves, and the number of these servers by version.

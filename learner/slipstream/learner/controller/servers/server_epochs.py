@@ -49,7 +49,8 @@ class EpochCount:
     def report(self, report: fleet_pb2.ServerReport) -> None:
         """Stores the counters of a report, which were all read at the same moment."""
         self.reported = report.generated_tokens
-        self.in_flight, self.ended = report.in_flight_tokens, report.ended_tokens
+        self.in_flight = report.in_flight_tokens
+        self.ended = report.ended_tokens
         self.unrecorded = self.reported - self.in_flight - self.ended
         self.unsent = Amount(report.ended_episodes, self.ended).less(
             Amount.from_pb(report.delivering), Amount.from_pb(report.sent)
@@ -60,7 +61,8 @@ class EpochCount:
 
         `sent` is `Delivery.sent`: the trajectories and tokens that the server has sent so far.
         """
-        self.received, self.num_received = self.received + tokens, self.num_received + 1
+        self.received = self.received + tokens
+        self.num_received = self.num_received + 1
         self.num_sent = max(self.num_sent, sent.trajectories)
         missing = sent.less(Amount(self.num_received, self.received))
         if self.is_earlier:
@@ -171,8 +173,10 @@ class ServerEpochs:
     def take_over(self, earlier: "ServerEpochs") -> None:
         """Takes over the counts of the previous start, whose servers are dead, before any joins."""
         earlier.all_died()
-        self._departed, self._names = earlier._departed, earlier._names
-        self._folded, self._earlier = earlier._folded, earlier._earlier
+        self._departed = earlier._departed
+        self._names = earlier._names
+        self._folded = earlier._folded
+        self._earlier = earlier._earlier
 
     def receive(self, key: ServerKey, tokens: int, sent: Amount) -> None:
         """Counts a trajectory of a server; see `EpochCount.receive`."""

@@ -48,9 +48,13 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
     """Adds the configured environments, and others that clients or an earlier start have added."""
 
     def __init__(self, run: Run, books: Books, intake: Intake) -> None:
-        self._run, self._progress = run, run.progress
-        self._environments, self._fleet = books.environments, books.fleet
-        self._book, self._journal, self._intake = books.leases, books.journal, intake
+        self._run = run
+        self._progress = run.progress
+        self._environments = books.environments
+        self._fleet = books.fleet
+        self._book = books.leases
+        self._journal = books.journal
+        self._intake = intake
         # What the run itself starts, from the folder in which it looks for modules.
         self._folder = os.getcwd()
         self._own = environment_specs(run.config, search_path=self._folder)
@@ -66,7 +70,8 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
             try:
                 spec = json_format.Parse(text, pb.EnvironmentSpec())
             except json_format.ParseError as error:
-                what, fact = f"the submitted environment {name}", one_line(str(error), 200)
+                what = f"the submitted environment {name}"
+                fact = one_line(str(error), 200)
                 raise ProtocolError(unknown_fact(what, fact)) from error
             if problem := self._problem(spec):
                 # The settings may allow less than before.
@@ -181,7 +186,8 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: CallContext
     ) -> AsyncIterator[pb.WorkerCommand]:
         """Serves one client from its hello to the end of its stream; yields commands for it."""
-        clock, limit_s = self._run.clock, HELLO_TIMEOUT_S
+        clock = self._run.clock
+        limit_s = HELLO_TIMEOUT_S
         hello = (await first_message(request_iterator, context, clock, limit_s=limit_s)).hello
         if refusal := self._client_came(hello):
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, refusal, Reason.BAD_ARGUMENT)
@@ -310,9 +316,11 @@ def environment_specs(config: Config, *, search_path: str) -> list[pb.Environmen
     """Returns the configured environments, then evaluations, imported from `search_path`."""
     specs = []
     for section in config.played:
-        weight, purpose = 1.0, Purpose.EVALUATION
+        weight = 1.0
+        purpose = Purpose.EVALUATION
         if isinstance(section, EnvironmentSection):
-            weight, purpose = section.weight, Purpose.TRAINING
+            weight = section.weight
+            purpose = Purpose.TRAINING
         spec = pb.EnvironmentSpec(
             name=section.name,
             reference=section.reference,

@@ -40,8 +40,11 @@ MAX_ENGINE_WORKERS = 1024
 # Largest plausible speed of an engine; a server that reports more is refused.
 MAX_TOKENS_PER_S = 1e7
 _COUNTERS = (
-    *("generated_tokens", "ended_tokens", "in_flight_tokens"),
-    *("drafted_tokens", "accepted_tokens"),
+    "generated_tokens",
+    "ended_tokens",
+    "in_flight_tokens",
+    "drafted_tokens",
+    "accepted_tokens",
 )
 # Seconds that a server may count from the time before the controller has read its hello.
 BEFORE_S = 60.0
@@ -84,8 +87,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     """Serves rollout servers: their streams, and their calls to environments of clients."""
 
     def __init__(self, fleet: Fleet, run: Run, relay: Relay) -> None:
-        self._fleet, self._relay = fleet, relay
-        self._run, self._progress = run, run.progress
+        self._fleet = fleet
+        self._relay = relay
+        self._run = run
+        self._progress = run.progress
         # Warnings about files of servers, which may join again and again.
         self._told: set[str] = set()
 
@@ -132,10 +137,12 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     async def _greet(
         self, requests: AsyncIterator[fleet_pb2.ServerMessage], context: CallContext
     ) -> ServerSession:
-        config, clock = self._run.config, self._fleet.clock
+        config = self._run.config
+        clock = self._fleet.clock
         limit_s = config.controller.heartbeat_timeout_s
         hello = (await first_message(requests, context, clock, limit_s=limit_s)).hello
-        problem, reason = "", Reason.TOO_SMALL
+        problem = ""
+        reason = Reason.TOO_SMALL
         if problem := _impossible(hello):
             reason = Reason.PROTOCOL
         elif hello.max_episodes < config.algorithm.group_size:
@@ -153,7 +160,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 f"{config.queue.max_bytes}: leases count on it"
             )
         elif differing := _differing(hello.engine_settings, config.engine_settings):
-            problem, reason = f"an engine with {differing}", Reason.WRONG_STATE
+            problem = f"an engine with {differing}"
+            reason = Reason.WRONG_STATE
         elif self._fleet.epochs.was_given(hello.server_epoch):
             # The delivery key is made from the epoch: two servers would share one key.
             problem = f"epoch {hello.server_epoch:x} was given before, draw a new one"
@@ -161,9 +169,11 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         elif problem := misfit(self._run, hello):
             reason = Reason.WRONG_STATE
         elif self._progress.is_over:
-            problem, reason = "the run is over", Reason.WRONG_STATE
+            problem = "the run is over"
+            reason = Reason.WRONG_STATE
         if problem:
-            name, code = hello.server_id[:100], grpc.StatusCode.FAILED_PRECONDITION
+            name = hello.server_id[:100]
+            code = grpc.StatusCode.FAILED_PRECONDITION
             await abort(context, code, f"server {name}: {problem}", reason)
         await self._check_name_is_free(hello, context)
         key = ServerKey(ServerId(hello.server_id), hello.server_epoch)
@@ -251,7 +261,8 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     """Reports the state of the run; only `StopRun` and `DrainServer` change it."""
 
     def __init__(self, run: Run, books: Books, scheduler: Scheduler, recorder: RunRecorder) -> None:
-        self._run, self._progress = run, run.progress
+        self._run = run
+        self._progress = run.progress
         self._book = books.leases
         self._environments = books.environments
         self.fleet = books.fleet

@@ -54,7 +54,8 @@ class TrainerPlace:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._progress = run, run.progress
+        self._run = run
+        self._progress = run.progress
         # Secret number of the trainer that registered last. 0 before any has registered.
         self.epoch = 0
         self._holder = ""
@@ -72,7 +73,8 @@ class TrainerPlace:
         """Rejects a second trainer while the place is taken; adds one event per such trainer."""
         if not self.is_taken:
             return
-        newcomer, heard_s = _describe(hello, context), self._progress.trainer_heard_s
+        newcomer = _describe(hello, context)
+        heard_s = self._progress.trainer_heard_s
         text = (
             f"the trainer of {self._holder} has the place in this run and was heard "
             f"{self._run.clock.now_s() - heard_s:.1f} s ago; end it, or wait until it is gone"
@@ -103,7 +105,8 @@ class TrainerPlace:
 
     async def check(self, context: CallContext) -> None:
         """Rejects a call unless it comes from the trainer that registered last."""
-        cause, reason = "", Reason.WRONG_STATE
+        cause = ""
+        reason = Reason.WRONG_STATE
         if not self.epoch:
             cause = "no trainer has registered since the controller was started"
             reason = Reason.NOT_REGISTERED
@@ -139,8 +142,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         publisher: Publisher,
         parts: Sequence[Part],
     ) -> None:
-        self._run, self._progress, self._book = run, run.progress, book
-        self._former, self._publisher, self._parts = former, publisher, parts
+        self._run = run
+        self._progress = run.progress
+        self._book = book
+        self._former = former
+        self._publisher = publisher
+        self._parts = parts
         # Version of the trainer's weights; after a restart it may be older than the run's version.
         self._trainer_version = run.progress.version
         # Set when the trainer leaves on purpose.
@@ -324,7 +331,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 f"step {trained.version.step} came out different when it was trained again: its "
                 f"weights are version {trained.version} now, and are sent again"
             )
-        given_s, self._given_s = self._given_s, None
+        given_s = self._given_s
+        self._given_s = None
         for part in self._parts:
             part.stepped(trained, request, given_s)
         await self._former.durable()
@@ -434,7 +442,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def _suspect(self) -> None:
         """Notes the batch of a failed trainer as suspect if it has never been trained."""
-        way_past, batch = "", self._former.untried
+        way_past = ""
+        batch = self._former.untried
         if batch is not None:
             way_past = (
                 f"batch {batch.batch_id} of step {batch.version} is trained first when the run "
@@ -538,7 +547,8 @@ async def await_goodbye(run: Run, trainer: TrainerServicer, *, silence_s: float)
             )
             return
         await run.signal.changes(min(LOOK_S, silence_s - silent_s + 0.001), gather_s=0.0)
-    goodbye, is_wanted = trainer.goodbye, run.config.learner.export_final
+    goodbye = trainer.goodbye
+    is_wanted = run.config.learner.export_final
     if goodbye is not None and is_wanted and not goodbye.export_path:
         progress.fail(
             "the trainer left without exporting the model; run the same command again to resume it"

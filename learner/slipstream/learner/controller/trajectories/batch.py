@@ -291,7 +291,8 @@ def _chunked(batch: FormedBatch, held: Collection[bytes]) -> Iterator[tuple[str,
 
 
 # Largest number of named branches of an episode, and of its first turns, whose rewards are metrics.
-MOST_BRANCHES, MOST_TURNS = 16, 8
+MOST_BRANCHES = 16
+MOST_TURNS = 8
 _EQUAL = "equal_rewards_fraction"
 
 
@@ -300,7 +301,8 @@ def batch_statistics(batch: FormedBatch) -> dict[str, float]:
     if batch.given is not None:
         return {"passes": float(len(batch.given.passes))}
     trajectories = batch.trajectories
-    lags, num_sampled = batch.token_lags, batch.token_lags.total()
+    lags = batch.token_lags
+    num_sampled = batch.token_lags.total()
     rewards = [t.reward for t in trajectories]
     sizes = [len(t.token_ids) for t in trajectories]
     replies = [length for t in trajectories for length in t.run_lengths[1::2]]

@@ -33,7 +33,8 @@ class Feed:
     """Counts by environment, and tells what is new."""
 
     def __init__(self, run: Run, books: Books) -> None:
-        self._run, self._entries = run, books.environments.entries
+        self._run = run
+        self._entries = books.environments.entries
         self._counts: dict[str, Counter[str]] = {}
         # The newest episodes with a verdict on a reading: all, those unread, those cut.
         self._newest: dict[str, Counter[str]] = {}
@@ -43,7 +44,8 @@ class Feed:
         entry = self._entries.get(trajectory.environment)
         if entry is None:
             return
-        counts, metrics = self._of(entry), trajectory.metrics
+        counts = self._of(entry)
+        metrics = trajectory.metrics
         counts["episodes"] += 1
         counts["failed_episodes"] += trajectory.status is Status.FAILED
         counts["truncated_episodes"] += trajectory.status is Status.TRUNCATED
@@ -123,7 +125,8 @@ class Feed:
         self._of(entry)["unreadable_replies"] += not is_read
         if newest["all"] < LOOKED_AT:
             return
-        unread, cut = newest["unread"] / newest["all"], newest["cut"] / newest["all"]
+        unread = newest["unread"] / newest["all"]
+        cut = newest["cut"] / newest["all"]
         newest.clear()
         if unread > MOST_UNREADABLE and entry.is_news("unreadable"):
             self._warn(

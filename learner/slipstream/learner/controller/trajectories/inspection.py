@@ -74,10 +74,12 @@ def read_claim(
 
 def _excess(trajectory: Trajectory, sampling: SamplingSection) -> str:
     """Returns the reason why no episode of this run can have this size, or "" if one can."""
-    number, most = len(trajectory.branches), sampling.max_branches
+    number = len(trajectory.branches)
+    most = sampling.max_branches
     if number > most:
         return f"it has {number} branches, sampling.max_branches is {most}"
-    size, most = len(trajectory.token_ids), sampling.max_episode_tokens
+    size = len(trajectory.token_ids)
+    most = sampling.max_episode_tokens
     for place, part in enumerate(trajectory.sequences if number else (), 1):
         own = part.tokens.stop - part.tokens.start
         if own > most:
@@ -95,10 +97,12 @@ def _excess(trajectory: Trajectory, sampling: SamplingSection) -> str:
         return f"it has {turns} turns, sampling.max_turns is {most}"
     if trajectory.has_reward and trajectory.num_sampled_tokens == 0:
         return "it has a reward and no sampled token"
-    number, most = len(trajectory.images), sampling.max_images
+    number = len(trajectory.images)
+    most = sampling.max_images
     if number > most:
         return f"it has {number} images, sampling.max_images is {most}"
-    largest, most = max(map(len, trajectory.images), default=0), sampling.max_image_bytes
+    largest = max(map(len, trajectory.images), default=0)
+    most = sampling.max_image_bytes
     if largest > most:
         return f"it has an image of {largest} bytes, sampling.max_image_bytes is {most}"
     for name, text in (("prompt", trajectory.prompt_text), ("reply", trajectory.reply_text)):
@@ -153,7 +157,8 @@ class EarlierIds:
     """The trajectories that an earlier start of the controller has journaled."""
 
     def __init__(self, history: RunHistory, journal: Journal) -> None:
-        self._ended, self._trained_in = history.ended, history.trained_in
+        self._ended = history.ended
+        self._trained_in = history.trained_in
         # Those of `history` change when a batch is set aside.
         self._batches = dict(history.batches)
         self._journal = journal
@@ -195,9 +200,12 @@ class Inspector:
         Its arguments are the name of the trajectory, the cause, and whether the server will retry
         the episode without an order.
         """
-        self._run, self._progress = run, run.progress
-        self._book, self._fleet = books.leases, books.fleet
-        self._ledger, self._environments = books.ledger, books.environments.entries
+        self._run = run
+        self._progress = run.progress
+        self._book = books.leases
+        self._fleet = books.fleet
+        self._ledger = books.ledger
+        self._environments = books.environments.entries
         self._again = run_again
         self._largest_bytes = largest_trajectory_bytes(run.config) + NAMES_BYTES
         # Number of token ids. 0 if it is unknown.
@@ -261,7 +269,9 @@ class Inspector:
 
     def contradiction(self, trajectory: Trajectory, group: Group | None) -> str:
         """Returns why a trajectory, of `group` if the book has it, is invalid, or "" if valid."""
-        config, vocabulary, progress = self._run.config, self._vocabulary, self._progress
+        config = self._run.config
+        vocabulary = self._vocabulary
+        progress = self._progress
         key = ServerKey(trajectory.server_id, trajectory.server_epoch)
         if key not in self._fleet.epochs:
             return f"no rollout server {key.server_id} ever had the epoch {key.epoch:x}"
@@ -295,7 +305,8 @@ class Inspector:
         server, tokens, will_retry = read_claim(
             delivery, self._fleet.epochs, largest_bytes=self._largest_bytes
         )
-        trajectory_id, name = delivery.trajectory_id, TrajectoryName.parse(delivery.trajectory_id)
+        trajectory_id = delivery.trajectory_id
+        name = TrajectoryName.parse(delivery.trajectory_id)
         group_id = GroupId("") if name is None else name.group_id
         if self.earlier.holds(group_id, trajectory_id):
             self._ledger.acknowledge(trajectory_id)
@@ -317,7 +328,8 @@ class Inspector:
                 f"rollout server {server.server_id} produces nothing but trajectories that cannot "
                 f"be trained, the last {MAX_IN_A_ROW} in a row: {cause}"
             )
-            session, every = self._fleet.find(server), self._fleet.sessions.values()
+            session = self._fleet.find(server)
+            every = self._fleet.sessions.values()
             if all(each is session or each.is_leaving for each in every):
                 self._progress.fail(fault)
             elif session is not None and not session.is_leaving:

@@ -59,10 +59,15 @@ class Intake(ServerListener):
     """
 
     def __init__(self, run: Run, books: Books) -> None:
-        self._run, self._progress = run, run.progress
-        self._book, self._environments = books.leases, books.environments
-        self._fleet, self._journal, self._receiver = books.fleet, books.journal, books.queue
-        self._ledger, self._state = books.ledger, books.state
+        self._run = run
+        self._progress = run.progress
+        self._book = books.leases
+        self._environments = books.environments
+        self._fleet = books.fleet
+        self._journal = books.journal
+        self._receiver = books.queue
+        self._ledger = books.ledger
+        self._state = books.state
         self.inspector = Inspector(run, books, run_again=self._run_again)
         self.feed = Feed(run, books)
         # The lowest and the highest reward that this controller has seen, by environment.
@@ -76,12 +81,14 @@ class Intake(ServerListener):
         self._book.awaited.joined(session.name, session.hello.undelivered)
 
     def reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
-        num_sent, arrived = report.sent.trajectories, self._fleet.epochs.count(session.key).num_sent
+        num_sent = report.sent.trajectories
+        arrived = self._fleet.epochs.count(session.key).num_sent
         for group in self._book.short_leases(session.key, num_sent, arrived):
             self.run_again(group, "neither delivered them nor named them unfinished")
 
     def lease_reported(self, session: ServerSession, report: fleet_pb2.LeaseReport) -> None:
-        group_id, unused = GroupId(report.group_id), report.next_attempt
+        group_id = GroupId(report.group_id)
+        unused = report.next_attempt
         self._book.closed(group_id, session.key, report.unfinished, next_attempt=unused)
         self._run.signal.notify(gathered=True)
 
@@ -105,7 +112,8 @@ class Intake(ServerListener):
     async def consume(self) -> None:
         """Takes deliveries until the task is cancelled."""
         while True:
-            delivery, decoded = await self._receiver.get(), None
+            delivery = await self._receiver.get()
+            decoded = None
             if len(delivery.data) > SMALL_BYTES:
                 # `accept` meets a fault again and quarantines the delivery.
                 with contextlib.suppress(*FAULTS):
@@ -183,7 +191,8 @@ class Intake(ServerListener):
 
         Members with `controller.max_attempts` setbacks get no further attempt.
         """
-        session, members = self._fleet.find(group.holder), self._book.run_again(group)
+        session = self._fleet.find(group.holder)
+        members = self._book.run_again(group)
         name = "a rollout server that is gone" if session is None else session.name
         self._run.events.warn(
             f"{len(members)} episodes of group {group.group_id} run again: {name} closed their "
@@ -204,7 +213,8 @@ class Intake(ServerListener):
         Once all training environments are suspended, the watch fails the run.
         """
         entry = self._environments.entries[environment]
-        entry.state, entry.cause = environment_pb2.ENVIRONMENT_STATE_SUSPENDED, cause
+        entry.state = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
+        entry.cause = cause
         if entry.client is not None:
             entry.client.close()
         self._run.events.add(f"environment {environment} is suspended: {cause}", logging.ERROR)
@@ -284,7 +294,8 @@ class Intake(ServerListener):
 
     def judge_filtered(self) -> None:
         """Ends the run, failed or as solved, if too many groups were left out of one batch."""
-        algorithm, filtered = self._run.config.algorithm, self._state.filtered
+        algorithm = self._run.config.algorithm
+        filtered = self._state.filtered
         step = self._state.next_step
         is_few = len(filtered) < MOST_FILTERED_BATCHES * algorithm.groups_per_step
         # If a batch is complete or being written, the trainer is slow, and the tasks not stuck.
@@ -361,7 +372,8 @@ class Intake(ServerListener):
         self._cancel_members(group, f"member {member} failed for good")
         if group.purpose is Purpose.EVALUATION:
             return
-        name, task = group.environment, group.task_index
+        name = group.environment
+        task = group.task_index
         entry = self._environments.entries.get(name)
         if failure.kind is FailureKind.PROMPT_TOO_LONG:
             if entry is not None and entry.is_news("long prompt", str(task)):
@@ -377,7 +389,8 @@ class Intake(ServerListener):
                 f"task {task} of environment {name} is set aside: "
                 f"episode {member} of {group.group_id} had its last attempt: {cause}"
             )
-        number, oldest = group_number(group.group_id) or 0, self._book.oldest_open(name)
+        number = group_number(group.group_id) or 0
+        oldest = self._book.oldest_open(name)
         most = self._run.config.controller.max_failed_groups
         if (
             blamed

@@ -90,7 +90,8 @@ def training_sequences(
         zeros = np.zeros(trajectory.num_sampled_tokens)
         # The advantages of a trajectory that is left out are 0.
         worth = found.get(index, TokenAdvantages(zeros, zeros))
-        shared, reference = worth.advantages, own.reference
+        shared = worth.advantages
+        reference = own.reference
         if trajectory.branches:
             parts = trajectory.sequences
             shared = np.concatenate([p.branch.share * shared[p.sampled] for p in parts])
@@ -185,9 +186,11 @@ def _advantages(
         if not sides:
             continue
         by_side = {side.side: side.shaped_reward for side in sides}
-        turns, told = _turns_of(trajectory), trajectory.token_rewards
+        turns = _turns_of(trajectory)
+        told = trajectory.token_rewards
         own_rewards = {side_of(branch): branch.reward for branch in trajectory.branches}
-        costs, kl = np.zeros(trajectory.num_sampled_tokens), config.algorithm.kl
+        costs = np.zeros(trajectory.num_sampled_tokens)
+        kl = config.algorithm.kl
         if kl.coefficient and kl.placement == "reward" and not trajectory.is_given:
             reference = known[index].reference
             assert reference is not None, "a cost of divergence needs a reference model"
@@ -198,7 +201,8 @@ def _advantages(
                 kl.estimator,
             )
             costs = kl.coefficient * divergence.numpy()
-        lags, values = every_lag[index], known[index].values
+        lags = every_lag[index]
+        values = known[index].values
         # A side is the branches of an episode that share a reward; estimators take them as one
         # episode, which is compared with the same side of its group's episodes. An episode has one
         # side, unless its agent gave a named branch a reward of its own.
@@ -207,7 +211,8 @@ def _advantages(
             own = np.arange(part.sampled.start, part.sampled.stop)
             found_sides.setdefault(side_of(part.branch), []).append(own)
         for side, parts in found_sides.items():
-            places, group_id = np.concatenate(parts), trajectory.group_id
+            places = np.concatenate(parts)
+            group_id = trajectory.group_id
             ends = itertools.pairwise([0, *itertools.accumulate(map(len, parts))])
             owners.append((index, places))
             earned = None if told is None else told[places].astype(np.float64)
@@ -258,10 +263,12 @@ def _turns_of(trajectory: Trajectory) -> dict[str, list[Turn]]:
         for is_reply, length in zip(
             itertools.cycle((False, True)), trajectory.run_lengths[part.runs]
         ):
-            start, end = end, end + length
+            start = end
+            end = end + length
             if is_reply and length:
                 first = own[-1].span.stop if own else 0
-                read, said = trajectory.token_ids[begin:start], trajectory.token_ids[start:end]
+                read = trajectory.token_ids[begin:start]
+                said = trajectory.token_ids[start:end]
                 own.append(Turn(slice(first, first + length), read, said))
                 begin = end
     return turns
@@ -313,8 +320,10 @@ def policy_loss(
         sequences=SequenceSums(micro_batch.sequence_ids, mask, len(micro_batch.indices) + 1, group),
     )
     where = f"step {step + 1}"
-    loss, weight = function_of(algorithm, "loss"), function_of(algorithm, "weight")
-    factors, terms = token_weights(weight, tokens, where), token_terms(loss, tokens, where)
+    loss = function_of(algorithm, "loss")
+    weight = function_of(algorithm, "weight")
+    factors = token_weights(weight, tokens, where)
+    terms = token_terms(loss, tokens, where)
     values: list[Values] = []
     names = {column.name for column in columns}
     for function, one, mine in ((loss, terms, mask), (weight, factors, mask & ~is_given)):
@@ -363,7 +372,8 @@ class StepStatistics:
 
     def __init__(self, epochs: int = 1, columns: Sequence[Column] = ()) -> None:
         """Takes the passes over the batch and all columns of the step, the same on all ranks."""
-        self._epochs, self._columns = epochs, [*OF_ALL_STEPS, *columns]
+        self._epochs = epochs
+        self._columns = [*OF_ALL_STEPS, *columns]
         self._table = _new_table(self._columns)
 
     def add(self, found: Sequence[Tensor], ranks: Ranks) -> float:
@@ -435,7 +445,9 @@ def token_statistics(
 
     It is float64 [3, columns of all steps and `columns`]: sum, number of tokens and largest value.
     """
-    mask, behavior, policy = tokens.mask, tokens.behavior_logprobs, tokens.logprobs
+    mask = tokens.mask
+    behavior = tokens.behavior_logprobs
+    policy = tokens.logprobs
     is_sampled = mask & ~tokens.is_given
     is_newest = is_sampled & (tokens.lags == 0)
     reference = policy if tokens.reference_logprobs is None else tokens.reference_logprobs
@@ -462,7 +474,8 @@ def token_statistics(
     values = torch.stack([found.double() for found, _ in chosen])
     masks = torch.stack([own for _, own in chosen])
     table = _new_table([*OF_ALL_STEPS, *columns], mask.device)
-    of_all_steps, of_reports = table[:, : len(chosen)], table[:, len(chosen) :]
+    of_all_steps = table[:, : len(chosen)]
+    of_reports = table[:, len(chosen) :]
     of_all_steps[0] = torch.where(masks, values, 0.0).sum(1)
     of_all_steps[1] = masks.sum(1)
     of_all_steps[2] = torch.where(masks, values, -math.inf).amax(1)

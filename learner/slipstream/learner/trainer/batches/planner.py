@@ -49,11 +49,13 @@ def plan_micro_batches(
     costs = np.rint(_UNITS * (sizes + pairs)).astype(np.int64)
     longest_first = np.argsort(-sizes, kind="stable")
     # Below, a sequence is its place in this order.
-    of_size, of_cost = sizes[longest_first].tolist(), costs[longest_first].tolist()
+    of_size = sizes[longest_first].tolist()
+    of_cost = costs[longest_first].tolist()
 
     def levelled(places: Sequence[int], number: int) -> _Bins | None:
         """Returns `number` micro batches, balanced by cost or else by tokens; None without room."""
-        own_sizes, own_costs = [of_size[p] for p in places], [of_cost[p] for p in places]
+        own_sizes = [of_size[p] for p in places]
+        own_costs = [of_cost[p] for p in places]
         bins = _level(own_sizes, own_costs, max_tokens, number)
         bins = bins or _level(own_sizes, own_sizes, max_tokens, number)
         return bins and [[places[index] for index in members] for members in bins]

@@ -188,7 +188,8 @@ def images_of(
     Raises UntrainableBatch for an image that cannot be read, or whose tokens in the trajectory
     differ from the processor's.
     """
-    name, found = trajectory.trajectory_id, []
+    name = trajectory.trajectory_id
+    found = []
     for offset, image in trajectory.image_places:
         if not tokens.start <= offset < tokens.stop:
             continue
@@ -220,15 +221,19 @@ class ImageInputs:
     @classmethod
     def of(cls, images: Sequence[Sequence[SequenceImage]], lengths: Sequence[int]) -> ImageInputs:
         """Returns the inputs for packed sequences with these `images` and `lengths` in tokens."""
-        num_rows, start = 0, 0
+        num_rows = 0
+        start = 0
         rows = np.full(sum(lengths), -1, dtype=np.int64)
-        positions, pixels, grids = [], [], []
+        positions = []
+        pixels = []
+        grids = []
         for placed, length in zip(images, lengths, strict=True):
             spans = []
             for image in placed:
                 found = image.processor.pixels(image.data)
                 height, width = (side // image.processor.merge for side in found.grid[1:])
-                first, count = start + image.offset, height * width
+                first = start + image.offset
+                count = height * width
                 rows[first : first + count] = num_rows + np.arange(count)
                 num_rows += count
                 pixels.append(found.values)
@@ -257,7 +262,8 @@ def image_positions(length: int, spans: Sequence[tuple[int, int, int]]) -> npt.N
     arXiv:2409.12191, section 2.1.
     """
     found = np.empty((length, _AXES), dtype=np.int64)
-    place, position = 0, 0
+    place = 0
+    position = 0
     for offset, height, width in spans:
         found[place:offset] = (position + np.arange(offset - place))[:, None]
         position += offset - place

@@ -198,10 +198,12 @@ class Checkpointer:
         Returns the published checkpoint on rank 0, None on other ranks or if no save was in
         progress. Raises CheckpointError if the save failed.
         """
-        write, self._write = self._write, None
+        write = self._write
+        self._write = None
         if write is None:
             return None
-        partial, settings = write.partial, self._settings
+        partial = write.partial
+        settings = self._settings
 
         def describe_index() -> list[checkpoints.FileEntry]:
             # Rank 0's files other than its own part.

@@ -55,7 +55,8 @@ class DiskWork:
     """Runs work of all ranks on the disk of `folder`; all but `start` and `moved` is collective."""
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
-        self._folder, self.ranks = folder, ranks
+        self._folder = folder
+        self.ranks = ranks
         self._num_bytes, self._moved_s = 0, time.monotonic()
 
     def moved(self, num_bytes: int) -> None:
@@ -118,7 +119,8 @@ class DiskWork:
     def _meet(self, future: Future[Result]) -> list[tuple[bool, bool, int, float]]:
         """Exchanges the states (see `_STATE`); raises CheckpointError for a silent disk."""
         limit_s = self.ranks.timeout_s
-        is_done, silent_s = future.done(), time.monotonic() - self._moved_s
+        is_done = future.done()
+        silent_s = time.monotonic() - self._moved_s
         failed = is_done and future.exception() is not None
         own = _STATE.pack(is_done, failed, self._num_bytes, silent_s)
         found = self.ranks.gather_bytes(own)
@@ -204,7 +206,8 @@ class SyncedFile(CountedFile):
     def write(self, data: Any) -> int:  # noqa: ANN401 - whatever has a buffer
         """Writes all of `data`, and returns its number of bytes."""
         view = memoryview(data).cast("B")
-        digested, done = None, 0
+        digested = None
+        done = 0
         if len(view) < _THREAD_BYTES:
             self._digest.update(view)
         else:

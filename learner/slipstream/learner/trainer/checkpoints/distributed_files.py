@@ -247,7 +247,8 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
     def __init__(self, folder: Path, *, host: HostCopies, moved: Callable[[int], None]) -> None:
         """Takes `host` as in `begin_save`; `moved` gets the byte count of each write."""
         super().__init__(folder)
-        self._host, self._moved = host, moved
+        self._host = host
+        self._moved = moved
         self._items: list[tuple[Any, Any]] = []
         self._file_name = ""
         self._index: tuple[Metadata, list[list[WriteResult]]] | None = None
@@ -272,13 +273,15 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
 
         A failure removes the file and is kept for `ThreadedSave.finish`.
         """
-        items, self._items = self._items, []
+        items = self._items
+        self._items = []
         if not items:
             return []
         path = Path(self.checkpoint_dir) / self._file_name
         try:
             with SyncedFile(path, self._moved) as file:
-                form, results = filesystem.SerializationFormat.TORCH_SAVE, []
+                form = filesystem.SerializationFormat.TORCH_SAVE
+                results = []
                 try:
                     for item, data in items:
                         if (
@@ -335,7 +338,8 @@ class ThreadedSave(torch_dist.TorchDistSaveShardedStrategy):  # type: ignore[mis
 
     def __init__(self, *, host: HostCopies, disk: DiskWork) -> None:
         super().__init__("torch_dist", 1)
-        self._host, self._disk = host, disk
+        self._host = host
+        self._disk = disk
         # On rank 0 the state other than tensors, as the bytes of its file.
         self._common: dict[Path, bytes] = {}
 
@@ -460,13 +464,15 @@ def _gather_bucket(
     group: dist.ProcessGroup,
 ) -> None:
     """Gathers the shares of a bucket from all ranks into `target` on the first rank; collective."""
-    size, share = group.size(), gradients.numel() // group.size()
+    size = group.size()
+    share = gradients.numel() // group.size()
     part = max(1, min(share, PART_ELEMENTS // size))
     for begin in range(0, share, part):
         own = torch.empty(min(part, share - begin), dtype=torch.float32, device=gradients.device)
         end = begin + own.numel()
         for start, stop, tensor in places:
-            first, last = max(start, begin), min(stop, end)
+            first = max(start, begin)
+            last = min(stop, end)
             if first < last:
                 own[first - begin : last - begin].copy_(tensor[first - start : last - start])
         received: list[Tensor] | None = [own] if target is not None else None

@@ -73,7 +73,8 @@ class HostCopies:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` is stored in this memory, where training does not change it."""
-        address, wholes = tensor.data_ptr(), [block.whole for block in self._blocks]
+        address = tensor.data_ptr()
+        wholes = [block.whole for block in self._blocks]
         return any(0 <= address - whole.data_ptr() < len(whole) for whole in wholes)
 
     def _block_for(self, num_bytes: int) -> _Block:

@@ -20,23 +20,51 @@ _ALLOWED = {
     "torch": {"Size", "device"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.distributed.checkpoint.metadata": {
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata", "StorageMeta"),
-        *("Metadata", "MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorStorageMetadata",
+        "StorageMeta",
+        "Metadata",
+        "MetadataIndex",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.planner": {
-        *("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
     },
     "torch.serialization": {"_get_layout"},
 }
 _DTYPES = {
-    *("bfloat16", "bool", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
-    *("int16", "int32", "int64", "int8", "uint8"),
+    "bfloat16",
+    "bool",
+    "float16",
+    "float32",
+    "float64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int16",
+    "int32",
+    "int64",
+    "int8",
+    "uint8",
 }
 
 # Errors that unpickling of damaged bytes raises.
 _OF_DAMAGE = (
-    *(OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError),
-    *(LookupError, OverflowError, MemoryError, ImportError),
+    OSError,
+    pickle.UnpicklingError,
+    EOFError,
+    AttributeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    OverflowError,
+    MemoryError,
+    ImportError,
 )
 # Most characters of a cause in an error message.
 MAX_CAUSE = 200

@@ -69,7 +69,8 @@ def stored_policy(policy: Policy, *, with_optimizer: bool = True) -> list[Stored
 
     With named adapters the policy is the base model and each adapter.
     """
-    chunks, optimizer = policy.chunks, policy.optimizer if with_optimizer else None
+    chunks = policy.chunks
+    optimizer = policy.optimizer if with_optimizer else None
     adapters = policy.adapters
     if not adapters.have_names:
         layer = policy.drafts

@@ -224,7 +224,8 @@ class GptOssBridge(FamilyBridge):
         return [*attention(), *renamed(pairs)]
 
     def _feed_forward(self) -> list[Megatron]:
-        router, theirs = f"{DECODER}mlp.router.", f"{LAYER}mlp."
+        router = f"{DECODER}mlp.router."
+        theirs = f"{LAYER}mlp."
         pairs = {
             f"{router}weight": f"{theirs}router.weight",
             f"{router}bias": f"{theirs}router.bias",

@@ -160,7 +160,8 @@ def place_norms(provider: Megatron, place: str, *, whole: bool = False) -> None:
     """
     from slipstream.learner.trainer.layers import spec
 
-    provider.norm_place, provider.has_whole_norms = place, whole
+    provider.norm_place = place
+    provider.has_whole_norms = whole
     provider.transformer_layer_spec = spec.layer_spec
 
 
@@ -216,9 +217,11 @@ class _TurnedGatedExpert(_Turned, FusedGatedExpertMapping):  # type: ignore[misc
 def fused_experts(*, is_turned: bool = True) -> list[Megatron]:
     """Returns the mappings of router and experts, one tensor a layer, perhaps transposed."""
     folder = f"{LAYER}mlp.experts."
-    gated, plain = FusedGatedExpertMapping, FusedExpertMapping
+    gated = FusedGatedExpertMapping
+    plain = FusedExpertMapping
     if is_turned:
-        gated, plain = _TurnedGatedExpert, _TurnedExpert
+        gated = _TurnedGatedExpert
+        plain = _TurnedExpert
     return [
         *renamed({f"{DECODER}mlp.router.weight": f"{LAYER}mlp.gate.weight"}),
         gated(megatron_param=f"{EXPERTS}linear_fc1.weight*", hf_param=f"{folder}gate_up_proj"),

@@ -159,7 +159,8 @@ class Vision:
         try:
             yield
         finally:
-            self._images, self._features = None, []
+            self._images = None
+            self._features = []
 
     def _by_positions(self, rotary: Megatron, _arguments: object, angles: Tensor) -> Tensor | None:
         """Returns the rotary angles of each token by its image position; None without images."""

@@ -119,7 +119,8 @@ class CoreAttention(SplitByHeads):
             # queries and keys belong to the same tokens and attention is causal.
             query = rows(query, group.queries).transpose(1, 2)
             key, value = (rows(part, group.keys).transpose(1, 2) for part in (key, value))
-            mask, scale = group.seen(), self.softmax_scale
+            mask = group.seen()
+            scale = self.softmax_scale
             if self.softmax_offset is not None:
                 found = attend(query, key, value, mask, scores=self.softmax_offset, scale=scale)
             else:

@@ -34,7 +34,8 @@ class ExpertAdapter(torch.nn.Module):
 
     def __init__(self, base: GroupedLinear, *, rank: int, scale: float) -> None:
         super().__init__()
-        self.scale, self.is_enabled = scale, True
+        self.scale = scale
+        self.is_enabled = True
         self._group: dist.ProcessGroup = base.groups.expt_tp
         self._by_rows = base.partition_dim == 0
         ranks = self._group.size()
@@ -71,7 +72,8 @@ class ExpertAdapter(torch.nn.Module):
     def initialise(self, name: str, layer_number: int, *, seed: int) -> None:
         """Draws A uniformly up to 1 / sqrt(inputs), alike in every layout, and sets B to 0."""
         first_expert = self.first.groups.ep.rank() * self.first.num_experts
-        ranks, dim = self._group.size(), self.first.partition_dim
+        ranks = self._group.size()
+        dim = self.first.partition_dim
         for place in range(self.first.num_experts):
             weight = self.first.get_parameter(f"weight{place}")
             shape = list(weight.shape)
@@ -100,7 +102,8 @@ class _Changed:
     """A conversion task of Bridge whose weight is replaced by a tensor computed at each read."""
 
     def __init__(self, task: Megatron, weight: Callable[[], Tensor]) -> None:
-        self._task, self._weight = task, weight
+        self._task = task
+        self._weight = weight
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._task, name)
@@ -144,7 +147,8 @@ def factor_tasks(tasks: list[Megatron], factor: str, modules: Sequence[str]) -> 
         # repeated for both.
         adapter: ExpertAdapter = task.megatron_module.adapter
         first, second = adapter.factors(task)
-        group, by_rows = adapter.first.groups.expt_tp, adapter.first.partition_dim == 0
+        group = adapter.first.groups.expt_tp
+        by_rows = adapter.first.partition_dim == 0
         is_first = factor == "lora_A"
         part = first if is_first else second
         if is_first == by_rows:

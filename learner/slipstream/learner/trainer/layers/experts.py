@@ -73,7 +73,8 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
         `groups` are Megatron's process groups.
         """
         super().__init__(config)
-        self.partition_dim, self.is_gated = partition_dim, is_gated
+        self.partition_dim = partition_dim
+        self.is_gated = is_gated
         self.num_experts = num_experts
         self.kinds = ("weight", "bias") if has_bias else ("weight",)
         self.groups = groups
@@ -169,7 +170,8 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
                 inner = inner + self.linear_fc1.get_parameter(f"bias{expert}")
             gate, up = inner.chunk(2, dim=-1)
             if limit is not None:
-                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+                gate = gate.clamp(max=limit)
+                up = up.clamp(-limit, limit)
             inner = self.config.activation_func(gate) * (up + self.config.glu_linear_offset)
             inner = (inner * weights).to(inner.dtype)
             output = self.linear_fc2(inner, expert)

@@ -44,8 +44,16 @@ def split(
     one = norms or Norms(mixed, mixed, 0.0, 0.0)
     if tokens:
         _split_kernel[(tokens,)](
-            *(mixed, positions, *turns, one.queries, one.keys, queries, keys, values),
-            *(one.epsilon, one.offset),
+            mixed,
+            positions,
+            *turns,
+            one.queries,
+            one.keys,
+            queries,
+            keys,
+            values,
+            one.epsilon,
+            one.offset,
             **_constants(mixed, has_norms=norms is not None),
         )
     return queries, keys, values
@@ -63,15 +71,26 @@ def join(
     `grads` are those of the results of `split`, and `normed` has what it normed, `mixed`, and the
     norms; the other arguments are as there. The result is float32.
     """
-    tokens, size = len(found), found.shape[-1]
+    tokens = len(found)
+    size = found.shape[-1]
     processors = torch.cuda.get_device_properties(found.device).multi_processor_count
     programs = min(tokens, _PROGRAMS * processors)
     sums = torch.zeros(programs, 2, size, dtype=torch.float32, device=found.device)
     mixed, one = normed or (found, Norms(found, found, 0.0, 0.0))
     if tokens:
         _join_kernel[(programs,)](
-            *(*(grad.contiguous() for grad in grads), mixed, positions, *turns),
-            *(one.queries, one.keys, found, sums, tokens, programs, one.epsilon, one.offset),
+            *(grad.contiguous() for grad in grads),
+            mixed,
+            positions,
+            *turns,
+            one.queries,
+            one.keys,
+            found,
+            sums,
+            tokens,
+            programs,
+            one.epsilon,
+            one.offset,
             **_constants(found, has_norms=normed is not None),
         )
     return sums.sum(0)
@@ -144,23 +163,30 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     HAS_NORMS: tl.constexpr,
 ):
     # A number is rotated with its partner in the other half of its head.
-    token, columns = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE // 2)[None]
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, SIZE // 2)[None]
     rows = tl.arange(0, BLOCK)[:, None]
-    inside, head, group = rows < GROUPS * HEADS, rows % HEADS, rows // HEADS
-    is_query, is_key = inside & (head < HEADS - 2), inside & (head == HEADS - 2)
+    inside = rows < GROUPS * HEADS
+    head = rows % HEADS
+    group = rows // HEADS
+    is_query = inside & (head < HEADS - 2)
+    is_key = inside & (head == HEADS - 2)
     is_value = inside & (head == HEADS - 1)
     at = mixed + (token * GROUPS * HEADS + rows) * SIZE + columns
     first, second = _halves(at, inside, SIZE)
-    value, other_value = first, second
+    value = first
+    other_value = second
     if HAS_NORMS:
         scale = _scale(first, second, epsilon, SIZE)
         first *= scale * _weights(query_weight, key_weight, is_query, offset, columns)
         second *= scale * _weights(query_weight, key_weight, is_query, offset, columns + SIZE // 2)
         # A norm of its own would round, as the engine's does.
         kind = mixed.dtype.element_ty
-        first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
+        first = first.to(kind).to(tl.float32)
+        second = second.to(kind).to(tl.float32)
     cosine, sine = _turn(positions, cosines, sines, token, columns, SIZE)
-    turned, other = first * cosine - second * sine, second * cosine + first * sine
+    turned = first * cosine - second * sine
+    other = second * cosine + first * sine
     at_query = ((token * GROUPS + group) * (HEADS - 2) + head) * SIZE + columns
     at_group = (token * GROUPS + group) * SIZE + columns
     _store(queries + at_query, turned, other, is_query, SIZE)
@@ -191,10 +217,14 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):
-    program, columns = tl.program_id(0), tl.arange(0, SIZE // 2)[None]
+    program = tl.program_id(0)
+    columns = tl.arange(0, SIZE // 2)[None]
     rows = tl.arange(0, BLOCK)[:, None]
-    inside, head, group = rows < GROUPS * HEADS, rows % HEADS, rows // HEADS
-    is_query, is_key = inside & (head < HEADS - 2), inside & (head == HEADS - 2)
+    inside = rows < GROUPS * HEADS
+    head = rows % HEADS
+    group = rows // HEADS
+    is_query = inside & (head < HEADS - 2)
+    is_key = inside & (head == HEADS - 2)
     is_value = inside & (head == HEADS - 1)
     if HAS_NORMS:
         weight = _weights(query_weight, key_weight, is_query, offset, columns)
@@ -210,9 +240,11 @@ def _join_kernel(  # type: ignore[no-untyped-def]
         query, other_query = _halves(query_grads + at_query, is_query, SIZE)
         key, other_key = _halves(key_grads + at_group, is_key, SIZE)
         value, other_value = _halves(value_grads + at_group, is_value, SIZE)
-        first, second = query + key, other_query + other_key
+        first = query + key
+        second = other_query + other_key
         cosine, sine = _turn(positions, cosines, sines, token, columns, SIZE)
-        back, other = first * cosine + second * sine, second * cosine - first * sine
+        back = first * cosine + second * sine
+        other = second * cosine - first * sine
         place = (token * GROUPS * HEADS + rows) * SIZE + columns
         if HAS_NORMS:
             normed, other_normed = _halves(mixed + place, inside, SIZE)
@@ -225,7 +257,8 @@ def _join_kernel(  # type: ignore[no-untyped-def]
             other *= other_weight
             along = tl.sum(back * normed, 1, keep_dims=True)
             along = (along + tl.sum(other * other_normed, 1, keep_dims=True)) / SIZE
-            back, other = scale * (back - normed * along), scale * (other - other_normed * along)
+            back = scale * (back - normed * along)
+            other = scale * (other - other_normed * along)
         _store(found + place, back + value, other + other_value, inside, SIZE)
     if HAS_NORMS:
         to_sums = sums + program * 2 * SIZE + tl.arange(0, SIZE // 2)

@@ -83,7 +83,10 @@ class FusedHeads(SelfAttention):  # type: ignore[misc]
         numbers = self.config.layernorm_epsilon, float(self.config.layernorm_zero_centered_gamma)
         parts = _SplitHeads.apply(  # type: ignore[no-untyped-call]
             mixed.contiguous().view(len(mixed), -1, mixed.shape[-1] // size, size),
-            *(*weights, positions, turns, numbers),
+            *weights,
+            positions,
+            turns,
+            numbers,
         )
         return tuple(part[:, None] for part in parts)
 

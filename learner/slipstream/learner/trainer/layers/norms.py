@@ -84,7 +84,8 @@ class SplitByHeads(MegatronModule):  # type: ignore[misc]
         metadata: Megatron = None,
     ) -> Megatron:
         """Returns the state for distributed checkpoints: the parameter of all heads, if any."""
-        state, split = self.state_dict(prefix="", keep_vars=True), {self.split: 0}
+        state = self.state_dict(prefix="", keep_vars=True)
+        split = {self.split: 0}
         return make_sharded_tensors_for_checkpoint(state, prefix, split, sharded_offsets)
 
 
@@ -93,7 +94,8 @@ class WholeNorm(SplitByHeads):
 
     def __init__(self, config: Megatron, hidden_size: int, eps: float, *, heads: int) -> None:
         super().__init__(config)
-        self._eps, self._width = eps, heads * hidden_size
+        self._eps = eps
+        self._width = heads * hidden_size
         self._is_split = config.tensor_model_parallel_size > 1
         own = self._width // config.tensor_model_parallel_size
         self.weight = torch.nn.Parameter(

@@ -74,7 +74,8 @@ class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
         heads = self.num_v_heads_local_tp
         sizes = [self.conv_dim_local_tp, heads * self.value_head_dim, heads, heads]
         mixed, gate, beta, alpha = torch.split(projected, sizes, dim=-1)
-        tokens, places = [mixed, beta, alpha], None
+        tokens = [mixed, beta, alpha]
+        places = None
         if self.cp_size > 1:
             bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
             places = gathered_places(bounds, self.cp_size).to(projected.device)
@@ -96,7 +97,9 @@ class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
 
     def _whole_sequences(self, tokens: list[Tensor], places: Tensor) -> list[Tensor]:
         """Exchanges this rank's tokens of all heads for all tokens, in order, of its heads."""
-        keys, values, heads = self.qk_dim_local_tp, self.v_dim_local_tp, self.num_v_heads_local_tp
+        keys = self.qk_dim_local_tp
+        values = self.v_dim_local_tp
+        heads = self.num_v_heads_local_tp
         parts = (keys, keys, values, heads, heads)
         joined = torch.cat(tokens, dim=-1)
         order = _build_head_perm_for_split_sections(parts, self.cp_size, joined.device)
@@ -122,7 +125,8 @@ class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
         group = self.pg_collection.cp
         filters = get_parameter_local_cp(self.conv1d.weight, 0, group, parts)
         rate, bias = (get_parameter_local_cp(each, 0, group) for each in (self.A_log, self.dt_bias))
-        padding, groups = self.conv1d.padding, len(filters)
+        padding = self.conv1d.padding
+        groups = len(filters)
         convolved = F.conv1d(mixed.mT, filters, padding=padding, groups=groups)
         mixed = self.act_fn(convolved[..., :length]).mT
         sizes = (self.key_head_dim, self.key_head_dim, self.value_head_dim)

@@ -10,7 +10,8 @@ import torch
 from slipstream.learner.trainer import Megatron
 
 # Kinds of layers, which have different rotary embeddings in some families.
-FULL, LOCAL = "full_attention", "sliding_attention"
+FULL = "full_attention"
+LOCAL = "sliding_attention"
 
 
 def rotary_settings(provider: Megatron, hf_config: Megatron) -> dict[str, object]:

@@ -56,14 +56,16 @@ def layer_spec(config: Megatron, vp_stage: int | None = None) -> Megatron:
         norm = resolve(layer_parts)(block, _places(config, vp_stage))
     is_delta_net = getattr(config, "is_delta_net", None)
     if is_delta_net is not None:
-        linear_in, linear_out = ColumnParallelLinear, RowParallelLinear
+        linear_in = ColumnParallelLinear
+        linear_out = RowParallelLinear
         if compat.has_transformer_engine():
             from megatron.core.extensions.transformer_engine import (
                 TEColumnParallelLinear,
                 TERowParallelLinear,
             )
 
-            linear_in, linear_out = TEColumnParallelLinear, TERowParallelLinear
+            linear_in = TEColumnParallelLinear
+            linear_out = TERowParallelLinear
         inner = GatedDeltaNetSubmodules(in_proj=linear_in, out_norm=PlainNorm, out_proj=linear_out)
         mixer = ModuleSpec(module=PackedDeltaNet, submodules=inner)
         for number, place in enumerate(_places(config, vp_stage)):
@@ -102,7 +104,8 @@ def _place_norms(parts: Megatron, config: Megatron, norm: Megatron) -> None:
     """Puts norms into a layer's spec at the places that `mappings.place_norms` set."""
     attention = parts.self_attention.submodules
     if getattr(config, "has_whole_norms", False):
-        queries, keys = config.num_attention_heads, config.num_query_groups
+        queries = config.num_attention_heads
+        keys = config.num_query_groups
         parts.self_attention = replace(parts.self_attention, module=WholeNormAttention)
         attention.q_layernorm = functools.partial(WholeNorm, heads=queries)
         attention.k_layernorm = functools.partial(WholeNorm, heads=keys)

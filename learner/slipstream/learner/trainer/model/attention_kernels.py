@@ -73,7 +73,8 @@ def kind_of(attention: Megatron) -> Kind:
     """Returns the kind of an attention layer, whose `core_attention` is checked."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
-    core, config = attention.core_attention, attention.config
+    core = attention.core_attention
+    config = attention.config
     is_latent = getattr(config, "multi_latent_attention", False)
     size = config.qk_head_dim + config.qk_pos_emb_head_dim if is_latent else config.kv_channels
     has_window = is_layer_window_attention(
@@ -122,15 +123,19 @@ def _check(
         found = torch.randn(bounds[-1], heads, size, generator=random)
         return found.to(ranks.device, model.dtype)
 
-    query, key = drawn(kind.heads, kind.size), drawn(kind.groups, kind.size)
-    value, gradient = drawn(kind.groups, kind.value_size), drawn(kind.heads, kind.value_size)
+    query = drawn(kind.heads, kind.size)
+    key = drawn(kind.groups, kind.size)
+    value = drawn(kind.groups, kind.value_size)
+    gradient = drawn(kind.heads, kind.value_size)
     low = slice(bounds[1], bounds[2])
-    query[low, :, 0], key[low, :, 0] = 1.0, _LOW_SCORE / kind.scale
+    query[low, :, 0] = 1.0
+    key[low, :, 0] = _LOW_SCORE / kind.scale
     places = zigzag(bounds, ranks.cp_rank, ranks.cp_size).to(ranks.device)
     is_compared = (places < low.start) | (places >= low.stop)
     own = [tensor[places].requires_grad_() for tensor in (query, key, value)]
     named = {"attn_mask_type": attention.attn_mask_type, "attention_bias": None}
-    cu_seqlens, longest = torch.tensor(bounds, dtype=torch.int32, device=ranks.device), max(lengths)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=ranks.device)
+    longest = max(lengths)
     with torch.enable_grad():
         if sharing is not None:
             keys = Paths.of([np.array(places) for _, places in paths], bounds[-1])
@@ -181,7 +186,8 @@ def _plain(
         parts = []
         for queries, keys in paths:
             query = every_query[queries.start : queries.stop, head]
-            key, value = every_key[keys, group], every_value[keys, group]
+            key = every_key[keys, group]
+            value = every_value[keys, group]
             scores = query @ key.T * kind.scale
             # If there are more keys than queries, the queries align with the last keys.
             num_before = len(key) - len(query)

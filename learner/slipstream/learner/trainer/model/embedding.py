@@ -42,7 +42,8 @@ def _embed(layer: Megatron, token_ids: Tensor) -> Tensor:
         rows = rows.masked_fill(is_other[..., None], 0.0)
     reduce = reduce_from_tensor_model_parallel_region
     if layer.reduce_scatter_embeddings:
-        rows, reduce = rows.transpose(0, 1), reduce_scatter_to_sequence_parallel_region
+        rows = rows.transpose(0, 1)
+        reduce = reduce_scatter_to_sequence_parallel_region
     whole: Tensor = reduce(rows.contiguous(), group=layer.tp_group)
     return whole
 
@@ -59,7 +60,8 @@ class _Rows(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
         weight, places = ctx.saved_tensors
-        total, places = gradient_sum(weight), places.flatten()
+        total = gradient_sum(weight)
+        places = places.flatten()
         # Each place gets the number of its value among the different ones, without a wait for the
         # device, which alone knows how many there are.
         order = places.argsort(stable=True)

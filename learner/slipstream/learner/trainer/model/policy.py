@@ -290,12 +290,14 @@ class NamedAdapters:
         found = [module.adapter for chunk in chunks for _, _, module in _adapted(chunk)]
         before = [(adapter.dim, adapter.alpha) for adapter in found]
         for adapter in found:
-            adapter.dim, adapter.alpha = rank, alpha
+            adapter.dim = rank
+            adapter.alpha = alpha
         try:
             yield
         finally:
             for adapter, (dim, own) in zip(found, before, strict=True):
-                adapter.dim, adapter.alpha = dim, own
+                adapter.dim = dim
+                adapter.alpha = own
 
     @torch.no_grad()
     def _put_in(self, name: str) -> None:
@@ -311,7 +313,8 @@ class NamedAdapters:
                 scale = self._model.scaler.state_dict()
                 self._model.scaler.load_state_dict(other.scale)
                 other.scale = scale
-            self._waiting[self._active], self._active = other, name
+            self._waiting[self._active] = other
+            self._active = name
 
     def _trained(self) -> list[tuple[str, Tensor]]:
         named = (pair for chunk in self._model.chunks for pair in chunk.named_parameters())

@@ -29,8 +29,13 @@ from slipstream.learner.trainer.ranks import compat
 VOCAB_MULTIPLE = 8
 _DEFAULTS_FOR_EXPERTS = ("moe_grouped_gemm", "moe_permute_fusion")
 _FUSIONS = (
-    *("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion", "persist_layer_norm"),
-    *("gradient_accumulation_fusion", "masked_softmax_fusion", "cross_entropy_loss_fusion"),
+    "apply_rope_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "persist_layer_norm",
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "cross_entropy_loss_fusion",
     *_DEFAULTS_FOR_EXPERTS,
 )
 # Scales of the loss in float16. Gradients are sums over the tokens of a micro batch until they are
@@ -182,7 +187,8 @@ def fuse_gradients(chunks: Sequence[Megatron], config: Config) -> None:
 def check_biases(provider: Megatron, config: Config) -> None:
     """Raises ConfigError if biases of the policy's routers are to move, and cannot."""
     name = "moe_router_bias_update_rate"
-    rate, cause = config.learner.transformer.get(name), ""
+    rate = config.learner.transformer.get(name)
+    cause = ""
     if not provider.moe_router_enable_expert_bias:
         cause = "the routers of model.path have no biases"
     elif config.lora.rank:
@@ -410,23 +416,46 @@ OWNED: Mapping[str, str | None] = {
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "model.dtype"),
     **dict.fromkeys(
         (
-            *("num_layers", "hidden_size", "ffn_hidden_size", "kv_channels", "vocab_size"),
-            *("num_attention_heads", "num_query_groups", "rotary_base"),
-            *("num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk"),
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "kv_channels",
+            "vocab_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "rotary_base",
+            "num_moe_experts",
+            "moe_ffn_hidden_size",
+            "moe_router_topk",
             "share_embeddings_and_output_weights",
         ),
         "model.path",
     ),
     **dict.fromkeys(
         (
-            *("calculate_per_token_loss", "average_in_collective", "variable_seq_lengths"),
-            *("perform_initialization", "transformer_layer_spec", "cache_mla_latents", "timers"),
-            *("init_method", "embedding_init_method", "output_layer_init_method"),
-            *("finalize_model_grads_func", "grad_scale_func", "grad_sync_func", "param_sync_func"),
-            *("no_sync_func", "moe_grad_scale_func", "mtp_grad_scale_func"),
+            "calculate_per_token_loss",
+            "average_in_collective",
+            "variable_seq_lengths",
+            "perform_initialization",
+            "transformer_layer_spec",
+            "cache_mla_latents",
+            "timers",
+            "init_method",
+            "embedding_init_method",
+            "output_layer_init_method",
+            "finalize_model_grads_func",
+            "grad_scale_func",
+            "grad_sync_func",
+            "param_sync_func",
+            "no_sync_func",
+            "moe_grad_scale_func",
+            "mtp_grad_scale_func",
             "experimental_attention_variant_loss_scale_func",
-            *("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "mlp_chunks_for_training"),
-            *("_cpu_offloading_context", "_pg_collection"),
+            "gtp_weight_remat_size",
+            "expert_gtp_weight_remat_size",
+            "mlp_chunks_for_training",
+            "_cpu_offloading_context",
+            "_pg_collection",
             # `logprobs` replaces Megatron's projection to the vocabulary.
             "defer_embedding_wgrad_compute",
             # With asynchronous sends an output would be freed before it is sent.
@@ -456,7 +485,8 @@ def passed_through(
 
     for key, value in settings.items():
         if key not in fields:
-            hint, near = "", near_names(key, fields)
+            hint = ""
+            near = near_names(key, fields)
             if near and near[0] in owned:
                 hint = f"; {near[0]!r} {refused(near[0])}"
             elif others := [name for name in near if name not in owned]:

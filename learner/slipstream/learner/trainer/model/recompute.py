@@ -77,7 +77,8 @@ class Recompute:
     def training_pass(self, sizes: Sequence[int], ranks: Ranks) -> Iterator[None]:
         """Returns the context of a pass over micro batches of `sizes` tokens; collective."""
         if not self._is_planned and self.measured is not None:
-            learner, measured = self._learner, self.measured
+            learner = self._learner
+            measured = self.measured
             free = (1 - _MARGIN) * memory_limit() - torch.cuda.memory_allocated()
             found = recomputed_layers(
                 measured,

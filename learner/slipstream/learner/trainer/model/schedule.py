@@ -174,7 +174,8 @@ def _step(
         group["lr"] = learning_rate * (group["max_lr"] / base.lr)
         group["weight_decay"] = base.weight_decay * group["wd_mult"]
         if adam is not None:
-            group["betas"], group["eps"] = (adam.beta1, adam.beta2), adam.eps
+            group["betas"] = (adam.beta1, adam.beta2)
+            group["eps"] = adam.eps
             group["weight_decay"] = adam.weight_decay * group["wd_mult"]
     most = base.clip_grad if adam is None else adam.max_grad_norm
     factor = model.gradient_factor * (min(1.0, most / (norm + 1e-6)) if most > 0 else 1.0)
@@ -207,7 +208,9 @@ def forward_logprobs(
     def finish(
         place: int, micro_batch: MicroBatch, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        states, weight, targets = hidden[0], model.output_weight, micro_batch.targets
+        states = hidden[0]
+        weight = model.output_weight
+        targets = micro_batch.targets
         if top_k:
             places = torch.cat(rows[place])
             top = top_tokens(states[places], weight, top_k, projection)
@@ -265,7 +268,8 @@ def run_schedule(
             assert model.sharing is not None, "a plan of paths comes from it"
             packed = model.sharing.packed(micro_batch, micro_batch.paths)
         else:
-            bounds, longest = micro_batch.cu_seqlens, micro_batch.max_seqlen
+            bounds = micro_batch.cu_seqlens
+            longest = micro_batch.max_seqlen
             packed = packed_sequences(bounds, longest, model.ranks.cp_size)
             packed.expert_ids = micro_batch.expert_ids
             packed.is_padding = micro_batch.is_padding
@@ -448,7 +452,8 @@ def build_micro_batch(
     """
 
     def padded(segment: Segment) -> TrainingSequence:
-        sequence, missing = sequences[segment.index], -len(segment) % sequence_multiple
+        sequence = sequences[segment.index]
+        missing = -len(segment) % sequence_multiple
         if not missing and len(segment) == len(sequence):
             return sequence
 

@@ -272,7 +272,8 @@ def _import_bridge() -> Megatron:
 def _register(name: str, module: types.ModuleType, path: list[str]) -> None:
     spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
     spec.submodule_search_locations = path
-    module.__spec__, module.__path__ = spec, path
+    module.__spec__ = spec
+    module.__path__ = path
     sys.modules[name] = module
     parent, _, child = name.rpartition(".")
     if parent:

@@ -137,7 +137,8 @@ def shared_gloo_devices() -> Iterator[None]:
     class Sharing(gloo):  # type: ignore[misc]
         def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
             options = gloo._Options()
-            options._devices, options._threads = shared._devices, shared._threads
+            options._devices = shared._devices
+            options._threads = shared._threads
             options._timeout = timeout
             super().__init__(store, rank, size, options)
 
@@ -239,7 +240,8 @@ def _replace_megatron() -> None:
         """Rotates all packed sequences at once; Megatron does so one after the other."""
         if rest or angles.size(0) == int(bounds[-1]):
             return one_by_one(values, bounds, angles, *rest, cp_group=cp_group, **given)
-        size, rank = cp_group.size(), cp_group.rank()
+        size = cp_group.size()
+        rank = cp_group.rank()
         parts = torch.split(values, (bounds.diff() // size).tolist())
         find = rope_utils._get_thd_freqs_on_this_cp_rank
         packed = torch.cat([find(rank, size, part, angles) for part in parts])

@@ -208,7 +208,8 @@ class Ranks:
     def describe(self, *, has_experts: bool) -> str:
         """Returns a text about the parallel groups, perhaps with experts'; not collective."""
         layout = RankLayout.of(self._parallel, self.world_size)
-        found, groups = layout.groups(), self._groups
+        found = layout.groups()
+        groups = self._groups
         for name, ours in {
             "tp": groups.get_tensor_model_parallel_group(),
             "cp": groups.get_context_parallel_group(),
@@ -240,7 +241,8 @@ class Grids:
     """
 
     def __init__(self, home: ParallelSection, *, timeout_s: float, seed: int) -> None:
-        self._timeout_s, self._seed = timeout_s, seed
+        self._timeout_s = timeout_s
+        self._seed = seed
         self._nothing = _read_groups()
         self._states: dict[ParallelSection, dict[str, object]] = {}
         self._current: ParallelSection | None = None
@@ -308,7 +310,8 @@ class Grids:
             _globals().update(state)
             _parallel_state().destroy_model_parallel()
         _globals().update(self._nothing)
-        self._states, self._current = {}, None
+        self._states = {}
+        self._current = None
 
 
 def known_globals() -> set[str]:

@@ -37,7 +37,8 @@ def rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
     ranks that did not join within `timeout`.
     """
     try:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        host = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
     except KeyError as error:
         raise missing_variable(error) from None
     descriptor = None

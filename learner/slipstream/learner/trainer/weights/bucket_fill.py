@@ -104,14 +104,17 @@ class BridgeFilling:
 
     def __init__(self, policy: Policy, kind: Kind, *, senders: tuple[int, ...]) -> None:
         """Prepares the export; `senders` must begin with rank 0, and the others fill no buckets."""
-        self._policy, self._kind, self.senders = policy, kind, senders
+        self._policy = policy
+        self._kind = kind
+        self.senders = senders
         self.tensors = tuple(
             TensorSpec(name, _name_of(tensor.dtype), tuple(tensor.shape))
             for name, tensor in exported(policy, kind)
         )
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
-        self._buckets, self._lanes = buckets, lanes
+        self._buckets = buckets
+        self._lanes = lanes
 
     def fill(self, place: int) -> None:
         if place == 0:
@@ -148,7 +151,8 @@ class _Gather:
         """Takes the memory for the bucket, for this rank's elements, and for those of others."""
         mine = packed[: self.num_elements]
         rest = gathered[: self.num_elements * self.num_others]
-        self._sent, self._received = mine.view(torch.uint8), None
+        self._sent = mine.view(torch.uint8)
+        self._received = None
         if is_lead:
             # Nothing is copied for the lead's own parts.
             others = rest.view(torch.uint8).view(self.num_others, -1).unbind()
@@ -181,7 +185,9 @@ def _placed(
     piece: Piece, span: Span, lane: Tensor, part: Tensor, number: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields the copy of rank `number`'s part of a tensor to its place in `lane`, if it has any."""
-    whole, of_part, dim = _place_of(span, lane), list(piece.shape), piece.dim or 0
+    whole = _place_of(span, lane)
+    of_part = list(piece.shape)
+    dim = piece.dim or 0
     of_part[dim] = part.numel() // (whole.numel() // piece.shape[dim])
     start = number * of_part[dim]
     # Rows beyond the shape are padding.
@@ -213,7 +219,8 @@ class PlannedFilling:
         Without `senders`, all leads send. If a lead is not among `senders`, all ranks raise
         UnknownMapping.
         """
-        self._rank, self._dtype = policy.ranks.rank, policy.dtype
+        self._rank = policy.ranks.rank
+        self._dtype = policy.dtype
         first = [p for p in pieces if policy.ranks.has_first_copy(of_experts=p.is_expert)]
         self._pieces = {piece.name: piece for piece in first}
         led = [[p.name, p.shape] for p in first if dist.get_rank(p.group) == 0]
@@ -234,7 +241,8 @@ class PlannedFilling:
         self._whole: list[Copies] = []
         self._gathers: list[list[_Gather]] = []
         for place, bucket in enumerate(buckets):
-            lane, is_lead = lanes[place % len(lanes)], self._leads[place] == self._rank
+            lane = lanes[place % len(lanes)]
+            is_lead = self._leads[place] == self._rank
             by_group = dict[dist.ProcessGroup, _Gather]()
             whole: list[tuple[Tensor, Tensor]] = []
             for span in bucket.spans:
@@ -247,13 +255,15 @@ class PlannedFilling:
                     whole += _placed(piece, span, lane, piece.part)
             self._whole.append(Copies(whole))
             self._gathers.append(list(by_group.values()))
-        every, device = list(itertools.chain(*self._gathers)), lanes[0].device
+        every = list(itertools.chain(*self._gathers))
+        device = lanes[0].device
         of_own = max((g.num_elements for g in every), default=0)
         of_others = max((g.num_elements * g.num_others for g in every), default=0)
         packed = torch.empty(of_own, dtype=self._dtype, device=device)
         gathered = torch.empty(of_others, dtype=self._dtype, device=device)
         for place, gathers in enumerate(self._gathers):
-            lane, is_lead = lanes[place % len(lanes)], self._leads[place] == self._rank
+            lane = lanes[place % len(lanes)]
+            is_lead = self._leads[place] == self._rank
             for gather in gathers:
                 gather.prepare(lane, packed, gathered, is_lead=is_lead)
 

@@ -203,7 +203,8 @@ class IpcSender(BucketSender):
 
     def __init__(self, weights: WeightsSection, device: torch.device, *, num_bytes: int) -> None:
         super().__init__(weights)
-        self._device, self._num_bytes = device, num_bytes
+        self._device = device
+        self._num_bytes = num_bytes
         self._shared: SharedBuffers | None = None
         self._memory: list[Tensor] = []
         self._handover: HandoverSender | None = None
@@ -211,7 +212,8 @@ class IpcSender(BucketSender):
         self._number = self._first = 0
         # The bucket that is being copied into its buffer, and the end of that copy on a GPU.
         self._filling: tuple[int, torch.cuda.Event | None] | None = None
-        self._wire_s, self._sent_bytes = 0.0, 0
+        self._wire_s = 0.0
+        self._sent_bytes = 0
 
     def _meet(self, communicator_id: str, num_senders: int) -> dict[str, Any]:
         if num_senders != 1:
@@ -230,7 +232,8 @@ class IpcSender(BucketSender):
         if self._shared is None or self._device.type != "cuda":
             # In main memory each communicator needs new buffers, because their names are hidden.
             # Old buffers are freed first, unless a receiver holds them: two sets may not fit.
-            self._shared, self._memory = None, []
+            self._shared = None
+            self._memory = []
             if self._device.type == "cuda":
                 self._shared = GpuBuffers.make(NUM_BUFFERS, self._num_bytes, self._device.index)
             else:
@@ -255,7 +258,8 @@ class IpcSender(BucketSender):
 
     def send(self, bucket: Bucket, data: Tensor) -> Release:
         """Implements `BucketSender.send`; the current stream copies `data` into a shared buffer."""
-        handover, deadline_s = live(self._handover), self.bucket_deadline_s
+        handover = live(self._handover)
+        deadline_s = self.bucket_deadline_s
         with self._aborting():
             # The previous bucket was copied while the caller put this bucket together.
             self._tell()
@@ -273,7 +277,8 @@ class IpcSender(BucketSender):
         return None
 
     def finish(self) -> Wire:
-        handover, deadline_s = live(self._handover), self.bucket_deadline_s
+        handover = live(self._handover)
+        deadline_s = self.bucket_deadline_s
         with self._aborting():
             self._tell()
             started_s = time.monotonic()
@@ -281,14 +286,17 @@ class IpcSender(BucketSender):
                 handover.wait_read(number, deadline_s)
             self._wire_s += time.monotonic() - started_s
         self._first = self._number
-        wire, self._wire_s, self._sent_bytes = Wire(self._wire_s, self._sent_bytes), 0.0, 0
+        wire = Wire(self._wire_s, self._sent_bytes)
+        self._wire_s = 0.0
+        self._sent_bytes = 0
         return wire
 
     def abort(self) -> None:
         if self._handover is not None:
             self._handover.close()
         self._handover = self._id = self._filling = None
-        self._wire_s, self._sent_bytes = 0.0, 0
+        self._wire_s = 0.0
+        self._sent_bytes = 0
 
     @contextlib.contextmanager
     def _aborting(self) -> Iterator[None]:
@@ -376,7 +384,8 @@ class GlooSender(BucketSender):
     def send(self, bucket: Bucket, data: Tensor) -> Release:
         self._settle()
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = bucket.root, 0
+        options.rootRank = bucket.root
+        options.rootTensor = 0
         options.timeout = timedelta(seconds=self.bucket_deadline_s)
         work = live(self._group).broadcast([data], options)  # type: ignore[attr-defined]
         self._under_way = (work, bucket)
@@ -390,7 +399,8 @@ class GlooSender(BucketSender):
 
     def finish(self) -> Wire:
         self._settle()
-        found, self._wire = self._wire, Wire()
+        found = self._wire
+        self._wire = Wire()
         return found
 
     def abort(self) -> None:

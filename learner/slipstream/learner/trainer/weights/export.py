@@ -27,9 +27,25 @@ from torch import Tensor
 MAX_SHARD_BYTES = 4 << 30
 # What training makes stale in a model's folder: the weights, in all forms.
 _STALE = (
-    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "*.h5"),
-    *("*.msgpack", "*.ot", "*.pt", "*.pth", "*.onnx", "*.onnx_data", "onnx", "openvino"),
-    *("original", "adapter_config.json", "draft", ".git", ".cache"),
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.ot",
+    "*.pt",
+    "*.pth",
+    "*.onnx",
+    "*.onnx_data",
+    "onnx",
+    "openvino",
+    "original",
+    "adapter_config.json",
+    "draft",
+    ".git",
+    ".cache",
 )
 # How the names of copies end that layers for further tokens may have -> what they are copies of.
 _COPIES = {
@@ -150,9 +166,11 @@ def save_adapters(policy: Policy, config: Config, target: Path, chat: RunChat) -
     that no client has used has no folder. `target` appears only once it is complete; an existing
     `target` is replaced. Raises CheckpointError as `DiskWork.wait` does.
     """
-    adapters, found = policy.adapters, dict[str, tuple[Config, dict[str, Tensor]]]()
+    adapters = policy.adapters
+    found = dict[str, tuple[Config, dict[str, Tensor]]]()
     for adapter in adapters.sizes if adapters.are_clients else adapters.names:
-        own, tensors = config, dict[str, Tensor]()
+        own = config
+        tensors = dict[str, Tensor]()
         with adapters.active(adapter):
             for name, weight in adapter_tensors(policy, policy.dtype):
                 if policy.ranks.is_main:
@@ -242,7 +260,8 @@ class HfFolderWriter:
     """
 
     def __init__(self, folder: Path, moved: Callable[[int], None]) -> None:
-        self._folder, self._moved = folder, moved
+        self._folder = folder
+        self._moved = moved
         self._waiting: dict[str, Tensor] = {}
         self._waiting_bytes = 0
         self._shards: list[list[str]] = []
@@ -271,7 +290,8 @@ class HfFolderWriter:
 
     def copy_untrained(self, source: Path) -> None:
         """Adds tensors of `source` that are not trained; copies of trained ones stay copies."""
-        layers, held = read_model_sizes(source).layers, held_tensors(source)
+        layers = read_model_sizes(source).layers
+        held = held_tensors(source)
         written = {*self._waiting, *itertools.chain.from_iterable(self._shards)}
         for name, (path, _) in held.items():
             # Only layers that predict further tokens are not trained.
@@ -334,7 +354,8 @@ class HfFolderWriter:
             write_safetensors(self._shard_path(len(self._shards)), self._waiting, self._moved)
         self._shards.append(list(self._waiting))
         self._total_bytes += self._waiting_bytes
-        self._waiting, self._waiting_bytes = {}, 0
+        self._waiting = {}
+        self._waiting_bytes = 0
 
     @contextlib.contextmanager
     def _removed_on_failure(self) -> Iterator[None]:

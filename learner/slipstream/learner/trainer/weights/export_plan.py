@@ -15,7 +15,8 @@ from slipstream.learner.trainer.model.policy import Policy
 from torch import Tensor
 
 # Endings of the tensors with a row for each token.
-EMBEDDING, HEAD = ".embed_tokens.weight", "lm_head.weight"
+EMBEDDING = ".embed_tokens.weight"
+HEAD = "lm_head.weight"
 VOCABULARY = (EMBEDDING, HEAD)
 # Ending of tensors that are float32 in every model: rounding would change the choice of experts.
 _EXACT = ".e_score_correction_bias"
@@ -66,7 +67,8 @@ def plan_matrices(policy: Policy, *, merged: bool) -> list[Piece]:
     for task in _tasks_here(policy):
         if merged and ("to_wrap" in task.param_name or has_adapters(task.megatron_module)):
             raise UnknownMapping(f"{task.param_name} has an adapter")
-        weight, mapping = _plain(task.param_weight), task.mapping
+        weight = _plain(task.param_weight)
+        mapping = task.mapping
         for name, part, dim in _parts(task, weight):
             piece = _piece(name, part, dim, weight.shape[1:], mapping)
             if name.endswith(VOCABULARY):
@@ -148,7 +150,8 @@ def _parts(task: Megatron, weight: Tensor) -> Iterator[tuple[str, Tensor, int | 
     """Yields name, view and `Piece.dim` of each checkpoint tensor that `weight` holds."""
     from megatron.bridge.models.conversion import param_mapping as known
 
-    mapping, module = task.mapping, task.megatron_module
+    mapping = task.mapping
+    module = task.megatron_module
     kind: type = type(mapping)
     if kind is known.AutoMapping and mapping.permute_dims is None:
         found = mapping._detect_parallelism_type(module)
@@ -170,7 +173,8 @@ def _parts(task: Megatron, weight: Tensor) -> Iterator[tuple[str, Tensor, int | 
     elif kind is known.QKVMapping:
         if mapping._tp_mapping._detect_parallelism_type(module) != "column":
             raise UnknownMapping(f"{task.param_name} is fused but not split by rows")
-        config, name = mapping._get_config(module), task.param_name
+        config = mapping._get_config(module)
+        name = task.param_name
         if getattr(config, "attention_output_gate", False):
             raise UnknownMapping(f"{name} holds gates of the attention's output")
         per_group = config.num_attention_heads // config.num_query_groups

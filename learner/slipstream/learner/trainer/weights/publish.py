@@ -61,8 +61,10 @@ class WeightPublisher:
         client: ControllerClient,
     ) -> None:
         """Takes a function that makes this rank's sender of a transport, at its first use."""
-        self._published, self._make_sender = published, make_sender
-        self._ranks, self._client = ranks, client
+        self._published = published
+        self._make_sender = make_sender
+        self._ranks = ranks
+        self._client = client
         self._senders: dict[str, BucketSender] = {}
         self._sender: BucketSender | None = None
 
@@ -72,7 +74,8 @@ class WeightPublisher:
 
     def run(self, order: weights_pb2.PublishOrder, probe: weights_pb2.Probe | None) -> None:
         """Carries out `order` with rank 0's `probe`; reports a failed transfer, raises nothing."""
-        published, alone = self._published, order.adapters_alone
+        published = self._published
+        alone = order.adapters_alone
         # Parameters move to the device before any member waits for a bucket and its deadline runs.
         with published.weights.resident():
             if order.new_communicator:
@@ -132,9 +135,12 @@ class WeightPublisher:
         The controller answers with the servers that take part; a missing one is a problem. Returns
         None if the controller has abandoned the publish.
         """
-        communicator, announced, problem = order.communicator, b"", ""
+        communicator = order.communicator
+        announced = b""
+        problem = ""
         if self._ranks.is_main:
-            wanted, num_senders = communicator.communicator_id, len(self._published.weights.senders)
+            wanted = communicator.communicator_id
+            num_senders = len(self._published.weights.senders)
             try:
                 if order.new_communicator:
                     workers = sum(receiver.num_workers for receiver in order.receivers)
@@ -173,11 +179,14 @@ class WeightPublisher:
         senders inform each other by a flag, because NCCL does not.
         """
         # The name has the publish id, not the communicator id, which is secret.
-        flags, flag = self._ranks.flags, f"abandoned/{order.publish_id}"
-        abandoned, is_over = threading.Event(), threading.Event()
+        flags = self._ranks.flags
+        flag = f"abandoned/{order.publish_id}"
+        abandoned = threading.Event()
+        is_over = threading.Event()
 
         def listen() -> None:
-            ask, number = self._client.has_all_receivers, len(order.receivers)
+            ask = self._client.has_all_receivers
+            number = len(order.receivers)
             while not is_over.wait(_ASK_PERIOD_S):
                 if flags.is_set(flag) or (
                     self._ranks.is_main and not ask(order.publish_id, number)
@@ -185,7 +194,8 @@ class WeightPublisher:
                     abandoned.set()
                     return
 
-        place, problem = self._published.weights.sender, ""
+        place = self._published.weights.sender
+        problem = ""
         if place is not None:
             threading.Thread(target=listen, name="publish-question", daemon=True).start()
             try:
@@ -251,7 +261,8 @@ def build_probe(policy: Policy, batch: Batch | None, config: Config) -> weights_
     names = policy.adapters.names
     parts = {} if batch is None else dict(batch.by_adapter(names))
     sequences: list[TokenArray] = []
-    logprobs, adapters = [], []
+    logprobs = []
+    adapters = []
     for name in names:
         own = probe_sequences(
             parts.get(name), vocab_size=policy.vocab_size, max_tokens=max(2, min(MAX_TOKENS, room))
@@ -288,7 +299,8 @@ class Published:
         """
         # All weights, or only the base matrices.
         self.weights = weights
-        self._adapters, self._held = dict(adapters or {}), held
+        self._adapters = dict(adapters or {})
+        self._held = held
         self._adapter_scale = adapter_scale
         # Digests by name of the matrices, which never change; empty before the first pass.
         self._unchanged: dict[str, bytes] = {}
@@ -328,7 +340,8 @@ class Published:
         by_name: dict[str, bytes] = {}
         buckets: list[bytes] = []
         for name, stream in self._parts(adapters_alone=adapters_alone):
-            held, first = None if name is None else self._held, len(buckets)
+            held = None if name is None else self._held
+            first = len(buckets)
 
             def numbered(place: int, bucket: Bucket, data: Tensor, first: int = first) -> Release:
                 assert send is not None
@@ -374,7 +387,8 @@ class Published:
             by_name |= {f"{name}/trained/{key}": digest for key, digest in trained.items()}
             self._of_client[name] = replace(served, by_name=by_name)
         held.changed.clear()
-        all_names, buckets = self._unchanged.copy(), list[bytes]()
+        all_names = self._unchanged.copy()
+        buckets = list[bytes]()
         for name in self._adapters:
             all_names |= self._of_client[name].by_name
             buckets += self._of_client[name].buckets
@@ -390,7 +404,8 @@ def open_published(policy: Policy, config: Config) -> Published:
     """Returns the streams for the setting `lora.publish`; collective."""
     if not config.lora.publishes_adapters:
         return Published(open_stream(policy, config))
-    matrices, held = open_stream(policy, config, Kind.MATRICES), policy.adapters
+    matrices = open_stream(policy, config, Kind.MATRICES)
+    held = policy.adapters
     adapters = {}
     for name in held.names:
         # Each has its own memory: buckets of one may still travel when the next one's are filled.

@@ -56,9 +56,11 @@ class WeightStream:
     """
 
     def __init__(self, policy: Policy, filling: Filling, *, bucket_bytes: int) -> None:
-        self._policy, self._filling = policy, filling
+        self._policy = policy
+        self._filling = filling
         self.bucket_bytes = bucket_bytes
-        self.tensors, self.senders = filling.tensors, filling.senders
+        self.tensors = filling.tensors
+        self.senders = filling.senders
         rank = policy.ranks.rank
         # This rank's index in `senders`; None if it does not send.
         self.sender = self.senders.index(rank) if rank in self.senders else None
@@ -108,7 +110,8 @@ class WeightStream:
 
         Without `send`, the pass only computes the digests.
         """
-        ahead, self._ahead = self._ahead if send is not None else 0, 0
+        ahead = self._ahead if send is not None else 0
+        self._ahead = 0
         releases: list[Release] = [None] * len(self._lanes)
         with self.resident():
             if not ahead:

@@ -50,7 +50,8 @@ class PlainScheduler(Scheduler):
         return entry is not None and entry.runs_on(session.key)
 
     def _orphans(self) -> list[Grant]:
-        book, granted = self._book, []
+        book = self._book
+        granted = []
         for session in self._by_room():
             for group in book.orphans():
                 if (
@@ -76,10 +77,13 @@ class PlainScheduler(Scheduler):
         return may_lease(deadlines, book.step, book.groups_per_step, deadline)
 
     def _next(self) -> Grant | LeaseWait:
-        sessions, book, environments = self._by_room(), self._book, self._environments
+        sessions = self._by_room()
+        book = self._book
+        environments = self._environments
         if not sessions:
             return LeaseWait.SERVER
-        wait, size = LeaseWait.SLOTS, book.group_size
+        wait = LeaseWait.SLOTS
+        size = book.group_size
         episodes = book.episodes_by_environment()
         if not any(self._may_lease(session) for session in sessions):
             return LeaseWait.STALENESS
@@ -142,7 +146,8 @@ class Both:
             "max_staleness": self.number(0, 2),
         }
         queue = {"max_bytes": self.number(13, 60) * 2240}
-        self.journals, self.rigs = [], []
+        self.journals = []
+        self.rigs = []
         for name, kind in (("pass", Scheduler), ("plain", PlainScheduler)):
             journal = Journal(folder / name / "journal")
             self.journals.append(journal)
@@ -185,11 +190,14 @@ class Both:
                 "lose newest",
             ]
         )
-        name, step = self.any_of(names), self.rigs[0].book.step
+        name = self.any_of(names)
+        step = self.rigs[0].book.step
         group_id = self.any_of(list(self.rigs[0].book.groups))
-        version, room = self.number(max(0, step - 2), step), self.number(0, 12)
+        version = self.number(max(0, step - 2), step)
+        room = self.number(0, 12)
         loaded = self.random.choice([("e",), ("f",), ("e", "f"), ()])
-        member, fate = self.number(0, 2), self.number(0, 9)
+        member = self.number(0, 2)
+        fate = self.number(0, 9)
         self.num_servers += 1
         for rig in self.rigs:
             session = rig.fleet.sessions.get(name)

@@ -11,7 +11,8 @@ from slipstream.learner.controller.servers.session import ServerKey
 from support.fakes.plain_trajectory import plain_trajectory
 from support.rigs.lease_rig import book_of
 
-A, B = ServerKey(ServerId("a"), 1), ServerKey(ServerId("b"), 1)
+A = ServerKey(ServerId("a"), 1)
+B = ServerKey(ServerId("b"), 1)
 C = ServerKey(ServerId("c"), 3)
 
 
@@ -68,7 +69,8 @@ def test_groups_overtake_each_other_while_the_slow_one_can_wait(book):
 
 def test_the_slow_group_is_waited_for_when_it_is_due():
     book = make_book(max_staleness=0)
-    slow, quick = lease(book), lease(book)
+    slow = lease(book)
+    quick = lease(book)
     for member in range(2):
         book.add(reply(quick, member))
     assert book.take_batch() is None
@@ -103,7 +105,8 @@ def test_a_group_needs_half_of_its_members_and_two(size, fewest):
 
 def test_a_group_goes_on_with_those_that_finish_down_to_half_of_it():
     book = make_book(group_size=4, groups_per_step=1)
-    group, failure = lease(book), Failure(FailureKind.ENVIRONMENT, "x")
+    group = lease(book)
+    failure = Failure(FailureKind.ENVIRONMENT, "x")
     assert book.add(reply(group, 0)) is Fate.HELD
     for member in (3, 1):
         lost = reply(group, member, status=Status.FAILED, failure=failure)
@@ -168,7 +171,8 @@ def test_evaluation_leases_do_not_count_for_the_invariant():
 
 
 def test_episodes_that_are_not_trained_have_other_names_at_each_start():
-    history, names = RunHistory(), []
+    history = RunHistory()
+    names = []
     for _ in range(3):
         history.add(kinds.Start(format=1, run_id="r"))
         book = make_book()

@@ -240,7 +240,8 @@ async def test_what_the_next_lease_lacks_is_told_with_its_time(rig: Rig, monkeyp
     session = rig.serving("a", 0, max_episodes=3)
     await rig.lease()
     assert rig.scheduler.lease_wait == "a rollout server with room for a group"
-    session.hello.max_episodes, clock.monotonic = 100, lambda: 12.5
+    session.hello.max_episodes = 100
+    clock.monotonic = lambda: 12.5
     await rig.lease()
     assert rig.scheduler.lease_wait.startswith("a step: ")
     clock.monotonic = lambda: 13.0

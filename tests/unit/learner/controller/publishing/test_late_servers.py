@@ -296,7 +296,8 @@ class Far:
     async def loads(self, session: ServerSession, publish_id: str) -> list[Any]:
         """Receive and commit of a server that has fetched; it serves afterwards."""
         self.say(publish_id, READY, session, stages=FETCHED)
-        receive, commit = (await next_order(session)).receive, (await next_order(session)).commit
+        receive = (await next_order(session)).receive
+        commit = (await next_order(session)).commit
         assert (receive.order.publish_id, commit.publish_id) == (publish_id, publish_id)
         self.say(publish_id, SERVING, session, bucket_digests=DIGESTS, probe_logprobs=LOGPROBS)
         await until(lambda: session.is_serving)

@@ -359,7 +359,8 @@ async def test_a_server_that_no_publish_reaches_does_not_end_a_run_in_which_anot
 
 async def test_a_server_that_drains_is_sent_no_weights(run: Run) -> None:
     async with publishing(run) as scene:
-        leaving, staying = scene.session, scene.joined("b")
+        leaving = scene.session
+        staying = scene.joined("b")
         assert scene.publisher.due() == [leaving, staying]
         preparing = scene.tasks.create_task(scene.publisher.prepare(scene.trainer))
         publish_id = (await next_order(leaving)).prepare.publish_id
@@ -388,7 +389,8 @@ async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and
 
 async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_stale(run):
     async with publishing(run) as scene:
-        leaving, staying = scene.session, scene.joined("b")
+        leaving = scene.session
+        staying = scene.joined("b")
         order = await scene.ordered(leaving, staying)
         scene.fleet.remove(leaving, "its stream ended")
         assert scene.publisher.start(scene.start_of(order)) == []

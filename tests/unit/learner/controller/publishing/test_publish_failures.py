@@ -24,7 +24,8 @@ def test_the_last_failure_of_a_session_sends_it_away_and_the_run_ends_if_no_serv
     fleet = Fleet(run)
     failures = Failures(fleet, run)
     joined(fleet, "b").state = SERVING if another_serves else STALE
-    number, most = 0, receivers.MAX_FAILED_WHILE_NONE_SERVES
+    number = 0
+    most = receivers.MAX_FAILED_WHILE_NONE_SERVES
     while number < most + LAST:
         session = joined(fleet, "a")
         for in_session in range(1, LAST + 1):

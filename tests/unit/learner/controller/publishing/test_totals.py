@@ -73,7 +73,8 @@ def recorded() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     ],
 )
 def test_gap_is_the_error_of_a_logit_over_most_tokens(expected, moved, gap):
-    before, moved = np.asarray(expected, np.float32), np.asarray(moved, np.float32)
+    before = np.asarray(expected, np.float32)
+    moved = np.asarray(moved, np.float32)
     rel = 0.1 if len(moved) == 1 else 1e-4
     assert logit_gap(before, before + moved) == pytest.approx(gap, rel=rel, nan_ok=True)
 

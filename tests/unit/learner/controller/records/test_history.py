@@ -32,7 +32,8 @@ MOST_BYTES = 4
 def any_id(source: random.Random) -> TrajectoryId:
     """Draws from few ids, so that many come twice; most are first attempts, some are foreign."""
     group = source.choice(["g000001", "g000256", "e1-000001", "e12-000001", "g1", "g0000001", "x"])
-    member, attempt = source.choice([0, 1, 15, 63, 64, 200]), source.choice([0, 0, 0, 1, 2])
+    member = source.choice([0, 1, 15, 63, 64, 200])
+    attempt = source.choice([0, 0, 0, 1, 2])
     epoch = source.choice(["1", "2", "ffffffffffffffff", "01", "A"])
     text = f"{group}.{member}.{attempt}.{epoch}"
     return TrajectoryId(source.choice([text] * 8 + [f"{group}.00.0.{epoch}", "", f" {text}"]))
@@ -41,9 +42,11 @@ def any_id(source: random.Random) -> TrajectoryId:
 def test_it_is_a_set_whatever_the_ids_are() -> None:
     source = random.Random(5)
     for _ in range(40):
-        seen, plain = SeenIds(), set()
+        seen = SeenIds()
+        plain = set()
         for _ in range(150):
-            added, asked = any_id(source), any_id(source)
+            added = any_id(source)
+            asked = any_id(source)
             assert seen.add(added) == (added not in plain)
             plain.add(added)
             assert (asked in seen) == (asked in plain), asked
@@ -64,7 +67,9 @@ def test_ids_that_nobody_made_take_little_room() -> None:
 
 
 def test_a_ledger_takes_few_bytes_a_trajectory_and_knows_each() -> None:
-    ledger, num_groups, size = ledger_of(ServerEpochs()), 1000, 16
+    ledger = ledger_of(ServerEpochs())
+    num_groups = 1000
+    size = 16
     ids = [
         f"g{number:06d}.{member}.0.1234567890abcdef"
         for number in range(num_groups)

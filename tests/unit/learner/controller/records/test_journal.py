@@ -204,7 +204,8 @@ def test_a_controller_of_another_machine_acknowledges_nothing_after_a_later_one_
 
 @pytest.mark.usefixtures("no_locks")
 def test_a_fenced_controller_replaces_no_batch_of_its_successor(tmp_path):
-    old, new = Journal(tmp_path), Journal(tmp_path)
+    old = Journal(tmp_path)
+    new = Journal(tmp_path)
     crc32 = new.write_batch(batch_of(0, "new")).crc32
     with pytest.raises(RunFailed, match="was started later"):
         old.write_batch(batch_of(0, "old"))
@@ -213,7 +214,8 @@ def test_a_fenced_controller_replaces_no_batch_of_its_successor(tmp_path):
 
 @pytest.mark.usefixtures("no_locks")
 def test_the_file_of_a_batch_that_a_fenced_controller_left_is_written_anew(tmp_path):
-    old, new = Journal(tmp_path), Journal(tmp_path)
+    old = Journal(tmp_path)
+    new = Journal(tmp_path)
     # It forms its batch before it knows.
     old.append(old.write_batch(batch_of(0, "old")))
     with pytest.raises(RunFailed, match="was started later"):
@@ -244,7 +246,8 @@ def test_a_batch_is_recorded_with_the_lowest_and_highest_reward_of_each_environm
 def test_of_two_that_begin_at_once_the_one_with_the_newest_log_goes_on(tmp_path, no_locks):
     with Journal(tmp_path) as first:
         first.append(note("a"))
-    slow, quick = Journal(tmp_path), Journal(tmp_path)
+    slow = Journal(tmp_path)
+    quick = Journal(tmp_path)
     quick.append(note("b"))
     quick.sync()
     slow.append(note("c"))
@@ -321,7 +324,8 @@ def test_a_disk_that_is_full_at_the_start_is_named_in_one_line(tmp_path, monkeyp
 
 
 def test_a_batch_that_the_disk_does_not_take_is_named_in_one_line(tmp_path, monkeypatch):
-    disk, journal = SlowDisk(monkeypatch), Journal(tmp_path)
+    disk = SlowDisk(monkeypatch)
+    journal = Journal(tmp_path)
     disk.fails = errno.EFBIG
     for _ in range(2):
         with pytest.raises(RunFailed, match="step-000000.pb cannot be written: .* again when") as e:
@@ -340,7 +344,8 @@ async def test_records_are_appended_while_the_disk_syncs_those_before(tmp_path, 
         first = journal.durable()
         await asyncio.to_thread(disk.wait_begun)
         journal.append(note("b"))
-        second, third = journal.durable(), journal.durable()
+        second = journal.durable()
+        third = journal.durable()
         await several_turns()
         assert not (first.done() or second.done() or third.done())
         disk.go_on()
@@ -384,7 +389,8 @@ async def test_what_the_disk_once_did_not_take_is_never_durable(
 
 
 def test_a_sync_that_fails_while_somebody_asks_for_trouble_is_not_forgotten(tmp_path, monkeypatch):
-    disk, journal = SlowDisk(monkeypatch), Journal(tmp_path)
+    disk = SlowDisk(monkeypatch)
+    journal = Journal(tmp_path)
     looks = journal._vanished
 
     def fails_meanwhile() -> RunFailed | None:
@@ -423,7 +429,8 @@ def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
         assert journal.kept_batches() == {(0, 0), (0, 1)}
         assert journal.read_batch(RecordedBatch(0, "b000000-1", next_crc32)).header == header
         earlier = EarlierIds(history, journal)
-        before, history.batches[0] = history.batches[0], RecordedBatch(0, "b000000-1", next_crc32)
+        before = history.batches[0]
+        history.batches[0] = RecordedBatch(0, "b000000-1", next_crc32)
         assert earlier.holds(trained.group_id, trained.trajectory_id)
         assert not earlier.holds(trained.group_id, TrajectoryId("g000001.0.9.7"))
         history.batches[0] = before
@@ -441,7 +448,8 @@ def write_batches(journal: Journal, number: int) -> None:
 def test_a_removal_that_is_killed_anywhere_leaves_the_newest_and_ends_the_next_time(
     tmp_path, monkeypatch
 ):
-    unlink, left = Path.unlink, 0
+    unlink = Path.unlink
+    left = 0
 
     def kill(path: Path, missing_ok: bool = False) -> None:
         nonlocal left

@@ -84,7 +84,8 @@ class Receiver:
 
 
 async def test_an_end_is_acknowledged_when_it_is_durable(tmp_path, monkeypatch):
-    disk, receiver = SlowDisk(monkeypatch), Receiver()
+    disk = SlowDisk(monkeypatch)
+    receiver = Receiver()
     queue: Any = receiver
     with Journal(tmp_path) as journal:
         ledger = TokenLedger(ServerEpochs(), list, journal, queue, RunState())

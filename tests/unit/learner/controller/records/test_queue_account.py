@@ -40,7 +40,9 @@ async def test_a_trajectory_that_comes_again_counts_once() -> None:
 
 async def test_a_settled_trajectory_that_comes_again_is_acknowledged_again() -> None:
     """Its sender never saw the answer, long ago."""
-    first, odd, other = "g000000.0.0.1", "g000000.0.1.1", "g000000.1.0.1"
+    first = "g000000.0.0.1"
+    odd = "g000000.0.1.1"
+    other = "g000000.1.0.1"
     queue = Scripted(first, odd, first, odd, other)
     receiver = AccountedReceiver(queue)
     for name in (first, odd):

@@ -13,7 +13,8 @@ def values(disk: DiskSpace) -> dict[str, float]:
 
 
 async def test_a_scrape_shows_what_the_disk_said_before(tmp_path, monkeypatch):
-    answers, asked = threading.Semaphore(0), []
+    answers = threading.Semaphore(0)
+    asked = []
 
     def usage(folder) -> SimpleNamespace:
         asked.append(folder)

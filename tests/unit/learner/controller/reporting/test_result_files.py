@@ -389,11 +389,13 @@ def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(tmp_path: Pa
     # The second had delivered more than its last heartbeat said.
     for epoch, reported, received in ((1, 700, 600), (2, 100, 300)):
         count = history.servers.join(ServerKey(ServerId("a"), epoch))
-        count.reported, count.received = reported, received
+        count.reported = reported
+        count.received = received
     history.servers.all_died()
     recorder.rate.earlier = history.servers.generated
     report = fleet_pb2.ServerReport()
-    before_s, report.busy_s = time.monotonic(), 100.0
+    before_s = time.monotonic()
+    report.busy_s = 100.0
     recorder.rate.began(time.monotonic() - report.busy_s)
     after_s = time.monotonic()
     # A moment passed between the two clocks.

@@ -63,7 +63,8 @@ class FakeTracker:
 
 
 def test_every_tracker_gets_all_finite_numbers_in_order():
-    first, second = FakeTracker(), FakeTracker()
+    first = FakeTracker()
+    second = FakeTracker()
     complaints: list[str] = []
     trackers = Trackers({"a": lambda: first, "b": lambda: second}, complaints.append)
     trackers.log(0, {"x": 1.0, "y": float("nan")})
@@ -77,7 +78,8 @@ def test_every_tracker_gets_all_finite_numbers_in_order():
 
 
 def test_a_tracker_that_fails_is_told_once_and_the_others_go_on():
-    broken, whole = FakeTracker(fails_at=1), FakeTracker()
+    broken = FakeTracker(fails_at=1)
+    whole = FakeTracker()
     complaints: list[str] = []
     trackers = Trackers({"broken": lambda: broken, "whole": lambda: whole}, complaints.append)
     for step in range(4):
@@ -180,7 +182,8 @@ def test_a_tracker_that_no_package_gives_is_refused_with_those_that_there_are() 
 
 def test_tensorboard_has_every_number_in_its_section(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    config, complaints = make_config(tmp_path, tracking__trackers=["tensorboard"]), list[str]()
+    config = make_config(tmp_path, tracking__trackers=["tensorboard"])
+    complaints = list[str]()
     config.run_dir.mkdir()
     for start in range(2):
         trackers = open_trackers(config, config.run_dir, complaints.append)

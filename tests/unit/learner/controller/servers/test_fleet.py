@@ -22,7 +22,8 @@ def test_drafts_of_all_servers_are_added_up() -> None:
     fleet = Fleet(run_of())
     for name, drafted, accepted in (("a", 100, 60), ("b", 11, 7)):
         report = joined(fleet, name).report
-        report.drafted_tokens, report.accepted_tokens = drafted, accepted
+        report.drafted_tokens = drafted
+        report.accepted_tokens = accepted
     gauges = fleet.gauges()
     assert (gauges["drafted_tokens"], gauges["accepted_tokens"]) == (111, 67)
 
@@ -58,7 +59,8 @@ def test_the_status_shows_the_newest_of_those_that_left() -> None:
 def test_the_last_server_does_not_leave_without_a_warning() -> None:
     run = run_of(controller={"stall_timeout_s": 90.0})
     fleet = Fleet(run)
-    first, last = joined(fleet, "a"), joined(fleet, "b")
+    first = joined(fleet, "a")
+    last = joined(fleet, "b")
     fleet.order_drain(first, "new driver", finish=True)
     assert fleet.warn_without(first) == ""
     fleet.drains(last, "SIGTERM")
@@ -79,9 +81,11 @@ def test_servers_that_leave_at_the_end_of_a_run_are_missed_by_nobody() -> None:
 
 
 def test_the_idle_time_of_a_run_stands_still_while_no_server_serves(monkeypatch) -> None:
-    run, now_s = run_of(), 0.0
+    run = run_of()
+    now_s = 0.0
     monkeypatch.setattr(run.clock, "now_s", lambda: now_s)
-    session, idle_s = joined(Fleet(run), "a"), []
+    session = joined(Fleet(run), "a")
+    idle_s = []
     session.version = PolicyVersion(0, 0)
     for state in (None, LOADING, SERVING, STALE):
         if state is not None:

@@ -29,7 +29,8 @@ async def test_a_reader_of_an_outbox_is_woken(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_who_stops_reading_does_not_cancel_what_a_message_comes_after() -> None:
-    one, other = Outbox[str](), Outbox[str]()
+    one = Outbox[str]()
+    other = Outbox[str]()
     durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     readers = []
     for box in (one, other):

@@ -22,7 +22,9 @@ def departed(num_epochs: int, *, max_apart: int = 4, drained: bool = False) -> S
     epochs = ServerEpochs(max_apart=max_apart)
     for epoch in range(1, num_epochs + 1):
         count = epochs.join(key_of(epoch))
-        count.reported, count.ended, count.received = 100, 100, 60
+        count.reported = 100
+        count.ended = 100
+        count.received = 60
         count.dead = not drained
         epochs.depart(key_of(epoch))
     return epochs
@@ -94,7 +96,8 @@ def records_of(
     draw = random.Random(3)
     records.append({"kind": "start", "format": 1, "run_id": "r"})
     for epoch in range(1, 3001):
-        key, ended = key_of(epoch, f"s{epoch % 30}"), draw.choice((0, 7, 50))
+        key = key_of(epoch, f"s{epoch % 30}")
+        ended = draw.choice((0, 7, 50))
         # Known by its lease before anything else.
         records.append({"kind": "evaluation_lease", "server": key.server_id, "epoch": epoch})
         report = fleet_pb2.ServerReport(ended_tokens=ended)
@@ -120,7 +123,8 @@ def records_of(
 
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_gap_of_a_server_stays_open_after_a_resume(is_lost: bool) -> None:
-    epochs, key = ServerEpochs(), key_of(1)
+    epochs = ServerEpochs()
+    key = key_of(1)
     records: list[dict] = [{"kind": "start", "format": 1, "run_id": "r"}]
     ledger = ledger_of(epochs, records=records)
     # The engine made 12 tokens; a record has 10, of which the queue was given 4.
@@ -139,7 +143,8 @@ def test_a_gap_of_a_server_stays_open_after_a_resume(is_lost: bool) -> None:
     history = read_history(records)
     resumed = ledger_of(ServerEpochs(), state=history)
     resumed.restore(history)
-    before, after = ledger.snapshot(), resumed.snapshot()
+    before = ledger.snapshot()
+    after = resumed.snapshot()
     assert after.gaps == before.gaps
     assert len(after.gaps) == 3
     assert (after.difference, after.lost) == (before.difference, before.lost) == (11, 0)
@@ -155,7 +160,8 @@ def test_a_resume_counts_what_the_controller_counted(marked: bool):
     assert len(list(history.servers.counts())) == (1001 if marked else 3001)
     resumed = ledger_of(ServerEpochs(), state=history)
     resumed.restore(history)
-    before, after = ledger.snapshot(), resumed.snapshot()
+    before = ledger.snapshot()
+    after = resumed.snapshot()
     assert before.difference == after.difference == 0
     assert (after.failed, after.queued) == (before.failed, 0)
     assert len(list(resumed._epochs.counts())) == 1001
@@ -165,7 +171,8 @@ def test_a_resume_counts_what_the_controller_counted(marked: bool):
 
 def test_gaps_of_any_number_of_epochs_fit_the_fields_of_a_message():
     epochs = ServerEpochs(max_apart=10)
-    ledger, most = ledger_of(epochs), Amount(10**15, 10**15)
+    ledger = ledger_of(epochs)
+    most = Amount(10**15, 10**15)
     for epoch in range(1, 20_001):
         key = key_of(epoch)
         epochs.join(key)

@@ -222,10 +222,16 @@ def step_record(step: int, incarnation: int, digest: str) -> dict:
         # The step before it was made again; these weights were not made from that.
         (
             [
-                *(step_record(0, 0, "aa"), lease_record("g000008", 8)),
-                *(batch_record(1, "g000008"), step_record(1, 0, "bb"), step_record(0, 1, "ab")),
+                step_record(0, 0, "aa"),
+                lease_record("g000008", 8),
+                batch_record(1, "g000008"),
+                step_record(1, 0, "bb"),
+                step_record(0, 1, "ab"),
             ],
-            *((0, 2), "bb", (0, 2), [([0, 1], "aa")]),
+            (0, 2),
+            "bb",
+            (0, 2),
+            [([0, 1], "aa")],
         ),
     ],
 )
@@ -485,13 +491,16 @@ def batch_of(step: int, *trajectories: Trajectory) -> FormedBatch:
 
 
 def test_rewards_lags_lengths_turns_and_times_of_a_batch():
-    old, new = PolicyVersion(0, 1), PolicyVersion(0, 3)
+    old = PolicyVersion(0, 1)
+    new = PolicyVersion(0, 3)
     spans = (VersionSpan(6, old), VersionSpan(3, new))
     batch = batch_of(
         3,
         trajectory(1.0, 3, 5, 2, 4, generation_s=3.0, environment_s=0.5, version_spans=spans),
         trajectory(
-            *(-2.0, 7, 1),
+            -2.0,
+            7,
+            1,
             status=Status.TRUNCATED,
             generation_s=1.0,
             version_spans=(VersionSpan(1, new),),
@@ -557,7 +566,8 @@ def test_rewards_of_the_first_turns_are_means_over_the_episodes_that_have_them()
 
 
 def test_the_rewards_of_named_branches_are_means_over_the_episodes_that_have_them():
-    player, judge = Branch(2, name="player", reward=1.0), Branch(2, name="judge", reward=0.5)
+    player = Branch(2, name="player", reward=1.0)
+    judge = Branch(2, name="judge", reward=0.5)
     batch = [
         trajectory(0.0, 1, 1, 1, 1, 1, 1, branches=(player, judge, player)),
         trajectory(1.0, 1, 1, 1, 1, branches=(Branch(2, name="player", reward=0.0), Branch(2))),
@@ -573,7 +583,8 @@ def test_the_rewards_of_named_branches_are_means_over_the_episodes_that_have_the
 
 
 def test_no_metric_of_an_environment_has_a_name_of_the_table(tmp_path):
-    earned, branches = np.array([0, 1], np.float32), (Branch(2, name="a", reward=1.0), Branch(2))
+    earned = np.array([0, 1], np.float32)
+    branches = (Branch(2, name="a", reward=1.0), Branch(2))
     batch = [
         trajectory(1.0, 1, 1, 1, 1, token_rewards=earned),
         trajectory(1.0, 1, 1, 1, 1, branches=branches, metrics={"dropped_metrics": 1.0}),

@@ -101,7 +101,8 @@ def test_tasks_of_an_environment_that_never_began_an_episode_are_counted() -> No
 
 
 def test_members_that_read_different_prompts_are_told_and_counted() -> None:
-    scene, member = Scene(), episode()
+    scene = Scene()
+    member = episode()
     scene.feed.complete([member, replace(member, member=1)])
     tokens = member.token_ids.copy()
     tokens[5] += 1

@@ -235,7 +235,8 @@ def test_the_divergence_over_likely_tokens_weighs_and_masks_like_the_loss(estima
     def with_rest(values: Tensor) -> Tensor:
         return torch.cat([values.exp(), 1 - values.exp().sum(-1, keepdim=True)], dim=1)
 
-    one, other = with_rest(likely), with_rest(policy[:, 1:])
+    one = with_rest(likely)
+    other = with_rest(policy[:, 1:])
     if estimator == "reverse_top_k":
         one, other = other, one
     divergence = (one * (one.log() - other.log())).sum(-1)
@@ -293,10 +294,12 @@ def test_tokens_of_lag_0_with_other_bits_are_counted_once() -> None:
 
 
 def test_metrics_of_sampled_tokens_leave_out_given_ones() -> None:
-    alone, beside = StepStatistics(columns=COLUMNS), StepStatistics(columns=COLUMNS)
+    alone = StepStatistics(columns=COLUMNS)
+    beside = StepStatistics(columns=COLUMNS)
     alone.add([found([0.1, -math.log(4)], [0, 1])], OneRank())
     beside.add([found([math.nan, 0.1, -math.log(4), math.nan], [0, 0, 1, 1])], OneRank())
-    ours, theirs = beside.metrics(), alone.metrics()
+    ours = beside.metrics()
+    theirs = alone.metrics()
     assert (ours.pop("trained_tokens"), theirs.pop("trained_tokens")) == (4, 2)
     # The loss of each given token is -1: its ratio and its advantage are 1.
     assert ours.pop("loss") == pytest.approx((2 * theirs.pop("loss") - 2) / 4)
@@ -304,7 +307,8 @@ def test_metrics_of_sampled_tokens_leave_out_given_ones() -> None:
 
 
 def test_tokens_of_several_passes_are_counted_once() -> None:
-    once, twice = StepStatistics(columns=COLUMNS), StepStatistics(2, COLUMNS)
+    once = StepStatistics(columns=COLUMNS)
+    twice = StepStatistics(2, COLUMNS)
     for step in (once, twice, twice):
         step.add([found([0.0, -math.log(4)], [0, 1])], OneRank())
     assert twice.metrics() == once.metrics()

@@ -86,7 +86,8 @@ def test_reports_of_episodes_are_collected() -> None:
 def tree(sampled: tuple[int, ...], shares: tuple[float, ...], reward: float) -> Trajectory:
     """A branch for each number of sampled tokens, behind two tokens of context."""
     made = make_batch(0, num_groups=1, group_size=1, vocab_size=9, max_tokens=20).trajectories[0]
-    total, runs = sum(sampled), tuple(run for number in sampled for run in (2, number))
+    total = sum(sampled)
+    runs = tuple(run for number in sampled for run in (2, number))
     return dataclasses.replace(
         made,
         token_ids=np.arange(sum(runs), dtype=np.uint32),

@@ -13,7 +13,9 @@ from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2 as pb
 from support.fakes.fake_controller import batch_order, make_batch
 
-LAYERS, TOP_K, EXPERTS = 3, 2, 8
+LAYERS = 3
+TOP_K = 2
+EXPERTS = 8
 
 
 def with_experts(step: int = 3) -> Batch:

@@ -211,7 +211,8 @@ def test_branches_of_a_batch_are_those_of_each_branch_alone() -> None:
     for trajectory in batch.trajectories:
         lags = token_lags([trajectory], 3)
         for part in trajectory.sequences:
-            found, sampled = next(together), trajectory.sampled_mask()[part.tokens]
+            found = next(together)
+            sampled = trajectory.sampled_mask()[part.tokens]
             assert found.token_ids.tolist() == trajectory.token_ids[part.tokens].tolist()
             assert found.loss_mask.tolist() == [*sampled[1:], False]
             behavior = trajectory.behavior_logprobs[part.sampled]

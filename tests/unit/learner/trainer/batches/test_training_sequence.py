@@ -50,7 +50,8 @@ def seen(processor: ImageProcessor, *, offset: int = 2):
 
 def test_images_of_a_micro_batch_lie_where_their_tokens_are(processor: ImageProcessor) -> None:
     estimates = TokenEstimates(np.ones(4, dtype=np.float32))
-    plain, trajectory = make_trajectory(8, 4), seen(processor, offset=3)
+    plain = make_trajectory(8, 4)
+    trajectory = seen(processor, offset=3)
     sequences = TrainingSequence.of_trajectories(
         [plain, trajectory, trajectory], [estimates] * 3, step=0, processor=processor
     )

@@ -45,7 +45,8 @@ def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_disk_that_moves_bytes_may_take_longer_than_the_limit_of_silence(tmp_path, now_s) -> None:
-    found, notes = {}, {}
+    found = {}
+    notes = {}
 
     def rank(ranks: ThreadRanks) -> None:
         disk = DiskWork(tmp_path, ranks)
@@ -136,7 +137,8 @@ def test_what_is_written_is_read_by_safetensors_and_told_byte_by_byte(tmp_path: 
         "empty": torch.empty(0, dtype=torch.float32),
         "matrix": torch.linspace(-1, 1, 12).reshape(3, 4).to(torch.bfloat16),
     }
-    path, moved = tmp_path / "a.safetensors", []
+    path = tmp_path / "a.safetensors"
+    moved = []
     beside = tmp_path / "beside"
     beside.touch()
     write_safetensors(path, tensors, moved.append)
@@ -169,7 +171,8 @@ def test_ranks_that_share_a_folder_leave_nothing_in_it(tmp_path: Path) -> None:
 
 
 def test_all_ranks_are_told_which_one_sees_another_folder(tmp_path: Path) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
+    here = tmp_path / "here"
+    there = tmp_path / "there"
     there.mkdir()
     folders = here, here, there
     for folder, text in zip(folders, outcomes(*folders), strict=True):

@@ -151,7 +151,8 @@ def test_a_save_that_cannot_be_planned_is_a_failed_checkpoint(tmp_path, monkeypa
 def test_a_parameter_lies_where_it_is_in_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     # Begin and end in its bucket; nothing fills the first bucket between its parameters.
     ranges = [{"a": (0, 6), "b": (6, 9)}, {"c": (0, 5)}]
-    offsets, sizes = [0, 12], [12, 8]
+    offsets = [0, 12]
+    sizes = [12, 8]
     states = {
         name: {key: torch.randn(end - begin) for key in distributed_files.KEYS}
         for bucket in ranges

@@ -95,7 +95,8 @@ def damaged(data: bytes, seed: int) -> bytes:
 
 
 def test_a_damaged_index_is_read_or_refused_in_one_line(written: Path) -> None:
-    data, refused = written.read_bytes(), 0
+    data = written.read_bytes()
+    refused = 0
     for seed in range(times(4000)):
         written.write_bytes(damaged(data, seed))
         try:

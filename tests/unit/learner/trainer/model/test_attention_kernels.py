@@ -74,7 +74,8 @@ def test_attention_of_torch_is_named_once(caplog: pytest.LogCaptureFixture) -> N
     ],
 )
 def test_a_wrong_kernel_is_named_with_what_avoids_it(monkeypatch, kind, kernel, remedy):
-    chosen, utils = ModuleType("chosen"), ModuleType("utils")
+    chosen = ModuleType("chosen")
+    utils = ModuleType("utils")
     vars(chosen).update(decision(kind))
     vars(utils)["get_cudnn_version"] = lambda: (9, 14, 0)
     monkeypatch.setitem(sys.modules, DECISION, chosen)

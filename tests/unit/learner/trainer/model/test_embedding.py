@@ -11,7 +11,8 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from slipstream.learner.trainer.model.embedding import add_rows_alone
 
-VOCAB, SIZE = 12, 3
+VOCAB = 12
+SIZE = 3
 # Some tokens are there several times, others never; the first and last are of the ends.
 IDS = torch.tensor([[0, 5, 11, 5, 5, 6, 0, 7, 2]])
 
@@ -26,7 +27,8 @@ def make_embedding(weight: torch.Tensor, group: dist.ProcessGroup) -> VocabParal
     layer = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
     torch.nn.Module.__init__(layer)
     layer.vocab_start_index = group.rank() * len(weight)
-    layer.tp_group, layer.reduce_scatter_embeddings = group, False
+    layer.tp_group = group
+    layer.reduce_scatter_embeddings = False
     layer.weight = torch.nn.Parameter(weight.clone())
     layer.weight.zero_out_wgrad = True
     chunk = torch.nn.ModuleList([layer])

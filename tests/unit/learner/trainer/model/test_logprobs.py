@@ -17,7 +17,9 @@ from slipstream.learner.trainer.model.logprobs import (
 from torch import Tensor
 
 Found = TypeVar("Found")
-TOKENS, HIDDEN, VOCAB = 9, 5, 11
+TOKENS = 9
+HIDDEN = 5
+VOCAB = 11
 
 
 def on_ranks(size: int, work: Callable[[dist.ProcessGroup], Found]) -> list[Found]:
@@ -127,7 +129,9 @@ def test_likely_tokens_are_those_of_the_whole_vocabulary(size, top_k, chunk_logi
 
 
 def test_memory_is_that_of_a_chunk_and_not_of_all_logits() -> None:
-    tokens, vocab, hidden_size = 512, 1000, 16
+    tokens = 512
+    vocab = 1000
+    hidden_size = 16
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
     weight = torch.randn(vocab, hidden_size, requires_grad=True)
     targets = torch.zeros(tokens, dtype=torch.int64)
@@ -135,7 +139,8 @@ def test_memory_is_that_of_a_chunk_and_not_of_all_logits() -> None:
         found, _ = computed(hidden, weight, targets, chunk_logits=32 * vocab)
         found.sum().backward()
     # All logits are 16 chunks.
-    chunk_bytes, others = 4 * 32 * vocab, 4 * (vocab + tokens) * hidden_size
+    chunk_bytes = 4 * 32 * vocab
+    others = 4 * (vocab + tokens) * hidden_size
     assert chunk_bytes < peak_bytes(profile) < 3 * chunk_bytes + 2 * others
 
 
@@ -152,7 +157,8 @@ def test_logits_that_may_be_kept_are_projected_once(
 ) -> None:
     hidden, weight, targets, _ = make_case()
     rows = torch.arange(TOKENS)
-    make, lengths = logprobs.VocabularyShard.logits, []
+    make = logprobs.VocabularyShard.logits
+    lengths = []
 
     def watched(self: logprobs.VocabularyShard, hidden: Tensor) -> Tensor:
         lengths.append(len(hidden))
@@ -253,7 +259,8 @@ def test_huge_logits_give_finite_logprobs() -> None:
 
 def test_logits_in_float32_are_not_rounded_to_the_weights_type() -> None:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(64, 128).bfloat16(), torch.randn(200, 128).bfloat16()
+    hidden = torch.randn(64, 128).bfloat16()
+    weight = torch.randn(200, 128).bfloat16()
     targets = torch.randint(200, (64,))
     logs = (hidden.double() @ weight.double().T).log_softmax(-1)
     wanted = logs.gather(1, targets[:, None])[:, 0]
@@ -263,8 +270,10 @@ def test_logits_in_float32_are_not_rounded_to_the_weights_type() -> None:
 
 def test_gradients_of_float32_logits_have_the_types_of_states_and_weights() -> None:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(32, 64).bfloat16(), (torch.randn(50, 64) * 0.2).bfloat16()
-    targets, outer = torch.randint(50, (32,)), torch.randn(32)
+    hidden = torch.randn(32, 64).bfloat16()
+    weight = (torch.randn(50, 64) * 0.2).bfloat16()
+    targets = torch.randint(50, (32,))
+    outer = torch.randn(32)
     exact = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
     logs = (exact[0] @ exact[1].T).log_softmax(-1)
     (logs.gather(1, targets[:, None])[:, 0] * outer).sum().backward()

@@ -17,7 +17,8 @@ from slipstream.learner.trainer.model.recompute import (
 )
 from torch import Tensor, nn
 
-LAYER_BYTES, REST_BYTES = 1000, 50
+LAYER_BYTES = 1000
+REST_BYTES = 50
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,8 @@ def test_the_second_pass_follows_what_the_first_measured(limit, other, expected,
 
 def num_layers_of(block: Any, other: float = 0.0) -> int:
     """The layers that are recomputed after two passes of 100 tokens."""
-    plan, ranks = Recompute([block], LearnerSection(micro_batch_tokens=200)), Ranks(other)
+    plan = Recompute([block], LearnerSection(micro_batch_tokens=200))
+    ranks = Ranks(other)
     for _ in range(2):
         with plan.training_pass([100], ranks):  # type: ignore[arg-type]
             block.train(100)

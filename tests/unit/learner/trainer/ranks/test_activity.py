@@ -9,7 +9,8 @@ PERIOD_S = 0.01
 
 
 def test_signs_come_with_work_and_end_with_it() -> None:
-    activity, told = Activity(), threading.Semaphore(0)
+    activity = Activity()
+    told = threading.Semaphore(0)
     with signs_of_life(activity, told.release, period_s=PERIOD_S):
         # What has done nothing yet says nothing.
         assert not told.acquire(timeout=10 * PERIOD_S)

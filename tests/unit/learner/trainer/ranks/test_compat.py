@@ -31,11 +31,10 @@ def test_a_routers_bias_in_16_bits_stays_out_of_a_product_with_32(monkeypatch) -
 
     def product(first, second, dtype, layout, bias=None, grad=False):
         assert bias is None or bias.dtype == dtype
-        first, second = first.to(dtype), second.to(dtype)
-        first, second = (
-            (first.mT if layout[0] == "T" else first),
-            (second.mT if layout[1] == "T" else second),
-        )
+        first = first.to(dtype)
+        second = second.to(dtype)
+        first = first.mT if layout[0] == "T" else first
+        second = second.mT if layout[1] == "T" else second
         return second @ first, grad
 
     monkeypatch.setattr(utils, "te_general_gemm", product)
@@ -68,7 +67,8 @@ def test_swiglus_gradient_comes_from_the_kernel_that_transformer_engine_has(
     engine = SimpleNamespace(dswiglu=kernel)
     monkeypatch.setitem(sys.modules, "transformer_engine_torch", engine)
     compat._use_swiglu_kernel()
-    x, outer = torch.randn(5, 12).to(stored), torch.ones(6, 5).T
+    x = torch.randn(5, 12).to(stored)
+    outer = torch.ones(6, 5).T
     saved = SimpleNamespace(saved_tensors=(x,), ori_input_dtype=torch.bfloat16)
     found, *others = fused.SwiGLUFunction.backward(saved, outer)
     assert torch.equal(found, 30 * x.bfloat16())

@@ -20,7 +20,8 @@ from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
 from support.rigs.waiting import LIMIT_S
 
 HOST = "127.0.0.1"
-SHORT, LONG = timedelta(seconds=1), timedelta(seconds=60)
+SHORT = timedelta(seconds=1)
+LONG = timedelta(seconds=60)
 
 
 @pytest.fixture
@@ -160,7 +161,8 @@ def test_a_rank_0_that_freezes_while_others_wait_is_given_up(port, threads, monk
 
 def test_a_word_is_heard_by_the_others() -> None:
     store = dist.HashStore()
-    ours, theirs = RankFlags(store), RankFlags(store)
+    ours = RankFlags(store)
+    theirs = RankFlags(store)
     assert not theirs.is_set("stop")
     ours.set("stop")
     assert theirs.is_set("stop")
@@ -169,7 +171,8 @@ def test_a_word_is_heard_by_the_others() -> None:
 
 def test_a_word_with_data_is_taken_once() -> None:
     store = dist.HashStore()
-    ours, theirs = RankFlags(store), RankFlags(store)
+    ours = RankFlags(store)
+    theirs = RankFlags(store)
     assert theirs.take("list") is None
     ours.set("list", b"what was written")
     assert theirs.take("list") == b"what was written"

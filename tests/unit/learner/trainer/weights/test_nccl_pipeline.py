@@ -11,7 +11,9 @@ from slipstream.protocol.weights.digests import HostDigests
 from support.fakes import fake_streams
 from support.ranks.thread_ranks import Meeting, PlainFilling, PlainModel, ThreadRanks
 
-FILL, DIGEST, BROADCAST = 2.0, 1.0, 4.0
+FILL = 2.0
+DIGEST = 1.0
+BROADCAST = 4.0
 
 
 class Group:

@@ -81,7 +81,8 @@ class NcclMember:
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
         for bucket in incoming.buckets:
             data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-            pointer, deadline_s = data.data_ptr(), incoming.bucket_deadline_s
+            pointer = data.data_ptr()
+            deadline_s = incoming.bucket_deadline_s
             self._group.broadcast(pointer, len(data), bucket.root, 0, deadline_s=deadline_s)
             self._group.wait()
             yield data
@@ -96,7 +97,8 @@ class Worker:
     def __init__(self, scene: "Scene", where: weights_pb2.Communicator, rank: int) -> None:
         self.held: list[bytes] = [b""] * len(scene.buckets)
         self.num_buckets = 0
-        self._scene, self._delay_s = scene, scene.delay_s
+        self._scene = scene
+        self._delay_s = scene.delay_s
         # A receiver that comes late meets no sender, and gives up after 1 s.
         self._joins = where, rank, 1.0 if scene.delay_s else LONG_S, CPU
         self._thread = threading.Thread(target=self._receive)
@@ -140,7 +142,8 @@ class NotedMemory(HostMemory):
 
     def __init__(self, scene: "Scene", rank: int) -> None:
         super().__init__(OffloadSection())
-        self._scene, self._rank = scene, rank
+        self._scene = scene
+        self._rank = rank
 
     def resident(self, *parts: Part) -> AbstractContextManager[None]:
         starts = len(self._scene.controller.starts)
@@ -155,8 +158,10 @@ class Scene:
     """
 
     def __init__(self, cupy, transport: str, num_senders: int, weights=PATIENT) -> None:
-        self._cupy, self.transport = cupy, transport
-        self.num_senders, self._weights = num_senders, weights
+        self._cupy = cupy
+        self.transport = transport
+        self.num_senders = num_senders
+        self._weights = weights
         random = torch.Generator().manual_seed(0)
         # One bucket takes longer than others; two are of the second sender; two have padding.
         sizes = [(3000, 0), (400_000, 0), (999, 0), (9000, 1), (7, 1), (5000, 1)]
@@ -171,7 +176,8 @@ class Scene:
         # The buckets of each update that a communicator's workers receive, and how many of them.
         self.updates: list[tuple[Bucket, ...]] = [self.buckets]
         self.num_taken: int | None = None
-        self.mode, self.delay_s = "receives", 0.0
+        self.mode = "receives"
+        self.delay_s = 0.0
         self.on_fill: Callable[[int, int], None] = lambda rank, place: None
         self.workers: list[Worker] = []
         self._all_workers: list[Worker] = []
@@ -329,12 +335,14 @@ def test_publish_that_the_controller_gave_up_ends_there(scene: Scene) -> None:
 def test_a_server_that_does_not_join_in_time_is_reported_once_and_stops_no_other_publish(
     scene: Scene, delay_s: float
 ) -> None:
-    scene.mode, scene.delay_s = "receives" if delay_s else "is silent", delay_s
+    scene.mode = "receives" if delay_s else "is silent"
+    scene.delay_s = delay_s
     scene.set_deadlines(NO_MEETING)
     result = scene.run(new_communicator=True)
     assert len(scene.controller.results) == 1
     assert re.search(NOBODY_CAME, result.error)
-    scene.mode, scene.delay_s = "receives", 0.0
+    scene.mode = "receives"
+    scene.delay_s = 0.0
     scene.set_deadlines(PATIENT)
     assert scene.run(new_communicator=True).error == ""
 
@@ -397,7 +405,8 @@ def test_sender_that_cannot_join_costs_no_other_one_the_deadline(cupy) -> None:
     """NCCL wakes no member when another sender gives up."""
     # Beyond the limit of the test itself.
     scene = Scene(cupy, "nccl", 2, WeightsSection(join_deadline_s=3600.0))
-    scene.mode, cupy.refused = "is silent", {1}
+    scene.mode = "is silent"
+    cupy.refused = {1}
     with scene.controller:
         result = scene.run(new_communicator=True)
         assert result.error == "no communicator of 4 members: refused"
@@ -446,7 +455,8 @@ class Group:
 def test_a_lane_is_free_while_the_other_one_travels_and_its_own_thread_waits() -> None:
     # On a GPU gloo copies a bucket back, behind which only the current stream of a thread that
     # waits goes on: after another thread's wait the copy may overwrite the lane's next bucket.
-    sender, group = GlooSender(WeightsSection(), host=HOST), Group()
+    sender = GlooSender(WeightsSection(), host=HOST)
+    group = Group()
     vars(sender)["_group"] = group
     buckets = plan_buckets([TensorSpec(name, "float32", (3,)) for name in "ab"], 12)
     first, second = (sender.send(bucket, torch.zeros(12, dtype=torch.uint8)) for bucket in buckets)
@@ -496,7 +506,8 @@ def test_meeting_that_was_given_up_leaves_no_thread_behind() -> None:
 
 def test_leader_that_gives_a_meeting_up_frees_the_other_senders() -> None:
     """The leader's meeting place is gone; the other senders notice without a message."""
-    leader, other = GlooSender(PATIENT, host=HOST), GlooSender(PATIENT, host=HOST)
+    leader = GlooSender(PATIENT, host=HOST)
+    other = GlooSender(PATIENT, host=HOST)
     where = leader.announce("members-1", num_senders=2, world_size=3)
     failures: queue.Queue[WeightSyncError] = queue.Queue()
 

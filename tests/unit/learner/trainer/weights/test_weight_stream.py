@@ -17,7 +17,8 @@ TENSORS = {
 
 class WatchedDigests:
     def __init__(self, digests: HostDigests, events: list[str]) -> None:
-        self._digests, self._events = digests, events
+        self._digests = digests
+        self._events = events
 
     def add(self, place: int, pointer: int, stream: int) -> None:
         self._events.append(f"digest {place}")
@@ -46,10 +47,20 @@ def test_bucket_is_sent_before_its_digest_and_waits_only_for_the_lane_before() -
 
     run_ranks(1, on_rank)
     assert events == [
-        *("fill 0", "send 0", "digest 0"),
-        *("fill 1", "send 1", "digest 1"),
-        *("wait for 0", "fill 2", "send 2", "digest 2"),
-        *("wait for 1", "fill 3", "send 3", "digest 3"),
+        "fill 0",
+        "send 0",
+        "digest 0",
+        "fill 1",
+        "send 1",
+        "digest 1",
+        "wait for 0",
+        "fill 2",
+        "send 2",
+        "digest 2",
+        "wait for 1",
+        "fill 3",
+        "send 3",
+        "digest 3",
         # Nothing more: whoever sends waits for the last ones.
         "read digests",
     ]
@@ -90,6 +101,7 @@ def test_what_was_filled_ahead_is_sent_at_once_and_never_after_the_weights_have_
 
 def test_buckets_are_as_large_as_the_largest_tensor_if_that_is_more() -> None:
     weights = WeightsSection(bucket_mib=2)
-    small, large = TensorSpec("a", "bfloat16", (3,)), TensorSpec("b", "bfloat16", (1024, 1025))
+    small = TensorSpec("a", "bfloat16", (3,))
+    large = TensorSpec("b", "bfloat16", (1024, 1025))
     assert bucket_bytes(weights, [small]) == 2 << 20
     assert bucket_bytes(weights, [small, large, small]) == 2 * 1024 * 1025
