@@ -53,8 +53,8 @@ NO_COMPARISON = (
 MUTANTS: dict[str, Change | tuple[Change, ...]] = {
     "acknowledge a batch before the journal has it": Change(
         f"{BATCHES}._write",
-        "ahead, self._ahead = self._ahead, None",
-        "ahead, self._ahead = self._ahead, None\n"
+        "self._ahead = None",
+        "self._ahead = None\n"
         "    await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)",
     ),
     "a batch goes that a resume needs": Change(
@@ -132,8 +132,8 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
     ),
     "a client that comes again is refused": Change(
         f"{CONTROLLER}.trajectories.intake:Intake.suspend",
-        "entry.state, entry.cause = environment_pb2.ENVIRONMENT_STATE_SUSPENDED, cause",
-        "entry.cause = cause",
+        "entry.state = environment_pb2.ENVIRONMENT_STATE_SUSPENDED",
+        "pass",
     ),
     "a step is answered before its record is durable": Change(
         f"{SERVICE}:TrainerServicer.ReportStep", "await self._former.durable()", "pass"
@@ -168,7 +168,7 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
         Change(f"{ORDERS}._reject", "await self._dispatcher.cancel_all()", "pass"),
     ),
     "a trainer does not call a lost controller again": Change(
-        f"{CLIENT}._retried", "_code(error) is grpc.StatusCode.UNAVAILABLE", "False"
+        f"{CLIENT}._retried", "not self._is_away(error)", "True"
     ),
     "a trainer does not wait for its place": Change(
         f"{CLIENT}._enter", "has_reason(error, Reason.PLACE_TAKEN)", "False"
