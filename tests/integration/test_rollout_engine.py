@@ -22,6 +22,7 @@ from slipstream.rollout_server.engine_interface import (
     RequestRefused,
     TextOptions,
 )
+from slipstream.rollout_server.process import store_url
 from slipstream.rollout_server.vllm import chunking_scheduler, engine, loader_update
 from slipstream.rollout_server.vllm.chunking_scheduler import CHUNK_TOKENS, scheduler_class
 from support.fakes.gloo_sender import GlooSender, layout_of
@@ -394,7 +395,7 @@ async def test_whoever_ends_an_engine_removes_its_files(is_killed, tmp_path, mon
     async with engine_rig(tmp_path) as rig:
         (folder,) = temporary.glob("slipstream-sockets-*")
         assert any(path.is_socket() for path in folder.iterdir())
-        assert (folder / "store").exists()
+        assert Path(store_url(folder).removeprefix("file://")).exists()
         for process in rig.engine._processes if is_killed else ():
             process.kill()
     left = [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]

@@ -1,7 +1,7 @@
 """A trajectory is lost or doubled once at each hand-over; the ledger names the hand-over."""
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from slipstream.core.types import Failure, ServerId
 from slipstream.learner.controller import application
 from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.records import kinds
-from slipstream.learner.controller.records.journal import Journal, read_records
+from slipstream.learner.controller.records.journal import Journal, JournalReader
+from slipstream.learner.controller.records.snapshots import open_history
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.intake import Intake
@@ -274,14 +275,25 @@ async def test_between_journal_and_restart(tmp_path, caplog, monkeypatch, times)
     await play(config, server, trainer=trainer, during=stop)
     third = Third(times)
 
-    def read_faultily(folder: Path):
-        for record in read_records(folder):
-            yield from (record for _ in (third if record["kind"] == "end" else [1]))
+    class FaultyReader:
+        """Loses or doubles the third end of a reader of the journal."""
+
+        def __init__(self, reader: JournalReader) -> None:
+            self._reader = reader
+            self.line = reader.line
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            for record in self._reader:
+                yield from (record for _ in (third if record["kind"] == "end" else [1]))
+
+    def open_faultily(folder: Path, warn: Callable[[str], None]) -> tuple[Any, FaultyReader]:
+        history, reader = open_history(folder, warn)
+        return history, FaultyReader(reader)
 
     again = settings(tmp_path, controller__max_attempts=9)
     trainer = FakeTrainer(again.controller.address, checkpoint=trainer.newest_checkpoint)
     with monkeypatch.context() as patched:
-        patched.setattr(application, "read_records", read_faultily)
+        patched.setattr(application, "open_history", open_faultily)
         server = FakeServer(again.controller.address, judge=fails_at_first)
         summary = await play(again, server, trainer=trainer, is_planted=True)
     assert (summary["code"], summary["steps"]) == (0, STEPS)

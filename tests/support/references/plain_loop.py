@@ -15,8 +15,10 @@ from slipstream.client.launch.children import rank_environments
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.settings.config import Config
 from slipstream.core.types import Trajectory
+from slipstream.learner.controller.records.journal import read_records
 from slipstream.protocol.codec import trajectory_from_pb
-from slipstream.v1 import trainer_pb2
+
+from support.rigs.batch_messages import stored_batch
 
 
 def main() -> None:
@@ -36,8 +38,11 @@ def main() -> None:
 def recorded_groups(config: Config) -> list[list[Trajectory]]:
     """All trained groups in the order of their leases, each by member."""
     groups = defaultdict(list)
-    for path in (config.run_dir / "journal" / "batches").glob("*.pb"):
-        for message in trainer_pb2.RecordedBatch.FromString(path.read_bytes()).trajectories:
+    journal = config.run_dir / "journal"
+    for record in read_records(journal):
+        if record["kind"] != "batch":
+            continue
+        for message in stored_batch(journal, record).trajectories:
             groups[message.group_id].append(trajectory_from_pb(message))
     return [sorted(groups[name], key=lambda t: t.member) for name in sorted(groups)]
 

@@ -62,6 +62,7 @@ def _recorded(path: Path) -> object:
         state=RunState(),
         publish={},
         weight_digest="",
+        journal_lines=0,
         ending={"state": "finished", "cause": "x", "suspended_environments": {}},
     )
     # What others read of it has neither NaN nor infinity.
