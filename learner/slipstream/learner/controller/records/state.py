@@ -297,7 +297,8 @@ class RunState:
             counts.accepted = max(counts.accepted - 1, 0)
             counts.leased = counts.leased + 1
             self.put_back[group_id] = batch
-            self.open_groups[group_id] = replace(self.batched[group_id], deadline_step=step)
+            # Taken out: a copy would share what the open group counts from now on.
+            self.open_groups[group_id] = replace(self.batched.pop(group_id), deadline_step=step)
         self.ends[TrajectoryEnd.SET_ASIDE] += record.tokens
 
     def _step(self, record: kinds.Step) -> None:

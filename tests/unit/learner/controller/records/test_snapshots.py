@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from slipstream.core.types import TrajectoryId
 from slipstream.learner.controller.events import EventLog
@@ -115,6 +116,32 @@ def test_a_start_reads_what_is_behind_the_newest_snapshot(tmp_path):
     write_snapshot(tmp_path, number + 5, pytest.fail)
     history, num_read = restored(tmp_path)
     assert num_read == num_records(tmp_path) - number - 5
+    check_equal(tmp_path, history)
+
+
+def test_a_group_that_was_put_back_is_the_same_after_a_snapshot(tmp_path):
+    aside = kinds.BatchSetAside(
+        step=0,
+        batch_id="b000000",
+        by="trainer",
+        groups=[],
+        put_back=[("g000000", "e", 0, 0)],
+        ids=[],
+        tokens=0,
+        put_back_trajectories=1,
+        put_back_tokens=[("s", 7, 5)],
+    )
+    append(tmp_path, steps=0)
+    with Journal(tmp_path) as journal:
+        lease = kinds.parsed(records(0, 1)[0])
+        for record in (lease, kinds.parsed(batch_record(0, "g000000")), aside):
+            journal.append(record)
+    write_snapshot(tmp_path, num_records(tmp_path), pytest.fail)
+    with Journal(tmp_path) as journal:
+        journal.append(msgspec.structs.replace(lease, epoch=8))
+        journal.append(kinds.GaveUp(group="g000000", members=[1]))
+    history, num_read = restored(tmp_path)
+    assert num_read == 2
     check_equal(tmp_path, history)
 
 
