@@ -15,10 +15,9 @@ from slipstream.client.launch.children import rank_environments
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.settings.config import Config
 from slipstream.core.types import Trajectory
-from slipstream.learner.controller.records.journal import read_records
+from slipstream.learner.controller.records.batch_files import StoredBatch
+from slipstream.learner.controller.records.journal import batch_path, read_records
 from slipstream.protocol.codec import trajectory_from_pb
-
-from support.rigs.batch_messages import stored_batch
 
 
 def main() -> None:
@@ -42,7 +41,8 @@ def recorded_groups(config: Config) -> list[list[Trajectory]]:
     for record in read_records(journal):
         if record["kind"] != "batch":
             continue
-        for message in stored_batch(journal, record).trajectories:
+        path = batch_path(journal, int(record["step"]), 0)
+        for message in StoredBatch(path, int(record["crc32"])).trajectories:
             groups[message.group_id].append(trajectory_from_pb(message))
     return [sorted(groups[name], key=lambda t: t.member) for name in sorted(groups)]
 

@@ -45,9 +45,8 @@ async def test_a_task_that_ends_its_worker_costs_the_others_no_attempt(start_ser
         own = [t for t in bad if t.failure.kind is not FailureKind.BYSTANDER]
         assert [t.failure.kind for t in own] == [FailureKind.ENVIRONMENT] * 2
         assert [t.will_retry for t in own] == [True, False]
-        assert own[-1].failure.message == (
-            "worker exited with code 7; its task ended 2 workers in which it was alone"
-        )
+        # The other episodes decide whether a lone end was needed to find the task.
+        assert own[-1].failure.message.partition(";")[0] == "worker exited with code 7"
     # Every token that was sampled was delivered.
     assert report.ended_tokens == sum(t.num_sampled_tokens for t in trajectories)
     assert report.generated_tokens == report.ended_tokens
