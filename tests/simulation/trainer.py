@@ -18,7 +18,12 @@ from slipstream.core.types import PolicyVersion, Trajectory
 from slipstream.extensions.stored_weights.trainer import VersionWriter
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.batch_stream import read_order
-from slipstream.learner.trainer.controller_client import TERMINATED, ControllerClient, Outdated
+from slipstream.learner.trainer.controller_client import (
+    TERMINATED,
+    ControllerClient,
+    ControllerLost,
+    Outdated,
+)
 from slipstream.learner.trainer.ranks.activity import Activity, signs_of_life
 from slipstream.protocol.checkpoints import MANIFEST_NAME, checkpoint_path
 from slipstream.protocol.codec import version_from_pb, version_to_pb
@@ -87,11 +92,13 @@ class SimulatedTrainer:
             )
 
     def run(self) -> None:
-        """Works like the program of a rank, which reports why it fails."""
+        """Works like the program of a rank, which reports each failure but a lost controller."""
         tell = functools.partial(self.client.report_work, self._activity)
         try:
             with signs_of_life(self._activity, tell, period_s=5.0):
                 self._follow()
+        except ControllerLost:
+            raise
         except Exception as error:
             failure = pb.TrainerFailure(message=f"{type(error).__name__}: {error}")
             failure.final = isinstance(error, SlipstreamError)

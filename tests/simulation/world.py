@@ -476,7 +476,7 @@ class World:
             trainer = self.trainer = process.run(self._trainer, process.name)
             try:
                 await self._life(process, run_blocking(trainer.run))
-            except (RunFailed, RuntimeError) as error:
+            except (RunFailed, controller_client.ControllerLost, RuntimeError) as error:
                 self.note(f"{process.name}: {error}")
                 if not self._is_over() and not self._may_end(trainer, str(error)):
                     self._unexpected(process, error)
