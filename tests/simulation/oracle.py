@@ -67,8 +67,8 @@ class _Judge:
         self._wrong += found.faults
         self._read_journal()
         self._check_state()
-        self._check_snapshots()
         if not self._wrong:
+            self._check_snapshots()
             self._check_groups()
         self._check_acknowledged()
         self._check_leased()
