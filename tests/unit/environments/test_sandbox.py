@@ -193,7 +193,7 @@ async def test_a_program_gets_no_more_than_its_limit(name: str, backend: str) ->
 
 
 # 64 processes, each of which goes on in a child of its own ten times a second: as hard to end as a
-# bomb without a bound, which could leave the machine no process for the tests beside this one.
+# bomb without a bound, of which bubblewrap lets thousands run before its keeper looks.
 BOMB = """
 import os, time
 first = os.getpid()
