@@ -165,9 +165,10 @@ async def _carry_out(
         config, placement, _ = fit_here(config, share)
         servers = len(placement.servers) or share.servers
         await require(replace(scene, stated=config), Stage.START)
+        stack.enter_context(run_folder.hold_run_folder(config, node_rank=share.node_rank))
+        # Two commands may start one run together: the one that is refused says nothing else.
         for fact in facts:
             say(fact)
-        stack.enter_context(run_folder.hold_run_folder(config, node_rank=share.node_rank))
         before = settings_in(config.run_dir) if share.has_controller else {}
         if share.has_controller:
             run_id = run_folder.begin_run(config, address)
