@@ -368,6 +368,7 @@ CHECKS = (
     Check("network", Stage.PLACE, LEARNER | SERVER, check_interfaces),
     Check("shared memory", Stage.PLACE, WHOLE_RUN, machine.check_shared_memory, of_machine=True),
     Check("open files", Stage.PLACE, WHOLE_RUN, machine.check_open_files, of_machine=True),
+    Check("batches", Stage.PLACE, LEARNER, fit.check_batches, of_machine=True),
     Check("disk", Stage.PLACE, CONTROLLER, fit.check_disk, of_machine=True),
     Check("run folder", Stage.PLACE, CONTROLLER, check_folder),
     Check("controller", Stage.PLACE, WHOLE_RUN, check_controller),

@@ -11,6 +11,8 @@ from slipstream.client.launch.findings import Finding, Scene, advice, ok, proble
 from slipstream.client.launch.machine import GIB
 from slipstream.client.launch.placement import fit_here, uses_gpus
 from slipstream.client.run_folder import nearest_folder
+from slipstream.core.configuration.batch_bytes import BatchBytes
+from slipstream.core.configuration.node_plan import MEAN_SHARE
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import free_memory
@@ -223,6 +225,28 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
     )
     too_much = needs.worker_bytes > WEIGHT_SHARE * engine
     yield problem(seen, remedy, area=area) if too_much else ok(seen, area=area)
+
+
+def check_batches(scene: Scene) -> Finding | None:
+    """Checks that the ranks of this machine can keep batches whose episodes have a usual length."""
+    config = scene.config
+    if not (config.model.path / "config.json").is_file():
+        # The check of the model tells what is missing.
+        return None
+    batch_bytes = BatchBytes.of(config, read_model_sizes(config.model.path))
+    num_ranks = len(scene.share.ranks)
+    expected_bytes = MEAN_SHARE * num_ranks * batch_bytes.rank
+    _, memory = free_memory()
+    seen = (
+        f"trainer ranks here: {num_ranks}; they keep {expected_bytes / GIB:,.1f} GiB of a batch "
+        f"whose episodes have a third of their {batch_bytes.tokens_per_episode:,} tokens"
+    )
+    if expected_bytes <= memory:
+        return ok(seen)
+    remedy = "lower algorithm.groups_per_step, or spread the ranks over more machines"
+    if batch_bytes.experts_per_token:
+        remedy += ', or set algorithm.router_replay = "off"'
+    return problem(f"{seen}, and the machine has {memory / GIB:,.1f} GiB", remedy)
 
 
 def check_disk(scene: Scene) -> Finding:

@@ -47,6 +47,7 @@ from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
 from slipstream.client.page import PAGE, differences, page_kept, reply_lines, settings_in
 from slipstream.client.terminal import complain, counted, say
 from slipstream.core.configuration.automatic import describe_plan
+from slipstream.core.configuration.batch_bytes import BatchBytes
 from slipstream.core.configuration.config_file import (
     check_sizes,
     dump_config,
@@ -494,6 +495,9 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
         has_experts = read_model_sizes(settings.model.path).experts > 0
         layout = RankLayout.of(settings.learner.parallel, settings.learner.world_size)
         notes += [title, *layout.describe(has_experts=has_experts).splitlines(), ""]
+    if share.ranks:
+        batches = BatchBytes.of(config, read_model_sizes(config.model.path))
+        notes += [*batches.describe(num_steps=config.run.steps), ""]
     notes += [*gpus, *engine]
     for warning in (*config.training_warnings, *model_warnings(config)):
         notes += ["", f"Warning: {warning}"]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.launch import fit, machine
+from slipstream.client.launch.findings import Scene, Verdict
 from slipstream.client.launch.launcher import describe_dry_run, run_all
 from slipstream.client.launch.placement import Share
 from slipstream.core.configuration.config_file import dump_config, parse_config
@@ -40,7 +41,19 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
     text, _ = describe_dry_run(parse_config(table, source="test"), Share(range(2), 1))
     assert tomllib.loads(text)["critic"]["parallel"]["pp"] == 2
     notes = [line for line in text.splitlines() if line.startswith("#")]
-    assert notes[:16] == [
+    assert notes[12] == "# If each of a step's 32 episodes has 64 tokens, the most there can be:"
+    sizes = [note.split(" ", 3)[:3] for note in notes[13:18]]
+    assert sizes == [
+        ["#", *words]
+        for words in (
+            ("a", "token"),
+            ("a", "trainer"),
+            ("trajectories", "that"),
+            ("the", "journal"),
+            ("weights", "are"),
+        )
+    ]
+    assert [*notes[:12], *notes[19:23]] == [
         "# The trainer's ranks:",
         "# 2 ranks: tp 2, pp 1, cp 1, dp 1",
         "# tp: 1 x 2: [0 1]",
@@ -58,7 +71,7 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
         "# weights travel by gloo",
         "# vLLM runs the model eagerly: rollout_server.enforce_eager is true by default on a CPU",
     ]
-    assert notes[17].startswith("# Warning: algorithm.max_staleness is 2 without a correction: ")
+    assert notes[24].startswith("# Warning: algorithm.max_staleness is 2 without a correction: ")
 
 
 def test_a_dry_run_says_what_engines_lack_on_a_cpu(tmp_path, monkeypatch):
@@ -88,3 +101,27 @@ async def test_missing_packages_are_no_fault_of_the_settings(tmp_path, monkeypat
     assert "the learner needs torch-of-elsewhere, not installed here: " in str(raised.value)
     assert "the rollout server needs vllm-of-elsewhere" in str(raised.value)
     assert tomllib.loads(capsys.readouterr().out)["run"]["name"] == "test"
+
+
+def test_ranks_that_cannot_keep_a_batch_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    sampling = {"max_reply_tokens": 1 << 16, "max_episode_tokens": 1 << 17}
+    config = small_config(
+        model={"path": str(tmp_path)},
+        sampling=sampling,
+        algorithm={"groups_per_step": 1 << 12, "group_size": 64},
+        rollout_server={"max_episodes": 64},
+        learner={"micro_batch_tokens": 1 << 17},
+        queue={"max_bytes": 1 << 60},
+    )
+    # 2^35 tokens of 37 bytes are 1.16 TiB for each rank, and a third of that is expected.
+    finding = fit.check_batches(Scene(config, share=Share(range(8))))
+    assert finding is not None
+    assert finding.verdict is Verdict.PROBLEM
+    assert "they keep 3,157.3 GiB of a batch" in finding.seen
+    assert finding.remedy == (
+        "lower algorithm.groups_per_step, or spread the ranks over more machines"
+    )
+    few = fit.check_batches(Scene(small_config(model={"path": str(tmp_path)})))
+    assert few is not None
+    assert few.verdict is Verdict.OK

@@ -5,16 +5,19 @@ import dataclasses
 import numpy as np
 import pytest
 from make_tiny_vision_model import make_model
+from slipstream.core.configuration.batch_bytes import RANK_BYTES_PER_TOKEN
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.models.vision import ImageProcessor, load_processor
 from slipstream.core.types import ImagePlace
 from slipstream.learner.trainer.batches.batch import check_pixels
 from slipstream.learner.trainer.batches.training_sequence import (
+    TOKEN_FIELDS,
     TokenEstimates,
     TrainingSequence,
     image_positions,
     images_of,
 )
+from support.fakes.fake_controller import make_batch
 from support.fakes.fake_trajectories import make_trajectory
 from support.fakes.packed import packed
 from support.ranks.thread_ranks import ThreadRanks, run_ranks
@@ -106,3 +109,15 @@ def test_an_image_that_no_token_shows_is_not_read(processor: ImageProcessor) -> 
         seen(processor, offset=3), images=(RED, b"no image"), image_places=(ImagePlace(3, 0),)
     )
     run_ranks(2, lambda ranks: check_pixels([trajectory], ranks))
+
+
+def test_a_dry_run_knows_the_bytes_of_a_token_in_a_rank():
+    batch = make_batch(0, num_groups=4, group_size=4, vocab_size=9, max_tokens=400)
+    sequences = TrainingSequence.of_trajectories(batch.trajectories, step=0)
+    columns = [getattr(sequence, name) for sequence in sequences for name in TOKEN_FIELDS]
+    num_bytes = sum(column.nbytes for column in columns if column is not None)
+    for trajectory in batch.trajectories:
+        num_bytes += trajectory.token_ids.nbytes + trajectory.behavior_logprobs.nbytes
+    num_tokens = sum(len(sequence) for sequence in sequences)
+    # Log-probabilities are of sampled tokens alone, so a prompt's tokens take less.
+    assert 0.85 * RANK_BYTES_PER_TOKEN <= num_bytes / num_tokens <= RANK_BYTES_PER_TOKEN
