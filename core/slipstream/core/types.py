@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, NewType
 
@@ -214,6 +214,8 @@ class Trajectory:
     `token_rewards` has the parts of the reward at the sampled tokens that earned them: of a turn as
     a whole at its last token. It adds up to `reward`, or to the reward of each side. None means
     that the last sampled token earned all.
+
+    No other field has a default, so that whatever makes a trajectory states all of it.
     """
 
     run_id: str
@@ -227,35 +229,35 @@ class Trajectory:
     seed: int
     purpose: Purpose
     status: Status
-    failure: Failure | None = None
-    will_retry: bool = False
+    failure: Failure | None
+    will_retry: bool
     token_ids: TokenArray
     run_lengths: tuple[int, ...]
     behavior_logprobs: LogprobArray
     version_spans: tuple[VersionSpan, ...]
-    reward: float = 0.0
+    reward: float
     token_rewards: LogprobArray | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    num_turns: int = 0
-    generation_s: float = 0.0
-    environment_s: float = 0.0
-    prompt_text: str = ""
-    reply_text: str = ""
-    routed_experts: RoutedExperts | None = None
-    branches: tuple[Branch, ...] = ()
-    is_given: bool = False
-    reference: ReferenceLogprobs | None = None
-    images: tuple[bytes, ...] = ()
-    image_places: tuple[ImagePlace, ...] = ()
+    metrics: dict[str, float]
+    num_turns: int
+    generation_s: float
+    environment_s: float
+    prompt_text: str
+    reply_text: str
+    routed_experts: RoutedExperts | None
+    branches: tuple[Branch, ...]
+    is_given: bool
+    reference: ReferenceLogprobs | None
+    images: tuple[bytes, ...]
+    image_places: tuple[ImagePlace, ...]
     # The adapter that sampled the tokens and learns from them; "" if the run names no adapters.
-    adapter: str = ""
+    adapter: str
     # The environment's own limit of each reply; 0 means the run's limit.
-    max_reply_tokens: int = 0
+    max_reply_tokens: int
     # The right answer as text, or "" if the environment told none.
-    expected_answer: str = ""
+    expected_answer: str
     # float32, little endian: the log-probability at temperature 1 of each token before the first
     # reply but the first token; b"" if the lease did not ask for them.
-    prompt_logprobs: bytes = b""
+    prompt_logprobs: bytes
 
     @functools.cached_property
     def trajectory_id(self) -> TrajectoryId:

@@ -3,12 +3,14 @@
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import strategies as st
 from slipstream.core.types import (
     Branch,
     Failure,
     FailureKind,
     GroupId,
+    ImagePlace,
     PolicyVersion,
     Purpose,
     ReferenceLogprobs,
@@ -20,12 +22,15 @@ from slipstream.core.types import (
     expert_dtype,
 )
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.protocol.codec import merge_spans
+from slipstream.protocol.codec import merge_spans, pack_logprobs
 
 from support.fakes.plain_trajectory import plain_trajectory
 
 # A whole one, with tokens of two versions.
-GOOD = Trajectory(
+GOOD = plain_trajectory(
+    token_ids=[1, 9, 3],
+    run_lengths=(1, 2),
+    logprobs=[-0.5, 5e-4],
     run_id="r",
     group_id=GroupId("g"),
     member=1,
@@ -37,9 +42,6 @@ GOOD = Trajectory(
     seed=4,
     purpose=Purpose.TRAINING,
     status=Status.COMPLETED,
-    token_ids=np.array([1, 9, 3], np.uint32),
-    run_lengths=(1, 2),
-    behavior_logprobs=np.array([-0.5, 5e-4], np.float32),
     version_spans=(VersionSpan(1, PolicyVersion(0, 6)), VersionSpan(1, PolicyVersion(1, 7))),
 )
 
@@ -95,10 +97,15 @@ def references(draw: st.DrawFn, num_sampled: int) -> ReferenceLogprobs:
     )
 
 
+def numbers(
+    num_numbers: int, element: st.SearchStrategy[Any], dtype: npt.DTypeLike
+) -> st.SearchStrategy[np.ndarray]:
+    drawn = st.lists(element, min_size=num_numbers, max_size=num_numbers)
+    return drawn.map(lambda elements: np.array(elements, dtype))
+
+
 def earned(num_sampled: int) -> st.SearchStrategy[np.ndarray]:
-    numbers = st.floats(-1e6, 1e6, width=32)
-    lists = st.lists(numbers, min_size=num_sampled, max_size=num_sampled)
-    return lists.map(lambda each: np.array(each, np.float32))
+    return numbers(num_sampled, st.floats(-1e6, 1e6, width=32), np.float32)
 
 
 @st.composite
@@ -106,27 +113,54 @@ def branches(draw: st.DrawFn, num_runs: int) -> tuple[Branch, ...]:
     """Draws the branches of a trajectory of `num_runs` runs; none where the number is odd."""
     if num_runs % 2 or not draw(st.booleans()):
         return ()
-    found = []
+    drawn = []
+    rewards: dict[str, float | None] = {}
     while num_runs:
-        number = 2 * draw(st.integers(1, num_runs // 2))
-        found.append(Branch(number, draw(st.floats(-1e6, 1e6)), draw(names)))
-        num_runs -= number
-    return tuple(found)
+        length = 2 * draw(st.integers(1, num_runs // 2))
+        name = draw(names)
+        if name not in rewards:
+            rewards[name] = draw(st.none() | st.floats(-1e6, 1e6))
+        drawn.append(Branch(length, draw(st.floats(-1e6, 1e6)), name, rewards[name]))
+        num_runs -= length
+    return tuple(drawn)
+
+
+@st.composite
+def spans(draw: st.DrawFn, num_sampled: int) -> tuple[VersionSpan, ...]:
+    drawn = []
+    while num_sampled:
+        length = draw(st.integers(1, num_sampled))
+        drawn.append(VersionSpan(length, draw(versions)))
+        num_sampled -= length
+    return merge_spans(drawn)
+
+
+@st.composite
+def image_places(draw: st.DrawFn, num_images: int, num_tokens: int) -> tuple[ImagePlace, ...]:
+    """Draws places of some of the images, in the order of the tokens."""
+    if not num_images or not num_tokens:
+        return ()
+    offsets = draw(st.sets(st.integers(0, num_tokens - 1), max_size=4))
+    image = st.integers(0, num_images - 1)
+    return tuple(ImagePlace(offset, draw(image)) for offset in sorted(offsets))
+
+
+@st.composite
+def prompt_logprobs(draw: st.DrawFn, run_lengths: tuple[int, ...]) -> bytes:
+    """Draws those of a first run of two tokens or more, or none."""
+    num_scored = max(sum(run_lengths[:1]) - 1, 0)
+    return pack_logprobs(draw(earned(num_scored))) if draw(st.booleans()) else b""
 
 
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
+    """Draws every field of a trajectory, of parts that fit together."""
     run_lengths = tuple(draw(st.lists(st.integers(0, 12), max_size=7)))
     num_sampled = sum(run_lengths[1::2])
     num_tokens = sum(run_lengths)
-    spans = []
-    left = num_sampled
-    while left:
-        length = draw(st.integers(1, left))
-        spans.append(VersionSpan(length, draw(versions)))
-        left -= length
     status = draw(st.sampled_from(Status))
-    failure = st.builds(Failure, st.sampled_from(FailureKind), texts)
+    failures = st.builds(Failure, st.sampled_from(FailureKind), texts)
+    images = draw(st.lists(st.binary(min_size=1, max_size=20), max_size=3))
     return Trajectory(
         run_id=draw(names),
         group_id=GroupId(draw(names)),
@@ -139,19 +173,12 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         seed=draw(uint64),
         purpose=draw(st.sampled_from(Purpose)),
         status=status,
-        failure=draw(failure) if status is Status.FAILED else None,
+        failure=draw(failures) if status is Status.FAILED else None,
         will_retry=draw(st.booleans()),
-        token_ids=np.array(
-            draw(st.lists(uint32, min_size=num_tokens, max_size=num_tokens)), np.uint32
-        ),
+        token_ids=draw(numbers(num_tokens, uint32, np.uint32)),
         run_lengths=run_lengths,
-        behavior_logprobs=np.array(
-            draw(
-                st.lists(st.floats(-1e3, 0, width=32), min_size=num_sampled, max_size=num_sampled)
-            ),
-            np.float32,
-        ),
-        version_spans=merge_spans(spans),
+        behavior_logprobs=draw(numbers(num_sampled, st.floats(-1e3, 0, width=32), np.float32)),
+        version_spans=draw(spans(num_sampled)),
         reward=draw(st.floats(-1e6, 1e6)),
         token_rewards=draw(st.none() | earned(num_sampled)) if num_sampled else None,
         metrics=draw(st.dictionaries(lines, st.floats(-1e18, 1e18), max_size=3)),
@@ -162,10 +189,14 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         reply_text=draw(texts),
         routed_experts=draw(st.none() | routed_experts(num_tokens)),
         branches=draw(branches(len(run_lengths))),
+        is_given=draw(st.booleans()),
         reference=draw(st.none() | references(num_sampled)),
+        images=tuple(images),
+        image_places=draw(image_places(len(images), num_tokens)),
         adapter=draw(st.just("") | names.filter(lambda name: len(name) <= 64)),
         max_reply_tokens=draw(st.integers(0, 4194304)),
         expected_answer=draw(texts),
+        prompt_logprobs=draw(prompt_logprobs(run_lengths)),
     )
 
 

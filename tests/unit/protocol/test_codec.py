@@ -1,5 +1,7 @@
 import dataclasses
 import zlib
+from collections.abc import Iterator
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from slipstream.core.errors import ProtocolError
 from slipstream.core.settings.tables import BYTES_PER_TOKEN, TRAJECTORY_OVERHEAD_BYTES
 from slipstream.core.staleness import max_text_bytes
 from slipstream.core.types import (
+    SAMPLED_ARRAYS,
     Branch,
     PolicyVersion,
     ReferenceLogprobs,
@@ -38,7 +41,7 @@ def plain(value: object) -> object:
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, value.tobytes()
     if isinstance(value, Trajectory | RoutedExperts | ReferenceLogprobs):
-        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     return value
 
 
@@ -46,6 +49,42 @@ def plain(value: object) -> object:
 @settings(max_examples=times(300))
 def test_a_trajectory_comes_back_as_it_was_sent(trajectory: Trajectory) -> None:
     assert plain(decode_trajectory(encode_trajectory(trajectory))) == plain(trajectory)
+
+
+def drawn_values(thing: object, place: str = "") -> Iterator[tuple[str, object]]:
+    """The fields of a trajectory and of the records in it, by their places."""
+    for field in fields(thing):
+        value = getattr(thing, field.name)
+        yield f"{place}{field.name}", repr(plain(value))
+        for part in value if isinstance(value, tuple) else [value]:
+            if dataclasses.is_dataclass(part):
+                yield from drawn_values(part, f"{place}{field.name}.")
+
+
+def test_the_round_trip_draws_several_values_of_every_field() -> None:
+    values: dict[str, set[object]] = {}
+
+    @given(trajectories())
+    @settings(max_examples=200, database=None)
+    def draw(trajectory: Trajectory) -> None:
+        for place, value in drawn_values(trajectory):
+            values.setdefault(place, set()).add(value)
+
+    draw()
+    assert values.keys() > {"branches.reward", "reference.logprobs", "failure.message"}
+    constant = [place for place, drawn in values.items() if len(drawn) < 2]
+    assert not constant
+
+
+def test_nobody_can_leave_out_a_field_of_a_trajectory_but_optional_values_of_tokens() -> None:
+    left_out = {
+        field.name
+        for field in fields(Trajectory)
+        if field.default is not dataclasses.MISSING
+        or field.default_factory is not dataclasses.MISSING
+    }
+    optional = {name for name, is_required in SAMPLED_ARRAYS.items() if not is_required}
+    assert left_out == optional
 
 
 def test_every_flipped_bit_in_the_arrays_is_noticed() -> None:

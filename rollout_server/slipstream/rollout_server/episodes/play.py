@@ -383,6 +383,7 @@ def trajectory_of(play: Play, status: Status, failure: Failure | None) -> Trajec
         purpose=lease.purpose,
         status=status,
         failure=failure,
+        will_retry=False,
         token_ids=np.asarray(recording.token_ids, dtype=np.uint32),
         run_lengths=tuple(recording.run_lengths),
         **sampled,

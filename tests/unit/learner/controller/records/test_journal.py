@@ -6,18 +6,11 @@ import signal
 import zlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 from slipstream.core.errors import ConfigError, ProtocolError, RunFailed
 from slipstream.core.types import (
     GroupId,
-    PolicyVersion,
-    Purpose,
-    ServerId,
-    Status,
-    Trajectory,
     TrajectoryId,
-    VersionSpan,
 )
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.journal import (
@@ -30,27 +23,10 @@ from slipstream.learner.controller.records.state import RecordedBatch
 from slipstream.learner.controller.trajectories.inspection import EarlierIds
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2, trajectory_pb2
+from support.fakes.plain_trajectory import plain_trajectory
 from support.fakes.slow_disk import SlowDisk, several_turns
 from support.rigs.batch_messages import in_one_message
 from support.rigs.journal_notes import note
-
-TRAINED = {
-    "run_id": "r-1",
-    "group_id": GroupId("g000001"),
-    "member": 0,
-    "attempt": 1,
-    "server_id": ServerId("s"),
-    "server_epoch": 7,
-    "environment": "e",
-    "task_index": 0,
-    "seed": 0,
-    "purpose": Purpose.TRAINING,
-    "status": Status.COMPLETED,
-    "token_ids": np.arange(3, dtype=np.uint32),
-    "run_lengths": (1, 2),
-    "behavior_logprobs": np.zeros(2, np.float32),
-    "version_spans": (VersionSpan(2, PolicyVersion(0, 0)),),
-}
 
 
 def test_every_flipped_bit_is_noticed(tmp_path):
@@ -410,7 +386,7 @@ def test_a_sync_that_fails_while_somebody_asks_for_trouble_is_not_forgotten(tmp_
 
 def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
     """Redis delivers again what ended or was trained just before the crash."""
-    trained = Trajectory(**TRAINED)
+    trained = plain_trajectory(range(3), (1, 2), group_id=GroupId("g000001"), attempt=1)
     message = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=0, batch_id="b0"))
     message.trajectories.append(trajectory_to_pb(trained))
     history = RunHistory(ended={TrajectoryId("g000002.0.0.7")}, trained_in={trained.group_id: 0})
