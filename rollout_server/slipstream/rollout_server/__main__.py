@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_model(config)
         return uvloop.run(_serve(config, options))
     except (BaseExceptionGroup, SlipstreamError) as error:
-        return _report(error)
+        return report(error)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -144,7 +144,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
     return DONE
 
 
-def _report(error: BaseException) -> int:
+def report(error: BaseException) -> int:
     """Prints each cause of an error, a SlipstreamError as one line; returns the exit code."""
     causes = _leaves(error)
     for cause in causes:

@@ -42,7 +42,10 @@ GOOD = plain_trajectory(
     seed=4,
     purpose=Purpose.TRAINING,
     status=Status.COMPLETED,
-    version_spans=(VersionSpan(1, PolicyVersion(0, 6)), VersionSpan(1, PolicyVersion(1, 7))),
+    version_spans=(
+        VersionSpan(1, PolicyVersion(0, 6)),
+        VersionSpan(1, PolicyVersion(1, 7)),
+    ),
 )
 
 
@@ -63,7 +66,11 @@ def plain_group(**changes: Any) -> Group:
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 names = st.text("abcXYZ0189._:-", max_size=20)
-lines = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Zl", "Zp")), max_size=20)
+printed = st.characters(
+    codec="utf-8",
+    exclude_categories=("Cc", "Zl", "Zp"),
+)
+lines = st.text(printed, max_size=20)
 uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)
 steps = st.integers(0, 2**31 - 1)
@@ -120,7 +127,15 @@ def branches(draw: st.DrawFn, num_runs: int) -> tuple[Branch, ...]:
         name = draw(names)
         if name not in rewards:
             rewards[name] = draw(st.none() | st.floats(-1e6, 1e6))
-        drawn.append(Branch(length, draw(st.floats(-1e6, 1e6)), name, rewards[name]))
+        share = draw(st.floats(-1e6, 1e6))
+        drawn.append(
+            Branch(
+                num_runs=length,
+                share=share,
+                name=name,
+                reward=rewards[name],
+            )
+        )
         num_runs -= length
     return tuple(drawn)
 
@@ -149,7 +164,9 @@ def image_places(draw: st.DrawFn, num_images: int, num_tokens: int) -> tuple[Ima
 def prompt_logprobs(draw: st.DrawFn, run_lengths: tuple[int, ...]) -> bytes:
     """Draws those of a first run of two tokens or more, or none."""
     num_scored = max(sum(run_lengths[:1]) - 1, 0)
-    return pack_logprobs(draw(earned(num_scored))) if draw(st.booleans()) else b""
+    if not draw(st.booleans()):
+        return b""
+    return pack_logprobs(draw(earned(num_scored)))
 
 
 @st.composite
@@ -175,9 +192,21 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         status=status,
         failure=draw(failures) if status is Status.FAILED else None,
         will_retry=draw(st.booleans()),
-        token_ids=draw(numbers(num_tokens, uint32, np.uint32)),
+        token_ids=draw(
+            numbers(
+                num_tokens,
+                uint32,
+                np.uint32,
+            )
+        ),
         run_lengths=run_lengths,
-        behavior_logprobs=draw(numbers(num_sampled, st.floats(-1e3, 0, width=32), np.float32)),
+        behavior_logprobs=draw(
+            numbers(
+                num_sampled,
+                st.floats(-1e3, 0, width=32),
+                np.float32,
+            )
+        ),
         version_spans=draw(spans(num_sampled)),
         reward=draw(st.floats(-1e6, 1e6)),
         token_rewards=draw(st.none() | earned(num_sampled)) if num_sampled else None,

@@ -5,6 +5,8 @@ import math
 import os
 import random
 from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 _calls = itertools.count(1)
 _seen = [0]
+OTHER_MODULE: Any = ModuleType("other_module")
 CLIP = 0.2
 
 
@@ -248,6 +251,12 @@ def weight_of_lags(tokens: LossInputs) -> Tensor:
 
 def weight_in_float32(tokens: LossInputs) -> Tensor:
     return 1 / (1 + tokens.lags.float())
+
+
+def weight_by_a_module_that_changes(tokens: LossInputs) -> Tensor:
+    # Modules of others may fill a cache while they are called.
+    OTHER_MODULE.num_calls = getattr(OTHER_MODULE, "num_calls", 0) + 1
+    return weight_of_lags(tokens)
 
 
 def weight_of_mean_lag(tokens: LossInputs) -> Tensor:

@@ -1,11 +1,13 @@
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
-from slipstream.core.errors import ProtocolError
+from slipstream.core.errors import ConfigError, ProtocolError
+from slipstream.core.settings.sections import SamplingSection
 from slipstream.protocol.bounds import bound_of, check_bounds, decode, max_message_bytes
 from slipstream.v1 import (
     bounds_pb2,
@@ -16,6 +18,7 @@ from slipstream.v1 import (
     trajectory_pb2,
     weights_pb2,
 )
+from support.fakes.small_configs import small_config
 from support.rigs.counted_work import counted
 
 FILES = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2, weights_pb2)
@@ -163,6 +166,19 @@ def test_what_is_out_of_bounds_is_named_with_value_and_rule(fields: dict, line: 
     with pytest.raises(ProtocolError) as caught:
         check_bounds(trajectory_pb2.Trajectory(**fields))
     assert str(caught.value) == f"Trajectory.{line}"
+
+
+@pytest.mark.parametrize("name", SamplingSection.model_fields)
+def test_a_setting_beyond_what_a_lease_may_carry_is_refused(name: str) -> None:
+    field = fleet_pb2.SamplingSettings.DESCRIPTOR.fields_by_name[name]
+    bound = field.GetOptions().Extensions[bounds_pb2.bound]
+    too_much: Any = int(bound.max) + 1
+    if field.is_repeated:
+        element = "a" if field.type == field.TYPE_STRING else 1
+        too_much = [element] * (bound.max_items + 1)
+    sampling = {"max_reply_tokens": 2, "max_episode_tokens": 8} | {name: too_much}
+    with pytest.raises(ConfigError, match=rf"sampling\.{name}\b"):
+        small_config(sampling=sampling)
 
 
 def test_what_lies_on_its_bound_passes() -> None:

@@ -4,9 +4,10 @@ import subprocess
 import sys
 
 import pytest
-from slipstream.core.errors import NOT_STARTED
+from slipstream.core.errors import FAILED, NOT_STARTED, USAGE_ERROR, ConfigError, RunFailed
 from slipstream.core.machine.gpus import ALL_BITS
 from slipstream.core.machine.process import kernel_oom_kills
+from slipstream.rollout_server.__main__ import report
 from slipstream.rollout_server.process import (
     describe_engine_death,
     engine_environment,
@@ -167,6 +168,19 @@ def test_vllm_logs_at_the_users_level(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine_environment(small_config(), on_cpu=True)["VLLM_LOGGING_LEVEL"] == "WARNING"
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     assert engine_environment(small_config(), on_cpu=True)["VLLM_LOGGING_LEVEL"] == "INFO"
+
+
+def test_only_wrong_settings_alone_keep_a_server_from_being_started_again(capsys) -> None:
+    wrong_setting = ConfigError("queue.kind")
+    other_cause = RunFailed("no disk")
+    assert report(BaseExceptionGroup("", [wrong_setting])) == USAGE_ERROR
+    group = BaseExceptionGroup("", [wrong_setting, BaseExceptionGroup("", [other_cause])])
+    assert report(group) == FAILED
+    assert capsys.readouterr().err.splitlines() == [
+        "slipstream: queue.kind",
+        "slipstream: queue.kind",
+        "slipstream: no disk",
+    ]
 
 
 def test_the_workers_of_two_engines_share_no_name() -> None:

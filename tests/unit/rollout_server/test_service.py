@@ -4,6 +4,7 @@ import gc
 import logging
 import re
 
+import grpc
 import numpy as np
 import pytest
 from slipstream.core import waits
@@ -757,6 +758,22 @@ async def test_nothing_waits_on_a_stream_that_is_over(server) -> None:
         gc.enable()
     failed = [t.failure is not None for t in server.fleet.trajectories]
     assert failed == [False, True] * 4
+
+
+def open_channels() -> dict[int, grpc.aio.Channel]:
+    """The channels of gRPC that are not closed, by their addresses in memory."""
+    channels = [thing for thing in gc.get_objects() if issubclass(type(thing), grpc.aio.Channel)]
+    is_over = grpc.ChannelConnectivity.SHUTDOWN
+    return {id(channel): channel for channel in channels if channel.get_state() is not is_over}
+
+
+async def test_a_server_that_has_left_has_closed_its_channel(start_server) -> None:
+    earlier = open_channels()
+    async with start_server() as server:
+        await server.join()
+        channels = [channel for place, channel in open_channels().items() if place not in earlier]
+        assert channels
+    assert all(channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN for channel in channels)
 
 
 async def test_what_runs_may_end_while_the_controller_is_away(start_server) -> None:

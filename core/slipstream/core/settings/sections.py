@@ -93,7 +93,7 @@ class SamplingSection(Section):
     # Most sampled tokens of a reply.
     max_reply_tokens: int = Field(3072, ge=1, le=1 << 20)
     # Most replies of an episode. 0 means 256.
-    max_turns: int = Field(0, ge=0)
+    max_turns: int = Field(0, ge=0, le=65536)
     # Most tokens, sampled or not, of an episode and of each of its branches.
     max_episode_tokens: Positive = 4096
     # Most tokens of all branches of an episode. 0 means `max_episode_tokens`.
@@ -105,10 +105,10 @@ class SamplingSection(Section):
     max_prompt_tokens: Positive | None = None
     # Token ids at which a reply ends, besides those of model and chat template: the start of a run
     # [names all](guides/environments.md#ends-of-a-reply). They are trained.
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field((), max_length=4096)
     # Texts at which a reply ends, behind the token that completes one. `stop_token_ids` costs less,
     # and is in exports.
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=1024)
     # Most images of an episode, for models with vision. An episode with more fails.
     max_images: int = Field(0, ge=0, le=64)
     # Most bytes of an encoded image. A lease reserves `max_images` of them in the queue.

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from slipstream.client.launch import fit
+from slipstream.client.launch.findings import Scene
 from slipstream.client.launch.fit import compiler_problem, describe_engine, processor_problems
+from slipstream.client.launch.placement import uses_gpus
 from slipstream.core.models.model_rules import cpu_cache_bytes
 from slipstream.core.settings.sections import RolloutServerSection
 from support.fakes.small_configs import NGRAM, config_of, small_config
@@ -51,6 +53,13 @@ def test_compiled_graphs_on_a_cpu_need_a_compiler() -> None:
     problem = compiler_problem(server(False), NO_COMPILER, on_cpu=True)
     assert problem.startswith("rollout_server.enforce_eager = false needs a C++ compiler on CPUs")
     assert "no-such-compiler" in problem
+
+
+def test_the_check_of_an_engine_says_how_it_would_run_the_model(tmp_path: Path) -> None:
+    config = small_config(model={"path": str(tmp_path)}, rollout_server={"enforce_eager": True})
+    line = fit.check_engine(Scene(config))
+    assert line == describe_engine(config.rollout_server, on_cpu=not uses_gpus())
+    assert "enforce_eager is true" in line
 
 
 @pytest.mark.parametrize(("setting", "on_cpu"), [(None, False), (False, False), (False, True)])

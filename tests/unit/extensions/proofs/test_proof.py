@@ -180,6 +180,7 @@ def test_other_wrong_functions_are_refused(kind: FunctionKind, name: str, expect
     [
         ("weight", "weight_of_lags"),
         ("weight", "weight_in_float32"),
+        ("weight", "weight_by_a_module_that_changes"),
         ("advantage", "only_from_0_to_1"),
         ("reward", "reward_of_metrics"),
     ],

@@ -5,8 +5,10 @@ import logging
 from collections.abc import AsyncIterator
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.extensions.redis import connection
+from slipstream.extensions.redis.connection import RedisConnection
 from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import RedisReceiver
 from support.fakes.queue_seals import without_seal
@@ -87,6 +89,27 @@ async def test_a_replica_is_not_told_as_a_loss_of_data(server, administrator, mo
             await asyncio.sleep(LIMIT_S)
     (cause,) = causes(caught.value)
     assert "within 0.1 s: You can't write against a read only replica" in cause
+
+
+async def test_each_outage_is_told_and_none_is_remembered_once_redis_answers(caplog) -> None:
+    redis_connection = RedisConnection("redis://127.0.0.1:9", "run")
+    answers = [RedisConnectionError("refused"), None, RedisConnectionError("reset"), None]
+
+    async def call() -> None:
+        answer = answers.pop(0)
+        if answer is not None:
+            raise answer
+
+    for cause in ("refused", "reset"):
+        caplog.clear()
+        await redis_connection.persistently(call)
+        # Otherwise a full queue would be told as a lost Redis.
+        assert redis_connection.trouble is None
+        assert [record.getMessage() for record in caplog.records] == [
+            f"redis at redis://127.0.0.1:9 was lost: {cause}",
+            "redis at redis://127.0.0.1:9 answers again",
+        ]
+    await redis_connection.client.aclose()
 
 
 async def test_a_node_of_a_cluster_is_named_as_such() -> None:

@@ -1,14 +1,24 @@
 """The transport of a communicator, and the servers that it leaves out."""
 
+import asyncio
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 from slipstream.core.configuration.config_file import parse_config
-from slipstream.learner.controller.publishing.receivers import choose_for, misfit
-from slipstream.learner.controller.run import Run
+from slipstream.core.types import PolicyVersion
+from slipstream.learner.controller.publishing.receivers import (
+    Failures,
+    Questions,
+    choose_for,
+    misfit,
+)
+from slipstream.learner.controller.run import LoopClock, Run
+from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.protocol.codec import version_to_pb
 from slipstream.v1 import fleet_pb2, weights_pb2
 from support.rigs.counted_work import counted
-from support.rigs.publishing_scene import place
+from support.rigs.publishing_scene import READY, joined, place
 
 
 @pytest.fixture
@@ -39,6 +49,41 @@ def test_a_server_that_shares_no_host_is_left_out_where_the_others_share_a_gpu(r
     assert (transport, a, c) == ("ipc", "", "")
     assert "b runs on another one" in b
     assert choose_for(run, {"b": servers["b"]}) == ("nccl", [""])
+
+
+class ScriptedClock(LoopClock):
+    """A clock that tests set; its waits end at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time_s = 0.0
+        self.limits_s: list[float] = []
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    async def wait(self, futures: Collection[asyncio.Future[Any]], limit_s: float) -> None:
+        self.limits_s.append(limit_s)
+
+
+@pytest.mark.parametrize("run", ["auto"], indirect=True)
+async def test_an_answered_question_prolongs_no_wait_for_an_earlier_one(run: Run) -> None:
+    clock = ScriptedClock()
+    run.clock = clock
+    fleet = Fleet(run)
+    early = joined(fleet, "early")
+    later = joined(fleet, "later")
+    prepare = fleet_pb2.PreparePublish(publish_id="p", version=version_to_pb(PolicyVersion(0, 1)))
+    async with asyncio.TaskGroup() as tasks:
+        questions = Questions(run, tasks, Failures(fleet, run))
+        (still_open,) = questions.ask([early], prepare)
+        clock.time_s = 7.0
+        (answered,) = questions.ask([later], prepare)
+        ready = fleet_pb2.PublishReport(phase=READY)
+        answered.reply(ready)
+        assert await questions.answers([early, later], prepare) == {later: ""}
+        still_open.reply(ready)
+    assert clock.limits_s[0] == run.config.weights.bucket_deadline_s - 7.0
 
 
 @pytest.mark.parametrize("run", ["nccl"], indirect=True)

@@ -50,11 +50,18 @@ def three_lines(folder):
     with Journal(folder) as journal:
         for kind in ("a", "b", "c"):
             journal.append(note(kind))
-    return folder / "journal.log", (folder / "journal.log").read_bytes().splitlines(keepends=True)
+    log = folder / "journal.log"
+    return log, log.read_bytes().splitlines(keepends=True)
 
 
 @pytest.mark.parametrize(
-    ("order", "line"), [((0, 2), 2), ((1, 2), 1), ((0, 1, 1, 2), 3), ((0, 2, 1), 2)]
+    ("order", "line"),
+    [
+        ((0, 2), 2),
+        ((1, 2), 1),
+        ((0, 1, 1, 2), 3),
+        ((0, 2, 1), 2),
+    ],
 )
 def test_a_line_that_is_missing_or_twice_or_elsewhere_is_noticed(tmp_path, order, line):
     path, lines = three_lines(tmp_path)
@@ -386,7 +393,12 @@ def test_a_sync_that_fails_while_somebody_asks_for_trouble_is_not_forgotten(tmp_
 
 def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
     """Redis delivers again what ended or was trained just before the crash."""
-    trained = plain_trajectory(range(3), (1, 2), group_id=GroupId("g000001"), attempt=1)
+    trained = plain_trajectory(
+        range(3),
+        (1, 2),
+        group_id=GroupId("g000001"),
+        attempt=1,
+    )
     message = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=0, batch_id="b0"))
     message.trajectories.append(trajectory_to_pb(trained))
     history = RunHistory(ended={TrajectoryId("g000002.0.0.7")}, trained_in={trained.group_id: 0})

@@ -134,7 +134,7 @@ def test_a_report_with_the_name_of_a_metric_of_the_run_is_told_once(tmp_path):
     events = EventLog()
     no_trackers = Trackers({}, lambda text: None)
     recorder = RunRecorder(tmp_path, config_of(tmp_path), no_trackers, None, events)
-    for number in range(2):
+    for number in range(3):
         row = step(recorder, number, reward_std=9.0, mine=9.0, **{"e/reward": 9.0})
         assert row.items() >= {("reward_std", 0.0), ("e/reward", GOOD.reward), ("mine", 9.0)}
     recorder.close()
