@@ -176,7 +176,11 @@ def test_a_setting_beyond_what_a_lease_may_carry_is_refused(name: str) -> None:
     if field.is_repeated:
         element = "a" if field.type == field.TYPE_STRING else 1
         too_much = [element] * (bound.max_items + 1)
-    sampling = {"max_reply_tokens": 2, "max_episode_tokens": 8} | {name: too_much}
+    sampling = {
+        "max_reply_tokens": 2,
+        "max_episode_tokens": 8,
+        name: too_much,
+    }
     with pytest.raises(ConfigError, match=rf"sampling\.{name}\b"):
         small_config(sampling=sampling)
 
