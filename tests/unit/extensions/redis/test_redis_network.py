@@ -52,9 +52,10 @@ async def test_a_transaction_whose_answer_never_comes_ends_in_time(server, netwo
 async def test_a_receiver_says_what_redis_did_not_do(server, monkeypatch, caplog):
     # A read waits for a second for an entry.
     monkeypatch.setattr(connection, "CALL_TIMEOUT_S", 0.5)
+    warning = f"redis at {server.address}: a call had no answer for 0.5 s"
     async with RedisReceiver(server.url(), "run", without_seal):
-        await until(lambda: caplog.messages)
-    assert caplog.messages[0] == f"redis at {server.address}: a call had no answer for 0.5 s"
+        # On a busy machine another call may be late before.
+        await until(lambda: warning in caplog.messages)
 
 
 async def test_a_primary_that_is_a_replica_for_a_while_loses_and_repeats_nothing(
