@@ -85,6 +85,7 @@ OPTIONAL = (
     "slipstream.client.agent_episodes",
     "slipstream.client.agent_exchange",
     "slipstream.client.agent_gateway",
+    "slipstream.client.agent_socket",
     "slipstream.environments",
     "slipstream.extensions",
     "slipstream.learner.controller.reporting",

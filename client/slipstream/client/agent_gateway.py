@@ -1,4 +1,4 @@
-"""The HTTP server on loopback through which agents reach the model.
+"""The HTTP server of a port on loopback and of episodes' sockets: agents reach the model by it.
 
 Consumes: HTTP requests of agents, parts of replies. Produces: calls of episodes, HTTP responses.
 Waits for: a request, its body, the parts of its reply. Unblocked by: their arrival, a client that
@@ -18,12 +18,15 @@ from typing import Any, TypeAlias
 
 import uvicorn
 from slipstream.client.agent_exchange import CallExchange, PendingCall, TooManyCalls
+from slipstream.client.agent_socket import EpisodeSocket
 from slipstream.client.environment import BRANCH_NAME, Endpoint
+from slipstream.client.relay_inside import ADDRESS
 from slipstream.core.errors import ProtocolError
 from slipstream.core.machine.process import most_connections
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import environment_pb2 as pb
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 8 << 20
@@ -32,6 +35,9 @@ MAX_HEAD_BYTES = 64 << 10
 # Seconds within which a request must be complete, from its first byte or from its connection on.
 REQUEST_LIMIT_S = 60.0
 MAX_CONNECTIONS = 2048
+# Connections of one episode's socket; all sockets of a process share MAX_CONNECTIONS.
+MAX_SOCKET_CONNECTIONS = 128
+MIN_SOCKET_CONNECTIONS = 4
 # Most requests that a connection sends ahead of the answers to earlier ones.
 MAX_AHEAD = 16
 # Seconds after which an agent should repeat a call that was refused for now (Retry-After).
@@ -43,6 +49,8 @@ PASSED_HEADERS = {b"accept", b"anthropic-beta", b"anthropic-version", b"content-
 PASSED_HEADERS |= {b"user-agent", b"x-request-id"}
 # Hop-by-hop headers, which concern one connection only and are not passed on.
 HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "upgrade"}
+# Clients demand a key; a socket asks for none.
+NO_KEY = "no-key-is-needed"
 
 Scope: TypeAlias = Mapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
@@ -179,59 +187,105 @@ def bounded_server(
 
 
 class Gateway:
-    """Serves the endpoints of a process's open episodes, as a task of the running event loop."""
+    """Serves the endpoints of a process's open episodes, as tasks of the running event loop."""
 
     def __init__(self) -> None:
-        """Listens on a free port of loopback; raises OSError if there is none."""
+        """Opens nothing: the port is opened for the first episode that is reached by address."""
         self._exchanges: dict[str, tuple[CallExchange, Endpoint]] = {}
-        # asyncio sets TCP_NODELAY only where the protocol is named; without it every answer of two
-        # parts waits 40 ms for an acknowledgement.
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._socket.bind((LOOPBACK, 0))
-        self._socket.listen(2048)
+        self._sockets: dict[str, EpisodeSocket] = {}
         self._server = _Server(bounded_server(self._serve))
-        self._serving = asyncio.get_running_loop().create_task(
-            self._server.serve(sockets=[self._socket])
-        )
+        self._socket: socket.socket | None = None
+        self._serving: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Closes every connection and the port."""
+        """Closes every connection, the port and all sockets."""
+        for served in self._sockets.values():
+            served.close()
+        self._sockets.clear()
         self._server.should_exit = self._server.force_exit = True
         try:
-            await self._serving
+            if self._serving is not None:
+                await self._serving
         finally:
-            self._socket.close()
+            if self._socket is not None:
+                self._socket.close()
 
-    def open(self, exchange: CallExchange) -> Endpoint:
-        """Returns the endpoint of a new episode, whose calls go to `exchange`."""
+    def open(self, exchange: CallExchange, *, by_socket: bool = False) -> Endpoint:
+        """Returns the endpoint of a new episode, whose calls go to `exchange`.
+
+        If `by_socket`, it is a unix socket of its own, and no port. Raises OSError if there is no
+        free port, or no place for the socket.
+        """
+        if by_socket:
+            state = ServerState()
+            connection = self._socket_connections(exchange, state)
+            served = EpisodeSocket(connection, state.connections)
+            endpoint = Endpoint(ADDRESS, NO_KEY, served.path)
+            self._sockets[served.path] = served
+            return endpoint
         token = secrets.token_urlsafe(16)
-        url = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}/{token}"
+        url = f"http://{LOOPBACK}:{self._port()}/{token}"
         endpoint = Endpoint(url, f"sk-slipstream-{secrets.token_urlsafe(32)}")
         self._exchanges[token] = (exchange, endpoint)
         return endpoint
 
     def forget(self, endpoint: Endpoint) -> None:
-        """Refuses all later calls to `endpoint`."""
-        self._exchanges.pop(endpoint.anthropic_url.rpartition("/")[2], None)
+        """Refuses all later calls to `endpoint`; its socket and all connections of it are gone."""
+        if endpoint.socket_path:
+            served = self._sockets.pop(endpoint.socket_path, None)
+            if served is not None:
+                served.close()
+        else:
+            self._exchanges.pop(endpoint.anthropic_url.rpartition("/")[2], None)
+
+    def _port(self) -> int:
+        """Returns the port on loopback, which is opened by the first call."""
+        if self._socket is None:
+            # asyncio sets TCP_NODELAY only where the protocol is named; without it every answer of
+            # two parts waits 40 ms for an acknowledgement.
+            listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+            listening.bind((LOOPBACK, 0))
+            listening.listen(2048)
+            self._socket = listening
+            self._serving = asyncio.get_running_loop().create_task(
+                self._server.serve(sockets=[listening])
+            )
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    def _socket_connections(
+        self, exchange: CallExchange, state: ServerState
+    ) -> Callable[[], BoundedConnection]:
+        """Returns what makes the connections of a socket, all of whose calls go to `exchange`."""
+        loop = asyncio.get_running_loop()
+        config = bounded_server(partial(self._serve_socket, exchange))
+        resting: dict[BoundedConnection, None] = {}
+
+        def connection() -> BoundedConnection:
+            share = most_connections(MAX_CONNECTIONS) // max(1, len(self._sockets))
+            return BoundedConnection(
+                limit_s=REQUEST_LIMIT_S,
+                most=max(MIN_SOCKET_CONNECTIONS, min(MAX_SOCKET_CONNECTIONS, share)),
+                resting=resting,
+                config=config,
+                server_state=state,
+                app_state={},
+                _loop=loop,
+            )
+
+        return connection
+
+    async def _serve_socket(
+        self, exchange: CallExchange, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answers a request on an episode's socket, whose key, if any, is not looked at."""
+        path: str = scope["path"]
+        await _exchanged(
+            lambda: (exchange, _call(scope, path.removeprefix("/"))), scope, receive, send
+        )
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            exchange, request = self._accept(scope)
-            with exchange.reading() as count:
-                body = await _body(scope, receive, count)
-                if body is None:
-                    return
-                if exchange.has_ended:
-                    raise _over()
-                request.body = body
-                call = exchange.open(request)
-        except _Refusal as refusal:
-            await _refuse(send, refusal)
-        except TooManyCalls:
-            what = "the episode has too many open calls; wait for one of them"
-            await _refuse(send, _Refusal(429, "rate_limit_error", "rate_limit_exceeded", what))
-        else:
-            await _relay(exchange, call, receive, send)
+        await _exchanged(lambda: self._accept(scope), scope, receive, send)
 
     def _accept(self, scope: Scope) -> tuple[CallExchange, pb.AgentCall]:
         """Returns a request's exchange, and the call without its body; raises _Refusal."""
@@ -239,38 +293,82 @@ class Gateway:
         token, _, rest = path.removeprefix("/").partition("/")
         known = self._exchanges.get(token)
         head = scope["headers"]
-        if len(path) + sum(len(name) + len(value) for name, value in head) > MAX_HEAD_BYTES:
-            what = f"the headers of a request have at most {MAX_HEAD_BYTES} bytes"
-            raise _Refusal(400, "invalid_request_error", "invalid_request", what)
+        _check_head(scope)
         key = b"" if known is None else known[1].api_key.encode()
         names = (b"authorization", b"x-api-key")
         shown = [value.removeprefix(b"Bearer ") for name, value in head if name in names]
         if known is None or not any(hmac.compare_digest(value, key) for value in shown):
             raise _over()
-        branch = ""
-        if rest.startswith("b/"):
-            branch, _, rest = rest.removeprefix("b/").partition("/")
-            if BRANCH_NAME.fullmatch(branch) is None:
-                raise _Refusal(404, "not_found_error", "not_found", f"no branch {branch[:64]!r}")
-        if not rest.startswith("v1/"):
-            what = "the endpoint has only paths below /v1"
-            raise _Refusal(404, "not_found_error", "not_found", what)
-        query = scope["query_string"].decode("latin-1")
-        request = pb.AgentCall(
-            method=scope["method"],
-            path=f"/{rest}?{query}" if query else f"/{rest}",
-            headers=[
-                pb.HttpHeader(name=name.decode("latin-1"), value=value.decode("latin-1"))
-                for name, value in head
-                if name in PASSED_HEADERS
-            ],
-            branch=branch,
-        )
-        try:
-            check_bounds(request)
-        except ProtocolError as error:
-            raise _Refusal(400, "invalid_request_error", "invalid_request", str(error)) from None
-        return known[0], request
+        return known[0], _call(scope, rest)
+
+
+async def _exchanged(
+    accept: Callable[[], tuple[CallExchange, pb.AgentCall]],
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+) -> None:
+    """Passes a request to the exchange that `accept` returns with the call, or sends a refusal."""
+    try:
+        exchange, request = accept()
+        with exchange.reading() as count:
+            body = await _body(scope, receive, count)
+            if body is None:
+                return
+            if exchange.has_ended:
+                raise _over()
+            request.body = body
+            call = exchange.open(request)
+    except _Refusal as refusal:
+        await _refuse(send, refusal)
+    except TooManyCalls:
+        what = "the episode has too many open calls; wait for one of them"
+        await _refuse(send, _Refusal(429, "rate_limit_error", "rate_limit_exceeded", what))
+    else:
+        await _relay(exchange, call, receive, send)
+
+
+def _check_head(scope: Scope) -> None:
+    """Raises _Refusal for a request whose path and headers are too long."""
+    path: str = scope["path"]
+    num_bytes = len(path)
+    for name, value in scope["headers"]:
+        num_bytes += len(name) + len(value)
+    if num_bytes > MAX_HEAD_BYTES:
+        what = f"the headers of a request have at most {MAX_HEAD_BYTES} bytes"
+        raise _Refusal(400, "invalid_request_error", "invalid_request", what)
+
+
+def _call(scope: Scope, rest: str) -> pb.AgentCall:
+    """Returns the call of a request, without its body; raises _Refusal.
+
+    `rest` is the path of the request below the episode's address, without a slash before it.
+    """
+    _check_head(scope)
+    branch = ""
+    if rest.startswith("b/"):
+        branch, _, rest = rest.removeprefix("b/").partition("/")
+        if BRANCH_NAME.fullmatch(branch) is None:
+            raise _Refusal(404, "not_found_error", "not_found", f"no branch {branch[:64]!r}")
+    if not rest.startswith("v1/"):
+        what = "the endpoint has only paths below /v1"
+        raise _Refusal(404, "not_found_error", "not_found", what)
+    query = scope["query_string"].decode("latin-1")
+    request = pb.AgentCall(
+        method=scope["method"],
+        path=f"/{rest}?{query}" if query else f"/{rest}",
+        headers=[
+            pb.HttpHeader(name=name.decode("latin-1"), value=value.decode("latin-1"))
+            for name, value in scope["headers"]
+            if name in PASSED_HEADERS
+        ],
+        branch=branch,
+    )
+    try:
+        check_bounds(request)
+    except ProtocolError as error:
+        raise _Refusal(400, "invalid_request_error", "invalid_request", str(error)) from None
+    return request
 
 
 async def _relay(exchange: CallExchange, call: PendingCall, receive: Receive, send: Send) -> None:

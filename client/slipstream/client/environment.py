@@ -21,6 +21,7 @@ from typing import (
     runtime_checkable,
 )
 
+from slipstream.client import relay_inside
 from slipstream.core.models.thoughts import split_thoughts
 
 Task = TypeVar("Task")
@@ -320,12 +321,17 @@ class Endpoint:
 
         openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
         anthropic.AsyncAnthropic(base_url=endpoint.anthropic_url, api_key=endpoint.api_key)
+
+    Where the environment `needs_socket`, the address is that of the relay inside a sandbox, which
+    leads to the unix socket `socket_path`; whoever reaches the socket needs no key.
     """
 
     # The address without `/v1`, as Anthropic's clients want it.
     anthropic_url: str
-    # A secret of this episode.
+    # A secret of this episode; any text with a `socket_path`.
     api_key: str = field(repr=False)
+    # Absolute path of the episode's unix socket, or "". Its folder is readable to this user alone.
+    socket_path: str = ""
 
     @property
     def base_url(self) -> str:
@@ -343,8 +349,17 @@ class Endpoint:
         return replace(self, anthropic_url=f"{root}/b/{name}")
 
     def variables(self) -> dict[str, str]:
-        """Returns the environment variables by which most programs find the endpoint."""
-        return {
+        """Returns the environment variables by which most programs find the endpoint.
+
+        With a `socket_path` there are three more, which a sandbox needs: the socket, the file of
+        the relay inside, and the network namespace in which that relay must not run.
+        """
+        of_socket = {
+            "SLIPSTREAM_SOCKET": self.socket_path,
+            "SLIPSTREAM_RELAY": relay_inside.__file__,
+            "SLIPSTREAM_NETWORK": relay_inside.network(),
+        }
+        return (of_socket if self.socket_path else {}) | {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_BASE": self.base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -381,6 +396,10 @@ class AgentEnvironment(Environment[Task]):
     thread with all other episodes of the worker, so it must await its calls. A plain `def run` has
     a thread of its own and may block.
     """
+
+    # Whether `run` gets a unix socket, for a program in a sandbox without network, in place of an
+    # address on loopback.
+    needs_socket: bool = False
 
     def run(
         self, task: Task, endpoint: Endpoint

@@ -51,6 +51,9 @@ class Command(AgentEnvironment[Row]):
     The reward is the last line that `score_command` prints, or the content of `score_file`: a
     number, or a JSON object with `reward` and metrics; one of both must be given, since exit status
     0 is no score. A program that reaches a limit is ended, and scored like any other.
+
+    If `relay`, the endpoint is a unix socket, for a `command` that is a sandbox without network:
+    it mounts {SLIPSTREAM_SOCKET} and {SLIPSTREAM_RELAY}, and begins with the relay inside.
     """
 
     @checked
@@ -70,6 +73,7 @@ class Command(AgentEnvironment[Row]):
         max_processes: NotNegative = 0,
         sandbox: bool = False,
         readable: Sequence[str | Path] = (),
+        relay: bool = False,
     ) -> None:
         """`tasks` is a list, or the path of a .jsonl or .parquet file.
 
@@ -85,6 +89,9 @@ class Command(AgentEnvironment[Row]):
         for program in (command, score_command):
             if program is not None:
                 _check_program(program)
+        if relay:
+            _check_relay(command, variables or {}, sandbox=sandbox)
+        self.needs_socket = relay
         self._command = tuple(command)
         self._score_command = tuple(score_command or ())
         self._score_file = _inside(score_file or "")
@@ -245,6 +252,22 @@ def _check_program(command: Sequence[str]) -> None:
     if is_known and shutil.which(program) is None:
         where = "" if program.startswith("/") else " in PATH"
         raise ConfigError(f"there is no program {program!r}{where}")
+
+
+def _check_relay(command: Sequence[str], variables: Mapping[str, str], *, sandbox: bool) -> None:
+    """Raises ConfigError for a program that cannot reach its model through a socket."""
+    if sandbox:
+        raise ConfigError(
+            "relay = true is for a command that is a sandbox itself; with sandbox = true the "
+            "program reaches its endpoint and nothing else: leave relay out"
+        )
+    templates = [*command, *variables.values()]
+    fields = {name for text in templates for name in FIELD.findall(text)}
+    if "SLIPSTREAM_SOCKET" not in fields:
+        raise ConfigError(
+            "relay = true needs {SLIPSTREAM_SOCKET} in command: the sandbox must mount the socket, "
+            "which is its only way to the model"
+        )
 
 
 def _inside(name: str) -> str:

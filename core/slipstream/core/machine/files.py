@@ -95,7 +95,9 @@ MAX_SOCKET_PATH_BYTES = 100
 _MAX_TEMPORARY_BYTES = MAX_SOCKET_PATH_BYTES - 40
 # Programs that models write may write into folders of other kinds.
 _OF_ENGINES = "slipstream-sockets-"
-Kind = Literal["sockets", "sandbox", "agent", "notebook"]
+# Sockets of episodes, which programs that models write may see, lie in folders of the kind "relay".
+Kind = Literal["sockets", "relay", "sandbox", "agent", "notebook"]
+_SHORT: tuple[Kind, ...] = ("sockets", "relay")
 _NAME = re.compile(rf"slipstream-({'|'.join(get_args(Kind))})-[a-z0-9_]{{8}}")
 
 
@@ -105,7 +107,7 @@ class OwnedFolder:
     def __init__(self, kind: Kind) -> None:
         """Makes the folder. On a file system without locks it stays if this process is killed."""
         while True:
-            folder = _folder_of_sockets() if kind == "sockets" else None
+            folder = _folder_of_sockets() if kind in _SHORT else None
             self.path = Path(tempfile.mkdtemp(prefix=f"slipstream-{kind}-", dir=folder))
             # Another process may find the folder before it is locked, and remove it.
             with contextlib.suppress(FileNotFoundError):
