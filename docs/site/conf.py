@@ -51,6 +51,7 @@ CONTENTS = {
         "docs/guides/frameworks",
         "docs/guides/agents",
         "docs/guides/demonstrations",
+        "docs/guides/rollouts",
         "docs/guides/distillation",
         "docs/guides/own-algorithms",
         "docs/guides/own-loop",

@@ -11,7 +11,9 @@ import errno
 import importlib
 import io
 import json
+import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -226,11 +228,23 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _set_program(aside, f"{_LAUNCHER}:run_set_aside")
 
-    export = commands.add_parser("export", help="a checkpoint as a Hugging Face folder")
+    export = commands.add_parser(
+        "export", help="a checkpoint as a Hugging Face folder, or rollouts as a data set"
+    )
     _add_folder(export)
     export.add_argument("--step", type=int, help="the version; default: the newest checkpoint")
     export.add_argument("--out", type=_path, help="default: RUN/checkpoints/hf-STEP")
-    _set_program(export, f"{_LAUNCHER}:run_export")
+    export.add_argument(
+        "--rollouts",
+        type=_path,
+        metavar="FILE",
+        help="write what the model said and earned to a new .parquet or .jsonl instead",
+    )
+    export.add_argument(
+        "--steps", type=_steps, metavar="A:B", help="only rollouts of these, both included"
+    )
+    export.add_argument("--min-reward", type=_reward, metavar="R", help="only with R or more")
+    _set_program(export, "slipstream.client.launch.rollouts:run_export_command", whole=True)
 
     doctor = commands.add_parser("doctor", help="what stands in the way of a run on this machine")
     _add_settings(doctor, is_optional=True)
@@ -334,6 +348,24 @@ def _path(text: str) -> Path:
         # Else a folder named "~" would be made here.
         raise argparse.ArgumentTypeError(f"a path has no ~ or $ in front, got {text}")
     return Path(text)
+
+
+def _steps(text: str) -> tuple[int | None, int | None]:
+    """Returns the first and the last step that an option states; None where it states none."""
+    match = re.fullmatch(r"([0-9]{0,9}):([0-9]{0,9})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"steps are A:B, such as 10:20, 10: or :20, got {text}")
+    first, last = (int(number) if number else None for number in match.groups())
+    if first is not None and last is not None and first > last:
+        raise argparse.ArgumentTypeError(f"the first of the steps comes behind the last in {text}")
+    return first, last
+
+
+def _reward(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"a reward is a finite number, got {text}")
+    return value
 
 
 def _add_node(parser: argparse.ArgumentParser) -> None:

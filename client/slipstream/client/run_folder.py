@@ -185,15 +185,16 @@ def settings_of(folder: Path) -> Path:
     raise ConfigError(f"{folder} is no run's folder: it has no {CONFIG}{hint}")
 
 
-def check_unwritten(target: Path) -> None:
-    """Raises ConfigError when an export to `target` would overwrite something, or cannot begin."""
+def check_unwritten(target: Path, *, another: str = "another folder by --out") -> None:
+    """Raises ConfigError when an export to `target` would overwrite something, or cannot begin.
+
+    `another` says what to name in its place.
+    """
     if target.exists():
-        raise ConfigError(f"{target} exists already: remove it, or name another folder by --out")
+        raise ConfigError(f"{target} exists already: remove it, or name {another}")
     place, fault = nearest_folder(target)
     if fault:
-        raise ConfigError(
-            f"{target} cannot be written: {place}: {fault}; name another folder by --out"
-        )
+        raise ConfigError(f"{target} cannot be written: {place}: {fault}; name {another}")
 
 
 def nearest_folder(path: Path) -> tuple[Path, str]:

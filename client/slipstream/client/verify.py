@@ -298,7 +298,14 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 def read_batch(folder: Path, record: Record) -> Iterator[Content]:
     """Yields the header and the contents of a record's batch, as `read_contents` does."""
+    return read_contents(
+        batch_path(folder, record),
+        record["crc32"],
+    )
+
+
+def batch_path(folder: Path, record: Record) -> Path:
+    """Returns the path of a record's batch in a run's folder."""
     attempt = record["batch_id"].partition("-")[2]
     name = f"step-{int(record['step']):06d}{f'-{int(attempt)}' if attempt else ''}.pb"
-    path = folder / run_folder.JOURNAL / run_folder.BATCHES / name
-    return read_contents(path, record["crc32"])
+    return folder / run_folder.JOURNAL / run_folder.BATCHES / name

@@ -13,6 +13,8 @@ from slipstream.core.template_values import tools_json
 from slipstream.environments import question_files
 
 REPLY_ROLE = "assistant"
+# The column of exported rollouts that says why a row has no messages, and is empty where it has.
+RECORDED = "unreadable"
 
 
 class Reply(NamedTuple):
@@ -39,6 +41,8 @@ class Demonstrations(Environment[Conversation]):
     A row is a conversation: a column of messages with `role` and `content`, or a prompt and a
     reply. The model is trained on each assistant message. The reward is 1. Use
     `algorithm.advantage = "score"`, `loss = "reinforce"` and `weight = "none"`.
+
+    Of exported rollouts, rows without messages or without a reply to train are left out.
     """
 
     @checked
@@ -64,8 +68,16 @@ class Demonstrations(Environment[Conversation]):
             )
         first = [] if system is None else [Message("system", system)]
         self._conversations = []
+        cause = ""
         for where, row in question_files.named_rows(Path(path)):
-            told = _told(row, prompt or messages, reply, where)
+            is_recorded = RECORDED in row
+            if is_recorded and row[RECORDED]:
+                cause = cause or f"{where}: {row[RECORDED]}"
+                continue
+            told = _told(row, prompt or messages, reply, where, is_recorded=is_recorded)
+            if is_recorded and not any(is_trained for _, is_trained in told):
+                cause = cause or f"{where}: each reply has weight 0"
+                continue
             question_files.check_system(system, [message for message, _ in told], where)
             turns, following = _turns([*((message, False) for message in first), *told], where)
             given = row.get("tools")
@@ -80,6 +92,8 @@ class Demonstrations(Environment[Conversation]):
             except ValueError as error:
                 raise ConfigError(f"{where}: {error}") from error
             self._conversations.append(Conversation(turns, tuple(tools), following))
+        if cause and not self._conversations:
+            raise ConfigError(f"{path} has no reply to train: {cause}")
         if shuffle_seed is not None:
             random.Random(shuffle_seed).shuffle(self._conversations)
         self._conversations = self._conversations[:limit]
@@ -106,9 +120,12 @@ class Demonstrations(Environment[Conversation]):
 
 
 def _told(
-    row: question_files.Row, column: str, reply: str | None, where: str
+    row: question_files.Row, column: str, reply: str | None, where: str, *, is_recorded: bool
 ) -> list[tuple[Message, bool]]:
-    """Returns the messages of a row, each with whether it is a reply to train."""
+    """Returns the messages of a row, each with whether it is a reply to train.
+
+    A message that was recorded may be any text: a model has written it.
+    """
     found = question_files.cell_in(row, column, where)
     named = f"{where}: column {column!r}"
     question_files.check_read(
@@ -124,12 +141,12 @@ def _told(
         found = question_files.unpacked(found, named)
     if not isinstance(found, list):
         raise ConfigError(f"{named} must hold a list of messages")
-    told = [_message(one, named) for one in found]
+    told = [_message(one, named, takes_any=is_recorded) for one in found]
     question_files.check_results([message for message, _ in told], named)
     return told
 
 
-def _message(given: question_files.Cell, where: str) -> tuple[Message, bool]:
+def _message(given: question_files.Cell, where: str, *, takes_any: bool) -> tuple[Message, bool]:
     if not isinstance(given, Mapping):
         return question_files.message_in(given, where), False
     try:
@@ -137,7 +154,7 @@ def _message(given: question_files.Cell, where: str) -> tuple[Message, bool]:
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
     said = {name: value for name, value in given.items() if name not in TRAINED}
-    message = question_files.message_in(said, where)
+    message = question_files.message_in(said, where, takes_any=takes_any)
     if message.role != REPLY_ROLE:
         if any(map(given.get, TRAINED)):
             raise ConfigError(f"{where}: only replies are trained, got a message of {message.role}")

@@ -506,8 +506,11 @@ def check_results(messages: Sequence[Message], where: str) -> None:
             raise ConfigError(f"{where}: no call has the id {message.tool_call_id!r} of a result")
 
 
-def message_in(cell: Cell, where: str) -> Message:
-    """Returns the message in one object of a column. Raises ConfigError, which names the field."""
+def message_in(cell: Cell, where: str, *, takes_any: bool = False) -> Message:
+    """Returns the message in one object of a column. Raises ConfigError, which names the field.
+
+    `takes_any` says that its text may hold control characters and torn commands of LaTeX.
+    """
     try:
         message = read_message(cell)
         for part in () if isinstance(message.content, str) else message.content:
@@ -516,7 +519,8 @@ def message_in(cell: Cell, where: str) -> Message:
                 content_part(part)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
-    text_of(message.text, where)
+    if not takes_any:
+        text_of(message.text, where)
     return message
 
 

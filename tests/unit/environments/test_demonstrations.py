@@ -257,3 +257,22 @@ def test_two_system_messages_are_refused(tmp_path: Path) -> None:
     for system in ("Be kind.", ""):
         with pytest.raises(ConfigError, match="begins with a system message: leave out system"):
             Demonstrations(file_of(tmp_path, row), system=system)
+
+
+def recorded(reply: str, *, weight: int = 1, unreadable: str = "") -> dict[str, object]:
+    """A row of exported rollouts."""
+    messages = [message("user", "q"), message("assistant", reply, weight=weight)]
+    return {"messages": None if unreadable else messages, "unreadable": unreadable}
+
+
+def test_exported_rollouts_are_demonstrations_of_the_replies_that_are_to_be_trained(tmp_path):
+    control = "\x07 \text"
+    rows = [recorded("cut", weight=0), recorded(control), recorded("", unreadable="images")]
+    (task,) = Demonstrations(file_of(tmp_path, *rows)).tasks()
+    assert task.turns[0].reply == control
+
+
+def test_exported_rollouts_without_a_reply_to_train_are_refused_with_the_first_cause(tmp_path):
+    path = file_of(tmp_path, recorded("cut", weight=0), recorded("", unreadable="it shows images"))
+    with pytest.raises(ConfigError, match="no reply to train: .*row 1: each reply has weight 0"):
+        Demonstrations(path)

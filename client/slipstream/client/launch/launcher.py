@@ -119,7 +119,7 @@ async def run_quickstart(overrides: Sequence[str]) -> int:
     # Another folder is the user's: nothing is written there.
     if model == own and not any(model.glob("*.safetensors")):
         log = run_folder.make_folder(model.parent) / f"{model.name}.log"
-        await _run_program("tiny model", TINY_MODEL, [str(model)], log)
+        await run_program("tiny model", TINY_MODEL, [str(model)], log)
         log.unlink()
     code = await run_all(path, overrides, dry_run=False)
     if code == 0:
@@ -366,7 +366,7 @@ async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
     with run_folder.hold_folder(folder, refusal=refusal):
         log.unlink(missing_ok=True)
         arguments = [str(folder), str(step), *groups]
-        code = await _run_program("set-aside", SET_ASIDE, arguments, log, fine=(0, USAGE_ERROR))
+        code = await run_program("set-aside", SET_ASIDE, arguments, log, fine=(0, USAGE_ERROR))
     said = log.read_text().strip().removeprefix("slipstream: ")
     if code == USAGE_ERROR:
         raise ConfigError(said)
@@ -389,7 +389,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     arguments = ["--config", str(path), "--step", str(chosen), "--out", str(target)]
     log = log_path(folder, "export")
     say(f"version {chosen} is checked, loaded and written; the log is {log}")
-    await _run_program("export", EXPORT, arguments, log, environ=environ)
+    await run_program("export", EXPORT, arguments, log, environ=environ)
     say(f"version {chosen} is in {written}")
     for fact in facts:
         say(fact)
@@ -398,7 +398,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     return 0
 
 
-async def _run_program(
+async def run_program(
     name: str,
     module: str,
     arguments: Sequence[str],

@@ -110,7 +110,7 @@ class Renderer:
         self._left_out = lru_cache(_CACHED_PROMPTS)(self._find_left_out)
         try:
             with limited_memory():
-                self._tokenise(self._text((_ASKED,), NO_INPUTS))
+                self._tokenise(self.text((_ASKED,), NO_INPUTS))
         except RenderingFailed as error:
             where = f"model.path: the chat template in {folder}"
             if template is not None:
@@ -135,7 +135,7 @@ class Renderer:
         return before if before.startswith(text) else text
 
     def _asking(self, text: str, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> str:
-        return self.asking(text, lambda: self._text((*messages, REPLY), inputs, is_closed=True))
+        return self.asking(text, lambda: self.text((*messages, REPLY), inputs, is_closed=True))
 
     def prompt(
         self, messages: Sequence[ChatMessage], inputs: TemplateInputs = NO_INPUTS
@@ -167,7 +167,7 @@ class Renderer:
         written = tail
         # The model may write calls that the template cannot write.
         with contextlib.suppress(RenderingFailed):
-            written = self._text(tuple(whole), inputs) if whole else tail
+            written = self.text(tuple(whole), inputs) if whole else tail
         if not written.endswith(tail):
             raise RenderingFailed("the chat template writes messages otherwise behind calls")
         tail = self._asking(tail, (*history, *messages), inputs)
@@ -215,8 +215,8 @@ class Renderer:
         the reply before a tool's result, or the tokenizer's EOS. Raises RenderingFailed if the
         template does not write the reply after its generation prompt, or writes words behind it.
         """
-        prompt = self._text(tuple(messages), inputs)
-        whole = self._text((*messages, ChatMessage("assistant", text)), inputs, is_closed=True)
+        prompt = self.text(tuple(messages), inputs)
+        whole = self.text((*messages, ChatMessage("assistant", text)), inputs, is_closed=True)
         closing = self._tail((*messages, REPLY), inputs, is_closed=True)
         if not (whole.startswith(prompt) and whole.endswith(closing)):
             raise RenderingFailed(
@@ -292,7 +292,7 @@ class Renderer:
     def image_text(self) -> str:
         """The text that the template writes for an image."""
         shown = ChatMessage("user", "", parts=(f"{_MARK}0", b"", f"{_MARK}1"))
-        text = self._text((shown,), NO_INPUTS)
+        text = self.text((shown,), NO_INPUTS)
         return text.partition(f"{_MARK}0")[2].partition(f"{_MARK}1")[0]
 
     @cached_property
@@ -320,7 +320,7 @@ class Renderer:
         Raises RenderingFailed if the template fails with tools.
         """
         asked = (_ASKED,)
-        return self._text(asked, TemplateInputs(TOOLS)) != self._text(asked, NO_INPUTS)
+        return self.text(asked, TemplateInputs(TOOLS)) != self.text(asked, NO_INPUTS)
 
     def cannot_fit(self, messages: Sequence[ChatMessage], num_tokens: int) -> bool:
         """Returns whether `messages` have more characters than `num_tokens` tokens can stand for.
@@ -376,12 +376,12 @@ class Renderer:
 
         Raises RenderingFailed if the template fails or leaves out the placeholder.
         """
-        _, found, tail = self._text(messages, inputs, is_closed=is_closed).rpartition(PLACEHOLDER)
+        _, found, tail = self.text(messages, inputs, is_closed=is_closed).rpartition(PLACEHOLDER)
         if not found:
             raise RenderingFailed("the chat template leaves out the assistant's replies")
         return tail
 
-    def _text(
+    def text(
         self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs, *, is_closed: bool = False
     ) -> str:
         """Returns the rendered text, which ends with a generation prompt unless `is_closed`.
@@ -411,10 +411,10 @@ class Renderer:
     def _render(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> tuple[int, ...]:
         if inputs.values and (cause := self.unread(json.loads(inputs.values))):
             raise RenderingFailed(cause)
-        text = self._text(messages, inputs)
+        text = self.text(messages, inputs)
         text = self._asking(text, messages, inputs)
         self._check_written(messages, inputs)
-        asks, *_ = text.removeprefix(self._text(messages, inputs, is_closed=True)).split() or [""]
+        asks, *_ = text.removeprefix(self.text(messages, inputs, is_closed=True)).split() or [""]
         if asks and messages[-1].content.rstrip().endswith(asks):
             raise RenderingFailed(
                 f"the last message ends with {asks!r}, as a template writes it: give messages, or "
@@ -442,12 +442,12 @@ class Renderer:
         The text of a message is its mark; templates take a text beside calls for thoughts.
         """
         with contextlib.suppress(RenderingFailed):
-            text = self._text(marked, inputs)
+            text = self.text(marked, inputs)
             for number, message in enumerate(marked):
                 if message.tool_calls:
                     silent = message._replace(tool_calls=())
                     others = (*marked[:number], silent, *marked[number + 1 :])
-                    is_written = self._text(others, inputs) != text
+                    is_written = self.text(others, inputs) != text
                 else:
                     mark = f"{_MARK}{number:04}"
                     texts = [message.content, *message.parts]

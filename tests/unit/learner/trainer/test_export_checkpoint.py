@@ -105,7 +105,7 @@ def test_what_only_training_reads_may_be_gone_before_an_export(tmp_path, monkeyp
     async def write(name: str, *_: object, **__: object) -> None:
         written.append(name)
 
-    monkeypatch.setattr(launcher, "_run_program", write)
+    monkeypatch.setattr(launcher, "run_program", write)
     monkeypatch.setattr(launcher.run_folder, "settings_of", lambda _: settings)
     monkeypatch.setattr(launcher.run_folder, "version_to_export", lambda *_: 1)
     words = ["--config", str(settings), "--step", "1", "--out", str(tmp_path / "out")]
