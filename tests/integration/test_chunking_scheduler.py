@@ -25,6 +25,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput
 from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import SamplingMaskLists
 from vllm.v1.request import RequestStatus
 
 
@@ -494,6 +495,28 @@ def test_what_comes_beside_tokens_is_joined_too() -> None:
     assert whole.prefill_stats is stats
     again = chunk.pour(EngineCoreOutput("r", []))
     assert (again.new_token_ids, again.routed_experts, again.events) == ([], None, None)
+
+
+def test_kept_tokens_of_a_chunk_follow_each_other() -> None:
+    chunk = Chunk(
+        client_index=0,
+        limit=16,
+        with_logprobs=False,
+    )
+    masks = [
+        SamplingMaskLists(np.array([4, 9])),
+        SamplingMaskLists(
+            token_ids=np.array([1, 2, 3]),
+            offsets=np.array([0, 1, 3]),
+        ),
+    ]
+    for mask in masks:
+        chunk.keep(EngineCoreOutput("r", [], new_sampling_mask=mask))
+    poured = chunk.pour(EngineCoreOutput("r", []))
+    sets = poured.new_sampling_mask.to_nested_list()
+    assert sets == [[4, 9], [1], [2, 3]]
+    emptied = chunk.pour(EngineCoreOutput("r", []))
+    assert emptied.new_sampling_mask is None
 
 
 def disturbed(engine: Engine, seed: int) -> set[str]:

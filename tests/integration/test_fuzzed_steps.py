@@ -16,6 +16,7 @@ import torch
 from pydantic import JsonValue
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
+from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.settings.config import Config
 from slipstream.core.types import (
     Branch,
@@ -28,6 +29,7 @@ from slipstream.core.types import (
 from slipstream.learner.trainer.batches.batch import Batch
 from support.fakes.fake_controller import make_trajectory
 from support.fakes.parity_models import VOCAB
+from support.ranks.parity_layouts import random_sets
 from support.ranks.rank_program import kept, opened, weights_of
 from support.references.plain_policy import PlainStep
 from support.rigs.fuzz_budget import times
@@ -50,6 +52,8 @@ class RandomStep:
 
     def __init__(self, seed: int, folder: Path) -> None:
         self._random = np.random.default_rng(seed)
+        # Apart from the rest, so that seeds keep what they draw.
+        self._cuts = np.random.default_rng([seed, 1])
         self._folder = folder
         self._letters = VOCAB if self._is(0.5) else 6
         self.config = self._accepted()
@@ -65,10 +69,19 @@ class RandomStep:
         while True:
             table = self._settings()
             try:
-                return parse_config(table, source="step")
+                config = parse_config(table, source="step")
             except ConfigError:
                 # Some combinations have no meaning.
                 continue
+            return self._cut(table) if self._cuts.random() < 0.5 else config
+
+    def _cut(self, table: Table) -> Config:
+        """Returns the settings with a part of the vocabulary, unless they exclude it."""
+        sampling = table["sampling"] | {"top_k": 5, "min_p": 0.1}
+        try:
+            return parse_config(table | {"sampling": sampling}, source="step")
+        except ConfigError:
+            return parse_config(table, source="step")
 
     def _settings(self) -> Table:
         model = self._one("llama", "llama", "qwen3", "moe")
@@ -201,8 +214,15 @@ class RandomStep:
                     reward=float(self._random.normal()),
                     status=Status.TRUNCATED if self._is(0.25) else Status.COMPLETED,
                 )
-                episodes.append(one)
+                episodes.append(self._with_sets(one) if config.replays_sampling else one)
         return Batch(STEP, "batch", tuple(episodes))
+
+    def _with_sets(self, one: Trajectory) -> Trajectory:
+        if one.is_given:
+            return one
+        sampled = one.token_ids[one.sampled_mask()].tolist()
+        sets = random_sets(self._cuts, sampled, vocab_size=VOCAB)
+        return dataclasses.replace(one, kept_tokens=KeptTokens.of_sets(sets).packed())
 
     def _grown(self, bare: Trajectory, prompt: Sequence[int]) -> Trajectory:
         """Puts random conversations behind `prompt` into an episode."""

@@ -106,6 +106,9 @@ class Extension:
     process_check: str = ""
     # A function of the controller's `Kernel` that returns a `Part`, or None.
     controller: str = ""
+    # Whether servers record what each token was drawn from, where `sampling` cuts, so that the
+    # learner's probabilities are over the same tokens.
+    replays_sampling: bool = False
     # Whether its part of the controller is told of events before the publisher is.
     precedes_publisher: bool = False
     # A function of the settings and the policy that returns a `StepPart`, or None; collective.

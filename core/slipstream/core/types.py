@@ -258,6 +258,9 @@ class Trajectory:
     # float32, little endian: the log-probability at temperature 1 of each token before the first
     # reply but the first token; b"" if the lease did not ask for them.
     prompt_logprobs: bytes
+    # The tokens that sampled tokens were drawn from, as `KeptTokens` packs them; b"" if all were
+    # drawn from all tokens.
+    kept_tokens: bytes
 
     @functools.cached_property
     def trajectory_id(self) -> TrajectoryId:

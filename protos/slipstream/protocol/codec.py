@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from slipstream.core.errors import ProtocolError
+from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.types import (
     SAMPLED_ARRAYS,
     Branch,
@@ -102,6 +103,11 @@ def _faults(trajectory: Trajectory) -> Iterator[str]:
     scored = len(unpack_logprobs(trajectory.prompt_logprobs))
     if scored and runs[:1] != (scored + 1,):
         yield f"{scored} values of prompt_logprobs for runs {runs[:1]}"
+    if trajectory.kept_tokens and sum(runs) == num_tokens:
+        kept_tokens = KeptTokens.unpacked(trajectory.kept_tokens, sampled)
+        is_kept = kept_tokens.has(trajectory.token_ids[trajectory.sampled_mask()])
+        if not is_kept.all():
+            yield f"its kept tokens lack sampled token {int(np.argmin(is_kept))}"
 
 
 def version_to_pb(version: PolicyVersion) -> pb.PolicyVersion:
@@ -210,6 +216,7 @@ def _checksum(message: pb.Trajectory) -> int:
         reference.top_ids,
         reference.top_logprobs,
         *message.images,
+        message.kept_tokens,
     )
     return functools.reduce(lambda found, array: zlib.crc32(array, found), arrays, 0)
 

@@ -44,7 +44,7 @@ PUBLISH_PHASE_SERVING: PublishPhase
 PUBLISH_PHASE_FAILED: PublishPhase
 
 class SamplingSettings(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "max_reply_tokens", "max_turns", "max_episode_tokens", "ignore_eos", "max_prompt_tokens", "stop_token_ids", "stop", "max_total_tokens", "max_branches", "max_images", "max_image_bytes", "adapter", "by_start", "prompt_logprobs", "seed")
+    __slots__ = ("temperature", "top_p", "top_k", "max_reply_tokens", "max_turns", "max_episode_tokens", "ignore_eos", "max_prompt_tokens", "stop_token_ids", "stop", "max_total_tokens", "max_branches", "max_images", "max_image_bytes", "adapter", "by_start", "prompt_logprobs", "seed", "min_p")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class SamplingSettings(_message.Message):
     BY_START_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -81,7 +82,8 @@ class SamplingSettings(_message.Message):
     by_start: bool
     prompt_logprobs: bool
     seed: int
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_reply_tokens: _Optional[int] = ..., max_turns: _Optional[int] = ..., max_episode_tokens: _Optional[int] = ..., ignore_eos: bool = ..., max_prompt_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., max_total_tokens: _Optional[int] = ..., max_branches: _Optional[int] = ..., max_images: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., adapter: _Optional[str] = ..., by_start: bool = ..., prompt_logprobs: bool = ..., seed: _Optional[int] = ...) -> None: ...
+    min_p: float
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_reply_tokens: _Optional[int] = ..., max_turns: _Optional[int] = ..., max_episode_tokens: _Optional[int] = ..., ignore_eos: bool = ..., max_prompt_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., max_total_tokens: _Optional[int] = ..., max_branches: _Optional[int] = ..., max_images: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., adapter: _Optional[str] = ..., by_start: bool = ..., prompt_logprobs: bool = ..., seed: _Optional[int] = ..., min_p: _Optional[float] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("group_id", "environment", "task_index", "seed", "members", "deadline_step", "purpose", "sampling", "max_attempts", "first_attempt", "timeout_s", "chat_template_kwargs_json", "prompt_token_ids")

@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 from slipstream.core.errors import SlipstreamError
+from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.models.vision import PlacedImage
 from slipstream.core.types import LogprobArray, PolicyVersion, TokenArray, VersionSpan
 from slipstream.v1 import fleet_pb2, weights_pb2
@@ -52,7 +53,8 @@ class FinishReason(Enum):
 class Sampling:
     """The settings with which replies are sampled, and the limits of an episode.
 
-    `temperature` 0 takes the most probable token; `top_k` 0 means no limit. `max_episode_tokens`
+    `temperature` 0 takes the most probable token; `top_k` 0 means no limit. `min_p` is the least
+    probability of a token as a part of the largest. `max_episode_tokens`
     limits the context and sampled tokens of each branch. `max_total_tokens` limits the tokens of
     all branches; 0 means `max_episode_tokens`. `max_turns` limits the replies of all branches; 0
     means 256. With `ignore_eos` a reply does not end at the end-of-text token. `max_prompt_tokens`
@@ -82,6 +84,7 @@ class Sampling:
     by_start: bool = False
     prompt_logprobs: bool = False
     seed: int | None = None
+    min_p: float = 0.0
 
     @classmethod
     def from_pb(cls, message: fleet_pb2.SamplingSettings) -> Self:
@@ -111,7 +114,18 @@ class Sampling:
 
     @property
     def distribution(self) -> dict[str, float]:
-        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+        }
+
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens are left out of the distribution that replies are drawn from."""
+        leaves_out = self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+        return leaves_out and self.temperature > 0.0
 
 
 @dataclass(frozen=True)
@@ -125,7 +139,8 @@ class Generation:
     tokens of prompt and reply from the request's index `experts_from` on, as they were first
     computed. The last sampled token was never computed and is left out. `prompt_logprobs` has the
     log-probability at temperature 1 of each token of the prompt but the first, if asked for.
-    `stop_text` is the text that ended the reply, or "" if no text did.
+    `stop_text` is the text that ended the reply, or "" if no text did. `kept_tokens` has the tokens
+    that each token was drawn from, or is None if the engine does not record them.
     """
 
     token_ids: TokenArray
@@ -136,6 +151,7 @@ class Generation:
     expert_ids: npt.NDArray[np.unsignedinteger] | None = None
     prompt_logprobs: LogprobArray | None = None
     stop_text: str = ""
+    kept_tokens: KeptTokens | None = None
 
     @property
     def sampled_arrays(self) -> dict[str, LogprobArray]:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
+from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.types import (
     Branch,
     Failure,
@@ -170,6 +171,16 @@ def prompt_logprobs(draw: st.DrawFn, run_lengths: tuple[int, ...]) -> bytes:
 
 
 @st.composite
+def kept_tokens(draw: st.DrawFn, sampled_ids: list[int]) -> bytes:
+    """Draws sets that have the sampled tokens; some tokens were drawn from all."""
+    sets = []
+    for token in sampled_ids:
+        likely_ids = draw(st.sets(uint32, max_size=3))
+        sets.append(sorted(likely_ids | {token}) if draw(st.booleans()) else [])
+    return KeptTokens.of_sets(sets).packed()
+
+
+@st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     """Draws every field of a trajectory, of parts that fit together."""
     run_lengths = tuple(draw(st.lists(st.integers(0, 12), max_size=7)))
@@ -178,6 +189,15 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     status = draw(st.sampled_from(Status))
     failures = st.builds(Failure, st.sampled_from(FailureKind), texts)
     images = draw(st.lists(st.binary(min_size=1, max_size=20), max_size=3))
+    token_ids = draw(
+        numbers(
+            num_tokens,
+            uint32,
+            np.uint32,
+        )
+    )
+    is_sampled = np.repeat(np.arange(len(run_lengths)) % 2 == 1, run_lengths)
+    sampled_ids = token_ids[is_sampled].tolist()
     return Trajectory(
         run_id=draw(names),
         group_id=GroupId(draw(names)),
@@ -192,13 +212,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         status=status,
         failure=draw(failures) if status is Status.FAILED else None,
         will_retry=draw(st.booleans()),
-        token_ids=draw(
-            numbers(
-                num_tokens,
-                uint32,
-                np.uint32,
-            )
-        ),
+        token_ids=token_ids,
         run_lengths=run_lengths,
         behavior_logprobs=draw(
             numbers(
@@ -226,6 +240,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         max_reply_tokens=draw(st.integers(0, 4194304)),
         expected_answer=draw(texts),
         prompt_logprobs=draw(prompt_logprobs(run_lengths)),
+        kept_tokens=draw(kept_tokens(sampled_ids)),
     )
 
 

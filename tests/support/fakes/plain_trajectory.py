@@ -59,6 +59,7 @@ def plain_trajectory(
         "max_reply_tokens": 0,
         "expected_answer": "",
         "prompt_logprobs": b"",
+        "kept_tokens": b"",
     }
     return Trajectory(
         token_ids=np.asarray(token_ids, dtype=np.uint32),

@@ -6,10 +6,12 @@ A name says the sizes of a layout, what else differs, and the model where it is 
 import dataclasses
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ReferenceLogprobs, RoutedExperts, Trajectory
 from slipstream.learner.trainer.batches.batch import Batch
@@ -110,6 +112,9 @@ TOP_K = 3
 FORWARD = {"kl": {"coefficient": 0.5, "estimator": "forward_top_k"}}
 REVERSE = {"mini_batches": 2, "kl": {"coefficient": 0.5, "estimator": "reverse_top_k"}}
 TREES = {"max_total_tokens": 120}
+# Tokens were drawn from parts of the vocabulary.
+CUT = {"top_p": 0.9, "top_k": 5}
+CUT_ALGORITHM = {"mini_batches": 2, "entropy_coefficient": 0.1}
 
 MUON = {"optimizer": {"adam_eps": 1e-3, "optimizer": "muon"}}
 OTHER_MUON = {
@@ -157,6 +162,7 @@ WORDS = {
     "reverse-top-k": {"algorithm": REVERSE},
     "trees-shared": {"sampling": TREES, "learner": SHARED},
     "trees": {"sampling": TREES},
+    "cut": {"sampling": CUT, "algorithm": CUT_ALGORITHM},
     SEQUENCE_PARALLEL: {},
     FUSED_HEADS: {},
 }
@@ -166,6 +172,7 @@ NAMES = """
     one one-mini-batches one-few one-gspo one-cispo one-tied one-offload-odd one-moe one-replay-moe
     one-trees dp2-overlap tp2-sp pp2-tied cp2 ep2-distopt-moe dp4-few one-balanced-moe
     tp2-sp-balanced-moe cp2-balanced-moe one-z-loss-moe cp2-z-loss-moe one-muon tp2-sp-muon
+    one-cut tp2-sp-cut cp2-cut
 """
 # One kind of model, algorithm or layout each.
 LONG = """
@@ -188,6 +195,7 @@ LONG = """
     one-other-muon tp2-other-muon dp2-muon cp2-muon one-muon-moe tp2-sp-muon-moe
     dp2-pp2-overlap dp2-cp2-trees cp4 pp2-vpp2-ep2-moe
     tp2-sp-pp2-vpp2-cp2-ep2-moe
+    pp2-vpp2-cut one-trees-cut tp2-trees-shared-cut cp2-trees-cut
 """
 # What others show too, so that it need not be tried at every change. 16 ranks have all kinds at
 # once, with room for replicas.
@@ -306,6 +314,8 @@ def batches(config: Config) -> list[Batch]:
     if config.sampling.max_total_tokens:
         longest = config.sampling.max_episode_tokens
         found = [with_branches(one, vocab_size=VOCAB, max_tokens=longest) for one in found]
+    if config.replays_sampling:
+        found[:] = map(with_kept_tokens, found)
     if config.reference is not None:
         found = [with_reference(one) for one in found]
     return found if algorithm.router_replay == "off" else [with_experts(one) for one in found]
@@ -325,6 +335,30 @@ def with_reference(batch: Batch) -> Batch:
 
     changed = [dataclasses.replace(t, reference=known(t)) for t in batch.trajectories]
     return dataclasses.replace(batch, trajectories=tuple(changed))
+
+
+def with_kept_tokens(batch: Batch) -> Batch:
+    """Any tokens beside the sampled ones; some tokens were drawn from all."""
+    random = np.random.default_rng(batch.step)
+
+    def kept(trajectory: Trajectory) -> Trajectory:
+        sampled = trajectory.token_ids[trajectory.sampled_mask()].tolist()
+        sets = random_sets(random, sampled, vocab_size=VOCAB)
+        return dataclasses.replace(trajectory, kept_tokens=KeptTokens.of_sets(sets).packed())
+
+    return dataclasses.replace(batch, trajectories=tuple(map(kept, batch.trajectories)))
+
+
+def random_sets(
+    random: np.random.Generator, sampled: Sequence[int], *, vocab_size: int
+) -> list[list[int]]:
+    """Up to five tokens for each sampled one, which is among them; at times none."""
+    sets = []
+    for token in sampled:
+        size = random.integers(0, 5)
+        likely_ids = random.integers(0, vocab_size, size).tolist()
+        sets.append(sorted({token, *likely_ids}) if random.random() < 0.8 else [])
+    return sets
 
 
 def with_experts(batch: Batch) -> Batch:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.function_table import FunctionKind
@@ -75,6 +76,18 @@ class Conversation:
         return self.episode.group_id, name, self.episode.trajectory_id
 
 
+def kept_sets(trajectory: Trajectory) -> list[list[int]]:
+    """The tokens that each sampled token was drawn from; none for one drawn from all."""
+    kept_tokens = KeptTokens.unpacked(trajectory.kept_tokens, trajectory.num_sampled_tokens)
+    ends = np.cumsum(kept_tokens.counts)
+    return [ids.tolist() for ids in np.split(kept_tokens.ids, ends)[:-1]]
+
+
+def sets_between(trajectory: Trajectory, start: int, end: int) -> bytes:
+    """Those of the sampled tokens from `start` up to `end`."""
+    return KeptTokens.of_sets(kept_sets(trajectory)[start:end]).packed()
+
+
 def conversations(trajectory: Trajectory) -> list[tuple[Trajectory, Branch]]:
     """Each branch as an episode by itself."""
     if not trajectory.branches:
@@ -102,6 +115,7 @@ def conversations(trajectory: Trajectory) -> list[tuple[Trajectory, Branch]]:
                 trajectory.reference.top_logprobs[sampled:last],
             ),
             branches=(),
+            kept_tokens=sets_between(trajectory, sampled, last),
         )
         found.append((one, branch))
         run = run + branch.num_runs

@@ -20,9 +20,13 @@ from support.references.plain_algorithm import (
     conversation_of,
     conversations,
     give_advantages,
+    kept_sets,
     token_losses,
 )
 from support.references.plain_muon import PlainMuon
+
+# A logit so low that its token has no chance, and its share of the entropy is a number.
+NO_CHANCE = -1e30
 
 
 class ForcedExperts:
@@ -166,13 +170,22 @@ class PlainPolicy:
         return found
 
     def _predictions(self, one: Conversation) -> Tensor:
-        """Log-probabilities of the whole vocabulary in place of each sampled token."""
+        """Log-probabilities of the vocabulary in place of each sampled token.
+
+        Tokens that were left out when it was drawn have no chance.
+        """
         routed = one.episode.routed_experts
         self.forced.expert_ids = None if routed is None else routed.expert_ids
         ids = torch.from_numpy(one.episode.token_ids.astype(np.int64))[None]
         # Nobody sampled the replies that are given: the distribution itself is to learn them.
         temperature = 1.0 if one.episode.is_given else self.config.sampling.temperature
-        return (self.model(ids).logits[0, one.places - 1] / temperature).log_softmax(-1)
+        logits = self.model(ids).logits[0, one.places - 1] / temperature
+        for place, token_ids in enumerate(kept_sets(one.episode)):
+            if token_ids:
+                is_left_out = torch.ones(logits.shape[1], dtype=torch.bool)
+                is_left_out[token_ids] = False
+                logits[place] = logits[place].masked_fill(is_left_out, NO_CHANCE)
+        return logits.log_softmax(-1)
 
     def _estimate(self, one: Conversation) -> None:
         """Notes what the policy before the step and the reference say."""

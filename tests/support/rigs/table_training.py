@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.settings.config import Config
 from slipstream.core.types import (
     GroupId,
@@ -45,6 +46,8 @@ END = 0
 # Every third task is one that no reply solves.
 TASKS = 6
 FILTERED = 50
+# Stands for the log-probability of no chance, which times 0 is 0.
+LARGE = 1e4
 
 
 class OneRank:
@@ -126,7 +129,8 @@ class TableTraining:
         self._num_groups += 1
         task = number % TASKS
         size = self._config.algorithm.group_size
-        return [self._episode(step, number, task, member) for member in range(size)]
+        members = range(size)
+        return [self._episode(step, number, task, member) for member in members]
 
     def _episode(self, step: int, number: int, task: int, member: int) -> Trajectory:
         most = self._config.sampling.max_reply_tokens
@@ -135,10 +139,14 @@ class TableTraining:
         prompt = [1 + task, 2 + task]
         tokens = list(prompt)
         logprobs: list[float] = []
+        sets: list[list[int]] = []
         while len(logprobs) < most and (not logprobs or tokens[-1] != END):
-            token, logprob = self._sampled(self._versions[version][tokens[-1]])
+            last_token = tokens[-1]
+            row = self._versions[version][last_token]
+            token, logprob, token_set = self._sampled(row)
             tokens.append(token)
             logprobs.append(logprob)
+            sets.append(token_set)
         is_solvable = task % 3 != 0
         return plain_trajectory(
             tokens,
@@ -152,21 +160,32 @@ class TableTraining:
             reward=float(is_solvable and tokens[len(prompt)] % 2),
             status=Status.COMPLETED if tokens[-1] == END else Status.TRUNCATED,
             version_spans=(VersionSpan(len(logprobs), PolicyVersion(0, version)),),
+            kept_tokens=self._packed(sets),
         )
 
-    def _sampled(self, logprobs: np.ndarray) -> tuple[int, float]:
-        """Returns a token, and its log-probability in the distribution that it was drawn from."""
+    def _packed(self, sets: list[list[int]]) -> bytes:
+        if not self._config.replays_sampling:
+            return b""
+        return KeptTokens.of_sets(sets).packed()
+
+    def _sampled(self, logprobs: np.ndarray) -> tuple[int, float, list[int]]:
+        """Returns a token, its log-probability, and the tokens that it was drawn from."""
         sampling = self._config.sampling
         order = np.argsort(-logprobs)
         chances = np.exp(logprobs[order])
         # A token stays if those above it have less than top_p.
-        stays = np.cumsum(chances) - chances < sampling.top_p
+        chances_above = np.cumsum(chances) - chances
+        stays = chances_above < sampling.top_p
         if sampling.top_k:
-            stays &= np.arange(VOCAB) < sampling.top_k
+            stays[sampling.top_k :] = False
+        least_chance = sampling.min_p * chances[0]
+        stays &= chances >= least_chance
         chances = np.where(stays, chances, 0.0)
         chances /= chances.sum()
         place = self._random.choice(VOCAB, p=chances)
-        return int(order[place]), math.log(chances[place])
+        token = int(order[place])
+        logprob = math.log(chances[place])
+        return token, logprob, order[stays].tolist()
 
     def _train(self, batch: Batch) -> tuple[dict[str, float], dict[TrajectoryId, float]]:
         config = self._config
@@ -204,7 +223,12 @@ class TableTraining:
     def _policy(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns the log-probabilities of the targets, and the entropies."""
         logits = self._table[micro_batch.token_ids] / self._config.sampling.temperature
-        every_logprob = logits.log_softmax(-1)
+        if micro_batch.kept_ids is None:
+            is_kept = torch.ones_like(logits, dtype=torch.bool)
+        else:
+            is_kept = flags_of(micro_batch.kept_ids)
+        over_kept = logits.masked_fill(~is_kept, -torch.inf)
+        every_logprob = over_kept.log_softmax(-1).masked_fill(~is_kept, -LARGE)
         targets = micro_batch.targets.clamp(max=VOCAB - 1)
         logprobs = every_logprob.gather(1, targets[:, None])[:, 0]
         return logprobs, -(every_logprob.exp() * every_logprob).sum(-1)
@@ -219,7 +243,20 @@ class TableTraining:
             return ModelEstimates()
         tokens = trajectory.token_ids
         first = trajectory.run_lengths[0]
-        logprobs = self._reference[tokens[first - 1 : -1], tokens[first:]]
+        replies = tokens[first:]
+        contexts = tokens[first - 1 : -1]
+        rows = self._reference[contexts]
+        every_logprob = torch.from_numpy(rows)
+        kept_tokens = KeptTokens.unpacked(
+            trajectory.kept_tokens,
+            len(replies),
+        )
+        table = kept_tokens.table(max(1, kept_tokens.width))
+        is_kept = flags_of(torch.from_numpy(table))
+        over_kept = every_logprob.masked_fill(~is_kept, -torch.inf)
+        kept_logprobs = over_kept.log_softmax(-1).numpy()
+        places = np.arange(len(replies))
+        logprobs = kept_logprobs[places, replies]
         nothing = np.zeros((len(logprobs), 0))
         reference = ReferenceLogprobs(
             logprobs.astype(np.float32),
@@ -227,6 +264,19 @@ class TableTraining:
             nothing.astype(np.float32),
         )
         return ModelEstimates(reference)
+
+
+def flags_of(kept_ids: Tensor) -> Tensor:
+    """Flags the tokens of each row of ids plus 1, [rows, VOCAB]; all of a row of zeros."""
+    num_columns = 1 + VOCAB
+    columns = torch.zeros(
+        len(kept_ids),
+        num_columns,
+        dtype=torch.bool,
+    )
+    columns.scatter_(1, kept_ids.long(), True)
+    is_cut = kept_ids[:, :1] > 0
+    return columns[:, 1:] | ~is_cut
 
 
 def steps(config: Config, *, number: int, seed: int) -> Iterator[Step]:

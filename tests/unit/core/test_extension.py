@@ -105,6 +105,7 @@ def test_parts_of_the_trainer_keep_their_order() -> None:
         "other_models",
         "drafts",
         "router_replay",
+        "sampling_replay",
     ]
 
 

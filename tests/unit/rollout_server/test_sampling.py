@@ -13,6 +13,7 @@ def test_every_setting_of_the_sampling_reaches_the_engine_under_its_name() -> No
         temperature=0.5,
         top_p=0.25,
         top_k=7,
+        min_p=0.125,
         max_reply_tokens=8,
         max_turns=3,
         max_episode_tokens=32,
@@ -40,12 +41,14 @@ def test_every_setting_of_the_sampling_reaches_the_engine_under_its_name() -> No
 def test_each_setting_of_what_is_drawn_is_the_learners_too_or_known_to_cut() -> None:
     uncut = SamplingSection(max_reply_tokens=8, max_episode_tokens=32)
     assert not uncut.cuts
-    for name, value in {"top_p": 0.5, "top_k": 3}.items():
+    for name, value in {"top_p": 0.5, "top_k": 3, "min_p": 0.1}.items():
         section = SamplingSection(max_reply_tokens=8, max_episode_tokens=32, **{name: value})
         assert section.cuts == {f"sampling.{name}": (value, getattr(uncut, name))}
+        assert Sampling.from_pb(section.to_pb()).cuts
+    assert not Sampling.from_pb(uncut.to_pb()).cuts
     # The learner divides its logits by the temperature.
     drawn = Sampling.from_pb(uncut.to_pb()).distribution.keys()
-    assert drawn == {"temperature", "top_p", "top_k"}
+    assert drawn == {"temperature", "top_p", "top_k", "min_p"}
 
 
 @pytest.mark.process
@@ -54,13 +57,19 @@ def test_settings_of_what_is_drawn_reach_vllm_and_the_rule_for_agents_from_one_p
     from slipstream.rollout_server.vllm.vllm_requests import parameters
 
     section = SamplingSection(
-        temperature=0.5, top_p=0.25, top_k=7, max_reply_tokens=8, max_episode_tokens=32
+        temperature=0.5,
+        top_p=0.25,
+        top_k=7,
+        min_p=0.125,
+        max_reply_tokens=8,
+        max_episode_tokens=32,
     )
     sampling = Sampling.from_pb(section.to_pb())
     asked = parameters(sampling, 8, experts_from=0)
     assert (asked.seed, parameters(replace(sampling, seed=0), 8, experts_from=0).seed) == (None, 0)
-    _, told = rule({"temperature": 1, "top_p": 1, "top_k": 1}, sampling, fields=(), variables=())
-    for name in ("temperature", "top_p", "top_k"):
+    wishes = {"temperature": 1, "top_p": 1, "top_k": 1, "min_p": 1}
+    _, told = rule(wishes, sampling, fields=(), variables=())
+    for name in wishes:
         assert sampling.distribution[name] == getattr(section, name)
         assert getattr(asked, name) == getattr(section, name)
         assert told[name] == f"{getattr(section, name):g} (asked 1)"

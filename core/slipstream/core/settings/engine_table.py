@@ -54,7 +54,7 @@ OWNED = {
     "logprobs_mode": _PROCESSED,
     "max_logprobs": "one log-probability is asked for, that of the sampled token",
     "enable_trace_replay": "the engine samples replies",
-    "return_sampling_mask": "nothing here reads it",
+    "return_sampling_mask": "set sampling.top_p, top_k or min_p",
     "logits_processors": _PROCESSED,
     "generation_config": "set the table sampling",
     "override_generation_config": "set the table sampling",

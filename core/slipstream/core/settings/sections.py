@@ -76,7 +76,7 @@ MAX_TURNS = 256
 
 
 # The values with which no token is left out.
-_NEUTRAL: Mapping[str, float] = {"top_p": 1.0, "top_k": 0}
+_NEUTRAL: Mapping[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 class SamplingSection(Section):
@@ -85,11 +85,13 @@ class SamplingSection(Section):
     # Temperature of sampling and of the learner's logits. An environment's own replies are trained
     # at 1.
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
-    # Sampling uses the smallest set of tokens with this probability. The learner's policy has all
-    # tokens, so below 1 nothing may [compare the two](algorithms.md#a-part-of-the-vocabulary).
+    # Sampling uses the smallest set of tokens with this probability. The learner's policy is [over
+    # the same set](algorithms.md#a-part-of-the-vocabulary).
     top_p: float = Field(1.0, gt=0, le=1)
     # Sampling uses this many of the most probable tokens, or all with 0. See `top_p`.
     top_k: int = Field(0, ge=0)
+    # Sampling uses tokens with at least this part of the largest probability. See `top_p`.
+    min_p: float = Field(0.0, ge=0, le=1)
     # Most sampled tokens of a reply.
     max_reply_tokens: int = Field(3072, ge=1, le=1 << 20)
     # Most replies of an episode. 0 means 256.

@@ -36,7 +36,7 @@ def _precision_problems(config: Tables) -> Iterator[str]:
 
 def _cut_problems(config: Tables) -> Iterator[str]:
     ratios = config.algorithm.behavior_ratios
-    if not ratios:
+    if not ratios or config.replays_sampling:
         return
     readers = " and ".join(ratios)
     remedies = " and ".join(ratios.values())
@@ -44,7 +44,9 @@ def _cut_problems(config: Tables) -> Iterator[str]:
         yield (
             f"{name} = {value!r} leaves out tokens that the learner's policy has, so {readers} "
             "would compare unlike probabilities, which biases even tokens of the newest weights: "
-            f"set {name} = {neutral!r} (evaluations may have their own) or {remedies}"
+            f"set {name} = {neutral!r} (evaluations may have their own), {remedies}, or do without "
+            "drafts, images, controller.client_loop and agreement = 'bits', with which no cut is "
+            "replayed"
         )
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from pydantic import JsonValue
+from slipstream.core.extension import active
+from slipstream.core.kept_tokens import BYTES_PER_COUNT, BYTES_PER_ID, MAX_KEPT_TOKENS
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.measurement_sections import (
     DebugSection,
@@ -99,7 +101,8 @@ class Tables(Section):
     def training_warnings(self) -> list[str]:
         """What a user should know of settings that are allowed, a line each."""
         algorithm = self.algorithm
-        stale = algorithm.staleness_warning(is_cut=bool(self.sampling.cuts))
+        is_cut = bool(self.sampling.cuts) and not self.replays_sampling
+        stale = algorithm.staleness_warning(is_cut=is_cut)
         warnings = [] if stale is None else [stale]
         if algorithm.reward == "overlong" and algorithm.filter == "none":
             warnings.append(
@@ -124,6 +127,9 @@ class Tables(Section):
         `routing_bytes_per_token` is the size of a token's recorded experts, 0 if none are recorded.
         """
         per_token = BYTES_PER_TOKEN + routing_bytes_per_token
+        if self.replays_sampling:
+            most_kept = self.sampling.top_k or MAX_KEPT_TOKENS
+            per_token += BYTES_PER_COUNT + BYTES_PER_ID * most_kept
         if self.reference is not None and self.reference.server is not None:
             # A log-probability, and the most likely tokens with theirs.
             per_token += 4 + 8 * self.reference.top_k
@@ -149,11 +155,17 @@ class Tables(Section):
             for name, value in stated.items()
             if name not in of_engines and f"algorithm.{name}" not in self.automatic
         }
+        told["sampling is replayed"] = self.replays_sampling
         told["drafts.tokens"] = 0 if self.drafts is None else self.drafts.tokens
         for name, section in (("sampling", self.sampling), ("weights", self.weights)):
             values = section.model_dump(mode="json", exclude={"storage_url"})
             told |= {f"{name}.{key}": value for key, value in values.items()}
         return json.dumps(told)
+
+    @property
+    def replays_sampling(self) -> bool:
+        """Whether the learner's probabilities are over the tokens that engines drew from."""
+        return any(manifest.replays_sampling for manifest in active(self))
 
     @property
     def needs_reference(self) -> bool:

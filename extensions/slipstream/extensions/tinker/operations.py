@@ -299,6 +299,7 @@ def _sampling(params: Body, config: Config, vocabulary: int) -> fleet_pb2.Sampli
         raise Refused("top_p is above 0")
     top_k = whole_number("top_k", fields["top_k"], lowest=-1, highest=(1 << 32) - 1)
     sampling.top_k = max(0, top_k)
+    sampling.min_p = 0.0
     stop = fields["stop"]
     sampling.ignore_eos = stop == []
     del sampling.stop[:]

@@ -35,6 +35,8 @@ def check_functions(config: Config) -> None:
             "set algorithm.weight = 'none'",
             file=sys.stderr,
         )
+    if config.replays_sampling:
+        return
     for name, (value, neutral) in config.sampling.cuts.items():
         for kind in FUNCTIONS_OF_TOKENS:
             function = function_of(config.algorithm, kind)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.models.vision import PlacedImage
 from slipstream.core.types import LogprobArray, VersionSpan
 from slipstream.rollout_server.engine_interface import Generation
@@ -36,6 +37,8 @@ class TokenRecord:
     spans: list[VersionSpan] = field(default_factory=list)
     # Experts of consecutive tokens, from the first token on.
     expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
+    # What the tokens of each reply were drawn from.
+    kept_tokens: list[KeptTokens] = field(default_factory=list)
 
     @property
     def num_routed(self) -> int:
@@ -51,6 +54,10 @@ class TokenRecord:
         self.add_tokens(generation.token_ids.tolist())
         self.sampled.append(generation.sampled_arrays)
         self.spans += generation.version_spans
+        kept_tokens = generation.kept_tokens
+        if kept_tokens is None:
+            kept_tokens = KeptTokens.of_all(len(generation.token_ids))
+        self.kept_tokens.append(kept_tokens)
         if generation.expert_ids is not None:
             self.expert_ids.append(generation.expert_ids)
 

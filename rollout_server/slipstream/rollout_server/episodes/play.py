@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 from slipstream.core.configuration.reply_ends import ReplyEnds
 from slipstream.core.errors import ProtocolError
+from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.settings.sections import SamplingSection
 from slipstream.core.template_values import read_values
 from slipstream.core.types import (
@@ -369,6 +370,9 @@ def trajectory_of(play: Play, status: Status, failure: Failure | None) -> Trajec
         routed_experts = RoutedExperts.of_parts(
             recording.expert_ids, play.model.engine.num_experts, num_tokens=num_tokens
         )
+    kept_tokens = b""
+    if is_trained:
+        kept_tokens = KeptTokens.joined(recording.kept_tokens).packed()
     sampled: dict[str, Any] = recording.sampled_arrays
     return Trajectory(
         run_id=identity.run_id,
@@ -405,4 +409,5 @@ def trajectory_of(play: Play, status: Status, failure: Failure | None) -> Trajec
         max_reply_tokens=recording.max_reply_tokens,
         expected_answer=recording.expected_answer,
         prompt_logprobs=recording.prompt_logprobs,
+        kept_tokens=kept_tokens,
     )

@@ -125,6 +125,7 @@ class Recording(TokenRecord):
             self.run_lengths += branch.run_lengths
             self.sampled += branch.sampled
             self.spans += branch.spans
+            self.kept_tokens += branch.kept_tokens
             self.expert_ids += branch.expert_ids
             if known is not None:
                 self._fill_experts(known)

@@ -51,6 +51,7 @@ _FIELDS = {
     "new_token_ids",
     "new_logprobs",
     "routed_experts",
+    "new_sampling_mask",
     "events",
     # Taken from the first step.
     "prefill_stats",
@@ -63,16 +64,26 @@ _FIELDS = {
     "num_nans_in_logits",
     "kv_transfer_params",
     "ec_transfer_params",
-    # Never set: fields of pooling, images, counts of drafts, scoring and sampling masks.
+    # Never set: fields of pooling, images, counts of drafts and scoring.
     "pooling_output",
     "mm_cache_miss_hashes",
-    "new_sampling_mask",
     "spec_decode_metrics",
     "prompt_token_id_logprobs",
 }
 
-# Worker class that records experts on CPUs, where vLLM's own scheduler never asks for them.
-CPU_WORKER = "slipstream.rollout_server.vllm.cpu.RoutingWorker"
+# Worker classes that record experts or kept tokens on CPUs, where vLLM's own scheduler never asks
+# for them.
+_CPU_MODULE = "slipstream.rollout_server.vllm.cpu"
+_ROUTING_WORKER = f"{_CPU_MODULE}.RoutingWorker"
+_KEPT_TOKENS_WORKER = f"{_CPU_MODULE}.KeptTokensWorker"
+_KEPT_TOKENS_ROUTING_WORKER = f"{_CPU_MODULE}.KeptTokensRoutingWorker"
+
+
+def cpu_worker(*, records_experts: bool, records_kept_tokens: bool) -> str | None:
+    """Returns the name of the worker class that makes these records on CPUs; None for vLLM's."""
+    if records_experts:
+        return _KEPT_TOKENS_ROUTING_WORKER if records_kept_tokens else _ROUTING_WORKER
+    return _KEPT_TOKENS_WORKER if records_kept_tokens else None
 
 
 class DraftSwitch(Protocol):
@@ -118,7 +129,10 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         if usable < kv_cache_config.num_blocks:
             kv_cache_config = dataclasses.replace(kv_cache_config, num_blocks=usable)
         super().__init__(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **kwargs)
-        if self.vllm_config.parallel_config.worker_cls == CPU_WORKER:
+        worker = self.vllm_config.parallel_config.worker_cls
+        if worker in (_KEPT_TOKENS_WORKER, _KEPT_TOKENS_ROUTING_WORKER):
+            self.return_sampling_mask = True
+        if worker in (_ROUTING_WORKER, _KEPT_TOKENS_ROUTING_WORKER):
             self.aux_output_connector = AuxOutputSchedulerConnector()
         self._chunks: dict[str, Chunk] = {}
         # Requests without a chunk, whose log-probabilities vLLM itself must extract.

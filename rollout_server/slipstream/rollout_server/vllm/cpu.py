@@ -1,10 +1,10 @@
-"""vLLM on CPUs: a worker that also returns the experts of each token, and repairs.
+"""vLLM on CPUs: workers that also return experts and kept tokens, and repairs.
 
 Import this module on CPUs only: its imports change torch.
 
-vLLM (0.32.0) returns experts only from its newer model runner, which needs Triton. CPUs run the
-older model runner. `RoutingWorker` feeds the same connector, so that scheduler, cached prefixes and
-outputs are vLLM's own.
+vLLM (0.32.0) returns experts, and the tokens that a token was drawn from, only from its newer model
+runner, which needs Triton. CPUs run the older model runner. `KeptTokensWorker` and `RoutingWorker`
+give the same outputs, so that scheduler, cached prefixes and outputs are vLLM's own.
 
 vLLM gives each drafted token the temperature, top-p and top-k of its request. On CPUs it writes
 floating-point values into a copy of its output and drops the copy, so that drafts are verified with
@@ -18,13 +18,75 @@ from typing import Any
 
 import numpy as np
 import torch
+from slipstream.core.kept_tokens import MAX_KEPT_TOKENS
 from torch import Tensor
 from vllm.distributed.aux_output_connector.worker import PendingAuxOutput, get_aux_output_connector
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.utils import cpu_triton_utils
+from vllm.v1.outputs import SamplingMaskLists
 from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+
+class KeptTokensSampler(Sampler):  # type: ignore[misc]
+    """Notes which tokens each token of a step was drawn from."""
+
+    # [requests, vocabulary]: those of the last step, as the noise of the draw was added to them.
+    _logprobs: Tensor | None = None
+
+    def sample(
+        self,
+        *arguments: object,
+        **named: object,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Overrides vLLM's method, whose log-probabilities are those after every cut."""
+        tokens, logprobs = super().sample(*arguments, **named)
+        self._logprobs = logprobs
+        return tokens, logprobs
+
+    def take_masks(self, num_requests: int) -> SamplingMaskLists:
+        """Returns the tokens of the last step's requests; none of a request with too many."""
+        logprobs = self._logprobs
+        self._logprobs = None
+        if logprobs is None:
+            no_ids = np.zeros(0, dtype=np.int32)
+            num_offsets = num_requests + 1
+            return SamplingMaskLists(
+                token_ids=no_ids,
+                offsets=np.zeros(num_offsets, dtype=np.int64),
+            )
+        is_kept = logprobs > -torch.inf
+        counts = is_kept.sum(dim=-1)
+        has_room = counts <= MAX_KEPT_TOKENS
+        is_kept &= has_room[:, None]
+        _, token_ids = is_kept.nonzero(as_tuple=True)
+        ends = np.cumsum(counts * has_room)
+        small_ids = token_ids.to(torch.int32)
+        offsets = np.concatenate([[0], ends])
+        return SamplingMaskLists(
+            token_ids=small_ids.numpy(),
+            offsets=offsets,
+        )
+
+
+class KeptTokensWorker(CPUWorker):  # type: ignore[misc]
+    """Returns the tokens that each token was drawn from along with it."""
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Overrides vLLM's method, which makes the sampler."""
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        self.model_runner.sampler.__class__ = KeptTokensSampler
+
+    def sample_tokens(self, grammar_output: Any) -> Any:  # noqa: ANN401 - vLLM's
+        """Overrides vLLM's method; adds the tokens that the step's tokens were drawn from."""
+        output = super().sample_tokens(grammar_output)
+        num_requests = len(output.req_ids)
+        if num_requests:
+            sampler = self.model_runner.sampler
+            output.sampling_masks = sampler.take_masks(num_requests)
+        return output
 
 
 class RoutingWorker(CPUWorker):  # type: ignore[misc]
@@ -67,6 +129,10 @@ class RoutingWorker(CPUWorker):  # type: ignore[misc]
             pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
             output.aux_output_connector_output = pending.process_output()
         return output
+
+
+class KeptTokensRoutingWorker(RoutingWorker, KeptTokensWorker):
+    """Returns experts and kept tokens."""
 
 
 _make_router = CPURouter.__init__

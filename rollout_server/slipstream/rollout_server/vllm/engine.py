@@ -59,7 +59,12 @@ class VllmEngine:
         self.num_experts = int(llm.model_config.get_num_experts())
         recomputes = config.rollout_server.recompute_context
         self.pauses = EnginePause(llm, recompute_context=recomputes)
-        self.requests = EngineRequests(llm, self.pauses, self._adapters)
+        self.requests = EngineRequests(
+            llm,
+            self.pauses,
+            self._adapters,
+            records_kept_tokens=config.replays_sampling,
+        )
         self._updates = WeightUpdate(
             self._call_all, self.pauses.pause_for_update, may_stage=config.may_stage
         )
@@ -88,6 +93,9 @@ class VllmEngine:
             llm = AsyncLLM.from_vllm_config(
                 settings, stat_loggers=[TokenCounter], disable_log_stats=True
             )
+            # The engine has begun to return kept tokens. vLLM would now refuse requests without a
+            # temperature or `top_k`, such as those of evaluations, which need none.
+            llm.model_config.return_sampling_mask = False
             if os.environ["VLLM_WORKER_MULTIPROC_METHOD"] != "fork":
                 # vLLM has started a program that knows none of our classes and outlives the server.
                 llm.shutdown(timeout=_EXIT_LIMIT_S)

@@ -15,7 +15,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import SamplingSection
 from slipstream.rollout_server.engine_rules import graph_values, vllm_share, wire_bytes
 from slipstream.rollout_server.vllm.adapter_slot import check_adapted, lora_arguments
-from slipstream.rollout_server.vllm.chunking_scheduler import CPU_WORKER, scheduler_class
+from slipstream.rollout_server.vllm.chunking_scheduler import cpu_worker, scheduler_class
 from slipstream.rollout_server.vllm.passed_table import table_problems
 from slipstream.rollout_server.vllm.weight_receiver import BACKEND
 from vllm import AsyncEngineArgs, ModelRegistry
@@ -58,9 +58,16 @@ def engine_config(config: Config, seed: int, folder: Path | None = None) -> Vllm
         register_backend(AttentionBackendEnum.FLASH_ATTN, DECODE_BACKEND)
     if config.algorithm.agreement != "bits" and not on_cpu:
         values["worker_cls"] = GPU_WORKER
-    if config.algorithm.router_replay != "off":
-        # On CPUs vLLM refuses to return experts; our worker and scheduler do it there.
-        values |= {"worker_cls": CPU_WORKER} if on_cpu else {"enable_return_routed_experts": True}
+    records_experts = config.algorithm.router_replay != "off"
+    if on_cpu:
+        # vLLM refuses to return these on CPUs; our workers and scheduler do it there.
+        worker = cpu_worker(
+            records_experts=records_experts,
+            records_kept_tokens=bool(values.pop("return_sampling_mask", False)),
+        )
+        values |= {"worker_cls": worker} if worker else {}
+    elif records_experts:
+        values["enable_return_routed_experts"] = True
     try:
         # With vLLM's context for offline use, a step takes as many prompt tokens as suit the GPU.
         settings = AsyncEngineArgs(**values).create_engine_config(UsageContext.LLM_CLASS)

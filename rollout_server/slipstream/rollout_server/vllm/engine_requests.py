@@ -55,8 +55,16 @@ _KEPT_IMAGES = 32
 class EngineRequests(Requests):
     """Requests of one engine, by id; during a pause they wait to be admitted."""
 
-    def __init__(self, llm: AsyncLLM, pauses: EnginePause, adapters: AdapterRequests) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        pauses: EnginePause,
+        adapters: AdapterRequests,
+        *,
+        records_kept_tokens: bool,
+    ) -> None:
         self._llm = llm
+        self._records_kept_tokens = records_kept_tokens
         self._pauses = pauses
         self._adapters = adapters
         loggers = llm.logger_manager.stat_loggers
@@ -122,7 +130,7 @@ class EngineRequests(Requests):
     ) -> AsyncGenerator[TextPart, None]:
         with as_ours():
             asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
-        record = ReplyRecord()
+        record = ReplyRecord(records_kept_tokens=self._records_kept_tokens and sampling.cuts)
         with_tops = options is not None and options.num_logprobs is not None
         text = None
         if options is not None and not asked.detokenize:

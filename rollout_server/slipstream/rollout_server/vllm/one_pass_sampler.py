@@ -9,6 +9,7 @@ installed only with torch's CUDA build, so vLLM's workers import this module by 
 import logging
 
 import torch
+from slipstream.core.kept_tokens import MAX_KEPT_TOKENS
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 from vllm.v1.outputs import LogprobsTensors
@@ -54,7 +55,11 @@ class OnePassSampler(Sampler):  # type: ignore[misc]
             or self.return_sampling_mask
             or self.trace_replay_state is not None
         ):
-            return super().__call__(logits, batch)
+            output = super().__call__(logits, batch)
+            if (masks := output.sampling_mask_tensors) is not None:
+                # Such a set would take longer to send than its token takes to compute.
+                masks.counts.masked_fill_(masks.counts > MAX_KEPT_TOKENS, 0)
+            return output
         positions = batch.positions[batch.logits_indices]
         logits = self.apply_sampling_params(
             logits,

@@ -30,7 +30,7 @@ from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 
 log = logging.getLogger(__name__)
@@ -91,9 +91,12 @@ class Chunk:
     events: list[Any] = field(default_factory=list)
     prefill_stats: Any = None
     prompt_logprobs: Any = None
+    sampling_masks: list[SamplingMaskLists] = field(default_factory=list)
 
     def keep(self, output: EngineCoreOutput) -> None:
-        """Keeps `output`'s experts, events, prefill statistics and prompt log-probabilities."""
+        """Keeps all of `output` but its tokens and their log-probabilities."""
+        if output.new_sampling_mask is not None:
+            self.sampling_masks.append(output.new_sampling_mask)
         if output.routed_experts is not None:
             self.routed_experts.append(output.routed_experts)
         if output.events:
@@ -119,16 +122,29 @@ class Chunk:
             )
         if self.routed_experts:
             output.routed_experts = np.concatenate(self.routed_experts)
+        if self.sampling_masks:
+            output.new_sampling_mask = joined_masks(self.sampling_masks)
         output.events = self.events or None
         output.prefill_stats = self.prefill_stats
         output.new_prompt_logprobs_tensors = self.prompt_logprobs
         self.token_ids = []
         self.logprobs = []
         self.routed_experts = []
+        self.sampling_masks = []
         self.events = []
         self.prefill_stats = self.prompt_logprobs = None
         self.limit = CHUNK_TOKENS
         return output
+
+
+def joined_masks(masks: Sequence[SamplingMaskLists]) -> SamplingMaskLists:
+    """Returns the kept tokens of consecutive tokens of one request as those of one output."""
+    token_ids = np.concatenate([mask.token_ids for mask in masks])
+    lengths: list[int] = []
+    for mask in masks:
+        is_single = mask.offsets is None
+        lengths += [len(mask.token_ids)] if is_single else np.diff(mask.offsets).tolist()
+    return SamplingMaskLists(token_ids, np.cumsum([0, *lengths]))
 
 
 def stops_of(request: Request, parameters: SamplingParams) -> set[int | None] | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from slipstream.core.kept_tokens import MAX_KEPT_TOKENS, KeptTokens
 from slipstream.core.types import LogprobArray, PolicyVersion, TokenArray, VersionSpan
 from slipstream.rollout_server.engine_interface import (
     EngineDied,
@@ -71,9 +72,12 @@ def parameters(
 class ReplyRecord:
     """The reply to one request, gathered from its outputs; the last output completes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, records_kept_tokens: bool) -> None:
         self.token_ids: list[int] = []
+        self._records_kept_tokens = records_kept_tokens
         self._logprobs: list[float] = []
+        # The tokens that each token was drawn from; none of a token with too many.
+        self._kept_sets: list[list[int]] = []
 
     def take(self, output: RequestOutput) -> CompletionOutput:
         """Adds an output's new tokens to the record, and returns the output's completion."""
@@ -85,6 +89,8 @@ class ReplyRecord:
             starts = flat.start_indices
             is_single = len(values) == len(starts)
             self._logprobs += values if is_single else [values[start] for start in starts]
+        if self._records_kept_tokens and completion.sampling_mask is not None:
+            self._kept_sets += completion.sampling_mask.token_ids
         return completion
 
     def generation(self, last: RequestOutput) -> Generation:
@@ -105,6 +111,7 @@ class ReplyRecord:
             raise GenerationFailed(
                 f"{len(token_ids)} tokens with {len(logprobs)} log-probabilities, versions {spans}"
             )
+        kept_tokens = self._kept_tokens()
         return Generation(
             token_ids=token_ids,
             logprobs=logprobs,
@@ -115,7 +122,25 @@ class ReplyRecord:
             prompt_logprobs=None if last.prompt_logprobs is None else _scores(last),
             # A stop token has its id there.
             stop_text=stop_reason if isinstance(stop_reason, str) else "",
+            kept_tokens=kept_tokens,
         )
+
+    def _kept_tokens(self) -> KeptTokens | None:
+        """Returns what the tokens were drawn from; raises GenerationFailed if a set is missing."""
+        if not self._records_kept_tokens:
+            return None
+        kept_tokens = KeptTokens.of_sets(self._kept_sets)
+        if len(kept_tokens.counts) != len(self.token_ids):
+            raise GenerationFailed(
+                f"{len(self.token_ids)} tokens with {len(kept_tokens.counts)} sets of kept tokens"
+            )
+        if not kept_tokens.counts.all():
+            place = int(np.argmin(kept_tokens.counts))
+            raise GenerationFailed(
+                f"token {place} of a reply was drawn from more than {MAX_KEPT_TOKENS} tokens, and "
+                "no more are recorded: lower sampling.top_k or top_p, or raise min_p"
+            )
+        return kept_tokens
 
 
 @contextlib.contextmanager

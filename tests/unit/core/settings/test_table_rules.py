@@ -98,6 +98,8 @@ FP8 = {"rollout_server.quantization": "fp8_per_channel"}
 GAE = {"algorithm.advantage": "gae", "critic.learning_rate": 1e-3}
 SLEEP = {"controller.turns": "sleep", "learner.offload": {"gradients": True, "optimizer": True}}
 REPLAY = {"algorithm.router_replay": "rollout"}
+# Images exclude that a cut is replayed.
+NOT_REPLAYED: Changes = {"sampling.max_images": 1, "sampling.top_p": 0.8}
 DRAFTS: Changes = {"drafts.tokens": 3}
 STORED = {"weights.storage_url": "w"}
 PRECISE = {
@@ -119,6 +121,46 @@ TABLES: list[tuple[Changes, str]] = [
     (DRAFTS | {"algorithm.router_replay": "rollout"}, "algorithm.router_replay excludes rollout_"),
     (DRAFTS | {"algorithm.agreement": "bits"}, "algorithm.agreement = 'bits' excludes drafts: sev"),
     ({"drafts.tokens": 9}, "drafts.tokens: input should be less than or equal to 8"),
+    # A part of the vocabulary that is not replayed.
+    (
+        NOT_REPLAYED,
+        "sampling.top_p = 0.8 leaves out tokens that the learner's policy has, so algorithm.weight "
+        "= 'token' would compare unlike probabilities, which biases even tokens of the newest "
+        "weights: set sampling.top_p = 1.0 (evaluations may have their own), algorithm.weight = "
+        "'none', or do without drafts, images, controller.client_loop and agreement = 'bits'",
+    ),
+    (
+        {"sampling.max_images": 1, "sampling.min_p": 0.1},
+        "sampling.min_p = 0.1 leaves out tokens that the learner's policy has, so algorithm.weight",
+    ),
+    *(
+        (
+            NOT_REPLAYED | {"algorithm.weight": "none"} | reader,
+            f"sampling.top_p = 0.8 leaves out tokens that the learner's policy has, so {name} ",
+        )
+        for name, reader in {
+            "algorithm.weight = 'sequence'": {"algorithm.weight": "sequence"},
+            "algorithm.weight_args.token_band": {"algorithm.weight_args.token_band": [0.5, 2.0]},
+            "algorithm.weight_args.sequence_band": {
+                "algorithm.weight_args.sequence_band": [0.5, 2.0]
+            },
+            "algorithm.loss_args.ratio = 'behavior'": {
+                "algorithm.loss": "gspo",
+                "algorithm.loss_args": {"ratio": "behavior"},
+            },
+            "algorithm.kl.placement = 'reward'": {
+                "algorithm.kl": {"coefficient": 1, "placement": "reward"}
+            },
+        }.items()
+    ),
+    (
+        {
+            "sampling.top_p": 0.8,
+            "algorithm.kl.coefficient": 1,
+            "reference.server": {"base_url": "http://h/v1", "model": "m"},
+        },
+        "reference.server excludes sampling.top_p = 0.8: it gives log-probabilities over all tok",
+    ),
     # Sizes that must fit each other.
     ({"algorithm.mini_batches": 3}, "algorithm.groups_per_step must be a multiple of mini_batches"),
     ({"sampling.max_prompt_tokens": 16}, "sampling.max_prompt_tokens must be below max_episode_t"),
@@ -292,26 +334,9 @@ algorithm.advantage = "gae"
     algorithm.advantage = 'gae' needs the table critic
 critic.learning_rate = 1
     the table critic has no effect with algorithm.advantage = 'grpo'
-# A part of the vocabulary.
-sampling.top_p = 0.8
-    sampling.top_p = 0.8 leaves out tokens that the learner's policy has, so algorithm.weight =
-    'token' would compare unlike probabilities, which biases even tokens of the newest weights: set
-    sampling.top_p = 1.0 (evaluations may have their own) or algorithm.weight = 'none'
-sampling.top_k = 50, algorithm.weight = "sequence"
-    sampling.top_k = 50 leaves out tokens that the learner's policy has, so algorithm.weight =
-    'sequence' would
-sampling.top_p = 0.8, algorithm.weight = "none", algorithm.weight_args.token_band = [0.5, 2.0]
-    sampling.top_p = 0.8 leaves out tokens that the learner's policy has, so
-    algorithm.weight_args.token_band would
-sampling.top_p = 0.8, algorithm.weight = "none", algorithm.weight_args.sequence_band = [0.5, 2.0]
-    sampling.top_p = 0.8 leaves out tokens that the learner's policy has, so
-    algorithm.weight_args.sequence_band would
-sampling.top_p = 0.8, algorithm = {weight = "none", loss = "gspo", loss_args = {ratio = "behavior"}}
-    sampling.top_p = 0.8 leaves out tokens that the learner's policy has, so
-    algorithm.loss_args.ratio = 'behavior' would
-sampling.top_p = 0.8, algorithm = {weight = "none", kl = {coefficient = 1, placement = "reward"}}
-    sampling.top_p = 0.8 leaves out tokens that the learner's policy has, so algorithm.kl.placement
-    = 'reward' would
+# What replays a cut, and what it excludes.
+sampling.top_k = 1025
+    sampling.top_k must be at most 1024, as records have no room for more, got 1025
 controller.address = "127.0.0.1:9400", tracking.prometheus = "127.0.0.1:9400"
     tracking.prometheus must have a port of its own, got controller.address 127.0.0.1:9400
 algorithm.reward = "overlong"
@@ -347,7 +372,11 @@ def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:
     [
         evaluated(max_reply_tokens=15),
         evaluated(top_p=0.5),
-        {"sampling.top_p": 0.8, "sampling.top_k": 50, "algorithm.weight": "none"},
+        {"sampling.top_p": 0.8, "sampling.top_k": 50, "sampling.min_p": 0.1},
+        {"sampling.top_k": 4, "algorithm.weight": "sequence"},
+        {"sampling.top_k": 4, "algorithm.loss": "gspo", "algorithm.weight": "none"}
+        | {"algorithm.loss_args": {"ratio": "behavior"}},
+        {"sampling.top_p": 0.8, "sampling.max_images": 1, "algorithm.weight": "none"},
         *(
             FP8 | {"algorithm.weight": "none"} | corrected
             for corrected in (
@@ -423,7 +452,9 @@ def test_where_no_weight_is_right_the_warning_about_stale_tokens_advises_none() 
     settings = {"algorithm.weight": "none", "algorithm.max_staleness": 2}
     (warning,) = config_with(settings).training_warnings
     assert warning.endswith("biases the gradient; set algorithm.weight")
-    (cut_warning,) = config_with(settings | {"sampling.top_p": 0.8}).training_warnings
+    replayed = settings | {"sampling.top_p": 0.8}
+    assert config_with(replayed).training_warnings == [warning]
+    (cut_warning,) = config_with(replayed | {"sampling.max_images": 1}).training_warnings
     assert cut_warning.endswith(
         "; set it to 0, or sample from the whole vocabulary and set algorithm.weight"
     )

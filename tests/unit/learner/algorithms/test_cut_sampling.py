@@ -8,6 +8,9 @@ from slipstream.core.errors import ConfigError
 from slipstream.learner.algorithms.check import check_functions
 from support.fakes.small_configs import config_with
 
+# Images are sampled with cuts that are not replayed.
+NOT_REPLAYED = {"sampling.max_images": 1}
+
 
 @pytest.fixture(autouse=True)
 def _beside_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +33,8 @@ def test_ones_own_function_that_reads_the_engines_probabilities_needs_the_whole_
     (tmp_path / f"{name}.py").write_text(f"def loss(tokens):\n    return {body}\n")
     own = {"algorithm.loss": f"{name}:loss", "algorithm.weight": "none"}
     check_functions(config_with(own))
-    cut = config_with(own | {"sampling.top_p": 0.8})
+    check_functions(config_with(own | {"sampling.top_p": 0.8}))
+    cut = config_with(own | {"sampling.top_p": 0.8} | NOT_REPLAYED)
     if not is_refused:
         check_functions(cut)
         return
@@ -49,7 +53,7 @@ def test_ones_own_weight_is_asked_whether_it_reads_the_engines_probabilities(
         "def by_ratio(tokens):\n"
         "    return (tokens.proximal_logprobs - tokens.behavior_logprobs).exp()\n"
     )
-    cut = {"sampling.top_k": 5}
+    cut = {"sampling.top_k": 5} | NOT_REPLAYED
     check_functions(config_with(cut | {"algorithm.weight": f"{name}:by_lag"}))
     with pytest.raises(ConfigError, match="by_ratio reads behavior_logprobs"):
         check_functions(config_with(cut | {"algorithm.weight": f"{name}:by_ratio"}))

@@ -156,4 +156,6 @@ def _agree(config: Config) -> bool:
     if not config.rollout_server.recompute_context:
         # A reply may go on with keys and values of older weights.
         return False
-    return not config.sampling.cuts or bool(config.algorithm.behavior_ratios)
+    if not config.sampling.cuts or config.replays_sampling:
+        return True
+    return bool(config.algorithm.behavior_ratios)

@@ -13,6 +13,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from slipstream.core.configuration.config_file import largest_trajectory_bytes, vocabulary_size
 from slipstream.core.errors import ProtocolError, is_server_id
+from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.settings.sections import MAX_TURNS, SamplingSection
 from slipstream.core.staleness import max_text_bytes
 from slipstream.core.types import (
@@ -109,6 +110,17 @@ def _excess(trajectory: Trajectory, sampling: SamplingSection) -> str:
         allowed = max_text_bytes(size)
         if len(text) > allowed or len(text.encode()) > allowed:
             return f"its {name}'s text has more than the {allowed} bytes that {size} tokens allow"
+    return ""
+
+
+def _kept_fault(trajectory: Trajectory, vocabulary: int) -> str:
+    """Returns why no token can have been drawn from its kept tokens, or "" for no fault."""
+    if not trajectory.kept_tokens or not vocabulary:
+        return ""
+    kept_tokens = KeptTokens.unpacked(trajectory.kept_tokens, trajectory.num_sampled_tokens)
+    largest = int(kept_tokens.ids.max(initial=0))
+    if largest >= vocabulary:
+        return f"kept token {largest} is outside the vocabulary of {vocabulary}"
     return ""
 
 
@@ -283,6 +295,8 @@ class Inspector:
             largest = int(np.maximum.reduce(trajectory.token_ids))
             if largest >= vocabulary:
                 return f"token {largest} is outside the vocabulary of {vocabulary}"
+        if fault := _kept_fault(trajectory, vocabulary):
+            return fault
         logprobs = trajectory.behavior_logprobs
         # The functions around the ufuncs would double the time for an episode.
         if logprobs.size and not (highest := float(np.maximum.reduce(logprobs))) <= LARGEST_LOGPROB:

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.core.errors import UntrainableBatch
+from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.models.vision import ImageProcessor
 from slipstream.core.types import TokenArray, Trajectory
 from torch import Tensor
@@ -103,6 +104,15 @@ def _joined(name: str) -> Read:
     return read
 
 
+def _kept_ids(trajectories: Sequence[Trajectory], _: int) -> NumpyArray | None:
+    """Returns the kept tokens of the sampled tokens, int32 [sampled tokens, largest set]."""
+    if not any(trajectory.kept_tokens for trajectory in trajectories):
+        return None
+    sets = [KeptTokens.unpacked(t.kept_tokens, t.num_sampled_tokens) for t in trajectories]
+    kept_tokens = KeptTokens.joined(sets)
+    return kept_tokens.table(kept_tokens.width)
+
+
 def _loss_mask(trajectories: Sequence[Trajectory], _: int) -> NumpyArray:
     return np.ones(sum(t.num_sampled_tokens for t in trajectories), dtype=np.bool_)
 
@@ -150,6 +160,9 @@ class TokenFields(TokenEstimates[Array]):
     # NaN for a token that no policy sampled: an environment gave it.
     behavior_logprobs: Array = field(metadata=_column(np.float32, _behavior_logprobs))
     lags: Array = field(metadata=_column(np.int32, token_lags))
+    # [tokens, largest set]: ids plus 1 of the tokens that the target was drawn from, then zeros. A
+    # row of zeros stands for all tokens. None if no token of the step has such a set.
+    kept_ids: Array | None = field(default=None, metadata=_column(np.int32, _kept_ids))
     # [tokens, layers, experts per token]: the experts of the token itself, not of the token that it
     # predicts. None if no experts are known.
     expert_ids: Array | None = field(

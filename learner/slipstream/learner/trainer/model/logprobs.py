@@ -65,7 +65,13 @@ class Projection:
 
 
 def vocab_parallel_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, projection: Projection
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    rows: Tensor,
+    projection: Projection,
+    *,
+    kept_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the targets' log-probabilities and the entropies in nats; collective over the group.
 
@@ -74,10 +80,18 @@ def vocab_parallel_logprobs(
     of the group; its gradient is this rank's share, which the caller must sum over the group.
     `weight` [padded vocabulary / size of group, hidden size] is this rank's shard. Results are
     computed only at the indices `rows`, and are 0 elsewhere.
+
+    Both are of a distribution over all tokens, or over those in `kept_ids`, which is [tokens, sets]
+    with each token's id plus 1, and zeros behind. A row of zeros stands for all tokens.
     """
     is_trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     row_values, row_entropies = _Logprobs.apply(  # type: ignore[no-untyped-call]
-        hidden.index_select(0, rows), weight, targets.index_select(0, rows), projection, is_trained
+        hidden.index_select(0, rows),
+        weight,
+        targets.index_select(0, rows),
+        None if kept_ids is None else kept_ids.index_select(0, rows),
+        projection,
+        is_trained,
     )
     logprobs = row_values.new_zeros(targets.shape)
     entropies = row_entropies.new_zeros(len(targets))
@@ -90,11 +104,15 @@ def row_logprobs(
     targets: Tensor,
     rows: tuple[Tensor, Tensor],
     projection: Projection,
+    *,
+    kept_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns `vocab_parallel_logprobs` for sampled rows, and for given ones at temperature 1."""
     sampled_rows, given_rows = rows
     if not len(given_rows):
-        return vocab_parallel_logprobs(hidden, weight, targets, sampled_rows, projection)
+        return vocab_parallel_logprobs(
+            hidden, weight, targets, sampled_rows, projection, kept_ids=kept_ids
+        )
     # Either both calls keep their logits or neither does.
     num_logits = (len(sampled_rows) + len(given_rows)) * len(weight)
     if num_logits > projection.kept_logits:
@@ -103,7 +121,9 @@ def row_logprobs(
     given = vocab_parallel_logprobs(hidden, weight, targets, given_rows, untempered)
     if not len(sampled_rows):
         return given
-    sampled = vocab_parallel_logprobs(hidden, weight, targets, sampled_rows, projection)
+    sampled = vocab_parallel_logprobs(
+        hidden, weight, targets, sampled_rows, projection, kept_ids=kept_ids
+    )
     # The values of given rows are 0 at sampled ones, and the other way round.
     return given[0] + sampled[0], given[1] + sampled[1]
 
@@ -117,6 +137,7 @@ class _Logprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        kept_ids: Tensor | None,
         projection: Projection,
         is_trained: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -135,6 +156,8 @@ class _Logprobs(torch.autograd.Function):
         # A function, so that a chunk is freed before the next one is made.
         def reduce(chunk: slice) -> Tensor:
             logits = shard.logits(hidden[chunk])
+            if kept_ids is not None:
+                shard.keep_only(logits, kept_ids[chunk])
             if kernels is not None and kernel_logprobs is not None:
                 token_logits = logits[:, : shard.num_tokens]
                 logprobs = kernels.token_logprobs(token_logits, _rows(targets[chunk]))
@@ -149,7 +172,7 @@ class _Logprobs(torch.autograd.Function):
                 reduce(chunk)
         log_total, mean_logit = _over_all_shards(sums, projection.tp_group)
         entropy = log_total - mean_logit
-        ctx.save_for_backward(hidden, weight, places, log_total, entropy)
+        ctx.save_for_backward(hidden, weight, places, kept_ids, log_total, entropy)
         ctx.projection = projection
         if not projection.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -164,8 +187,8 @@ class _Logprobs(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401
         logprob_grad: Tensor,
         entropy_grad: Tensor,
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, places, log_total, entropy = ctx.saved_tensors
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden, weight, places, kept_ids, log_total, entropy = ctx.saved_tensors
         projection: Projection = ctx.projection
         shard = VocabularyShard(weight, projection, is_one=places.dim() == 1)
         slopes = logprob_grad / projection.temperature
@@ -177,7 +200,11 @@ class _Logprobs(torch.autograd.Function):
         ctx.kept_logits = None
 
         def logits_grad(chunk: slice) -> Tensor:
-            logits = shard.logits(hidden[chunk]) if kept_logits is None else kept_logits
+            logits = kept_logits
+            if logits is None:
+                logits = shard.logits(hidden[chunk])
+                if kept_ids is not None:
+                    shard.keep_only(logits, kept_ids[chunk])
             bends = None if factors is None else (factors[chunk], entropy[chunk])
             return shard.gradient(logits, places[chunk], log_total[chunk], slopes[chunk], bends)
 
@@ -192,7 +219,7 @@ class _Logprobs(torch.autograd.Function):
                 _add_product(weight_grad, grad.t(), hidden[chunk])
             del grad
         returned_grad = None if weight_grad is None else as_gradient(weight, weight_grad)
-        return hidden_grad, returned_grad, None, None, None
+        return hidden_grad, returned_grad, None, None, None, None
 
 
 def _over_all_shards(sums: "Sums", group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -301,6 +328,23 @@ class VocabularyShard:
                 logits /= self._projection.temperature
             logits[:, self.num_tokens :] = PADDING_LOGIT
         return logits
+
+    def keep_only(self, logits: Tensor, kept_ids: Tensor) -> None:
+        """Gives `PADDING_LOGIT` to tokens of `logits` [rows, width] that are not in `kept_ids`.
+
+        `kept_ids` is as in `vocab_parallel_logprobs`. It does not change rows that keep all tokens.
+        """
+        if not kept_ids.shape[1]:
+            return
+        has_set = kept_ids[:, :1] > 0
+        places = self.places(kept_ids.long() - 1)
+        # A place that is not here repeats another of its row, so that all writes agree.
+        is_here = places.amax(dim=1, keepdim=True) >= 0
+        places = torch.where(places >= 0, places, places.amax(dim=1, keepdim=True).clamp(min=0))
+        kept_logits = logits.gather(1, places)
+        kept_logits.masked_fill_(has_set & ~is_here, PADDING_LOGIT)
+        logits.masked_fill_(has_set, PADDING_LOGIT)
+        logits.scatter_(1, places, kept_logits)
 
     def reduce(self, logits: Tensor, places: Tensor, sums: Sums) -> None:
         """Fills `sums` for `logits` [rows, width], the result of the method `logits`.

@@ -77,7 +77,12 @@ def forward_backward(
         if observe is not None:
             observe(micro_batch, hidden[0].detach())
         logprobs, entropy = row_logprobs(
-            hidden[0], model.output_weight, micro_batch.all_targets, rows[place], projection
+            hidden[0],
+            model.output_weight,
+            micro_batch.all_targets,
+            rows[place],
+            projection,
+            kept_ids=micro_batch.kept_ids,
         )
         found = loss(place, micro_batch, logprobs, entropy)
         kept = dataclasses.replace(found, loss=found.loss.detach())
@@ -216,7 +221,10 @@ def forward_logprobs(
             top = top_tokens(states[places], weight, top_k, projection)
             ids = targets.new_zeros(len(targets), top_k).index_copy(0, places, top)
             targets = torch.cat([targets[:, None], ids], dim=1)
-        logprobs, _ = row_logprobs(states, weight, targets, rows[place], projection)
+        kept_ids = micro_batch.kept_ids
+        logprobs, _ = row_logprobs(
+            states, weight, targets, rows[place], projection, kept_ids=kept_ids
+        )
         if top_k:
             logprobs = torch.cat([logprobs[:, :1], ids.float(), logprobs[:, 1:]], dim=1)
         return logprobs.sum(), micro_batch.loss_mask.sum().to(torch.int), logprobs

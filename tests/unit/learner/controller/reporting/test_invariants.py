@@ -70,8 +70,14 @@ def test_a_step_as_it_should_be_breaks_nothing() -> None:
         ({}, 0.037, False),
         ({}, 0.21, True),
         ({"rollout_server.engine": {"kv_cache_dtype": "fp8"}}, 0.3, False),
+        # The learner's policy is over the same tokens.
+        (FLOAT32 | {"sampling.top_p": 0.8}, 0.21, True),
         # By design, and no weight is taken from it.
-        (FLOAT32 | {"sampling.top_p": 0.8, "algorithm.weight": "none"}, 0.21, False),
+        (
+            FLOAT32 | {"sampling.top_p": 0.8, "algorithm.weight": "none", "sampling.max_images": 1},
+            0.21,
+            False,
+        ),
         # Tokens were sampled with keys and values of older weights.
         (FLOAT32 | {"rollout_server.recompute_context": False}, 0.21, False),
     ],

@@ -3,6 +3,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.settings.role_sections import ReferenceSection, ReferenceServerSection
 from slipstream.core.types import (
     Branch,
@@ -76,6 +77,10 @@ def sampled_by(incarnation: int, step: int) -> dict[str, object]:
         (
             {"token_ids": np.array([1, 10, 3], np.uint32)},
             "token 10 is outside the vocabulary of 10",
+        ),
+        (
+            {"kept_tokens": KeptTokens.of_sets([[1, 9], [2, 10]]).packed()},
+            "kept token 10 is outside the vocabulary of 10",
         ),
         (
             {"behavior_logprobs": np.array([-0.5, 0.5], np.float32)},

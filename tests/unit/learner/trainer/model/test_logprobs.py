@@ -284,3 +284,105 @@ def test_gradients_of_float32_logits_have_the_types_of_states_and_weights() -> N
         assert tensor.grad.dtype == torch.bfloat16
         difference = tensor.grad.double() - reference.grad
         assert difference.norm() < 1e-2 * reference.grad.norm()
+
+
+def kept_case() -> tuple[Tensor, Tensor]:
+    """Sets of the targets of `make_case`, as ids plus 1; the second result flags their tokens."""
+    _, _, targets, _ = make_case()
+    kept_ids = torch.zeros(TOKENS, 4, dtype=torch.int32)
+    is_kept = torch.ones(TOKENS, VOCAB, dtype=torch.bool)
+    # Every third token was drawn from all, and one of the others for certain.
+    sizes = [0, 4, 1] * (TOKENS // 3)
+    for row, size in enumerate(sizes):
+        if not size:
+            continue
+        target = int(targets[row])
+        steps = 3 * torch.arange(size)
+        ids = (target + steps) % VOCAB
+        kept_ids[row, :size] = ids.sort().values + 1
+        is_kept[row] = False
+        is_kept[row, ids] = True
+    return kept_ids, is_kept
+
+
+def dense_kept(
+    hidden: Tensor,
+    weight: Tensor,
+    is_kept: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets and entropies over kept tokens, by torch's functions."""
+    _, _, targets, _ = make_case()
+    logits = hidden @ weight.T / 0.7
+    every_logprob = logits.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
+    surprises = -every_logprob.masked_fill(~is_kept, 0.0)
+    entropies = (every_logprob.exp() * surprises).sum(-1)
+    columns = targets[:, None]
+    return every_logprob.gather(1, columns)[:, 0], entropies
+
+
+@pytest.mark.parametrize("chunk_logits", [None, 2 * VOCAB])
+def test_probabilities_and_gradients_are_over_kept_tokens(chunk_logits: int | None) -> None:
+    hidden, weight, targets, _ = make_case()
+    kept_ids, is_kept = kept_case()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    projection = Projection(
+        0.7,
+        VOCAB,
+        entropy_gradient=True,
+        chunk_logits=chunk_logits,
+    )
+    kept_logprobs, kept_entropies = vocab_parallel_logprobs(
+        hidden,
+        weight,
+        targets,
+        torch.arange(TOKENS),
+        projection,
+        kept_ids=kept_ids,
+    )
+    expected_logprobs, expected_entropies = dense_kept(hidden, weight, is_kept)
+    torch.testing.assert_close(kept_logprobs, expected_logprobs)
+    torch.testing.assert_close(kept_entropies, expected_entropies)
+    slopes = torch.linspace(-1, 1, TOKENS, dtype=torch.float64)
+    total = slopes @ kept_logprobs + slopes.flip(0) @ kept_entropies
+    expected_total = slopes @ expected_logprobs + slopes.flip(0) @ expected_entropies
+    gradients = torch.autograd.grad(total, (hidden, weight))
+    expected_gradients = torch.autograd.grad(expected_total, (hidden, weight))
+    torch.testing.assert_close(gradients, expected_gradients)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_kept_tokens_may_be_on_any_part_of_the_vocabulary(size: int) -> None:
+    hidden, weight, targets, _ = make_case()
+    kept_ids, is_kept = kept_case()
+    width = -(-VOCAB // size)
+    padding = torch.zeros(
+        size * width - VOCAB,
+        HIDDEN,
+        dtype=weight.dtype,
+    )
+    parts = torch.cat([weight, padding]).split(width)
+    slopes = torch.linspace(-1, 1, TOKENS, dtype=torch.float64)
+
+    def on_rank(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+        part = parts[group.rank()].clone().requires_grad_()
+        rank_logprobs, rank_entropies = vocab_parallel_logprobs(
+            hidden,
+            part,
+            targets,
+            torch.arange(TOKENS),
+            Projection(0.7, VOCAB, group=group),
+            kept_ids=kept_ids,
+        )
+        (part_gradient,) = torch.autograd.grad(slopes @ rank_logprobs, part)
+        return rank_logprobs.detach(), rank_entropies, part_gradient
+
+    results = on_ranks(size, on_rank)
+    weight.requires_grad_()
+    expected_logprobs, expected_entropies = dense_kept(hidden, weight, is_kept)
+    (expected_gradient,) = torch.autograd.grad(slopes @ expected_logprobs, weight)
+    for rank_logprobs, rank_entropies, _ in results:
+        torch.testing.assert_close(rank_logprobs, expected_logprobs.detach())
+        torch.testing.assert_close(rank_entropies, expected_entropies.detach())
+    gradient = torch.cat([part_gradient for _, _, part_gradient in results])
+    torch.testing.assert_close(gradient[:VOCAB], expected_gradient)
