@@ -2,7 +2,7 @@
 
 A step that is trained again must reproduce the recorded step, whose digest is compared. Leased
 groups keep their tasks, seeds and deadlines. So a resumed run must keep some settings as they are
-(`FIXED`), and may only increase others (`GROWING`).
+(marked as `Fixed`), and may only increase others (`Growing`).
 """
 
 import contextlib
@@ -45,6 +45,7 @@ from slipstream.core.run_folder import (
     journaled_run_id,
 )
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.section import Fixed, Growing
 from slipstream.core.settings.sections import SecuritySection
 from slipstream.protocol.access.run_token import make_run_token, run_security
 from slipstream.protocol.access.security import is_loopback
@@ -57,28 +58,6 @@ from slipstream.protocol.checkpoints import (
     read_manifest,
 )
 
-# Setting -> reason why it must not change.
-FIXED = {
-    "run.seed": "it decides the order of the tasks",
-    "model.path": "the weights are those of this model",
-    "model.dtype": "the optimizer's state has this precision",
-    "algorithm.group_size": "groups of this size are leased",
-    "algorithm.groups_per_step": "the deadlines of leased groups count on it",
-    "algorithm.mini_batches": "recorded steps have this number",
-    "algorithm.epochs": "recorded steps have this number",
-    "sampling.temperature": "recorded replies were sampled with it",
-    "lora.rank": "checkpoints hold adapters of this rank, or none",
-    "lora.alpha": "the weights are made with it",
-    "lora.adapters": "checkpoints hold these adapters",
-    "lora.target_modules": "checkpoints hold adapters of these matrices",
-    "lora.publish": "recorded digests are of merged weights or of matrices and adapters",
-    "checkpoint.load": "the run began with these weights",
-}
-# Setting -> reason why it may only grow.
-GROWING = {
-    "run.steps": "steps up to the old last one may be recorded",
-    "algorithm.max_staleness": "recorded batches may have lags up to the old bound",
-}
 LOCK = "command.lock"
 # The end of metrics.jsonl in which the newest step is looked for.
 TAIL_BYTES = 1 << 20
@@ -438,21 +417,21 @@ def check_resumable(before: Config, now: Config) -> None:
                 f"{name}: changed since the run was started; to go on with it set "
                 'run.resume = "changed", or choose another run.name for a new run'
             )
-    for key, reason in GROWING.items():
+    for key, mark in Config.marked(Growing).items():
         old, new = map(attrgetter(key), (before, now))
         if new < old:
             raise ConfigError(
-                f"{key} must be at least {old} when a run goes on, got {new}: {reason}"
+                f"{key} must be at least {old} when a run goes on, got {new}: {mark.reason}"
             )
 
 
 def _changes(before: Config, now: Config) -> Iterator[str]:
     """Yields one line for each change for which a new run is needed."""
     on = "when a run goes on"
-    for key, reason in FIXED.items():
+    for key, mark in Config.marked(Fixed).items():
         old, new = map(attrgetter(key), (before, now))
         if old != new:
-            yield f"{key} must stay {old} {on}, got {new}: {reason}"
+            yield f"{key} must stay {old} {on}, got {new}: {mark.reason}"
     wanted = _stored_models(now)
     for key, was_stored in _stored_models(before).items():
         if was_stored != wanted[key]:

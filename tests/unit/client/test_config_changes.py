@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from slipstream.client.run_folder import FIXED, GROWING, check_resumable
+from slipstream.client.run_folder import check_resumable
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_files import tokenizer_digest
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.section import Fixed, Growing
 from slipstream.core.settings.sections import EnvironmentSection
 from support.fakes.small_configs import SMALLEST, small_config
 
@@ -47,7 +48,12 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("key", FIXED)
+def test_every_setting_that_must_stay_is_tried() -> None:
+    assert Config.marked(Fixed).keys() == CHANGED.keys()
+    assert list(Config.marked(Growing)) == ["run.steps", "algorithm.max_staleness"]
+
+
+@pytest.mark.parametrize("key", Config.marked(Fixed))
 def test_a_setting_that_recorded_steps_depend_on_must_stay(key: str) -> None:
     beside = BESIDE.get(key, {})
     changed = config(**beside, **{key.replace(".", "__"): CHANGED[key]})
@@ -55,7 +61,7 @@ def test_a_setting_that_recorded_steps_depend_on_must_stay(key: str) -> None:
         check_resumable(config(**beside), changed)
 
 
-@pytest.mark.parametrize("key", GROWING)
+@pytest.mark.parametrize("key", Config.marked(Growing))
 def test_a_bound_may_grow_and_not_shrink(key: str) -> None:
     small, large = (config(**{key.replace(".", "__"): n}) for n in (2, 3))
     check_resumable(small, large)

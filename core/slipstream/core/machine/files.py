@@ -93,12 +93,10 @@ def sync_folder(path: Path) -> None:
 MAX_SOCKET_PATH_BYTES = 100
 # What is left of it for the temporary folder, in which vLLM's names of sockets have 37 bytes.
 _MAX_TEMPORARY_BYTES = MAX_SOCKET_PATH_BYTES - 40
-# Programs that models write may write into folders of other kinds.
-_OF_ENGINES = "slipstream-sockets-"
 # Sockets of episodes, which programs that models write may see, lie in folders of the kind "relay".
 Kind = Literal["sockets", "relay", "sandbox", "agent", "notebook"]
 _SHORT: tuple[Kind, ...] = ("sockets", "relay")
-_NAME = re.compile(rf"slipstream-({'|'.join(get_args(Kind))})-[a-z0-9_]{{8}}")
+_NAME = re.compile(rf"slipstream-(?P<kind>{'|'.join(get_args(Kind))})-[a-z0-9_]{{8}}")
 
 
 class OwnedFolder:
@@ -132,7 +130,8 @@ def remove_abandoned() -> None:
     folders = {tempfile.gettempdir(), _folder_of_sockets()}
     found = [glob.glob(f"{glob.escape(folder)}/slipstream-*") for folder in folders]
     for path in map(Path, itertools.chain.from_iterable(found)):
-        if _NAME.fullmatch(path.name) is None:
+        name = _NAME.fullmatch(path.name)
+        if name is None:
             continue
         try:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -149,7 +148,8 @@ def remove_abandoned() -> None:
             except OSError:
                 # A process holds it, or locks are unsupported.
                 continue
-            if path.name.startswith(_OF_ENGINES):
+            # Programs that models write may write into folders of other kinds.
+            if name["kind"] == "sockets":
                 remove_segments(path)
             _remove(path)
         finally:

@@ -24,7 +24,7 @@ from slipstream.core.settings.function_table import (
     Estimator,
     FunctionKind,
 )
-from slipstream.core.settings.section import REFERENCE_FORM, Positive, Section
+from slipstream.core.settings.section import REFERENCE_FORM, Fixed, Growing, Positive, Section
 
 Arguments: TypeAlias = dict[str, JsonValue]
 
@@ -104,11 +104,14 @@ class AlgorithmSection(Section):
     """
 
     # Episodes of one task.
-    group_size: Positive = 8
+    group_size: Annotated[Positive, Fixed("groups of this size are leased")] = 8
     # Groups in one training step.
-    groups_per_step: Positive = 16
+    groups_per_step: Annotated[Positive, Fixed("the deadlines of leased groups count on it")] = 16
     # Largest lag of a trained token, in versions. 0 is synchronous training.
-    max_staleness: int = Field(2, ge=0)
+    max_staleness: Annotated[
+        int,
+        Growing("recorded batches may have lags up to the old bound"),
+    ] = Field(2, ge=0)
     # Learning rate of the policy between warmup and decay.
     learning_rate: float = Field(1e-5, gt=0)
     # Steps over which the learning rate rises linearly, from 1 / `warmup_steps` of it.
@@ -117,9 +120,9 @@ class AlgorithmSection(Section):
     # falls by x (linear), (1 - cos(pi x)) / 2 (cosine) or the root of x (sqrt).
     decay: DecayKind = "none"
     # Optimizer steps of a pass over a batch, each with an equal share of its groups.
-    mini_batches: Positive = 1
+    mini_batches: Annotated[Positive, Fixed("recorded steps have this number")] = 1
     # Passes over a batch. Ratios refer to the policy before the first.
-    epochs: Positive = 1
+    epochs: Annotated[Positive, Fixed("recorded steps have this number")] = 1
     # Estimator of a token's advantage from the rewards. This and the next four functions may be
     # [your own](guides/own-algorithms.md).
     advantage: str = _function("advantage", "grpo")

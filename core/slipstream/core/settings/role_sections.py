@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
-from slipstream.core.settings.section import Seconds, Section
+from slipstream.core.settings.section import Fixed, Seconds, Section
 from slipstream.core.settings.sections import LearnerSection, ParallelSection, RoleParallelSection
 from slipstream.core.types import MAX_TOP_K
 
@@ -55,21 +55,30 @@ class LoraSection(Section):
     """Low-rank adapters that are trained in place of the policy's parameters."""
 
     # Rank of the adapters, a multiple of `learner.parallel.tp`. With 0 all parameters are trained.
-    rank: int = Field(0, ge=0)
+    rank: Annotated[int, Fixed("checkpoints hold adapters of this rank, or none")] = Field(0, ge=0)
     # An adapter's product is multiplied by `alpha` / `rank`.
-    alpha: float = Field(32.0, gt=0)
+    alpha: Annotated[float, Fixed("the weights are made with it")] = Field(32.0, gt=0)
     # Matrices with adapters, by Megatron's or Hugging Face's names. Parts of a fused matrix go
     # together and share a factor. `linear_qkv` also names the matrices before latent attention, and
     # with `linear_proj` those of delta nets.
-    target_modules: tuple[Target, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    target_modules: Annotated[
+        tuple[Target, ...], Fixed("checkpoints hold adapters of these matrices")
+    ] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
     # `merged` sends merged weights, `adapters` the adapters alone once a server has the matrices.
     # On GPUs that needs half precision.
-    publish: Literal["merged", "adapters"] = "merged"
+    publish: Annotated[
+        Literal["merged", "adapters"],
+        Fixed("recorded digests are of merged weights or of matrices and adapters"),
+    ] = "merged"
 
     # Names of several adapters, one for each environment (`environments[].adapter`). By default all
     # share one.
-    adapters: Annotated[tuple[AdapterName, ...], Field(max_length=MAX_ADAPTERS)] = ()
+    adapters: Annotated[
+        tuple[AdapterName, ...],
+        Field(max_length=MAX_ADAPTERS),
+        Fixed("checkpoints hold these adapters"),
+    ] = ()
 
     @property
     def publishes_adapters(self) -> bool:

@@ -5,6 +5,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -72,6 +73,20 @@ _LARGEST = 1e30
 # Limits of Linux for one name and for a whole path.
 _NAME_BYTES = 255
 _PATH_BYTES = 4095
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Marks a setting that must keep its value when a run goes on, for this reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Growing:
+    """Marks a setting that must not become smaller when a run goes on, for this reason."""
+
+    reason: str
 
 
 class Section(BaseModel):

@@ -17,6 +17,8 @@ from slipstream.core.settings.measurement_sections import (
 from slipstream.core.settings.section import (
     Address,
     ElementType,
+    Fixed,
+    Growing,
     Positive,
     Section,
     Silence,
@@ -84,7 +86,9 @@ class SamplingSection(Section):
 
     # Temperature of sampling and of the learner's logits. An environment's own replies are trained
     # at 1.
-    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
+    temperature: Annotated[float, Fixed("recorded replies were sampled with it")] = Field(
+        1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE
+    )
     # Sampling uses the smallest set of tokens with this probability. The learner's policy is [over
     # the same set](algorithms.md#a-part-of-the-vocabulary).
     top_p: float = Field(1.0, gt=0, le=1)
@@ -235,7 +239,7 @@ class CheckpointSection(Section):
     keep_batches: bool = True
     # Folder of Megatron's checkpoint files (torch_dist) to start from. `model.path` still gives
     # shape and tokenizer.
-    load: Path | None = None
+    load: Annotated[Path | None, Fixed("the run began with these weights")] = None
 
     @model_validator(mode="after")
     def _saved(self) -> Self:
@@ -264,11 +268,11 @@ class RunSection(Section):
     # controller chooses it.
     id: Annotated[str, Field(pattern=RUN_NAME, max_length=128)] | None = None
     # Number of training steps, which is also the last version.
-    steps: Positive
+    steps: Annotated[Positive, Growing("steps up to the old last one may be recorded")]
     # Folder that holds the run's folder.
     dir: Path = Path("runs")
     # Seed of the trainer, of the order of tasks and of their seeds. The engine draws its own.
-    seed: int = Field(0, ge=0)
+    seed: Annotated[int, Fixed("it decides the order of the tasks")] = Field(0, ge=0)
     # If the folder holds this run already, `auto` continues it and `never` refuses. `must` refuses
     # if there is none. `changed` is `must` for a run whose tokenizer, first weights or functions of
     # your own have changed; with other functions it can no longer be replayed.
@@ -283,9 +287,9 @@ class ModelSection(Section):
 
     # Hugging Face folder with config.json, safetensors and tokenizer, or OWNER/NAME[@REVISION] on
     # the hub.
-    path: Path
+    path: Annotated[Path, Fixed("the weights are those of this model")]
     # Element type of the learner's parameters and of the engine. float16 holds numbers below 65504.
-    dtype: ElementType = "bfloat16"
+    dtype: Annotated[ElementType, Fixed("the optimizer's state has this precision")] = "bfloat16"
 
 
 class EnvironmentSection(PlayedSection):

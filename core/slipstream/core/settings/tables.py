@@ -46,6 +46,8 @@ PROBE_TOLERANCES: Mapping[ElementType, float] = {"float32": 1e-3, "float16": 0.0
 
 
 Table = TypeVar("Table", bound=Section)
+# A mark of settings, such as `Fixed`.
+Mark = TypeVar("Mark")
 
 
 class Tables(Section):
@@ -77,6 +79,20 @@ class Tables(Section):
     # Digests of the sources of one's own functions (`configuration.function_sources`), of the
     # tokenizer, and of the weights with which the models began.
     sources: dict[str, str] = {}
+
+    @classmethod
+    def marked(cls, mark: type[Mark]) -> dict[str, Mark]:
+        """Returns the marks of one kind by the names of the settings that have them."""
+        marks: dict[str, Mark] = {}
+        for table, field in cls.model_fields.items():
+            section = field.annotation
+            if not isinstance(section, type) or not issubclass(section, Section):
+                continue
+            for name, setting in section.model_fields.items():
+                for entry in setting.metadata:
+                    if isinstance(entry, mark):
+                        marks[f"{table}.{name}"] = entry
+        return marks
 
     def table_of(self, name: str, section: type[Table]) -> Table:
         """Returns the table `extensions.NAME` as its section, with defaults if it is left out."""
