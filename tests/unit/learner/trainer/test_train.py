@@ -8,13 +8,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from slipstream.core.errors import FINAL_ERROR, NOT_STARTED, ConfigError, RunFailed
+from slipstream.core.errors import (
+    FINAL_ERROR,
+    NOT_STARTED,
+    ConfigError,
+    RunFailed,
+    UntrainableBatch,
+)
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.__main__ import exit_code
+from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.batch_stream import Order
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.train import StartAgain, Trainer
 from slipstream.v1 import trainer_pb2, weights_pb2
+from support.fakes.fake_controller import make_batch
 
 
 class Loop(Trainer):
@@ -48,6 +56,64 @@ def own_handler() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
+
+
+class Judge(Trainer):
+    """A trainer of one rank whose controller answers whether it sets a batch aside."""
+
+    def __init__(self, *, sets_aside: bool, num_updates: int = 0) -> None:
+        self.failures: list[trainer_pb2.TrainerFailure] = []
+        self._ranks = SimpleNamespace(
+            is_main=True,
+            activity=Activity(),
+            broadcast_bytes=lambda data: data,
+        )
+        self._step = SimpleNamespace(num_updates=num_updates)
+
+        def set_batch_aside(failure: trainer_pb2.TrainerFailure) -> bool:
+            self.failures.append(failure)
+            return sets_aside
+
+        self._client = SimpleNamespace(set_batch_aside=set_batch_aside)
+
+    def judge(self, batch: Batch, fault: UntrainableBatch) -> None:
+        self._set_aside(batch, fault)
+
+
+BATCH = make_batch(
+    3,
+    num_groups=3,
+    group_size=2,
+    vocab_size=9,
+    max_tokens=8,
+)
+
+
+def fault_of(*places: int) -> UntrainableBatch:
+    ids = [BATCH.trajectories[place].trajectory_id for place in places]
+    return UntrainableBatch("the loss is nan", ids)
+
+
+def test_a_batch_is_set_aside_by_the_groups_of_its_faulty_episodes_alone() -> None:
+    judge = Judge(sets_aside=True)
+    judge.judge(BATCH, fault_of(2, 3))
+    (failure,) = judge.failures
+    assert failure.message == "the loss is nan"
+    assert failure.data == trainer_pb2.DataFault(
+        step=3,
+        batch_id="batch-3",
+        group_ids=["group-3-1"],
+    )
+
+
+def test_a_batch_that_the_controller_keeps_ends_the_trainer_with_its_fault() -> None:
+    with pytest.raises(UntrainableBatch, match="the loss is nan"):
+        Judge(sets_aside=False).judge(BATCH, fault_of(0))
+
+
+def test_a_trainer_whose_weights_have_changed_before_a_fault_starts_again() -> None:
+    with pytest.raises(StartAgain, match="step 4 changed weights before it failed"):
+        Judge(sets_aside=True, num_updates=1).judge(BATCH, fault_of(0))
 
 
 def test_servers_do_not_wait_for_a_checkpoint_that_is_finished() -> None:
