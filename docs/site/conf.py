@@ -60,6 +60,7 @@ CONTENTS = {
         "docs/guides/sandbox",
         "docs/guides/judges",
         "docs/guides/watching",
+        "docs/guides/no-learning",
         "docs/guides/prometheus",
         "docs/guides/checkpoints",
         "docs/guides/verify",

@@ -22,13 +22,14 @@ ZERO_ADVANTAGE = 1e-5
 
 
 @dataclass(frozen=True)
-class BrokenInvariant:
-    """An invariant that a step does not keep."""
+class Notice:
+    """What the user is told of a step, once in a run."""
 
-    # The same in each step that breaks the same invariant.
+    # The same in each step that shows the same.
     name: str
     # A line for the user, with the figures.
     text: str
+    is_warning: bool = True
 
 
 def broken_invariants(
@@ -36,7 +37,7 @@ def broken_invariants(
     row: Mapping[str, float],
     groups: Sequence[Sequence[Trajectory]],
     advantages: Mapping[TrajectoryId, float],
-) -> Iterator[BrokenInvariant]:
+) -> Iterator[Notice]:
     """Yields the invariants that a step breaks.
 
     `row` is the step's row of metrics. `advantages` has the mean advantage of the trained tokens of
@@ -48,13 +49,13 @@ def broken_invariants(
     yield from _of_advantages(config, row, groups, advantages)
 
 
-def _of_gaps(config: Config, row: Mapping[str, float]) -> Iterator[BrokenInvariant]:
+def _of_gaps(config: Config, row: Mapping[str, float]) -> Iterator[Notice]:
     """The engine and the learner agree on tokens that the newest weights sampled."""
     gap = row.get("logprob_gap_mean", math.nan)
     num_tokens = row.get("logprob_gap_tokens", 0.0)
     bound = config.probe_tolerance
     if _agree(config) and num_tokens >= FEWEST_TOKENS and gap > bound:
-        yield BrokenInvariant(
+        yield Notice(
             "gap",
             f"step {row['step']:.0f}: engine and learner give {num_tokens:.0f} tokens that the "
             f"newest weights sampled log-probabilities that differ by {gap:.2g} on average, and "
@@ -62,7 +63,7 @@ def _of_gaps(config: Config, row: Mapping[str, float]) -> Iterator[BrokenInvaria
         )
 
 
-def _of_weights(config: Config, row: Mapping[str, float]) -> Iterator[BrokenInvariant]:
+def _of_weights(config: Config, row: Mapping[str, float]) -> Iterator[Notice]:
     """Tokens that the newest weights sampled need no correction."""
     algorithm = config.algorithm
     arguments = algorithm.weight_args
@@ -75,7 +76,7 @@ def _of_weights(config: Config, row: Mapping[str, float]) -> Iterator[BrokenInva
     is_fresh = row.get("lag_max", math.inf) == 0.0
     bound = math.expm1(config.probe_tolerance)
     if is_fresh and row.get("trained_tokens", 0.0) >= FEWEST_TOKENS and abs(weight - 1.0) > bound:
-        yield BrokenInvariant(
+        yield Notice(
             "weight",
             f"step {row['step']:.0f}: tokens that the newest weights sampled have the importance "
             f"weight {weight:.3g} on average, not 1: the engine does not sample from the "
@@ -85,12 +86,12 @@ def _of_weights(config: Config, row: Mapping[str, float]) -> Iterator[BrokenInva
 
 def _of_filters(
     config: Config, row: Mapping[str, float], groups: Sequence[Sequence[Trajectory]]
-) -> Iterator[BrokenInvariant]:
+) -> Iterator[Notice]:
     """The filter has seen what a user would call the reward."""
     num_equal = sum(_has_equal_rewards(group, config) for group in groups)
     fraction = num_equal / len(groups) if groups else row.get("equal_rewards_fraction", 0.0)
     if config.algorithm.filter == "unequal_rewards" and fraction > 0.0:
-        yield BrokenInvariant(
+        yield Notice(
             "filter",
             f"step {row['step']:.0f}: {fraction:.0%} of the groups have equal rewards although "
             "algorithm.filter = 'unequal_rewards' leaves such groups out",
@@ -102,7 +103,7 @@ def _of_advantages(
     row: Mapping[str, float],
     groups: Sequence[Sequence[Trajectory]],
     advantages: Mapping[TrajectoryId, float],
-) -> Iterator[BrokenInvariant]:
+) -> Iterator[Notice]:
     """Groups of equal rewards teach nothing where the estimator compares groups."""
     algorithm = config.algorithm
     estimator = algorithm.estimator
@@ -131,7 +132,7 @@ def _of_advantages(
             f"by algorithm.reward = {algorithm.reward!r} alone: they train what it adds, and "
             "algorithm.filter = 'unequal_rewards' would leave them out"
         )
-    yield BrokenInvariant(
+    yield Notice(
         "advantage",
         f"step {row['step']:.0f}: {num_groups} of {len(groups)} groups have equal rewards and "
         f"advantages up to {largest:.2g}, {cause}",

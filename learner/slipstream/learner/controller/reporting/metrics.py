@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import math
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -28,7 +29,8 @@ from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.state import RunState
-from slipstream.learner.controller.reporting.invariants import broken_invariants
+from slipstream.learner.controller.reporting.invariants import Notice, broken_invariants
+from slipstream.learner.controller.reporting.learning import LearningWatch
 from slipstream.learner.controller.reporting.trackers import (
     ResultFile,
     Trackers,
@@ -165,6 +167,7 @@ class RunRecorder:
         self._config = config
         self._trackers = trackers
         self._texts = texts
+        self._events = events
         self._warn = events.warn
         with contextlib.suppress(OSError):
             (folder / SUMMARY).unlink()
@@ -174,18 +177,20 @@ class RunRecorder:
         self.facts = RunFacts()
         # The row of the newest step.
         self.newest: dict[str, float] = {}
-        # Names of the invariants that the run is known to break: each is told once.
-        self._broken: set[str] = set()
+        # Names of what the user was told of steps: each is told once.
+        self._noticed: set[str] = set()
+        self._learning = LearningWatch(config)
         # Versions of which the row of the step that makes them is written.
         self._written: set[int] = set()
         # The run's seconds continue from the last row of the earlier start.
         wall_s = 0.0
         for row in read_rows(folder / METRICS, self._warn):
             wall_s = max(wall_s, row["wall_s"])
+            notices = list(self._learning.take(row))
             if "step" in row:
                 self._note_row(row)
-                broken = broken_invariants(config, row, (), {})
-                self._broken.update(invariant.name for invariant in broken)
+                notices.extend(broken_invariants(config, row, (), {}))
+            self._noticed.update(notice.name for notice in notices)
         self._started_s = time.monotonic() - wall_s
         self._samples = ResultFile(folder / SAMPLES, self._warn)
         self._groups = ResultFile(folder / GROUPS, self._warn)
@@ -289,22 +294,36 @@ class RunRecorder:
         groups = [group.in_order() for group in batch.groups]
         ids = [trajectory.trajectory_id for trajectory in batch.trajectories]
         by_id = dict(zip(ids, advantages, strict=False))
-        for invariant in broken_invariants(self._config, row, groups, by_id):
-            if invariant.name not in self._broken:
-                self._broken.add(invariant.name)
-                self._warn(invariant.text)
+        self._tell(broken_invariants(self._config, row, groups, by_id))
+        self._tell(self._learning.take(row))
+
+    def _tell(self, notices: Iterable[Notice]) -> None:
+        """Adds an event for each notice of a name that is new in the run."""
+        for notice in notices:
+            if notice.name in self._noticed:
+                continue
+            self._noticed.add(notice.name)
+            level = logging.INFO
+            if notice.is_warning:
+                level = logging.WARNING
+            self._events.add(notice.text, level)
 
     def _sampled_lines(
         self, batch: FormedBatch, advantages: Sequence[float]
     ) -> tuple[list[dict[str, JsonValue]], list[dict[str, JsonValue]]]:
         """Returns the lines of some episodes, and those of all groups."""
         ids = [trajectory.trajectory_id for trajectory in batch.trajectories]
-        known = dict(zip(ids, advantages, strict=False))
-        lines = [
-            _finite(readable(batch.version, each, self._texts, known.get(each.trajectory_id)))
-            for group in sampled_groups(batch.groups)
-            for each in group.in_order()[:SAMPLED_MEMBERS]
-        ]
+        by_id = dict(zip(ids, advantages, strict=False))
+        lines: list[dict[str, JsonValue]] = []
+        for group in sampled_groups(batch.groups):
+            for member in group.in_order()[:SAMPLED_MEMBERS]:
+                line = readable(
+                    batch.version,
+                    member,
+                    self._texts,
+                    by_id.get(member.trajectory_id),
+                )
+                lines.append(_finite(line))
         groups = [group_line(batch.version, group.in_order()) for group in batch.groups]
         return lines, groups
 
@@ -329,6 +348,7 @@ class RunRecorder:
         }
         self._metrics.append(_line(_finite(row)))
         self._trackers.log(result.version, numbers)
+        self._tell(self._learning.take(row))
 
     def summary(
         self,
