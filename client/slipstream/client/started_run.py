@@ -108,27 +108,27 @@ def run(*, environments: object = None, show: bool = True, **settings: object) -
     listed = environments if isinstance(environments, list | tuple) else [environments]
     if not listed:
         raise ConfigError(f"{SOURCE}: environments is an empty list: name an environment")
-    for each in () if environments is None else listed:
-        table = dict(each) if isinstance(each, Mapping) else {"reference": each}
+    for entry in () if environments is None else listed:
+        table = dict(entry) if isinstance(entry, Mapping) else {"reference": entry}
         if isinstance(table.get("reference"), str):
             tables.append(table)
         else:
             served.append(_Served.of(table))
-    given = _table(settings | {"environments": tables})
-    for one in served:
-        options = {key: value for key, value in one.options.items() if key != "episodes"}
-        tables.append({"name": one.name, "reference": "__main__:Environment", **options})
-    whole = _table(settings | {"environments": tables})
-    add_names(whole)
+    own_table = _table(settings | {"environments": tables})
+    for player in served:
+        options = {key: value for key, value in player.options.items() if key != "episodes"}
+        tables.append({"name": player.name, "reference": "__main__:Environment", **options})
+    whole_table = _table(settings | {"environments": tables})
+    add_names(whole_table)
     # The run has by default the names of all environments, wherever they are.
-    if isinstance(stated := given.setdefault("run", {}), dict):
-        stated.setdefault("name", whole["run"]["name"])
+    if isinstance(stated := own_table.setdefault("run", {}), dict):
+        stated.setdefault("name", whole_table["run"]["name"])
     # Names, weights and limits of objects, too.
-    sections = parse_config(whole, source=SOURCE, complete=False).environments[-len(served) :]
-    config = parse_config(given, source=SOURCE, complete=False)
-    plan = _Plan(given, config, tuple(map(_Served.checked, served, sections)), show, Path.cwd())
-    for one in plan.served:
-        _audit(one, plan)
+    sections = parse_config(whole_table, source=SOURCE, complete=False).environments[-len(served) :]
+    config = parse_config(own_table, source=SOURCE, complete=False)
+    plan = _Plan(own_table, config, tuple(map(_Served.checked, served, sections)), show, Path.cwd())
+    for player in plan.served:
+        _audit(player, plan)
     return Run(plan)
 
 
@@ -178,12 +178,12 @@ class Run:
                 return await client.status()
 
         # The calls of a process have one loop, as gRPC likes it.
-        asked = _awaited(_submit(ask(self._plan), ENVIRONMENTS), BLOCKED_S)
-        if asked.cancel():
+        answer = _awaited(_submit(ask(self._plan), ENVIRONMENTS), BLOCKED_S)
+        if answer.cancel():
             raise NoController(
                 "an environment of this process blocks the thread that would ask the controller"
             )
-        return asked.result()
+        return answer.result()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         path = self.folder / METRICS
@@ -192,7 +192,7 @@ class Run:
             is_last = self._end.done()
             with path.open("rb") if path.is_file() else io.BytesIO() as file:
                 if file.seek(0, os.SEEK_END) < self._offset:
-                    # It was cut or removed meanwhile.
+                    # The file was cut or removed meanwhile.
                     self._offset = 0
                 file.seek(self._offset)
                 for line in file:
@@ -273,24 +273,24 @@ class _Served:
                     f"{SOURCE}: environments: an environment of this process has no option {key}, "
                     f"only {', '.join(OPTIONS)}"
                 )
-        found = table.pop("reference", None)
+        reference = table.pop("reference", None)
         args = table.pop("args", {})
-        if isinstance(found, type) and issubclass(found, Environment):
+        if isinstance(reference, type) and issubclass(reference, Environment):
             try:
-                inspect.signature(found).bind(**args)
+                inspect.signature(reference).bind(**args)
             except TypeError as error:
-                name = found.__name__
+                name = reference.__name__
                 raise ConfigError(f"{SOURCE}: environments: args of {name}: {error}") from None
-            found = found(**args)
+            reference = reference(**args)
         elif args:
-            raise ConfigError(f"{SOURCE}: environments: args are for a class, got {found!r}")
-        if not isinstance(found, Environment):
+            raise ConfigError(f"{SOURCE}: environments: args are for a class, got {reference!r}")
+        if not isinstance(reference, Environment):
             hint = "; a function judges questions: Questions(rows, judge=function)"
             raise ConfigError(
                 f"{SOURCE}: environments must be classes or instances of "
-                f"slipstream.client.Environment, got {found!r}{hint * callable(found)}"
+                f"slipstream.client.Environment, got {reference!r}{hint * callable(reference)}"
             )
-        return _Served(found, table.pop("name", type(found).__name__.lower()), table)
+        return _Served(reference, table.pop("name", type(reference).__name__.lower()), table)
 
 
 @dataclass(frozen=True)
@@ -329,13 +329,13 @@ class _Plan:
 @dataclass(frozen=True, eq=False)
 class _Start:
     process: asyncio.subprocess.Process
-    # Signals that somebody has asked the run to end.
-    asked: list[signal.Signals] = field(default_factory=list)
+    # Signals that somebody has sent to end the run.
+    signals: list[signal.Signals] = field(default_factory=list)
 
     def ask_end(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Sends a signal to the command unless it has ended or got the same one before."""
-        if number not in self.asked:
-            self.asked.append(number)
+        if number not in self.signals:
+            self.signals.append(number)
             _loop(COMMANDS).call_soon_threadsafe(send_signal, self.process, number)
 
 
@@ -377,7 +377,7 @@ async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
             closing = asyncio.wait_for(serving, BLOCKED_S)
             await asyncio.gather(closing, return_exceptions=True)
             if served.cancelled():
-                # It may block its thread for ever: environments of later runs get another one.
+                # An environment may block its thread for ever: those of later runs get another one.
                 if _loops.get(ENVIRONMENTS) is loop:
                     del _loops[ENVIRONMENTS]
                 warnings.warn(
@@ -389,9 +389,9 @@ async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
             code = process.returncode or 0
             if failure is not None:
                 raise failure
-            if code and not start.asked and code <= 128:
-                said = stderr.read_text(errors="replace")
-                cause = said[-TAIL_CHARACTERS:].rpartition("slipstream: ")[2].strip()
+            if code and not start.signals and code <= 128:
+                output = stderr.read_text(errors="replace")
+                cause = output[-TAIL_CHARACTERS:].rpartition("slipstream: ")[2].strip()
                 if code not in (FAILED, USAGE_ERROR):
                     cause = f"the command ended with code {code}: {cause}"
                 raise (ConfigError if code == USAGE_ERROR else RunFailed)(cause)
@@ -421,27 +421,27 @@ async def _serve_all(plan: _Plan, before: tuple[int, str]) -> None:
         await asyncio.sleep(LOOK_S)
     async with plan.client() as client:
 
-        async def serve(one: _Served) -> None:
+        async def serve(player: _Served) -> None:
             try:
-                await client.serve(one.environment, connect_timeout_s=math.inf, **one.options)
+                await client.serve(player.environment, connect_timeout_s=math.inf, **player.options)
             except EnvironmentFailed as error:
                 # The run goes on with its other environments, or fails.
                 complain(str(error))
 
         try:
             async with asyncio.TaskGroup() as group:
-                for one in plan.served:
-                    group.create_task(serve(one))
+                for player in plan.served:
+                    group.create_task(serve(player))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
 
-def _audit(one: _Served, plan: _Plan) -> None:
+def _audit(player: _Served, plan: _Plan) -> None:
     """Plays an environment for a second, as a command does; raises ConfigError to refuse it."""
 
     async def audited() -> list[Finding]:
-        # Whoever gives no tasks is refused here.
-        host = EpisodeHost(one.environment)
+        # An environment without tasks is refused here.
+        host = EpisodeHost(player.environment)
         config = plan.config
         loaded = pb.Loaded(num_tasks=host.num_tasks, digest=host.digest())
         try:
@@ -454,25 +454,26 @@ def _audit(one: _Served, plan: _Plan) -> None:
             await host.close_all()
 
     auditing = _submit(audited(), ENVIRONMENTS)
-    said = f"environment {one.name}"
-    limit_s = CHECKED_CALLS * one.options["timeout_s"]
+    subject = f"environment {player.name}"
+    limit_s = CHECKED_CALLS * player.options["timeout_s"]
     if not _awaited(auditing, SLOW_S).done() and plan.show:
-        print(f"{said} is checked, within {limit_s:g} s", flush=True)
+        print(f"{subject} is checked, within {limit_s:g} s", flush=True)
     if _awaited(auditing, limit_s).cancel():
-        (*_, thread) = (each for each in threading.enumerate() if each.name == ENVIRONMENTS)
+        threads = [thread for thread in threading.enumerate() if thread.name == ENVIRONMENTS]
+        thread = threads[-1]
         place = running_place(cast(int, thread.ident))
-        # Its thread may be blocked for ever: later environments get another one.
+        # The thread may be blocked for ever: later environments get another one.
         _loops.pop(ENVIRONMENTS, None)
-        raise ConfigError(f"{said}: its check did not end within {limit_s:g} s ({place})")
+        raise ConfigError(f"{subject}: its check did not end within {limit_s:g} s ({place})")
     try:
-        found = auditing.result()
+        audit_findings = auditing.result()
     except ConfigError as error:
-        raise ConfigError(f"{said}: {error}") from None
-    for each in found:
-        if each.is_refused and plan.config.run.audit == "refuse":
-            raise ConfigError(f"{said}: {each.text}")
-        if plan.show and not each.is_of_time:
-            complain(f"warning: {said}: {each.text}")
+        raise ConfigError(f"{subject}: {error}") from None
+    for finding in audit_findings:
+        if finding.is_refused and plan.config.run.audit == "refuse":
+            raise ConfigError(f"{subject}: {finding.text}")
+        if plan.show and not finding.is_of_time:
+            complain(f"warning: {subject}: {finding.text}")
 
 
 def _table(settings: Mapping[str, object]) -> dict[str, Any]:
@@ -486,9 +487,9 @@ def _plain(value: object, place: str) -> JsonValue:
     """Returns a copy of a setting with lists for tuples and texts for paths."""
     value = plain(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(each, f"{place}: {key}") for key, each in value.items()}
+        return {str(key): _plain(entry, f"{place}: {key}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each, place) for each in value]
+        return [_plain(entry, place) for entry in value]
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, str | bool | int | float):
@@ -496,7 +497,7 @@ def _plain(value: object, place: str) -> JsonValue:
     raise ConfigError(f"{place} must be a text, number, list or table, got {value!r}")
 
 
-# What each start that has not ended will end with.
+# Starts that have not ended, by the futures of their ends.
 _ends: dict[concurrent.futures.Future[None], _Start] = {}
 # The loops of the threads, from the first start on, and the lock of whoever makes them.
 _loops: dict[str, asyncio.AbstractEventLoop] = {}
@@ -516,7 +517,7 @@ def _loop(thread: str) -> asyncio.AbstractEventLoop:
 def _leave_to_parent() -> None:
     """Forgets the runs and the threads of the process that has forked this one."""
     for start in _ends.values():
-        start.asked.extend((signal.SIGTERM, signal.SIGINT))
+        start.signals.extend((signal.SIGTERM, signal.SIGINT))
     _ends.clear()
     _loops.clear()
     _making.release()

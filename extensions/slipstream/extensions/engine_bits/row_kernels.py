@@ -19,10 +19,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     flat = x.reshape(-1, x.shape[-1])
     padded = F.pad(flat, (0, 0, 0, -len(flat) % ROWS))
-    found = torch.cat([F.linear(rows, weight) for rows in torch.split(padded, ROWS)])[: len(flat)]
+    blocks = [F.linear(rows, weight) for rows in torch.split(padded, ROWS)]
+    products = torch.cat(blocks)[: len(flat)]
     if bias is not None:
-        found = found + bias
-    return found.view(*x.shape[:-1], len(weight))
+        products = products + bias
+    return products.view(*x.shape[:-1], len(weight))
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

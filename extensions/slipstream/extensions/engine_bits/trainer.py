@@ -56,9 +56,9 @@ class EngineKernels:
 
         `table` has cosines and sines, [positions, dim]. Dimension i pairs with i + dim / 2.
         """
-        found = x.flatten(1).contiguous().clone()
-        self._ops.rotary_embedding(positions, found, None, x.shape[-1], table, True)
-        return found.view(x.shape)
+        rotated = x.flatten(1).contiguous().clone()
+        self._ops.rotary_embedding(positions, rotated, None, x.shape[-1], table, True)
+        return rotated.view(x.shape)
 
     def gate(self, x: Tensor) -> Tensor:
         """Returns SiLU of the first half of each row, times the second half."""
@@ -89,9 +89,14 @@ class EngineKernels:
             slots.append(first * _PAGE + torch.arange(length))
         keys, values = pages.chunk(2, dim=2)
         isa = _get_attn_isa(key.dtype, _PAGE, width)
-        used = int(bounds[-1])
+        num_tokens = int(bounds[-1])
         self._ops.cpu_attn_reshape_and_cache(
-            key[:used].contiguous(), value[:used].contiguous(), keys, values, torch.cat(slots), isa
+            key[:num_tokens].contiguous(),
+            value[:num_tokens].contiguous(),
+            keys,
+            values,
+            torch.cat(slots),
+            isa,
         )
         schedule = self._ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(counts),
@@ -161,14 +166,14 @@ class _GpuKernels(EngineKernels):
         self._score = compute_token_logprobs
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        found: Tensor = self._invariant.linear_batch_invariant(x, weight, bias)
-        return found
+        result: Tensor = self._invariant.linear_batch_invariant(x, weight, bias)
+        return result
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
         # In vLLM residual sums have a separate kernel.
         if not is_sum:
-            found: Tensor = self._invariant.rms_norm_batch_invariant(x, weight, eps)
-            return found
+            result: Tensor = self._invariant.rms_norm_batch_invariant(x, weight, eps)
+            return result
         # The sum is already rounded as that kernel rounds it.
         out = x.contiguous().clone()
         self._ops.fused_add_rms_norm(out, torch.zeros_like(out), weight, eps)
@@ -184,7 +189,7 @@ class _GpuKernels(EngineKernels):
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float
     ) -> Output:
         longest = int(bounds.diff().max())
-        found: Output = self._flash(
+        result: Output = self._flash(
             q=query,
             k=key,
             v=value,
@@ -197,7 +202,7 @@ class _GpuKernels(EngineKernels):
             num_splits=1,
             return_softmax_lse=True,
         )
-        return found
+        return result
 
     def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if dtype == hidden.dtype:
@@ -205,8 +210,8 @@ class _GpuKernels(EngineKernels):
         return torch.mm(hidden, weight.t(), out_dtype=dtype)
 
     def token_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        found: Tensor = self._score(logits, targets)
-        return found
+        result: Tensor = self._score(logits, targets)
+        return result
 
 
 def _gated(x: Tensor) -> Tensor:
@@ -243,15 +248,15 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, kernel: Any, reference: Any, *inputs: Tensor) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(*inputs)
         ctx.reference = reference
-        found: Tensor = kernel(*inputs)
-        return found
+        result: Tensor = kernel(*inputs)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
         inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            found = ctx.reference(*inputs)
-        return None, None, *torch.autograd.grad(found, inputs, grads)
+            result = ctx.reference(*inputs)
+        return None, None, *torch.autograd.grad(result, inputs, grads)
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -274,7 +279,7 @@ class _FlashAttention(torch.autograd.Function):
         query, key, value, out, totals, bounds = ctx.saved_tensors
         longest = int(bounds.diff().max())
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        found = torch.ops.aten._flash_attention_backward(
+        gradients = torch.ops.aten._flash_attention_backward(
             grads[0].contiguous(),
             query.contiguous(),
             key.contiguous(),
@@ -291,7 +296,7 @@ class _FlashAttention(torch.autograd.Function):
             unused[0],
             scale=ctx.scale,
         )
-        return *found, None, None
+        return *gradients, None, None
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -309,10 +314,10 @@ class EqualColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
         runtime_gather_output: bool | None = None,
     ) -> Output:
         """Returns (product with bias, None), or (product, bias) if the caller must add the bias."""
-        own = self.weight if weight is None else weight
-        added = None if self.skip_bias_add else self.bias
-        found = product(input_, own, added)
-        return found, self.bias if self.skip_bias_add else None
+        matrix = self.weight if weight is None else weight
+        bias = None if self.skip_bias_add else self.bias
+        result = product(input_, matrix, bias)
+        return result, self.bias if self.skip_bias_add else None
 
 
 class EqualRowLinear(RowParallelLinear):  # type: ignore[misc]
@@ -365,11 +370,11 @@ class EqualAttention(CoreAttention):
         On CPUs `CoreAttention` computes the gradients.
         """
         assert packed_seq_params is not None, "the engine's kernel takes packed sequences"
-        whole = super().forward
+        attend_in_torch = super().forward
 
         def reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            found = whole(query, key, value, None, packed_seq_params=packed_seq_params)
-            return found.view(len(query), -1, value.shape[-1])
+            result = attend_in_torch(query, key, value, None, packed_seq_params=packed_seq_params)
+            return result.view(len(query), -1, value.shape[-1])
 
         bounds = packed_seq_params.cu_seqlens_q.to(torch.int32)
         scale = self.softmax_scale
@@ -377,12 +382,12 @@ class EqualAttention(CoreAttention):
         def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return engine_kernels().attend(query, key, value, bounds, scale)[0]
 
-        found: Tensor
+        result: Tensor
         if query.is_cuda:
-            found = _FlashAttention.apply(query, key, value, bounds, scale)  # type: ignore[no-untyped-call]
+            result = _FlashAttention.apply(query, key, value, bounds, scale)  # type: ignore[no-untyped-call]
         else:
-            found = _Recomputed.apply(kernel, reference, query, key, value)  # type: ignore[no-untyped-call]
-        return found.flatten(1)
+            result = _Recomputed.apply(kernel, reference, query, key, value)  # type: ignore[no-untyped-call]
+        return result.flatten(1)
 
 
 def equal_parts(layer: Megatron, *, is_first: bool) -> None:
@@ -427,8 +432,8 @@ def install() -> None:
     @functools.wraps(original)
     def rotated_by_kernel(x: Tensor, freqs: Tensor, config: Megatron, **named: Megatron) -> Tensor:
         def reference(x: Tensor) -> Tensor:
-            found: Tensor = original(x, freqs, config=config, **named)
-            return found
+            result: Tensor = original(x, freqs, config=config, **named)
+            return result
 
         if getattr(config, "agreement", "close") != "bits":
             return reference(x)

@@ -37,7 +37,7 @@ def faults(function: Function, properties: Mapping[str, Callable[[], object]]) -
     If one of the first two fails, the others are not checked. If all hold, a change of the globals
     of the function's module is a fault.
     """
-    found = []
+    lines = []
     name = str(function)
     before = _kept_by(function)
     with np.errstate(all="ignore"):
@@ -45,21 +45,21 @@ def faults(function: Function, properties: Mapping[str, Callable[[], object]]) -
             try:
                 check()
             except RunFailed as fault:
-                found.append(f"{name}: {title}: {str(fault).removeprefix(f'{name} at ')}")
+                lines.append(f"{name}: {title}: {str(fault).removeprefix(f'{name} at ')}")
                 # The other checks say nothing if one of these two fails.
                 if place < 2:
                     break
     changed = sorted(key for key, value in _kept_by(function).items() if value != before.get(key))
-    if changed and not found:
-        found.append(f"{name}: state: calls change {', '.join(changed)} of its module")
-    return found
+    if changed and not lines:
+        lines.append(f"{name}: state: calls change {', '.join(changed)} of its module")
+    return lines
 
 
 def implementation(function: Function) -> Callable[..., object]:
     """Returns the Python function without the arguments of the configuration."""
     assert isinstance(function.call, functools.partial)
-    found: Callable[..., object] = inspect.unwrap(function.call.func)
-    return found
+    unwrapped: Callable[..., object] = inspect.unwrap(function.call.func)
+    return unwrapped
 
 
 def check_state(scenes: Sequence[Scene], compute: Callable[[Scene], Mapping[str, Tensor]]) -> None:
@@ -84,12 +84,12 @@ def check_state(scenes: Sequence[Scene], compute: Callable[[Scene], Mapping[str,
         with mock.patch.dict(os.environ, environ), mock.patch.multiple(dist, **ranks):
             elsewhere = compute(scene)
         later = "in a later call with the same inputs and other random seeds"
-        for what, again in (
+        for moment, again in (
             *((later, result) for result in results[1:]),
             ("on the second of two ranks", elsewhere),
         ):
-            if found := difference(results[0], again, exactly=True):
-                raise RunFailed(f"{found}, {what}: {scene}")
+            if fault := difference(results[0], again, exactly=True):
+                raise RunFailed(f"{fault}, {moment}: {scene}")
 
 
 def difference(
@@ -103,17 +103,17 @@ def difference(
 
     Returns "" if no value differs. Values may differ by rounding, unless `exactly` is set.
     """
-    for name, mine in one.items():
-        theirs = other.get(name)
-        if theirs is None or theirs.shape != mine.shape:
+    for name, values in one.items():
+        compared = other.get(name)
+        if compared is None or compared.shape != values.shape:
             return f"{name} is not there each time"
-        is_same = torch.isclose(mine, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
+        is_same = torch.isclose(values, compared, rtol=1e-5, atol=1e-6, equal_nan=True)
         if exactly:
-            is_same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+            is_same = (values == compared) | (values.isnan() & compared.isnan())
         if mask is not None:
             is_same |= ~mask
         for place in torch.nonzero(~is_same)[:1, 0].tolist():
-            return f"{name} {place} is {theirs[place]:.9g}, not {mine[place]:.9g}"
+            return f"{name} {place} is {compared[place]:.9g}, not {values[place]:.9g}"
     return ""
 
 
@@ -139,7 +139,7 @@ class Rewards(tuple[tuple[float, ...], ...]):
     """The rewards of the episodes of each group of a scene."""
 
     def __str__(self) -> str:
-        groups = (" ".join(f"{one:g}" for one in group) for group in self)
+        groups = (" ".join(f"{reward:g}" for reward in group) for group in self)
         return f"rewards {' and '.join(groups)}"
 
 
@@ -237,26 +237,28 @@ class EpisodeProof:
 
     def _episodes(self, scene: Rewards) -> list[Any]:
         chance = np.random.default_rng(len(scene))
-        found: list[Any] = []
+        episodes: list[Any] = []
         for group, rewards in enumerate(scene):
             for member, reward in enumerate(rewards):
                 size = 1 + (member + group) % 4
-                metrics = AnyMetrics(len(found))
+                metrics = AnyMetrics(len(episodes))
                 if self.kind != "advantage":
                     lengths = (size, 16) if member % 2 else (3 * size,)
-                    of = (bool(member % 2), lengths, 16, "environment", group)
-                    found.append(RewardedEpisode(reward, metrics, *of))
+                    fields = (bool(member % 2), lengths, 16, "environment", group)
+                    episodes.append(RewardedEpisode(reward, metrics, *fields))
                     if self.kind == "filter":
-                        found[-1] = replace(found[-1], changed_reward=reward - size / 8)
+                        episodes[-1] = replace(episodes[-1], changed_reward=reward - size / 8)
                     continue
                 values = chance.normal(0, 0.5, size) if self.has_values else None
                 branches = (slice(0, 1), slice(1, size)) if size > 2 else (slice(0, size),)
                 lags = chance.integers(0, 3, size, dtype=np.int32)
                 costs = chance.uniform(0, 0.1, size) if scene in WIDE else np.zeros(size)
-                earned = reward * chance.dirichlet(np.ones(size)) if member % 2 else None
-                given = (costs, values, branches, metrics, lags, earned, _turns(chance, size))
-                found.append(ScoredEpisode(f"g{group}", reward, *given))
-        return found
+                shares = chance.dirichlet(np.ones(size)) if member % 2 else None
+                token_rewards = None if shares is None else reward * shares
+                turns = _turns(chance, size)
+                fields = (costs, values, branches, metrics, lags, token_rewards, turns)
+                episodes.append(ScoredEpisode(f"g{group}", reward, *fields))
+        return episodes
 
     def _numbers(self, scene: Rewards, episodes: Sequence[Any] | None = None) -> dict[str, Tensor]:
         """Returns the function's results on `episodes`, by default the scene's, by name.
@@ -264,21 +266,21 @@ class EpisodeProof:
         For a filter it is one number: 1 if the filter keeps the group, else 0.
         """
         where = str(scene)
-        given = self._episodes(scene) if episodes is None else episodes
+        scored = self._episodes(scene) if episodes is None else episodes
         if self.kind == "filter":
-            kept = filtered(self.algorithm, given, where=where)
-            return {"result": torch.tensor([float(kept)])}
-        found: list[list[float]] = []
+            is_kept = filtered(self.algorithm, scored, where=where)
+            return {"result": torch.tensor([float(is_kept)])}
+        rows: list[list[float]] = []
         if self.kind == "reward":
-            shaped = rewarded(self.algorithm, given, where=where)
-            found = [[each.shaped_reward, *each.reports.values()] for each in shaped]
+            shaped = rewarded(self.algorithm, scored, where=where)
+            rows = [[episode.shaped_reward, *episode.reports.values()] for episode in shaped]
         else:
-            for one in token_advantages(self.algorithm, given, where=where):
-                found.append([*one.advantages, *one.reports.values()])
-                found[-1] += [] if one.returns is None else [*one.returns]
+            for episode in token_advantages(self.algorithm, scored, where=where):
+                rows.append([*episode.advantages, *episode.reports.values()])
+                rows[-1] += [] if episode.returns is None else [*episode.returns]
         return {
             f"episode {place}, number": torch.tensor(numbers, dtype=torch.float64)
-            for place, numbers in enumerate(found)
+            for place, numbers in enumerate(rows)
         }
 
     def _check_order(self) -> None:
@@ -291,17 +293,17 @@ class EpisodeProof:
                 expected = [*before.values()]
                 if self.kind != "filter":
                     expected = [expected[place] for place in order]
-                if found := difference(dict(zip(after, expected, strict=True)), after):
-                    raise RunFailed(f"{found} for the episodes {[*order]}: {scene}")
+                if fault := difference(dict(zip(after, expected, strict=True)), after):
+                    raise RunFailed(f"{fault} for the episodes {[*order]}: {scene}")
 
     def _check_names(self) -> None:
         for scene in self._scenes():
-            others = [
-                replace(one, group_id=f"{9 - int(one.group_id[1:])}-other")
-                for one in self._episodes(scene)
+            renamed = [
+                replace(episode, group_id=f"{9 - int(episode.group_id[1:])}-other")
+                for episode in self._episodes(scene)
             ]
-            if found := difference(self._numbers(scene), self._numbers(scene, others)):
-                raise RunFailed(f"{found} for other group_ids: {scene}")
+            if fault := difference(self._numbers(scene), self._numbers(scene, renamed)):
+                raise RunFailed(f"{fault} for other group_ids: {scene}")
 
     def _check_rounding(self) -> None:
         """Raises RunFailed if the number of equal rewards decides, by rounding."""
@@ -336,9 +338,9 @@ class EpisodeProof:
 def _turns(chance: np.random.Generator, size: int) -> tuple[Turn, ...]:
     """Returns the turns of an episode of `size` tokens; some read what others have read."""
     cuts = [0, 1, 3, 4] if size > 3 else [*range(size + 1)]
-    found = []
+    turns = []
     for start, stop in zip(cuts, cuts[1:], strict=False):
         read = chance.integers(0, 2, 1, dtype=np.uint32)
-        said = chance.integers(0, 9, stop - start, dtype=np.uint32)
-        found.append(Turn(slice(start, stop), read, said))
-    return tuple(found)
+        reply = chance.integers(0, 9, stop - start, dtype=np.uint32)
+        turns.append(Turn(slice(start, stop), read, reply))
+    return tuple(turns)

@@ -85,7 +85,10 @@ class Scene:
     spread: float = 0.3
 
     def __str__(self) -> str:
-        shown = [one if len(one) < 20 else f"{one[:8]}...({len(one)})" for one in self.sequences]
+        shown = [
+            sequence if len(sequence) < 20 else f"{sequence[:8]}...({len(sequence)})"
+            for sequence in self.sequences
+        ]
         more = " ..." if len(shown) > 6 else ""
         wide = f", log ratios of deviation {self.spread:g}" if self.spread >= 1 else ""
         return f"sequences {' '.join(shown[:6])}{more} (x is a trained token){wide}"
@@ -93,12 +96,12 @@ class Scene:
     @functools.cached_property
     def mask(self) -> Tensor:
         """The mask of the trained tokens, bool [tokens]."""
-        return torch.tensor([letter == "x" for one in self.sequences for letter in one])
+        return torch.tensor([letter == "x" for sequence in self.sequences for letter in sequence])
 
     @functools.cached_property
     def ids(self) -> Tensor:
         """The index of each token's sequence, [tokens]."""
-        return torch.tensor([i for i, one in enumerate(self.sequences) for _ in one])
+        return torch.tensor([i for i, sequence in enumerate(self.sequences) for _ in sequence])
 
     @functools.cached_property
     def fields(self) -> dict[str, Tensor]:
@@ -116,7 +119,7 @@ class Scene:
         lags = chance.integers(0, 4, size, dtype=np.int32)
         is_given = (self.ids == 3).numpy()
         proximal = logprobs - gaps[0]
-        found = {
+        columns = {
             "logprobs": logprobs,
             "proximal_logprobs": proximal,
             "behavior_logprobs": np.where(is_given, proximal, proximal - gaps[1]),
@@ -127,17 +130,19 @@ class Scene:
             "entropy": chance.uniform(0.1, 2.0, size),
             "shares": chance.uniform(0.5, 1.5, size),
         }
-        floats = {name: torch.from_numpy(values).to(self.dtype) for name, values in found.items()}
-        whole = {"is_given": is_given, "lags": lags, "versions": 10 - lags}
-        return floats | {name: torch.from_numpy(values) for name, values in whole.items()}
+        floats = {name: torch.from_numpy(values).to(self.dtype) for name, values in columns.items()}
+        integers = {"is_given": is_given, "lags": lags, "versions": 10 - lags}
+        return floats | {name: torch.from_numpy(values) for name, values in integers.items()}
 
     def layouts(self) -> dict[str, Layout]:
         """Returns other layouts than all sequences in their order in one micro batch, by name."""
-        each = [torch.nonzero(self.ids == i)[:, 0].tolist() for i in range(len(self.sequences))]
+        places_of = [
+            torch.nonzero(self.ids == index)[:, 0].tolist() for index in range(len(self.sequences))
+        ]
         return {
-            "order of episodes": [[*chain(*each[::-1])]],
-            "padding": [[place for one in each for place in (*one, FILLER, FILLER)]],
-            "a micro batch for each sequence": each,
+            "order of episodes": [[*chain(*places_of[::-1])]],
+            "padding": [[place for places in places_of for place in (*places, FILLER, FILLER)]],
+            "a micro batch for each sequence": places_of,
         }
 
     def half(self, rank: int) -> list[int]:
@@ -162,15 +167,15 @@ class Scene:
         `changed` has fields, by name, that replace the scene's fields. The log-probabilities are a
         leaf, by which gradients are taken.
         """
-        chosen = torch.arange(len(self.mask)) if places is None else torch.tensor(places)
-        is_filler = chosen == FILLER
+        indices = torch.arange(len(self.mask)) if places is None else torch.tensor(places)
+        is_filler = indices == FILLER
         fields = {
-            name: torch.where(is_filler, torch.zeros((), dtype=values.dtype), values[chosen])
+            name: torch.where(is_filler, torch.zeros((), dtype=values.dtype), values[indices])
             for name, values in {**self.fields, "mask": self.mask, **changed}.items()
         }
         del fields["shares"]
         reference = fields.pop("reference_logprobs")
-        ids = torch.where(is_filler, len(self.sequences), self.ids[chosen])
+        ids = torch.where(is_filler, len(self.sequences), self.ids[indices])
         return LossInputs(
             logprobs=fields.pop("logprobs").requires_grad_(),
             reference_logprobs=reference if self.has_reference else None,
@@ -229,14 +234,14 @@ class TokenProof:
         gradient = None
         if total.requires_grad:
             (gradient,) = torch.autograd.grad(total, tokens.logprobs, allow_unused=True)
-        found = {str(self.function.kind): values}
-        found["gradient"] = torch.zeros_like(tokens.logprobs) if gradient is None else gradient
-        found |= {f"report {name}": one for name, one in reports.items()}
-        return {f"{name} of token": one.detach().double() for name, one in found.items()}
+        results = {str(self.function.kind): values}
+        results["gradient"] = torch.zeros_like(tokens.logprobs) if gradient is None else gradient
+        results |= {f"report {name}": report for name, report in reports.items()}
+        return {f"{name} of token": numbers.detach().double() for name, numbers in results.items()}
 
     def _trained(self, scene: Scene) -> dict[str, Tensor]:
-        found = self._computed(scene, scene.inputs())
-        return {name: torch.where(scene.mask, values, 0) for name, values in found.items()}
+        results = self._computed(scene, scene.inputs())
+        return {name: torch.where(scene.mask, values, 0) for name, values in results.items()}
 
     def _check_result(self) -> None:
         for scene in self._scenes():
@@ -258,17 +263,17 @@ class TokenProof:
                 changed[name] = torch.where(mask, field, other.to(field.dtype))
             before = self._computed(scene, scene.inputs())
             after = self._computed(scene, scene.inputs(changed))
-            if found := proof.difference(before, after, mask, exactly=True):
-                raise RunFailed(f"{found}, with other values at masked tokens: {scene}")
+            if fault := proof.difference(before, after, mask, exactly=True):
+                raise RunFailed(f"{fault}, with other values at masked tokens: {scene}")
             gradient = after["gradient of token"]
             for place in torch.nonzero((gradient != 0) & ~mask)[:1, 0].tolist():
-                its = f"the gradient {gradient[place]:.6g}"
-                raise RunFailed(f"masked token {place} has {its}: {scene}")
+                slope = f"the gradient {gradient[place]:.6g}"
+                raise RunFailed(f"masked token {place} has {slope}: {scene}")
 
     def _check_layouts(self) -> None:
-        found: dict[str, str] = {}
+        faults: dict[str, str] = {}
         for scene in self._scenes():
-            whole = self._computed(scene, scene.inputs())
+            expected = self._computed(scene, scene.inputs())
             computed: dict[str, Callable[[], dict[str, Tensor]]] = {
                 title: functools.partial(self._in_layout, scene, layout)
                 for title, layout in scene.layouts().items()
@@ -276,14 +281,14 @@ class TokenProof:
             computed[ON_TWO_RANKS] = functools.partial(self._on_two_ranks, scene)
             for title, compute in computed.items():
                 try:
-                    fault = proof.difference(whole, compute(), scene.mask)
+                    fault = proof.difference(expected, compute(), scene.mask)
                 except RunFailed as error:
                     fault = str(error)
                 if fault:
-                    found.setdefault(title, f"{title}: {fault}: {scene}")
-        if found:
-            fault, *_ = found.values()
-            also = f"; also with {', '.join([*found][1:])}" if len(found) > 1 else ""
+                    faults.setdefault(title, f"{title}: {fault}: {scene}")
+        if faults:
+            fault, *_ = faults.values()
+            also = f"; also with {', '.join([*faults][1:])}" if len(faults) > 1 else ""
             raise RunFailed(f"{fault}{also}")
 
     def _in_layout(self, scene: Scene, layout: Layout) -> dict[str, Tensor]:
@@ -292,19 +297,19 @@ class TokenProof:
         The micro batches are computed one after another. Raises RunFailed if they ask for different
         numbers of sums, for which ranks would wait for each other.
         """
-        found: dict[str, Tensor] = {}
-        asked = set()
+        results: dict[str, Tensor] = {}
+        num_sums = set()
         for places in layout:
             tokens = scene.inputs(places=places)
             inside = torch.tensor(places) != FILLER
             for name, values in self._computed(scene, tokens, places).items():
-                whole = found.setdefault(name, torch.zeros(len(scene.mask), dtype=values.dtype))
-                whole[torch.tensor(places)[inside]] = values[inside]
+                column = results.setdefault(name, torch.zeros(len(scene.mask), dtype=values.dtype))
+                column[torch.tensor(places)[inside]] = values[inside]
             assert isinstance(tokens.sequences, _CountedSums)
-            asked.add(tokens.sequences.num_asked)
-        if len(asked) > 1:
+            num_sums.add(tokens.sequences.num_asked)
+        if len(num_sums) > 1:
             raise RunFailed(UNEQUAL)
-        return found
+        return results
 
     def _on_two_ranks(self, scene: Scene) -> dict[str, Tensor]:
         """Returns the results for all tokens of ranks that have the halves of each sequence.
@@ -355,13 +360,17 @@ class TokenProof:
         ratios = itertools.product(LOG_RATIOS, LOG_RATIOS, (1.0, -1.0, 0.0), (1.0, 0.0))
         cases = sorted(ratios, key=lambda case: abs(case[0]) + abs(case[1]))
         bounds = {0.0}
-        for one in _constants(self.function):
-            bounds |= {one, -one} | {math.log(x) for x in (one, 1 + one, 1 - one) if x > 0}
+        for number in _constants(self.function):
+            ratios_of_bound = (number, 1 + number, 1 - number)
+            bounds |= {number, -number}
+            bounds |= {math.log(ratio) for ratio in ratios_of_bound if ratio > 0}
         near = np.array(sorted(b for b in bounds if abs(b) <= max(LOG_RATIOS)), dtype=np.float32)
         # Logarithms of ratios are rounded: a neighbour in float32 meets the bound itself.
         exact = near[:, None] + np.spacing(near)[:, None] * NEIGHBOURS
         rows = [
-            [(one, one, sign, 1.0) for one in row] for row in exact.tolist() for sign in (1.0, -1.0)
+            [(number, number, sign, 1.0) for number in row]
+            for row in exact.tolist()
+            for sign in (1.0, -1.0)
         ]
         self._check_cases([[case] for case in (*cases, *chain(*rows))])
         # In sequences of equal tokens sums are large, and deviations are 0 up to rounding.
@@ -385,9 +394,9 @@ class TokenProof:
             "entropy": entropy,
         }
         tokens = scene.inputs(changed)
-        found = self._computed(scene, tokens)
+        results = self._computed(scene, tokens)
         _check_untouched(tokens, scene.inputs(changed))
-        for name, values in found.items():
+        for name, values in results.items():
             for place in torch.nonzero(~values.isfinite())[:1, 0].tolist():
                 first, second, advantage, other = cases[place]
                 length = len(shown[int(scene.ids[place])])
@@ -403,9 +412,9 @@ class TokenProof:
         # changes the loss.
         has_gradient = {1: False, -1: False}
         moves: dict[int, str] = {}
-        for scene in [*self._small(), *(replace(one, spread=0.0) for one in self._small())]:
+        for scene in [*self._small(), *(replace(scene, spread=0.0) for scene in self._small())]:
             tokens = scene.inputs()
-            with _HeldConstant() as held:
+            with _HeldConstant() as constants:
                 values = self._result(tokens, scene)[0]
             total = (values * scene.fields["shares"])[scene.mask].sum()
             gradient = torch.autograd.grad(total, tokens.logprobs)[0].tolist()
@@ -413,18 +422,18 @@ class TokenProof:
             middle = float(total.detach())
             for place in torch.nonzero(scene.mask)[:, 0].tolist():
                 slope = gradient[place]
-                found = []
+                slopes = []
                 for step, tolerance in STEPS:
-                    after = (moved(place, step, held.recorded) - middle) / step
-                    before = (middle - moved(place, -step, held.recorded)) / step
+                    after = (moved(place, step, constants.recorded) - middle) / step
+                    before = (middle - moved(place, -step, constants.recorded)) / step
                     # At a kink any slope between the slopes of both sides is right.
-                    found.append((after + before) / 2)
+                    slopes.append((after + before) / 2)
                     allowed = abs(after - before) / 2 + tolerance * (1 + abs(slope))
-                    if abs(slope - found[-1]) <= allowed:
+                    if abs(slope - slopes[-1]) <= allowed:
                         break
                 else:
                     raise RunFailed(
-                        f"that of token {place} is {slope:.6g}, but {found[0]:.6g} by finite "
+                        f"that of token {place} is {slope:.6g}, but {slopes[0]:.6g} by finite "
                         f"differences: {scene}"
                     )
                 sign = 1 if scene.fields["advantages"][place] > 0 else -1
@@ -481,7 +490,8 @@ def _constants(function: Function) -> list[float]:
     literals = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     arguments = tree_leaves(function.call.keywords)
     numbers = (*arguments, *literals, *tree_leaves([*call.__globals__.values()]))
-    return [*dict.fromkeys(float(one) for one in numbers if type(one) in (int, float))][:MOST]
+    floats = dict.fromkeys(float(number) for number in numbers if type(number) in (int, float))
+    return [*floats][:MOST]
 
 
 def _check_untouched(tokens: LossInputs, untouched: LossInputs) -> None:
@@ -517,7 +527,7 @@ class _HeldConstant(TorchFunctionMode):
 
 
 def _carry(values: object) -> bool:
-    return any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(values))
+    return any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves(values))
 
 
 def _is_in_autograd() -> bool:

@@ -20,16 +20,16 @@ def prove(config: Config) -> None:
     # The tensors are small.
     torch.set_num_threads(1)
     load_functions(config)
-    found: list[str] = []
+    lines: list[str] = []
     for kind in KINDS:
         if kind in FUNCTIONS_OF_TOKENS:
             proof = TokenProof(function_of(config.algorithm, kind), config.needs_reference)
-            found += proof.faults()
+            lines += proof.faults()
         else:
-            found += EpisodeProof(config.algorithm, kind, config.critic is not None).faults()
-    if found:
+            lines += EpisodeProof(config.algorithm, kind, config.critic is not None).faults()
+    if lines:
         # Each line is marked, as an error of any command is.
-        raise ConfigError("\nslipstream: ".join(found))
+        raise ConfigError("\nslipstream: ".join(lines))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -51,7 +52,10 @@ def opened_policy(config: Config) -> Iterator[Policy]:
     host = "127.0.0.1"
     os.environ["MASTER_ADDR"] = host
     os.environ["MASTER_PORT"] = str(free_port(host))
-    policy = open_policy(config, Launch(rank=0, world_size=1, local_rank=0))
+    with warnings.catch_warnings():
+        # Bridge opens the model by a way of its own that it calls deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        policy = open_policy(config, Launch(rank=0, world_size=1, local_rank=0))
     yield policy
     policy.ranks.close()
 
