@@ -77,7 +77,8 @@ class Arithmetic(Environment[Addition]):
             raise ConfigError(f"operations must be some of {OPERATIONS}, got {operations}")
         if not 0 <= format_credit < 1:
             raise ConfigError(f"format_credit must be from 0 to below 1, got {format_credit}")
-        self._digits, self._operations = digits, tuple(operations)
+        self._digits = digits
+        self._operations = tuple(operations)
         self._is_heldout = split == "heldout"
         self._seed = seed
         self._format_credit = format_credit
@@ -108,18 +109,18 @@ class Arithmetic(Environment[Addition]):
             left = self._operand(generator)
             right = self._operand(generator)
             if operation == "-":
-                left, right = max(left, right), min(left, right)
+                right, left = sorted((left, right))
             task = Addition(left, operation, right)
             if task.is_heldout == self._is_heldout:
                 yield task
 
     def _draw_different(self, num_tasks: int) -> list[Addition]:
-        found: dict[Addition, None] = {}
+        tasks: dict[Addition, None] = {}
         for task in itertools.islice(self._draw(), 20 * num_tasks + 2000):
-            found[task] = None
-            if len(found) == num_tasks:
-                return list(found)
-        raise ValueError(f"num_tasks must be at most {len(found)} here, got {num_tasks}")
+            tasks[task] = None
+            if len(tasks) == num_tasks:
+                return list(tasks)
+        raise ValueError(f"num_tasks must be at most {len(tasks)} here, got {num_tasks}")
 
     def _operand(self, generator: random.Random) -> int:
         # Drawn also where there is one length alone: tasks are those of earlier runs.
@@ -129,7 +130,9 @@ class Arithmetic(Environment[Addition]):
 
 def last_number(text: str) -> int | float | None:
     """Returns the number that a reply says last, or None: also in "6 or 7", and in a fraction."""
-    said = final_of(text)
-    said = plain(said if numbers(said) else text)
-    found = numbers(said)[-1:]
-    return number_of(found[0]) if found and not _EITHER.search(said[-160:]) else None
+    answer = final_of(text)
+    answer = plain(answer if numbers(answer) else text)
+    last_numbers = numbers(answer)[-1:]
+    return (
+        number_of(last_numbers[0]) if last_numbers and not _EITHER.search(answer[-160:]) else None
+    )

@@ -62,7 +62,7 @@ _PROGRAM = "program.pyc"
 START_LIMIT_S = 60.0
 # Kinds of answers to a call.
 ANSWERS = (b"value ", b"raised ")
-# What a test may ask of a value that a function returns.
+# Types of values that functions return, and the methods that a test may call.
 _OWN = (str, bytes, int, float, complex, list, dict, set, range)
 _METHODS = {name for kind in _OWN for name in dir(kind)}
 # How tests take over what Python prints.
@@ -108,9 +108,9 @@ class _Columns(NamedTuple):
 
 def _read_exam(row: Row, where: str, columns: _Columns) -> Exam:
     instruction, question, tests, setup, function, solution = columns
-    asked = text_in(row, question, where)
+    question_text = text_in(row, question, where)
     check_read(row, {*UNREAD} - {*FIELD.findall(instruction)}, where)
-    prompt = filled(instruction, {**row, "question": asked})
+    prompt = filled(instruction, {**row, "question": question_text})
     before, solved = (_text(row, column, where) for column in (setup, solution))
     if solved[:1].isspace():
         # HumanEval's are the body of the function that its prompt begins.
@@ -134,16 +134,16 @@ def _read_exam(row: Row, where: str, columns: _Columns) -> Exam:
     imported: dict[str, str] = {}
     for node in itertools.chain.from_iterable(ast.walk(_parsed(text, where)) for text in texts):
         if isinstance(node, ast.ImportFrom) and node.module and not is_there(node.module):
-            imported |= {each.name: node.module for each in node.names if each.name != "*"}
+            imported |= {alias.name: node.module for alias in node.names if alias.name != "*"}
     names = {name} if name else set()
-    known = set(dir(builtins))
+    own_names = set(dir(builtins))
     for text in () if name else (before, *texts):
         _parsed(text, where)
         here, there = names_in(text)
-        known = known | here
+        own_names = own_names | here
         names = names | there
     # Names that setup, tests or Python define are not tested.
-    names = {name} if name else names - known
+    names = {name} if name else names - own_names
     names |= imported.keys()
     if not names:
         raise ConfigError(f"{where}: the tests use no name that they do not define themselves")
@@ -152,7 +152,14 @@ def _read_exam(row: Row, where: str, columns: _Columns) -> Exam:
         _check_judges([*ast.walk(_parsed(text, where))], names, where)
     modules = sorted(set(imported.values()))
     return Exam(
-        where, asked, prompt, before, tuple(texts), tuple(sorted(names)), tuple(modules), solved
+        where,
+        question_text,
+        prompt,
+        before,
+        tuple(texts),
+        tuple(sorted(names)),
+        tuple(modules),
+        solved,
     )
 
 
@@ -174,16 +181,19 @@ def _check_judges(nodes: Sequence[ast.AST], names: set[str], where: str) -> None
 
     The first compares nothing, or nothing comes of it; the second asks for an object's own methods.
     """
-    known = {*names, *dir(builtins)}
+    callable_names = {*names, *dir(builtins)}
     asserts = (ast.Assert, ast.Raise)
     values: dict[str, list[ast.AST]] = {}
-    for given in (each for each in nodes if isinstance(each, ast.Assign)):
-        for target in (each for each in given.targets if isinstance(each, ast.Name)):
-            values.setdefault(target.id, []).append(given.value)
-    made = {name for name, each in values.items() if all(_calls(one, names) for one in each)}
+    for assignment in (node for node in nodes if isinstance(node, ast.Assign)):
+        for target in assignment.targets:
+            if isinstance(target, ast.Name):
+                values.setdefault(target.id, []).append(assignment.value)
+    results = {
+        name for name, sources in values.items() if all(_calls(source, names) for source in sources)
+    }
     for node in nodes:
         compared = node.value if isinstance(node, ast.Expr) else None
-        # Another comparison may be there to raise.
+        # A comparison of another kind may be there to raise.
         is_vain = isinstance(compared, ast.Compare) and isinstance(compared.ops[0], ast.Eq | ast.Is)
         if isinstance(node, ast.Assert):
             says = node.msg.value if isinstance(node.msg, ast.Constant) else ""
@@ -194,11 +204,12 @@ def _check_judges(nodes: Sequence[ast.AST], names: set[str], where: str) -> None
             raise ConfigError(f"{where}: {what}")
         if isinstance(node, ast.Attribute) and node.attr not in _METHODS:
             value = node.value
-            if _calls(value, names) or (isinstance(value, ast.Name) and value.id in made):
+            if _calls(value, names) or (isinstance(value, ast.Name) and value.id in results):
                 what = f"a test needs .{node.attr} of {ast.unparse(value)[:60]!r}"
                 raise ConfigError(f"{where}: {what}; only values of Python's own types reach it")
-    others = (node for node in nodes if isinstance(node, ast.Call) and not _calls(node, known))
-    if next(others, None) is None and not any(isinstance(node, asserts) for node in nodes):
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    is_pure = all(_calls(call, callable_names) for call in calls)
+    if is_pure and not any(isinstance(node, asserts) for node in nodes):
         raise ConfigError(f"{where}: a test asserts nothing: {ast.unparse(nodes[0])[:80]!r}")
 
 
@@ -277,22 +288,22 @@ class Functions(Environment[Exam]):
         # Tests of functions that only the question of another row names are that row's.
         called = {n: e.where for e in self._exams for n in re.findall(r"\w+(?=\()", e.question)}
         for exam in self._exams:
-            own = {*re.findall(r"\w+", exam.prompt)} & {*exam.functions}
-            for name in () if own else sorted(called.keys() & {*exam.functions})[:1]:
+            named_in_prompt = {*re.findall(r"\w+", exam.prompt)} & {*exam.functions}
+            for name in () if named_in_prompt else sorted(called.keys() & {*exam.functions})[:1]:
                 other = called[name].rpartition(", ")[2]
                 what = f"{name}, which its question does not name, and the question of {other} does"
                 raise ConfigError(f"{exam.where}: the tests call {what}")
         # The solution of the next row of the same functions, by the row's name.
         self._neighbour = {
-            one.where: other.solution
-            for one, other in itertools.pairwise([*self._exams, self._exams[0]])
-            if one.functions == other.functions and one.solution != other.solution != ""
+            exam.where: following.solution
+            for exam, following in itertools.pairwise([*self._exams, self._exams[0]])
+            if exam.functions == following.functions and exam.solution != following.solution != ""
         }
         seconds = START_LIMIT_S + 2 * limit_s * max(len(exam.tests) for exam in self._exams)
         self._sandbox = Sandbox(
             Limits(seconds=seconds, processor_s=int(seconds) + 1, memory_bytes=memory_mib * MIB)
         )
-        # One waits while its sandbox begins or ends.
+        # A reply waits while its sandbox begins or ends.
         self._running = asyncio.Semaphore(max_running or (os.cpu_count() or 1) + 1)
 
     def tasks(self) -> list[Exam]:
@@ -316,8 +327,8 @@ class Functions(Environment[Exam]):
         """
         code = code_of(answer_of(reply), self._exam.functions)
         async with self._running:
-            found = await self._examine(code)
-        outcomes = Counter(found)
+            results = await self._examine(code)
+        outcomes = Counter(results)
         share = outcomes["passed"] / len(self._exam.tests)
         metrics = {
             "passed": share,
@@ -340,21 +351,21 @@ class Functions(Environment[Exam]):
         try:
             async with self._sandbox.start(_command("examiner"), files=files) as examiner:
                 examiner.stdin.write(_line("exam", exam.functions, exam.modules, len(exam.tests)))
-                while (left := len(exam.tests) - len(outcomes)) > 0:
+                while (num_left := len(exam.tests) - len(outcomes)) > 0:
                     try:
                         line = await examiner.stdout.readline()
                     except ValueError:
                         # A value from the candidate made a call longer than the longest line.
-                        return outcomes + ["error"] * left
+                        return outcomes + ["error"] * num_left
                     if not line.endswith(b"\n"):
                         finished = await examiner.finish()
                         if not finished.ended_by:
-                            said = finished.stderr.decode(errors="replace").strip().splitlines()
-                            what = f"exit status {finished.status}: {''.join(said[-1:])}"
+                            output = finished.stderr.decode(errors="replace").strip().splitlines()
+                            what = f"exit status {finished.status}: {''.join(output[-1:])}"
                             raise ValueError(f"the tests do not run: {what}")
                         # Tested code can cause both.
                         is_late = finished.ended_by in TIME_LIMITS
-                        return outcomes + ["timeout" if is_late else "error"] * left
+                        return outcomes + ["timeout" if is_late else "error"] * num_left
                     if line.startswith(b"call "):
                         examiner.stdin.write(await candidate.answer(line))
                         await examiner.stdin.drain()
@@ -380,7 +391,7 @@ class _Candidate:
         self._limit_s = limit_s
         self._program: StartedProgram | None = None
         self._context = contextlib.AsyncExitStack()
-        # What every call is answered where code cannot be loaded: it is not started again.
+        # The answer to every call where code cannot be loaded: it is not started again.
         self._always = b""
         if not code.strip() and not setup.strip():
             self._always = _line("raised", "NameError", "the reply has no code")
@@ -462,27 +473,29 @@ def code_of(reply: str, names: Iterable[str] = ()) -> str:
 
     It is the last block if none defines one of them, and the whole reply if there is no block.
     """
-    found = _BLOCK.findall(reply) or _BLOCK.findall(_QUOTED.sub("", reply))
-    blocks = [textwrap.dedent(block) for _, _, block in found]
+    matches = _BLOCK.findall(reply) or _BLOCK.findall(_QUOTED.sub("", reply))
+    blocks = [textwrap.dedent(block) for _, _, block in matches]
     if not blocks:
         tagged = TAGGED.findall(reply)
         return tagged[-1][1] if tagged else _without_prose(reply)
     pairs = [names_in(block) for block in blocks]
     needed = set(names)
-    known = set(dir(builtins))
-    taken = set[int]()
+    defined_names = set(dir(builtins))
+    chosen_blocks = set[int]()
     # A helper may stand below what uses it.
-    while wanted := [at for at in range(len(blocks)) if at not in taken and needed & pairs[at][0]]:
-        defined, used = pairs[wanted[-1]]
-        taken.add(wanted[-1])
-        known |= defined
-        needed = (needed | used) - known
-    return "\n".join(blocks[at] for at in sorted(taken or {len(blocks) - 1}))
+    while helpers := [
+        at for at in range(len(blocks)) if at not in chosen_blocks and needed & pairs[at][0]
+    ]:
+        defined, used_names = pairs[helpers[-1]]
+        chosen_blocks.add(helpers[-1])
+        defined_names |= defined
+        needed = (needed | used_names) - defined_names
+    return "\n".join(blocks[at] for at in sorted(chosen_blocks or {len(blocks) - 1}))
 
 
 def _without_prose(text: str) -> str:
     """Returns the code in a text without blocks, or the text if it is code or none is found."""
-    starts = [found.start() for found in _CODE_BEGINS.finditer(text)]
+    starts = [beginning.start() for beginning in _CODE_BEGINS.finditer(text)]
     for start in (0, *starts[:_MAX_STARTS]):
         code = text[start:]
         try:
@@ -517,7 +530,7 @@ def names_in(code: str) -> tuple[set[str], set[str]]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return set(re.findall(r"^\s*(?:async\s+)?(?:def|class)\s+(\w+)", code, re.MULTILINE)), set()
     defined: set[str] = set()
-    used: set[str] = set()
+    read_names: set[str] = set()
     for node in nodes:
         if isinstance(node, _DEFINITIONS):
             defined.add(node.name)
@@ -526,7 +539,7 @@ def names_in(code: str) -> tuple[set[str], set[str]]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             # An example of use takes the function from a module that is not there.
             if is_there(getattr(node, "module", None) or "sys"):
-                defined |= {(each.asname or each.name).partition(".")[0] for each in node.names}
+                defined |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
-    return defined, used
+            (read_names if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+    return defined, read_names

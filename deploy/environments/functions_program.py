@@ -145,20 +145,22 @@ def examine(hears: IO[str], says: IO[str]) -> None:
     # How each call of the current test ended: "" or an outcome.
     ends: list[str] = []
     names = {name: _stand_in(name, hears, says, ends) for name in functions}
-    found = _run("setup", {})
-    given = {name: each for name, each in found.items() if not name.startswith("__")} | names
+    defined = _run("setup", {})
+    known_names = {
+        name: value for name, value in defined.items() if not name.startswith("__")
+    } | names
     for name in modules:
         # Tests import the functions from a file that a reply would be in.
         for part in itertools.accumulate(name.split("."), "{}.{}".format):
             module = sys.modules.setdefault(part, type(sys)(part))
-            vars(module).update(given, __path__=[])
+            vars(module).update(known_names, __path__=[])
     for number in range(num_tests):
         ends.clear()
         cause = ""
         try:
-            found = _run(f"test_{number}", given)
+            defined = _run(f"test_{number}", known_names)
             if not ends:
-                _run_cases(found, known=given)
+                _run_cases(defined, known=known_names)
             outcome = "passed"
         except AssertionError:
             outcome = "failed"
@@ -185,23 +187,27 @@ def _run_cases(found: dict[str, Any], known: dict[str, Any]) -> None:
     import contextlib
 
     unittest: Any = sys.modules.get("unittest")
-    for name, each in found.items():
+    for name, case_of_name in found.items():
         if name in known:
             continue
-        if unittest and isinstance(each, type) and issubclass(each, unittest.TestCase):
-            for case in unittest.defaultTestLoader.loadTestsFromTestCase(each):
+        if (
+            unittest
+            and isinstance(case_of_name, type)
+            and issubclass(case_of_name, unittest.TestCase)
+        ):
+            for case in unittest.defaultTestLoader.loadTestsFromTestCase(case_of_name):
                 with contextlib.suppress(unittest.SkipTest):
                     case.debug()
-        elif name.startswith("Test") and isinstance(each, type):
-            for method in filter(lambda method: method.startswith("test"), dir(each)):
-                case = each()
+        elif name.startswith("Test") and isinstance(case_of_name, type):
+            for method in filter(lambda method: method.startswith("test"), dir(case_of_name)):
+                case = case_of_name()
                 if callable(test := getattr(case, method)):
                     begin: Any = getattr(case, "setup_method", lambda: None)
                     # pytest gives it the method if it takes one.
                     begin(*[test][: begin.__code__.co_argcount - 1])
                     test()
-        elif name.startswith("test") and hasattr(each, "__code__"):
-            each()
+        elif name.startswith("test") and hasattr(case_of_name, "__code__"):
+            case_of_name()
 
 
 def _stand_in(name: str, hears: IO[str], says: IO[str], ends: list[str]) -> Callable[..., object]:
@@ -221,12 +227,12 @@ def _stand_in(name: str, hears: IO[str], says: IO[str], ends: list[str]) -> Call
             raise _error(*answer)
         value, contents = answer
         # The arguments get the content that they have after the call.
-        for given, changed in zip((*arguments, *named.values()), contents, strict=False):
-            if isinstance(given, list):
-                given[:] = changed
-            elif isinstance(given, dict | set):
-                given.clear()
-                given.update(changed)
+        for argument, changed in zip((*arguments, *named.values()), contents, strict=False):
+            if isinstance(argument, list):
+                argument[:] = changed
+            elif isinstance(argument, dict | set):
+                argument.clear()
+                argument.update(changed)
         return value
 
     return called
@@ -252,21 +258,25 @@ def answer_calls(hears: IO[str], says: IO[str]) -> None:
     functions = _run("solution", {})
     _say(says, "ready")
     for line in hears:
-        _, (name, arguments, named) = heard(line)
+        _, (name, arguments, keywords) = heard(line)
         try:
             if name in functions or "Solution" not in functions:
                 function = functions[name]
             else:
                 # LeetCode's functions are methods of this class.
                 function = getattr(functions["Solution"](), name)
-            value = function(*arguments, **named)
+            value = function(*arguments, **keywords)
             words = encode(value)
-            # What returns a value could clear its arguments, so that a test expects less.
-            given = () if value is not None else (*arguments, *named.values())
-            contents = [each if isinstance(each, list | dict | set) else None for each in given]
+            # A function that returns a value could clear its arguments: a test would expect less.
+            changeable = () if value is not None else (*arguments, *keywords.values())
+            contents = [
+                argument if isinstance(argument, list | dict | set) else None
+                for argument in changeable
+            ]
             answer = f"value l2 {words} {encode(contents)}"
         except Exception as error:  # noqa: BLE001 - it travels to the test
-            kind = next(each for each in type(error).__mro__ if each.__module__ == "builtins")
+            bases = type(error).__mro__
+            kind = next(base for base in bases if base.__module__ == "builtins")
             answer = said("raised", kind.__name__, str(error)[:1000])
         says.write(f"{answer}\n")
         says.flush()
@@ -301,7 +311,7 @@ def main(*folders: str, role: str) -> None:
     os.dup2(2, 1)
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     (examine if role == "examiner" else answer_calls)(hears, says)
-    # What Python does at its end takes as long as an exam.
+    # The end of Python takes as long as an exam.
     sys.stderr.flush()
     os._exit(0)
 

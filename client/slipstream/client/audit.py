@@ -62,7 +62,7 @@ FORMS = (
     '```json\n{"answer": "{}"}\n```',
     "<think>\nWell.\n</think>\n\n<answer>{}</answer>",
 )
-# What a prompt asks for: a tag, a key of JSON, double brackets, or the beginning of a line.
+# Forms that a prompt asks for: a tag, a key of JSON, double brackets, or the beginning of a line.
 _TAGS = re.compile(r"<([A-Za-z_]\w*)>")
 _KEYS = re.compile(r"""\{\s*["'](\w+)["']\s*:""")
 _LEADS = re.compile(r"""(?:^|["'`\s])((?:\w+ )?\w+\s?[:=]) ?[\[(<{]?[A-Z_]{3,}\b""", re.MULTILINE)
@@ -90,9 +90,9 @@ class Kind(Enum):
 
     RIGHT = "the right answer"
     EMPTY = "an empty reply"
-    # Where no right answer is known.
+    # Played where no right answer is known.
     WORD = "the word ok"
-    # Where the environment names one.
+    # Played where the environment names a wrong reply.
     WRONG = "a reply that is wrong"
     # A demonstration.
     OWN = "its own reply"
@@ -123,7 +123,7 @@ class Task(Row):
 
     def is_unlike(self, other: Task) -> bool:
         """Whether the other task's right reply is another one, and so is its answer if any."""
-        texts = {each.answer.strip().casefold() for each in (self, other)}
+        texts = {task.answer.strip().casefold() for task in (self, other)}
         is_same = (other.answer, other.reply) == (self.answer, self.reply)
         return not is_same and (len(texts) > 1 or texts == {""})
 
@@ -137,7 +137,7 @@ class Play:
     failure: str = ""
     num_turns: int = 0
     is_done: bool = False
-    # What the environment gave so far.
+    # Metrics, images and calls that the environment gave so far.
     metrics: dict[str, float] = field(default_factory=dict)
     images: set[bytes] = field(default_factory=set)
     calls: set[str] = field(default_factory=set)
@@ -167,12 +167,12 @@ class Played:
     unclosed: str = ""
     # Whether a step gave the first messages again, before others.
     repeats: bool = False
-    # Where `tasks()` gives others: "when it is called again", "in another process".
+    # Places at which `tasks()` gives others: "when it is called again", "in another process".
     other_tasks: list[str] = field(default_factory=list)
     # The form in which the right answer earned something.
     form: str = PLAIN
     seconds: float = 0.0
-    # What would have been played, had there been time: kinds and tasks, None for an opening.
+    # Plays for which there was no time: kinds and tasks, None for an opening.
     left_out: set[tuple[Kind | None, int]] = field(default_factory=set)
 
     @property
@@ -235,20 +235,20 @@ class Audit:
         await self._all(_FIRST)
         await self._each(self._open(index, played.tasks) for index in indices[1:])
         played.tasks.sort(key=lambda task: task.index)
-        known = [task for task in played.tasks if task.right]
-        for place, task in enumerate(known):
+        solved = [task for task in played.tasks if task.right]
+        for place, task in enumerate(solved):
             task.is_first = place % 2 == 0
-            task.other = next(filter(task.is_unlike, (*known[place + 1 :], *known[:place])), None)
+            task.other = next(filter(task.is_unlike, (*solved[place + 1 :], *solved[:place])), None)
         if len(played.tasks) > 1:
             await self._choose_form()
         for kinds in (_FIRST, tuple(Kind)):
             await self._all(kinds)
         # Right answers that earned nothing are played once more in each other form.
         poor = played.poor()
-        chosen = played.form
+        form = played.form
         for task in [task for task in played.tasks if task.index in poor][:MAX_AGAIN]:
             await self._find_form(task)
-            played.form = chosen
+            played.form = form
         rest = [] if played.tasks[0].has_images else spaced(number, MAX_LISTED)
         rest = [index for index in rest if index not in {*indices}]
         await self._each(self._open(index, played.further) for index in rest)
@@ -268,11 +268,11 @@ class Audit:
         return time.monotonic() < self._until_s
 
     async def _each(self, plays: Iterable[Awaitable[None]]) -> None:
-        async def one(play: Awaitable[None]) -> None:
+        async def play_in_turn(play: Awaitable[None]) -> None:
             async with self._places:
                 await play
 
-        await asyncio.gather(*(one(play) for play in plays))
+        await asyncio.gather(*(play_in_turn(play) for play in plays))
 
     async def _open(self, index: int, into: list[Task]) -> None:
         """Resets a task and adds it to a list; resets one of the sample twice, and compares."""
@@ -293,16 +293,16 @@ class Audit:
             if cause := answer.failure.message or self._refusal(Play(), opening):
                 played.unbegun[index] = cause
             else:
-                own = self._host.environment_of(key)
-                wrong = own.wrong_reply
+                environment = self._host.environment_of(key)
+                wrong = environment.wrong_reply
                 messages = opening.messages
                 roles = [message.role for message in messages]
                 task = Task(
                     index=index,
                     said=[*zip(roles, text_of(opening), strict=True)],
-                    answer=own.expected_answer,
-                    reply=own.right_reply,
-                    has_images=any(part.image for each in messages for part in each.parts),
+                    answer=environment.expected_answer,
+                    reply=environment.right_reply,
+                    has_images=any(part.image for message in messages for part in message.parts),
                     opening=opening,
                     wrong=[wrong] * bool(wrong) if isinstance(wrong, str) else wrong,
                     max_reply_tokens=opening.max_reply_tokens,
@@ -336,16 +336,16 @@ class Audit:
             return await self._ask(follow_agent=episode)
 
         keys = (key, f"{key}-beside")[: self._limits.in_all]
-        answers = await asyncio.gather(*(begin({"episode_key": each}) for each in keys))
-        failures = [each.failure.message for each in answers if each.HasField("failure")]
-        calls = [each.agent_call for each in answers if each.HasField("agent_call")]
+        answers = await asyncio.gather(*(begin({"episode_key": key}) for key in keys))
+        failures = [answer.failure.message for answer in answers if answer.HasField("failure")]
+        calls = [answer.agent_call for answer in answers if answer.HasField("agent_call")]
         self.played.first_call = f"{calls[0].method} {calls[0].path}" if calls else "none"
         if len(failures) == len(keys):
             self.played.unbegun[index] = failures[0]
         elif failures:
             self.played.beside = failures[0]
-        for each in keys:
-            await self._close(each)
+        for episode_key in keys:
+            await self._close(episode_key)
 
     async def _choose_form(self) -> None:
         """Finds the form in which the first right answers earn more than an empty reply."""
@@ -358,7 +358,7 @@ class Audit:
     async def _find_form(self, task: Task) -> bool:
         """Plays the right answer in each form until it earns more than an empty reply."""
         played = self.played
-        chosen = self.played.form
+        earlier_form = self.played.form
         before = played.plays[Kind.RIGHT].get(task.index)
         nothing = played.rewards(Kind.EMPTY).get(task.index, 0.0)
         # The environment's own, what the prompt asks for, usual ones.
@@ -372,7 +372,7 @@ class Audit:
             await self._play(task, Kind.RIGHT)
             if played.rewards(Kind.RIGHT).get(task.index, nothing) > nothing:
                 return True
-        played.form = chosen
+        played.form = earlier_form
         if before is not None:
             played.plays[Kind.RIGHT][task.index] = before
         elif self._has_time:
@@ -414,25 +414,25 @@ class Audit:
         """Plays an episode, with the first task to its end if it comes in time."""
         play = Play()
         key = f"{kind.name}-{task.index}"
-        most = MOST_TURNS if task is self.played.tasks[0] else MAX_TURNS
+        max_turns = MOST_TURNS if task is self.played.tasks[0] else MAX_TURNS
         command = {"episode_key": key, "task_index": task.index, "seed": task.index}
         answer = await self._ask(reset=command)
         opening = answer.observation
         play.failure = answer.failure.message or self._refusal(play, opening)
-        given = opening.given_reply
-        while not (play.failure or play.is_done or play.num_turns >= most):
+        given_reply = opening.given_reply
+        while not (play.failure or play.is_done or play.num_turns >= max_turns):
             if play.num_turns > MAX_TURNS and not self._has_time:
                 break
-            own = self._host.environment_of(key)
-            step = reply_to(task, kind, own.right_reply, self.played.form, place)
+            environment = self._host.environment_of(key)
+            step = reply_to(task, kind, environment.right_reply, self.played.form, place)
             if kind is Kind.AGAIN:
                 # Other episodes begin and go on before this one does, as in a run.
                 await asyncio.sleep(0)
-            if given:
-                step = {"reply": given}
+            if given_reply:
+                step = {"reply": given_reply}
             play.said = play.said or str((step or {}).get("reply", ""))
             step = step or {"reply": ""}
-            # One for each word, and one that ends the reply.
+            # A token for each word, and the token that ends the reply.
             tokens = [0] * (len(step["reply"].split()) + 1)
             began_s = time.monotonic()
             answer = await self._ask(step={"episode_key": key, "token_ids": tokens, **step})
@@ -450,7 +450,7 @@ class Audit:
             if len(verdict.messages) > len(opened) and verdict.messages[: len(opened)] == opened:
                 self.played.repeats = True
             play.earned = sum(verdict.token_rewards, play.earned + verdict.reward)
-            given = verdict.given_reply
+            given_reply = verdict.given_reply
             play.is_done = verdict.done
             play.num_turns += 1
         await self._close(key)
@@ -461,33 +461,33 @@ class Audit:
         self.played.unclosed = self.played.unclosed or answer.failure.message
 
     def _refusal(
-        self, play: Play, given: pb.Observation | pb.Verdict, *, gives: bool | None = None
+        self, play: Play, answer: pb.Observation | pb.Verdict, *, gives: bool | None = None
     ) -> str:
         """Notes what an episode gets; returns why a run would refuse it, or "".
 
         `gives` says for a verdict whether the environment gave the reply before it.
         """
-        most = self._limits.max_images
-        if given.tools_json not in ("", "[]") and not self._limits.has_tools:
+        max_images = self._limits.max_images
+        if answer.tools_json not in ("", "[]") and not self._limits.has_tools:
             return NEED_PARSER
-        for message in given.messages:
+        for message in answer.messages:
             play.images |= {part.image for part in message.parts if part.image}
             play.calls |= {call.id for call in message.tool_calls}
             # The replies that are played call no tool.
             if gives is not None and message.tool_call_id not in {"", *play.calls}:
                 what = "tool_call_id must be the id of a call of the model"
                 return f"{what}, got {message.tool_call_id[:60]!r}"
-        if most is not None and len(play.images) > most:
+        if max_images is not None and len(play.images) > max_images:
             shown = counted(len(play.images), "image")
-            return f"it shows {shown}, more than sampling.max_images = {most}"
-        if gives not in (None, bool(given.given_reply)):
+            return f"it shows {shown}, more than sampling.max_images = {max_images}"
+        if gives not in (None, bool(answer.given_reply)):
             return "an environment gives all replies of an episode, or none"
         return ""
 
 
 # The kinds that are played of all tasks before the others.
 _FIRST = (Kind.EMPTY, Kind.RIGHT, Kind.WRONG, Kind.WORD, Kind.OWN)
-# What says nothing, after a right answer.
+# Words that say nothing, after a right answer.
 _WORDS = "That is all there is to say about it, as far as one can see, " * 8
 _OF_JUDGES = (
     Kind.FORMED,
@@ -556,7 +556,7 @@ def reply_to(task: Task, kind: Kind, own: str, form: str, place: int = 0) -> dic
         case Kind.LONGER:
             return {"reply": f"{written}\n\n{_WORDS}"}
         case Kind.WORDS:
-            # Where a reply is code, it is an empty one.
+            # Words are an empty reply where code is asked for.
             return {"reply": _WORDS} if task.answer else None
     return None
 

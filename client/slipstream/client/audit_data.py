@@ -89,40 +89,46 @@ class Row:
 
 def surprises(rows: Sequence[Row], *, is_interactive: bool) -> Iterator[str]:
     """Yields a line for each oddity of `rows`; tasks with several turns may begin alike."""
-    known = [row for row in rows if row.right]
+    solved = [row for row in rows if row.right]
     shown = [row for row in rows if row.said and not row.has_images]
     blank = [row for row in shown if not row.text.strip()]
-    first: dict[str, Row] = {}
-    pairs = [(first.setdefault(key_of(row.text), row), row) for row in shown]
+    earliest: dict[str, Row] = {}
+    pairs = [(earliest.setdefault(key_of(row.text), row), row) for row in shown]
     differing = [pair for pair in pairs if key_of(pair[0].right) != key_of(pair[1].right)]
-    alike = [(one, other) for one, other in pairs if one.text != other.text]
+    alike = [
+        (first_row, second_row)
+        for first_row, second_row in pairs
+        if first_row.text != second_row.text
+    ]
     if blank:
         yield f"task {blank[0].index} begins without a text"
     elif differing and not is_interactive:
-        one, other = differing[0]
-        what = f"tasks {one.index} and {other.index} ask the same, {quoted(one.prompt)}, with"
-        yield f"{what} the answers {quoted(one.right)} and {quoted(other.right)}"
+        first_row, second_row = differing[0]
+        tasks = f"tasks {first_row.index} and {second_row.index}"
+        what = f"{tasks} ask the same, {quoted(first_row.prompt)}, with"
+        yield f"{what} the answers {quoted(first_row.right)} and {quoted(second_row.right)}"
     elif alike and not is_interactive:
-        one, other = alike[0]
+        first_row, second_row = alike[0]
         what = f"{of(len(alike), len(rows))} ask what another one asks but for spaces and case"
-        yield f"{what}, such as tasks {one.index} and {other.index}, {quoted(one.prompt)}"
-    if len(known) >= _SEVERAL and len({row.right for row in known}) == 1:
-        yield f"the right answer is the same in all {len(known)} tasks: {quoted(known[0].right)}"
-    longest = sorted(known, key=lambda row: len(row.answer))
+        tasks = f"tasks {first_row.index} and {second_row.index}"
+        yield f"{what}, such as {tasks}, {quoted(first_row.prompt)}"
+    if len(solved) >= _SEVERAL and len({row.right for row in solved}) == 1:
+        yield f"the right answer is the same in all {len(solved)} tasks: {quoted(solved[0].right)}"
+    longest = sorted(solved, key=lambda row: len(row.answer))
     if longest and len(longest[-1].answer) > 20 * max(
         len(longest[len(longest) // 2].answer), _LONG
     ):
         what = f"task {longest[-1].index} is far longer than others"
         yield f"the right answer of {what}: {quoted(longest[-1].answer)}"
-    answered = [row for row in known if row.answer.strip()]
+    answered = [row for row in solved if row.answer.strip()]
     asking = [row for row in answered if row.answer.strip().endswith("?") and "?" not in row.prompt]
     if 2 * len(asking) > len(answered):
         yield f"the right answer asks, and the prompt does not, in {_such_as(asking, answered)}"
     yield from _odd(answered)
     yield from _damaged(rows, answered)
-    if told := _told(answered):
-        yield f"the prompt holds the right answer in {_such_as(told, known)}"
-    if known and len(known) < len(rows):
+    if revealed := _told(answered):
+        yield f"the prompt holds the right answer in {_such_as(revealed, solved)}"
+    if solved and len(solved) < len(rows):
         lacking = [row.index for row in rows if not row.right]
         yield f"{of(len(lacking), len(rows))}, such as task {lacking[0]}, have no right answer"
 
@@ -154,28 +160,31 @@ def _is_mojibake(text: str) -> bool:
 
 def _odd(rows: Sequence[Row]) -> Iterator[str]:
     """Yields lines on answers of another kind than the prompt asks, or than most others have."""
-    if asked := [row for row in rows if not _fits(row)]:
-        yield f"the right answer is not of the kind that the prompt asks in {_such_as(asked, rows)}"
+    if misfits := [row for row in rows if not _fits(row)]:
+        where = _such_as(misfits, rows)
+        yield f"the right answer is not of the kind that the prompt asks in {where}"
     kinds = [_kind(row.answer) for row in rows]
     count = Counter(kinds)
-    most = count.most_common(1)[0][0] if rows else ""
+    usual_kind = count.most_common(1)[0][0] if rows else ""
     odd = {"no answer", "JSON"}
-    if most in odd:
+    if usual_kind in odd:
         odd = {*count}
-    elif most in _STRICT:
+    elif usual_kind in _STRICT:
         # Mathematics has answers of many kinds, and few texts among numbers are no answers.
         odd |= {"several answers"} | (_STRICT if count["a formula"] * 10 < len(rows) else set())
         odd |= {"a text"} if count["a text"] * 4 <= len(rows) else set()
-    elif most == "a text" and 2 * len({row.answer for row in rows}) <= len(rows):
-        # One of a few labels.
+    elif usual_kind == "a text" and 2 * len({row.answer for row in rows}) <= len(rows):
+        # Answers are out of a few labels.
         odd -= {"no answer"}
-    found = [
-        (row, kind) for row, kind in zip(rows, kinds, strict=True) if kind in odd and kind != most
+    odd_rows = [
+        (row, kind)
+        for row, kind in zip(rows, kinds, strict=True)
+        if kind in odd and kind != usual_kind
     ]
-    if found:
-        what = " or ".join(sorted({kind for _, kind in found}))
-        where = _such_as([row for row, _ in found], rows)
-        yield f"the right answer is {what}, where most are {most}, in {where}"
+    if odd_rows:
+        what = " or ".join(sorted({kind for _, kind in odd_rows}))
+        where = _such_as([row for row, _ in odd_rows], rows)
+        yield f"the right answer is {what}, where most are {usual_kind}, in {where}"
 
 
 def _kind(answer: str) -> str:
@@ -192,33 +201,37 @@ def _fits(row: Row) -> bool:
         return (
             bool(letters)
             and letters <= options.keys()
-            or any(re.match(rf"{re.escape(text)}(?!\w)", key_of(each)) for each in options.values())
+            or any(
+                re.match(rf"{re.escape(text)}(?!\w)", key_of(option)) for option in options.values()
+            )
         )
     return _kind(row.answer) in ("a number", "a formula") or _ASKS_NUMBER.search(row.prompt) is None
 
 
 def _options(prompt: str) -> dict[str, str]:
     """Returns the lettered options of a prompt, by their letters, or {}."""
-    found = dict(_OPTIONS.findall(prompt))
-    return found if {"A", "B"} <= found.keys() else {}
+    options = dict(_OPTIONS.findall(prompt))
+    return options if {"A", "B"} <= options.keys() else {}
 
 
 def _told(rows: Sequence[Row]) -> list[Row]:
     """Returns rows whose prompts hold the answer, more often than they hold that of others."""
-    common = Counter(said for row in rows for said in row.said)
-    # What instructions tell about one row.
-    own = [
-        "\n".join(said[1] for said in row.said if said[0] == "system" and common[said] == 1)
+    common = Counter(message for row in rows for message in row.said)
+    # Instructions that stand in one row alone.
+    instructions = [
+        "\n".join(
+            message[1] for message in row.said if message[0] == "system" and common[message] == 1
+        )
         for row in rows
     ]
     texts = [row.text for row in rows]
-    found = {
+    indices = {
         row.index
         for row in rows
         if len(row.answer) >= _LONG and row.answer in row.text and not _options(row.prompt)
     }
-    for form, places in ((_CALLED, texts), (_ALONE, texts), (_NAMED, own)):
-        told = {
+    for form, places in ((_CALLED, texts), (_ALONE, texts), (_NAMED, instructions)):
+        revealed = {
             row.index
             for row, text in zip(rows, places, strict=True)
             if _holds(text, form, row.answer)
@@ -227,13 +240,13 @@ def _told(rows: Sequence[Row]) -> list[Row]:
             _holds(text, form, other.answer) and key_of(row.answer) != key_of(other.answer)
             for row, other, text in zip(rows, [*rows[1:], *rows[:1]], places, strict=True)
         )
-        found |= told if len(told) > 2 * by_chance else set()
-    return [row for row in rows if row.index in found]
+        indices |= revealed if len(revealed) > 2 * by_chance else set()
+    return [row for row in rows if row.index in indices]
 
 
 def _holds(text: str, form: str, answer: str) -> bool:
-    said = re.escape(answer.strip())
-    return bool(text) and re.search(form.format(said), text, re.IGNORECASE) is not None
+    pattern = re.escape(answer.strip())
+    return bool(text) and re.search(form.format(pattern), text, re.IGNORECASE) is not None
 
 
 def key_of(text: str) -> str:
@@ -250,16 +263,16 @@ def shared_questions(
     with, such as an instruction, makes no difference.
     """
     held = held[:: max(1, -(-len(held) // _MAX_COMPARED))]
-    known: dict[str, list[tuple[str, str]]] = {}
+    trained_of: dict[str, list[tuple[str, str]]] = {}
     for (text, answer), core in zip(trained, _cores(trained), strict=True):
-        known.setdefault(answer, []).append((text, core))
+        trained_of.setdefault(answer, []).append((text, core))
     shared = sum(
         any(
             text == other
             or (len(other) >= _LONG and other in text)
             or (len(text) >= _LONG and text in other)
-            or (" " in core and " " in its and its in text and core in other)
-            for other, its in known.get(answer, ())
+            or (" " in core and " " in other_core and other_core in text and core in other)
+            for other, other_core in trained_of.get(answer, ())
         )
         for (text, answer), core in zip(held, _cores(held), strict=True)
     )

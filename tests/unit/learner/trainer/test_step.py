@@ -2,7 +2,6 @@
 
 import functools
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -22,8 +21,11 @@ from slipstream.v1 import trainer_pb2 as pb
 from support.fakes.fake_controller import make_batch
 from support.ranks.rank_program import score, settings_of, weights_of
 
-# The batch is trained on one rank, but to import Megatron starts git.
-pytestmark = pytest.mark.process
+# To import Megatron starts git, and Megatron and Bridge warn of their own calls.
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 ADAM = pb.AdamNumbers(
     learning_rate=0.01,
@@ -52,10 +54,7 @@ def opened_policy(config: Config) -> Iterator[Policy]:
     host = "127.0.0.1"
     os.environ["MASTER_ADDR"] = host
     os.environ["MASTER_PORT"] = str(free_port(host))
-    with warnings.catch_warnings():
-        # Bridge opens the model by a way of its own that it calls deprecated.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        policy = open_policy(config, Launch(rank=0, world_size=1, local_rank=0))
+    policy = open_policy(config, Launch(rank=0, world_size=1, local_rank=0))
     yield policy
     policy.ranks.close()
 
