@@ -244,8 +244,8 @@ class EpisodeProof:
                 metrics = AnyMetrics(len(episodes))
                 if self.kind != "advantage":
                     lengths = (size, 16) if member % 2 else (3 * size,)
-                    fields = (bool(member % 2), lengths, 16, "environment", group)
-                    episodes.append(RewardedEpisode(reward, metrics, *fields))
+                    reply_fields = (bool(member % 2), lengths, 16, "environment", group)
+                    episodes.append(RewardedEpisode(reward, metrics, *reply_fields))
                     if self.kind == "filter":
                         episodes[-1] = replace(episodes[-1], changed_reward=reward - size / 8)
                     continue
@@ -256,8 +256,8 @@ class EpisodeProof:
                 shares = chance.dirichlet(np.ones(size)) if member % 2 else None
                 token_rewards = None if shares is None else reward * shares
                 turns = _turns(chance, size)
-                fields = (costs, values, branches, metrics, lags, token_rewards, turns)
-                episodes.append(ScoredEpisode(f"g{group}", reward, *fields))
+                token_fields = (costs, values, branches, metrics, lags, token_rewards, turns)
+                episodes.append(ScoredEpisode(f"g{group}", reward, *token_fields))
         return episodes
 
     def _numbers(self, scene: Rewards, episodes: Sequence[Any] | None = None) -> dict[str, Tensor]:
