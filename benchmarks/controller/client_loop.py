@@ -78,15 +78,15 @@ Datum = tuple[list[int], list[int], dict[str, list[float]]]
 
 def data_of(batch: Batch) -> list[Datum]:
     """Returns the sequences of a batch as a client gives them."""
-    found: list[Datum] = []
-    for each in batch.trajectories:
-        tokens = each.token_ids.tolist()
+    data: list[Datum] = []
+    for trajectory in batch.trajectories:
+        tokens = trajectory.token_ids.tolist()
         inputs = {
-            "logprobs": each.behavior_logprobs.tolist(),
-            "advantages": [each.reward - 0.5] * (len(tokens) - 1),
+            "logprobs": trajectory.behavior_logprobs.tolist(),
+            "advantages": [trajectory.reward - 0.5] * (len(tokens) - 1),
         }
-        found.append((tokens[:-1], tokens[1:], inputs))
-    return found
+        data.append((tokens[:-1], tokens[1:], inputs))
+    return data
 
 
 @contextlib.asynccontextmanager
@@ -119,23 +119,23 @@ async def steps_over_http(
     path = config.run_dir.parent / "client-loop.toml"
     path.write_text(dump_config(config))
     port = free_port("127.0.0.1")
-    own = ("--config", str(path))
+    settings = ("--config", str(path))
     (environ,) = rank_environments(config, range(1))
 
     def role(name: str, *more: str, **environ: str) -> contextlib.AbstractAsyncContextManager:
         file = str(noted / name)
-        return program("benchmarks.controller.timeline", file, name, *own, *more, **environ)
+        return program("benchmarks.controller.timeline", file, name, *settings, *more, **environ)
 
     trainer = role("trainer", **environ)
     if asked.idle:
         file = str(noted / "trainer")
-        trainer = program("benchmarks.controller.idle_trainer", file, *own)
+        trainer = program("benchmarks.controller.idle_trainer", file, *settings)
     front = role("front", "--port", str(port))
     async with role("controller") as first, trainer as second, front as third:
         programs = {"controller": first, "trainer": second, "HTTP process": third}
 
         def spent() -> dict[str, float]:
-            return {name: processor_s(one.pid) for name, one in programs.items()}
+            return {name: processor_s(process.pid) for name, process in programs.items()}
 
         client = LoopClient(port, base_model=str(config.model.path))
         await client.ready()
@@ -151,7 +151,7 @@ async def steps_over_http(
             passed = await client.send(given)
             stepped = await client.order("optim_step", adam_params=ADAM | {"learning_rate": RATE})
             await client.result(passed)
-            assert "error" not in (found := await client.result(stepped)), found
+            assert "error" not in (report := await client.result(stepped)), report
             ended_s = time.monotonic()
             took_s.append(ended_s - begun_s)
             parts.append(timeline.parts(timeline.read(noted), begun_s, ended_s))
@@ -160,9 +160,11 @@ async def steps_over_http(
                 + " ".join(f"{1000 * part:.1f}" for part in parts[-1])
             )
             measure.note("client-loop", {"took_s": took_s[-1], "parts_s": parts[-1]})
-        own = {name: (at_s - before[name]) / asked.repeats for name, at_s in spent().items()}
+        cpu_seconds = {
+            name: (at_s - before[name]) / asked.repeats for name, at_s in spent().items()
+        }
         await client.http.aclose()
-    return took_s[asked.uncounted :], parts[asked.uncounted :], own
+    return took_s[asked.uncounted :], parts[asked.uncounted :], cpu_seconds
 
 
 def steps_here(config: Config, batch: Batch, asked: argparse.Namespace) -> dict[str, list[float]]:
@@ -188,7 +190,7 @@ def steps_here(config: Config, batch: Batch, asked: argparse.Namespace) -> dict[
         passes.run(Batch(0, "b", (), trainer_pb2.GivenStep(adam=numbers), (given,)))
 
     loops: dict[str, Callable[[], object]] = {OWN: lambda: training.run(batch), PASSES: by_passes}
-    found: dict[str, list[float]] = {name: [] for name in loops}
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
     for turn in range(asked.repeats + asked.uncounted):
         for name, step in loops.items():
             synchronize(policy.ranks.device)
@@ -196,9 +198,9 @@ def steps_here(config: Config, batch: Batch, asked: argparse.Namespace) -> dict[
             step()
             synchronize(policy.ranks.device)
             if turn >= asked.uncounted:
-                found[name].append(time.perf_counter() - started[0])
+                seconds[name].append(time.perf_counter() - started[0])
     policy.ranks.close()
-    return found
+    return seconds
 
 
 async def samples(folder: Path, asked: argparse.Namespace) -> dict[int, Sampled]:
@@ -210,7 +212,7 @@ async def samples(folder: Path, asked: argparse.Namespace) -> dict[int, Sampled]
     address = config.controller.address
     peers = FakeTrainer(address), FakeServer(address, max_episodes=max(AT_ONCE), delay_s=0.0)
     port = free_port("127.0.0.1")
-    found = {}
+    costs = {}
     front = ("slipstream.extensions.tinker.front", "--config", str(path), "--port", str(port))
     controller = program("slipstream.learner.controller", "--config", str(path))
     async with controller as first, program(*front) as second:
@@ -233,16 +235,20 @@ async def samples(folder: Path, asked: argparse.Namespace) -> dict[int, Sampled]
 
         for number in AT_ONCE:
             await turns(number, asked.uncounted)
-            before = [processor_s(each.pid) for each in (first, second)]
+            before = [processor_s(process.pid) for process in (first, second)]
             took_s = await turns(number, asked.samples)
-            spent = [processor_s(each.pid) for each in (first, second)]
-            own = [(b - a) / number / asked.samples for a, b in zip(before, spent, strict=True)]
-            found[number] = Sampled(took_s, *own)
+            spent = [processor_s(process.pid) for process in (first, second)]
+            num_replies = number * asked.samples
+            cpu_seconds = [
+                (end_s - start_s) / num_replies
+                for start_s, end_s in zip(before, spent, strict=True)
+            ]
+            costs[number] = Sampled(took_s, *cpu_seconds)
         await client.http.aclose()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return found
+    return costs
 
 
 def table_of(parts: list[list[float]]) -> list[str]:
@@ -251,8 +257,8 @@ def table_of(parts: list[list[float]]) -> list[str]:
         [what, kind, measure.Spread.of(took_s).text(1, 1000)]
         for (_, what, kind), took_s in zip(timeline.PARTS, zip(*parts, strict=True), strict=True)
     ]
-    others = [sum(took_s) - took_s[PASS] for took_s in parts]
-    rows.append(["all but the pass", "", measure.Spread.of(others).text(1, 1000)])
+    rest_s = [sum(took_s) - took_s[PASS] for took_s in parts]
+    rows.append(["all but the pass", "", measure.Spread.of(rest_s).text(1, 1000)])
     return measure.table(["part of a step over HTTP", "what it is", "ms (min-max)"], rows)
 
 
@@ -263,10 +269,10 @@ def table_of_samples(replies: dict[int, Sampled]) -> list[str]:
         [
             [
                 number,
-                measure.Spread.of(one.wall_s).text(2, 1000),
-                f"{1000 * one.controller_s:.2f}, {1000 * one.front_s:.2f}",
+                measure.Spread.of(cost.wall_s).text(2, 1000),
+                f"{1000 * cost.controller_s:.2f}, {1000 * cost.front_s:.2f}",
             ]
-            for number, one in replies.items()
+            for number, cost in replies.items()
         ],
     )
 

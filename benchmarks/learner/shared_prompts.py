@@ -41,23 +41,26 @@ def group_batch(arguments: argparse.Namespace, prompt: int, vocab: int, step: in
     """Returns groups of random replies, all of one length, each group with one random prompt."""
     random = np.random.default_rng(step)
     size = arguments.group_size
-    found = []
+    trajectories = []
     for number in range(arguments.groups * size):
         sizes = prompt, arguments.reply
-        one = make_trajectory(random, step, number, sizes, vocab=vocab, group_size=size)
+        trajectory = make_trajectory(random, step, number, sizes, vocab=vocab, group_size=size)
         if number % size:
-            beginning = found[number - number % size].token_ids[:prompt]
-            ids = np.concatenate([beginning, one.token_ids[prompt:]])
-            one = dataclasses.replace(one, token_ids=ids)
-        found.append(one)
-    return Batch(step, f"batch-{step}", tuple(found))
+            beginning = trajectories[number - number % size].token_ids[:prompt]
+            ids = np.concatenate([beginning, trajectory.token_ids[prompt:]])
+            trajectory = dataclasses.replace(trajectory, token_ids=ids)
+        trajectories.append(trajectory)
+    return Batch(step, f"batch-{step}", tuple(trajectories))
 
 
 def computed(batch: Batch) -> int:
     """Returns the tokens that are computed when each prompt is computed once in the whole step."""
-    prompts = {one.group_id: one.run_lengths[0] - 1 for one in batch.trajectories}
-    own = sum(len(one.token_ids) - prompts[one.group_id] for one in batch.trajectories)
-    return own + sum(prompts.values())
+    trajectories = batch.trajectories
+    prompts = {trajectory.group_id: trajectory.run_lengths[0] - 1 for trajectory in trajectories}
+    num_reply_tokens = sum(
+        len(trajectory.token_ids) - prompts[trajectory.group_id] for trajectory in trajectories
+    )
+    return num_reply_tokens + sum(prompts.values())
 
 
 def work_of(
@@ -110,15 +113,15 @@ def compare(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
         WITH: TrainingStep(policy, config),
         WITHOUT: TrainingStep(dataclasses.replace(policy, sharing=None), config),
     }
-    found = []
+    comparisons = []
     for prompt in arguments.prompts:
         batch = group_batch(arguments, prompt, SHAPES[arguments.shape].vocab, 0)
         measure.progress(f"prompts of {prompt}: {len(batch.trajectories)} sequences")
         works = {name: work_of(shape, arguments, prompt, shared=name == WITH) for name in steps}
         row = one_length(steps, batch, arguments, policy.ranks.device)
-        found.append(row | {"prompt": prompt, "work": works})
+        comparisons.append(row | {"prompt": prompt, "work": works})
     policy.ranks.close()
-    return found
+    return comparisons
 
 
 def one_length(
@@ -143,12 +146,12 @@ def one_length(
             if repeat >= 0:
                 times[name].append(1000 * took_s)
             measure.progress(f"repeat {repeat + 1} {name}: {1000 * took_s:.0f} ms")
-    whole = sum(len(one.token_ids) for one in batch.trajectories)
+    num_tokens = sum(len(trajectory.token_ids) for trajectory in batch.trajectories)
     return {
         "times_ms": times,
         "peak_gib": peaks,
-        "tokens": whole,
-        "token_share": computed(batch) / whole,
+        "tokens": num_tokens,
+        "token_share": computed(batch) / num_tokens,
         "metrics": {name: {k: m[k] for k in ("loss", "grad_norm")} for name, m in metrics.items()},
     }
 
@@ -156,22 +159,24 @@ def one_length(
 def rows(found: Sequence[dict[str, Any]]) -> list[list[object]]:
     """Returns a row for each length: times, their ratio and the limit."""
     lines: list[list[object]] = []
-    for one in found:
-        spreads = {name: measure.Spread.of(each) for name, each in one["times_ms"].items()}
+    for comparison in found:
+        spreads = {
+            name: measure.Spread.of(times_ms) for name, times_ms in comparison["times_ms"].items()
+        }
         ratio = spreads[WITH].median / spreads[WITHOUT].median
-        share = one["token_share"]
-        work = one["work"]
-        left = sum(work[WITH].values()) / sum(work[WITHOUT].values())
+        share = comparison["token_share"]
+        work = comparison["work"]
+        work_share = sum(work[WITH].values()) / sum(work[WITHOUT].values())
         lines.append(
             [
-                one["prompt"],
+                comparison["prompt"],
                 spreads[WITHOUT].text(1),
                 spreads[WITH].text(1),
                 f"{ratio:.3f}",
                 f"{share:.3f}",
                 f"{ratio / share:.2f}",
-                f"{left:.3f}",
-                f"{ratio / left:.2f}",
+                f"{work_share:.3f}",
+                f"{ratio / work_share:.2f}",
             ]
         )
     return lines
@@ -198,18 +203,18 @@ def main() -> None:
     arguments.reply = arguments.reply or (64 if is_small else 512)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
     with tempfile.TemporaryDirectory() as folder:
-        found = compare(arguments, Path(folder))
+        comparisons = compare(arguments, Path(folder))
     header = ["prompt", "without, ms (min-max)", "shared, ms (min-max)", "ratio", "tokens left"]
     header += ["ratio / tokens left", "work left", "ratio / work left"]
-    table = measure.table(header, rows(found))
-    record = {"settings": measure.settings_of(arguments), "table": table, "lengths": found}
+    table = measure.table(header, rows(comparisons))
+    record = {"settings": measure.settings_of(arguments), "table": table, "lengths": comparisons}
     from slipstream.learner.trainer.layers.attention import chosen_attention
 
     record["attention"] = chosen_attention()
     measure.write_result(f"shared-prompts-{arguments.shape}", record, arguments.out)
     print("\n".join([*table, f"attention: {record['attention']}"]))
-    for one in found:
-        print(one["prompt"], one["metrics"], one["peak_gib"])
+    for comparison in comparisons:
+        print(comparison["prompt"], comparison["metrics"], comparison["peak_gib"])
 
 
 if __name__ == "__main__":

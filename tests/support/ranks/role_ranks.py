@@ -123,19 +123,19 @@ def config_of(name: str, folder: Path, *others: dict[str, dict]) -> Config:
 
 def config_of_run(name: str, folder: Path, run: str, **checkpoint: str) -> Config:
     """Returns `config_of(name, folder)` with the checkpoints of run `run`."""
-    own = {"run": {"name": run, "dir": str(folder / "runs")}, "checkpoint": checkpoint}
-    return config_of(name, folder, own)
+    sections = {"run": {"name": run, "dir": str(folder / "runs")}, "checkpoint": checkpoint}
+    return config_of(name, folder, sections)
 
 
 def judged(batch: Batch, values: list[LogprobArray]) -> list[TrainingSequence]:
     """Sequences with returns that rise along each trajectory."""
     estimates = [
         TokenEstimates(
-            np.zeros_like(known),
-            values=known,
-            returns=(trajectory.reward + 0.1 * np.arange(len(known))).astype(np.float32),
+            np.zeros_like(judged_values),
+            values=judged_values,
+            returns=(trajectory.reward + 0.1 * np.arange(len(judged_values))).astype(np.float32),
         )
-        for trajectory, known in zip(batch.trajectories, values, strict=True)
+        for trajectory, judged_values in zip(batch.trajectories, values, strict=True)
     ]
     return TrainingSequence.of_trajectories(batch.trajectories, estimates, step=batch.step)
 
@@ -147,14 +147,14 @@ def roles(folder: Path, job: str) -> None:
 
     config = config_of(job, folder)
     policy = opened(config)
-    own = Roles(config, policy)
-    reference = own.reference
-    critic = own.critic
+    models = Roles(config, policy)
+    reference = models.reference
+    critic = models.critic
     assert critic is not None
 
     first = batches(config)[0]
     before = weights_of(policy)
-    found: dict = {
+    results: dict = {
         "reference": _joined(_sampled(reference.logprobs(first))),
         "likely": _likely(reference.logprobs(first)),
         "gradients_of_reference": sum(
@@ -167,19 +167,19 @@ def roles(folder: Path, job: str) -> None:
     }
     for batch in batches(config):
         values = critic.values(batch)
-        found["values"].append(_joined(values))
-        found["critic"].append(critic.train(judged(batch, values), batch.mini_batches(2)))
-    found["values"].append(_joined(critic.values(first)))
-    found |= train(policy, own, config)
-    found["is_policy_same"] = [
+        results["values"].append(_joined(values))
+        results["critic"].append(critic.train(judged(batch, values), batch.mini_batches(2)))
+    results["values"].append(_joined(critic.values(first)))
+    results |= train(policy, models, config)
+    results["is_policy_same"] = [
         all(torch.equal(after[name], before[name]) for name in before)
-        for after in found.pop("weights")
+        for after in results.pop("weights")
     ]
     with critic.model.memory.resident(Part.PARAMETERS):
         head = getattr(unwrapped(critic.model.chunks[-1]), "output_layer", None)
         state = {} if head is None else head.state_dict()
-        found["head"] = {name: value.clone() for name, value in state.items()}
-    torch.save(found, folder / f"{job}-{policy.ranks.rank}.pt")
+        results["head"] = {name: value.clone() for name, value in state.items()}
+    torch.save(results, folder / f"{job}-{policy.ranks.rank}.pt")
     policy.ranks.close()
 
 
@@ -192,21 +192,21 @@ def train(policy: Policy, opened: Roles, config: Config) -> dict:
     reference = opened.reference
     assert reference is not None
     step = TrainingStep(policy, config, [opened])
-    found: dict = {"metrics": [], "references": [], "weights": [], "momentum": []}
+    results: dict = {"metrics": [], "references": [], "weights": [], "momentum": []}
     for batch in batches(config):
-        found["metrics"].append(step.run(batch).metrics)
-        found["references"].append(_joined(_sampled(reference.logprobs(batches(config)[0]))))
-        found["weights"].append(weights_of(policy))
+        results["metrics"].append(step.run(batch).metrics)
+        results["references"].append(_joined(_sampled(reference.logprobs(batches(config)[0]))))
+        results["weights"].append(weights_of(policy))
         with policy.memory.resident(Part.OPTIMIZER):
             states = [s for part in torch_optimizers(policy.optimizer) for s in part.state.values()]
             squares = [float(state["exp_avg"].square().sum()) for state in states]
-            found["momentum"].append(math.sqrt(sum(squares)))
+            results["momentum"].append(math.sqrt(sum(squares)))
         if batch.step + 1 == REFRESH_STEPS:
-            found["policy"] = _joined(sequence_logprobs(policy, probe(config)))
+            results["policy"] = _joined(sequence_logprobs(policy, probe(config)))
             with reference.model.ranks.in_force():
                 refreshed = sequence_logprobs(reference.model, probe(config))
-            found["refreshed"] = _joined(refreshed)
-    return found
+            results["refreshed"] = _joined(refreshed)
+    return results
 
 
 def refresh(folder: Path, model: str, other: str) -> None:
@@ -218,13 +218,13 @@ def refresh(folder: Path, model: str, other: str) -> None:
     tables = {"algorithm": {"kl": {"coefficient": 0.1}}, "reference": reference}
     config = settings_of(folder / model, tables)
     policy = opened(config)
-    own = Roles(config, policy)
+    models = Roles(config, policy)
     ours = dict(unwrapped(policy.chunks[0]).named_parameters())
     with torch.no_grad():
         for place, weight in enumerate(ours.values()):
             weight.add_(0.5 + 0.01 * place)
-    own.reference.refresh(policy)
-    (reference,) = own.stored_models()
+    models.reference.refresh(policy)
+    (reference,) = models.stored_models()
     theirs = dict(unwrapped(reference.chunks[0]).named_parameters())
     stale = [name for name, weight in theirs.items() if not torch.equal(weight, ours[name])]
     torch.save({"stale": stale, "names": list(theirs)}, folder / f"refresh:{model}:{other}.pt")
@@ -243,9 +243,9 @@ def save(folder: Path, layout: str) -> None:
         for memory in (run.policy.memory, *(m.memory for m in run.roles.models().values())):
             stack.enter_context(memory.resident(Part.PARAMETERS, Part.OPTIMIZER))
         run.checkpointer.save(PolicyVersion(0, 2), b"digest")
-    found = run.last_step()
+    results = run.last_step()
     run.checkpointer.finish()
-    torch.save(found, folder / f"save:{layout}-{run.policy.ranks.rank}.pt")
+    torch.save(results, folder / f"save:{layout}-{run.policy.ranks.rank}.pt")
     run.policy.ranks.close()
 
 
@@ -253,8 +253,8 @@ def load(folder: Path, saved: str, layout: str) -> None:
     """Goes on in another layout from what `save` saved."""
     run = _Run(config_of_run(layout, folder, saved))
     manifest = run.checkpointer.load_newest()
-    found = run.last_step() | {"models": manifest.models}
-    torch.save(found, folder / f"load:{saved}:{layout}-{run.policy.ranks.rank}.pt")
+    results = run.last_step() | {"models": manifest.models}
+    torch.save(results, folder / f"load:{saved}:{layout}-{run.policy.ranks.rank}.pt")
     run.policy.ranks.close()
 
 
@@ -265,12 +265,12 @@ def start(folder: Path, saved: str, layout: str) -> None:
     reference = run.roles.reference
     critic = run.roles.critic
     first = batches(run.config)[0]
-    found = {
+    results = {
         "reference": _joined(_sampled(reference.logprobs(first))),
         "values": _joined(critic.values(first)),
         "kl_reference": run.step.run(first).metrics["kl_reference"],
     }
-    torch.save(found, folder / f"start:{saved}:{layout}-{run.policy.ranks.rank}.pt")
+    torch.save(results, folder / f"start:{saved}:{layout}-{run.policy.ranks.rank}.pt")
     run.policy.ranks.close()
 
 
@@ -302,13 +302,14 @@ class _Run:
 
 
 def _sampled(found: list[ReferenceLogprobs]) -> list[LogprobArray]:
-    return [one.logprobs for one in found]
+    return [estimates.logprobs for estimates in found]
 
 
 def _likely(found: list[ReferenceLogprobs]) -> torch.Tensor:
     """Log-probabilities of likely tokens at their places in the vocabulary, 0 elsewhere."""
-    ids = torch.from_numpy(np.concatenate([one.top_ids for one in found]).astype(np.int64))
-    values = torch.from_numpy(np.concatenate([one.top_logprobs for one in found]))
+    top_ids = np.concatenate([estimates.top_ids for estimates in found])
+    ids = torch.from_numpy(top_ids.astype(np.int64))
+    values = torch.from_numpy(np.concatenate([estimates.top_logprobs for estimates in found]))
     return torch.zeros(len(ids), VOCAB).scatter(1, ids, values)
 
 
@@ -326,42 +327,42 @@ def groups(folder: Path) -> None:
     replicas = ranks.placed(ParallelSection())
     stages = ranks.placed(ParallelSection(pp=2))
     before = dict(vars(parallel_state))
-    made = len(parallel_state._global_process_group_list)
+    num_groups = len(parallel_state._global_process_group_list)
     again = ranks.placed(ParallelSection(tp=2))
     tree = ast.walk(ast.parse(inspect.getsource(parallel_state)))
     assigned = {name for node in tree if isinstance(node, ast.Global) for name in node.names}
     threads = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
-    found = {
+    results = {
         "gloo_threads": threads.count("gloo_tcp_loop\n"),
         "unknown_globals": sorted(assigned - known_globals()),
         "sizes_outside": (ranks.tp_group.size(), ranks.dp_size),
         # What is not in force.
         "refused": [refused(lambda: replicas.dp_size)],
-        "groups_again": len(parallel_state._global_process_group_list) - made,
+        "groups_again": len(parallel_state._global_process_group_list) - num_groups,
     }
-    found["tp_of_same_groups"] = again.tp_group.size()
+    results["tp_of_same_groups"] = again.tp_group.size()
     with replicas.in_force():
-        found["sizes_inside"] = (replicas.tp_group.size(), replicas.dp_size)
-        found["refused"] += [refused(lambda: ranks.tp_group.size()), refused(stages.in_force)]
+        results["sizes_inside"] = (replicas.tp_group.size(), replicas.dp_size)
+        results["refused"] += [refused(lambda: ranks.tp_group.size()), refused(stages.in_force)]
         parallel_state._HYBRID_DP_CP_GROUPS[0] = "filled in place"
     with stages.in_force(), stages.in_force():
-        found["counts"] = stages.counts
-        one = torch.ones(1)
-        dist.all_reduce(one, group=stages.tp_group)
-        found["sum_inside"] = float(one)
+        results["counts"] = stages.counts
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=stages.tp_group)
+        results["sum_inside"] = float(ones)
     try:
         with replicas.in_force():
             raise KeyError
     except KeyError:
-        found["sizes_after"] = (ranks.tp_group.size(), ranks.dp_size)
-    one = torch.ones(1)
-    dist.all_reduce(one, group=ranks.tp_group)
-    found["sum_after"] = float(one)
-    found["changed"] = [
+        results["sizes_after"] = (ranks.tp_group.size(), ranks.dp_size)
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=ranks.tp_group)
+    results["sum_after"] = float(ones)
+    results["changed"] = [
         name for name, value in before.items() if vars(parallel_state)[name] is not value
     ]
-    found["filled"] = dict(parallel_state._HYBRID_DP_CP_GROUPS)
-    torch.save(found, folder / f"groups-{ranks.rank}.pt")
+    results["filled"] = dict(parallel_state._HYBRID_DP_CP_GROUPS)
+    torch.save(results, folder / f"groups-{ranks.rank}.pt")
     ranks.close()
 
 

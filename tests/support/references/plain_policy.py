@@ -34,7 +34,7 @@ class ForcedExperts:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.expert_ids: np.ndarray | None = None
-        # What routers said of trained sequences, [tokens, experts], by the place of the layer.
+        # Scores that routers gave trained sequences, [tokens, experts], by the place of the layer.
         self.logits: defaultdict[int, list[Tensor]] = defaultdict(list)
         self.differing = 0
         self.forced = 0
@@ -54,16 +54,16 @@ class ForcedExperts:
             return None
         logits, _, indices = outputs
         indices = indices.clone()
-        for token, wanted in enumerate(self.expert_ids[:, place].tolist()):
-            if max(wanted) < gate.num_experts:
+        for token, expert_ids in enumerate(self.expert_ids[:, place].tolist()):
+            if max(expert_ids) < gate.num_experts:
                 if torch.is_grad_enabled():
-                    self.differing += len(set(wanted) - set(indices[token].tolist()))
-                    self.forced += len(wanted)
-                indices[token] = torch.tensor(wanted)
+                    self.differing += len(set(expert_ids) - set(indices[token].tolist()))
+                    self.forced += len(expert_ids)
+                indices[token] = torch.tensor(expert_ids)
         is_sigmoid = hasattr(gate, "e_score_correction_bias")
         scores = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
         weights = scores.gather(1, indices)
-        # Those of gpt-oss always add up to 1.
+        # The scores of gpt-oss always add up to 1.
         scale = getattr(gate, "routed_scaling_factor", None)
         if getattr(gate, "norm_topk_prob", True):
             weights = weights / weights.sum(-1, keepdim=True)
@@ -115,17 +115,17 @@ class PlainPolicy:
         return plain_model(path)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        named = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         # Biases of all experts together are a matrix.
-        matrices = {n for n, p in named.items() if p.dim() > 1 and not n.endswith("_bias")}
+        matrices = {n for n, p in parameters.items() if p.dim() > 1 and not n.endswith("_bias")}
         if self.config.learner.optimizer.get("optimizer") == "muon":
             self.muon = PlainMuon(self.model, self.config.learner.optimizer)
             orthogonal = {p for parts in self.muon.matrices for p, _ in parts}
-            named = {name: p for name, p in named.items() if p not in orthogonal}
-        decayed = [named[name] for name in named if name in matrices]
-        others = [named[name] for name in named if name not in matrices]
+            parameters = {name: p for name, p in parameters.items() if p not in orthogonal}
+        decayed = [parameters[name] for name in parameters if name in matrices]
+        rest = [parameters[name] for name in parameters if name not in matrices]
         return torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
+            [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}],
             lr=1.0,
             betas=(0.9, 0.95),
             eps=1e-3,
@@ -135,39 +135,41 @@ class PlainPolicy:
         self.forced.expert_ids = None
         with torch.no_grad():
             rows = [torch.from_numpy(ids.astype(np.int64)) for ids in probe(self.config)]
-            found = [self.model(ids[None]).logits[0, :-1].log_softmax(-1) for ids in rows]
-        parts = zip(found, rows, strict=True)
+            logprobs = [self.model(ids[None]).logits[0, :-1].log_softmax(-1) for ids in rows]
+        parts = zip(logprobs, rows, strict=True)
         return torch.cat([row.gather(1, ids[1:, None])[:, 0] for row, ids in parts])
 
     def step(self, batch: Batch) -> dict[str, float]:
         algorithm = self.config.algorithm
         members = [
-            conversation_of(whole, one, branch, self.config)
-            for whole in batch.trajectories
-            for one, branch in conversations(whole)
+            conversation_of(trajectory, sequence, branch, self.config)
+            for trajectory in batch.trajectories
+            for sequence, branch in conversations(trajectory)
         ]
         with torch.no_grad():
-            for one in members:
-                self._estimate(one)
+            for sequence in members:
+                self._estimate(sequence)
         give_advantages(members)
-        groups = list(dict.fromkeys(one.episode.group_id for one in members))
+        groups = list(dict.fromkeys(sequence.episode.group_id for sequence in members))
         share = len(groups) // algorithm.mini_batches
         losses = []
         counts = []
         norms = []
         for start in [*range(0, len(groups), share)] * algorithm.epochs:
-            chosen = groups[start : start + share]
-            mini_batch = [one for one in members if one.episode.group_id in chosen]
+            group_ids = groups[start : start + share]
+            mini_batch = [
+                sequence for sequence in members if sequence.episode.group_id in group_ids
+            ]
             loss, norm = self._gradients(mini_batch)
             self._update(1e-3 * min(1.0, (batch.step + 1) / 2))
-            counts.append(sum(one.num_trained for one in mini_batch))
+            counts.append(sum(sequence.num_trained for sequence in mini_batch))
             losses.append(loss * counts[-1])
             norms.append(norm)
-        found = {"loss": sum(losses) / max(1, sum(counts)), "grad_norm": sum(norms) / len(norms)}
+        metrics = {"loss": sum(losses) / max(1, sum(counts)), "grad_norm": sum(norms) / len(norms)}
         if self.forced.forced:
-            found["routing_difference"] = self.forced.differing / self.forced.forced
+            metrics["routing_difference"] = self.forced.differing / self.forced.forced
         self.forced.differing = self.forced.forced = 0
-        return found
+        return metrics
 
     def _predictions(self, one: Conversation) -> Tensor:
         """Log-probabilities of the vocabulary in place of each sampled token.
@@ -177,7 +179,7 @@ class PlainPolicy:
         routed = one.episode.routed_experts
         self.forced.expert_ids = None if routed is None else routed.expert_ids
         ids = torch.from_numpy(one.episode.token_ids.astype(np.int64))[None]
-        # Nobody sampled the replies that are given: the distribution itself is to learn them.
+        # Replies that are given were sampled by nobody: the distribution itself is to learn them.
         temperature = 1.0 if one.episode.is_given else self.config.sampling.temperature
         logits = self.model(ids).logits[0, one.places - 1] / temperature
         for place, token_ids in enumerate(kept_sets(one.episode)):
@@ -191,18 +193,18 @@ class PlainPolicy:
         """Notes what the policy before the step and the reference say."""
         one.before = self._predictions(one).gather(1, one.targets[:, None])[:, 0]
         if self.reference is not None:
-            known = self.reference._predictions(one)
-            one.reference = known.gather(1, one.targets[:, None])[:, 0]
-            one.likely, one.likely_ids = known.topk(self.config.reference.top_k or 1)
+            reference_logprobs = self.reference._predictions(one)
+            one.reference = reference_logprobs.gather(1, one.targets[:, None])[:, 0]
+            one.likely, one.likely_ids = reference_logprobs.topk(self.config.reference.top_k or 1)
 
     def _gradients(self, members: Sequence[Conversation]) -> tuple[float, float]:
         """Returns the loss of the tokens and the norm of all gradients, which are clipped to it."""
         self.forced.logits.clear()
-        predictions = [self._predictions(one) for one in members]
+        predictions = [self._predictions(sequence) for sequence in members]
         trained = {
-            place: token_losses(one, predictions[place])
-            for place, one in enumerate(members)
-            if one.num_trained
+            place: token_losses(sequence, predictions[place])
+            for place, sequence in enumerate(members)
+            if sequence.num_trained
         }
         self.model.zero_grad()
         loss = torch.zeros(())
@@ -230,8 +232,8 @@ class PlainPolicy:
             if balance := settings.get("moe_aux_loss_coeff"):
                 scores = logits.softmax(-1)
                 top_k = self.model.config.num_experts_per_tok
-                chosen = torch.zeros_like(scores).scatter(1, scores.topk(top_k).indices, 1.0)
-                fractions = chosen.sum(0) / (top_k * len(scores))
+                is_chosen = torch.zeros_like(scores).scatter(1, scores.topk(top_k).indices, 1.0)
+                fractions = is_chosen.sum(0) / (top_k * len(scores))
                 total = total + balance * scores.shape[1] * (fractions * scores.sum(0)).sum()
         return total
 
@@ -254,15 +256,15 @@ class PlainStep(PlainPolicy):
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of the weights by the names of files, in which each expert has its own."""
-        found = {}
+        weights = {}
         for name, tensor in self.model.state_dict().items():
             if name.endswith(".experts.gate_up_proj"):
                 for expert, both in enumerate(tensor):
-                    for part, own in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
-                        found[name.replace("gate_up_proj", f"{expert}.{part}.weight")] = own
+                    for part, half in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
+                        weights[name.replace("gate_up_proj", f"{expert}.{part}.weight")] = half
             elif name.endswith(".experts.down_proj"):
                 for expert, down in enumerate(tensor):
-                    found[name.replace("down_proj", f"{expert}.down_proj.weight")] = down
+                    weights[name.replace("down_proj", f"{expert}.down_proj.weight")] = down
             else:
-                found[name] = tensor
-        return {name: tensor.clone() for name, tensor in found.items()}
+                weights[name] = tensor
+        return {name: tensor.clone() for name, tensor in weights.items()}
