@@ -82,7 +82,8 @@ def test_a_run_that_cannot_work_is_refused_in_one_line(case: str, folder: Path) 
 
 COMMANDS = {
     "broken file": (["run", "broken.toml"], "broken.toml is no TOML: Expected ']'"),
-    "unknown command": (["train"], "'train'", "rollout-server"),
+    "unknown command": (["train"], "there is no command 'train'; did you mean 'run'?"),
+    "unknown word": (["frobnicate"], "'frobnicate'; commands are quickstart, ", "rollout-server"),
     "submit to nobody": (["submit", "m:C", "--controller", NOWHERE], "no controller answers"),
     "no address": (["status", "--controller", "nonsense"], "host:port", "'nonsense'"),
     "broken arguments": (["submit", "m:C", "--args", "{"], "--args must be a JSON object"),

@@ -45,6 +45,25 @@ EXAMPLES = {
     "page": "slipstream page runs/first runs/second --out both.html",
     "doctor": "slipstream doctor deploy/configs/quickstart.toml",
 }
+# Names of commands in other programs, and ours.
+FAMILIAR_COMMANDS = {
+    "train": "run",
+    "start": "run",
+    "launch": "run",
+    "resume": "run",
+    "runs": "status",
+    "list": "status",
+    "ps": "status",
+    "kill": "stop",
+    "cancel": "stop",
+    "server": "rollout-server",
+    "serve": "rollout-server",
+    "worker": "rollout-server",
+    "validate": "check",
+    "audit": "check",
+    "help": "--help",
+    "version": "--version",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,7 +135,9 @@ def seconds(text: str) -> float:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns a command's arguments, settings among options; exits with 2 for a wrong line."""
     parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    _check_first_word(parser, words)
+    arguments, rest = parser.parse_known_args(words)
     if rest and not rest[0].startswith("-") and getattr(arguments, "run", "") is None:
         # argparse takes no optional RUN behind options that stand behind another argument.
         arguments.run = rest.pop(0)
@@ -129,6 +150,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if rest:
         arguments.overrides = [*arguments.overrides, *overrides]
     return arguments
+
+
+def _check_first_word(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Exits with 2 if the first word is neither a command nor an option of all commands."""
+    if not words or words[0] in EXAMPLES:
+        return
+    word = words[0]
+    options = ("--help", "-h", "--version")
+    if any(option.startswith(word) for option in options):
+        return
+    from slipstream.core.errors import did_you_mean, near_names
+
+    familiar = FAMILIAR_COMMANDS.get(word)
+    near = [familiar] if familiar else near_names(word, (*EXAMPLES, *options[::2]))
+    hint = did_you_mean(near) if near else f"commands are {', '.join(EXAMPLES)}"
+    parser.error(f"there is no {'option' if word.startswith('-') else 'command'} {word!r}; {hint}")
 
 
 def _parser() -> argparse.ArgumentParser:

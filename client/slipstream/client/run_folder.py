@@ -151,14 +151,24 @@ def _held(folder: Path) -> str:
     )
 
 
+def _no_run(path: Path, runs: Path = Path("runs")) -> str:
+    """Says what to name in place of `path`, which is no folder."""
+    if not path.is_file():
+        return "no such folder"
+    if _is_file(path.parent / CONFIG):
+        return f"a file, name its folder {path.parent}"
+    names = sorted(place.parent.name for place in runs.glob(f"*/{CONFIG}"))
+    there = f"one of {', '.join(names)}" if names else "its folder, or its name in runs/"
+    return f"a file, name a run: {there}"
+
+
 def settings_of(folder: Path) -> Path:
     """Returns a run folder's settings file; raises ConfigError if there is none."""
     path = folder / CONFIG
     if _is_file(path):
         return path
     if not folder.is_dir():
-        is_file = f"a file, name its folder {folder.parent}"
-        raise ConfigError(f"{folder}: {is_file if folder.is_file() else 'no such folder'}")
+        raise ConfigError(f"{folder}: {_no_run(folder)}")
     runs = sorted(str(found.parent) for found in folder.glob(f"*/{CONFIG}"))
     hint = f"; runs there are {', '.join(runs)}" if runs else ""
     raise ConfigError(f"{folder} is no run's folder: it has no {CONFIG}{hint}")

@@ -314,9 +314,17 @@ def read_rows(path: Path) -> Iterable[Row]:
     what = f"the name of a file of questions ends in .jsonl or .parquet, got {path}"
     what += f"; {_OTHER_NAMES[kind]}" if (kind := path.suffix.lower()) in _OTHER_NAMES else ""
     if path.suffix in _ROWS:
-        rows = f"import csv, json; print(*map(json.dumps, {_ROWS[path.suffix]}), sep='\\n')"
-        what += f'; convert it by: python -c "{rows}" < {path} > {path.with_suffix(".jsonl")}'
+        what += f"; {_conversion(path, path.suffix)}"
     raise ConfigError(what + _from_saved(path.parent))
+
+
+def _conversion(path: Path, kind: str) -> str:
+    """Returns the command that writes a file of `kind`, one of `_ROWS`, as JSON lines."""
+    rows = f"import csv, json; print(*map(json.dumps, {_ROWS[kind]}), sep='\\n')"
+    target = path.with_suffix(".jsonl")
+    if target == path:
+        target = path.with_name(f"{path.stem}-lines.jsonl")
+    return f'convert it by: python -c "{rows}" < {path} > {target}'
 
 
 def _from_saved(folder: Path) -> str:
@@ -350,6 +358,9 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 what = f"line {number} holds half of a character, {error.object[error.start]!a}"
                 raise ConfigError(f"{path}, {what}") from error
             except (ValueError, RecursionError) as error:
+                if number == 1 and line.lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
+                    what = "is one JSON list, not an object a line; "
+                    raise ConfigError(f"{path} {what}{_conversion(path, '.json')}") from error
                 raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ConfigError(f"{path}, line {number} is no JSON object")

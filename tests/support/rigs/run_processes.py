@@ -37,9 +37,11 @@ from support.rigs.completed import completed
 from support.rigs.forked_programs import AwaitedProgram, Forks
 
 ROOT = Path(__file__).parents[3]
-# Told when it takes three seconds, as it may where other work takes the machine.
+# The first line of a start, and what is told when it takes three seconds, as it may where other
+# work takes the machine.
 SLOW = re.compile(
-    r"(environment [a-z-]+ is checked, each call within \d+ s"
+    r"(run \S+ is checked: its files, this machine, its environments"
+    r"|environment [a-z-]+ is checked, each call within \d+ s"
     r"|waiting for the controller at \S+, for up to [\d.]+ s)\n"
 )
 QUICKSTART = ROOT / "deploy" / "configs" / "quickstart.toml"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import slipstream
-from slipstream.client.cli import EXAMPLES, _parser, main, named, parse
-from slipstream.client.run_folder import find_run
+from slipstream.client.cli import EXAMPLES, FAMILIAR_COMMANDS, _parser, main, named, parse
+from slipstream.client.run_folder import find_run, settings_of
 from slipstream.core.errors import ConfigError
 from support.rigs.waiting import LIMIT_S
 
@@ -67,6 +67,40 @@ def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) 
 def test_every_command_has_an_example() -> None:
     commands = next(a.choices for a in _parser()._actions if isinstance(a.choices, dict))
     assert commands.keys() == EXAMPLES.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train base.toml", "there is no command 'train'; did you mean 'run'?"),
+        ("runs", "there is no command 'runs'; did you mean 'status'?"),
+        ("verfy runs/a", "there is no command 'verfy'; did you mean 'verify'?"),
+        ("zzz", "there is no command 'zzz'; commands are quickstart, run, "),
+        ("--help-all", "there is no option '--help-all'; did you mean '--help'?"),
+    ],
+)
+def test_a_command_of_another_name_is_told_by_ours(words: str, said: str, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(words.split())
+    assert capsys.readouterr().err.startswith(f"slipstream: {said}")
+
+
+def test_every_familiar_command_leads_to_one_of_ours() -> None:
+    assert {*FAMILIAR_COMMANDS.values()} <= {*EXAMPLES, "--help", "--version"}
+    assert not FAMILIAR_COMMANDS.keys() & EXAMPLES.keys()
+
+
+def test_settings_named_in_place_of_a_run_are_told_the_runs_there_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("base.toml").touch()
+    with pytest.raises(ConfigError, match="its folder, or its name in runs/"):
+        settings_of(Path("base.toml"))
+    Path("runs/first").mkdir(parents=True)
+    Path("runs/first/config.toml").touch()
+    with pytest.raises(ConfigError, match="^base.toml: a file, name a run: one of first$"):
+        settings_of(Path("base.toml"))
+    with pytest.raises(ConfigError, match="config.toml: a file, name its folder runs/first$"):
+        settings_of(Path("runs/first/config.toml"))
 
 
 def test_a_run_is_named_by_its_folder_or_below_runs(tmp_path, monkeypatch) -> None:

@@ -347,6 +347,12 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
     )
     (tmp_path / "data.jsonl").write_text('{"question": "a", "answer": "b"}\n[1\n')
     assert refusal("data.jsonl").startswith("data.jsonl, line 2 is no JSON: ")
+    (tmp_path / "data.jsonl").write_text('[\n{"question": "a", "answer": "b"}\n]\n')
+    assert refusal("data.jsonl") == (
+        "data.jsonl is one JSON list, not an object a line; convert it by: python -c "
+        "\"import csv, json; print(*map(json.dumps, json.load(open(0))), sep='\\n')\" < data.jsonl "
+        "> data-lines.jsonl"
+    )
     (tmp_path / "data.jsonl").write_text('{"question": "a", "answer": "b"}\n["c", "d"]\n')
     assert refusal("data.jsonl") == "data.jsonl, line 2 is no JSON object"
     json_lines(tmp_path, [SUMS[0], {"question": [], "answer": "b"}])

@@ -69,6 +69,7 @@ from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.parallel_rules import RankLayout
+from slipstream.core.settings.tables import NO_ENVIRONMENT
 from slipstream.protocol.access.run_token import run_credentials
 from slipstream.protocol.access.security import without_password
 
@@ -156,6 +157,9 @@ async def _carry_out(
     beside: tuple[Program, Sequence[str]] | None = None,
 ) -> int:
     scene = scene_of(config, share, connect_timeout_s, dry_run=dry_run)
+    if not dry_run:
+        # Imports of torch and vLLM, which some checks need, take ten seconds.
+        say(f"run {config.run.name} is checked: its files, this machine, its environments")
     facts: list[str] = []
     if not await _may_start(scene, facts):
         return 0
@@ -499,7 +503,10 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
         batches = BatchBytes.of(config, read_model_sizes(config.model.path))
         notes += [*batches.describe(num_steps=config.run.steps), ""]
     notes += [*gpus, *engine]
-    for warning in (*config.training_warnings, *model_warnings(config)):
+    warnings = [*config.training_warnings, *model_warnings(config)]
+    if not config.environments and not config.controller.client_loop:
+        warnings.append(NO_ENVIRONMENT)
+    for warning in warnings:
         notes += ["", f"Warning: {warning}"]
     if missing:
         notes += ["", "Only sizes were checked. Before a run can start:", *missing]

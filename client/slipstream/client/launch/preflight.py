@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import glob
 import importlib.util
 import json
 import math
@@ -32,6 +33,7 @@ from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import USAGE_ERROR, WARNING, ConfigError, RunFailed
 from slipstream.core.extension import program
+from slipstream.core.hub import DATA_PREFIX
 from slipstream.core.machine.address import address_parts, family_of, free_port, is_loopback
 from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import open_variables, send_signal
@@ -199,7 +201,7 @@ def _pass_on(lines: Sequence[str], source: str) -> None:
 
 
 def check_modules(scene: Scene) -> Iterator[Finding]:
-    """Looks for the modules of environments in a dry run, which does not load them."""
+    """Looks for modules and files of environments in a dry run, which does not load them."""
     if not scene.dry_run:
         return
     for section in scene.config.played:
@@ -210,6 +212,24 @@ def check_modules(scene: Scene) -> Iterator[Finding]:
             yield problem(
                 f"{section.name}: there is no module {name}", f"put it into {place} or PYTHONPATH"
             )
+        for path in _missing_files(section):
+            yield problem(
+                f"{section.name}: args.path names no file, {path}", f"put it there, below {place}"
+            )
+
+
+def _missing_files(section: PlayedSection) -> list[str]:
+    """Returns the files and patterns in `args.path` of a built-in environment that are not there.
+
+    What the arguments of other environments mean, these alone know.
+    """
+    paths = section.args.get("path", ())
+    if isinstance(paths, str):
+        paths = [paths]
+    if not section.reference.startswith("slipstream.environments.") or not isinstance(paths, list):
+        return []
+    names = [path for path in paths if isinstance(path, str) and not path.startswith(DATA_PREFIX)]
+    return [name for name in names if not Path(name).exists() and not glob.glob(name)]
 
 
 async def check_environments(scene: Scene) -> None:

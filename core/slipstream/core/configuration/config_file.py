@@ -6,6 +6,7 @@ file may still be valid TOML, and the settings that it lost would become default
 
 import hashlib
 import itertools
+import json
 import logging
 import operator
 import re
@@ -25,7 +26,13 @@ from slipstream.core.configuration.foreign_names import explain, is_former, sett
 from slipstream.core.configuration.function_sources import source_digests
 from slipstream.core.configuration.node_plan import NodeGpus
 from slipstream.core.configuration.roles import role_problems
-from slipstream.core.configuration.toml_text import MAX_KEY_PARTS, Table, check_values, parse_toml
+from slipstream.core.configuration.toml_text import (
+    MAX_KEY_PARTS,
+    Table,
+    check_values,
+    parse_toml,
+    word_hint,
+)
 from slipstream.core.errors import (
     USAGE_ERROR,
     ConfigError,
@@ -123,7 +130,7 @@ def load_config(
             f"{path}: TOML is UTF-8, byte {error.start} (0x{error.object[error.start]:02x}) is not"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from error
+        raise ConfigError(f"{path} is no TOML: {error}{word_hint(text, error)}") from error
     if data.startswith(_PREFIX):
         _drop_unknown(table, path)
     check_values(table, str(path))
@@ -337,17 +344,20 @@ def _apply_override(table: Table, override: str) -> None:
     key = key.strip().removeprefix("--")
     plain = re.sub(r"\[(\d+)\]", r".\1", key).lstrip("+~")
     if plain != key:
-        raise ConfigError(f"an override names this setting {plain}, got {override!r}")
+        marks = "without + or ~" if key[0] in "+~" else "with .0 in place of [0]"
+        raise ConfigError(f"an override is written {marks}, {plain}={text}: got {override!r}")
     parts = key.split(".")
     place = cast(Any, table)
     for number, part in enumerate(parts, start=1):
         entry: str | int = part
         if isinstance(place, list):
             if not (part.isdigit() and int(part) < len(place)):
-                known = (
-                    f"entries are numbers, 0 to {len(place) - 1}" if place else "the list is empty"
-                )
-                raise ConfigError(f"{override!r}: there is no entry {part}: {known}")
+                entries = f"entries are numbers, 0 to {len(place) - 1}"
+                if len(place) == 1:
+                    entries = "there is one entry, 0"
+                elif not place:
+                    entries = "the list is empty"
+                raise ConfigError(f"{override!r}: there is no entry {part}: {entries}")
             entry = int(part)
         elif not isinstance(place, dict):
             raise ConfigError(f"{override!r}: {'.'.join(parts[:-1])} is no section")
@@ -393,7 +403,7 @@ def _explained(error: ValidationError) -> tuple[str, str]:
             rule = f"is a list of tables: write [[{where}]] above each in place of [{where}]"
             return where, f"{where} {rule}"
         case "tuple_type":
-            rule = "input should be a list"
+            return where, f"{where} is a list{_as_list(worst['loc'], given)}, got {shown}"
         case "model_type" | "dict_type":
             return where, f"{where} is a table of settings, got {shown}"
         case "string_pattern_mismatch" if worst["ctx"]["pattern"] == RUN_NAME:
@@ -402,6 +412,26 @@ def _explained(error: ValidationError) -> tuple[str, str]:
         case "string_type" if where.rpartition(".")[2] in ADDRESSES:
             rule = "an address is HOST:PORT"
     return where, f"{where}: {rule}, got {shown}"
+
+
+def _as_list(location: tuple[int | str, ...], value: object) -> str:
+    """Returns how the list that `value` means is written, or "" if that would be no better."""
+    elements: list[int | str] = []
+    for text in str(value).split(","):
+        # torch's name of a GPU.
+        number = text.strip().removeprefix("cuda:")
+        elements.append(int(number) if number.isdecimal() else text.strip())
+    *parents, name = (part for part in location if part not in _FORMS)
+    table = _table_at(tuple(parents))
+    if table is None or name not in table.model_fields or not isinstance(value, str | int):
+        return ""
+    try:
+        table.model_validate({name: elements})
+    except ValidationError as error:
+        if any(problem["loc"][:1] == (name,) for problem in error.errors()):
+            return ""
+    written = json.dumps(elements, ensure_ascii=False)
+    return f": '{_place(location)}={written}' on a command line"
 
 
 def _place(location: tuple[int | str, ...]) -> str:

@@ -13,6 +13,9 @@ Table: TypeAlias = dict[str, JsonValue]
 _TOKEN = re.compile(r"""\.|"(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?|[\w-]+|[^\s\w.'"-]+""")
 # tomllib needs the square of the time for a key of more parts.
 MAX_KEY_PARTS = 100
+# What TOML has for words of Python, which has no value that stands for none.
+WORDS = {"True": "true", "False": "false", "None": "by leaving the line out"}
+_PYTHON_WORD = re.compile(r"[=\[,]\s*(True|False|None)\b")
 # Largest depth of tables and lists in settings.
 MOST_DEEP = 32
 
@@ -32,6 +35,18 @@ def parse_toml(text: str) -> Table:
         return tomllib.loads(text)
     except RecursionError as error:
         raise ValueError(str(error)) from error
+
+
+def word_hint(text: str, error: ValueError) -> str:
+    """Returns what to write for a word of Python in the line that `error` names, or ""."""
+    line = re.search(r"at line (\d+)", str(error))
+    lines = text.split("\n")
+    if line is None or int(line[1]) > len(lines):
+        return ""
+    word = _PYTHON_WORD.search(lines[int(line[1]) - 1])
+    if word is None:
+        return ""
+    return f": {word[1]} is written {WORDS[word[1]]}"
 
 
 def check_values(table: JsonValue, source: str) -> None:

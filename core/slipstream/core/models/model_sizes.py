@@ -1,6 +1,7 @@
 """Sizes from a model's config.json, on which the parallel layout depends."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +172,10 @@ def read_model_sizes(folder: Path) -> ModelSizes:
     return ModelSizes.of(read_model_table(folder))
 
 
+# The address of a model's page, in which a path has one slash of two.
+_HUB_ADDRESS = re.compile(r"https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/([^/]+/[^/?#]+)")
+
+
 def read_model_table(folder: Path) -> dict[str, Any]:
     """Returns the config.json of a Hugging Face folder, with the decoder's fields at the top level.
 
@@ -183,6 +188,11 @@ def read_model_table(folder: Path) -> dict[str, Any]:
             f"{folder.parent}"
         )
     if not folder.is_dir():
+        if address := _HUB_ADDRESS.match(str(folder)):
+            raise ConfigError(
+                f"model.path names a model of the hub without its address: {address[1]}, "
+                f"got {folder}"
+            )
         # Relative paths: a run is exported or replayed in the folder in which it was started.
         here = "" if folder.is_absolute() else f" below {Path.cwd()}"
         raise ConfigError(

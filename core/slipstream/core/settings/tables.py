@@ -43,6 +43,11 @@ BYTES_PER_BRANCH = 96
 BYTES_PER_TOKEN = 24
 # Largest gap of a probe by element type: float16 rounds eight times finer than bfloat16.
 PROBE_TOLERANCES: Mapping[ElementType, float] = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.16}
+# What a run without a task of its own waits for.
+NO_ENVIRONMENT = (
+    "the settings have no environment: the first step waits until a client serves or submits one "
+    "(slipstream submit MODULE:CLASS), else add [[environments]]"
+)
 
 
 Table = TypeVar("Table", bound=Section)
@@ -120,6 +125,13 @@ class Tables(Section):
         is_cut = bool(self.sampling.cuts) and not self.replays_sampling
         stale = algorithm.staleness_warning(is_cut=is_cut)
         warnings = [] if stale is None else [stale]
+        first = self.critic.warmup_steps if self.critic is not None else 0
+        steps = self.run.steps - first
+        if algorithm.warmup_steps > steps:
+            warnings.append(
+                f"algorithm.warmup_steps is {algorithm.warmup_steps}, but {steps} steps train the "
+                "policy: the learning rate never rises to algorithm.learning_rate"
+            )
         if algorithm.reward == "overlong" and algorithm.filter == "none":
             warnings.append(
                 "algorithm.reward = 'overlong' with filter = 'none': groups whose answers are all "

@@ -23,6 +23,7 @@ from slipstream.core.run_folder import (
     move_finals,
 )
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.tables import NO_ENVIRONMENT
 from slipstream.core.types import MAX_EXCUSED_ATTEMPTS
 from slipstream.learner.algorithms.functions import used_functions
 from slipstream.learner.controller.events import EventLog
@@ -82,11 +83,6 @@ MAX_CAUSE = 500
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-NO_ENVIRONMENT = (
-    "the settings have no environment: the first step waits until a client serves or submits one "
-    "(slipstream submit MODULE:CLASS), else add [[environments]]"
-)
 
 
 class RunTasks(asyncio.TaskGroup):
@@ -350,11 +346,15 @@ def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
         check_journal_not_lost(folder.parent)
     elif run.config.run.resume == "never":
         raise ConfigError(f"{folder} holds a run already, and run.resume is never")
-    run_id = run.progress.run_id if first is None else str(first.get("run_id", ""))
+    run_id = run.progress.run_id
+    if first is not None:
+        run_id = str(first.get("run_id", ""))
     if run.config.run.id not in (None, run_id):
         raise ConfigError(f"{folder} holds run {run_id}, and run.id is {run.config.run.id}")
     # All starts of a run share one key, so that trajectories that wait in its queue can be opened.
-    key = (str(first.get("key", "")) if first is not None else "") or secrets.token_hex(32)
+    key = secrets.token_hex(32)
+    if first is not None and first.get("key"):
+        key = str(first["key"])
     start = kinds.Start(
         format=FORMAT,
         run_id=run_id,

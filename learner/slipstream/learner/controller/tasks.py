@@ -1,7 +1,7 @@
 """The environments of a run, the choice of the next task, and calls to environments of clients.
 
 The next group is of the environment that is furthest behind its weight in leased and trained
-groups.
+groups. At the start of a run nothing is leased in place of one that still loads.
 
 The relay consumes: calls of rollout servers, answers of clients. Produces: the same messages for
 the other side, with new call ids. Waits for: messages. Unblocked by: a message, or the end of
@@ -48,6 +48,8 @@ class EnvironmentEntry:
     spec: pb.EnvironmentSpec
     # What the journal has of its groups.
     counts: EnvironmentCounts
+    # Whether the run starts with it: the others get no more than their part while it loads.
+    starts_run: bool = False
     state: pb.EnvironmentState = pb.ENVIRONMENT_STATE_PENDING
     num_tasks: int = 0
     cause: str = ""
@@ -98,6 +100,11 @@ class EnvironmentEntry:
     def runs_on(self, key: ServerKey) -> bool:
         """Whether a server can run the environment's episodes now."""
         return self.client_episodes is not None or key in self.loaded_on
+
+    def may_load_on(self, key: ServerKey) -> bool:
+        """Whether the run starts with the environment and a server may be the first to load it."""
+        is_pending = self.state == pb.ENVIRONMENT_STATE_PENDING
+        return self.starts_run and is_pending and key not in self.failed_on
 
     def is_news(self, kind: str, text: str = "") -> bool:
         """Notes `text`; returns False if it was noted before or its `kind` has `MAX_TOLD` texts.
@@ -185,9 +192,10 @@ class EnvironmentBook:
         self._seed = seed
         self.entries: dict[str, EnvironmentEntry] = {}
 
-    def add(self, spec: pb.EnvironmentSpec) -> EnvironmentEntry:
+    def add(self, spec: pb.EnvironmentSpec, *, starts_run: bool = False) -> EnvironmentEntry:
         """Adds an environment, or replaces a suspended one with its name."""
-        entry = EnvironmentEntry(spec, self._state.environments[spec.name])
+        counts = self._state.environments[spec.name]
+        entry = EnvironmentEntry(spec, counts, starts_run=starts_run)
         self.entries[spec.name] = entry
         return entry
 
@@ -212,13 +220,21 @@ class EnvironmentBook:
     def next_for(
         self, key: ServerKey, open_episodes: Mapping[str, int], group_size: int
     ) -> EnvironmentEntry | None:
-        """Returns the environment for the next group on server `key`, or None if none may run."""
+        """Returns the environment for the next group on server `key`.
+
+        Returns None if none may run, or if the group is due to one that still loads there.
+        """
+        environments = self.training()
         ready = [
-            entry
-            for entry in self.training()
-            if self.may_run(entry, key, open_episodes, group_size)
+            entry for entry in environments if self.may_run(entry, key, open_episodes, group_size)
         ]
-        return min(ready, key=lambda entry: entry.share, default=None)
+        nearest = min(ready, key=lambda entry: entry.share, default=None)
+        if nearest is None:
+            return None
+        loading = [entry for entry in environments if entry.may_load_on(key)]
+        if any(entry.share < nearest.share for entry in loading):
+            return None
+        return nearest
 
     @staticmethod
     def may_run(

@@ -88,6 +88,21 @@ def test_a_dry_run_says_what_engines_lack_on_a_cpu(tmp_path, monkeypatch):
     assert not [obstacle for obstacle in obstacles if lack in obstacle]
 
 
+def test_a_dry_run_without_an_environment_says_what_it_would_wait_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    config = small_config(model={"path": str(tmp_path)}, environments=[])
+    text, _ = describe_dry_run(config, Share(range(1), 1))
+    assert "Warning: the settings have no environment: the first step waits" in text
+    own_loop = small_config(
+        model={"path": str(tmp_path)},
+        environments=[],
+        controller={"client_loop": True},
+        learner={"shared_prefix_tokens": 0},
+    )
+    text, _ = describe_dry_run(own_loop, Share(range(1), 1))
+    assert "no environment" not in text
+
+
 async def test_missing_packages_are_no_fault_of_the_settings(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
     monkeypatch.setitem(machine.NEEDED, "learner", (("torch-of-elsewhere",),))

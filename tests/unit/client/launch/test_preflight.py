@@ -368,6 +368,25 @@ async def test_a_dry_run_names_the_modules_of_environments_that_are_not_there(
     assert not [*check_modules(replace(scene, dry_run=False))], "a start loads them"
 
 
+async def test_a_dry_run_names_the_files_of_questions_that_are_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("there.jsonl").touch()
+    questions = "slipstream.environments.questions:Questions"
+    demonstrations = "slipstream.environments.demonstrations:Demonstrations"
+    table = [
+        {"name": "a", "reference": questions, "args": {"path": "there.jsonl"}},
+        {"name": "b", "reference": questions, "args": {"path": ["there.jsonl", "away.jsonl"]}},
+        {"name": "c", "reference": questions, "args": {"path": "hf:owner/name"}},
+        {"name": "d", "reference": questions, "args": {"path": "th*.jsonl"}},
+        {"name": "e", "reference": demonstrations, "args": {"path": "away/*.parquet"}},
+    ]
+    findings = [*check_modules(Scene(small_config(environments=table), WHOLE_RUN, dry_run=True))]
+    assert [finding.seen for finding in findings] == [
+        "b: args.path names no file, away.jsonl",
+        "e: args.path names no file, away/*.parquet",
+    ]
+
+
 @pytest.fixture
 def playing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
     """Makes the settings of a run whose environment `e` is a class of the given code."""

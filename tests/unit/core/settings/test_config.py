@@ -149,12 +149,29 @@ def test_overrides_take_toml_values_and_reach_list_entries(tmp_path: Path) -> No
         ("environments.0.weight=3", "'environments.0.weight=3': there is no entry 0"),
         (
             "environments[0].weight=2",
-            "an override names this setting environments.0.weight, got 'environments[0].weight=2'",
+            "an override is written with .0 in place of [0], environments.0.weight=2: got "
+            "'environments[0].weight=2'",
         ),
-        ("+run.steps=3", "an override names this setting run.steps, got '+run.steps=3'"),
+        (
+            "+run.steps=3",
+            "an override is written without + or ~, run.steps=3: got '+run.steps=3'",
+        ),
         ("environments=[]\nx=3", "an override has one value, got 'environments=[]\\nx=3'"),
         ("environments.0=3", "'environments.0=3': there is no entry 0"),
-        ("learner.devices=0", "learner.devices: input should be a list, got 0"),
+        (
+            "learner.devices=0",
+            "learner.devices is a list: 'learner.devices=[0]' on a command line, got 0",
+        ),
+        (
+            "rollout_server.devices=0,1",
+            "rollout_server.devices is a list: 'rollout_server.devices=[0, 1]' on a command line",
+        ),
+        ("learner.devices=cuda:0", "a list: 'learner.devices=[0]' on a command line, got 'cuda:0'"),
+        ("learner.devices=0.5", "learner.devices is a list, got 0.5"),
+        (
+            "tracking.trackers=tensorboard",
+            "tracking.trackers is a list: 'tracking.trackers=[\"tensorboard\"]' on a command line",
+        ),
         ("learner.devices=[0.5]", "learner.devices.0: input should be a valid integer, got a"),
         ("learner.ddp={x={y=nan}}", "learner.ddp.x.y: input should be a finite number, got nan"),
     ],
@@ -165,6 +182,46 @@ def test_an_override_that_cannot_work_is_refused(override, message, tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_config(file, [override])
     assert message in str(caught.value)
+
+
+def test_an_entry_beyond_the_only_one_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    environment = {"name": "a", "reference": "m:A"}
+    file.write_text(dump_config(config_with({"environments": [environment]})))
+    with pytest.raises(ConfigError, match="there is no entry 1: there is one entry, 0"):
+        load_config(file, ["environments.1.name=b"])
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("enforce_eager = True", "True is written true"),
+        ("trackers = [False]", "False is written false"),
+        ("python = None", "None is written by leaving the line out"),
+    ],
+)
+def test_a_word_of_python_in_a_file_is_told_in_words_of_toml(line, hint, tmp_path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f"[run]\n{line}\n")
+    with pytest.raises(ConfigError, match=f"is no TOML: Invalid value .at line 2.*: {hint}$"):
+        load_config(file)
+
+
+def test_a_model_named_by_its_page_on_the_hub_is_told_its_name(tmp_path: Path) -> None:
+    page = Path("https://huggingface.co/Qwen/Qwen3-0.6B/tree/main")
+    config = config_with({"model.path": page})
+    with pytest.raises(ConfigError, match="without its address: Qwen/Qwen3-0.6B, got https:/hug"):
+        check_model(config)
+
+
+def test_a_warmup_that_outlasts_the_run_is_told() -> None:
+    settings = {"algorithm.warmup_steps": 10, "run.steps": 9}
+    (warning,) = config_with(settings).training_warnings
+    assert warning == (
+        "algorithm.warmup_steps is 10, but 9 steps train the policy: the learning rate never rises "
+        "to algorithm.learning_rate"
+    )
+    assert not config_with(settings | {"run.steps": 10}).training_warnings
 
 
 def test_a_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path) -> None:

@@ -83,6 +83,41 @@ def test_a_latecomer_gets_its_share_from_now_on():
     assert accept(book, 10) == {"e0": 5, "late": 5}
 
 
+def start_with_two() -> EnvironmentBook:
+    """A run's two environments, of which the second one is not loaded anywhere."""
+    book = EnvironmentBook(RunState(), seed=1)
+    for name in ("quick", "slow"):
+        purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
+        spec = environment_pb2.EnvironmentSpec(name=name, weight=1.0, purpose=purpose)
+        book.add(spec, starts_run=True)
+    book.entries["quick"].loaded(KEY, 5)
+    return book
+
+
+def test_at_the_start_the_first_to_load_leaves_the_others_their_part():
+    book = start_with_two()
+    assert accept(book, 1) == {"quick": 1}
+    assert book.next_for(KEY, {}, 4) is None
+    book.entries["slow"].loaded(KEY, 5)
+    assert accept(book, 15) == {"quick": 7, "slow": 8}
+
+
+def test_nothing_waits_for_an_environment_that_the_server_could_not_load():
+    book = start_with_two()
+    book.entries["slow"].load_failed(KEY, "no such module")
+    assert accept(book, 4) == {"quick": 4}
+    elsewhere = ServerKey(ServerId("b"), 1)
+    book.entries["quick"].loaded(elsewhere, 5)
+    assert book.next_for(elsewhere, {}, 4) is None
+
+
+def test_nothing_waits_for_an_environment_that_came_to_a_running_mixture():
+    book = make_book(1.0)
+    purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
+    book.add(environment_pb2.EnvironmentSpec(name="late", weight=1.0, purpose=purpose))
+    assert accept(book, 4) == {"e0": 4}
+
+
 def tasks(book, number):
     """The next tasks of the first environment, each leased, and their seeds."""
     entry = book.entries["e0"]

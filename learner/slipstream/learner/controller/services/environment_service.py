@@ -59,7 +59,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         self._folder = os.getcwd()
         self._own = environment_specs(run.config, search_path=self._folder)
         for spec in self._own:
-            self._environments.add(spec)
+            self._environments.add(spec, starts_run=True)
         self.relay = Relay(self._environments.entries)
 
     def restore(self, history: RunHistory) -> None:
