@@ -27,6 +27,8 @@ from slipstream.environments.sandbox.sandbox import launched, why_not
 MAX_SCORE_BYTES = 64 << 10
 GIB = 1 << 30
 ADDRESS_SPACE_BYTES = 1 << 47
+# Of a program in the sandbox, on average.
+THREADS_A_PROCESS = 256
 # Keeps Python from importing what the judged program left, in its folder or its home.
 ISOLATED = {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 # Hint for a program that was killed in the sandbox without a message.
@@ -107,7 +109,11 @@ class Command(AgentEnvironment[Row]):
         if not self._tasks:
             raise ConfigError("there must be at least one task")
         self._check_fields()
-        bounds = {"memory_bytes": round(memory_gib * GIB), "processes": max_processes}
+        bounds = {
+            "memory_bytes": round(memory_gib * GIB),
+            "processes": max_processes,
+            "threads": max_processes * THREADS_A_PROCESS if sandbox else 0,
+        }
         output_bytes = round(max_output_mib * (1 << 20))
         self._limits = Limits(seconds=limit_s, output_bytes=output_bytes, **bounds)
         own = bounds if sandbox else dict.fromkeys(bounds, 0)

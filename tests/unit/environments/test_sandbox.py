@@ -18,8 +18,15 @@ import psutil
 import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.environments.sandbox import Finished, Limits, Sandbox, sandbox
-from slipstream.environments.sandbox.sandbox import BACKENDS, first_backend, why_not
+from slipstream.environments.sandbox.sandbox import (
+    BACKENDS,
+    bounds_threads,
+    first_backend,
+    trial,
+    why_not,
+)
 from slipstream.environments.sandbox.system_calls import filter_program
+from slipstream.environments.sandbox.thread_limit import OWN_THREADS, gives_accounts
 from support.rigs.waiting import LIMIT_S, until
 
 pytestmark = [
@@ -193,7 +200,7 @@ async def test_a_program_gets_no_more_than_its_limit(name: str, backend: str) ->
 
 
 # 64 processes, each of which goes on in a child of its own ten times a second: as hard to end as a
-# bomb without a bound, of which bubblewrap lets thousands run before its keeper looks.
+# bomb without a bound.
 BOMB = """
 import os, time
 first = os.getpid()
@@ -220,6 +227,88 @@ async def test_a_fork_bomb_ends_and_leaves_nothing(backend: str) -> None:
     finished = await run(backend, program, processes=8, seconds=3)
     assert finished.ended_by in ("processes", "seconds")
     assert not marked(MARK)
+
+
+# Forks until the kernel refuses it, and says how many processes there were.
+FORKING = """
+import os, signal, sys
+num_processes = 1
+while True:
+    try:
+        child = os.fork()
+    except OSError:
+        break
+    if child == 0:
+        signal.pause()
+    num_processes += 1
+print(num_processes, flush=True)
+"""
+
+
+async def test_a_bomb_without_a_bound_gets_no_more_processes_than_threads_allow(
+    backend: str,
+) -> None:
+    # Sandlock counts processes itself; with bubblewrap, `processes` would need a keeper's look.
+    finished = await run(backend, FORKING, processes=300, threads=40)
+    most = 40 + OWN_THREADS
+    if bounds_threads(backend):
+        assert 20 < int(finished.stdout) <= most
+        assert finished.ended_by == ""
+    else:
+        assert finished.ended_by in ("threads", "processes") or int(finished.stdout) <= 300
+
+
+# Each of three processes starts threads until it is refused one, or has 60.
+THREADS = """
+import os, threading, time
+threading.stack_size(65536)
+gate = threading.Event()
+def starts():
+    num_threads = 1
+    try:
+        while num_threads < 60:
+            threading.Thread(target=gate.wait, daemon=True).start()
+            num_threads += 1
+    except RuntimeError:
+        pass
+    print(num_threads, flush=True)
+    time.sleep(2)
+    os._exit(0)
+children = [os.fork() or starts() for _ in range(2)]
+starts()
+"""
+
+
+async def test_threads_of_all_processes_are_bounded_together(backend: str) -> None:
+    finished = await run(backend, THREADS, threads=40)
+    if bounds_threads(backend):
+        assert finished.ended_by == ""
+        assert sum(map(int, finished.stdout.split())) <= 40 + OWN_THREADS
+    else:
+        assert finished.ended_by == "threads"
+
+
+async def test_a_program_cannot_raise_its_limits(backend: str) -> None:
+    program = (
+        "import resource\n"
+        "for name in ('NPROC', 'NOFILE', 'DATA', 'CPU', 'FSIZE', 'CORE', 'SIGPENDING'):\n"
+        "    number = getattr(resource, 'RLIMIT_' + name, 11)\n"
+        "    most = resource.getrlimit(number)[1]\n"
+        "    if most == resource.RLIM_INFINITY: continue\n"
+        "    try: resource.setrlimit(number, (most, most + 1))\n"
+        "    except ValueError: continue\n"
+        "    print('escaped')\n"
+    )
+    assert (await run(backend, program)).status == 0
+
+
+@pytest.mark.skipif(not gives_accounts(), reason="only root gives programs other accounts")
+def test_a_file_that_only_root_can_read_is_refused(tmp_path: Path) -> None:
+    if reason := why_not("bubblewrap"):
+        pytest.skip(reason)
+    tmp_path.joinpath("secret").touch(0o600)
+    with pytest.raises(ConfigError, match="readable names .*secret, which only root can read"):
+        Sandbox(LIMITS, readable=[tmp_path / "secret"], backend="bubblewrap")
 
 
 async def test_daemons_end_with_the_program(backend: str) -> None:
@@ -400,12 +489,12 @@ def test_a_limit_must_be_above_0() -> None:
 def test_a_machine_without_a_sandbox_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(sandbox.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
-    why_not.cache_clear()
+    trial.cache_clear()
     try:
         with pytest.raises(ConfigError) as refused:
             Sandbox()
     finally:
-        why_not.cache_clear()
+        trial.cache_clear()
     assert str(refused.value) == (
         "there is no sandbox on this machine; sandlock: the package is not installed: "
         "pip install sandlock==0.9.0; bubblewrap: the program bwrap is not installed: "
@@ -418,19 +507,21 @@ def test_a_kernel_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     failed = subprocess.CompletedProcess([], 1, b"", b"some error\n")
     monkeypatch.setattr(sandbox.subprocess, "run", lambda *_, **__: failed)
     monkeypatch.setattr(sandlock, "landlock_abi_version", lambda: 3)
-    why_not.cache_clear()
+    trial.cache_clear()
     try:
         said = why_not("sandlock")
         monkeypatch.setattr(sandlock, "landlock_abi_version", lambda: 7)
-        why_not.cache_clear()
+        trial.cache_clear()
         assert why_not("sandlock") == "some error"
     finally:
-        why_not.cache_clear()
+        trial.cache_clear()
     assert said == "this kernel has version 3 of Landlock, and 6 is needed (Linux 6.12)"
 
 
-def test_the_first_sandbox_that_works_is_taken() -> None:
-    assert first_backend() == next(name for name in BACKENDS if not why_not(name))
+def test_the_first_sandbox_that_works_and_bounds_threads_is_taken() -> None:
+    working = [name for name in BACKENDS if not why_not(name)]
+    bounding = [name for name in working if bounds_threads(name)]
+    assert first_backend() == (bounding or working)[0]
 
 
 @pytest.mark.parametrize("with_port", [False, True])

@@ -17,6 +17,7 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import BinaryIO, Literal, cast, get_args
@@ -97,6 +98,8 @@ _MAX_TEMPORARY_BYTES = MAX_SOCKET_PATH_BYTES - 40
 Kind = Literal["sockets", "relay", "sandbox", "agent", "notebook"]
 _SHORT: tuple[Kind, ...] = ("sockets", "relay")
 _NAME = re.compile(rf"slipstream-(?P<kind>{'|'.join(get_args(Kind))})-[a-z0-9_]{{8}}")
+# Accounts that systemd leaves unused.
+_UNUSED_ACCOUNTS = range(1879048192, 2147483647)
 
 
 class OwnedFolder:
@@ -121,6 +124,23 @@ class OwnedFolder:
         os.close(self._lock)
 
 
+def sandbox_accounts() -> range:
+    """Returns the accounts that root gives to programs in sandboxes, with their folders.
+
+    Empty if this process is not root, or root of a container that has no account but its own.
+    """
+    if os.geteuid() or sys.platform != "linux":
+        return range(0)
+    table = Path("/proc/self/uid_map").read_text()
+    rows = [list(map(int, line.split())) for line in table.splitlines()]
+    first, _, num_accounts = max(rows, key=lambda row: row[2])
+    past = first + num_accounts
+    if past >= _UNUSED_ACCOUNTS.stop:
+        return _UNUSED_ACCOUNTS
+    # The upper half of what a container has.
+    return range(past - num_accounts // 2, past)
+
+
 def remove_abandoned() -> None:
     """Removes this user's folders whose owner process has ended, with their shared memory.
 
@@ -141,7 +161,8 @@ def remove_abandoned() -> None:
             facts = os.fstat(folder)
             # A volume may set the setgid bit on all folders in it.
             mode = stat.S_IMODE(facts.st_mode) & ~stat.S_ISGID
-            if facts.st_uid != os.getuid() or mode != 0o700:
+            is_own = facts.st_uid == os.getuid() or facts.st_uid in sandbox_accounts()
+            if not is_own or mode != 0o700:
                 continue
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import NoReturn
 
 from slipstream.core.machine import process
@@ -36,20 +37,27 @@ EXPENDABLE = "1000"
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Limits of a program with its descendants, each of which 0 switches off.
+
+    A `_setting` names its limit in the message about an excess.
+    """
+
+    memory_bytes: int = 0
+    memory_setting: str = "the limit"
+    processes: int = 0
+    processes_setting: str = "the limit"
+    threads: int = 0
+    threads_setting: str = "the limit"
+
+
 class Keeper:
     """Runs one program, and ends all processes below it."""
 
-    def __init__(
-        self, memory_bytes: int, memory_setting: str, processes: int, processes_setting: str
-    ) -> None:
-        """Limits the program with its descendants, unless a limit is 0.
-
-        `memory_setting` and `processes_setting` name the limits in the message about an excess.
-        """
-        self._memory_bytes = memory_bytes
-        self._memory_setting = memory_setting
-        self._processes = processes
-        self._processes_setting = processes_setting
+    def __init__(self, bounds: Bounds) -> None:
+        """Limits the program with its descendants."""
+        self._bounds = bounds
         self._parent = os.getppid()
         self._status: int | None = None
         self._oom_kills = process.kernel_oom_kills()
@@ -106,21 +114,26 @@ class Keeper:
         self._kill_all()
         return signal.SIGKILL if self._status is None else self._status
 
-    def _exceeded(self, found: Sequence[process.Descendant]) -> str:
-        """Returns a description of the limit that the processes `found` exceed, or "" if none."""
-        limit = self._memory_bytes
-        most = self._processes
-        if most and len(found) > most:
-            return f"it had {len(found)} processes, more than {self._processes_setting} = {most}"
+    def _exceeded(self, processes: Sequence[process.Descendant]) -> str:
+        """Returns a description of the limit that `processes` exceed, or "" if none."""
+        bounds = self._bounds
+        limit = bounds.memory_bytes
+        if bounds.processes and len(processes) > bounds.processes:
+            rule = f"{bounds.processes_setting} = {bounds.processes}"
+            return f"it had {len(processes)} processes, more than {rule}"
+        num_threads = sum(descendant.num_threads for descendant in processes)
+        if bounds.threads and num_threads > bounds.threads:
+            rule = f"{bounds.threads_setting} = {bounds.threads}"
+            return f"it had {num_threads} threads, more than {rule}"
         # Pages that several processes share are counted for each of them first; the exact count
         # takes longer.
-        if not limit or sum(map(process.resident_bytes, found)) <= limit:
+        if not limit or sum(map(process.resident_bytes, processes)) <= limit:
             return ""
-        used = sum(map(process.shared_out_bytes, found))
+        used = sum(map(process.shared_out_bytes, processes))
         if used <= limit:
             return ""
         return (
-            f"out of memory: it took {used / (1 << 30):.2f} GiB, more than {self._memory_setting} "
+            f"out of memory: it took {used / (1 << 30):.2f} GiB, more than {bounds.memory_setting} "
             f"= {limit / (1 << 30):.2f}"
         )
 
@@ -164,15 +177,17 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("--memory-setting", default="the limit")
     parser.add_argument("--processes", type=int, default=0)
     parser.add_argument("--processes-setting", default="the limit")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--threads-setting", default="the limit")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
     if options.cause_fd > 2:
         os.set_inheritable(options.cause_fd, False)
     if sys.platform != "linux":
         os.execvp(options.command[0], options.command)
-    memory = (options.memory_bytes, options.memory_setting)
     command = options.command
-    keeper = Keeper(*memory, options.processes, options.processes_setting)
+    bounds = {limit.name: getattr(options, limit.name) for limit in fields(Bounds)}
+    keeper = Keeper(Bounds(**bounds))
 
     def become() -> NoReturn:
         try:

@@ -19,7 +19,7 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,6 +37,8 @@ class Descendant:
 
     pid: int
     start: int
+    # When it was seen.
+    num_threads: int = field(default=1, compare=False)
 
 
 def descendants(root: int) -> list[Descendant]:
@@ -51,9 +53,9 @@ def descendants(root: int) -> list[Descendant]:
                 continue
             seen.add(pid)
             open_pids.append(pid)
-            start = _start_of(pid)
-            if start is not None:
-                found.append(Descendant(pid, start))
+            process = _seen(pid)
+            if process is not None:
+                found.append(process)
     return found
 
 
@@ -80,7 +82,7 @@ def kill(process: Descendant) -> None:
     except ProcessLookupError:
         return
     try:
-        if _start_of(process.pid) == process.start:
+        if _seen(process.pid) == process:
             signal.pidfd_send_signal(handle, signal.SIGKILL)
     except ProcessLookupError:
         return
@@ -142,15 +144,17 @@ def _lister() -> Callable[[int], list[int]]:
     return lambda pid: parents.get(pid, [])
 
 
-def _start_of(pid: int) -> int | None:
-    """Returns the start time of `pid`, or None if it has ended or is a zombie."""
+def _seen(pid: int) -> Descendant | None:
+    """Returns the process `pid`, or None if it has ended or is a zombie."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except OSError:
         return None
     # The name is in parentheses and may itself contain parentheses.
     fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    if fields[0] in "ZX":
+        return None
+    return Descendant(pid, start=int(fields[19]), num_threads=int(fields[17]))
 
 
 # Enough for a run of hundreds of servers; programs can still loop over all file numbers.

@@ -65,8 +65,8 @@ async def run_program(
     """Runs `command` in `folder`, with `variables` as its environment, and returns how it ended.
 
     A program that exceeds a limit is ended: of seconds, `output_bytes`, and unless they are 0
-    `memory_bytes` and `processes`. If `with_errors`, the program's stderr is part of its output;
-    else it goes to this process's stderr.
+    `memory_bytes`, `processes` and `threads`. If `with_errors`, the program's stderr is part of its
+    output; else it goes to this process's stderr.
     """
     process = await asyncio.create_subprocess_exec(
         *own_program("slipstream.core.machine.keeper"),
@@ -78,6 +78,10 @@ async def run_program(
         str(limits.processes),
         "--processes-setting",
         "max_processes",
+        "--threads",
+        str(limits.threads),
+        "--threads-setting",
+        "those of max_processes",
         "--cause-fd",
         "1",
         "--",

@@ -7,6 +7,7 @@ or of the folder, the launcher kills itself, and the keeper then kills the launc
 
 import errno
 import os
+import re
 import resource
 import signal
 import stat
@@ -15,13 +16,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
+from slipstream.core.machine.process import die_with_parent
 from slipstream.environments.sandbox.plan import Limits, Plan
 from slipstream.environments.sandbox.system_calls import (
-    filter_program,
     filtered,
     give_up_privileges,
+)
+from slipstream.environments.sandbox.thread_limit import (
+    OWN_THREADS,
+    become,
+    counts_by_namespace,
+    enter_namespace,
+    fresh_account,
+    give_folder,
+    private_path,
 )
 
 # Seconds between two checks of the time and the folder.
@@ -49,6 +60,11 @@ _DEVICES = ("/dev/zero", "/dev/random", "/dev/urandom")
 # Exit status, minus the signal, of a program that a signal ended, by bubblewrap and shells.
 _SIGNAL_STATUS = 128
 _LAST_SIGNAL = 64
+_WAITING_SIGNALS = 1024
+# Number of the program's account in its namespace, when bubblewrap is started by root.
+_INNER_ACCOUNT = 1
+# The process that bubblewrap tells.
+_CHILD = re.compile(rb'"child-pid": (\d+)\D')
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -67,6 +83,8 @@ def launch(plan: Plan, command: Sequence[str]) -> NoReturn:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: plan.limits.file_bytes,
         resource.RLIMIT_CPU: plan.limits.processor_s,
+        # Signals that wait, of all processes of the user: no neighbour may find none left.
+        resource.RLIMIT_SIGPENDING: _WAITING_SIGNALS,
     }
     for name, value in limits.items():
         # At the soft limit of processor time SIGXCPU shows the cause; the hard limit always kills.
@@ -99,11 +117,22 @@ def _in_sandlock(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
     """Starts the program; returns a function that waits for its exit status, or -N for signal N."""
     import sandlock
 
+    threads = plan.limits.threads + OWN_THREADS
+    account = own_account(plan)
+    if account:
+        give_folder(plan.folder, account)
+        become(account)
+        # Linux forgets this when a process becomes another account.
+        die_with_parent()
+    elif os.geteuid() == 0 or not enter_namespace():
+        # Only the keeper looks at threads.
+        threads = 0
     give_up_privileges()
+    cwd = plan.cwd or plan.folder
     box = sandlock.Sandbox(
         fs_readable=[*_readable(plan), *_DEVICES],
         fs_writable=[plan.folder, "/dev/null"],
-        cwd=plan.cwd or plan.folder,
+        cwd=cwd,
         clean_env=True,
         env=dict(os.environ),
         max_memory=plan.limits.memory_bytes,
@@ -113,7 +142,7 @@ def _in_sandlock(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
         net_allow=[f"tcp://127.0.0.1:{plan.port}"] if plan.port else [],
     )
     # The filter is not for the launcher: sandlock makes calls here that no program may make.
-    process = box.popen(filtered(command, with_port=bool(plan.port)))
+    process = box.popen(filtered(command, cwd, threads=threads, with_port=bool(plan.port)))
 
     def wait() -> int:
         result = process.wait()
@@ -129,11 +158,37 @@ def _in_sandlock(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
 
 def _in_bubblewrap(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
     """Starts the program; returns a function that waits for its exit status, or -N for signal N."""
-    read_end, write_end = os.pipe()
-    os.write(write_end, filter_program())
-    os.close(write_end)
-    binds = [part for path in _readable(plan) for part in ("--ro-bind", path, path)]
+    account = fresh_account()
+    threads = plan.limits.threads + OWN_THREADS
+    if not (account or counts_by_namespace()):
+        # Only the keeper looks at threads.
+        threads = 0
+    cwd = plan.cwd or plan.folder
+    # In the namespace the account is the second of two.
+    inner_account = _INNER_ACCOUNT if account else 0
+    paths = _readable(plan)
+    # bubblewrap would make these folders for our own account only.
+    below = (*paths, *_DEVICES, plan.folder)
+    parents = {str(parent) for path in below for parent in Path(path).parents} - {"/"}
+    folders = [part for path in sorted(parents) for part in ("--perms", "0755", "--dir", path)]
+    binds = [part for path in paths for part in ("--ro-bind", path, path)]
     devices = [part for path in (*_DEVICES, "/dev/null") for part in ("--dev-bind", path, path)]
+    confined = [
+        "--unshare-all",
+        "--cap-drop",
+        "ALL",
+        "--die-with-parent",
+        "--new-session",
+        *folders,
+        *binds,
+        *devices,
+        "--bind",
+        plan.folder,
+        plan.folder,
+        "--remount-ro",
+        "/",
+    ]
+    program = filtered(command, cwd, threads=threads, account=inner_account)
 
     def set_own_limits() -> None:
         """Sets limits of memory and open files, which bubblewrap does not set."""
@@ -143,34 +198,14 @@ def _in_bubblewrap(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
         ):
             resource.setrlimit(name, (most, most))
 
-    process = subprocess.Popen(
-        [
-            "bwrap",
-            "--unshare-user",
-            "--unshare-all",
-            "--disable-userns",
-            "--cap-drop",
-            "ALL",
-            "--die-with-parent",
-            "--new-session",
-            "--seccomp",
-            str(read_end),
-            *binds,
-            *devices,
-            "--bind",
-            plan.folder,
-            plan.folder,
-            "--remount-ro",
-            "/",
-            "--chdir",
-            plan.cwd or plan.folder,
-            "--",
-            *command,
-        ],
-        pass_fds=[read_end],
-        preexec_fn=set_own_limits,
-    )
-    os.close(read_end)
+    if account:
+        give_folder(plan.folder, account)
+        process = _with_account(account, confined, program, set_own_limits)
+    else:
+        process = subprocess.Popen(
+            ["bwrap", "--unshare-user", "--disable-userns", *confined, "--", *program],
+            preexec_fn=set_own_limits,
+        )
 
     def wait() -> int:
         status = process.wait()
@@ -178,6 +213,56 @@ def _in_bubblewrap(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
         return -number if 0 < number <= _LAST_SIGNAL else status
 
     return wait
+
+
+def _with_account(
+    account: int, confined: Sequence[str], program: Sequence[str], set_limits: Callable[[], None]
+) -> subprocess.Popen[bytes]:
+    """Starts bubblewrap as root, with `account` as the second account of its namespace."""
+    facts_read, facts_write = os.pipe()
+    mapped_read, mapped_write = os.pipe()
+    process = subprocess.Popen(
+        [
+            "bwrap",
+            "--unshare-user",
+            "--info-fd",
+            str(facts_write),
+            "--userns-block-fd",
+            str(mapped_read),
+            *confined,
+            "--cap-add",
+            "CAP_SETUID",
+            "--cap-add",
+            "CAP_SETGID",
+            "--",
+            *program,
+        ],
+        pass_fds=[facts_write, mapped_read],
+        preexec_fn=set_limits,
+    )
+    os.close(facts_write)
+    os.close(mapped_read)
+    facts = b""
+    while (named := _CHILD.search(facts)) is None and (part := os.read(facts_read, 1024)):
+        facts += part
+    # Without the child, bubblewrap has said why, and ends.
+    if named is not None:
+        for kind in ("uid", "gid"):
+            accounts = f"0 0 1\n{_INNER_ACCOUNT} {account} 1\n"
+            Path(f"/proc/{int(named[1])}/{kind}_map").write_text(accounts)
+        os.write(mapped_write, b".")
+    os.close(mapped_write)
+    return process
+
+
+def own_account(plan: Plan) -> int:
+    """Returns the number of an account for a program in sandlock, or 0 if it must stay ours.
+
+    Under Landlock no other account can read below a folder that only root can enter.
+    """
+    if not plan.may_change_account:
+        return 0
+    return 0 if private_path([*_readable(plan), os.path.dirname(plan.folder)]) else fresh_account()
 
 
 def _readable(plan: Plan) -> list[str]:

@@ -15,13 +15,16 @@ class Limits:
     `seconds` limits the wall-clock time. `processor_s`, `open_files` and `file_bytes` hold for each
     process. `folder_bytes` limits the files on the disk. A removed file that is still open does not
     count, so each process can hold up to `file_bytes` more in each of its `open_files`.
-    `output_bytes` holds for stdout and for stderr.
+    `output_bytes` holds for stdout and for stderr. `threads` counts those of all processes, each of
+    which has at least one.
     """
 
     seconds: float = 10.0
     processor_s: int = 10
     memory_bytes: int = 512 << 20
     processes: int = 16
+    # Libraries of numbers start one for each core in each process.
+    threads: int = 256
     open_files: int = 64
     file_bytes: int = 16 << 20
     folder_bytes: int = 64 << 20
@@ -35,7 +38,8 @@ class Plan:
 
     The program may write below `folder`. It starts in `cwd`, or in `folder` if `cwd` is "". It may
     connect to `port` of 127.0.0.1, or to no address if `port` is 0; only sandlock can allow a port.
-    If the program exceeds a limit, the launcher writes the limit to `cause_fd`.
+    If the program exceeds a limit, the launcher writes the limit to `cause_fd`. Root may give the
+    program, with `folder`, an account of its own if `may_change_account`.
     """
 
     backend: Backend
@@ -45,6 +49,7 @@ class Plan:
     cause_fd: int
     cwd: str = ""
     port: int = 0
+    may_change_account: bool = False
 
     @staticmethod
     def of(text: str) -> "Plan":

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
+from slipstream.client.terminal import complain
 from slipstream.core.arguments import AboveZero, checked, kind_of, of_kind
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.files import OwnedFolder
@@ -32,6 +33,7 @@ from slipstream.environments.sandbox.kept_program import own_program
 from slipstream.environments.sandbox.plan import Backend, Limits, Plan
 from slipstream.environments.sandbox.starter import described
 from slipstream.environments.sandbox.system_calls import machine_is_known
+from slipstream.environments.sandbox.thread_limit import gives_accounts, private_path
 
 BACKENDS: tuple[Backend, ...] = ("sandlock", "bubblewrap")
 LAUNCHER = "slipstream.environments.sandbox.launcher"
@@ -41,6 +43,21 @@ LINE_BYTES = 4 << 20
 # Seconds beyond the program's own for starting and ending it on a busy machine.
 _SLACK_S = 60.0
 _PROBE_LIMIT_S = 60.0
+_PROBE_THREADS = 8
+# Starts threads up to a number, and says whether one was refused.
+_PROBE = """
+import sys, _thread
+ends = _thread.allocate_lock()
+ends.acquire()
+try:
+    for _ in range(int(sys.argv[1])):
+        _thread.start_new_thread(ends.acquire, ())
+    print("started", flush=True)
+except RuntimeError:
+    print("refused", flush=True)
+import os
+os._exit(0)
+"""
 # Signals with which the kernel and sandlock end a program at a limit, without naming the limit.
 _SIGNALS_OF_LIMITS = {-signal.SIGXCPU: "processor_s", -signal.SIGKILL: "kill"}
 
@@ -92,6 +109,17 @@ class Sandbox:
         self.backend: Backend = backend or first_backend()
         if backend is not None and (reason := why_not(backend)):
             raise ConfigError(f"the sandbox {backend} does not work here: {reason}")
+        private = ""
+        if gives_accounts():
+            # bubblewrap shows a program paths below folders that it could not enter.
+            private = private_path(self._readable, with_parents=self.backend == "sandlock")
+        if private and self.backend == "bubblewrap":
+            raise ConfigError(
+                f"readable names {private}, which only root can read: programs that root starts "
+                "have an account of their own; let all accounts read it"
+            )
+        if private or not bounds_threads(self.backend):
+            _warn_of_threads(self.backend, private)
 
     @checked
     async def run(
@@ -150,7 +178,14 @@ class Sandbox:
             await asyncio.shield(asyncio.to_thread(owned.close))
 
     async def _start(self, command: Sequence[str], folder: str) -> "StartedProgram":
-        plan = Plan(self.backend, folder, self._readable, self.limits, cause_fd=0)
+        plan = Plan(
+            self.backend,
+            folder,
+            self._readable,
+            self.limits,
+            cause_fd=0,
+            may_change_account=True,
+        )
         pipes = [os.pipe() for _ in range(4)]
         theirs = [described(command, plan, _variables(folder))]
         theirs += [pipe[place] for pipe, place in zip(pipes, (0, 1, 1, 1), strict=True)]
@@ -337,38 +372,58 @@ async def _read(stream: asyncio.StreamReader, kept: bytearray, most: int) -> boo
 
 
 def first_backend() -> Backend:
-    """Returns the first of `BACKENDS` that works here.
+    """Returns the first of `BACKENDS` that works here, if possible one that bounds threads.
 
     Raises ConfigError, with the reason for each, if none works.
     """
-    reasons = []
-    for backend in BACKENDS:
-        reason = why_not(backend)
-        if not reason:
-            return backend
-        reasons.append(f"{backend}: {reason}")
-    raise ConfigError(f"there is no sandbox on this machine; {'; '.join(reasons)}")
+    reasons = {backend: why_not(backend) for backend in BACKENDS}
+    working = [backend for backend in BACKENDS if not reasons[backend]]
+    if not working:
+        said = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
+        raise ConfigError(f"there is no sandbox on this machine; {said}")
+    return next(filter(bounds_threads, working), working[0])
+
+
+def why_not(backend: Backend) -> str:
+    """Returns in one line why a backend fails here, or "" if it works; blocks as `trial`."""
+    return trial(backend).reason
+
+
+def bounds_threads(backend: Backend) -> bool:
+    """Whether the kernel itself bounds the threads of a program here; blocks as `trial`."""
+    return trial(backend).bounds_threads
 
 
 @functools.cache
-def why_not(backend: Backend) -> str:
-    """Tries a backend; returns in one line why it does not work here, or "" if it works.
+def _warn_of_threads(backend: Backend, private: str) -> None:
+    why = f", since only root can read {private}" if private else ""
+    complain(
+        f"with {backend} here, threads of programs are only counted five times a second{why}: "
+        "between two looks a program can take the machine's; docs/guides/sandbox.md"
+    )
 
-    The first call for a backend blocks until a program in it has ended; later calls return that
-    result.
-    """
-    if not machine_is_known():
-        machine = f"{platform.system()} on {platform.machine()}"
-        return f"it needs Linux on x86_64 or aarch64, this is {machine}"
-    if backend == "sandlock" and importlib.util.find_spec("sandlock") is None:
-        return "the package is not installed: pip install sandlock==0.9.0"
-    if backend == "bubblewrap" and shutil.which("bwrap") is None:
-        return "the program bwrap is not installed: apt install bubblewrap"
+
+@dataclass(frozen=True)
+class Trial:
+    """The trial of a backend; `reason` is why no program ran in it, or ""."""
+
+    reason: str
+    bounds_threads: bool = False
+
+
+@functools.cache
+def trial(backend: Backend) -> Trial:
+    """Runs a program in a backend; the first call for a backend blocks until it has ended."""
+    if reason := _missing(backend):
+        return Trial(reason)
+    limits = Limits(threads=_PROBE_THREADS)
+    command = [sys.executable, "-I", "-S", "-c", _PROBE, str(2 * _PROBE_THREADS)]
     with contextlib.closing(OwnedFolder("sandbox")) as owned:
         folder = str(owned.path)
+        plan = Plan(backend, folder, [], limits, cause_fd=2, may_change_account=True)
         try:
-            tried = subprocess.run(
-                launched(Plan(backend, folder, [], Limits(), cause_fd=2), ["true"]),
+            probe = subprocess.run(
+                launched(plan, command),
                 env=_variables(folder),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -376,19 +431,31 @@ def why_not(backend: Backend) -> str:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return f"a program in it did not end within {_PROBE_LIMIT_S:g} s"
-    if tried.returncode == 0:
-        return ""
+            return Trial(f"a program in it did not end within {_PROBE_LIMIT_S:g} s")
+    if probe.returncode == 0:
+        return Trial("", bounds_threads=probe.stdout.strip() == b"refused")
     if backend == "sandlock":
         import sandlock
 
-        found = sandlock.landlock_abi_version()
+        version = sandlock.landlock_abi_version()
         needed = sandlock.min_landlock_abi()
-        if found < needed:
-            what = f"this kernel has version {found} of Landlock"
-            return f"{what}, and {needed} is needed (Linux 6.12)"
-    said = tried.stderr.decode(errors="replace").strip().splitlines()
-    return said[-1] if said else f"exit {tried.returncode}"
+        if version < needed:
+            what = f"this kernel has version {version} of Landlock"
+            return Trial(f"{what}, and {needed} is needed (Linux 6.12)")
+    words = probe.stderr.decode(errors="replace").strip().splitlines()
+    return Trial(words[-1] if words else f"exit {probe.returncode}")
+
+
+def _missing(backend: Backend) -> str:
+    """Returns what this machine or installation lacks for a backend, or ""."""
+    if not machine_is_known():
+        machine = f"{platform.system()} on {platform.machine()}"
+        return f"it needs Linux on x86_64 or aarch64, this is {machine}"
+    if backend == "sandlock" and importlib.util.find_spec("sandlock") is None:
+        return "the package is not installed: pip install sandlock==0.9.0"
+    if backend == "bubblewrap" and shutil.which("bwrap") is None:
+        return "the program bwrap is not installed: apt install bubblewrap"
+    return ""
 
 
 def launched(plan: Plan, command: Sequence[str]) -> list[str]:

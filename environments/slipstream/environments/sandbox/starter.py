@@ -23,15 +23,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from slipstream.core.machine.keeper import Keeper
+from slipstream.core.machine.keeper import Bounds, Keeper
 from slipstream.core.machine.process import die_with_parent
 from slipstream.environments.sandbox.launcher import launch
 from slipstream.environments.sandbox.plan import Plan
 
 # Bytes of the launcher itself, which the keeper counts too.
 _LAUNCHER_BYTES = 192 << 20
-# Processes of launcher and bubblewrap.
+# Processes of launcher and bubblewrap, and their threads.
 _OWN_PROCESSES = 4
+_OWN_THREADS = 8
 NUM_DESCRIPTORS = 5
 
 
@@ -96,10 +97,14 @@ def _keep(starter: int, asked: int, stdin: int, stdout: int, stderr: int, cause:
         plan = replace(Plan.of(plan_text), cause_fd=cause)
         os.chdir(plan.folder)
         keeper = Keeper(
-            plan.limits.memory_bytes + _LAUNCHER_BYTES,
-            "memory_bytes",
-            plan.limits.processes + _OWN_PROCESSES,
-            "processes",
+            Bounds(
+                memory_bytes=plan.limits.memory_bytes + _LAUNCHER_BYTES,
+                memory_setting="memory_bytes",
+                processes=plan.limits.processes + _OWN_PROCESSES,
+                processes_setting="processes",
+                threads=plan.limits.threads + _OWN_THREADS,
+                threads_setting="threads",
+            )
         )
         status = keeper.run(lambda: launch(plan, command))
         # No program is to blame for the end of the starter.

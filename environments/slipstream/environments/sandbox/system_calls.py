@@ -107,17 +107,35 @@ _PR_CAPBSET_DROP = 24
 _PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION = 0x20080522
-# Puts the filter of its first argument, in hexadecimal, on its own process, and then becomes the
-# program of the other arguments. Python ignores two signals, which the program must not inherit.
+# Past all numbers of open files.
+_PAST_FILES = 1 << 20
+# Becomes the account of its third argument and limits threads to its second, unless these are 0,
+# enters the folder of its fourth, closes files, puts the filter of its first, in hexadecimal, on
+# its own process, and then becomes the program of the other arguments. Python ignores two signals,
+# which the program must not inherit.
 FILTERED_START = f"""
-import ctypes, os, sys
+import ctypes, os, resource, sys
 from _signal import SIG_DFL, SIGPIPE, SIGXFSZ, signal
-program, command = bytes.fromhex(sys.argv[1]), sys.argv[2:]
+program = bytes.fromhex(sys.argv[1])
+threads = int(sys.argv[2])
+account = int(sys.argv[3])
+folder = sys.argv[4]
+command = sys.argv[5:]
 for number in (SIGPIPE, SIGXFSZ):
     signal(number, SIG_DFL)
 class Filter(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
 libc = ctypes.CDLL(None, use_errno=True)
+if account:
+    os.setgroups([])
+    os.setresgid(account, account, account)
+    os.setresuid(account, account, account)
+    if libc.capset({struct.pack("Ii", _CAPABILITY_VERSION, 0)!r}, bytes(24)):
+        sys.exit(f"capset: {{os.strerror(ctypes.get_errno())}}")
+if threads:
+    resource.setrlimit(resource.RLIMIT_NPROC, (threads, threads))
+os.chdir(folder)
+os.closerange(3, {_PAST_FILES})
 described = Filter(len(program) // {struct.calcsize("HBBI")}, program)
 if libc.prctl({_PR_SET_SECCOMP}, {_SECCOMP_MODE_FILTER}, ctypes.byref(described), 0, 0):
     sys.exit(f"seccomp: {{os.strerror(ctypes.get_errno())}}")
@@ -155,10 +173,21 @@ def filter_program(machine: str | None = None, *, with_port: bool = False) -> by
     return b"".join([*code, _give(_error(errno.ENOSYS))])
 
 
-def filtered(command: Sequence[str], *, with_port: bool = False) -> list[str]:
-    """Returns a command that puts the filter on itself and then becomes `command`."""
-    program = filter_program(with_port=with_port)
-    return [sys.executable, "-I", "-S", "-c", FILTERED_START, program.hex(), *command]
+def filtered(
+    command: Sequence[str],
+    folder: str,
+    *,
+    threads: int = 0,
+    account: int = 0,
+    with_port: bool = False,
+) -> list[str]:
+    """Returns a command that puts the filter on itself and then becomes `command` in `folder`.
+
+    Before that it becomes `account` and limits the threads of its user to `threads`; 0 leaves each
+    as it is.
+    """
+    own = [filter_program(with_port=with_port).hex(), str(threads), str(account), folder]
+    return [sys.executable, "-I", "-S", "-c", FILTERED_START, *own, *command]
 
 
 def give_up_privileges() -> None:

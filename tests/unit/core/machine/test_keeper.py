@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -130,6 +131,18 @@ def test_memory_that_processes_share_counts_once() -> None:
     kept = keeper("--memory-bytes", str(250 << 20), "--", sys.executable, "-c", program)
     _, errors = kept.communicate(timeout=LIMIT_S)
     assert (kept.returncode, errors) == (0, "")
+
+
+def test_a_program_with_too_many_threads_is_ended_with_the_cause() -> None:
+    program = (
+        "import threading, time\n"
+        "for _ in range(40): threading.Thread(target=time.sleep, args=(3600,)).start()\n"
+    )
+    limit = ["--threads", "20", "--threads-setting", "some.setting"]
+    kept = keeper(*limit, "--", sys.executable, "-c", program)
+    _, errors = kept.communicate(timeout=LIMIT_S)
+    assert kept.returncode == -signal.SIGKILL
+    assert re.fullmatch(r"it had \d+ threads, more than some.setting = 20\n", errors)
 
 
 def test_a_fork_bomb_is_ended_with_the_cause() -> None:
