@@ -1,6 +1,7 @@
 """Looks at what the tasks of an environment ask, and at what they call the right answer."""
 
 import contextlib
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -60,6 +61,12 @@ _HTML = re.compile(
 _NO_BACKSLASH = re.compile(
     r"(?<![\\\w])(?:f?rac|sqrt|boxed|textbf|mathrm)\{|[\x07-\x09\x0b-\x0d](?:rac|ext|imes|oxed|heta)\b"
 )
+# A prompt's arithmetic of two whole numbers.
+_SUM = re.compile(r"(?<![\w.)^/*+-])(\d{1,9}) ?([-+*×]) ?(\d{1,9})(?![\w.(^/*+-]|\s[-+*/×])")
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "×": operator.mul}
+# Answers that must belong to the prompts of neighbours, and how many times as many as to their own.
+_SHIFTED = 8
+_FAR_MORE = 4
 _CUT_DECIMALS = re.compile(r"-?\d+\.")
 
 
@@ -126,6 +133,7 @@ def surprises(rows: Sequence[Row], *, is_interactive: bool) -> Iterator[str]:
         yield f"the right answer asks, and the prompt does not, in {_such_as(asking, answered)}"
     yield from _odd(answered)
     yield from _damaged(rows, answered)
+    yield from _shifted(answered)
     if revealed := _told(answered):
         yield f"the prompt holds the right answer in {_such_as(revealed, solved)}"
     if solved and len(solved) < len(rows):
@@ -147,6 +155,38 @@ def _damaged(rows: Sequence[Row], answered: Sequence[Row]) -> Iterator[str]:
     latex = [row for row in rows if _NO_BACKSLASH.search(f"{row.text}\n{row.answer}")]
     if latex:
         yield f"LaTeX has lost its backslashes in {_such_as(latex, rows)}"
+
+
+def _shifted(answered: Sequence[Row]) -> Iterator[str]:
+    """Yields a line if answers belong to the prompts of neighbours rather than to their own."""
+    own = sum(_belongs(row.answer, row.prompt) for row in answered)
+    by_index = {row.index: row for row in answered}
+    for shift, side in ((-1, "before"), (1, "behind")):
+        strangers = []
+        for row in answered:
+            neighbour = by_index.get(row.index + shift)
+            if neighbour is None or key_of(neighbour.answer) == key_of(row.answer):
+                continue
+            if _belongs(row.answer, neighbour.prompt):
+                strangers.append(row)
+        if len(strangers) >= _SHIFTED and len(strangers) > _FAR_MORE * own:
+            some = _such_as(strangers, answered)
+            yield (
+                f"right answers look shifted by one row: those of {some}, belong to the prompt "
+                f"{side} them, and {own} to their own"
+            )
+
+
+def _belongs(answer: str, prompt: str) -> bool:
+    """Whether an answer is an option or the one sum of a prompt, or names words of it alone."""
+    if options := _options(prompt):
+        return key_of(answer) in map(key_of, options.values())
+    sums = _SUM.findall(prompt)
+    if len(sums) == 1:
+        first, sign, second = sums[0]
+        return answer.strip() == str(_OPERATIONS[sign](int(first), int(second)))
+    words = _WORD.findall(answer.casefold())
+    return bool(words) and set(words) <= set(_WORD.findall(prompt.casefold()))
 
 
 def _is_mojibake(text: str) -> bool:

@@ -250,15 +250,14 @@ async def test_a_bomb_without_a_bound_gets_no_more_processes_than_threads_allow(
 ) -> None:
     # Sandlock counts processes itself; with bubblewrap, `processes` would need a keeper's look.
     finished = await run(backend, FORKING, processes=300, threads=40)
-    most = 40 + OWN_THREADS
     if bounds_threads(backend):
-        assert 20 < int(finished.stdout) <= most
+        assert 20 < int(finished.stdout) <= 40 + OWN_THREADS
         assert finished.ended_by == ""
     else:
         assert finished.ended_by in ("threads", "processes") or int(finished.stdout) <= 300
 
 
-# Each of three processes starts threads until it is refused one, or has 60.
+# Three processes, which start threads until they are refused one, or have 60.
 THREADS = """
 import os, threading, time
 threading.stack_size(65536)

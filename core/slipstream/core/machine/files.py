@@ -134,11 +134,11 @@ def sandbox_accounts() -> range:
     table = Path("/proc/self/uid_map").read_text()
     rows = [list(map(int, line.split())) for line in table.splitlines()]
     first, _, num_accounts = max(rows, key=lambda row: row[2])
-    past = first + num_accounts
-    if past >= _UNUSED_ACCOUNTS.stop:
+    end = first + num_accounts
+    if end >= _UNUSED_ACCOUNTS.stop:
         return _UNUSED_ACCOUNTS
     # The upper half of what a container has.
-    return range(past - num_accounts // 2, past)
+    return range(end - num_accounts // 2, end)
 
 
 def remove_abandoned() -> None:

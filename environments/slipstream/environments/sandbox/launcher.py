@@ -243,13 +243,13 @@ def _with_account(
     os.close(facts_write)
     os.close(mapped_read)
     facts = b""
-    while (named := _CHILD.search(facts)) is None and (part := os.read(facts_read, 1024)):
+    while (child := _CHILD.search(facts)) is None and (part := os.read(facts_read, 1024)):
         facts += part
     # Without the child, bubblewrap has said why, and ends.
-    if named is not None:
+    if child is not None:
         for kind in ("uid", "gid"):
             accounts = f"0 0 1\n{_INNER_ACCOUNT} {account} 1\n"
-            Path(f"/proc/{int(named[1])}/{kind}_map").write_text(accounts)
+            Path(f"/proc/{int(child[1])}/{kind}_map").write_text(accounts)
         os.write(mapped_write, b".")
     os.close(mapped_write)
     return process

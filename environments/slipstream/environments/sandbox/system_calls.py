@@ -186,8 +186,8 @@ def filtered(
     Before that it becomes `account` and limits the threads of its user to `threads`; 0 leaves each
     as it is.
     """
-    own = [filter_program(with_port=with_port).hex(), str(threads), str(account), folder]
-    return [sys.executable, "-I", "-S", "-c", FILTERED_START, *own, *command]
+    start = [filter_program(with_port=with_port).hex(), str(threads), str(account), folder]
+    return [sys.executable, "-I", "-S", "-c", FILTERED_START, *start, *command]
 
 
 def give_up_privileges() -> None:

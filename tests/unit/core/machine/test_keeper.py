@@ -139,9 +139,9 @@ def test_a_program_with_too_many_threads_is_ended_with_the_cause() -> None:
         "for _ in range(40): threading.Thread(target=time.sleep, args=(3600,)).start()\n"
     )
     limit = ["--threads", "20", "--threads-setting", "some.setting"]
-    kept = keeper(*limit, "--", sys.executable, "-c", program)
-    _, errors = kept.communicate(timeout=LIMIT_S)
-    assert kept.returncode == -signal.SIGKILL
+    process = keeper(*limit, "--", sys.executable, "-c", program)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == -signal.SIGKILL
     assert re.fullmatch(r"it had \d+ threads, more than some.setting = 20\n", errors)
 
 
