@@ -159,7 +159,7 @@ def _damaged(rows: Sequence[Row], answered: Sequence[Row]) -> Iterator[str]:
 
 def _shifted(answered: Sequence[Row]) -> Iterator[str]:
     """Yields a line if answers belong to the prompts of neighbours rather than to their own."""
-    own = sum(_belongs(row.answer, row.prompt) for row in answered)
+    num_fitting = sum(_belongs(row.answer, row.prompt) for row in answered)
     by_index = {row.index: row for row in answered}
     for shift, side in ((-1, "before"), (1, "behind")):
         strangers = []
@@ -169,11 +169,11 @@ def _shifted(answered: Sequence[Row]) -> Iterator[str]:
                 continue
             if _belongs(row.answer, neighbour.prompt):
                 strangers.append(row)
-        if len(strangers) >= _SHIFTED and len(strangers) > _FAR_MORE * own:
+        if len(strangers) >= _SHIFTED and len(strangers) > _FAR_MORE * num_fitting:
             some = _such_as(strangers, answered)
             yield (
                 f"right answers look shifted by one row: those of {some}, belong to the prompt "
-                f"{side} them, and {own} to their own"
+                f"{side} them, and {num_fitting} to their own"
             )
 
 

@@ -4,12 +4,14 @@ import random
 
 from slipstream.client.audit_data import Row, surprises
 
-TOWNS = ("Lisbon", "Ankara", "Nairobi", "Quito", "Hanoi", "Oslo", "Dakar", "Lima", "Cairo", "Riga")
+TOWNS = ["Lisbon", "Ankara", "Nairobi", "Quito", "Hanoi", "Oslo", "Dakar", "Lima", "Cairo", "Riga"]
 
 
 def told(prompts: list[str], answers: list[str]) -> str:
-    pairs = zip(prompts, answers, strict=True)
-    rows = [Row(index, [("user", prompt)], answer) for index, (prompt, answer) in enumerate(pairs)]
+    rows = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        row = Row(len(rows), [("user", prompt)], answer)
+        rows.append(row)
     return "\n".join(surprises(rows, is_interactive=False))
 
 
@@ -18,9 +20,13 @@ def rotated(answers: list[str], shift: int) -> list[str]:
 
 
 def sums() -> tuple[list[str], list[str]]:
-    pairs = [(random.randint(10, 99), random.randint(10, 99)) for _ in range(40)]
-    prompts = [f"What is {first} + {second}? Reply with a number." for first, second in pairs]
-    return prompts, [str(first + second) for first, second in pairs]
+    prompts = []
+    answers = []
+    for first in random.sample(range(10, 99), 40):
+        second = random.randint(10, 99)
+        prompts.append(f"What is {first} + {second}? Reply with a number.")
+        answers.append(str(first + second))
+    return prompts, answers
 
 
 def choices() -> tuple[list[str], list[str]]:
