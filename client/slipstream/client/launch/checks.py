@@ -154,7 +154,7 @@ def check_security(scene: Scene) -> Iterator[Finding]:
     credentials = Credentials.load(security)
     check_certificates(security)
     check_address(config.controller.address, credentials, what="controller.address")
-    if config.tracking.prometheus is not None:
+    if config.tracking.prometheus is not None and "controller" in scene.parts:
         check_metrics_address(config.tracking.prometheus, credentials)
     means = {"TLS": credentials.has_tls, "token": bool(credentials.token)}
     used = [name for name, is_used in means.items() if is_used]

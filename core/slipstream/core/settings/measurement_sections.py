@@ -99,7 +99,7 @@ class TrackingSection(Section):
     # Project of Weights & Biases, or experiment of MLflow.
     project: Annotated[str, Field(min_length=1)] = "slipstream"
     # Address of the controller's /metrics. Rollout servers take the ports behind it. Off loopback
-    # it needs TLS and `security.metrics_token_file`.
+    # it needs TLS and `security.metrics_token_file`; servers without these answer on loopback.
     prometheus: Address | None = None
 
     @model_validator(mode="after")

@@ -7,20 +7,17 @@ have counted. docs/metrics.md says what the numbers mean.
 import asyncio
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from slipstream.core.run_folder import LEASE_WAITS
-from slipstream.core.settings.config import Config
 from slipstream.extensions.prometheus.endpoint import metrics_endpoint
 from slipstream.learner.controller.kernel import Kernel
 from slipstream.learner.controller.part import Part
-from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.ledger import FATES
-from slipstream.learner.controller.services.fleet_service import StatusServicer
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2
 
 # Values of the newest step's row: the metric's name after `slipstream_step_`, and its meaning.
@@ -94,17 +91,26 @@ ENVIRONMENT_COUNTERS = {
     "groups_failed": ("failed_groups", "Groups that were set aside."),
     "episodes_failed": ("failed_episodes", "Episodes without a reward."),
 }
+# Values of an environment's newest evaluation: the metric's name after `slipstream_evaluation_`.
+EVALUATION_GAUGES = {
+    "reward_mean": ("reward_mean", "Mean reward of the newest evaluation."),
+    "reward_std": ("reward_std", "Standard deviation of its rewards."),
+    "num_episodes": ("episodes", "Its episodes that have a reward."),
+}
 _GONE = {fleet_pb2.SERVER_STATE_DEAD, fleet_pb2.SERVER_STATE_LEFT}
 
 
 class RunCollector:
     """A Prometheus collector of the run's metrics, used in the controller's event loop."""
 
-    def __init__(self, config: Config, service: StatusServicer, publisher: Publisher) -> None:
-        self._config = config
-        self._service = service
-        self._publisher = publisher
-        self._disk = DiskSpace(config.run_dir)
+    def __init__(self, kernel: Kernel) -> None:
+        self._config = kernel.run.config
+        self._service = kernel.status
+        self._publisher = kernel.publisher
+        self._feed = kernel.intake.feed
+        self._refusals = kernel.refusals
+        self._state = kernel.books.state
+        self._disk = DiskSpace(self._config.run_dir)
 
     def collect(self) -> Iterator[Metric]:
         status = self._service.status()
@@ -119,11 +125,15 @@ class RunCollector:
         ledger = status.ledger
         lost = "Times that a rollout server was lost before it had drained."
         paused = "Pauses of generation for new weights, of all servers."
+        set_aside = "Batches that could not be trained, as with a loss that is not finite."
+        refused = "Calls to the controller that were refused, as with a wrong token."
         for name, meaning, value in (
             ("steps", "Trained steps of the run.", status.step),
             ("generated_tokens", "Tokens that all engines generated.", ledger.generated),
             ("trained_tokens", "Tokens of batches that were trained.", ledger.trained),
             ("servers_lost", lost, self._service.fleet.num_lost),
+            ("set_aside_batches", set_aside, len(self._state.set_aside)),
+            ("refused_calls", refused, self._refusals.num_refused),
             ("publishes", "Versions that were sent to servers.", totals.publishes),
             ("published_bytes", "Bytes of sent weights.", totals.published_bytes),
             ("publish_pause_seconds", paused, totals.pause_s),
@@ -132,12 +142,14 @@ class RunCollector:
         # The controller's own clock does not jump with the time of day.
         newest_s = time.time() - self._service.recorder.since_step_s
         newest = "When the newest step was done, or the controller began."
+        every = "Steps between two checkpoints; 0: none is written."
         reserved = "Queue that is used or reserved for leased episodes."
         difference = "Tokens that are lost at a hand-over, less those that are there twice."
         gaps = "Hand-overs of trajectories whose two sides count differently."
         for name, meaning, value in (
             ("planned_steps", "Steps that the run will train.", status.num_steps),
             ("checkpointed_steps", "Steps of the newest checkpoint.", status.checkpoint_step),
+            ("checkpoint_every_steps", every, self._config.checkpoint.every_steps),
             ("last_step_timestamp_seconds", newest, newest_s),
             ("max_staleness_versions", "Bound of the lag of trained tokens.", status.max_staleness),
             ("probe_tolerance_nats", "Largest allowed gap.", self._config.probe_tolerance),
@@ -180,13 +192,13 @@ class RunCollector:
         versions = {name: server.version.step for name, server in connected.items()}
         yield _gauges("server_version", "Step of the version it serves.", "server", versions)
         reports = {name: server.report for name, server in connected.items()}
-        for table, make, told in (
+        for table, make, messages in (
             (SERVER_STATES, _gauges, connected),
             (SERVER_GAUGES, _gauges, reports),
             (SERVER_COUNTERS, _counters, reports),
         ):
             for field, (name, meaning) in table.items():
-                values = {key: getattr(each, field) for key, each in told.items()}
+                values = {key: getattr(message, field) for key, message in messages.items()}
                 yield make(f"server_{name}", meaning, "server", values)
 
     def _environments(
@@ -200,6 +212,17 @@ class RunCollector:
         rewards = {name: row[f"{name}/reward"] for name in entries if f"{name}/reward" in row}
         meaning = "Mean reward of its episodes in the step."
         yield _gauges("environment_reward_mean", meaning, "environment", rewards)
+        rounds = {name: entry.newest_round.numbers for name, entry in entries.items()}
+        for field, (name, meaning) in EVALUATION_GAUGES.items():
+            values = {
+                environment: numbers[field]
+                for environment, numbers in rounds.items()
+                if field in numbers
+            }
+            yield _gauges(f"evaluation_{name}", meaning, "environment", values)
+        ended = {name: self._feed.count(name, "episodes") for name in entries}
+        meaning = "Episodes that have arrived, with a reward or without."
+        yield _counters("environment_episodes", meaning, "environment", ended)
         for field, (own, meaning) in ENVIRONMENT_COUNTERS.items():
             values = {name: getattr(entry, field) for name, entry in entries.items()}
             yield _counters(f"environment_{own}", meaning, "environment", values)
@@ -261,7 +284,15 @@ class MetricsPart(Part):
 
     def __init__(self, kernel: Kernel) -> None:
         self._config = kernel.run.config
-        self._collector = RunCollector(self._config, kernel.status, kernel.publisher)
+        self._progress = kernel.run.progress
+        self._collector = RunCollector(kernel)
 
-    def beside(self) -> AbstractAsyncContextManager[None]:
-        return metrics_endpoint(self._config, "controller", [self._collector])
+    @asynccontextmanager
+    async def beside(self) -> AsyncIterator[None]:
+        async with metrics_endpoint(self._config, "controller", [self._collector]) as endpoint:
+            try:
+                yield
+            finally:
+                # Prometheus would otherwise see the run disappear, as after an end in order.
+                if self._progress.has_failed:
+                    await endpoint.next_scrape()

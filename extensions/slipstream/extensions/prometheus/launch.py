@@ -3,16 +3,14 @@
 from slipstream.client.launch.check import Check, Stage
 from slipstream.client.launch.findings import CONTROLLER, SERVER, Scene
 from slipstream.client.launch.placement import QUEUE_ENDS
-from slipstream.extensions.prometheus.endpoint import listen_for
+from slipstream.extensions.prometheus.endpoint import address_of, listen_for
 
 
 def check_metrics_ports(scene: Scene) -> None:
     """Checks that the ports of `tracking.prometheus` are free."""
-    address = scene.config.tracking.prometheus
-    assert address is not None
     for role in QUEUE_ENDS:
         if role in scene.parts:
-            listen_for(role, address).close()
+            listen_for(role, address_of(role, scene.config)).close()
 
 
 CHECKS = (

@@ -1,6 +1,7 @@
 """Serves /metrics of a rollout server."""
 
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import cast
 
 from prometheus_client.registry import Collector
@@ -18,6 +19,11 @@ class MetricsPart(ServerPart):
         self._config = config
         self._server = server
 
-    def beside(self, engine: Engine) -> AbstractAsyncContextManager[None]:
+    @asynccontextmanager
+    async def beside(self, engine: Engine) -> AsyncIterator[None]:
         load = cast(Collector, engine.requests)
-        return metrics_endpoint(self._config, "rollout_server", [load], server=self._server)
+        collectors = [load]
+        async with metrics_endpoint(
+            self._config, "rollout_server", collectors, server=self._server
+        ):
+            yield

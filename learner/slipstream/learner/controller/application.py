@@ -52,6 +52,7 @@ from slipstream.learner.controller.services.trainer_service import TrainerServic
 from slipstream.learner.controller.tasks import EnvironmentBook
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.learner.controller.watch import RunWatch
+from slipstream.protocol.access.checked_calls import Refusals
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.protocol.bounds import one_line
 from slipstream.protocol.checkpoints import (
@@ -158,6 +159,7 @@ class Controller:
             attempts_per_lease=config.controller.max_attempts + MAX_EXCUSED_ATTEMPTS,
         )
         self._fleet = Fleet(self._run)
+        self._refusals = Refusals()
 
     async def run(self) -> int:
         """Serves until the run's results are written; returns 1 if the run failed, else 0."""
@@ -167,7 +169,9 @@ class Controller:
             history = begin(journal, folder / JOURNAL, self._run)
             self.recorder = await open_recorder(self._config, self._run.events)
             stack.callback(self.recorder.close)
-            server = create_server(self._credentials, run_id=self._progress.run_id)
+            server = create_server(
+                self._credentials, run_id=self._progress.run_id, refusals=self._refusals
+            )
             stack.push_async_callback(server.stop, GRACE_S)
             bind(server, self._config.controller.address, self._credentials)
             receiver = AccountedReceiver(
@@ -260,6 +264,7 @@ class Controller:
             former=former,
             results=results,
             status=status,
+            refusals=self._refusals,
             tasks=tasks,
         )
         # The parts that take part in the events of the run, in the order in which they are told.

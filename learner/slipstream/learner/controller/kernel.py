@@ -14,6 +14,7 @@ from slipstream.learner.controller.results import Results
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.services.fleet_service import StatusServicer
 from slipstream.learner.controller.trajectories.intake import Intake
+from slipstream.protocol.access.checked_calls import Refusals
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Kernel:
     former: BatchFormer
     results: Results
     status: StatusServicer
+    # Counts the calls to the controller that were refused.
+    refusals: Refusals
     # The group of the tasks that parts start.
     tasks: asyncio.TaskGroup
 

@@ -187,13 +187,18 @@ def _strip(error: BaseException) -> None:
 
 
 class Refusals:
-    """Refuses calls, and tells so in the log: each host once a minute, `MAX_TOLD` hosts."""
+    """Refuses and counts calls, and tells so in the log.
+
+    Each host is told once a minute, and at most `MAX_TOLD` hosts are.
+    """
 
     def __init__(self, minute: Callable[[], int] = lambda: int(time.monotonic() // 60)) -> None:
         """Takes a function that returns the number of the current minute."""
         self._minute_of = minute
         self._minute = -1
         self._told: set[str] = set()
+        # Refused calls so far, told or not.
+        self.num_refused = 0
 
     def refusing(
         self, handler: Handler, code: grpc.StatusCode, text: str, reason: Reason
@@ -212,7 +217,8 @@ class Refusals:
         return made
 
     def tell(self, host: str, text: str) -> None:
-        """Logs that a call of `host` is refused, unless the minute has had enough of such lines."""
+        """Counts a refused call of `host`; logs it unless the minute had enough of such lines."""
+        self.num_refused += 1
         if (minute := self._minute_of()) != self._minute:
             self._minute, self._told = minute, set()
         if host not in self._told and len(self._told) < MAX_TOLD:

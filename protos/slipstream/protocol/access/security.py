@@ -157,15 +157,17 @@ def _check_needed(address: str, what: str, needed: Mapping[str, bool]) -> None:
             raise ConfigError(f"{what} {address} is not loopback: set security.{setting}")
 
 
-def create_server(credentials: Credentials, *, run_id: str | None = None) -> grpc.aio.Server:
+def create_server(
+    credentials: Credentials, *, run_id: str | None = None, refusals: Refusals | None = None
+) -> grpc.aio.Server:
     """Creates a gRPC server that checks callers' tokens, if there are any, and messages' bounds.
 
-    With `run_id` it also refuses calls that name another run, or none. A handler that fails ends
-    its own call only. Raises ConfigError if a token is a role's, since the tokens of other roles
-    cannot be derived from it.
+    With `run_id` it also refuses calls that name another run, or none. `refusals` counts refused
+    calls. A handler that fails ends its own call only. Raises ConfigError if a token is a role's,
+    since the tokens of other roles cannot be derived from it.
     """
     tokens = () if credentials.token is None else (credentials.token, *credentials.further_tokens)
-    access = AccessInterceptor(run_id, tokens)
+    access = AccessInterceptor(run_id, tokens, refusals or Refusals())
     options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", most_connections()))
     return grpc.aio.server(interceptors=[access, CheckingInterceptor()], options=options)
 
@@ -294,10 +296,11 @@ class AccessInterceptor(Interceptor):
     no release those of clients.
     """
 
-    def __init__(self, run_id: str | None, tokens: Sequence[str]) -> None:
+    def __init__(self, run_id: str | None, tokens: Sequence[str], refusals: Refusals) -> None:
         """Takes the lines of the token file; raises ConfigError if one is a role's token."""
         check_own(tokens)
-        self._run_id, self._refusals = run_id, Refusals()
+        self._run_id = run_id
+        self._refusals = refusals
         refused = {line[1:] for line in tokens if line.startswith("-")}
         # Each value that callers may show, and its role: None for the run's own token.
         self._expected = [

@@ -175,6 +175,43 @@ def test_with_the_runs_certificate_it_speaks_tls_alone(run, tmp_path, pair):
 
 
 @pytest.mark.process
+async def test_it_tells_when_its_certificate_ends(tmp_path, pair):
+    config = metrics_config(tmp_path, **pair)
+    trusting = ssl.create_default_context(cafile=pair["tls_certificate"])
+    async with metrics_endpoint(config, "controller", []):
+        answer = await said(config, get(), trusting)
+    families = text_string_to_metric_families(answer.partition(b"\r\n\r\n")[2].decode())
+    (end,) = next(f.samples for f in families if "certificate_end" in f.name)
+    assert end.labels["setting"] == "security.tls_certificate"
+    command = ["openssl", "x509", "-enddate", "-noout", "-in", pair["tls_certificate"]]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert end.value == ssl.cert_time_to_seconds(shown.strip().removeprefix("notAfter="))
+
+
+async def test_a_last_word_waits_for_a_scraper_that_was_there_lately(tmp_path):
+    config = metrics_config(tmp_path)
+    async with metrics_endpoint(config, "controller", []) as served:
+        await said(config, get())
+        waiting = asyncio.create_task(served.next_scrape())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        # Not one of these is a scrape.
+        await said(config, get("/"))
+        await said(config, get(host="rebound.example"))
+        assert not waiting.done()
+        await said(config, get())
+        await asyncio.wait_for(waiting, LIMIT_S)
+
+
+async def test_a_last_word_that_nobody_would_hear_waits_for_nobody(tmp_path, monkeypatch):
+    # A wait would not end while the test runs.
+    monkeypatch.setattr(endpoint, "LAST_SCRAPE_S", 600.0)
+    config = metrics_config(tmp_path)
+    async with metrics_endpoint(config, "controller", []) as served:
+        await asyncio.wait_for(served.next_scrape(), LIMIT_S)
+
+
+@pytest.mark.process
 async def test_it_asks_for_a_certificate_where_the_controller_does(tmp_path, pair):
     config = metrics_config(tmp_path, tls_client_ca=pair["tls_certificate"], **pair)
     trusting = ssl.create_default_context(cafile=pair["tls_certificate"])

@@ -99,6 +99,10 @@ class Feed:
                 "different prompts, so their rewards cannot be compared",
             )
 
+    def count(self, environment: str, name: str) -> int:
+        """Returns one of the numbers of an environment, 0 if nothing was counted."""
+        return self._counts.get(environment, Counter())[name]
+
     def summary(self) -> dict[str, JsonValue]:
         """Returns the numbers of each environment that are not 0."""
         found: dict[str, JsonValue] = {}
