@@ -259,3 +259,64 @@ def test_a_chart_without_settings_or_without_metrics_to_read_is_refused(tmp_path
 def test_a_value_of_another_name_or_kind_is_refused(value: str, why: str) -> None:
     with pytest.raises(ChartRefused, match=re.escape(why)):
         rendered("first", f"--set={value}")
+
+
+RDMA = (
+    "--set=learner.podSpec.hostNetwork=true",
+    "--set=learner.podSpec.priorityClassName=high",
+    '--set-json=learner.capabilities=["IPC_LOCK"]',
+    "--set=learner.cache.hostPath.path=/var/cache/slipstream",
+    '--set-json=learner.volumes=[{"name":"scratch","emptyDir":{}}]',
+    '--set-json=learner.volumeMounts=[{"name":"scratch","mountPath":"/scratch"}]',
+    '--set-json=learner.podAnnotations={"k8s.v1.cni.cncf.io/networks":"rdma"}',
+    "--set=learner.exclusiveTopology=rack",
+)
+
+
+def test_a_role_may_have_further_fields_of_a_pod_capabilities_and_volumes() -> None:
+    spec = pods(*RDMA)["learner"]
+    (container,) = spec["containers"]
+    assert spec["hostNetwork"]
+    assert spec["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert spec["priorityClassName"] == "high"
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert volumes["cache"]["hostPath"] == {"path": "/var/cache/slipstream"}
+    assert "scratch" in volumes
+    assert {"name": "scratch", "mountPath": "/scratch"} in container["volumeMounts"]
+    job_set = found(*RDMA)["JobSet", "first"]
+    exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "rack"}
+    assert job_set["metadata"]["annotations"] == exclusive
+    template = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    assert template["metadata"]["annotations"] == {"k8s.v1.cni.cncf.io/networks": "rdma"}
+    # The other role is as it was.
+    assert pods(*RDMA)["rollout-server"] == pods()["rollout-server"]
+
+
+@needs_schemas
+def test_the_schemas_take_further_fields_of_a_pod() -> None:
+    verdicts = judged(rendered("first", *RDMA))
+    assert [verdict for verdict in verdicts if verdict["wrong"]] == []
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ('learner.podSpec={"containers":[]}', "learner.podSpec.containers is set by the chart"),
+        ('rolloutServer.podSpec={"tolerations":[]}', "rolloutServer.podSpec.tolerations is set"),
+        ('learner.volumes=[{"name":"runs"}]', "learner.volumes has runs, which is the name of"),
+        ("learner.affinity={}", "affinity"),
+    ],
+)
+def test_a_field_that_the_chart_sets_is_refused(option: str, said: str) -> None:
+    with pytest.raises(ChartRefused, match=re.escape(said)):
+        rendered("first", f"--set-json={option}")
+
+
+def test_a_copied_chart_is_whole(tmp_path) -> None:
+    copy = tmp_path / "chart"
+    completed(["cp", "-r", helm_chart.CHART, copy], check=True)
+    command = [str(helm_chart.TOOLS / "helm"), "template", "first", str(copy), *OPERATORS]
+    done = completed([*command, f"--set-file=config={CONFIG}"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == rendered("first", *OPERATORS)

@@ -23,7 +23,23 @@ app.kubernetes.io/component: {{ .role }}
 {{- define "slipstream.unprivileged" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
+capabilities: {drop: [ALL]{{ with .capabilities }}, add: {{ toJson . }}{{ end }}}
+{{- end }}
+
+{{- /* Refuses what the chart sets itself: a second value would replace the first without a word. */}}
+{{- define "slipstream.checkOwn" -}}
+{{- $reserved := list "containers" "initContainers" "volumes" "restartPolicy" "terminationGracePeriodSeconds" "automountServiceAccountToken" "enableServiceLinks" "shareProcessNamespace" "imagePullSecrets" "nodeSelector" "tolerations" "securityContext" "hostname" "subdomain" -}}
+{{- range $name, $_ := .own.podSpec -}}
+{{- if has $name $reserved -}}
+{{- fail (printf "%s.podSpec.%s is set by the chart, by a value of its own if there is one" $.section $name) -}}
+{{- end -}}
+{{- end -}}
+{{- $volumes := list "config" "secrets" "code" "models" "runs" "cache" "tmp" "shm" -}}
+{{- range .own.volumes -}}
+{{- if has .name $volumes -}}
+{{- fail (printf "%s.volumes has %s, which is the name of a volume of the chart" $.section .name) -}}
+{{- end -}}
+{{- end -}}
 {{- end }}
 
 {{- /* The only container of a learner's pod (role learner or learner-node) or of a rollout server's. */}}
@@ -35,6 +51,7 @@ capabilities: {drop: [ALL]}
 {{- $own := ternary $values.rolloutServer $values.learner $isServer -}}
 {{- $host := printf "%s-learner-0-0.%s" $run $run -}}
 {{- $port := int $values.metrics.port -}}
+{{- include "slipstream.checkOwn" (dict "own" $own "section" (ternary "rolloutServer" "learner" $isServer)) -}}
 restartPolicy: {{ ternary "Always" "Never" $isServer }}
 # Between SIGTERM and SIGKILL, when the pod is deleted, evicted or preempted.
 terminationGracePeriodSeconds: {{ $own.graceSeconds }}
@@ -45,6 +62,13 @@ shareProcessNamespace: true
 {{- with $values.imagePullSecrets }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $own.podSpec }}
+{{- toYaml . | nindent 0 }}
+{{- if and .hostNetwork (not .dnsPolicy) }}
+# The cluster's names, also from the host's network.
+dnsPolicy: ClusterFirstWithHostNet
+{{- end }}
 {{- end }}
 {{- with $own.nodeSelector }}
 nodeSelector:
@@ -147,7 +171,7 @@ containers:
     resources:
       {{- toYaml $own.resources | nindent 6 }}
     securityContext:
-      {{- include "slipstream.unprivileged" . | nindent 6 }}
+      {{- include "slipstream.unprivileged" $own | nindent 6 }}
     {{- $status := "slipstream status --controller=$CONTROLLER_ADDRESS --token-file=/run/slipstream/token --tls-ca=/run/slipstream/ca.pem" }}
     {{- if $isFirst }}
     readinessProbe:
@@ -181,6 +205,9 @@ containers:
       - {name: cache, mountPath: /cache}
       - {name: tmp, mountPath: /tmp}
       - {name: shm, mountPath: /dev/shm}
+      {{- with $own.volumeMounts }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
 volumes:
   - name: config
     configMap: {name: {{ $run }}-config}
@@ -197,9 +224,12 @@ volumes:
     persistentVolumeClaim: {claimName: {{ $run }}-runs}
     {{- end }}
   - name: cache
-    emptyDir: {}
+    {{- $own.cache | default (dict "emptyDir" dict) | toYaml | nindent 4 }}
   - name: tmp
     emptyDir: {}
   - name: shm
     emptyDir: {medium: Memory, sizeLimit: {{ $own.sharedMemory }}}
+  {{- with $own.volumes }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 {{- end }}
