@@ -17,7 +17,7 @@ DEPLOY = ROOT / "deploy"
 # Files of make_certificates.sh, as its last words hand them out.
 SECRETS = {
     "learner": ("ca.pem", "token", "server.pem", "server.key", "redis.acl")
-    + ("redis_controller_password",),
+    + ("redis_controller_password", "metrics_token"),
     "learner-node": ("ca.pem", "token"),
     "rollout-server": ("ca.pem", "token", "redis_rollout_password"),
 }

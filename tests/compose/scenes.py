@@ -176,19 +176,20 @@ class SeveralHosts:
 
     def carry_out(self) -> None:
         """Trains 20 steps; on the way each part is killed once and the run is stopped once."""
-        self._start()
+        self._start((*self._learners, *self._rollouts))
         self._kill_rollout_server()
         self._kill_queue()
         self._kill_learner_node()
         self._kill_controller_node()
         self._stop()
-        self._start()
+        # The rollout servers wait for the learner.
+        self._start(self._learners)
         self._finish()
 
-    def _start(self) -> None:
+    def _start(self, hosts: Iterable[Host]) -> None:
         # No step is trained before all are there: the run must be long enough for what follows.
         self._hold(held=True)
-        for host in (*self._learners, *self._rollouts):
+        for host in hosts:
             host.up()
         tell("several hosts: all containers are started")
         learner = self._learners[0]
@@ -243,12 +244,14 @@ class SeveralHosts:
 
     def _stop(self) -> None:
         learner, node = self._learners
+        containers = {host.name: host.container("rollout-server") for host in self._rollouts}
+        restarts = {name: self._engine.num_restarts(c) for name, c in containers.items()}
         learner.compose("stop", "learner")
         tell(f"stopped in order after {self._run.num_steps()} steps")
         check_end(learner, "learner", STOPPED_EARLY)
         check_end(node, "learner-node", 0)
         for host in self._rollouts:
-            check_end(host, "rollout-server", 0)
+            self._wait_until_restarted(host.container("rollout-server"), restarts[host.name])
         if self._run.num_steps() >= NUM_STEPS - 2:
             raise Failed("the run came to its end before it was stopped")
 
@@ -276,10 +279,10 @@ class SeveralHosts:
         for host in self._rollouts:
             host.hold(held=held)
 
-    def _wait_until_restarted(self, container: str) -> None:
+    def _wait_until_restarted(self, container: str, restarts: int = 0) -> None:
         wait_for(
             f"{container} is started again by the engine",
-            lambda: self._engine.num_restarts(container) > 0,
+            lambda: self._engine.num_restarts(container) > restarts,
             RESTART_LIMIT_S,
         )
         tell(f"{container} is started again by the engine")

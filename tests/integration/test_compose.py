@@ -51,7 +51,14 @@ EXAMPLES = {
 PROGRAMS = ("learner", "learner-node", "rollout-server")
 # What each service may read. The authority's own key is no secret of any.
 SECRETS = {
-    "learner": {"tls_ca", "token", "tls_certificate", "tls_key", "redis_controller_password"},
+    "learner": {
+        "tls_ca",
+        "token",
+        "tls_certificate",
+        "tls_key",
+        "metrics_token",
+        "redis_controller_password",
+    },
     "learner-node": {"tls_ca", "token"},
     "rollout-server": {"tls_ca", "token", "redis_rollout_password"},
     "redis": {"tls_ca", "tls_certificate", "tls_key", "redis_acl", "redis_controller_password"},
@@ -293,6 +300,7 @@ def test_the_settings_name_only_secrets_that_are_mounted(name: str) -> None:
             security.token_file,
             security.tls_certificate,
             security.tls_key,
+            security.metrics_token_file,
             *(user.password_file for user in users),
         )
         if path is not None

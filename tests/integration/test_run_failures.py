@@ -130,6 +130,25 @@ async def test_a_signal_ends_the_run_in_order(number, tmp_path, tiny_model):
     assert (tmp_path / "run" / "checkpoints" / "final" / "model.safetensors").is_file()
 
 
+async def test_a_sigterm_of_all_processes_that_still_start_ends_the_run_in_order(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    """A scheduler sends it to each process of a job, also to those that cannot handle it yet."""
+    write_slow_run(tmp_path, tiny_model)
+    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+        await until(lambda: run.find(f"{run_processes.TRAINER} "), END_LIMIT_S)
+        everything = run_processes.descendants(run.process.pid)
+        for process in everything:
+            # A process may have ended by itself.
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGTERM)
+        run.process.send_signal(signal.SIGTERM)
+        assert await run.wait(END_LIMIT_S) == 128 + signal.SIGTERM, run.out + run.err
+        await run_processes.until_gone(everything)
+    assert run.err == ""
+    assert "starts again" not in run.out
+
+
 async def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, tiny_model: Path) -> None:
     # The environment's episodes take longer than any limit of the test.
     slow = {"name": "slow", "reference": "user_environments:Slow", "args": {"step_s": 600.0}}

@@ -51,7 +51,7 @@ ADDRESSES = dict(zip(HOSTS, ("10.0.0.10", "10.0.0.11", "10.0.0.20", "10.0.0.21")
 # Secrets as the note of make_certificates.sh hands them out.
 FILES = {
     "learner": ("ca.pem", "server.pem", "server.key", "token", "redis.acl")
-    + ("redis_controller_password",),
+    + ("redis_controller_password", "metrics_token"),
     "learner-node": ("ca.pem", "token"),
     "rollout-server": ("ca.pem", "token", "redis_rollout_password"),
 }

@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 means done. 1 means that the run failed, or that a dry run found the settings right but this
     machine unable to start. 2 (0 with `--final`) means that the command or its configuration cannot
-    work. 128 plus a signal's number means that this signal ended a run before its last step.
+    work. 5, with `--final` alone, means that a rollout server has left a run that may go on. 128
+    plus a signal's number means that this signal ended a run before its last step.
     """
     # A file or a connection would be opened in place of what the shell has closed.
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -83,18 +84,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The log of gRPC's core is of no use at a terminal.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from slipstream.client.terminal import complain
-    from slipstream.core.errors import ConfigError, EnvironmentFailed, SlipstreamError
+    from slipstream.core.errors import (
+        DONE,
+        RUN_STOPPED,
+        ConfigError,
+        EnvironmentFailed,
+        SlipstreamError,
+    )
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             # A terminal of another encoding lacks characters of replies and names.
             stream.reconfigure(errors="backslashreplace")
+    # Whether a scheduler starts the command again after any code but 0.
+    is_restarted = getattr(arguments, "final", False)
     try:
         result = arguments.execute(arguments)
-        return int(asyncio.run(result) if asyncio.iscoroutine(result) else result)
+        code = int(asyncio.run(result) if asyncio.iscoroutine(result) else result)
+        return DONE if code == RUN_STOPPED and not is_restarted else code
     except (ConfigError, EnvironmentFailed) as error:
         complain(str(error))
-        return 0 if getattr(arguments, "final", False) else 2
+        return 0 if is_restarted else 2
     except SlipstreamError as error:
         complain(str(error))
         return 1
@@ -234,7 +244,8 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     server.add_argument(
         "--final",
         action="store_true",
-        help="end with 0 in place of 2, since Docker would start a refused server again",
+        help="for Docker, which starts it again after any code but 0: end with 0 when refused, "
+        "and with 5 when the run was stopped or has failed",
     )
     _set_program(server, f"{_LAUNCHER}:run_rollout_server")
 

@@ -31,6 +31,8 @@ USAGE_ERROR = 2
 FINAL_ERROR = 3
 # The engine did not start, or the model did not load; another start may help.
 NOT_STARTED = 4
+# A rollout server has left a run that was stopped or has failed, and that may go on later.
+RUN_STOPPED = 5
 
 
 class SlipstreamError(Exception):

@@ -374,12 +374,14 @@ class CancelLease(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Drain(_message.Message):
-    __slots__ = ("reason", "finish")
+    __slots__ = ("reason", "finish", "run_stopped")
     REASON_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    RUN_STOPPED_FIELD_NUMBER: _ClassVar[int]
     reason: str
     finish: bool
-    def __init__(self, reason: _Optional[str] = ..., finish: bool = ...) -> None: ...
+    run_stopped: bool
+    def __init__(self, reason: _Optional[str] = ..., finish: bool = ..., run_stopped: bool = ...) -> None: ...
 
 class ControllerMessage(_message.Message):
     __slots__ = ("welcome", "lease", "cancel", "environment", "prepare", "receive", "commit", "abort", "probe_verdict", "drain", "rest", "wake")

@@ -1,8 +1,8 @@
 """Runs one rollout server: `python -m slipstream.rollout_server`.
 
 The exit code is 0 after a normal stop, 1 after a failure (stderr has the cause), 2 after a
-ConfigError (wrong settings, or the controller refuses the server), and 4 if vLLM's engine did not
-start.
+ConfigError (wrong settings, or the controller refuses the server), 4 if vLLM's engine did not
+start, and 5 when the run was stopped or has failed and may go on.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from slipstream.core.errors import (
     DONE,
     FAILED,
     NOT_STARTED,
+    RUN_STOPPED,
     USAGE_ERROR,
     ConfigError,
     SlipstreamError,
@@ -134,14 +135,14 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
         )
         model = Model(engine, renderer, AgentServices(engine.llm, renderer, settings))
         server = RolloutServer(config, options.controller, server_id, model, gateway)
-        await server.run(stop)
+        run_stopped = await server.run(stop)
     except* EngineDied as died:
         # Every open request has failed with the same error.
         said = str(_leaves(died)[0])
         raise EngineDied(process.describe_engine_death(said, oom_kills=oom_kills)) from None
     finally:
         await engine.aclose()
-    return DONE
+    return RUN_STOPPED if run_stopped else DONE
 
 
 def report(error: BaseException) -> int:

@@ -99,9 +99,10 @@ class RolloutServer:
         self._outbox = OutgoingMessages[fleet_pb2.ServerMessage]()
         self._parts = server_parts(config, server_id)
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: asyncio.Event) -> bool:
         """Serves until `stop` is set or the controller orders it to leave, then drains.
 
+        Returns whether it has left a run that was stopped or has failed, and that may go on later.
         Raises ConfigError if the address needs other credentials or the controller refuses the
         server, and RunFailed if no controller of this run welcomes the server within
         `controller.stall_timeout_s`. After the first welcome, errors come in an exception group.
@@ -114,7 +115,7 @@ class RolloutServer:
             stack.push_async_callback(channel.close, None)
             following = await self._join(channel, stop)
             if following is None:
-                return
+                return False
             config = self._config
             run_id = following.welcome.run_id
             sender = await open_sender(stack, config, channel, self._metadata, run_id)
@@ -139,6 +140,7 @@ class RolloutServer:
                 # Sessions whose last trajectories wait for room in the queue: a controller may make
                 # room.
                 waiting: list[Session] = []
+                run_stopped = False
                 while following is not None:
                     call, epoch, welcome = following
                     identity = Identity(run_id, self._server_id, epoch, welcome.delivery_key)
@@ -157,6 +159,7 @@ class RolloutServer:
                         is_lost = await session.serve(call, stop)
                     finally:
                         call.cancel()
+                    run_stopped = session.run_stopped and not stop.is_set()
                     waiting = [
                         one for one in (*waiting, session) if not one.dispatcher.idle.is_set()
                     ]
@@ -168,6 +171,7 @@ class RolloutServer:
                     watch.cancel()
                 environments.close()
         log.info("drained")
+        return run_stopped
 
     def _fetches(
         self,

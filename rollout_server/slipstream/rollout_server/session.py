@@ -103,6 +103,8 @@ class Session:
         # Set by a drain order that leaves running episodes no time.
         self._leave_at_once = asyncio.Event()
         self._reason = "it was told to stop"
+        # Whether the server leaves a run that was stopped, and that may go on later.
+        self.run_stopped = False
 
     async def serve(self, call: JoinCall, stop: asyncio.Event) -> bool:
         """Serves until the stream ends, `stop` is set or a drain order comes.
@@ -156,6 +158,7 @@ class Session:
             case "drain":
                 log.info("draining: %s", message.drain.reason)
                 self._reason = message.drain.reason
+                self.run_stopped = message.drain.run_stopped
                 if not message.drain.finish:
                     self._leave_at_once.set()
                 self._drain_ordered.set()

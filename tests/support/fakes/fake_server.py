@@ -96,6 +96,8 @@ class FakeServer:
         # Tokens of the episodes that wait for the gate.
         self.gated = 0
         self.drained = False
+        # Whether the run that ordered it to leave may go on, once it has been told.
+        self.run_stopped: bool | None = None
         # Set before the task of `run` is cancelled: a dead server delivers nothing more.
         self.killed = False
         # Whether an attempt goes on until it is cancelled.
@@ -231,6 +233,7 @@ class FakeServer:
             case "drain" if message.drain.finish:
                 self.tasks.create_task(self.leave())
             case "drain":
+                self.run_stopped = message.drain.run_stopped
                 await self._drain()
 
     async def _fetch(self, prepare: fleet_pb2.PreparePublish) -> None:

@@ -685,6 +685,23 @@ async def test_the_controller_can_drain_a_server_at_once(patient) -> None:
     assert {t.status for t in patient.fleet.trajectories} == {Status.CANCELLED}
 
 
+@pytest.mark.parametrize("run_stopped", [False, True])
+async def test_a_server_tells_whether_the_run_that_it_left_may_go_on(patient, run_stopped) -> None:
+    connection = await patient.join()
+    connection.send(drain=fleet_pb2.Drain(reason="the run is over", run_stopped=run_stopped))
+    assert await asyncio.wait_for(patient.task, LIMIT_S) == run_stopped
+
+
+async def test_a_server_that_was_stopped_itself_does_not_wait_for_the_run(patient) -> None:
+    patient.engine.limit = 2
+    connection = await patient.leased()
+    await patient.engine.wait_tokens(8)
+    patient.stop.set()
+    await connection.wait_for("draining")
+    connection.send(drain=fleet_pb2.Drain(reason="the run is over", run_stopped=True))
+    assert await asyncio.wait_for(patient.task, LIMIT_S) is False
+
+
 async def test_a_server_that_drains_still_receives_what_others_wait_for(patient):
     patient.engine.limit = 2
     connection = await patient.leased(step=5)

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.client.page import PAGE
 from slipstream.client.run_folder import read_summary
-from slipstream.client.status import fates
+from slipstream.client.status import RunStatus, episodes_under_way, fates
 from slipstream.client.terminal import complain, counted, discard, plain, this_command
 from slipstream.core.run_folder import CHECKPOINTS, LOGS, METRICS, SAMPLES, SUMMARY, log_path
 from slipstream.core.settings.config import Config
@@ -202,3 +202,19 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         *((f"time of the {fleet}", share) for fleet, share in shares.items()),
         ("wall time", f"{summary['wall_s']:.0f} s"),
     ]
+
+
+def wait_line(run: RunStatus, most_tokens: int) -> str:
+    """Returns one line that says why a run waits, whose replies may have `most_tokens`."""
+    busy = [
+        f"{s.server_id} {'has left' if s.state == 'left' else f'is {s.state}'}"
+        for s in run.servers
+        if s.state != "serving"
+    ]
+    servers = "; ".join(busy) if run.servers else "no rollout server has joined yet"
+    if run.servers and all(s.state in ("left", "dead") for s in run.servers):
+        servers += "; no rollout server is connected"
+    waits = f"waits for {run.waiting_for}" if run.waiting_for else f"the run is {run.state}"
+    if under_way := episodes_under_way(run):
+        waits += f"; {under_way} (sampling.max_reply_tokens = {most_tokens:,})"
+    return waits + (f"; {servers}" if servers else "")

@@ -56,6 +56,8 @@ from slipstream.core.configuration.config_file import (
 )
 from slipstream.core.configuration.roles import of_policy, role_settings
 from slipstream.core.errors import (
+    DONE,
+    RUN_STOPPED,
     USAGE_ERROR,
     ConfigError,
     RunFailed,
@@ -211,7 +213,10 @@ async def run_rollout_server(
     connect_timeout_s: float,
     dry_run: bool,
 ) -> int:
-    """Runs one server until it has left its controller; raises ConfigError if it cannot start."""
+    """Runs one server until it has left its controller; raises ConfigError if it cannot start.
+
+    Returns RUN_STOPPED if the run may go on later, else 0.
+    """
     raise_open_files()
     name = check_server_id(server_id or f"{socket.gethostname()}-{secrets.token_hex(3)}")
     if controller is not None:
@@ -242,9 +247,9 @@ async def run_rollout_server(
         await asyncio.wait([stop, ended], return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         await child.stop(config.rollout_server.drain_timeout_s + SERVER_GRACE_S)
-    if child.process.returncode == 0:
+    if child.process.returncode in (DONE, RUN_STOPPED):
         say(f"rollout server {name} has left")
-        return 0
+        return child.process.returncode
     raise child.failure()
 
 

@@ -13,6 +13,7 @@ from typing import Self
 
 import grpc.aio
 from slipstream.client.launch.children import (
+    SAME_ORDER_S,
     Child,
     RestartPolicy,
     first_failed,
@@ -21,7 +22,7 @@ from slipstream.client.launch.children import (
     stop_signal,
     with_full_disk,
 )
-from slipstream.client.launch.display import Display, loading_line
+from slipstream.client.launch.display import Display, loading_line, wait_line
 from slipstream.client.launch.placement import (
     CONTROLLER,
     SERVER,
@@ -36,10 +37,10 @@ from slipstream.client.run_folder import (
     read_summary,
     write_config,
 )
-from slipstream.client.status import RunStatus, episodes_under_way, run_from_pb
+from slipstream.client.status import run_from_pb
 from slipstream.core.configuration.automatic import describe_choices, describe_plan
 from slipstream.core.configuration.config_file import model_warnings
-from slipstream.core.errors import FAILED, ConfigError, RunFailed
+from slipstream.core.errors import DONE, FAILED, RUN_STOPPED, ConfigError, RunFailed
 from slipstream.core.extension import Program
 from slipstream.core.machine.files import remove_abandoned
 from slipstream.core.patience import Patience
@@ -184,22 +185,6 @@ async def tell_waits(display: Display, calls: RunCalls, most_tokens: int) -> Non
         patience_s = min(2 * patience_s, LIMIT_S)
 
 
-def wait_line(run: RunStatus, most_tokens: int) -> str:
-    """Returns one line that says why a run waits, whose replies may have `most_tokens`."""
-    busy = [
-        f"{s.server_id} {'has left' if s.state == 'left' else f'is {s.state}'}"
-        for s in run.servers
-        if s.state != "serving"
-    ]
-    servers = "; ".join(busy) if run.servers else "no rollout server has joined yet"
-    if run.servers and all(s.state in ("left", "dead") for s in run.servers):
-        servers += "; no rollout server is connected"
-    waits = f"waits for {run.waiting_for}" if run.waiting_for else f"the run is {run.state}"
-    if under_way := episodes_under_way(run):
-        waits += f"; {under_way} (sampling.max_reply_tokens = {most_tokens:,})"
-    return waits + (f"; {servers}" if servers else "")
-
-
 class RunProcesses:
     """Starts and restarts the processes of one command; leaving `async with` ends them."""
 
@@ -330,7 +315,8 @@ class RunProcesses:
             ends.cancel()
             await asyncio.gather(ends, return_exceptions=True)
             await asyncio.gather(*(child.stop(HURRIED_GRACE_S) for child in self._ranks))
-            failed = [child for child in self._ranks if child.process.returncode]
+            ended = [child for child in self._ranks if child.process.returncode]
+            failed = [child for child in ended if not await self._shares_order(child)]
             if failed:
                 raise RunFailed(failed[0].describe_end())
             return self._signalled
@@ -360,7 +346,7 @@ class RunProcesses:
             raise RunFailed(with_full_disk(self._failure, self._logs))
         if controller.process.returncode == 0:
             return self._signalled if self._display.summary() else 0
-        if self._ended_controller:
+        if self._ended_controller or await self._shares_order(controller):
             return self._signalled
         # A controller whose disk is full may have reported the cause, but not the end.
         failure = self._display.failure or self._display.told_failure
@@ -377,6 +363,16 @@ class RunProcesses:
     def _signalled(self) -> int:
         has_come = self._stopping.done() and not self._stopping.cancelled()
         return 128 + self._stopping.result() if has_come else 0
+
+    async def _shares_order(self, ended: Child) -> bool:
+        """Whether a program was ended by the SIGTERM that this command got too.
+
+        A scheduler sends it to all processes of a job, some of which cannot handle it yet.
+        """
+        if ended.process.returncode != -signal.SIGTERM:
+            return False
+        await asyncio.wait((self._stopping,), timeout=SAME_ORDER_S)
+        return self._signalled > 0
 
     def _tell_running(self) -> list[Child]:
         children = (*self._children, *self._ranks)
@@ -427,6 +423,7 @@ class RunProcesses:
                 end.cancel()
                 await asyncio.gather(show, end, return_exceptions=True)
             code = controller.process.returncode
+            await self._shares_order(controller)
             is_ending = self._ended_controller or self._failure or self._signalled
             is_told = self._display.is_over or bool(self._display.told_failure)
             # A run that failed before anybody listened has told its end in a file.
@@ -470,8 +467,10 @@ class RunProcesses:
             # Processes that it has started must not outlive it. Others may have its number later.
             child.signal(signal.SIGKILL)
             self._children.remove(child)
-            has_left = is_server and child.process.returncode == 0
+            has_left = is_server and child.process.returncode in (DONE, RUN_STOPPED)
             if self._over or self._display.is_over or has_left:
+                return
+            if await self._shares_order(child):
                 return
             if not await self._may_restart(policy, child):
                 if self._placement.is_extended and name == f"{SERVER.name}-1":
@@ -496,7 +495,7 @@ class RunProcesses:
         return True
 
     async def keep_ranks(self) -> Child | None:
-        """Keeps ranks up; returns None when all ended normally, or the one whose death is final.
+        """Keeps ranks up; returns None when all ended in order, or the one whose death is final.
 
         When one dies, all start again from the last checkpoint. They may die `TRAINER.restarts`
         times before a new version or checkpoint: ranks that train the same steps again after each
@@ -513,6 +512,8 @@ class RunProcesses:
                 # The other ranks wait for the dead one, and resume from the disk.
                 child.signal(signal.SIGKILL)
             await asyncio.gather(*(child.process.wait() for child in self._ranks))
+            if await self._shares_order(failed):
+                return None
             run = await self._calls.look()
             if run is not None and (run.step > newest[0] or run.checkpoint_step > newest[1]):
                 policy.forgive()
@@ -539,6 +540,8 @@ class RunProcesses:
         if not self._own_ranks:
             return
         while (failed := await self.keep_ranks()) is None:
+            if self._signalled:
+                return
             # The ranks left normally, perhaps for a controller that died before the run was over.
             while (run := await self._calls.look()) is None or run.state != STARTING:
                 await asyncio.sleep(LOOK_S)

@@ -81,6 +81,11 @@ class RunProgress:
         return self.state == status_pb2.RUN_STATE_FAILED
 
     @property
+    def may_go_on(self) -> bool:
+        """Whether the run was stopped or has failed, so that a later command may go on with it."""
+        return self._is_stopped or self.has_failed
+
+    @property
     def all_steps_done(self) -> bool:
         return self.version.step >= self.last_step
 

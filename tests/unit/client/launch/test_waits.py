@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.launch import run_processes
-from slipstream.client.launch.display import Display
-from slipstream.client.launch.run_processes import RunCalls, tell_waits, wait_line
+from slipstream.client.launch.display import Display, wait_line
+from slipstream.client.launch.run_processes import RunCalls, tell_waits
 from slipstream.client.requests import status_lines
 from slipstream.client.status import run_from_pb
 from slipstream.protocol.access.security import Credentials, bind, create_server

@@ -201,7 +201,8 @@ class Fleet:
 
     def order_drain(self, session: ServerSession, reason: str, *, finish: bool) -> None:
         """Tells a server to leave; with `finish` its running episodes may end first."""
-        order = fleet_pb2.Drain(reason=reason, finish=finish)
+        run_stopped = self._progress.may_go_on
+        order = fleet_pb2.Drain(reason=reason, finish=finish, run_stopped=run_stopped)
         session.send(fleet_pb2.ControllerMessage(drain=order))
         self.drains(session, reason)
 

@@ -174,6 +174,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         if problem:
             name = hello.server_id[:100]
             code = grpc.StatusCode.FAILED_PRECONDITION
+            if self._progress.is_over and self._progress.may_go_on:
+                # A server that was started again at once waits for the next controller.
+                code = grpc.StatusCode.UNAVAILABLE
             await abort(context, code, f"server {name}: {problem}", reason)
         await self._check_name_is_free(hello, context)
         key = ServerKey(ServerId(hello.server_id), hello.server_epoch)
