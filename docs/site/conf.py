@@ -61,6 +61,7 @@ CONTENTS = {
         "docs/guides/judges",
         "docs/guides/watching",
         "docs/guides/no-learning",
+        "docs/guides/hangs",
         "docs/guides/prometheus",
         "docs/guides/checkpoints",
         "docs/guides/verify",
