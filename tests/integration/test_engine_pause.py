@@ -98,7 +98,12 @@ class Rig:
     def __init__(self) -> None:
         self.llm = NotedCalls()
         server = SimpleNamespace(recompute_context=True)
-        config = SimpleNamespace(lora=LoraSection(), rollout_server=server, may_stage=False)
+        config = SimpleNamespace(
+            lora=LoraSection(),
+            rollout_server=server,
+            may_stage=False,
+            replays_sampling=False,
+        )
         self.engine = VllmEngine(self.llm, [], config)
         self.requests: list[asyncio.Task[Any]] = []
 

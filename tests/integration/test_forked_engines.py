@@ -74,7 +74,10 @@ async def test_a_server_that_started_cuda_does_not_serve(monkeypatch: pytest.Mon
     from vllm.utils import system_utils
 
     ended: list[float] = []
-    llm = SimpleNamespace(shutdown=lambda timeout: ended.append(timeout))
+    llm = SimpleNamespace(
+        model_config=SimpleNamespace(return_sampling_mask=False),
+        shutdown=lambda timeout: ended.append(timeout),
+    )
 
     def spawned(*_: object, **__: object) -> SimpleNamespace:
         system_utils.get_mp_context()

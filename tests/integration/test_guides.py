@@ -52,7 +52,7 @@ async def test_the_program_about_agents_solves_its_tasks(monkeypatch: pytest.Mon
     # A reader has activated the environment.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     blocks = blocks_of(AGENTS, "toml")
-    (text,) = (text for text in blocks if text.startswith("[[environments]]"))
+    text = next(block for block in blocks if block.startswith("[[environments]]"))
     (entry,) = tomllib.loads(text)["environments"]
     environment = load_environment(entry["reference"], json.dumps(entry["args"]), "")
 

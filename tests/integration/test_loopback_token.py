@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -62,6 +63,12 @@ for method, body in given["calls"]:
 """
 
 
+def listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with socket.socket() as connection:
+        return connection.connect_ex((host, int(port))) == 0
+
+
 @asynccontextmanager
 async def live(tmp_path: Path) -> AsyncIterator[tuple[Config, Controller]]:
     """A run as a command begins it, whose settings have no token; its controller is in here."""
@@ -74,7 +81,8 @@ async def live(tmp_path: Path) -> AsyncIterator[tuple[Config, Controller]]:
     controller = Controller(config, run_credentials(config))
     running = asyncio.ensure_future(controller.run())
     try:
-        await until(lambda: controller._run.events.kept() or running.done())
+        # A first event may come before the server listens.
+        await until(lambda: listens(config.controller.address) or running.done())
         yield config, controller
     finally:
         controller.stop("the test is over")

@@ -43,7 +43,8 @@ ENVIRONMENTS = [
 # An environment's line is there when its process takes three seconds, as on a busy machine.
 SHOWN = re.compile(
     r" *\d+\.\d s  \S.*|  [a-z][a-z -]+  \S.*|  \S+/: .*"
-    r"|environment [a-z-]+ is (loaded,|checked, each call) within \d+ s|replies end at .*|"
+    r"|environment [a-z-]+ is (loaded,|checked, each call) within \d+ s|replies end at .*"
+    r"|run \S+ is checked: .*|"
 )
 
 
