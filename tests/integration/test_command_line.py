@@ -100,6 +100,18 @@ COMMANDS = {
         "slipstream: unrecognized arguments: algorithm.learning_rate; a setting is section.key=v",
     ),
     "replay of no run": (["replay", "."], "has no journal"),
+    "replay with another sampling": (
+        ["replay", ".", "sampling.temperature=0.5"],
+        "sampling.temperature cannot be another in a replay: the recorded batches were made with",
+    ),
+    "bisect with other settings": (
+        ["bisect", ".", "--metric", "loss > 3", "algorithm.loss=gspo"],
+        "bisect trains by the run's own settings, got algorithm.loss=gspo",
+    ),
+    "bisect of no metric": (
+        ["bisect", ".", "--metric", "loss > 3"],
+        "--metric: no recorded step has the metric 'loss'",
+    ),
     "server of nobody": (
         ["rollout-server", "config.toml", "--controller", NOWHERE, "--connect-timeout-s", "1"],
         f"no controller answers at {NOWHERE} within 1 s",

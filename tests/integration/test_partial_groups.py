@@ -8,7 +8,7 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import read_batch, read_records
-from slipstream.learner.trainer.replay import recorded_steps
+from slipstream.learner.trainer.recorded_run import recorded_steps
 from support.fakes.fake_server import FakeServer, coin, environment_failure
 from support.fakes.fake_trainer import START, FakeTrainer
 from support.rigs.batch_messages import in_one_message

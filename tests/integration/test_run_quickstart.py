@@ -259,7 +259,7 @@ def test_a_replay_elsewhere_reaches_every_recorded_digest_up_to_a_step(
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints", "logs"))
     shutil.copytree(tiny_model, tmp_path / "copy")
     succeed("verify", "run", cwd=tmp_path)
-    arguments = ["run", "--step", STEPS - 1, "model.path=copy"]
+    arguments = ["run", "--to", STEPS - 1, "model.path=copy"]
     replay = succeed("replay", *arguments, cwd=tmp_path)
     assert replay.stderr == ""
     assert [line.split() for line in replay.stdout.splitlines()] == [

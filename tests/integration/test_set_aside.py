@@ -13,7 +13,7 @@ from slipstream.core.types import Trajectory
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
 from slipstream.learner.controller.set_aside_batch import set_batch_aside
-from slipstream.learner.trainer.replay import recorded_steps
+from slipstream.learner.trainer.recorded_run import recorded_steps
 from slipstream.v1 import trainer_pb2
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import START, FakeTrainer

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _LAUNCHER = "slipstream.client.launch.launcher"
+_RETRAINING = "slipstream.client.launch.retraining"
 CONNECTION_FILES = {
     "--token-file": "the caller's token",
     "--tls-ca": "the authority of the controller's certificate",
@@ -38,7 +39,8 @@ EXAMPLES = {
     "drain": "slipstream drain server-1 letters --reason maintenance",
     "stop": "slipstream stop letters --reason 'the reward is high enough'",
     "check": "slipstream check deploy/configs/quickstart.toml algorithm.loss=my_losses:loss",
-    "replay": "slipstream replay runs/quickstart --step 10",
+    "replay": "slipstream replay runs/quickstart --from 100 algorithm.loss=gspo",
+    "bisect": 'slipstream bisect runs/quickstart --metric "loss > 3"',
     "verify": "slipstream verify runs/quickstart",
     "set-aside": "slipstream set-aside runs/quickstart 17",
     "export": "slipstream export runs/quickstart --step 100 --out model",
@@ -251,11 +253,53 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
-    replay = commands.add_parser("replay", help="train a run again from its journal and compare")
+    replay = commands.add_parser(
+        "replay",
+        help="train a run again from its journal and compare, also beside other settings",
+    )
     _add_folder(replay)
     _add_overrides(replay)
-    replay.add_argument("--step", type=int, help="the last step to train; default: all")
-    _set_program(replay, f"{_LAUNCHER}:run_replay")
+    replay.add_argument(
+        "--from",
+        dest="first",
+        type=int,
+        metavar="STEP",
+        help="the first step with other settings; begins with the checkpoint before it",
+    )
+    replay.add_argument(
+        "--to",
+        dest="last",
+        type=int,
+        metavar="STEP",
+        help="the last step; default: all",
+    )
+    _set_program(replay, f"{_RETRAINING}:run_replay")
+
+    bisect = commands.add_parser(
+        "bisect",
+        help="name the group at which a metric broke a bound, by training without halves",
+    )
+    _add_folder(bisect)
+    _add_overrides(bisect)
+    bisect.add_argument(
+        "--metric",
+        required=True,
+        metavar="CONDITION",
+        help='such as "loss > 3" or "kl >= 0.5"',
+    )
+    bisect.add_argument(
+        "--step",
+        type=int,
+        help="the step of the metric; default: the first in which the condition holds",
+    )
+    bisect.add_argument(
+        "--from",
+        dest="first",
+        type=int,
+        metavar="STEP",
+        help="the first step whose groups are suspects; default: only those of the metric's step",
+    )
+    _set_program(bisect, f"{_RETRAINING}:run_bisect")
 
     verify = commands.add_parser("verify", help="check a run by its files alone, also a copy")
     _add_folder(verify)

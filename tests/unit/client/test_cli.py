@@ -136,10 +136,12 @@ def test_a_path_that_the_shell_has_not_expanded_is_refused(words: str, capsys) -
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["status", "verify", "page", "replay", "export", "set-aside"])
+@pytest.mark.parametrize(
+    "words", ["status", "verify", "page", "replay", "export", "set-aside", "bisect"]
+)
 def test_a_folder_that_cannot_be_looked_at_is_named_in_one_line(words, capsys) -> None:
-    step = ["1"] * (words == "set-aside")
-    assert main([words, name := "x" * 300, *step]) == 2
+    more = {"set-aside": ["1"], "bisect": ["--metric", "loss > 3"]}.get(words, [])
+    assert main([words, name := "x" * 300, *more]) == 2
     assert capsys.readouterr().err.endswith(f"{name}/config.toml: File name too long\n")
 
 

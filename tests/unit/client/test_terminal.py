@@ -80,9 +80,9 @@ def test_nobody_has_to_read_what_is_said() -> None:
 def test_an_answer_for_which_the_disk_has_no_room_is_missed_in_one_line(words, tmp_path):
     program = (
         "import asyncio, sys; from slipstream.client import cli; "
-        "from slipstream.client.launch import launcher\n"
+        "from slipstream.client.launch import launcher, retraining\n"
         "async def answer(*words, **more): launcher.say('found'); return 0\n"
-        "launcher.run_replay = launcher.run_export = answer\n"
+        "retraining.run_replay = launcher.run_export = answer\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
     folder = [str(tmp_path)] * (words != ["doctor"])

@@ -23,9 +23,7 @@ from slipstream.client.launch.audits import audit_all, audit_class
 from slipstream.client.launch.check import Stage
 from slipstream.client.launch.checks import DOCTOR_LIMIT_S, find_all, require, running_id
 from slipstream.client.launch.children import (
-    first_failed,
     rank_environments,
-    show_lines,
     start_child,
     stop_signal,
 )
@@ -39,7 +37,6 @@ from slipstream.client.launch.placement import (
     fit_here,
     learner_node,
     node_gpus,
-    place_here,
     uses_gpus,
 )
 from slipstream.client.launch.preflight import hold_address, proof_faults
@@ -68,14 +65,13 @@ from slipstream.core.extension import Program, program
 from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.process import raise_open_files
 from slipstream.core.models.model_sizes import read_model_sizes
-from slipstream.core.run_folder import BATCHES, CHECKPOINTS, JOURNAL, log_path
+from slipstream.core.run_folder import CHECKPOINTS, log_path
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.parallel_rules import RankLayout
 from slipstream.core.settings.tables import NO_ENVIRONMENT
 from slipstream.protocol.access.run_token import run_credentials
 from slipstream.protocol.access.security import without_password
 
-REPLAY = "slipstream.learner.trainer.replay"
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
 # Seconds after `rollout_server.drain_timeout_s` in which a server ends its engine.
 SERVER_GRACE_S = 30.0
@@ -85,8 +81,6 @@ SHOWN_REPLIES = 3
 QUEUE_LIMIT_S = 30.0
 TINY_MODEL = "slipstream.learner.trainer.tiny_model"
 SET_ASIDE = "slipstream.learner.controller.set_aside_batch"
-# All ranks of a replay are on this machine, wherever the run's ranks were.
-_HERE = 'learner.master="127.0.0.1:0"'
 _CLIENT_LOOP = ("controller.client_loop=true", "learner.shared_prefix_tokens=0")
 
 
@@ -329,42 +323,6 @@ async def run_doctor(arguments: argparse.Namespace) -> int:
     stands = "stand" if problems > 1 else "stands"
     say(f"\n{what} {stands} in the way of a run, {counted(hints, 'hint')}")
     return int(problems > 0)
-
-
-async def run_replay(folder: Path, overrides: Sequence[str], *, step: int | None) -> int:
-    """Runs `slipstream replay`, up to `step` if it is set; returns 0 for equal digests."""
-    path = run_folder.settings_of(folder)
-    overrides = [_HERE, *overrides]
-    config = load_config(path, overrides)
-    await require(Scene(config, frozenset({"replay"})), Stage.SETTINGS)
-    if not (folder / JOURNAL).is_dir():
-        raise ConfigError(f"{folder} has no journal")
-    if not any((folder / JOURNAL / BATCHES).glob("step-000000*.pb")):
-        raise ConfigError(
-            f"{folder} does not hold the first step's batch, with which a replay begins: no step "
-            "began, or it was removed (checkpoint.keep_batches)"
-        )
-    ranks = []
-    placement = place_here(config, ranks=config.learner.world_size)
-    for torchrun in rank_environments(config, range(config.learner.world_size)):
-        environ = torchrun | placement.learner_environment
-        name = f"replay-rank-{environ['RANK']}"
-        log = log_path(folder, name)
-        log.unlink(missing_ok=True)
-        arguments = ["--config", str(path), *overrides]
-        arguments += [] if step is None else ["--step", str(step)]
-        ranks.append(await start_child(name, REPLAY, arguments, log_path=log, environ=environ))
-    ended = asyncio.Event()
-    show = asyncio.ensure_future(show_lines(ranks[0].log_path, "version ", ended))
-    try:
-        failed = await first_failed(ranks, fine=(0, 1))
-    finally:
-        await asyncio.gather(*(rank.stop(GRACE_S) for rank in ranks))
-        ended.set()
-        await show
-    if failed is not None:
-        raise failed.failure()
-    return int(any(rank.process.returncode for rank in ranks))
 
 
 async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:

@@ -1,72 +1,42 @@
-"""Trains a run again from its journal.
+"""Trains a run again from its journal, as it was or with other settings beside that.
 
 torchrun starts each rank as `python -m slipstream.learner.trainer.replay --config FILE`. The replay
 is a plain loop over the recorded batches, without a controller or rollout servers. On a CPU every
-version must get the digest that is in the journal.
+version must get the digest that is in the journal. Where a version gets another one, the metrics of
+its step stand beside the recorded ones, and the change of its weights beside that of a checkpoint.
+
+With other settings each batch is trained twice, by two lines that begin with the same state: one
+has the run's settings and one the others. Each goes on from its own weights.
 """
 
 import argparse
-import logging
-import os
+import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from slipstream.core.configuration.config_file import check_model, load_config
-from slipstream.core.configuration.function_sources import source_digests
+from slipstream.core.configuration.replayed_settings import (
+    comparison_problems,
+    trial_problems,
+)
 from slipstream.core.errors import USAGE_ERROR, ConfigError, SlipstreamError
 from slipstream.core.machine.process import leave
-from slipstream.core.run_folder import JOURNAL
 from slipstream.core.settings.config import Config
-from slipstream.learner.algorithms.functions import used_functions
-from slipstream.learner.controller.records.batch_files import StoredBatch
-from slipstream.learner.controller.records.history import read_history
-from slipstream.learner.controller.records.journal import read_batch, read_records
-from slipstream.v1 import trainer_pb2
+from slipstream.learner.trainer.recorded_run import (
+    RecordedRun,
+    RecordedStep,
+    carry_out,
+    check_replayable,
+    load_settings,
+    read_run,
+)
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from slipstream.learner.trainer.weight_changes import Weights
 
-FAILED = 3
-
-
-@dataclass(frozen=True)
-class RecordedStep:
-    """One step of the journal; `digest` is None if the run ended during the step."""
-
-    header: trainer_pb2.BatchHeader
-    batch: StoredBatch
-    digest: str | None
-
-
-def recorded_steps(journal: Path) -> Iterator[RecordedStep]:
-    """Yields the steps of a journal in order; raises ProtocolError if the journal is damaged."""
-    records = list(read_records(journal))
-    digests = {
-        record["step"]: str(record["digest"]) for record in records if record["kind"] == "step"
-    }
-    # Batches that were set aside are not among them.
-    for batch in read_history(records).batches.values():
-        stored = read_batch(journal, batch.step, batch.crc32, batch.attempt)
-        # Whatever is missing is told before the first step is trained.
-        header = stored.header
-        yield RecordedStep(header, stored, digests.get(batch.step))
-
-
-def check_functions(config: Config, journal: Path) -> None:
-    """Raises ConfigError if any start of the run recorded other functions of the user."""
-    here = source_digests(config.algorithm)
-    used = used_functions(config.model_copy(update={"sources": here}))
-    for record in read_records(journal):
-        had = record.get("functions") or {}
-        if record["kind"] == "start" and had != used:
-            assert isinstance(had, dict)
-            others = {name for name in had | used if had.get(name) != used.get(name)}
-            raise ConfigError(
-                "the run cannot be replayed: source or arguments of these functions are others "
-                f"than recorded: {', '.join(sorted(others))}"
-            )
+# Relative difference from which two values of a metric are shown.
+SHOWN_DIFFERENCE = 1e-6
 
 
 def main() -> int:
@@ -76,74 +46,182 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="config.toml of the run folder")
-    parser.add_argument("--step", type=int, help="the last step")
+    parser.add_argument("--from", dest="first", type=int, help="the first step with --other")
+    parser.add_argument("--to", dest="last", type=int, help="the last step")
+    parser.add_argument("--other", action="append", default=[], help="a setting to compare with")
     parser.add_argument("overrides", nargs="*", help="settings that replace those of the file")
     arguments = parser.parse_args()
+    changed: Config | None = None
     try:
-        config = load_config(arguments.config, arguments.overrides)
-        check_model(config)
-        journal = arguments.config.parent / JOURNAL
-        check_functions(config, journal)
-        steps = list(recorded_steps(journal))
-        if arguments.step is not None:
-            if not 1 <= arguments.step <= len(steps):
-                raise ConfigError(f"--step must be 1 to {len(steps)}, got {arguments.step}")
-            steps = steps[: arguments.step]
+        config = load_settings(arguments.config, arguments.overrides)
+        check_replayable(config)
+        if arguments.other:
+            overrides = [*arguments.overrides, *arguments.other]
+            changed = load_settings(arguments.config, overrides)
+            for problem in comparison_problems(config, changed):
+                raise ConfigError(problem)
+        run = read_run(config.run_dir, first=arguments.first, last=arguments.last)
     except (SlipstreamError, OSError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return USAGE_ERROR
-    try:
-        return replay(config, steps)
-    except Exception as error:
-        logger.exception("the replay failed")
-        print(f"slipstream: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        # Python would end with 1, which means that a digest differs, and wait for other ranks.
-        os._exit(FAILED)
+    first = run.start + 1 if arguments.first is None else arguments.first
+    return carry_out(lambda: Replay(config, run).result(changed, first=first))
 
 
-def replay(config: Config, steps: list[RecordedStep]) -> int:
-    """Trains the steps again; rank 0 prints each digest and compares it with the recorded one.
+class Replay:
+    """Trains recorded steps on this rank; every method is collective, and rank 0 prints."""
 
-    Returns 1 on rank 0 if a digest differs on a CPU, else 0: sums on a GPU have no fixed order.
-    """
-    from slipstream.learner.trainer.batches.batch_stream import read_stored
-    from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
-    from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
-    from slipstream.learner.trainer.opening import load_start, open_policy
-    from slipstream.learner.trainer.parts import step_parts
-    from slipstream.learner.trainer.passes import Passes
-    from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weights.publish import open_published
+    def __init__(self, config: Config, run: RecordedRun) -> None:
+        from slipstream.learner.trainer.opening import open_policy
+        from slipstream.learner.trainer.ranks.parallel import Launch
+        from slipstream.learner.trainer.training_line import TrainingLine
+        from slipstream.learner.trainer.weights.publish import open_published
 
-    policy = open_policy(config, Launch.from_environment())
-    training = TrainingStep(policy, config, step_parts(config, policy))
-    saved = Checkpointer(config, policy.ranks, stored_policy(policy))
-    passes = Passes(policy, saved.load, partial(load_start, policy, config))
-    published = open_published(policy, config)
-    different = 0
-    for recorded in steps:
-        batch = read_stored(recorded.batch, training.share)
-        step = training if batch.given is None else passes
-        step.run(batch)
-        digest = published.digests().identity.hex()
-        if not policy.ranks.is_main:
-            continue
-        same = digest == recorded.digest
-        different += not same and recorded.digest is not None
-        verdict = "as recorded" if same else f"recorded {recorded.digest or 'nowhere'}"
-        print(f"version {batch.step + 1}  {digest}  {verdict}", flush=True)
-    policy.ranks.close()
-    is_exact = policy.ranks.device.type != "cuda"
-    cause = "as they may on a GPU, whose sums have no fixed order"
-    if is_exact:
-        cause = (
-            "by other packages, parallel sizes or settings: all steps have those of the last start"
-        )
-    if different:
+        self._run = run
+        self._config = config
+        self._policy = open_policy(config, Launch.from_environment())
+        self._line = TrainingLine(self._policy, config)
+        if run.start:
+            self._line.load(run.start)
+        self._published = open_published(self._policy, config)
+        # Versions that got other digests than the recorded ones.
+        self._num_different = 0
+
+    def result(self, changed: Config | None, *, first: int) -> int:
+        """Trains all steps, those from step `first` on also by the settings `changed`, if any.
+
+        Returns 1 if a version gets its recorded digest by neither on a CPU, else 0: sums on a GPU
+        have no fixed order.
+        """
+        ranks = self._policy.ranks
+        if changed is None:
+            self._train_as_recorded()
+        else:
+            self._train_beside(changed, first)
+        ranks.close()
+        if not self._num_different:
+            return 0
+        is_exact = ranks.device.type != "cuda"
+        cause = "as they may on a GPU, whose sums have no fixed order"
+        if is_exact:
+            cause = (
+                "by other packages, parallel sizes or settings: all steps have those of the last "
+                "start"
+            )
         # The command shows lines that begin with this word.
-        print(f"version digests that differ: {different}, {cause}", flush=True)
-    return int(different > 0 and is_exact)
+        self._say(f"version digests that differ: {self._num_different}, {cause}")
+        return int(is_exact)
+
+    def _train_as_recorded(self) -> None:
+        from slipstream.learner.trainer.weight_changes import host_weights
+
+        may_look_aside = not any(trial_problems(self._config))
+        checkpoints = self._run.checkpoints if may_look_aside else {}
+        start = host_weights(self._policy) if checkpoints else {}
+        for recorded in self._run.steps:
+            result = self._line.train(recorded.batch)
+            version = recorded.header.step + 1
+            if self._compare_digest(recorded) or recorded.digest is None:
+                continue
+            if metrics := self._run.metrics.get(version):
+                self._say(f"version {version}: {beside(result.metrics, metrics)}")
+            if version in checkpoints:
+                self._compare_checkpoint(version, start)
+
+    def _compare_digest(self, recorded: RecordedStep) -> bool:
+        """Prints the digest of the weights; returns whether it is the recorded one."""
+        digest = self._digest()
+        is_same = digest == recorded.digest
+        verdict = "as recorded" if is_same else f"recorded {recorded.digest or 'nowhere'}"
+        self._say(f"version {recorded.header.step + 1}  {digest}  {verdict}")
+        self._num_different += not is_same and recorded.digest is not None
+        return is_same
+
+    def _compare_checkpoint(self, version: int, start: "Weights") -> None:
+        """Prints how the change since `start`, the first weights, is like that of a checkpoint."""
+        from slipstream.learner.trainer.weight_changes import (
+            ChangeLikeness,
+            WeightChange,
+            host_weights,
+        )
+
+        change = WeightChange(start, host_weights(self._policy))
+        state = self._line.hold()
+        self._line.load_weights(version)
+        recorded_change = WeightChange(start, host_weights(self._policy))
+        state.restore(self._line.others)
+        likeness = ChangeLikeness.between(change, recorded_change)
+        self._say(
+            f"version {version}: change since version {self._run.start} beside that of the "
+            f"checkpoint: {likeness}"
+        )
+
+    def _train_beside(self, changed: Config, first: int) -> None:
+        """Trains steps before `first` as they were, and the others by both settings in turn."""
+        from slipstream.learner.trainer.branch import Branch
+        from slipstream.learner.trainer.training_line import TrainingLine
+        from slipstream.learner.trainer.weight_changes import (
+            ChangeLikeness,
+            WeightChange,
+        )
+
+        changed_line = TrainingLine(self._policy, changed)
+        place = first - 1 - self._run.start
+        for recorded in self._run.steps[:place]:
+            self._line.train(recorded.batch)
+            self._compare_digest(recorded)
+        original = Branch(self._policy, self._line)
+        other = original.fork(changed_line)
+        start = original.weights
+        for recorded in self._run.steps[place:]:
+            original_step = original.train(recorded.batch)
+            original_digest = self._digest()
+            step = other.train(recorded.batch)
+            digest = self._digest()
+            likeness = ChangeLikeness.between(step.change, original_step.change)
+            whole_likeness = ChangeLikeness.between(
+                WeightChange(start, other.weights),
+                WeightChange(start, original.weights),
+            )
+            version = recorded.header.step + 1
+            verdict = "as recorded" if digest == recorded.digest else "by the other settings"
+            self._say(f"version {version}  {digest}  {verdict}")
+            self._say(f"version {version}: change by step {version}: {likeness}")
+            self._say(f"version {version}: change since version {first - 1}: {whole_likeness}")
+            self._say(f"version {version}: {beside(step.metrics, original_step.metrics)}")
+            if recorded.digest not in (original_digest, None):
+                # Settings of an earlier start of the run may stand beside those of the last one.
+                self._num_different += digest != recorded.digest
+                self._say(
+                    f"version {version}: the run's own settings give {original_digest} here, "
+                    f"recorded {recorded.digest}"
+                )
+
+    def _digest(self) -> str:
+        """Returns the digest of the weights in hexadecimal, on every rank."""
+        ranks = self._policy.ranks
+        identity = self._published.digests().identity
+        own_identity = identity if ranks.is_main else None
+        return ranks.broadcast_bytes(own_identity).hex()
+
+    def _say(self, line: str) -> None:
+        if self._policy.ranks.is_main:
+            print(line, flush=True)
+
+
+def beside(metrics: Mapping[str, float], originals: Mapping[str, float]) -> str:
+    """Returns the metrics that differ from the original ones, as `loss 0.5 for 0.4, ...`.
+
+    Seconds and bytes are of the machine and left out, as are metrics that one side lacks.
+    """
+    differing: list[str] = []
+    for name, value in metrics.items():
+        original = originals.get(name)
+        if original is None or name.endswith(("_s", "_bytes")):
+            continue
+        if not math.isclose(value, original, rel_tol=SHOWN_DIFFERENCE, abs_tol=0.0):
+            differing.append(f"{name} {value:.6g} for {original:.6g}")
+    return ", ".join(differing) or "equal metrics"
 
 
 if __name__ == "__main__":

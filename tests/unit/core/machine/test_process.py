@@ -121,6 +121,7 @@ ROOT = Path(__file__).parents[4]
 # Programs whose processes have native threads at their end: of torch's groups, or of vLLM.
 THREADED = (
     "learner/slipstream/learner/trainer/__main__.py",
+    "learner/slipstream/learner/trainer/bisect.py",
     "learner/slipstream/learner/trainer/replay.py",
     "learner/slipstream/learner/trainer/export_checkpoint.py",
     "rollout_server/slipstream/rollout_server/__main__.py",

@@ -32,7 +32,7 @@ from slipstream.learner.algorithms.losses import step_columns
 from slipstream.learner.algorithms.rewards import overlong
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.trainer.replay import check_functions
+from slipstream.learner.trainer.recorded_run import check_functions
 from support.fakes import wrong_algorithms
 from support.fakes.fake_trajectories import make_trajectory
 from support.fakes.packed import algorithm, loss_inputs, terms_of, weights_of
