@@ -62,6 +62,9 @@ class _Looks:
         self._next = self._loop.call_at(due_s, self._look, due_s)
 
     def _look(self, due_s: float) -> None:
+        if self._timeout.expired():
+            # A wait that is cancelled may take long to end; its deadline cannot move any more.
+            return
         late_s = self._loop.time() - due_s
         deadline_s = self._timeout.when()
         if late_s > LATE_S and deadline_s is not None:

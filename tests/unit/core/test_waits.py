@@ -57,3 +57,31 @@ async def test_a_wait_leaves_out_time_in_which_the_process_stood_still(
 
 async def test_a_wait_of_a_moment_ends_at_once(pass_time: Callable[[float], None]) -> None:
     assert await within(0.0, asyncio.Event().wait()) is False
+
+
+async def test_a_wait_that_ends_slowly_after_its_limit_is_looked_at_no_more(
+    pass_time: Callable[[float], None],
+) -> None:
+    failures: list[dict[str, object]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: failures.append(context))
+    closed = asyncio.Event()
+
+    async def closes_slowly() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await closed.wait()
+
+    waiting = asyncio.create_task(within(60.0, closes_slowly()))
+    await some_turns()
+    for _ in range(60):
+        pass_time(1.0)
+        await some_turns()
+    # The next look is late, at a deadline that can no longer move.
+    pass_time(10.0)
+    await some_turns()
+    assert not waiting.done()
+    closed.set()
+    assert await waiting is False
+    assert not failures
