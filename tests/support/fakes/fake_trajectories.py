@@ -95,9 +95,12 @@ def routed_experts(draw: st.DrawFn, num_tokens: int) -> RoutedExperts:
 @st.composite
 def references(draw: st.DrawFn, num_sampled: int) -> ReferenceLogprobs:
     top_k = draw(st.integers(0, 3))
-    random = np.random.default_rng(draw(st.integers(0, 99)))
-    ids = random.integers(0, 2**31, (num_sampled, 1)) + np.arange(top_k)
-    shares = random.dirichlet(np.ones(top_k + 1), num_sampled)[:, :top_k]
+    seed = draw(st.integers(0, 99))
+    random = np.random.default_rng(seed)
+    first_ids = random.integers(0, 2**31, (num_sampled, 1))
+    ids = first_ids + np.arange(top_k)
+    weights = np.ones(top_k + 1)
+    shares = random.dirichlet(weights, num_sampled)[:, :top_k]
     return ReferenceLogprobs(
         -random.random(num_sampled).astype(np.float32),
         ids.astype(np.uint32),
@@ -188,7 +191,10 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     num_tokens = sum(run_lengths)
     status = draw(st.sampled_from(Status))
     failures = st.builds(Failure, st.sampled_from(FailureKind), texts)
-    images = draw(st.lists(st.binary(min_size=1, max_size=20), max_size=3))
+    image_bytes = st.binary(min_size=1, max_size=20)
+    images = draw(st.lists(image_bytes, max_size=3))
+    metrics = st.dictionaries(lines, st.floats(-1e18, 1e18), max_size=3)
+    short_names = names.filter(lambda name: len(name) <= 64)
     token_ids = draw(
         numbers(
             num_tokens,
@@ -224,7 +230,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         version_spans=draw(spans(num_sampled)),
         reward=draw(st.floats(-1e6, 1e6)),
         token_rewards=draw(st.none() | earned(num_sampled)) if num_sampled else None,
-        metrics=draw(st.dictionaries(lines, st.floats(-1e18, 1e18), max_size=3)),
+        metrics=draw(metrics),
         num_turns=draw(st.integers(0, 65536)),
         generation_s=draw(seconds),
         environment_s=draw(seconds),
@@ -236,7 +242,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         reference=draw(st.none() | references(num_sampled)),
         images=tuple(images),
         image_places=draw(image_places(len(images), num_tokens)),
-        adapter=draw(st.just("") | names.filter(lambda name: len(name) <= 64)),
+        adapter=draw(st.just("") | short_names),
         max_reply_tokens=draw(st.integers(0, 4194304)),
         expected_answer=draw(texts),
         prompt_logprobs=draw(prompt_logprobs(run_lengths)),

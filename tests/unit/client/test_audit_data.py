@@ -4,7 +4,18 @@ import random
 
 from slipstream.client.audit_data import Row, surprises
 
-TOWNS = ["Lisbon", "Ankara", "Nairobi", "Quito", "Hanoi", "Oslo", "Dakar", "Lima", "Cairo", "Riga"]
+TOWNS = [
+    "Lisbon",
+    "Ankara",
+    "Nairobi",
+    "Quito",
+    "Hanoi",
+    "Oslo",
+    "Dakar",
+    "Lima",
+    "Cairo",
+    "Riga",
+]
 
 
 def told(prompts: list[str], answers: list[str]) -> str:
@@ -13,6 +24,10 @@ def told(prompts: list[str], answers: list[str]) -> str:
         row = Row(len(rows), [("user", prompt)], answer)
         rows.append(row)
     return "\n".join(surprises(rows, is_interactive=False))
+
+
+def shown_as_shifted(prompts: list[str], answers: list[str]) -> bool:
+    return "shifted" in told(prompts, answers)
 
 
 def rotated(answers: list[str], shift: int) -> list[str]:
@@ -24,8 +39,10 @@ def sums() -> tuple[list[str], list[str]]:
     answers = []
     for first in random.sample(range(10, 99), 40):
         second = random.randint(10, 99)
-        prompts.append(f"What is {first} + {second}? Reply with a number.")
-        answers.append(str(first + second))
+        prompt = f"What is {first} + {second}? Reply with a number."
+        prompts.append(prompt)
+        total = first + second
+        answers.append(str(total))
     return prompts, answers
 
 
@@ -41,31 +58,38 @@ def passages() -> tuple[list[str], list[str]]:
 
 
 def test_answers_that_are_shifted_by_one_row_are_told() -> None:
-    for made in (sums, choices, passages):
-        prompts, answers = made()
-        below = told(prompts, rotated(answers, 1))
-        above = told(prompts, rotated(answers, -1))
-        assert "right answers look shifted by one row" in below, made
-        assert "belong to the prompt before them" in below, made
-        assert "belong to the prompt behind them" in above, made
+    for questions in (sums, choices, passages):
+        prompts, answers = questions()
+        lower_answers = rotated(answers, 1)
+        below = told(prompts, lower_answers)
+        upper_answers = rotated(answers, -1)
+        above = told(prompts, upper_answers)
+        assert "right answers look shifted by one row" in below, questions
+        assert "belong to the prompt before them" in below, questions
+        assert "belong to the prompt behind them" in above, questions
 
 
 def test_answers_in_their_own_rows_are_not_called_shifted() -> None:
-    for made in (sums, choices, passages):
-        assert "shifted" not in told(*made()), made
+    for questions in (sums, choices, passages):
+        prompts, answers = questions()
+        assert not shown_as_shifted(prompts, answers), questions
 
 
 def test_answers_in_any_order_are_not_called_shifted() -> None:
     prompts, answers = sums()
-    assert "shifted" not in told(prompts, random.sample(answers, len(answers)))
+    in_any_order = random.sample(answers, len(answers))
+    assert not shown_as_shifted(prompts, in_any_order)
 
 
 def test_answers_that_nothing_ties_to_their_prompts_are_not_called_shifted() -> None:
-    prompts = [f"How many of {number} apples are ripe?" for number in range(20)]
-    assert "shifted" not in told(prompts, [str(number * 7 % 20) for number in range(20)])
+    numbers = range(20)
+    prompts = [f"How many of {number} apples are ripe?" for number in numbers]
+    answers = [str(number * 7 % 20) for number in numbers]
+    assert not shown_as_shifted(prompts, answers)
 
 
 def test_passages_that_neighbours_share_are_not_called_shifted() -> None:
     passage = "The trains to " + ", ".join(TOWNS) + " left at noon."
-    prompts = [f"{passage} Where did train {number} go?" for number in range(len(TOWNS))]
-    assert "shifted" not in told(prompts, list(TOWNS))
+    numbers = range(len(TOWNS))
+    prompts = [f"{passage} Where did train {number} go?" for number in numbers]
+    assert not shown_as_shifted(prompts, list(TOWNS))

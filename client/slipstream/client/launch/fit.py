@@ -229,8 +229,8 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
 
 def check_batches(scene: Scene) -> Finding | None:
     """Checks that the ranks of this machine can keep batches whose episodes have a usual length."""
-    config = scene.config
-    if not (config.model.path / "config.json").is_file():
+    config = scene.stated
+    if config is None or not (config.model.path / "config.json").is_file():
         # The check of the model tells what is missing.
         return None
     batch_bytes = BatchBytes.of(config, read_model_sizes(config.model.path))
