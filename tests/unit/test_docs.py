@@ -23,7 +23,7 @@ import generate_models
 import pytest
 import slipstream.environments.sandbox
 from slipstream.client import Environment, Reply, ResetResult, StepResult, ToolCall
-from slipstream.client.cli import _parser
+from slipstream.client.cli import _parser, parse
 from slipstream.client.environment import TaskSource
 from slipstream.client.environment_loader import load_environment
 from slipstream.core.configuration.config_file import load_config, parse_config
@@ -117,7 +117,7 @@ def is_taken(arguments: list[str]) -> bool:
     if "|" in arguments:
         return set(arguments) - {"|"} <= known_commands()
     try:
-        parser().parse_args(arguments)
+        parse(arguments)
     except SystemExit as exit_:
         return exit_.code == 0
     return True
