@@ -20,6 +20,10 @@ class States:
     seeds = SimpleNamespace(gpu=torch.zeros(ROWS, dtype=torch.int64))
 
 
+# What vLLM's own sampler returns.
+OF_VLLM = SimpleNamespace(sampling_mask_tensors=None)
+
+
 def plain_sample(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     logprobs, tokens = logits.log_softmax(-1).max(-1)
     return tokens, logprobs
@@ -43,7 +47,7 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401 - vLLM tell
     monkeypatch.setattr(
         one_pass_sampler, "get_num_sampled_and_rejected", lambda ones, *_: (ones, ones - 1)
     )
-    monkeypatch.setattr(Sampler, "__call__", lambda *_: "vllm")
+    monkeypatch.setattr(Sampler, "__call__", lambda *_: OF_VLLM)
     return made
 
 
@@ -90,11 +94,11 @@ def test_tokens_and_log_probabilities_have_vllms_form(sampler: Any) -> None:
 )
 def test_whatever_else_is_asked_for_is_vllms(sampler: Any, name: str, value: object) -> None:
     setattr(sampler, name, (lambda _: value) if name == "get_logprobs_dims" else value)
-    assert sampler(torch.zeros(ROWS, VOCABULARY), batch()) == "vllm"
+    assert sampler(torch.zeros(ROWS, VOCABULARY), batch()) is OF_VLLM
 
 
 def test_rows_of_drafts_are_vllms(sampler: Any) -> None:
-    assert sampler(torch.zeros(2 * ROWS, VOCABULARY), batch()) == "vllm"
+    assert sampler(torch.zeros(2 * ROWS, VOCABULARY), batch()) is OF_VLLM
 
 
 @pytest.mark.parametrize("kind", [Sampler, dict])
