@@ -65,6 +65,7 @@ CONTENTS = {
         "docs/guides/prometheus",
         "docs/guides/checkpoints",
         "docs/guides/verify",
+        "docs/guides/debugging",
         "docs/guides/models",
         "docs/guides/images",
         "docs/guides/agreement",
