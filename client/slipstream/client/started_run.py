@@ -433,7 +433,10 @@ async def _serve_all(plan: _Plan, before: tuple[int, str]) -> None:
                 for player in plan.served:
                     group.create_task(serve(player))
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            first, *others = errors.exceptions
+            for error in others:
+                complain(str(error))
+            raise first from None
 
 
 def _audit(player: _Served, plan: _Plan) -> None:

@@ -169,8 +169,9 @@ def check_batches_are_there(folder: Path, batches: Mapping[int, Record]) -> None
 
 def ranges(steps: Sequence[int]) -> str:
     """Returns steps, which are in order, in words: "1 to 4, 7"."""
-    first_steps = [step for step in steps if step - 1 not in steps]
-    last_steps = [step for step in steps if step + 1 not in steps]
+    present = set(steps)
+    first_steps = [step for step in steps if step - 1 not in present]
+    last_steps = [step for step in steps if step + 1 not in present]
     return ", ".join(
         str(first) if first == last else f"{first} to {last}"
         for first, last in zip(first_steps, last_steps, strict=True)
