@@ -82,6 +82,10 @@ class LearningWatch:
         if "reward_mean" not in row:
             # A client has ordered the step.
             return
+        critic = self._config.critic
+        if critic is not None and row["step"] <= critic.warmup_steps:
+            # The policy stays as it is until the critic has learnt.
+            return
         if len(self._first) < EDGE:
             self._first.append(row)
         self._rows.append(row)

@@ -257,3 +257,16 @@ def test_two_rounds_below_the_best_are_needed_and_more_than_chance() -> None:
 def test_a_row_that_a_client_ordered_is_passed_over() -> None:
     rows = ({"step": float(step), "grad_norm": 0.0} for step in range(1, STEPS))
     assert texts_of(rows) == {}
+
+
+def test_steps_that_train_a_critic_alone_show_nothing() -> None:
+    critic = {"algorithm.advantage": "gae", "critic.learning_rate": 1e-5}
+    config = config_with(SETTINGS | critic | {"critic.warmup_steps": 8})
+
+    def rows(num_warmup_steps: int) -> Iterator[Row]:
+        for step in range(1, STEPS + 1):
+            rate = 0.0 if step <= num_warmup_steps else 1e-6
+            yield row_of(step, learning_rate=rate, reward_mean=0.02 * step)
+
+    assert texts_of(rows(8), config) == {}
+    assert "learning_rate" in texts_of(rows(STEPS), config)
