@@ -30,6 +30,11 @@ _BITS = 7
 IdArray = npt.NDArray[np.int64]
 
 
+def fit_a_record(top_k: int, vocabulary: int) -> bool:
+    """Whether no set is larger than `MAX_KEPT_TOKENS`; a `top_k` of 0 sets no limit."""
+    return min(top_k or vocabulary, vocabulary) <= MAX_KEPT_TOKENS
+
+
 @dataclass(frozen=True, eq=False)
 class KeptTokens:
     """Sets of token ids, one for each of several sampled tokens.

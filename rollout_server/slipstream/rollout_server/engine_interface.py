@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 from slipstream.core.errors import SlipstreamError
-from slipstream.core.kept_tokens import KeptTokens
+from slipstream.core.kept_tokens import KeptTokens, fit_a_record
 from slipstream.core.models.vision import PlacedImage
 from slipstream.core.types import LogprobArray, PolicyVersion, TokenArray, VersionSpan
 from slipstream.v1 import fleet_pb2, weights_pb2
@@ -126,6 +126,13 @@ class Sampling:
         """Whether tokens are left out of the distribution that replies are drawn from."""
         leaves_out = self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
         return leaves_out and self.temperature > 0.0
+
+    def fits_a_record(self, vocabulary: int) -> bool:
+        """Whether tokens are left out, and a record has room for the others.
+
+        Runs that need records have no other settings, but their evaluations may.
+        """
+        return self.cuts and fit_a_record(self.top_k, vocabulary)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@ import dataclasses
 from dataclasses import replace
 
 import pytest
+from slipstream.core.kept_tokens import MAX_KEPT_TOKENS
 from slipstream.core.settings.sections import SamplingSection
 from slipstream.rollout_server.agents.request_rules import rule
 from slipstream.rollout_server.engine_interface import Sampling
@@ -49,6 +50,24 @@ def test_each_setting_of_what_is_drawn_is_the_learners_too_or_known_to_cut() -> 
     # The learner divides its logits by the temperature.
     drawn = Sampling.from_pb(uncut.to_pb()).distribution.keys()
     assert drawn == {"temperature", "top_p", "top_k", "min_p"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "vocabulary", "is_recorded"),
+    [
+        ({"top_k": 20, "top_p": 0.95}, 150_000, True),
+        ({"top_k": MAX_KEPT_TOKENS}, 150_000, True),
+        # An evaluation may have such settings beside a run whose sets are recorded.
+        ({"top_k": MAX_KEPT_TOKENS + 1}, 150_000, False),
+        ({"top_p": 0.95}, 150_000, False),
+        ({"top_p": 0.95}, MAX_KEPT_TOKENS, True),
+        ({}, MAX_KEPT_TOKENS, False),
+    ],
+)
+def test_kept_tokens_are_recorded_where_all_sets_fit(settings, vocabulary, is_recorded) -> None:
+    section = SamplingSection(max_reply_tokens=8, max_episode_tokens=32, **settings)
+    sampling = Sampling.from_pb(section.to_pb())
+    assert sampling.fits_a_record(vocabulary) == is_recorded
 
 
 @pytest.mark.process

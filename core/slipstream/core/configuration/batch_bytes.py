@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.core.configuration.config_file import largest_trajectory_bytes
+from slipstream.core.kept_tokens import MAX_KEPT_TOKENS
 from slipstream.core.models.model_sizes import ModelSizes
 from slipstream.core.settings.config import Config
 
 # Bytes of main memory that every trainer rank keeps for each token of the whole batch: ids and
 # log-probabilities as they came, and the columns of training sequences.
 RANK_BYTES_PER_TOKEN = 37
+# Bytes there of each token that a sampled token was drawn from, where `sampling` cuts.
+RANK_BYTES_PER_KEPT_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,10 @@ class BatchBytes:
         num_tokens = num_episodes * tokens_per_episode
         trajectory = largest_trajectory_bytes(config)
         batch = num_episodes * trajectory
+        per_token_in_rank = RANK_BYTES_PER_TOKEN
+        if config.replays_sampling:
+            most_kept = min(config.sampling.top_k or sizes.vocab, sizes.vocab, MAX_KEPT_TOKENS)
+            per_token_in_rank += RANK_BYTES_PER_KEPT_TOKEN * most_kept
         data_parallel = config.learner.world_size // (parallel.tp * parallel.pp * parallel.cp)
         trained_tokens = -(-num_tokens // data_parallel)
         item_bytes = 4 if config.model.dtype == "float32" else 2
@@ -67,7 +74,7 @@ class BatchBytes:
             per_token=trajectory // tokens_per_episode,
             experts_per_token=experts_per_token,
             batch=batch,
-            rank=num_tokens * RANK_BYTES_PER_TOKEN + trained_tokens * experts_per_token,
+            rank=num_tokens * per_token_in_rank + trained_tokens * experts_per_token,
             queue=config.queue.max_bytes,
             journal=steps_kept * batch,
             weights=weights,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from slipstream.core.configuration.config_file import vocabulary_size
 from slipstream.core.errors import ConfigError
-from slipstream.core.kept_tokens import MAX_KEPT_TOKENS
+from slipstream.core.kept_tokens import MAX_KEPT_TOKENS, fit_a_record
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.tables import Tables
 
@@ -35,7 +35,7 @@ def check_vocabulary(config: Config) -> None:
     """Raises ConfigError if sets of kept tokens may be larger than a record has room for."""
     sampling = config.sampling
     num_tokens = vocabulary_size(config.model.path)
-    if not sampling.top_k and num_tokens > MAX_KEPT_TOKENS:
+    if not fit_a_record(sampling.top_k, num_tokens):
         cuts = " and ".join(f"{name} = {value!r}" for name, (value, _) in sampling.cuts.items())
         raise ConfigError(
             f"{cuts} may keep any number of the model's {num_tokens} tokens, and records have room "

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 import psutil
+from slipstream.core.configuration.config_file import vocabulary_size
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.machine.segments import note_segments
 from slipstream.core.patience import Patience
@@ -59,11 +60,14 @@ class VllmEngine:
         self.num_experts = int(llm.model_config.get_num_experts())
         recomputes = config.rollout_server.recompute_context
         self.pauses = EnginePause(llm, recompute_context=recomputes)
+        recorded_vocabulary = None
+        if config.replays_sampling:
+            recorded_vocabulary = vocabulary_size(config.model.path)
         self.requests = EngineRequests(
             llm,
             self.pauses,
             self._adapters,
-            records_kept_tokens=config.replays_sampling,
+            recorded_vocabulary=recorded_vocabulary,
         )
         self._updates = WeightUpdate(
             self._call_all, self.pauses.pause_for_update, may_stage=config.may_stage

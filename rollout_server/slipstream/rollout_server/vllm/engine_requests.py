@@ -61,10 +61,10 @@ class EngineRequests(Requests):
         pauses: EnginePause,
         adapters: AdapterRequests,
         *,
-        records_kept_tokens: bool,
+        recorded_vocabulary: int | None,
     ) -> None:
         self._llm = llm
-        self._records_kept_tokens = records_kept_tokens
+        self._recorded_vocabulary = recorded_vocabulary
         self._pauses = pauses
         self._adapters = adapters
         loggers = llm.logger_manager.stat_loggers
@@ -130,7 +130,9 @@ class EngineRequests(Requests):
     ) -> AsyncGenerator[TextPart, None]:
         with as_ours():
             asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
-        record = ReplyRecord(records_kept_tokens=self._records_kept_tokens and sampling.cuts)
+        vocabulary = self._recorded_vocabulary
+        has_record = vocabulary is not None and sampling.fits_a_record(vocabulary)
+        record = ReplyRecord(records_kept_tokens=has_record)
         with_tops = options is not None and options.num_logprobs is not None
         text = None
         if options is not None and not asked.detokenize:

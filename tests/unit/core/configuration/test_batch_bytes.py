@@ -3,7 +3,11 @@
 import json
 from pathlib import Path
 
-from slipstream.core.configuration.batch_bytes import RANK_BYTES_PER_TOKEN, BatchBytes
+from slipstream.core.configuration.batch_bytes import (
+    RANK_BYTES_PER_KEPT_TOKEN,
+    RANK_BYTES_PER_TOKEN,
+    BatchBytes,
+)
 from slipstream.core.models.model_sizes import read_model_sizes
 from support.fakes.small_configs import small_config
 
@@ -49,6 +53,16 @@ def test_a_rank_keeps_the_tokens_of_all_and_the_experts_of_its_own_episodes(tmp_
     # Two ranks of data parallelism: tp 2 and pp 2 of eight ranks.
     assert recorded.rank - plain.rank == tokens * 32 // 2
     assert recorded.batch - plain.batch == tokens * 32
+
+
+def test_a_rank_keeps_the_tokens_that_sampled_tokens_were_drawn_from(tmp_path):
+    whole = bytes_of(tmp_path)
+    cut = bytes_of(tmp_path, sampling={"top_k": 20})
+    # The vocabulary has 100 tokens.
+    uncounted = bytes_of(tmp_path, sampling={"top_p": 0.9})
+    tokens = 8 * 4 * 100
+    assert cut.rank - whole.rank == tokens * RANK_BYTES_PER_KEPT_TOKEN * 20
+    assert uncounted.rank - whole.rank == tokens * RANK_BYTES_PER_KEPT_TOKEN * 100
 
 
 def test_the_journal_keeps_all_batches_or_those_behind_the_oldest_checkpoint(tmp_path):
