@@ -34,6 +34,7 @@ from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.services import fleet_service
 from slipstream.learner.trainer import controller_client
 from slipstream.learner.trainer.ranks import activity
+from slipstream.protocol.access.checked_calls import Refusals
 from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue import grpc
@@ -607,7 +608,7 @@ class World:
             server.address = address
             return 1
 
-        def create_server(_: object, run_id: str) -> SimulatedServer:
+        def create_server(_: object, run_id: str, refusals: Refusals) -> SimulatedServer:
             return SimulatedServer(self.network)
 
         def open_channel(address: str, _: object) -> SimulatedChannel:

@@ -208,7 +208,7 @@ def test_no_argument_of_any_kind_is_answered_by_an_error_of_python(
     name, function, given, names, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sandbox, "why_not", lambda backend: "")
+    monkeypatch.setattr(sandbox, "trial", lambda backend: sandbox.Trial("", bounds_threads=True))
     Path("rows.jsonl").write_text('{"question": "a", "answer": "b"}\n')
     Path("functions.jsonl").write_text('{"question": "Write f(x).", "tests": "assert f(1) == 2"}\n')
     Path("demonstrations.jsonl").write_text(
