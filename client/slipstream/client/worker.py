@@ -1,9 +1,11 @@
 """Runs one environment for a rollout server, as a worker process.
 
     python -m slipstream.client.worker --connect unix:PATH
+    python -m slipstream.client.worker --forks DESCRIPTOR
     python -m slipstream.client.worker --check package.module:Class --args '{"digits": 3}'
 
 A check plays replies whose worth is known (`audit`); an agent's check waits for its first call.
+With `--forks` the process forks a worker for each message of the server (`warm_start`).
 
 Consumes: commands of the server. Produces: one answer for each. The worker ends when the server
 closes the stream or dies.
@@ -30,6 +32,7 @@ from slipstream.client.episode_host import EpisodeHost, answer_commands, open_st
 from slipstream.core.errors import WARNING
 from slipstream.core.machine.files import remove_abandoned
 from slipstream.core.machine.process import die_with_parent, send_signal
+from slipstream.core.machine.warm_start import become_worker
 from slipstream.core.waits import within
 from slipstream.protocol.access.security import Credentials, call_metadata, open_channel
 from slipstream.v1 import environment_pb2 as pb
@@ -56,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--connect", metavar="ADDRESS", help="unix:PATH of the server")
+    what.add_argument("--forks", type=int, metavar="FD", help="a socket that says which to start")
     what.add_argument("--check", metavar="MODULE:CLASS", help="load it and play its judge")
     parser.add_argument("--record", type=int, metavar="FD", help="where to note calls (--connect)")
     parser.add_argument("--args", default="{}", metavar="JSON", help="keyword arguments (--check)")
@@ -68,13 +72,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="a report for programs (--check)")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of a call (--check)")
     arguments = parser.parse_args(argv)
+    forked = None
+    if arguments.forks is not None:
+        # Ctrl-C reaches the whole process group; the server says when its workers end.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        forked = become_worker(arguments.forks)
+        if forked is None:
+            return 0
     # The environment's prints go to stderr.
     report = os.dup(1)
     sys.stdout.flush()
     os.dup2(2, 1)
     output = sys.stdout = sys.stderr = lossy_output()
+    if forked is not None:
+        worker, record = forked
+        return _serve(worker.address, worker.token, record)
     if arguments.check is None:
-        return _serve(arguments.connect, arguments.record)
+        token = os.environ.pop(TOKEN_VARIABLE, None)
+        return _serve(arguments.connect, token, arguments.record)
     check = _Check(arguments, output)
     os._exit = check.told_exit
     try:
@@ -106,8 +121,7 @@ def lossy_output() -> io.TextIOWrapper:
     return _Output(file, errors="backslashreplace", line_buffering=True)
 
 
-def _serve(address: str, record: int | None) -> int:
-    token = os.environ.pop(TOKEN_VARIABLE, None)
+def _serve(address: str, token: str | None, record: int | None) -> int:
     die_with_parent()
     # Ctrl-C reaches the whole process group; the server says when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

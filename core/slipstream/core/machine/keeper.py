@@ -72,23 +72,40 @@ class Keeper:
         SIGKILL's if that process had not ended. Blocks until these processes have ended, or have
         not reacted for `KILL_LIMIT_S` seconds.
         """
-        signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
-        process.become_reaper()
-        process.die_with_parent(signal.SIGTERM)
-        self._program = os.fork()
-        if not self._program:
+        if self.begin():
             try:
-                # A program that signals its own group does not reach the keeper.
-                os.setsid()
-                process.die_with_parent()
-                with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-                    file.write(EXPENDABLE)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
                 program()
             finally:
                 if sys.exc_info()[1] is not None:
                     traceback.print_exc()
                 os._exit(127)
+        return self.keep()
+
+    def begin(self) -> bool:
+        """Forks; returns True in the process that is to be the program, False in the keeper.
+
+        The keeper calls `keep` next.
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        process.become_reaper()
+        process.die_with_parent(signal.SIGTERM)
+        self._program = os.fork()
+        if self._program:
+            return False
+        try:
+            # A program that signals its own group does not reach the keeper.
+            os.setsid()
+            process.die_with_parent()
+            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+                file.write(EXPENDABLE)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+        except BaseException:  # noqa: BLE001 - the caller's code is for the program alone
+            traceback.print_exc()
+            os._exit(127)
+        return True
+
+    def keep(self) -> int:
+        """Waits for the end of the program that has begun; see `run`."""
         told_to_end = False
         while self._status is None and not self.cause and not told_to_end:
             received = signal.sigtimedwait(_WATCHED, CHECK_PERIOD_S)

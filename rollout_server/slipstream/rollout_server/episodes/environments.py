@@ -157,7 +157,17 @@ class HostedEnvironment:
             raise EnvironmentFailed(trajectory_pb2.FAILURE_KIND_ENVIRONMENT, why)
 
     def _make(self, *, try_reset: bool = False) -> EnvironmentWorker:
-        return EnvironmentWorker(self._gateway, self.spec, self._suspects, try_reset=try_reset)
+        return EnvironmentWorker(
+            self._gateway,
+            self.spec,
+            self._suspects,
+            try_reset=try_reset,
+            is_warm=self._has_loaded,
+        )
+
+    @property
+    def _has_loaded(self) -> bool:
+        return self.outcome is not None and not self.outcome.HasField("failure")
 
     async def _keep(self, index: int) -> None:
         """Runs one worker after another, until they have failed too often."""
@@ -177,9 +187,8 @@ class HostedEnvironment:
                 failures = 0
                 backoff.reset()
             failures += 1
-            never_loaded = self.outcome is None or self.outcome.HasField("failure")
             # One kill, as by a kernel whose memory is full, may be over; a second one is a cause.
-            is_final = never_loaded and (failures > 1 or not worker.was_killed)
+            is_final = not self._has_loaded and (failures > 1 or not worker.was_killed)
             if is_final or failures > _MAX_RESTARTS_IN_A_ROW:
                 break
             await asyncio.sleep(backoff.take_s())

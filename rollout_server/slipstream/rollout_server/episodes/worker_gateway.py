@@ -3,7 +3,9 @@
 Consumes: the streams of workers. Produces: call tables of connected workers. Waits for: hellos and
 answers. Unblocked by: a worker's message, or the end of its stream.
 
-The server starts a keeper (`slipstream.core.machine.keeper`), which runs the worker as its child.
+The server starts a keeper (`slipstream.core.machine.keeper`), which runs the worker as its child. A
+worker that follows others is forked by a process that has imported what it needs (`warm_start`).
+
 When the keeper ends, every process that the environment has started ends too, even if the server is
 killed. If a keeper is killed, its orphans are reparented to the server, which is a subreaper and
 ends them.
@@ -24,7 +26,10 @@ from typing import BinaryIO, ClassVar, Self
 import grpc
 import grpc.aio
 from slipstream.core.machine.files import OwnedFolder, remove_abandoned
+from slipstream.core.machine.keeper import Bounds
+from slipstream.core.machine.other_python import worker_program
 from slipstream.core.machine.process import is_reaper, kill_orphans, open_variables, send_signal
+from slipstream.core.machine.warm_start import ENDED, ForkedKeeper, WarmParent, WarmStart
 from slipstream.core.waits import within
 from slipstream.protocol.access.security import SERVER_OPTIONS
 from slipstream.protocol.access.tokens import TOKEN_KEY
@@ -55,8 +60,22 @@ class WorkerLimits:
     start_s: float = 60.0
     lone_workers: int = 1
 
+    @property
+    def bounds(self) -> Bounds:
+        """The limits that a keeper holds a worker to, with the names of their settings."""
+        return Bounds(
+            memory_bytes=self.memory_bytes,
+            memory_setting="rollout_server.environment_memory_gib",
+            processes=self.processes,
+            processes_setting="rollout_server.environment_processes",
+        )
+
 
 NO_LIMITS = WorkerLimits()
+
+
+def _variables() -> dict[str, str]:
+    return open_variables(os.environ) | _NO_FORK_HANDLERS
 
 
 class WorkerProcess:
@@ -69,7 +88,9 @@ class WorkerProcess:
     _keepers: ClassVar[set[int]] = set()
     _num_starting: ClassVar[int] = 0
 
-    def __init__(self, process: asyncio.subprocess.Process, record: int, cause: int) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process | ForkedKeeper, record: int, cause: int
+    ) -> None:
         self._process = process
         self._record = record
         self._cause = cause
@@ -83,6 +104,7 @@ class WorkerProcess:
         The worker gets the descriptor of its call record by `--record`, and authenticates with
         `token` (see `WorkerGateway.expect`). Raises OSError when no process can be started.
         """
+        bounds = limits.bounds
         record = os.memfd_create("calls", os.MFD_CLOEXEC)
         cause = os.memfd_create("cause", os.MFD_CLOEXEC)
         WorkerProcess._num_starting += 1
@@ -94,18 +116,18 @@ class WorkerProcess:
                 "--cause-fd",
                 str(cause),
                 "--memory-bytes",
-                str(limits.memory_bytes),
+                str(bounds.memory_bytes),
                 "--memory-setting",
-                "rollout_server.environment_memory_gib",
+                bounds.memory_setting,
                 "--processes",
-                str(limits.processes),
+                str(bounds.processes),
                 "--processes-setting",
-                "rollout_server.environment_processes",
+                bounds.processes_setting,
                 "--",
                 *command,
                 "--record",
                 str(record),
-                env=open_variables(os.environ) | _NO_FORK_HANDLERS | {"SLIPSTREAM_TOKEN": token},
+                env=_variables() | {"SLIPSTREAM_TOKEN": token},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -121,6 +143,22 @@ class WorkerProcess:
         cls._keepers.add(process.pid)
         return cls(process, record, cause)
 
+    @classmethod
+    async def fork(cls, parent: WarmParent, worker: WarmStart, *, log: int) -> Self:
+        """Lets `parent` start a worker, whose output goes to the file descriptor `log`.
+
+        Raises OSError when no process can be started, and NoWarmParent.
+        """
+        record = os.memfd_create("calls", os.MFD_CLOEXEC)
+        cause = os.memfd_create("cause", os.MFD_CLOEXEC)
+        try:
+            process = await parent.start(worker, log=log, record=record, last_words=cause)
+        except BaseException:
+            os.close(record)
+            os.close(cause)
+            raise
+        return cls(process, record, cause)
+
     def calls(self) -> CallRecord:
         """Returns the calls that the worker is answering, or was answering when it ended."""
         return CallRecord.read(self._record)
@@ -132,16 +170,24 @@ class WorkerProcess:
     async def wait(self) -> str:
         """Waits for the end of the worker; returns the cause in words."""
         code = await self._process.wait()
-        said = os.pread(self._cause, _MAX_CAUSE_BYTES, 0).decode(errors="replace").strip()
-        if said:
-            return f"worker was ended: {said}"
+        last_words = os.pread(self._cause, _MAX_CAUSE_BYTES, 0).decode(errors="replace")
+        if isinstance(self._process, ForkedKeeper):
+            last_words = last_words.rpartition(ENDED)[0]
+        if cause := last_words.strip():
+            return f"worker was ended: {cause}"
         if code < 0:
             return f"worker was killed by {signal.Signals(-code).name}"
         return f"worker exited with code {code}"
 
     def end(self) -> None:
         """Asks the keeper to end the worker and all processes below it; does not wait."""
-        send_signal(self._process, signal.SIGTERM)
+        self._send(signal.SIGTERM)
+
+    def _send(self, number: signal.Signals) -> None:
+        if isinstance(self._process, ForkedKeeper):
+            self._process.tell(number)
+        else:
+            send_signal(self._process, number)
 
     async def close(self) -> None:
         """Ends the worker, and kills it if it has not ended after `_STOP_LIMIT_S` seconds.
@@ -165,7 +211,7 @@ class WorkerProcess:
         if self._process.returncode is None:
             self.end()
             if not await within(_STOP_LIMIT_S, self._process.wait()):
-                send_signal(self._process, signal.SIGKILL)
+                self._send(signal.SIGKILL)
                 await self._process.wait()
         self._keepers.discard(self._process.pid)
         if self.was_killed and is_reaper():
@@ -264,6 +310,8 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         self._folder: OwnedFolder
         # Streams of workers that have not attached yet, by token.
         self._expected: dict[str, WorkerStream] = {}
+        # Processes that fork workers, by interpreter.
+        self._warm_parents: dict[str, WarmParent] = {}
 
     async def __aenter__(self) -> Self:
         self.logs.folder.mkdir(parents=True, exist_ok=True)
@@ -278,8 +326,18 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
 
     async def __aexit__(self, *_: object) -> None:
         await self._server.stop(grace=0)
+        for parent in self._warm_parents.values():
+            await asyncio.to_thread(parent.close)
         await asyncio.to_thread(self.logs.trim)
         self._folder.close()
+
+    def warm_parent(self, python: str) -> WarmParent:
+        """Returns what forks workers of the interpreter `python`, "" for this process's own."""
+        parent = self._warm_parents.get(python)
+        if parent is None:
+            parent = WarmParent(worker_program(python), _variables())
+            self._warm_parents[python] = parent
+        return parent
 
     def expect(self, stream: WorkerStream) -> None:
         """Lets one worker connect with the token of `stream`."""

@@ -6,6 +6,7 @@ connect, to load, to exit. Unblocked by: the worker, or the limit of the wait.
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.machine.other_python import worker_program
+from slipstream.core.machine.warm_start import NoWarmParent, WarmStart
 from slipstream.core.waits import within
 from slipstream.rollout_server.episodes.calls import (
     MAX_MESSAGE_CHARACTERS,
@@ -31,6 +33,7 @@ from slipstream.rollout_server.episodes.worker_gateway import (
 )
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
+_log = logging.getLogger(__name__)
 UNLOADED = trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, "the environment was unloaded"
 _STOP_LIMIT_S = 2.0
 # Least seconds for a worker to load its environment, and seconds for it to answer a ping.
@@ -40,9 +43,7 @@ PING_S = 5.0
 MAX_LOST_WORKERS = 2
 # Largest number of tasks that are suspected together.
 MAX_SUSPECTED = 8
-# Ends of workers that ran a single episode of a task, after which the task is set aside here, and
-# seconds for which it is: its group is over by then.
-MAX_LONE_ENDS = 2
+# Seconds for which a task is set aside that ended a worker of its own: its group is over by then.
 SET_ASIDE_S = 60.0
 # After the end of a worker, 1 / `_NARROWING` of its episodes may share one.
 _NARROWING = 4
@@ -61,16 +62,19 @@ class EnvironmentWorker:
         suspects: "Suspects",
         *,
         try_reset: bool = False,
+        is_warm: bool = False,
     ) -> None:
         """`suspects` records the tasks that ran at the worker's end, and the tasks that passed.
 
         With `try_reset` the worker counts as loaded only when its first task has answered `reset`
-        and, for an agent, made its first call, which is not answered.
+        and, for an agent, made its first call, which is not answered. With `is_warm` it is forked
+        by a process that has imported what it needs.
         """
         self._gateway = gateway
         self._spec = spec
         self._suspects = suspects
         self._try_reset = try_reset
+        self._is_warm = is_warm
         self.ping_s = PING_S
         self._stream, self._gone = WorkerStream(), asyncio.Event()
         self.table = self._stream.table
@@ -152,12 +156,24 @@ class EnvironmentWorker:
         name = re.sub(r"[^\w.-]", "_", self._spec.name)
         # The servers of one machine write into the same folder.
         log_name = f"{self._gateway.server}-environment-{name}-{index}.log"
-        command = [*worker_program(self._spec.python), "--connect", self._gateway.address]
         with self._gateway.logs.output(log_name) as log:
             self._log = Path(log.name), log.seek(0, os.SEEK_END)
+            if self._is_warm:
+                try:
+                    return await self._fork(log.fileno())
+                except NoWarmParent as error:
+                    _log.warning("environment %s: %s", self._spec.name, error)
+            command = [*worker_program(self._spec.python), "--connect", self._gateway.address]
             return await WorkerProcess.start(
                 command, limits=self._gateway.limits, token=self._stream.token, log=log.fileno()
             )
+
+    async def _fork(self, log: int) -> WorkerProcess:
+        limits = self._gateway.limits
+        address = self._gateway.address
+        worker = WarmStart(address=address, token=self._stream.token, bounds=limits.bounds)
+        parent = self._gateway.warm_parent(self._spec.python)
+        return await WorkerProcess.fork(parent, worker, log=log)
 
     async def _serve(self, loaded: Callable[[environment_pb2.Loaded], None]) -> EnvironmentFailed:
         load = environment_pb2.WorkerCommand(load=environment_pb2.LoadCommand(spec=self._spec))
@@ -225,11 +241,12 @@ class EnvironmentWorker:
         BYSTANDER if several episodes shared the worker, else ENVIRONMENT.
         """
         tasks = self.episodes
+        suspects = {task for task in tasks.values() if self._suspects.runs_alone(task)}
         self._suspects.lost(tasks.values(), in_call=[tasks[key] for key in in_call if key in tasks])
         kind = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
         if len(tasks) == 1:
-            (task,) = tasks.values()
-            self._suspects.ended_alone(task, cause, now_s=time.monotonic())
+            for task in suspects:
+                self._suspects.ended_alone(task, cause, now_s=time.monotonic())
         if len(tasks) > 1:
             kind = trajectory_pb2.FAILURE_KIND_BYSTANDER
             cause = f"{cause}; {len(tasks)} episodes shared it"
@@ -284,8 +301,8 @@ class Suspects:
     fewer episodes to a worker, until few or one come into question. As many passes in a row as
     there are episodes to a worker double that number.
 
-    A task that has ended `MAX_LONE_ENDS` workers in which it was alone is set aside: its other
-    episodes would cost a worker each, and end in the same way.
+    A suspect that has ended a worker in which it was alone is set aside, until one of its episodes
+    passes elsewhere: its others would cost a worker each, and end in the same way.
     """
 
     def __init__(self) -> None:
@@ -294,17 +311,13 @@ class Suspects:
         # How many episodes may share a worker.
         self.most_together = math.inf
         self._num_passed = 0
-        # Ends of workers in which a task was alone, since it passed; then until when it is set
-        # aside, by the caller's clock, and why.
-        self._lone_ends: Counter[int] = Counter()
+        # Tasks that are set aside: until when, by the caller's clock, and why.
         self._set_aside: dict[int, tuple[float, str]] = {}
 
     def ended_alone(self, task: int, cause: str, *, now_s: float) -> None:
-        """Records that a worker, in which an episode of this task was alone, ended for `cause`."""
-        self._lone_ends[task] += 1
-        if self._lone_ends[task] >= MAX_LONE_ENDS:
-            why = f"{cause}; its task ended {self._lone_ends[task]} workers in which it was alone"
-            self._set_aside[task] = (now_s + SET_ASIDE_S, why)
+        """Records that a worker, in which an episode of this suspect was alone, ended."""
+        why = f"{cause}; its task ended a worker in which it was alone"
+        self._set_aside[task] = (now_s + SET_ASIDE_S, why)
 
     def refusal(self, task: int, *, now_s: float) -> str:
         """Returns why no episode of this task begins now, or ""."""
@@ -339,7 +352,7 @@ class Suspects:
         """Records that an episode of this task was judged or failed, and the worker survived."""
         self._suspected.discard(task)
         self._lost.pop(task, None)
-        self._lone_ends.pop(task, None)
+        self._set_aside.pop(task, None)
         self._num_passed += 1
         if self._num_passed >= self.most_together:
             self.most_together *= 2

@@ -1,14 +1,17 @@
 """Environments that behave badly, loaded by worker processes."""
 
 import asyncio
+import contextlib
 import json
 import os
+import random
 import signal
 import sys
 import time
 import urllib.request
 from pathlib import Path
 
+import numpy
 from slipstream.client import AgentEnvironment, Environment, StepResult
 
 
@@ -65,6 +68,27 @@ class Exiting(Good):
         if self.task == 0:
             os._exit(7)
         return super().step(reply)
+
+
+class Drawing(Good):
+    """Says what a worker draws, and what it has of the process that forked it."""
+
+    async def reset(self, task):
+        opened = Path("/proc/self/fd")
+        targets = []
+        for name in os.listdir(opened):
+            with contextlib.suppress(OSError):
+                targets.append(os.readlink(opened / name))
+        # A product that the threads of a library share, which a fork does not have.
+        square = numpy.ones((300, 300))
+        words = {
+            "product": float((square @ square).sum()),
+            "numbers": {"random": random.random(), "numpy": float(numpy.random.random())},
+            "sockets": sum(target.startswith("socket:") for target in targets),
+            "module": sys.modules["__main__"].__spec__.name,
+            "secrets": [name for name in ("HF_TOKEN", "SLIPSTREAM_TOKEN") if name in os.environ],
+        }
+        return [{"role": "user", "content": json.dumps(words)}]
 
 
 class Greedy(Good):

@@ -14,6 +14,7 @@ import grpc.aio
 import psutil
 import pytest
 from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.machine.warm_start import WarmParent
 from slipstream.protocol.access.tokens import TOKEN_KEY
 from slipstream.rollout_server.chat import ChatMessage, chat_messages
 from slipstream.rollout_server.episodes import workers
@@ -261,24 +262,117 @@ async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_
         assert caught.value.kind == trajectory_pb2.FAILURE_KIND_BYSTANDER
         session.close()
     beside = await hosted.begun("Exiting", "c", 1)
-    alone = await hosted.begun("Exiting", "d", 0)
-    with pytest.raises(EnvironmentFailed, match=r"^worker exited with code 7$") as caught:
-        await alone.step("x", truncated=False)
-    assert caught.value.kind == trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+    # The task is a suspect; one that passes is none any more.
+    alone = await hosted.open("Exiting", "d", 0)
+    assert alone._table is not beside._table
+    await alone.reset(1, 0)
+    await alone.step("x", truncated=False)
     alone.close()
-    # The episode beside it is not affected.
-    assert (await beside.step("x", truncated=False)).reward == 0.5
-    # The task is still a suspect; one that passes is none any more.
-    better = await hosted.open("Exiting", "e", 0)
-    assert better._table is not beside._table
-    await better.reset(1, 0)
-    await better.step("x", truncated=False)
-    better.close()
     shared = await hosted.open("Exiting", "f", 0)
     sharing = hosted.environments._hosted["Exiting"][0]._ready
     assert shared._table in [worker.table for worker in sharing]
     shared.close()
     beside.close()
+
+
+@pytest.mark.long
+async def test_a_suspect_that_ends_a_worker_of_its_own_is_set_aside_and_harms_no_other(hosted):
+    alone = await suspected(hosted)
+    beside = await hosted.begun("Exiting", "b", 1)
+    await alone.reset(0, 0)
+    cause = "worker exited with code 7"
+    with pytest.raises(EnvironmentFailed, match=f"^{cause}$") as caught:
+        await alone.step("x", truncated=False)
+    assert caught.value.kind == trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+    alone.close()
+    assert (await beside.step("x", truncated=False)).reward == 0.5
+    beside.close()
+    with pytest.raises(EnvironmentFailed, match=f"^{cause}; its task ended a worker in which"):
+        await hosted.open("Exiting", "c", 0)
+
+
+def forking_processes() -> list[psutil.Process]:
+    """Those that fork workers, without the forks, which have their command lines."""
+    return [process for process in child_processes("--forks") if process.ppid() == os.getpid()]
+
+
+async def test_workers_that_follow_others_are_forked_with_limits_and_causes_of_their_own(
+    tmp_path: Path,
+) -> None:
+    async with hosting(
+        tmp_path, limits=WorkerLimits(memory_bytes=400 << 20, lone_workers=2)
+    ) as hosted:
+        await hosted.loaded("Greedy")
+        assert not forking_processes()
+        suspects = hosted.environments._hosted["Greedy"][0]._suspects
+        suspects.lost([0, 1], in_call=[0, 1])
+        greedy = await hosted.begun("Greedy", "greedy", 0)
+        killed = await hosted.begun("Greedy", "killed", 1)
+        (parent,) = forking_processes()
+        keepers = parent.children()
+        assert len(keepers) == 2
+        causes = r"^worker was ended: out of memory: it took 0\.\d+ GiB, more than rollout_server"
+        with pytest.raises(EnvironmentFailed, match=causes):
+            await greedy.step("x", truncated=False)
+        newest = max(keepers, key=psutil.Process.create_time)
+        (worker,) = newest.children()
+        worker.kill()
+        with pytest.raises(EnvironmentFailed, match=r"^worker was killed by SIGKILL$"):
+            await killed.step("x", truncated=False)
+        greedy.close()
+        killed.close()
+
+
+async def test_a_process_that_forks_workers_is_started_again_where_it_was_killed(hosted) -> None:
+    first = await suspected(hosted)
+    (parent,) = forking_processes()
+    parent.kill()
+    with pytest.raises(EnvironmentFailed, match="worker was killed by SIGKILL"):
+        while True:
+            await first.reset(1, 0)
+    first.close()
+    hosted.environments._hosted["Exiting"][0]._suspects.lost([2], in_call=[2])
+    second = await hosted.begun("Exiting", "b", 2)
+    (other,) = forking_processes()
+    assert other != parent
+    second.close()
+
+
+async def test_a_worker_is_started_by_itself_where_nothing_can_fork_it(
+    hosted, caplog: pytest.LogCaptureFixture
+) -> None:
+    await hosted.loaded("Exiting")
+    exiting = hosted.environments._hosted["Exiting"][0]
+    exiting._gateway._warm_parents[""] = WarmParent([sys.executable, "-c", "pass"], {})
+    exiting._suspects.lost([0], in_call=[0])
+    session = await hosted.begun("Exiting", "a", 0)
+    assert not forking_processes()
+    assert caplog.messages == [
+        "environment Exiting: the process that forks workers has ended, or does not answer"
+    ]
+    session.close()
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+async def test_forked_workers_draw_other_numbers_and_see_no_secrets_and_no_sockets(
+    hosted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_other: bool
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    python = str(furnished_python(tmp_path)) if is_other else ""
+    await hosted.loaded("Drawing", python=python)
+    hosted.environments._hosted["Drawing"][0]._suspects.lost([0, 1], in_call=[0, 1])
+    words = []
+    for task in (2, 0, 1):
+        session = await hosted.open("Drawing", f"episode {task}", task)
+        (message,) = (await session.reset(task, 0)).messages
+        words.append(json.loads(message.content))
+        session.close()
+    unforked, first, second = words
+    for name, number in first["numbers"].items():
+        assert number != second["numbers"][name]
+    for name in ("sockets", "module", "product"):
+        assert first[name] == second[name] == unforked[name]
+    assert first["secrets"] == []
 
 
 async def suspected(hosted: Hosted) -> StreamSession:
