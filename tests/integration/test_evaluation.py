@@ -1,5 +1,7 @@
 """Held-out rounds in whole runs of the controller, with servers that compute nothing."""
 
+import json
+import zlib
 from collections import Counter
 
 import pytest
@@ -41,6 +43,48 @@ async def test_every_round_takes_the_same_tasks_with_the_same_seeds(tmp_path):
     assert sorted(leased) == sorted(set(ended))
     rounds = [(r["version"], r["episodes"]) for r in records if r["kind"] == "evaluation"]
     assert rounds == [(version, 6) for version in sorted(set(leased.values()))]
+
+
+async def test_every_round_keeps_replies_to_the_same_first_tasks(tmp_path):
+    config = make_config(
+        tmp_path,
+        {"name": "held", "num_episodes": 8, "samples_per_task": 2},
+        {"name": "few", "num_episodes": 2},
+        run__steps=1,
+    )
+    await play(config, FakeServer(config.controller.address))
+    content = (config.run_dir / "heldout.jsonl").read_bytes()
+    lines = content.splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines]
+    places = [
+        (
+            row["evaluation_step"],
+            row["evaluation"],
+            row["task_index"],
+        )
+        for row in rows
+    ]
+    assert places == [
+        (0, "few", 0),
+        (0, "few", 1),
+        (0, "held", 0),
+        (0, "held", 1),
+        (0, "held", 2),
+        (1, "few", 0),
+        (1, "few", 1),
+        (1, "held", 0),
+        (1, "held", 1),
+        (1, "held", 2),
+    ]
+    for row in rows:
+        assert "reply" in row
+        assert "lag" not in row
+    first_record, last_record = [
+        record for record in records_of(config.run_dir) if record["kind"] == "evaluation"
+    ]
+    checksums = [zlib.crc32(line) for line in lines]
+    assert first_record["replies_crc32"] == checksums[:5]
+    assert last_record["replies_crc32"] == checksums[5:]
 
 
 async def test_a_round_takes_no_task_twice_and_says_once_that_fewer_are_there(tmp_path, caplog):

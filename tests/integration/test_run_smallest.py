@@ -24,7 +24,7 @@ def test_a_run_chooses_all_but_model_environment_and_steps(tmp_path, tiny_model,
     folder = tmp_path / f"{tiny_model.name}-arithmetic"
     summary = checked(folder)
     assert (summary["state"], summary["steps"]) == ("finished", 3)
-    assert f"chosen for {tiny_model}: algorithm.group_size 8, " in run.stdout
+    assert f"chosen for {tiny_model}: algorithm.learning_rate 0.001, " in run.stdout
     table = tomllib.loads((folder / "config.toml").read_text())
     assert table["algorithm"]["group_size"] == 8
     assert "algorithm.group_size" in table["automatic"]

@@ -195,6 +195,22 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
         in_file("metrics.jsonl", r'"reward_heldout": [^,]+', '"reward_heldout": 7'),
         "reward_heldout of version 0 in metrics.jsonl: 7 and ",
     ),
+    "a held-out reply": (
+        in_file("heldout.jsonl", r'"reply": "', '"reply": "!'),
+        "replies of version 0 in heldout.jsonl are not those of its round",
+    ),
+    "a held-out reply is gone": (
+        in_file("heldout.jsonl", r".*\n", ""),
+        "replies of version 0 in heldout.jsonl are not those of its round",
+    ),
+    "all held-out replies of a round": (
+        in_file("heldout.jsonl", r'(?s)^.*?(\{"evaluation_step": [^0])', r"\1"),
+        "the replies of version 0 are not in heldout.jsonl",
+    ),
+    "held-out replies of no round": (
+        in_file("heldout.jsonl", r'"evaluation_step": 0', '"evaluation_step": 3'),
+        "heldout.jsonl has replies of version 3, whose round is not in the journal",
+    ),
     "a kept episode": (
         in_file("trajectories.jsonl", r'"reward": [^,]+', '"reward": 7'),
         "step 1 in trajectories.jsonl: 7 and ",

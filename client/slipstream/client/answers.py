@@ -198,11 +198,12 @@ def _text(value: object, name: str) -> str:
 def observation(opening: object, own: AnyEnvironment) -> pb.Observation:
     """Converts what `reset` gave and set; raises EnvironmentFailed, which names a wrong value."""
     opened = opening if isinstance(opening, ResetResult) else ResetResult(cast(Any, opening))
-    _text(own.right_reply, "right_reply")
+    right_reply = _text(own.right_reply, "right_reply")
     wrong = own.wrong_reply
     for each in wrong if isinstance(wrong, list | tuple) else [wrong]:
         _text(each, "wrong_reply")
-    answer = _text(own.expected_answer, "expected_answer").encode(errors="replace")
+    expected_answer = _text(own.expected_answer, "expected_answer") or right_reply
+    answer = expected_answer.encode(errors="replace")
     messages = _messages(opened.messages, "reset()")
     given_reply = _given(opened.reply, "reset()")
     if not given_reply:

@@ -321,7 +321,7 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     _set_program(aside, f"{_LAUNCHER}:run_set_aside")
 
     export = commands.add_parser(
-        "export", help="a checkpoint as a Hugging Face folder, or rollouts as a data set"
+        "export", help="a checkpoint as a Hugging Face folder, rollouts as a data set, or metrics"
     )
     _add_folder(export)
     export.add_argument("--step", type=int, help="the version; default: the newest checkpoint")
@@ -336,6 +336,11 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--steps", type=_steps, metavar="A:B", help="only rollouts of these, both included"
     )
     export.add_argument("--min-reward", type=_reward, metavar="R", help="only with R or more")
+    export.add_argument(
+        "--metrics",
+        metavar="TRACKER",
+        help="send metrics.jsonl to wandb, tensorboard or mlflow, or write it as csv, instead",
+    )
     _set_program(export, "slipstream.client.launch.rollouts:run_export_command", whole=True)
 
     doctor = commands.add_parser("doctor", help="what stands in the way of a run on this machine")

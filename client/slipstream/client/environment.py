@@ -210,7 +210,8 @@ class Environment(Generic[Task]):
     truncated: bool = False
     # Limit of tokens in each reply of the episode, if it is below the run's. Set it in `reset`.
     max_reply_tokens: int | None = None
-    # The right answer as text, for people who read the reply. Set it in `reset` if there is one.
+    # The right answer as text, for people who read the reply; without it they see `right_reply`.
+    # Set it in `reset` if there is one.
     expected_answer: str = ""
     # A reply that earns the most. `slipstream check` plays it, and without it the answer in usual
     # forms. Set it in `reset`, or in `step` for a next turn.

@@ -8,18 +8,21 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
+from slipstream.client.heldout import compared, special_texts, without_special
 from slipstream.client.run_folder import (
     MOST_TABLE_BYTES,
     lines_of,
@@ -45,6 +48,8 @@ NEWEST = 10
 TAIL_BYTES = 4 << 20
 MOST_REPLIES = 48
 MOST_CHARACTERS = 6000
+# Most characters of a text in the folded line of an episode.
+SHORT_CHARACTERS = 60
 _EVALUATION = b'"evaluation_step"'
 # Larger numbers of a step or a metric are damage.
 MOST = 1e30
@@ -110,12 +115,21 @@ def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     runs = []
-    for name, folder in zip(names, folders, strict=True):
+    for name, folder, run_settings in zip(names, folders, settings, strict=True):
         summary = read_summary(folder) or {}
         ended = {key: summary.get(key) for key in ("state", "cause", "suspended_environments")}
-        curves = _curves(folder)
-        replies = _replies(folder)
-        runs.append({"name": name, **ended, "curves": curves, "replies": replies})
+        special = special_texts(Path(str(run_settings.get("model.path"))))
+        runs.append(
+            {
+                "name": name,
+                **ended,
+                "steps": run_settings.get("run.steps"),
+                "environments": _environments(run_settings),
+                "curves": _curves(folder),
+                "replies": _with_short_texts(_replies(folder), special),
+                "heldout": _heldout(folder, special),
+            }
+        )
     given = {"runs": runs, "settings": list(differences(settings)), "period_s": period_s}
     given["written"] = time.strftime("%Y-%m-%d %H:%M:%S")
     template = files("slipstream.client").joinpath(PAGE).read_text(encoding="utf-8")
@@ -159,6 +173,52 @@ def _tables(setting: str) -> list[str]:
     return [setting[: dot.start()] for dot in re.finditer(r"\.", setting)]
 
 
+def _environments(settings: Mapping[str, JsonValue]) -> dict[str, dict[str, JsonValue]]:
+    """Returns a colour's number for each environment and evaluation of a run, by name.
+
+    An evaluation has the colour of the first environment that is of its class.
+    """
+    colours: dict[JsonValue, int] = {}
+    environments: dict[str, dict[str, JsonValue]] = {}
+    for table in ("environments", "evaluations"):
+        for place in itertools.count():
+            name = settings.get(f"{table}.{place}.name")
+            if not isinstance(name, str):
+                break
+            reference = settings.get(f"{table}.{place}.reference")
+            colour = len(environments)
+            if table == "evaluations":
+                colour = colours.get(reference, colour)
+            colours.setdefault(reference, colour)
+            environments[name] = {"colour": colour, "heldout": table == "evaluations"}
+    return environments
+
+
+def _with_short_texts(rows: Sequence[JsonValue], special: Sequence[str]) -> list[JsonValue]:
+    """Returns kept episodes with what a folded line shows of their texts, in `short`."""
+    shown: list[JsonValue] = []
+    for row in rows:
+        if not isinstance(row, dict):
+            continue
+        short: dict[str, JsonValue] = {}
+        for name in ("prompt", "reply", "answer"):
+            text = without_special(str(row.get(name) or ""), special)
+            if len(text) > SHORT_CHARACTERS:
+                # A reply begins behind the end of its prompt.
+                is_prompt = name == "prompt"
+                end = f"…{text[1 - SHORT_CHARACTERS :]}"
+                beginning = f"{text[: SHORT_CHARACTERS - 1]}…"
+                text = end if is_prompt else beginning
+            short[name] = text
+        shown.append({**row, "short": short})
+    return shown
+
+
+def _heldout(folder: Path, special: Sequence[str]) -> list[JsonValue]:
+    comparisons = itertools.islice(compared(folder, special), MOST_REPLIES)
+    return [_cut(asdict(comparison)) for comparison in comparisons]
+
+
 def _curves(folder: Path) -> dict[str, list[tuple[float, float]]]:
     """Returns (step, value) points of each metric; steps and evaluations are thinned evenly."""
     curves: dict[str, dict[float, float]] = {}
@@ -187,12 +247,16 @@ def _curves(folder: Path) -> dict[str, list[tuple[float, float]]]:
     return {name: sorted(found.items()) for name, found in curves.items()}
 
 
-def reply_lines(folder: Path, most: int) -> list[str]:
+def reply_lines(folder: Path, model: Path, most: int) -> list[str]:
     """Returns a line for each of the `most` newest kept replies, with its prompt and reward."""
-    rows = [row for row in _replies(folder) if isinstance(row, dict)]
-    names = ("prompt", "reply", "reward")
-    shown = ([repr(row.get(name)) for name in names] for row in rows[:most])
-    return [f"{prompt} got {reply}, reward {reward}" for prompt, reply, reward in shown]
+    special = special_texts(model)
+    lines = []
+    for row in _replies(folder)[:most]:
+        if isinstance(row, dict):
+            prompt = without_special(str(row.get("prompt")), special)
+            reply = without_special(str(row.get("reply")), special)
+            lines.append(f"{prompt}: {reply!r}, reward {row.get('reward')}")
+    return lines
 
 
 def _replies(folder: Path) -> list[JsonValue]:

@@ -5,6 +5,7 @@ batch is.
 """
 
 import math
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 from slipstream.client.findings import Findings
 from slipstream.client.run_folder import lines_of, parsed
 from slipstream.client.verified_batch import GroupNumbers, StepNumbers
-from slipstream.client.verified_journal import JournalCheck
+from slipstream.client.verified_journal import JournalCheck, Record
 from slipstream.core.machine.files import open_regular, read_regular
 from slipstream.core.run_folder import (
     GROUPS,
+    HELDOUT,
     METRICS,
     SAMPLES,
     SERVER_SHARES,
@@ -280,6 +282,34 @@ class ResultsCheck:
         for version in sorted(recorded.keys() - rounds.keys()):
             text = f"the round of version {version} is not in {METRICS}"
             self._findings.wrong(text, unless=is_lost)
+        self._check_heldout(recorded, is_lost=is_lost)
+
+    def _check_heldout(self, recorded: Mapping[int, Record], *, is_lost: bool) -> None:
+        """Compares the checksums of a round's kept replies with those of its record."""
+        findings = self._findings
+        # Of a round that a crash repeated, the last reply to each task.
+        checksums: defaultdict[int, dict[tuple[str, int], int]] = defaultdict(dict)
+        path = self._folder / HELDOUT
+        if not path.exists() and not any(
+            record.get("replies_crc32") for record in recorded.values()
+        ):
+            return
+        with findings.reading(HELDOUT), open_regular(path) as file:
+            for line in lines_of(file):
+                row: Any = parsed(line)
+                place = (row["evaluation"], row["task_index"])
+                checksums[row["evaluation_step"]][place] = zlib.crc32(line)
+        for version, replies in checksums.items():
+            text = f"{HELDOUT} has replies of version {version}, whose round is not in the journal"
+            findings.wrong(text, unless=version in recorded or is_lost)
+            expected = recorded.get(version, {}).get("replies_crc32")
+            text = f"replies of version {version} in {HELDOUT} are not those of its round"
+            is_same = expected is None or sorted(replies.values()) == sorted(expected)
+            findings.wrong(text, unless=is_same)
+        for version, record in recorded.items():
+            text = f"the replies of version {version} are not in {HELDOUT}"
+            is_there = version in checksums or not record.get("replies_crc32")
+            findings.wrong(text, unless=is_there or is_lost)
 
     def check_summary(self) -> None:
         """Compares the summary with the journal, the batches and the rows."""

@@ -78,6 +78,8 @@ class Tracker:
     place: str
     # Modules that it needs, with the requirements that have them.
     packages: Mapping[str, str] = field(default_factory=dict)
+    # A function that raises ConfigError where nobody is signed in to the service on this machine.
+    sign_in: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

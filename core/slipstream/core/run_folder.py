@@ -32,6 +32,8 @@ SUMMARY = "summary.json"
 # Some trajectories as text, and the numbers of all groups, both of sampled steps.
 SAMPLES = "trajectories.jsonl"
 GROUPS = "groups.jsonl"
+# Replies of each evaluation round to the first tasks of each evaluation, as text.
+HELDOUT = "heldout.jsonl"
 # The folder of weights that rollout servers fetched from storage, with a folder for each server.
 FETCHED = "fetched"
 # The folder of the logs; `log_path` says how one is named.

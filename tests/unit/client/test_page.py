@@ -115,7 +115,8 @@ def test_texts_of_models_are_no_markup(tmp_path: Path) -> None:
     )
     (folder / "config.toml").write_text(f'[run]\nname = "{HOSTILE}"\n')
     (run,) = page_of(folder)["runs"]
-    assert (run["replies"], run["cause"]) == ([row], HOSTILE)
+    (shown,) = run["replies"]
+    assert (shown.items() >= row.items(), run["cause"]) == (True, HOSTILE)
     text = (tmp_path / "out.html").read_text()
     assert "alert(1)</script>" not in text
     assert "<img" not in text
@@ -136,14 +137,50 @@ def test_the_newest_replies_are_shown_with_texts_of_limited_length(tmp_path: Pat
     assert (tmp_path / "out.html").stat().st_size < 1 << 20
 
 
+def test_an_environment_and_its_evaluations_share_a_colour(tmp_path: Path) -> None:
+    def environment(name: str, class_name: str, **table: object) -> dict[str, object]:
+        return {"name": name, "reference": f"x:{class_name}", **table}
+
+    folder = a_run(
+        tmp_path / "run",
+        run={"steps": 150},
+        environments=[environment("letters", "Letters"), environment("boxes", "Boxes")],
+        evaluations=[
+            environment("boxes-heldout", "Boxes", num_episodes=4),
+            environment("sums", "Sums", num_episodes=4),
+        ],
+    )
+    (run,) = page_of(folder)["runs"]
+    assert run["steps"] == 150
+    assert run["environments"] == {
+        "letters": {"colour": 0, "heldout": False},
+        "boxes": {"colour": 1, "heldout": False},
+        "boxes-heldout": {"colour": 1, "heldout": True},
+        "sums": {"colour": 3, "heldout": True},
+    }
+
+
+def test_a_folded_reply_has_its_prompt_s_end_and_its_own_beginning(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    row = {"step": 3, "prompt": f"first {'p' * 80} last", "reply": "r\n" * 80, "answer": None}
+    (folder / "trajectories.jsonl").write_text(json.dumps(row) + "\n")
+    (run,) = page_of(folder)["runs"]
+    short = run["replies"][0]["short"]
+    assert short["prompt"].startswith("…p")
+    assert short["prompt"].endswith(" last")
+    assert short["reply"].startswith("r r r")
+    assert short["answer"] == ""
+    assert max(len(text) for text in short.values()) == 60
+
+
 def test_the_newest_replies_have_lines(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{n}", "reply": "a\nb", "reward": n / 2} for n in range(5)]
     (tmp_path / "trajectories.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert reply_lines(tmp_path, 2) == [
-        r"'p4' got 'a\nb', reward 2.0",
-        r"'p3' got 'a\nb', reward 1.5",
+    assert reply_lines(tmp_path, tmp_path, 2) == [
+        "p4: 'a b', reward 2.0",
+        "p3: 'a b', reward 1.5",
     ]
-    assert reply_lines(tmp_path / "none", 2) == []
+    assert reply_lines(tmp_path / "none", tmp_path, 2) == []
 
 
 def test_pipes_in_a_stranger_s_folder_are_passed_over(tmp_path: Path) -> None:

@@ -10,7 +10,15 @@ from slipstream.client.page import PAGE
 from slipstream.client.run_folder import read_summary
 from slipstream.client.status import RunStatus, episodes_under_way, fates
 from slipstream.client.terminal import complain, counted, discard, plain, this_command
-from slipstream.core.run_folder import CHECKPOINTS, LOGS, METRICS, SAMPLES, SUMMARY, log_path
+from slipstream.core.run_folder import (
+    CHECKPOINTS,
+    HELDOUT,
+    LOGS,
+    METRICS,
+    SAMPLES,
+    SUMMARY,
+    log_path,
+)
 from slipstream.core.settings.config import Config
 from slipstream.v1 import status_pb2
 
@@ -20,6 +28,7 @@ FILES = (
     SUMMARY,
     METRICS,
     SAMPLES,
+    HELDOUT,
     "tensorboard/",
     "wandb/",
     "mlflow.db",

@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from slipstream.client import run_folder
+from slipstream.client.heldout import comparison_lines
 from slipstream.client.launch.audits import audit_all, audit_class
 from slipstream.client.launch.check import Stage
 from slipstream.client.launch.checks import DOCTOR_LIMIT_S, find_all, require, running_id
@@ -120,9 +121,12 @@ async def run_quickstart(overrides: Sequence[str]) -> int:
         log.unlink()
     code = await run_all(path, overrides, dry_run=False)
     if code == 0:
-        folder = load_config(path, overrides).run_dir
-        replies = "".join(f"\n  {line}" for line in reply_lines(folder, SHOWN_REPLIES))
-        say(f"{replies}\n  see curves and more replies: {folder / PAGE}")
+        config = load_config(path, overrides)
+        folder = config.run_dir
+        lines = comparison_lines(folder, config.model.path, SHOWN_REPLIES)
+        lines = lines or reply_lines(folder, config.model.path, SHOWN_REPLIES)
+        replies = "".join(f"\n  {line}" for line in lines)
+        say(f"{replies}\n\n  see curves and more replies: {folder / PAGE}")
         say(f"  next: slipstream export {folder} --out model, and docs/tutorial.md")
     return code
 

@@ -52,6 +52,14 @@ LARGE_BATCH = 512
 STALENESS_BOUNDS = (2, 4)
 # What a run chooses for the GPUs of a machine alone; a run that goes on keeps it on any machine.
 NODE_CHOICES = ("learner.world_size", "rollout_server.count", "algorithm.max_staleness")
+# The choices that change most what a run learns, in this order, and how many of them are told.
+MATTERS_MOST = (
+    "algorithm.learning_rate",
+    "algorithm.groups_per_step",
+    "sampling.max_reply_tokens",
+    "algorithm.group_size",
+)
+MOST_TOLD = 3
 # Most tokens of an episode, and episodes of a server, unless more are asked for.
 EPISODE_TOKENS = 4096
 SERVER_EPISODES = 512
@@ -304,12 +312,19 @@ def describe_plan(tables: Tables) -> str:
 
 
 def describe_choices(tables: Tables) -> str:
-    """Returns one line with the values that a run chose automatically, or "" if there are none."""
+    """Returns one line with the choices of a run that matter most, or "" if there are none.
+
+    How many others there are is said; the run's settings have them all.
+    """
     shown = []
-    for key in tables.automatic:
+    keys = [key for key in MATTERS_MOST if key in tables.automatic]
+    keys = keys or list(tables.automatic)
+    for key in keys[:MOST_TOLD]:
         value = attrgetter(key)(tables)
         text = str(value).lower() if isinstance(value, bool) else str(value)
         shown.append(f"{key} {value:g}" if isinstance(value, float) else f"{key} {text}")
+    if num_more := len(tables.automatic) - len(shown):
+        shown.append(f"and {num_more} more, in {tables.run_dir / CONFIG} under automatic")
     return ", ".join(shown)
 
 

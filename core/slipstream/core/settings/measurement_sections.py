@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, JsonValue, model_validator
 from slipstream.core.errors import ConfigError
-from slipstream.core.extension import Tracker, installed
+from slipstream.core.extension import Tracker, installed, resolve
 from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.section import Address, Positive, Reference, Seconds, Section
 from slipstream.core.template_values import TemplateValues
@@ -153,7 +153,7 @@ def tracker_named(name: str) -> EntryPoint:
 
 
 def check_trackers(tracking: TrackingSection) -> None:
-    """Raises ConfigError with the command to run when a tracker's package is not installed."""
+    """Raises ConfigError with the command to run where a package or a login is missing."""
     built_in = built_in_trackers()
     for name in tracking.trackers:
         tracker_named(name)
@@ -164,3 +164,5 @@ def check_trackers(tracking: TrackingSection) -> None:
                     f"tracking.trackers has {name!r}, which needs the package {package}: "
                     f"pip install {shlex.join(packages.values())}"
                 )
+        if name in built_in and built_in[name].sign_in:
+            resolve(built_in[name].sign_in)()

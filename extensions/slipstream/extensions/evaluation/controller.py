@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.core.types import FULL_REWARD, GroupId, PolicyVersion, Status
+from slipstream.core.types import FULL_REWARD, GroupId, PolicyVersion, Status, Trajectory
 from slipstream.learner.controller.kernel import Kernel
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
@@ -27,6 +27,9 @@ from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.trajectories.batch import Trained, means_of_metrics
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.v1 import trainer_pb2
+
+# The tasks of each evaluation whose replies a run keeps as text: the first ones, in every round.
+KEPT_TASKS = 3
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,8 @@ class Round:
     running: dict[GroupId, Group] = field(default_factory=dict)
     episodes: dict[str, list[EvaluatedEpisode]] = field(default_factory=dict)
     failed: Counter[str] = field(default_factory=Counter)
+    # The first reply to each of the first tasks, by evaluation and task index.
+    replies: dict[tuple[str, int], Trajectory] = field(default_factory=dict)
     started_s: float = field(default_factory=lambda: time.monotonic())
 
 
@@ -313,6 +318,8 @@ class Evaluator(Part):
                     metrics=tuple(found.metrics.items()),
                 )
                 round_.episodes.setdefault(group.environment, []).append(episode)
+                if found.task_index < KEPT_TASKS:
+                    round_.replies.setdefault((group.environment, found.task_index), found)
                 self._intake.end_evaluated(group)
                 del round_.running[group_id]
             elif group_id not in self._book.groups:
@@ -345,7 +352,8 @@ class Evaluator(Part):
             },
             wall_s=time.monotonic() - round_.started_s,
         )
-        self._results.evaluated(result)
+        replies = [(place[0], round_.replies[place]) for place in sorted(round_.replies)]
+        self._results.evaluated(result, replies)
         self._tell_scales(round_)
         for name, values in result.evaluations.items():
             self._run.events.add(_line(result.version, name, values))

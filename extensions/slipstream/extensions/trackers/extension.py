@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.core.extension import Extension, Tracker
+from slipstream.core.extension import Extension, Program, Tracker
 
 if TYPE_CHECKING:
     from slipstream.core.settings.tables import Tables
@@ -25,6 +25,7 @@ EXTENSION = Extension(
         "wandb": Tracker(
             "slipstream.extensions.trackers.controller:WandbTracker",
             packages={"wandb": "wandb>=0.20,<1"},
+            sign_in="slipstream.extensions.trackers.sign_in:check_wandb",
         ),
         "mlflow": Tracker(
             "slipstream.extensions.trackers.controller:MlflowTracker",
@@ -34,5 +35,8 @@ EXTENSION = Extension(
                 "alembic": "alembic>=1.14,<2",
             },
         ),
+    },
+    programs={
+        "export-metrics": Program("metrics", "slipstream.extensions.trackers.export", restarts=0)
     },
 )

@@ -4,11 +4,14 @@ import asyncio
 import logging
 import statistics
 import time
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import msgspec
 from slipstream.core.errors import RunFailed
 from slipstream.core.run_folder import LEASE_WAITS, SERVER_SHARES
+from slipstream.core.types import Trajectory
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.loop import BatchFormer
@@ -192,13 +195,18 @@ class Results(Part):
         for line in self._books.ledger.news():
             self._run.events.add(f"the ledger is open, {line}", logging.ERROR)
 
-    def evaluated(self, result: kinds.Evaluation) -> None:
-        """Writes the result of an evaluation round."""
+    def evaluated(
+        self, result: kinds.Evaluation, replies: Sequence[tuple[str, Trajectory]] = ()
+    ) -> None:
+        """Writes the result of an evaluation round, and `replies` with their evaluations."""
+        lines = self._recorder.heldout_lines(result.version, replies)
+        checksums = [zlib.crc32(line) for line in lines]
+        result = msgspec.structs.replace(result, replies_crc32=checksums)
         journal = self._books.journal
         journal.append(result)
         # While the trainer writes its last model, no other record would take this one to the disk.
         self._evaluated = journal.durable()
-        self._recorder.evaluation(result)
+        self._recorder.evaluation(result, lines)
 
     def is_done(self) -> bool:
         return self._evaluated is None or self._evaluated.done()

@@ -118,9 +118,10 @@ def test_a_full_disk_of_the_log_changes_no_exit_code(tmp_path: Path) -> None:
 
 
 ROOT = Path(__file__).parents[4]
-# Programs whose processes have native threads at their end: of torch's groups, vLLM or tokenizers.
+# Programs whose processes have native threads at their end: of torch's groups, vLLM, tokenizers or trackers.
 THREADED = (
     "extensions/slipstream/extensions/rollouts/export.py",
+    "extensions/slipstream/extensions/trackers/export.py",
     "learner/slipstream/learner/trainer/__main__.py",
     "learner/slipstream/learner/trainer/bisect.py",
     "learner/slipstream/learner/trainer/replay.py",

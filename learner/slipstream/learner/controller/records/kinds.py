@@ -234,6 +234,8 @@ class Evaluation(Record, frozen=True, omit_defaults=False, tag="evaluation"):
     # The statistics of each evaluation, by name.
     evaluations: dict[str, dict[str, float]] = {}
     wall_s: float = 0.0
+    # The checksums of the round's lines in heldout.jsonl.
+    replies_crc32: list[int] = []
 
 
 _KINDS: Mapping[str, type[Record]] = {

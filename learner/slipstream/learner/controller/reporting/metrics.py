@@ -17,6 +17,7 @@ from typing import TypeAlias
 from pydantic import JsonValue
 from slipstream.core.run_folder import (
     GROUPS,
+    HELDOUT,
     METRICS,
     SAMPLES,
     SERVER_SHARES,
@@ -54,6 +55,8 @@ SAMPLED_MEMBERS = 4
 # Seconds over which the rate is averaged: heartbeats are too rare for a single step.
 WINDOW_S = 5.0
 EDGE_STEPS = 5
+# Fields of a sampled episode that an evaluated one does not have.
+_OF_TRAINING = ("step", "environment", "advantage", "lag")
 # Returns the text of tokens, special tokens included.
 TokenTexts: TypeAlias = Callable[[TokenArray], str]
 
@@ -171,7 +174,7 @@ class RunRecorder:
         self._warn = events.warn
         with contextlib.suppress(OSError):
             (folder / SUMMARY).unlink()
-        for name in (METRICS, SAMPLES, GROUPS):
+        for name in (METRICS, SAMPLES, GROUPS, HELDOUT):
             drop_torn_line(folder / name, self._warn)
         self._metrics = ResultFile(folder / METRICS, self._warn)
         self.facts = RunFacts()
@@ -194,6 +197,7 @@ class RunRecorder:
         self._started_s = time.monotonic() - wall_s
         self._samples = ResultFile(folder / SAMPLES, self._warn)
         self._groups = ResultFile(folder / GROUPS, self._warn)
+        self._heldout = ResultFile(folder / HELDOUT, self._warn)
         # Step of the newest row of an earlier start, whose other lines a crash may have cut off.
         self._resumed_at = int(self.newest["step"]) if self.newest else 0
         self.rate = GenerationRate()
@@ -327,8 +331,20 @@ class RunRecorder:
         groups = [group_line(batch.version, group.in_order()) for group in batch.groups]
         return lines, groups
 
-    def evaluation(self, result: kinds.Evaluation) -> None:
-        """Writes the result of one evaluation round."""
+    def heldout_lines(self, version: int, replies: Iterable[tuple[str, Trajectory]]) -> list[bytes]:
+        """Returns the lines of heldout.jsonl for replies of a round, each with its evaluation."""
+        lines = []
+        for evaluation, trajectory in replies:
+            episode = readable(version + 1, trajectory, self._texts)
+            for name in _OF_TRAINING:
+                del episode[name]
+            line = {"evaluation_step": version, "evaluation": evaluation, **episode}
+            lines.append(_line(_finite(line)))
+        return lines
+
+    def evaluation(self, result: kinds.Evaluation, lines: Iterable[bytes] = ()) -> None:
+        """Writes the result of one evaluation round, and the lines of its kept replies."""
+        self._heldout.append(b"".join(lines))
         mean = result.reward_mean
         numbers = {
             "reward_heldout": math.nan if mean is None else mean,
@@ -411,7 +427,7 @@ class RunRecorder:
         text = json.dumps(finite, indent=2)
         write_result(self._folder / SUMMARY, f"{text}\n".encode(), self._warn)
         # Closing adds events about lost lines while clients still follow the events.
-        for file in (self._metrics, self._samples, self._groups):
+        for file in (self._metrics, self._samples, self._groups, self._heldout):
             file.close()
         return finite
 
