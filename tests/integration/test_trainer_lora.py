@@ -184,6 +184,28 @@ def test_identity_is_that_of_matrices_and_adapters_whatever_was_sent(job, folder
         assert rank["first_identity"] == alike[0]["first_identity"] != rank["identity"]
 
 
+@pytest.mark.parametrize("job", each_job(["one", "tp2-sp-qwen3", "pp2-tied", *EXPERTS], SLOW))
+def test_folders_that_are_written_beside_training_are_those_of_an_export(job, folder, found):
+    exports = folder / f"lora-{job}-run" / "exports"
+    name = f"step-{STEPS:06d}"
+    for beside, export in ((name, "merged"), (f"{name}-adapters", "adapters")):
+        own_files = files_of(exports / beside)
+        assert own_files.pop("slipstream-version.json")
+        expected = files_of(folder / f"lora-{job}-{export}")
+        # The digests of the file that names the version are there alone.
+        del own_files["slipstream-manifest.json"]
+        del expected["slipstream-manifest.json"]
+        assert own_files == expected
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
 def test_a_frozen_matrix_that_moved_stops_the_run(folder: Path, found: dict[str, dict]) -> None:
     assert "is frozen, but changed during the run" in sent("one", folder)[0]["moved"]
 

@@ -9,7 +9,14 @@ from slipstream.client.findings import Findings
 from slipstream.client.run_folder import parsed
 from slipstream.client.verified_journal import JournalCheck
 from slipstream.core.machine.files import open_regular, read_regular
-from slipstream.core.run_folder import CHECKPOINTS, EXPORT_MANIFEST, FINAL_ADAPTERS, FINAL_MODEL
+from slipstream.core.run_folder import (
+    CHECKPOINTS,
+    EXPORT_MANIFEST,
+    EXPORT_VERSION,
+    EXPORTS,
+    FINAL_ADAPTERS,
+    FINAL_MODEL,
+)
 
 # Most bytes of a manifest.
 MOST_BYTES = 64 << 20
@@ -43,7 +50,8 @@ def check_files(folder: Path, findings: Findings, journal: JournalCheck) -> None
                 manifest["files"],
                 findings,
             )
-    for path in _exports(folder / CHECKPOINTS):
+    exports = folder.glob(f"{EXPORTS}/step-*/{EXPORT_MANIFEST}")
+    for path in [*_exports(folder / CHECKPOINTS), *sorted(exports)]:
         with findings.reading(f"the manifest of {path.parent.name}"):
             manifest = parsed(
                 read_regular(
@@ -57,6 +65,19 @@ def check_files(folder: Path, findings: Findings, journal: JournalCheck) -> None
                 findings,
             )
             _check_names(path.parent, manifest["files"], findings)
+            _check_version(path.parent, findings, journal)
+
+
+def _check_version(folder: Path, findings: Findings, journal: JournalCheck) -> None:
+    """Compares the version that an exported folder names, if it does, with the journal's."""
+    path = folder / EXPORT_VERSION
+    if not path.is_file():
+        return
+    described: Any = parsed(read_regular(path, most_bytes=MOST_BYTES))
+    version = (described["incarnation"], described["version"])
+    name = folder.name.removesuffix("-adapters")
+    findings.same("an exported folder", name, f"step-{version[1]:06d}")
+    journal.same_weights(folder.name, version, described["weight_digest"])
 
 
 def _check_names(folder: Path, entries: list[dict[str, Any]], findings: Findings) -> None:

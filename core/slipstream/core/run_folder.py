@@ -22,6 +22,9 @@ FINAL_MODEL = "final"
 FINAL_ADAPTERS = "final-adapters"
 # The file in an exported model that has the digests of its other files.
 EXPORT_MANIFEST = "slipstream-manifest.json"
+# The folder of models that `checkpoint.export_every` writes, and the file that names their version.
+EXPORTS = "exports"
+EXPORT_VERSION = "slipstream-version.json"
 # The controller's address, HOST:PORT, as the newest command has it.
 ADDRESS = "controller.address"
 # The token of a run on loopback, for its owner alone.

@@ -1,7 +1,7 @@
 """The program of ranks that train low-rank adapters.
 
 What a job saw lies in FOLDER/lora-JOB.pt afterwards, on rank 0; FOLDER/lora-JOB-merged and
-FOLDER/lora-JOB-adapters are what it exported.
+FOLDER/lora-JOB-adapters are what it exported, and FOLDER/lora-JOB-run has the same beside training.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from slipstream.core.errors import CheckpointError, RunFailed
 from slipstream.core.settings.config import Config
+from slipstream.core.types import PolicyVersion
 from slipstream.protocol.checkpoints import PARTIAL_SUFFIX
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 
@@ -90,6 +91,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.model import policy as policy_module
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
+    from slipstream.learner.trainer.weights.periodic_export import PeriodicExport
     from slipstream.learner.trainer.weights.run_chat import RunChat
 
     config = config_of(job, folder)
@@ -112,6 +114,12 @@ def run_rank(folder: Path, job: str) -> None:
         logprobs.append(score(policy, probe(config)))
     save_hf_folder(policy, config.model.path, folder / f"lora-{job}-merged", RunChat())
     save_adapters(policy, config, folder / f"lora-{job}-adapters", RunChat())
+    table = config.model_dump(mode="json", exclude_none=True)
+    table["run"] |= {"name": f"lora-{job}-run", "dir": str(folder)}
+    table["checkpoint"]["export_every"] = STEPS
+    beside = PeriodicExport(Config.model_validate(table), policy, RunChat())
+    beside.export(PolicyVersion(0, STEPS), b"")
+    beside.finish()
     if job == "one":
         # A file is where the folder of the whole model would be written.
         cut = folder / f"lora-{job}-cut"

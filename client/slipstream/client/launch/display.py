@@ -12,6 +12,7 @@ from slipstream.client.status import RunStatus, episodes_under_way, fates
 from slipstream.client.terminal import complain, counted, discard, plain, this_command
 from slipstream.core.run_folder import (
     CHECKPOINTS,
+    EXPORTS,
     HELDOUT,
     LOGS,
     METRICS,
@@ -34,6 +35,7 @@ FILES = (
     "mlflow.db",
     "profile/",
     f"{CHECKPOINTS}/",
+    f"{EXPORTS}/",
     f"{LOGS}/",
 )
 # The beginning of the controller's event of a failure.

@@ -266,6 +266,8 @@ def check_disk(scene: Scene) -> Finding:
         once = needs.saved_bytes if config.checkpoint.every_steps else 0.0
         # A new checkpoint is complete before an old one is removed.
         usual = (config.checkpoint.keep_last + 1) * once + final
+        if config.checkpoint.export_every:
+            usual += (config.checkpoint.keep_exports + 1) * needs.exported_bytes
         least = max(least, once, final)
     if usual:
         seen += f"; checkpoints take {usual / GIB:.2f} GiB"

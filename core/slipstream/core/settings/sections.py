@@ -237,6 +237,11 @@ class CheckpointSection(Section):
     # Whether batches in `journal/batches` stay that no resume from the `keep_last` newest
     # checkpoints needs. Without them a run cannot be replayed, and is verified in part.
     keep_batches: bool = True
+    # Steps between Hugging Face folders, which are written to `RUN/exports` beside training, from
+    # main memory of rank 0. 0 writes none.
+    export_every: int = Field(0, ge=0)
+    # Number of versions whose folders are kept, the newest ones.
+    keep_exports: Positive = 3
     # Folder of Megatron's checkpoint files (torch_dist) to start from. `model.path` still gives
     # shape and tokenizer.
     load: Annotated[Path | None, Fixed("the run began with these weights")] = None

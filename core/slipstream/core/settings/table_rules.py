@@ -301,6 +301,15 @@ def _extension_problems(config: Tables) -> Iterator[str]:
                 yield f"{place}: {each['msg']}, got {each['input']!r}"
 
 
+def _export_problems(config: Tables) -> Iterator[str]:
+    every = config.checkpoint.export_every
+    if every and config.controller.client_loop:
+        yield (
+            "checkpoint.export_every must be 0 with controller.client_loop, whose client says when "
+            f"weights are saved and exports them itself, got {every}"
+        )
+
+
 TABLE_RULES: tuple[Callable[[Tables], Iterator[str]], ...] = (
     lambda config: world_problems(config.learner),
     lambda config: table_problems(config.learner),
@@ -317,4 +326,5 @@ TABLE_RULES: tuple[Callable[[Tables], Iterator[str]], ...] = (
     _role_problems,
     _lora_problems,
     _extension_problems,
+    _export_problems,
 )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 from slipstream.core.errors import RunFailed
-from slipstream.core.run_folder import LEASE_WAITS, SERVER_SHARES
+from slipstream.core.run_folder import EXPORTS, LEASE_WAITS, SERVER_SHARES
 from slipstream.core.types import Trajectory
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
@@ -113,6 +113,8 @@ class Results(Part):
         self._publisher = publisher
         self._scheduler = scheduler
         self._times = StepTimes()
+        # The newest version with a folder of `checkpoint.export_every`.
+        self._exported = 0
         # Done when the last evaluation is on disk; never done after a failure of the disk.
         self._evaluated: asyncio.Future[None] | None = None
 
@@ -184,6 +186,11 @@ class Results(Part):
         self._run.events.add(
             f"version {report.version.step}", step=report.version.step, metrics=row
         )
+        exported = int(row.get("exported_version", 0))
+        if exported > self._exported:
+            self._exported = exported
+            folder = self._run.config.run_dir / EXPORTS
+            self._run.events.add(f"version {exported} is exported to {folder}/step-{exported:06d}")
 
     async def _watch_ledger(self) -> None:
         """Adds an error event for each hand-over whose two counts begin to differ."""

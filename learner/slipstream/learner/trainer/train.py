@@ -48,6 +48,7 @@ from slipstream.learner.trainer.step import TrainingStep
 from slipstream.learner.trainer.step_cost import StepCost
 from slipstream.learner.trainer.weights.bucket_senders import make_sender
 from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
+from slipstream.learner.trainer.weights.periodic_export import PeriodicExport
 from slipstream.learner.trainer.weights.publish import WeightPublisher, build_probe, open_published
 from slipstream.learner.trainer.weights.run_chat import RunChat
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
@@ -103,6 +104,9 @@ class Trainer:
         self._publisher = WeightPublisher(self._published, make, ranks=self._ranks, client=client)
         self._writer = open_writer(config, policy, self._published, client)
         self._digests = self._export()
+        self._periodic = PeriodicExport(config, policy, self._chat)
+        # A version whose folder a crash has cut off, if its checkpoint is the newest.
+        self._periodic.export(self._version, self._digests.identity)
         self._settle()
 
     def run(self) -> None:
@@ -132,6 +136,7 @@ class Trainer:
                 self._ranks.activity.note()
         with self.stages.measure("checkpoint"):
             self._tell(self._checkpointer.poll())
+            self._periodic.poll()
         if isinstance(order, trainer_pb2.StoreOrder):
             with self.stages.measure("publish"):
                 self._check_version(order.version, "a store order")
@@ -268,6 +273,9 @@ class Trainer:
             self._digests = self._export()
         self._ranks.activity.note()
         times = self.stages.take()
+        exported: dict[str, float] = {}
+        if self._periodic.newest is not None:
+            exported["exported_version"] = float(self._periodic.newest)
         if self._ranks.is_main:
             version = self._client.report_step(
                 trainer_pb2.StepReport(
@@ -275,7 +283,7 @@ class Trainer:
                     batch_id=batch.batch_id,
                     version=version_to_pb(version),
                     weight_digest=self._digests.identity,
-                    metrics=result.metrics | cost | times,
+                    metrics=result.metrics | cost | times | exported,
                     wall_s=result.wall_s,
                     advantages=[
                         result.advantages.get(trajectory.trajectory_id, math.nan)
@@ -287,6 +295,8 @@ class Trainer:
         if self._checkpointer.is_due(self._version.step):
             with self.stages.measure("checkpoint"):
                 self._save()
+        with self.stages.measure("checkpoint"):
+            self._periodic.export(self._version, self._digests.identity)
 
     def _set_aside(self, batch: Batch, fault: UntrainableBatch) -> None:
         """Has the batch set aside; else raises `fault`, or StartAgain if weights have changed."""
@@ -312,6 +322,8 @@ class Trainer:
         self._ranks.activity.note()
 
     def _save(self) -> None:
+        # A run that goes on from this checkpoint does not make earlier versions again.
+        self._periodic.finish()
         with contextlib.ExitStack() as stack:
             for memory in self._memories:
                 stack.enter_context(memory.resident(Part.PARAMETERS, Part.OPTIMIZER))
@@ -347,6 +359,7 @@ class Trainer:
         if self._checkpointer.is_due(self._version.step, is_last=True):
             self._save()
         self._tell(self._checkpointer.finish())
+        self._periodic.finish()
         export_path = ""
         if self._config.learner.export_final and not order.without_model:
             folder = self._config.run_dir / CHECKPOINTS

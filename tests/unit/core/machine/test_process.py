@@ -118,7 +118,8 @@ def test_a_full_disk_of_the_log_changes_no_exit_code(tmp_path: Path) -> None:
 
 
 ROOT = Path(__file__).parents[4]
-# Programs whose processes have native threads at their end: of torch's groups, vLLM, tokenizers or trackers.
+# Programs whose processes have native threads at their end: of torch's groups, vLLM, tokenizers or
+# trackers.
 THREADED = (
     "extensions/slipstream/extensions/rollouts/export.py",
     "extensions/slipstream/extensions/trackers/export.py",

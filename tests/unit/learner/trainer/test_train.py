@@ -37,6 +37,7 @@ class Loop(Trainer):
         self._client = SimpleNamespace()
         self.stages = SimpleNamespace(measure=lambda _: contextlib.nullcontext())
         self._checkpointer = SimpleNamespace(poll=lambda: self.seen.append("poll"))
+        self._periodic = SimpleNamespace(poll=lambda: None)
 
     def _register(self) -> None:
         self.seen.append("register")

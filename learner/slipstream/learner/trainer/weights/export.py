@@ -5,15 +5,16 @@ import itertools
 import json
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
 from slipstream.core.machine.files import sync_folder
 from slipstream.core.models.model_files import held_tensors, is_further
 from slipstream.core.models.model_sizes import read_model_sizes
+from slipstream.core.run_folder import EXPORT_VERSION
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, write_safetensors
 from slipstream.learner.trainer.model.model import Part
@@ -24,6 +25,8 @@ from slipstream.learner.trainer.weights.run_chat import RunChat
 from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, write_export_manifest
 from torch import Tensor
 
+# Settings and tensors of each named adapter, by its name.
+AdapterTensors: TypeAlias = dict[str, tuple[Config, dict[str, Tensor]]]
 MAX_SHARD_BYTES = 4 << 30
 # What training makes stale in a model's folder: the weights, in all forms.
 _STALE = (
@@ -64,12 +67,12 @@ def hf_tensors(
     the device. A tensor may share its memory with the model, so copy a tensor that is used after
     the next training step or, if parameters are offloaded, after the next tensor is yielded.
     """
-    from slipstream.learner.trainer.layers.expert_adapters import merged_tasks
-
     with policy.memory.resident(Part.PARAMETERS):
         policy.gather_parameters()
         tasks = None
         if merge and _adapted_experts(policy):
+            from slipstream.learner.trainer.layers.expert_adapters import merged_tasks
+
             tasks = merged_tasks(policy.bridge.get_conversion_tasks(policy.chunks))
         for name, weight in policy.bridge.export_hf_weights(
             policy.chunks,
@@ -158,16 +161,15 @@ def save_hf_folder(policy: Policy, source: Path, target: Path, chat: RunChat) ->
     disk.on_main(lambda: writer.finish(dtype, target))
 
 
-def save_adapters(policy: Policy, config: Config, target: Path, chat: RunChat) -> None:
-    """Writes only the adapters into `target`, in the format of the library PEFT; collective.
+def collected_adapters(policy: Policy, config: Config) -> AdapterTensors:
+    """Returns settings and copied tensors of each named adapter by its name, on rank 0; collective.
 
-    Each named adapter has its own folder inside `target`. Those of clients have their newest
-    values, published or not, with their own rank and alpha, on the matrices that they train; one
-    that no client has used has no folder. `target` appears only once it is complete; an existing
-    `target` is replaced. Raises CheckpointError as `DiskWork.wait` does.
+    The others get settings alone. Adapters of clients have their newest values, published or not,
+    with their own rank and alpha, on the matrices that they train; one that no client has used is
+    left out.
     """
     adapters = policy.adapters
-    found = dict[str, tuple[Config, dict[str, Tensor]]]()
+    collected: AdapterTensors = {}
     for adapter in adapters.sizes if adapters.are_clients else adapters.names:
         own = config
         tensors = dict[str, Tensor]()
@@ -188,25 +190,56 @@ def save_adapters(policy: Policy, config: Config, target: Path, chat: RunChat) -
                     kept[name] = first[:rank].contiguous()
                     kept[second] = tensors[second][:, :rank].contiguous()
             tensors = kept
-        found[adapter] = own, tensors
+        collected[adapter] = own, tensors
+    return collected
+
+
+def write_adapters(
+    collected: AdapterTensors,
+    target: Path,
+    chat: RunChat,
+    moved: Callable[[int], None],
+    *,
+    description: bytes = b"",
+) -> None:
+    """Writes what `collected_adapters` has returned into `target`, on rank 0.
+
+    `target` appears only once it is complete; an existing `target` is replaced. A `description`
+    is a file of its own. Raises OSError.
+    """
+    partial = target.with_name(target.name + PARTIAL_SUFFIX)
+    if partial.exists():
+        shutil.rmtree(partial)
+    if not collected:
+        partial.mkdir(parents=True)
+    for adapter, (own, tensors) in collected.items():
+        write_adapter(tensors, own, partial / adapter, moved)
+        chat.write(partial / adapter)
+    if description:
+        (partial / EXPORT_VERSION).write_bytes(description)
+    if collected:
+        write_export_manifest(partial, moved)
+    if target.exists():
+        shutil.rmtree(target)
+    partial.rename(target)
+
+
+def save_adapters(policy: Policy, config: Config, target: Path, chat: RunChat) -> None:
+    """Writes only the adapters into `target`, in the format of the library PEFT; collective.
+
+    Each named adapter has its own folder inside `target`. `target` appears only once it is
+    complete; an existing `target` is replaced. Raises CheckpointError as `DiskWork.wait` does.
+    """
+    collected = collected_adapters(policy, config)
     disk = DiskWork(target.parent, policy.ranks)
-
-    def write() -> None:
-        partial = target.with_name(target.name + PARTIAL_SUFFIX)
-        if partial.exists():
-            shutil.rmtree(partial)
-        if not found:
-            partial.mkdir(parents=True)
-        for adapter, (own, tensors) in found.items():
-            write_adapter(tensors, own, partial / adapter, disk.moved)
-            chat.write(partial / adapter)
-        if found:
-            write_export_manifest(partial, disk.moved)
-        if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
-
-    disk.on_main(write)
+    disk.on_main(
+        lambda: write_adapters(
+            collected,
+            target,
+            chat,
+            disk.moved,
+        )
+    )
 
 
 def _targets(tensors: Collection[str], config: Config) -> dict[str, Any]:
@@ -309,10 +342,16 @@ class HfFolderWriter:
                 self.flush()
             self.add(name, tensor)
 
-    def write_draft(self, layer: LayerBeside, dtype: torch.dtype) -> None:
-        """Writes the layer that drafts into the folder's own folder `draft`, as vLLM loads it."""
+    def write_draft(
+        self, layer: LayerBeside, dtype: torch.dtype, tensors: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Writes the layer that drafts into the folder's own folder `draft`, as vLLM loads it.
+
+        Without `tensors`, which were copied from it before, it has the layer's present ones.
+        """
         folder = self._folder / "draft"
-        tensors = {name: value.to("cpu", dtype) for name, value in layer.named().items()}
+        values = layer.named() if tensors is None else tensors
+        tensors = {name: value.to("cpu", dtype) for name, value in values.items()}
         with self._removed_on_failure():
             layer.write_folder(folder, str(dtype).removeprefix("torch."))
             write_safetensors(folder / "model.safetensors", tensors, self._moved)
