@@ -32,7 +32,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 SOURCES := protos core client environments rollout_server learner extensions
 
-.PHONY: install quickstart smollm2 test test-all test-fast test-peft test-tinker test-slow compose-test images image-cpu image-gpu mutants fuzz candidate lint type protos protos-check docs packages plots clean
+.PHONY: install quickstart smollm2 test test-all test-fast test-peft test-tinker test-harbor test-slow compose-test images image-cpu image-gpu mutants fuzz candidate lint type protos protos-check docs packages plots clean
 
 install: $(STAMP)
 
@@ -133,6 +133,19 @@ $(TINKER)/.installed: requirements/tinker.txt | $(STAMP)
 
 test-tinker: $(TINKER)/.installed
 	@PYTHONPATH=$(TINKER) $(BIN)/python -m pytest tests/integration/test_tinker_sdk.py $(PYTEST_FLAGS)
+
+# Harbor in a Python of its own, 3.12 or newer. It brings some 100 packages, so .ci/run leaves it out.
+HARBOR_PYTHON ?= python3.12
+FRAMEWORKS := $(VENV)/frameworks
+NEEDS := from slipstream.core.machine.other_python import NEEDS; print(*NEEDS.values(), sep="\n")
+$(FRAMEWORKS)/harbor/.installed: | $(STAMP)
+	@$(HARBOR_PYTHON) -m venv $(FRAMEWORKS)/harbor
+	@$(BIN)/python -c '$(NEEDS)' > $(FRAMEWORKS)/needs.txt
+	@$(FRAMEWORKS)/harbor/bin/pip install --quiet harbor==0.26.0 --requirement $(FRAMEWORKS)/needs.txt
+	@touch $@
+
+test-harbor: $(FRAMEWORKS)/harbor/.installed
+	@SLIPSTREAM_FRAMEWORKS=$(abspath $(FRAMEWORKS)) $(BIN)/python -m pytest tests/integration/test_harbor.py $(PYTEST_FLAGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_FLAGS)

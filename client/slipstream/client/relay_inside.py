@@ -55,7 +55,7 @@ def main(arguments: "list[str]") -> int:
     try:
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(path)
-        _raise_loopback()
+        raise_loopback()
         listening = socket.create_server(("127.0.0.1", PORT), backlog=MAX_CONNECTIONS)
     except OSError as error:
         return _refused(f"no way from {ADDRESS} to {path}: {error}")
@@ -74,7 +74,7 @@ def _refused(reason: str) -> int:
     return REFUSED
 
 
-def _raise_loopback() -> None:
+def raise_loopback() -> None:
     """Turns the interface lo on, which a new namespace has turned off."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         request = struct.pack("16sh14x", b"lo", 0)

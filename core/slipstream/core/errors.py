@@ -33,6 +33,8 @@ FINAL_ERROR = 3
 NOT_STARTED = 4
 # A rollout server has left a run that was stopped or has failed, and that may go on later.
 RUN_STOPPED = 5
+# An agent's call beyond a limit of turns or branches is refused by a message that begins so.
+EPISODE_LIMIT = "the episode has reached"
 
 
 class SlipstreamError(Exception):

@@ -3,8 +3,8 @@
     VENV/bin/python framework_episode.py '{"reference": ..., "args": {...}, "episodes": [...]}'
 
 An episode is {"task": 0, "replies": [...]}: the replies of the model by the number of its earlier
-replies in a conversation; an object is a call of a tool, {"name": ..., "arguments": {...}}. Prints
-a JSON list, an object for each episode.
+replies in a conversation; an object is a call of a tool, {"name": ..., "arguments": {...}}, or a
+refusal, {"error": {...}}. Prints a JSON list, an object for each episode.
 """
 
 import asyncio
@@ -30,7 +30,9 @@ def scripted(replies: list[Any], seen: list[dict[str, Any]]) -> Handler:
         seen.append({"branch": call.branch, **asked})
         number = sum(message["role"] == "assistant" for message in asked["messages"])
         reply = replies[min(number, len(replies) - 1)]
-        if not isinstance(reply, str):
+        if isinstance(reply, dict) and "error" in reply:
+            yield as_json(reply, status=400)
+        elif not isinstance(reply, str):
             body = chat_reply("")
             tool = {"name": reply["name"], "arguments": json.dumps(reply["arguments"])}
             call_of_tool = {"id": f"call_{number}", "type": "function", "function": tool}

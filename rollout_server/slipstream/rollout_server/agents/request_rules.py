@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.core.errors import EPISODE_LIMIT
 from slipstream.core.template_values import OWNED
 from slipstream.rollout_server.agents.conversations import AgentCall, AgentTurn, MessageKey
 from slipstream.rollout_server.chat import ENDED_BY_MODEL, ReplyEnding
@@ -60,10 +61,10 @@ def room(
     """
     if turns >= sampling.max_turns:
         limit = f"sampling.max_turns = {sampling.max_turns}"
-        return Refusal(f"the episode has reached {limit}", code="max_turns_exceeded")
+        return Refusal(f"{EPISODE_LIMIT} {limit}", code="max_turns_exceeded")
     if not call.is_append and branches >= sampling.max_branches:
         limit = f"sampling.max_branches = {sampling.max_branches}"
-        return Refusal(f"the episode has reached {limit}", code="max_branches_exceeded")
+        return Refusal(f"{EPISODE_LIMIT} {limit}", code="max_branches_exceeded")
     prompt = len(call.prompt)
     used = tokens + len(call.context)
     in_branch = sampling.max_episode_tokens - prompt
