@@ -10,6 +10,7 @@ from typing import Any
 
 import anthropic
 import openai
+import pydantic
 import pytest
 import pytest_asyncio
 from slipstream.core.errors import ConfigError
@@ -267,7 +268,7 @@ async def test_the_runs_sampling_holds_and_the_answer_says_so(rig) -> None:
             {"input": "hi", "chat_template_kwargs": {"enable_thinkin": False}},
             "messages chat_template_kwargs.enable_thinkin",
         ),
-        ("chat/completions", {"guided_json": {"type": "object"}}, "guided_json"),
+        ("chat/completions", {"guided_jsn": {"type": "object"}}, "guided_jsn"),
         ("responses", {"input": "hi", "max_tokens": 5}, "messages max_tokens"),
         ("messages", {"max_tokens": 9, "stop": ["x"], "thread": {"type": "create"}}, "stop thread"),
         (
@@ -296,6 +297,38 @@ async def test_no_field_is_dropped_without_a_word(rig, path, asked, told) -> Non
     found = answer.headers.get("x-slipstream-sampling", "")
     assert found == "; ".join(f"{name}=none (asked)" for name in told.split())
     assert rig.recorder.ignored == dict.fromkeys(told.split(), 1)
+
+
+class Answer(pydantic.BaseModel):
+    """What clients parse a reply to."""
+
+    number: int
+
+
+async def test_the_clients_ways_to_a_parsed_reply_are_refused_before_anything_is_sampled(
+    rig,
+) -> None:
+    openai_client = rig.openai()
+    calls = [
+        openai_client.chat.completions.parse(
+            model="m", messages=[QUESTION], response_format=Answer
+        ),
+        openai_client.responses.parse(model="m", input="hi", text_format=Answer),
+        rig.anthropic().messages.parse(
+            model="m", messages=[QUESTION], max_tokens=9, output_format=Answer
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(
+            (openai.BadRequestError, anthropic.BadRequestError), match="keeps a form"
+        ):
+            await call
+    with pytest.raises(openai.BadRequestError, match="response_format asks"):
+        async with openai_client.chat.completions.stream(
+            model="m", messages=[QUESTION], response_format=Answer
+        ) as stream:
+            await stream.get_final_completion()
+    assert not rig.engine.samples
 
 
 async def test_an_effort_that_the_template_does_not_read_is_told(rig) -> None:

@@ -136,7 +136,6 @@ _NEUTRAL: dict[str, object] = {
 # elsewhere, or that nothing here serves. They are taken out, like fields that vLLM lacks.
 _UNSERVED = (
     "response_format",
-    "structured_outputs",
     "bad_words",
     "allowed_token_ids",
     "length_penalty",
@@ -168,6 +167,21 @@ _UNSERVED = (
     "return_prompt_text",
     "return_token_offsets",
 )
+# Fields of vLLM, and of other engines, by which a reply keeps a schema, a pattern or a grammar.
+_FORMS = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structural_tag",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "grammar",
+)
+# Types of a reply's format that promise nothing, in OpenAI's APIs a schema that is not strict too.
+_FREE_FORMATS = (None, "text", "json_object")
 # Fields that no reply depends on, whether vLLM has them or not.
 _WITHOUT_EFFECT = (
     "metadata",
@@ -259,7 +273,7 @@ def rule(
         raise Refusal("use_beam_search is refused: replies are sampled")
     if body.get("background"):
         raise Refusal("background must be false: an agent gets its reply in the answer")
-    _check_schemas(body)
+    _check_forms(body)
     _check_history(body)
     told: dict[str, str] = {}
     # Whatever is null is left to its default, which vLLM refuses for some names.
@@ -350,28 +364,30 @@ def _parts(kept: dict[str, Any]) -> dict[str, str]:
     return told
 
 
-def _check_schemas(body: dict[str, Any]) -> None:
-    """Raises Refusal for a request whose reply must keep a JSON schema, in any of the APIs.
+def _check_forms(body: dict[str, Any]) -> None:
+    """Raises Refusal for a request whose reply must keep a schema, a pattern or a grammar.
 
     A client parses such a reply without a look: one that is sampled freely breaks it.
     """
-    strict_formats = {
-        # OpenAI's APIs promise nothing of a schema that is not strict.
-        "response_format": _strict_schema(body.get("response_format"), part="json_schema"),
-        "text.format": _strict_schema(_field(body, "text", "format"), part=""),
-        # Anthropic's API promises every schema.
-        "output_format": _is_schema(body.get("output_format")),
-        "output_config.format": _is_schema(_field(body, "output_config", "format")),
+    names = [name for name in _FORMS if body.get(name) not in _NOTHING]
+    formats = {
+        "response_format": body.get("response_format"),
+        "text.format": _field(body, "text", "format"),
+        "output_format": body.get("output_format"),
+        "output_config.format": _field(body, "output_config", "format"),
     }
-    for name, is_strict in strict_formats.items():
-        if is_strict:
-            raise Refusal(
-                f"{name} asks for a reply that keeps a JSON schema: replies are sampled from the "
-                "whole distribution of the model, which is trained, and may break it; ask for JSON "
-                "in a message, and check the reply",
-                code="unsupported_value",
-                param=name,
-            )
+    for name, value in formats.items():
+        has_free_schemas = name in ("response_format", "text.format")
+        if _is_binding(value, has_free_schemas=has_free_schemas):
+            names.append(name)
+    if names:
+        raise Refusal(
+            f"{names[0]} asks for a reply that keeps a form, such as a JSON schema: replies are "
+            "sampled from the whole distribution of the model, which is trained, and may break "
+            "it; ask for JSON in a message, and check the reply",
+            code="unsupported_value",
+            param=names[0],
+        )
 
 
 def _field(body: Mapping[str, Any], name: str, inner: str) -> object:
@@ -379,15 +395,17 @@ def _field(body: Mapping[str, Any], name: str, inner: str) -> object:
     return part.get(inner) if isinstance(part, dict) else None
 
 
-def _is_schema(value: object) -> bool:
-    return isinstance(value, dict) and value.get("type") == "json_schema"
+def _is_binding(value: object, *, has_free_schemas: bool) -> bool:
+    """Whether a reply must keep a format.
 
-
-def _strict_schema(value: object, *, part: str) -> bool:
-    """Returns whether a format of OpenAI's APIs has a strict schema, in `part` if there is one."""
-    if not isinstance(value, dict) or not _is_schema(value):
+    OpenAI's APIs, which `has_free_schemas`, promise nothing of a schema that is not strict.
+    Anthropic's promises each.
+    """
+    if not isinstance(value, dict) or value.get("type") in _FREE_FORMATS:
         return False
-    schema = value.get(part) if part else value
+    if value["type"] != "json_schema" or not has_free_schemas:
+        return True
+    schema = value.get("json_schema", value)
     return isinstance(schema, dict) and schema.get("strict") is True
 
 

@@ -236,14 +236,48 @@ FREE_SCHEMA = {
         ({"output_config": {"format": FREE_SCHEMA}}, "output_config.format"),
     ],
 )
-def test_a_reply_that_must_keep_a_schema_is_refused_with_the_reason(body: dict, name: str) -> None:
-    with pytest.raises(
-        Refusal, match=f"^{name} asks for a reply that keeps a JSON schema"
-    ) as caught:
+def test_a_reply_that_must_keep_a_form_is_refused_with_the_reason(body: dict, name: str) -> None:
+    with pytest.raises(Refusal, match=f"^{name} asks for a reply that keeps a form") as caught:
         ruled({"model": "m", **body})
     refusal = caught.value
     assert refusal.status == 400
     assert refusal.param == name
+
+
+FORMS = {
+    "structured_outputs": {"choice": ["yes", "no"]},
+    "guided_json": {"type": "object"},
+    "guided_regex": "a+",
+    "guided_choice": ["yes", "no"],
+    "guided_grammar": "root ::= a",
+    "structural_tag": {"structures": []},
+    "json_schema": "{}",
+    "regex": "a+",
+    "ebnf": "root ::= a",
+    "grammar": "root ::= a",
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_forms_of_engines_are_refused_by_their_names(name: str) -> None:
+    with pytest.raises(Refusal, match=f"^{name} asks for a reply that keeps a form"):
+        ruled({"model": "m", name: FORMS[name]})
+
+
+@pytest.mark.parametrize("kind", ["structural_tag", "regex", "grammar"])
+def test_formats_of_engines_are_refused(kind: str) -> None:
+    reply_format = {"type": kind}
+    with pytest.raises(Refusal, match="^response_format asks"):
+        ruled({"model": "m", "response_format": reply_format})
+    with pytest.raises(Refusal, match="^text.format asks"):
+        ruled({"model": "m", "text": {"format": reply_format}})
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_that_asks_for_nothing_is_served(name: str) -> None:
+    body, ignored = ruled({"model": "m", name: None})
+    assert body == {"model": "m"}
+    assert not ignored
 
 
 def test_a_schema_that_is_not_strict_is_told() -> None:
