@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc.aio
 from slipstream.client.environment_loader import CallTracker, describe, running_place
 from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
+from slipstream.client.read_files import ReadFiles
 from slipstream.core.errors import WARNING
 from slipstream.core.machine.files import remove_abandoned
 from slipstream.core.machine.process import die_with_parent, send_signal
@@ -70,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--warn", action="store_true", help="what is odd, on stderr (--check)")
     parser.add_argument("--tell", action="store_true", help="refuse no reward or prompt (--check)")
     parser.add_argument("--json", action="store_true", help="a report for programs (--check)")
+    parser.add_argument("--read-files", metavar="FILE", help="where to write what it reads")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of a call (--check)")
     arguments = parser.parse_args(argv)
     forked = None
@@ -90,6 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.check is None:
         token = os.environ.pop(TOKEN_VARIABLE, None)
         return _serve(arguments.connect, token, arguments.record)
+    read = ReadFiles() if arguments.read_files else None
     check = _Check(arguments, output)
     os._exit = check.told_exit
     try:
@@ -97,6 +100,8 @@ def main(argv: list[str] | None = None) -> int:
     except BaseException as error:  # noqa: BLE001 - such as one of an event loop that was stopped
         traceback.print_exc()
         check.fail(f"its check broke off: {describe(error)}")
+    if read is not None:
+        Path(arguments.read_files).write_text(json.dumps(read.states()), encoding="utf-8")
     with open(report, "w", encoding="utf-8", errors="backslashreplace") as file:
         print(said, file=file)
     # Threads of the environment must not keep the process alive.

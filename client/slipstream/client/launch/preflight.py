@@ -20,15 +20,16 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from slipstream.client.audit import Limits
 from slipstream.client.launch.findings import Finding, Scene, problem
+from slipstream.client.launch.remembered import REMEMBERED_S, Remembered, key_of
 from slipstream.client.run_folder import make_folder, make_run_folder
-from slipstream.client.terminal import complain
+from slipstream.client.terminal import complain, counted
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import USAGE_ERROR, WARNING, ConfigError, RunFailed
@@ -239,24 +240,37 @@ async def check_environments(scene: Scene) -> None:
     in the order of the settings is raised.
 
     The last lines that each environment printed replace the run's preflight.log: when all
-    environments have played, or when one that printed something fails.
+    environments have played, or when one that printed something fails. A check that has passed in
+    the last `REMEMBERED_S` is not made again, unless something that it read has changed.
     """
     config = scene.config
     places = asyncio.Semaphore(CHECKS_AT_ONCE)
     play = "controller" in scene.parts
     printed: list[str] = []
+    remembered = Remembered(config.run_dir)
+    num_remembered = 0
 
     async def look(section: PlayedSection) -> tuple[str, tuple[str, ...]]:
         """Returns the cause of a failure, "" without one, and the lines that were printed."""
         name = section.name
         timeout_s = section.timeout_s
         check_python(name, section.python)
+        nonlocal num_remembered
         command = audit_command(section, config)
         loading = [*command, "--no-play"]
         playing = [*command, "--warn", "--seconds", str(RUN_AUDIT_S)]
-        async with places:
+        check = playing if play else loading
+        key = key_of(check, open_variables(os.environ))
+        if passed := remembered.recall(key):
+            num_remembered += 1
+            _pass_on(passed.lines, f"environment {name}: ")
+            return "", passed.lines
+        async with places, _read_files() as read_files:
             with told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):
-                checked = await run_check(playing if play else loading, timeout_s=timeout_s)
+                words = [*check, "--read-files", str(read_files)]
+                checked = await run_check(words, timeout_s=timeout_s)
+                if checked.code == 0:
+                    remembered.add(key, checked.lines, json.loads(read_files.read_bytes()))
                 if checked.code != 0 and play and config.run.audit == "tell":
                     # Faults of an environment's plays are told; one that cannot be loaded would
                     # end every worker of the run.
@@ -281,8 +295,23 @@ async def check_environments(scene: Scene) -> None:
         for check in checks:
             check.cancel()
         await asyncio.gather(*checks, return_exceptions=True)
+    if num_remembered:
+        minutes = REMEMBERED_S / 60
+        shown = counted(num_remembered, "environment")
+        print(f"{shown} passed a check in the last {minutes:g} minutes, which is not repeated")
     if play and not scene.leaves_nothing:
-        _keep_printed(config, printed)
+        path = _keep_printed(config, printed)
+        try:
+            remembered.save()
+        except OSError as error:
+            raise ConfigError(f"{path.parent} cannot be written: {error.strerror}") from error
+
+
+@contextlib.asynccontextmanager
+async def _read_files() -> AsyncIterator[Path]:
+    """Yields the path of a file in which a check notes what it reads."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "read.json"
 
 
 async def run_check(command: Sequence[str], *, timeout_s: float, played_s: float = 0.0) -> Ended:
