@@ -18,6 +18,8 @@ from slipstream.client.environment import (
     BRANCH_NAME,
     AgentOutcome,
     AnyEnvironment,
+    FinishedEpisode,
+    GroupReward,
     Message,
     Reply,
     ResetResult,
@@ -214,6 +216,7 @@ def observation(opening: object, own: AnyEnvironment) -> pb.Observation:
         tools_json=tools_json(opened.tools) if opened.tools else "",
         given_reply=given_reply,
         expected_answer=answer[:MAX_ANSWER_BYTES].decode(errors="ignore"),
+        judges_group=own.judges_group,
     )
 
 
@@ -275,11 +278,43 @@ def verdict(result: object, *, gives: bool) -> pb.Verdict:
 
 
 @_blaming
-def agent_observation(limit: object) -> pb.Observation:
-    """Returns an agent's observation, a limit alone; raises EnvironmentFailed if it is wrong."""
+def agent_observation(own: AnyEnvironment) -> pb.Observation:
+    """Returns an agent's observation, without messages; raises EnvironmentFailed if it is wrong."""
     return pb.Observation(
-        is_agent=True, max_reply_tokens=of_kind("max_reply_tokens", limit, _LIMIT)
+        is_agent=True,
+        max_reply_tokens=of_kind("max_reply_tokens", own.max_reply_tokens, _LIMIT),
+        judges_group=own.judges_group,
     )
+
+
+def finished_episode(episode: pb.FinishedEpisode, task: object) -> FinishedEpisode:
+    """Returns a member of a group to pass to `judge_group`."""
+    return FinishedEpisode(
+        task=task,
+        replies=tuple(map(reply_of, episode.replies)),
+        reward=episode.reward,
+        metrics=dict(episode.metrics),
+        truncated=episode.truncated,
+        member=episode.member,
+    )
+
+
+@_blaming
+def group_verdict(result: object, number: int) -> pb.GroupVerdict:
+    """Converts what `judge_group` gave for `number` episodes; raises EnvironmentFailed."""
+    rewards = _listed(result)
+    if rewards is None or len(rewards) != number:
+        what = f"judge_group() must return a reward for each of {number} episodes"
+        raise ValueError(f"{what}, got {show(result)}")
+    verdicts = []
+    for place, reward in enumerate(rewards):
+        what = f"the reward of episode {place}"
+        if isinstance(reward, GroupReward):
+            metrics = _numbers(reward.metrics, "metrics", "names", "metric")
+            verdicts.append(pb.EpisodeVerdict(reward=_finite(reward.reward, what), metrics=metrics))
+        else:
+            verdicts.append(pb.EpisodeVerdict(reward=_finite(reward, what)))
+    return pb.GroupVerdict(verdicts=verdicts)
 
 
 @_blaming

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from slipstream.client.audit_data import Row
+from slipstream.client.audit_groups import compare_tasks
 from slipstream.client.episode_host import MAX_LISTED, spaced
 from slipstream.client.terminal import counted
 from slipstream.core.errors import EnvironmentFailed
@@ -141,6 +142,8 @@ class Play:
     metrics: dict[str, float] = field(default_factory=dict)
     images: set[bytes] = field(default_factory=set)
     calls: set[str] = field(default_factory=set)
+    # The fields of the replies, as `step` got them.
+    replies: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -249,6 +252,10 @@ class Audit:
         for task in [task for task in played.tasks if task.index in poor][:MAX_AGAIN]:
             await self._find_form(task)
             played.form = form
+        indices = [task.index for task in played.tasks if task.opening.judges_group]
+        until_s = self._until_s
+        left_out = await compare_tasks(self._ask, indices, played.plays, until_s=until_s)
+        played.left_out.update(left_out)
         rest = [] if played.tasks[0].has_images else spaced(number, MAX_LISTED)
         rest = [index for index in rest if index not in {*indices}]
         await self._each(self._open(index, played.further) for index in rest)
@@ -435,7 +442,9 @@ class Audit:
             # A token for each word, and the token that ends the reply.
             tokens = [0] * (len(step["reply"].split()) + 1)
             began_s = time.monotonic()
-            answer = await self._ask(step={"episode_key": key, "token_ids": tokens, **step})
+            fields = {"episode_key": key, "token_ids": tokens, **step}
+            answer = await self._ask(step=fields)
+            play.replies.append(fields)
             self.played.calls_s.append(time.monotonic() - began_s)
             verdict = answer.verdict
             numbers = len(answer.verdict.token_rewards)

@@ -182,6 +182,36 @@ class StepResult:
     token_rewards: Sequence[float] = ()
 
 
+@dataclass(frozen=True)
+class FinishedEpisode:
+    """An episode of a group whose members have all ended, as `judge_group` gets it.
+
+    `replies` are those of the episode in order, as `step` got them; those of an agent are of all
+    its conversations. `reward` and `metrics` are what the episode earned by itself. `truncated`
+    says that a limit ended it. `member` is its number in the group, from 0.
+    """
+
+    task: Any
+    replies: tuple[Reply, ...]
+    reward: float
+    metrics: Mapping[str, float]
+    truncated: bool
+    member: int
+
+    @property
+    def reply(self) -> Reply:
+        """The last reply."""
+        return self.replies[-1]
+
+
+@dataclass(frozen=True)
+class GroupReward:
+    """What `judge_group` gives one episode; `metrics` are as in StepResult."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
 @runtime_checkable
 class TaskSequence(Protocol[TaskItem]):
     """Anything with a length and items by index: a list, a range, a dataset."""
@@ -234,6 +264,22 @@ class Environment(Generic[Task]):
     def step(self, reply: Reply) -> StepResult | Awaitable[StepResult]:
         """Judges a reply of the model; returns its reward and whether the episode has ended."""
         raise NotImplementedError(f"{type(self).__name__} must define step()")
+
+    def judge_group(
+        self, episodes: Sequence[FinishedEpisode]
+    ) -> Sequence[float | GroupReward] | Awaitable[Sequence[float | GroupReward]]:
+        """Compares the episodes of a group; returns what each of them earns in addition.
+
+        An environment that defines it is asked once all members have ended, on a copy for which
+        `reset` was called with their task, or that of an agent. Members whose last attempt failed
+        are left out; an evaluation asks for one episode at a time. If it fails, all of them fail.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define judge_group()")
+
+    @property
+    def judges_group(self) -> bool:
+        """Whether the environment compares the episodes of a group."""
+        return type(self).judge_group is not Environment.judge_group
 
     def close(self) -> Awaitable[None] | None:
         """Ends an episode, finished or not; frees what `reset` acquired."""

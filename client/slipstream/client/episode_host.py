@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import grpc.aio
 from slipstream.client.agent_episodes import END_LIMIT_S, AgentEpisode
-from slipstream.client.answers import agent_observation, observation, reply_of, verdict
+from slipstream.client.answers import (
+    agent_observation,
+    finished_episode,
+    group_verdict,
+    observation,
+    reply_of,
+    verdict,
+)
 from slipstream.client.environment import AgentEnvironment, AnyEnvironment, TaskSource
 from slipstream.client.environment_loader import (
     CallTracker,
@@ -54,6 +61,7 @@ Answer = TypeVar("Answer")
 class _Episode:
     key: str
     environment: AnyEnvironment
+    task_index: int
     # Whether `reset` has answered.
     has_begun: bool = False
     # Whether the environment gives the replies.
@@ -106,6 +114,8 @@ class EpisodeHost:
                     message.observation.CopyFrom(await self._reset(command.reset))
                 case "step":
                     message.verdict.CopyFrom(await self._step(command.step))
+                case "judge_group":
+                    message.group_verdict.CopyFrom(await self._judge_group(command.judge_group))
                 case "follow_agent":
                     episode = self._begun(command.follow_agent.episode_key)
                     if episode.agent is None:
@@ -179,12 +189,13 @@ class EpisodeHost:
         except BaseException as error:
             cause = f"it cannot be copied for an episode: {describe(error)}"
             raise environment_failed(cause) from error
-        episode = self._episodes[command.episode_key] = _Episode(command.episode_key, environment)
+        episode = _Episode(command.episode_key, environment, command.task_index)
+        self._episodes[command.episode_key] = episode
 
         async def reset() -> pb.Observation:
             if isinstance(environment, AgentEnvironment):
                 self._open_agent(episode, environment, tasks[command.task_index])
-                return agent_observation(environment.max_reply_tokens)
+                return agent_observation(environment)
             opening = await _result(environment.reset(tasks[command.task_index]))
             observed = observation(opening, environment)
             episode.gives = bool(observed.given_reply)
@@ -239,6 +250,20 @@ class EpisodeHost:
             return verdict(result, gives=episode.gives)
 
         return await self._run(episode, step)
+
+    async def _judge_group(self, command: pb.JudgeGroupCommand) -> pb.GroupVerdict:
+        episode = self._begun(command.episode_key)
+        environment = episode.environment
+        tasks = self._tasks
+        assert tasks is not None, "an episode has begun"
+
+        async def judge() -> pb.GroupVerdict:
+            task = tasks[episode.task_index]
+            episodes = [finished_episode(message, task) for message in command.episodes]
+            rewards = await _result(environment.judge_group(episodes))
+            return group_verdict(rewards, len(episodes))
+
+        return await self._run(episode, judge)
 
     async def _close(self, key: str) -> None:
         episode = self._episodes.pop(key, None)

@@ -157,6 +157,8 @@ class TrajectoryCheck:
         self._versions = versions
         self._max_staleness = max_staleness
         self._members: set[tuple[str, int]] = set()
+        # By group: the lease whose members the environment compared, None for none.
+        self._judged: dict[str, tuple[int, int] | None] = {}
 
     def take(self, name: str, message: trajectory_pb2.Trajectory, lags: Counter[int]) -> None:
         """Checks a trajectory, and adds its tokens to `lags`."""
@@ -172,6 +174,12 @@ class TrajectoryCheck:
             f"task and lease of {what}",
             task,
             self._tasks.get(message.group_id),
+        )
+        judged = (message.server_epoch, message.judged_lease) if message.judged_lease else None
+        findings.same(
+            f"the lease whose members were compared, of {what}",
+            judged,
+            self._judged.setdefault(message.group_id, judged),
         )
         findings.same(f"the run of {what}", message.run_id, self._run_id)
         if _checksum(message) != message.checksum:

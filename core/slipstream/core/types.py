@@ -215,6 +215,9 @@ class Trajectory:
     a whole at its last token. It adds up to `reward`, or to the reward of each side. None means
     that the last sampled token earned all.
 
+    `judged_lease` is the first attempt, plus 1, of the lease whose members the environment compared
+    with each other; 0 means that the episode was judged by itself.
+
     No other field has a default, so that whatever makes a trajectory states all of it.
     """
 
@@ -261,6 +264,7 @@ class Trajectory:
     # The tokens that sampled tokens were drawn from, as `KeptTokens` packs them; b"" if all were
     # drawn from all tokens.
     kept_tokens: bytes
+    judged_lease: int
 
     @functools.cached_property
     def trajectory_id(self) -> TrajectoryId:

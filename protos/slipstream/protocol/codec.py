@@ -42,7 +42,7 @@ MAX_TRAJECTORY_BYTES = max_message_bytes(pb.Trajectory)
 # Metadata of the trainer's calls; see trainer.proto.
 TRAINER_EPOCH = "slipstream-trainer-epoch"
 # Controllers that do not know `RELEASE_KEY` compare it in the hello of a server.
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 _TOKENS = np.dtype("<u4")
 _LOGPROBS = np.dtype("<f4")
 _MAX_LAYERS = 65535

@@ -152,7 +152,7 @@ class ParsedReply(_message.Message):
     def __init__(self, content: _Optional[str] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("call_id", "load", "reset", "step", "close", "ping", "reply_part", "follow_agent")
+    __slots__ = ("call_id", "load", "reset", "step", "close", "ping", "reply_part", "follow_agent", "judge_group")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +161,7 @@ class WorkerCommand(_message.Message):
     PING_FIELD_NUMBER: _ClassVar[int]
     REPLY_PART_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_AGENT_FIELD_NUMBER: _ClassVar[int]
+    JUDGE_GROUP_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     load: LoadCommand
     reset: ResetCommand
@@ -169,7 +170,8 @@ class WorkerCommand(_message.Message):
     ping: PingCommand
     reply_part: ReplyPart
     follow_agent: FollowAgentCommand
-    def __init__(self, call_id: _Optional[int] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., reset: _Optional[_Union[ResetCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., close: _Optional[_Union[CloseCommand, _Mapping]] = ..., ping: _Optional[_Union[PingCommand, _Mapping]] = ..., reply_part: _Optional[_Union[ReplyPart, _Mapping]] = ..., follow_agent: _Optional[_Union[FollowAgentCommand, _Mapping]] = ...) -> None: ...
+    judge_group: JudgeGroupCommand
+    def __init__(self, call_id: _Optional[int] = ..., load: _Optional[_Union[LoadCommand, _Mapping]] = ..., reset: _Optional[_Union[ResetCommand, _Mapping]] = ..., step: _Optional[_Union[StepCommand, _Mapping]] = ..., close: _Optional[_Union[CloseCommand, _Mapping]] = ..., ping: _Optional[_Union[PingCommand, _Mapping]] = ..., reply_part: _Optional[_Union[ReplyPart, _Mapping]] = ..., follow_agent: _Optional[_Union[FollowAgentCommand, _Mapping]] = ..., judge_group: _Optional[_Union[JudgeGroupCommand, _Mapping]] = ...) -> None: ...
 
 class LoadCommand(_message.Message):
     __slots__ = ("spec",)
@@ -219,6 +221,35 @@ class FollowAgentCommand(_message.Message):
     episode_key: str
     def __init__(self, episode_key: _Optional[str] = ...) -> None: ...
 
+class JudgeGroupCommand(_message.Message):
+    __slots__ = ("episode_key", "episodes")
+    EPISODE_KEY_FIELD_NUMBER: _ClassVar[int]
+    EPISODES_FIELD_NUMBER: _ClassVar[int]
+    episode_key: str
+    episodes: _containers.RepeatedCompositeFieldContainer[FinishedEpisode]
+    def __init__(self, episode_key: _Optional[str] = ..., episodes: _Optional[_Iterable[_Union[FinishedEpisode, _Mapping]]] = ...) -> None: ...
+
+class FinishedEpisode(_message.Message):
+    __slots__ = ("member", "replies", "reward", "metrics", "truncated")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    REPLIES_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    member: int
+    replies: _containers.RepeatedCompositeFieldContainer[StepCommand]
+    reward: float
+    metrics: _containers.ScalarMap[str, float]
+    truncated: bool
+    def __init__(self, member: _Optional[int] = ..., replies: _Optional[_Iterable[_Union[StepCommand, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., truncated: bool = ...) -> None: ...
+
 class HttpHeader(_message.Message):
     __slots__ = ("name", "value")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -244,7 +275,7 @@ class ReplyPart(_message.Message):
     def __init__(self, episode_key: _Optional[str] = ..., call: _Optional[int] = ..., status: _Optional[int] = ..., headers: _Optional[_Iterable[_Union[HttpHeader, _Mapping]]] = ..., body: _Optional[bytes] = ..., is_last: bool = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("call_id", "hello", "loaded", "observation", "verdict", "failure", "pong", "agent_call", "agent_result")
+    __slots__ = ("call_id", "hello", "loaded", "observation", "verdict", "failure", "pong", "agent_call", "agent_result", "group_verdict")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
@@ -254,6 +285,7 @@ class WorkerMessage(_message.Message):
     PONG_FIELD_NUMBER: _ClassVar[int]
     AGENT_CALL_FIELD_NUMBER: _ClassVar[int]
     AGENT_RESULT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_VERDICT_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     hello: WorkerHello
     loaded: Loaded
@@ -263,7 +295,8 @@ class WorkerMessage(_message.Message):
     pong: Pong
     agent_call: AgentCall
     agent_result: AgentResult
-    def __init__(self, call_id: _Optional[int] = ..., hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., observation: _Optional[_Union[Observation, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., failure: _Optional[_Union[_trajectory_pb2.Failure, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., agent_call: _Optional[_Union[AgentCall, _Mapping]] = ..., agent_result: _Optional[_Union[AgentResult, _Mapping]] = ...) -> None: ...
+    group_verdict: GroupVerdict
+    def __init__(self, call_id: _Optional[int] = ..., hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., observation: _Optional[_Union[Observation, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., failure: _Optional[_Union[_trajectory_pb2.Failure, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., agent_call: _Optional[_Union[AgentCall, _Mapping]] = ..., agent_result: _Optional[_Union[AgentResult, _Mapping]] = ..., group_verdict: _Optional[_Union[GroupVerdict, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("spec", "num_tasks", "max_episodes", "digest")
@@ -286,20 +319,22 @@ class Loaded(_message.Message):
     def __init__(self, num_tasks: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Observation(_message.Message):
-    __slots__ = ("messages", "max_reply_tokens", "is_agent", "tools_json", "given_reply", "expected_answer")
+    __slots__ = ("messages", "max_reply_tokens", "is_agent", "tools_json", "given_reply", "expected_answer", "judges_group")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     MAX_REPLY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_AGENT_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     GIVEN_REPLY_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    JUDGES_GROUP_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     max_reply_tokens: int
     is_agent: bool
     tools_json: str
     given_reply: str
     expected_answer: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., max_reply_tokens: _Optional[int] = ..., is_agent: bool = ..., tools_json: _Optional[str] = ..., given_reply: _Optional[str] = ..., expected_answer: _Optional[str] = ...) -> None: ...
+    judges_group: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., max_reply_tokens: _Optional[int] = ..., is_agent: bool = ..., tools_json: _Optional[str] = ..., given_reply: _Optional[str] = ..., expected_answer: _Optional[str] = ..., judges_group: bool = ...) -> None: ...
 
 class AgentCall(_message.Message):
     __slots__ = ("call", "method", "path", "headers", "body", "branch", "is_abandoned")
@@ -388,6 +423,27 @@ class Verdict(_message.Message):
     given_reply: str
     token_rewards: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, reward: _Optional[float] = ..., done: bool = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., tools_json: _Optional[str] = ..., given_reply: _Optional[str] = ..., token_rewards: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class GroupVerdict(_message.Message):
+    __slots__ = ("verdicts",)
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    verdicts: _containers.RepeatedCompositeFieldContainer[EpisodeVerdict]
+    def __init__(self, verdicts: _Optional[_Iterable[_Union[EpisodeVerdict, _Mapping]]] = ...) -> None: ...
+
+class EpisodeVerdict(_message.Message):
+    __slots__ = ("reward", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    reward: float
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Pong(_message.Message):
     __slots__ = ("place",)

@@ -229,6 +229,12 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         ),
         version_spans=draw(spans(num_sampled)),
         reward=draw(st.floats(-1e6, 1e6)),
+        judged_lease=draw(
+            st.integers(
+                0,
+                1_000_001,
+            )
+        ),
         token_rewards=draw(st.none() | earned(num_sampled)) if num_sampled else None,
         metrics=draw(metrics),
         num_turns=draw(st.integers(0, 65536)),

@@ -60,6 +60,7 @@ def plain_trajectory(
         "expected_answer": "",
         "prompt_logprobs": b"",
         "kept_tokens": b"",
+        "judged_lease": 0,
     }
     return Trajectory(
         token_ids=np.asarray(token_ids, dtype=np.uint32),

@@ -59,6 +59,8 @@ class StreamSession:
         self._on_timeout = on_timeout
         self._on_close = on_close
         self._was_judged = False
+        # The replies on which there was a verdict, as they were sent.
+        self.replies: list[environment_pb2.StepCommand] = []
         # The calls and the result of an agent, once they were asked for.
         self._answers: Answers | None = None
 
@@ -94,10 +96,25 @@ class StreamSession:
                 command.parsed.tool_calls.add(**call._asdict())
         answer = await self._call(environment_pb2.WorkerCommand(step=command), "verdict")
         self._was_judged = True
+        self.replies.append(command)
         verdict = answer.verdict
         if verdict.tools_json:
             verdict.tools_json = _offered(verdict.tools_json) or "[]"
         return verdict
+
+    async def judge_group(
+        self, episodes: Sequence[environment_pb2.FinishedEpisode]
+    ) -> Sequence[environment_pb2.EpisodeVerdict]:
+        """Returns the verdict on each of `episodes`; call `reset` with their task first."""
+        command = environment_pb2.JudgeGroupCommand(episode_key=self._key, episodes=episodes)
+        answer = await self._call(
+            environment_pb2.WorkerCommand(judge_group=command), "group_verdict"
+        )
+        self._was_judged = True
+        verdicts = answer.group_verdict.verdicts
+        if len(verdicts) != len(episodes):
+            raise misused(f"{len(verdicts)} verdicts on a group of {len(episodes)} episodes")
+        return verdicts
 
     async def next_call(self) -> environment_pb2.AgentCall | environment_pb2.AgentResult:
         """Waits without a limit for the next call of an agent or its result, and returns it."""
@@ -239,7 +256,8 @@ class CallTable:
                 return checked(await answers.get())
         except TimeoutError:
             what = command.WhichOneof("command")
-            rule = ", the environment's timeout_s" if what in ("reset", "step") else ""
+            is_ruled = what in ("reset", "step", "judge_group")
+            rule = ", the environment's timeout_s" if is_ruled else ""
             raise EnvironmentFailed(
                 trajectory_pb2.FAILURE_KIND_TIMEOUT,
                 f"no answer to {what} within {timeout_s:g} s{rule}",

@@ -16,7 +16,7 @@ import asyncio
 import dataclasses
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,12 @@ from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue.base import TrajectorySender, seal
 from slipstream.rollout_server.engine_interface import EngineDied, GenerationFailed
 from slipstream.rollout_server.episodes.calls import MAX_MESSAGE_CHARACTERS
+from slipstream.rollout_server.episodes.group_judge import (
+    EndedPlay,
+    ask_verdicts,
+    sampled_replies,
+    take_verdict,
+)
 from slipstream.rollout_server.episodes.kinds import talk
 from slipstream.rollout_server.episodes.play import (
     Cancelled,
@@ -141,6 +147,8 @@ class Dispatcher:
 
         With `passed` False, these trajectories are marked as cancelled.
         """
+        for group in self._groups.values():
+            group.is_spoiled = group.is_spoiled or (not passed and bool(group.waiting))
         if self._verdict is not None:
             self._verdict.set_result(passed)
             self._verdict = None
@@ -149,6 +157,7 @@ class Dispatcher:
         async with asyncio.TaskGroup() as members:
             for member in group.lease.members:
                 members.create_task(self._run_member(group, member))
+        await self._judge(group)
         del self._groups[group.lease.group_id]
         report = fleet_pb2.LeaseReport(
             group_id=group.lease.group_id,
@@ -167,9 +176,10 @@ class Dispatcher:
         limit = group.lease.max_attempts
         most = group.lease.max_attempts + MAX_EXCUSED_ATTEMPTS
         while True:
-            trajectory = await self._run_episode(group, member, attempt)
-            if trajectory is None:
+            ended = await self._run_episode(group, member, attempt)
+            if ended is None:
                 return
+            trajectory = ended.trajectory
             attempt += 1
             failure = trajectory.failure
             if failure is not None and failure.kind is FailureKind.BYSTANDER:
@@ -179,7 +189,14 @@ class Dispatcher:
                 and failure.kind is not FailureKind.PROMPT_TOO_LONG
                 and attempt < limit
             )
-            end = await self._deliver(dataclasses.replace(trajectory, will_retry=will_retry))
+            trajectory = dataclasses.replace(trajectory, will_retry=will_retry)
+            is_cancelled = trajectory.status is Status.CANCELLED
+            if group.judges and not will_retry and not is_cancelled:
+                # The environment compares all members once they have ended.
+                group.waiting[member] = EndedPlay(ended.play, trajectory)
+                self._counters.delivering[trajectory.trajectory_id] = trajectory.num_sampled_tokens
+                return
+            end = await self._deliver(trajectory)
             if not will_retry:
                 if end is not Status.CANCELLED:
                     group.unfinished.discard(member)
@@ -190,7 +207,7 @@ class Dispatcher:
                 # Another server makes the next attempt.
                 return
 
-    async def _run_episode(self, group: _Group, member: int, attempt: int) -> Trajectory | None:
+    async def _run_episode(self, group: _Group, member: int, attempt: int) -> EndedPlay | None:
         """Runs one attempt; returns None if a cancel or a drain came before the attempt began."""
         self._counters.waiting_episodes += 1
         try:
@@ -206,11 +223,77 @@ class Dispatcher:
             )
             group.episodes.add(episode)
             try:
-                return await run_episode(episode)
+                trajectory = await run_episode(episode)
             finally:
                 group.episodes.discard(episode)
+            group.judges = group.judges or episode.recording.judges_group
+            return EndedPlay(episode, trajectory)
         finally:
             self._slots.release()
+
+    async def _judge(self, group: _Group) -> None:
+        """Lets the environment compare the waiting members of a group; delivers all, failures last.
+
+        Those that ended with a reward are cancelled, and run again elsewhere, unless all members of
+        the lease have ended: only members that were compared with each other are trained together.
+        """
+        waiting = [group.waiting[member] for member in sorted(group.waiting)]
+        finished = [ended for ended in waiting if ended.trajectory.has_reward]
+        failure = None
+        is_whole = len(waiting) == len(group.lease.members) and not group.is_over
+        if is_whole and finished:
+            failure = await self._ask_verdicts(group, finished)
+        for ended in sorted(waiting, key=lambda play: not play.trajectory.has_reward):
+            trajectory = ended.trajectory
+            if trajectory.has_reward:
+                if failure is not None:
+                    trajectory = trajectory_of(ended.play, Status.FAILED, failure)
+                elif not is_whole or group.is_over:
+                    trajectory = _cancelled(trajectory)
+                else:
+                    trajectory = trajectory_of(ended.play, trajectory.status, None)
+            if await self._deliver(trajectory) is not Status.CANCELLED:
+                group.unfinished.discard(ended.play.member)
+
+    async def _ask_verdicts(self, group: _Group, finished: Sequence[EndedPlay]) -> Failure | None:
+        """Adds the environment's verdicts to `finished`; returns why there are none, or None.
+
+        It is asked as often as an episode is attempted. A cancel ends the wait.
+        """
+        lease = group.lease
+        limit = lease.max_attempts - lease.first_attempt
+        most_attempts = limit + MAX_EXCUSED_ATTEMPTS
+        attempt = 0
+        while True:
+            place = f"{lease.first_attempt + attempt}.{self._identity.server_epoch:x}"
+            key = f"{lease.group_id}.judge.{place}"
+            verdicts = ask_verdicts(self._services.environments, lease, key, finished)
+            asking = asyncio.ensure_future(verdicts)
+            over = asyncio.ensure_future(group.cancelled.wait())
+            try:
+                await asyncio.wait({asking, over}, return_when=asyncio.FIRST_COMPLETED)
+                if group.cancelled.is_set():
+                    return None
+                for ended, verdict in zip(finished, asking.result(), strict=True):
+                    take_verdict(ended.play, verdict)
+            except Exception as error:  # noqa: BLE001 - told as the failure of each episode
+                failure = _failure(error)
+            else:
+                return None
+            finally:
+                over.cancel()
+                asking.cancel()
+            attempt += 1
+            log.warning("group %s was not judged: %s", lease.group_id, failure.message)
+            if failure.kind is FailureKind.BYSTANDER:
+                limit = min(limit + 1, most_attempts)
+            if attempt >= limit:
+                return Failure(failure.kind, f"judge_group: {failure.message}")
+            if failure.kind is FailureKind.INFRASTRUCTURE:
+                await within(RETRY_S, group.cancelled.wait())
+            if group.cancelled.is_set() or self._draining:
+                group.cancelled.set()
+                return None
 
     async def _deliver(self, trajectory: Trajectory) -> Status:
         """Puts a trajectory into the queue; returns the status under which it was delivered."""
@@ -218,15 +301,7 @@ class Dispatcher:
         tokens = trajectory.num_sampled_tokens
         self._counters.delivering[name] = tokens
         if self._verdict is not None and not await asyncio.shield(self._verdict):
-            trajectory = dataclasses.replace(
-                trajectory,
-                status=Status.CANCELLED,
-                failure=None,
-                will_retry=False,
-                reward=0.0,
-                routed_experts=None,
-                reference=None,
-            )
+            trajectory = _cancelled(trajectory)
         data = seal(self._identity.delivery_key, name, encode_trajectory(trajectory))
         while True:
             try:
@@ -247,8 +322,31 @@ class _Group:
     next_attempt: int
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     episodes: set[Play] = field(default_factory=set)
+    # Whether the environment compares the members once all have ended, and those that wait for it.
+    judges: bool = False
+    waiting: dict[int, EndedPlay] = field(default_factory=dict)
+    # Whether new weights did not pass while members waited.
+    is_spoiled: bool = False
     # Runs its members; set by `start`.
     task: asyncio.Task[None] = field(init=False)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its members are cancelled."""
+        return self.is_spoiled or self.cancelled.is_set()
+
+
+def _cancelled(trajectory: Trajectory) -> Trajectory:
+    """Returns the trajectory of an episode that is never trained."""
+    return dataclasses.replace(
+        trajectory,
+        status=Status.CANCELLED,
+        failure=None,
+        will_retry=False,
+        reward=0.0,
+        routed_experts=None,
+        reference=None,
+    )
 
 
 async def run_episode(play: Play) -> Trajectory:
@@ -297,7 +395,11 @@ async def _played(play: Play) -> Status:
         opening = await play.ask(session.reset(lease.task_index, lease.seed))
         recording.max_reply_tokens = opening.max_reply_tokens
         recording.expected_answer = opening.expected_answer
+        recording.judges_group = opening.judges_group
         status = await talk(play, session, opening)
+        if opening.judges_group:
+            renderer = play.model.renderer
+            recording.replies = session.replies or sampled_replies(recording, renderer)
         if services.reference is not None and play.is_trained(status):
             recording.close()
             before_s = recording.environment_s

@@ -410,4 +410,5 @@ def trajectory_of(play: Play, status: Status, failure: Failure | None) -> Trajec
         expected_answer=recording.expected_answer,
         prompt_logprobs=recording.prompt_logprobs,
         kept_tokens=kept_tokens,
+        judged_lease=recording.judged_lease,
     )

@@ -22,6 +22,7 @@ from slipstream.core.types import (
 )
 from slipstream.rollout_server.agents.conversations import Conversations, TokenRecord
 from slipstream.rollout_server.engine_interface import Sampling
+from slipstream.v1 import environment_pb2
 
 
 class ScoredSequence(NamedTuple):
@@ -42,6 +43,12 @@ class Recording(TokenRecord):
     expected_answer: str = ""
     # Packed as in a trajectory; b"" unless the lease asks for them.
     prompt_logprobs: bytes = b""
+    # Whether the environment compares the members of the group once all have ended, and then the
+    # replies that it compares.
+    judges_group: bool = False
+    replies: Sequence[environment_pb2.StepCommand] = ()
+    # As in a trajectory.
+    judged_lease: int = 0
     # Text of the last reply; None until it is decoded.
     last_text: str | None = None
     reward: float = 0.0

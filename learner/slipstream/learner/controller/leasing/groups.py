@@ -88,6 +88,15 @@ class Group:
     def running(self) -> list[int]:
         return [member for member in self.missing if member not in self.ended]
 
+    @property
+    def judged_lease(self) -> tuple[int, int] | None:
+        """The lease whose members the environment compared: epoch, and first attempt plus 1.
+
+        None if no member was compared with others.
+        """
+        leases = {(each.server_epoch, each.judged_lease) for each in self.finished.values()}
+        return next((lease for lease in leases if lease[1]), None)
+
     def may_end(self, epoch: int, attempt: int) -> bool:
         """Whether an attempt belongs to the present lease; true if the group has no lease.
 

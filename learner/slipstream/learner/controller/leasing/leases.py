@@ -94,6 +94,10 @@ class LeaseBook:
             if group.holder is None and not group.is_complete and not self.awaited.has(group)
         ]
 
+    def torn(self) -> list[Group]:
+        """Returns the orphans with members that were compared with others that are lost."""
+        return [group for group in self.orphans() if group.judged_lease is not None]
+
     def episodes_by_holder(self) -> Counter[ServerKey]:
         """Returns how many members each server runs or will run, closing leases included."""
         episodes: Counter[ServerKey] = Counter()
@@ -216,6 +220,10 @@ class LeaseBook:
         group.note_attempt(member, trajectory.attempt)
         may_end = group.may_end(trajectory.server_epoch, trajectory.attempt)
         if trajectory.has_reward:
+            judged = (trajectory.server_epoch, trajectory.judged_lease)
+            if judged[1] and not (may_end and group.judged_lease in (None, judged)):
+                # Members that were compared in different leases are never in one group.
+                return Fate.SUPERSEDED
             if member in group.running and not may_end:
                 # Late, from a lease that is over: the present holder still runs the member.
                 self._keep_slots(group, {member})

@@ -131,9 +131,10 @@ class Scheduler:
         num_abandoned = 0
         if self._book.orphans():
             rooms = self._rooms()
-            granted = self._place_orphans(rooms, limit)
-            if left := limit - len(granted):
-                num_abandoned = self._abandon_stranded(rooms, left)
+            num_abandoned = self._abandon_torn(limit)
+            granted = self._place_orphans(rooms, limit - num_abandoned)
+            if left := limit - len(granted) - num_abandoned:
+                num_abandoned += self._abandon_stranded(rooms, left)
         if len(granted) + num_abandoned < limit:
             granted += self._lease_new(limit - len(granted))
         if not granted and not num_abandoned:
@@ -228,6 +229,21 @@ class Scheduler:
                 self._book.reassign(group, key)
                 granted.append(self._record(room.session, group))
         return granted
+
+    def _abandon_torn(self, limit: int) -> int:
+        """Abandons at most `limit` groups that lack members with which others were compared.
+
+        Returns their number. Their tasks are then leased again, as new groups.
+        """
+        torn = self._book.torn()[:limit]
+        for group in torn:
+            self._abandon(group)
+            self._book.again.append(group)
+            self._run.events.add(
+                f"group {group.group_id} is leased afresh: {len(group.missing)} of its episodes "
+                "are lost, and judge_group compared the others with them"
+            )
+        return len(torn)
 
     def _abandon_stranded(self, rooms: Sequence[ServerRoom], limit: int) -> int:
         """Abandons orphans that the next batch needs and no present server may finish.

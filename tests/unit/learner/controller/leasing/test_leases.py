@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -407,3 +408,37 @@ def test_a_closed_lease_whose_members_all_arrive_is_never_short():
         book.add(reply(group, member))
     assert book.short_leases(A, 2, 2) == []
     assert (group.is_complete, group.holder, book.orphans()) == (True, A, [])
+
+
+def judged_reply(group, member, *, attempt=0, epoch=1, judged_lease=1):
+    trajectory = reply(group, member, attempt=attempt)
+    return dataclasses.replace(trajectory, server_epoch=epoch, judged_lease=judged_lease)
+
+
+def test_members_that_were_compared_in_different_leases_are_never_in_one_group(book, group):
+    book.orphan(A)
+    book.reassign(group, C)
+    # Late, of the first lease.
+    assert book.add(judged_reply(group, 0)) is Fate.SUPERSEDED
+    of_second_lease = {"attempt": 1, "epoch": C.epoch, "judged_lease": 2}
+    assert book.add(judged_reply(group, 1, **of_second_lease)) is Fate.HELD
+    assert book.add(judged_reply(group, 0)) is Fate.SUPERSEDED
+    assert book.add(judged_reply(group, 0, **of_second_lease)) is Fate.HELD
+    assert group.is_complete
+
+
+def test_a_group_without_a_holder_takes_members_of_the_first_lease_that_arrives(book, group):
+    book.orphan(A)
+    of_second_lease = {"attempt": 1, "epoch": C.epoch, "judged_lease": 2}
+    assert book.add(judged_reply(group, 0, **of_second_lease)) is Fate.HELD
+    assert book.add(judged_reply(group, 1)) is Fate.SUPERSEDED
+    assert book.torn() == [group]
+
+
+def test_only_an_orphan_whose_members_were_compared_is_torn(book, group):
+    plain_group = lease(book)
+    book.add(judged_reply(group, 0))
+    book.add(reply(plain_group, 0))
+    assert book.torn() == []
+    book.orphan(A)
+    assert book.torn() == [group]

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 from slipstream.core.errors import RunFailed
+from slipstream.core.types import GroupId
 from slipstream.learner.controller.leasing import scheduler
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.v1 import fleet_pb2
+from support.fakes.plain_trajectory import plain_trajectory
 from support.fakes.slow_disk import SlowDisk, several_turns
 from support.rigs.lease_rig import Rig
 from support.rigs.waiting import LIMIT_S, until
@@ -281,3 +283,26 @@ async def test_a_group_goes_to_another_server_than_the_one_that_failed_it(rig: R
     rig.fleet.remove(other, "gone")
     fail()
     assert group.holder == first.key, "there is no other server"
+
+
+async def test_a_group_whose_compared_members_are_lost_is_leased_afresh(rig: Rig) -> None:
+    first = rig.serving("a", 0, max_episodes=2)
+    await rig.lease()
+    (order,) = rig.orders(first)
+    rig.book.add(
+        plain_trajectory(
+            [1, 2],
+            (1, 1),
+            group_id=GroupId(order.group_id),
+            server_epoch=first.key.epoch,
+            judged_lease=1,
+        )
+    )
+    rig.lose(first)
+    other = rig.serving("b", 0, max_episodes=2)
+    await rig.lease()
+    (again,) = rig.orders(other)
+    assert [group.group_id for group in rig.abandoned] == [order.group_id]
+    assert again.group_id != order.group_id
+    assert (again.task_index, again.seed) == (order.task_index, order.seed)
+    assert list(again.members) == [0, 1]
