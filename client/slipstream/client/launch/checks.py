@@ -34,6 +34,7 @@ from slipstream.client.launch.findings import (
     problem,
 )
 from slipstream.client.launch.preflight import hold_address, told_when_slow
+from slipstream.client.launch.sandboxes import check_sandbox
 from slipstream.client.run_folder import check_run_folder
 from slipstream.core.configuration.config_file import check_model, check_sizes, model_warnings
 from slipstream.core.errors import ConfigError
@@ -343,6 +344,7 @@ CHECKS = (
     Check("stack", Stage.DOCTOR, ANY, machine.check_stack, of_machine=True),
     Check("driver", Stage.DOCTOR, ANY, machine.check_gpus, of_machine=True),
     Check("gpu", Stage.DOCTOR, ANY, machine.check_build, of_machine=True),
+    Check("sandbox", Stage.DOCTOR, SERVER, check_sandbox, of_machine=True),
     Check("address space", Stage.SETTINGS, ANY, machine.check_address_space, of_machine=True),
     Check("model", Stage.SETTINGS, ANY, check_files),
     Check("security", Stage.SETTINGS, WHOLE_RUN, check_security, FILES),
