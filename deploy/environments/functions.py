@@ -237,6 +237,20 @@ def _calls(node: ast.AST, names: Container[str]) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
 
 
+def _check_prompts(exams: Iterable[Exam]) -> None:
+    """Raises ConfigError for two rows with one prompt: one reply would get two rewards."""
+    first_exams: dict[str, Exam] = {}
+    for exam in exams:
+        first = first_exams.setdefault(exam.prompt, exam)
+        if first is exam:
+            continue
+        remedy = "test it differently: put all tests into one row"
+        if (first.setup, first.tests) == (exam.setup, exam.tests):
+            remedy = "test it alike: leave one of them out"
+        row = exam.where.rpartition(", ")[2]
+        raise ConfigError(f"{first.where} and {row} ask the same and {remedy}")
+
+
 class Functions(Environment[Exam]):
     """Asks for functions and runs tests against the blocks of the reply that define them.
 
@@ -285,6 +299,7 @@ class Functions(Environment[Exam]):
                 cell_in(rows[0][1], column, rows[0][0])
         columns = _Columns(instruction, question, tests, setup, function, solution)
         self._exams = [_read_exam(row, where, columns) for where, row in rows]
+        _check_prompts(self._exams)
         # Tests of functions that only the question of another row names are that row's.
         called = {n: e.where for e in self._exams for n in re.findall(r"\w+(?=\()", e.question)}
         for exam in self._exams:

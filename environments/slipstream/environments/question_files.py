@@ -390,6 +390,10 @@ def _parquet(path: Path) -> Sequence[Row]:
             if file.metadata.num_rows > MAX_ROWS:
                 what = f"has {file.metadata.num_rows} rows, and at most {MAX_ROWS} are read"
                 raise ConfigError(f"{path} {what}: write it as several files")
+            names = file.schema_arrow.names
+            if len(set(names)) < len(names):
+                name = max(names, key=names.count)
+                raise ConfigError(f"{path} has several columns {name!r}: keep one of them")
             for batch in file.iter_batches(batch_size=BATCH_ROWS):
                 columns = {
                     field.name: [_shortest(cell, field.type) for cell in cells.to_pylist()]

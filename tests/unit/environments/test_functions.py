@@ -424,6 +424,30 @@ def test_a_column_that_no_row_has_is_refused(tmp_path: Path) -> None:
             functions(tmp_path, {"question": "?", "tests": "assert f()"}, **{column: "typo"})
 
 
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ({"tests": ["assert add(2, 2) == 5"]}, "test it differently: put all tests into one row"),
+        ({"tests": ["assert add(1, 2) == 3"]}, "test it alike: leave one of them out"),
+        ({"question": "Write add(a, b) otherwise."}, ""),
+        ({"starter": "def add(a, b):"}, ""),
+    ],
+)
+def test_two_rows_with_one_prompt_are_refused(
+    tmp_path: Path, second: dict[str, object], said: str
+) -> None:
+    first = {"question": "Write add(a, b).", "tests": ["assert add(1, 2) == 3"], "starter": "def"}
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in (first, first | second)))
+    instruction = "{question}\n{starter}"
+    if said:
+        with pytest.raises(ConfigError) as refused:
+            Functions(str(path), instruction=instruction)
+        assert str(refused.value) == f"{path}, row 1 and row 2 ask the same and {said}"
+    else:
+        assert len(Functions(str(path), instruction=instruction).tasks()) == 2
+
+
 async def test_a_test_that_cannot_run_fails_the_episode(tmp_path: Path) -> None:
     row = {"question": "?", "tests": ["assert f() == 1"], "setup": "import no_such_module"}
     tasks = functions(tmp_path, row, setup="setup")

@@ -75,6 +75,17 @@ def test_a_small_file_that_stands_for_many_rows_is_refused(tmp_path: Path, monke
     )
 
 
+def test_two_columns_of_parquet_with_one_name_are_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    files = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "data.parquet"
+    names = ["question", "question", "answer"]
+    columns = [pyarrow.array([name]) for name in names]
+    table = pyarrow.Table.from_arrays(columns, names=names)
+    files.write_table(table, path)
+    assert refusal(path) == f"{path} has several columns 'question': keep one of them"
+
+
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(question_files, "MAX_LINE_BYTES", 1 << 20)
     path = json_lines(tmp_path, {"question": "q", "answer": "1"}, {"question": "a" * (2 << 20)})
