@@ -21,6 +21,8 @@ from slipstream.v1 import trajectory_pb2
 
 # Programs that check something begin each warning with this; their exit code is 0.
 WARNING = "slipstream: warning: "
+# What it tells besides, without a verdict.
+FACT = "fact: "
 # Exit codes; `slipstream run` restarts some programs by them.
 DONE = 0
 # The program failed; a restart may help.

@@ -7,7 +7,13 @@ import torch
 from pydantic import JsonValue
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.algorithms.functions import function_of
-from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
+from slipstream.learner.algorithms.inputs import (
+    BatchSums,
+    LossInputs,
+    SequenceSums,
+    TokenTerms,
+    TokenWeights,
+)
 from slipstream.learner.algorithms.losses import token_terms, token_weights
 from slipstream.learner.trainer.batches.training_sequence import (
     MicroBatch,
@@ -87,6 +93,7 @@ def loss_inputs(
         reference_logprobs=None,
         entropy=torch.zeros(len(policy)),
         sequences=SequenceSums(ids, mask, int(ids.max()) + 1),
+        batch=BatchSums(mask),
     )
 
 

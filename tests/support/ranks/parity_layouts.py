@@ -20,6 +20,7 @@ from support.fakes.fake_controller import make_batch, with_branches
 from support.fakes.parity_models import EXPERTS_PER_TOKEN, NUM_EXPERTS, NUM_LAYERS, VOCAB
 from support.ranks.rank_pool import each_job
 from support.ranks.rank_program import STEPS, settings_of
+from support.references.plain_algorithm import TOP_ENTROPY
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ TWO_MINI_BATCHES = {"mini_batches": 2}
 # Fewer sequences than replicas.
 FEW = {"groups_per_step": 1, "group_size": 3}
 # What is summed over sequences, or over all tokens of a batch, wherever they lie.
+TOP_ENTROPY_LOSS = {
+    "mini_batches": 2,
+    "loss": TOP_ENTROPY,
+    "loss_args": {"share": 0.3},
+}
 GSPO = {
     "mini_batches": 2,
     "loss": "gspo",
@@ -157,6 +163,7 @@ WORDS = {
     "few": {"algorithm": FEW},
     "gspo": {"algorithm": GSPO},
     "cispo": {"algorithm": CISPO},
+    "top-entropy": {"algorithm": TOP_ENTROPY_LOSS},
     "replay": {"algorithm": REPLAY},
     "forward-top-k": {"algorithm": FORWARD},
     "reverse-top-k": {"algorithm": REVERSE},
@@ -172,7 +179,7 @@ NAMES = """
     one one-mini-batches one-few one-gspo one-cispo one-tied one-offload-odd one-moe one-replay-moe
     one-trees dp2-overlap tp2-sp pp2-tied cp2 ep2-distopt-moe dp4-few one-balanced-moe
     tp2-sp-balanced-moe cp2-balanced-moe one-z-loss-moe cp2-z-loss-moe one-muon tp2-sp-muon
-    one-cut tp2-sp-cut cp2-cut
+    one-cut tp2-sp-cut cp2-cut one-top-entropy cp2-top-entropy
 """
 # One kind of model, algorithm or layout each.
 LONG = """
@@ -196,6 +203,8 @@ LONG = """
     dp2-pp2-overlap dp2-cp2-trees cp4 pp2-vpp2-ep2-moe
     tp2-sp-pp2-vpp2-cp2-ep2-moe
     pp2-vpp2-cut one-trees-cut tp2-trees-shared-cut cp2-trees-cut
+    dp2-top-entropy pp2-vpp2-top-entropy tp2-sp-top-entropy cp2-trees-top-entropy
+    one-trees-top-entropy
 """
 # What others show too, so that it need not be tried at every change. 16 ranks have all kinds at
 # once, with room for replicas.

@@ -364,9 +364,28 @@ def sequence_weight(log_ratio: Tensor, *, cap: float, **bands: Any) -> Tensor:
 def _objective(
     algorithm: AlgorithmSection, policy: Tensor, log_ratio: Tensor, advantage: Tensor
 ) -> Tensor:
+    if algorithm.loss == TOP_ENTROPY:
+        return ppo(
+            policy,
+            log_ratio,
+            advantage,
+            clip_low=0.2,
+            clip_high=0.28,
+        )
     formula = OBJECTIVES[algorithm.loss]
     arguments = {name: v for name, v in algorithm.loss_args.items() if name != "ratio"}
     return formula(policy, log_ratio, advantage, **arguments)
+
+
+def has_high_entropy(predictions: Mapping[int, Tensor], share: float) -> dict[int, Tensor]:
+    """Whether each token, [tokens] by sequence, is among `share` of all with the most entropy."""
+    entropies = {}
+    for place, vocabulary in predictions.items():
+        entropies[place] = -(vocabulary.exp() * vocabulary).sum(-1).detach()
+    every_entropy = torch.cat(list(entropies.values()))
+    number = math.ceil(share * len(every_entropy))
+    bound = every_entropy.sort(descending=True).values[number - 1]
+    return {place: entropy >= bound for place, entropy in entropies.items()}
 
 
 def reinforce(policy: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
@@ -446,6 +465,8 @@ def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-20, 20).exp()
 
 
+# The loss of a file, of which only a share of all tokens of a mini-batch has any.
+TOP_ENTROPY = "deploy.algorithms.top_entropy:loss"
 Advantages: TypeAlias = Callable[..., list[np.ndarray]]
 # The advantage of all tokens of an episode, by its score and those of its group.
 SCORED: Mapping[str, Callable[[float, np.ndarray], float]] = {

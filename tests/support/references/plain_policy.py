@@ -15,11 +15,13 @@ from torch import Tensor
 
 from support.ranks.parity_layouts import probe
 from support.references.plain_algorithm import (
+    TOP_ENTROPY,
     Conversation,
     aggregated,
     conversation_of,
     conversations,
     give_advantages,
+    has_high_entropy,
     kept_sets,
     token_losses,
 )
@@ -206,6 +208,11 @@ class PlainPolicy:
             for place, sequence in enumerate(members)
             if sequence.num_trained
         }
+        algorithm = self.config.algorithm
+        if algorithm.loss == TOP_ENTROPY:
+            of_trained = {place: predictions[place] for place in trained}
+            masks = has_high_entropy(of_trained, algorithm.loss_args["share"])
+            trained = {place: losses * masks[place] for place, losses in trained.items()}
         self.model.zero_grad()
         loss = torch.zeros(())
         if trained:

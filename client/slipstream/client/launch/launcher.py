@@ -40,7 +40,7 @@ from slipstream.client.launch.placement import (
     node_gpus,
     uses_gpus,
 )
-from slipstream.client.launch.preflight import hold_address, proof_faults
+from slipstream.client.launch.preflight import hold_address, prove
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
 from slipstream.client.page import PAGE, differences, page_kept, reply_lines, settings_in
 from slipstream.client.terminal import complain, counted, say
@@ -280,12 +280,14 @@ async def run_check(
     if not config.algorithm.own_functions:
         return code
     require_packages("learner")
-    faults = await proof_faults(config)
-    for fault in faults:
+    proved = await prove(config)
+    for fault in proved.faults:
         complain(fault)
-    if not faults:
+    for fact in proved.facts:
+        say(fact)
+    if not proved.faults:
         say("the algorithm's functions are proved")
-    return USAGE_ERROR if faults else code
+    return USAGE_ERROR if proved.faults else code
 
 
 async def run_doctor(arguments: argparse.Namespace) -> int:

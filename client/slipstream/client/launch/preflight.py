@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import NamedTuple
 
 from slipstream.client.audit import Limits
 from slipstream.client.launch.findings import Finding, Scene, problem
@@ -32,7 +33,7 @@ from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain, counted
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
-from slipstream.core.errors import USAGE_ERROR, WARNING, ConfigError, RunFailed
+from slipstream.core.errors import FACT, USAGE_ERROR, WARNING, ConfigError, RunFailed
 from slipstream.core.extension import program
 from slipstream.core.hub import DATA_PREFIX
 from slipstream.core.machine.address import address_parts, family_of, free_port, is_loopback
@@ -124,15 +125,23 @@ async def check_functions(scene: Scene) -> str | None:
     return f"own functions can be called: {', '.join(sorted(names))}"
 
 
-async def proof_faults(config: Config) -> list[str]:
-    """Returns one line for each property that a function of the algorithm lacks."""
+class Proved(NamedTuple):
+    """A line for each property that a function of the algorithm lacks; facts if none lacks any."""
+
+    faults: list[str]
+    facts: list[str]
+
+
+async def prove(config: Config) -> Proved:
+    """Proves the functions of the algorithm, in a program of its own."""
     module = program("prove").module
     checked = await ask(module, config, late="the functions were not proved")
     mark = "slipstream: "
     faults = [line.removeprefix(mark) for line in checked.lines if line.startswith(mark)]
     if checked.code and not faults:
         raise RunFailed("\n".join(checked.lines[-5:]))
-    return faults
+    facts = [line.removeprefix(FACT) for line in checked.lines if line.startswith(FACT)]
+    return Proved(faults, facts)
 
 
 async def check_vllm(scene: Scene) -> str | None:

@@ -2,7 +2,7 @@
 
 from slipstream.client.launch.check import Check, Stage
 from slipstream.client.launch.findings import LEARNER, Scene
-from slipstream.client.launch.preflight import proof_faults
+from slipstream.client.launch.preflight import prove
 from slipstream.core.errors import ConfigError
 
 
@@ -11,7 +11,8 @@ async def check_proofs(scene: Scene) -> str | None:
     names = sorted(set(scene.config.algorithm.own_functions.values()))
     if not names:
         return None
-    for fault in await proof_faults(scene.config):
+    proved = await prove(scene.config)
+    for fault in proved.faults:
         raise ConfigError(fault)
     return f"own functions are proved: {', '.join(names)}"
 

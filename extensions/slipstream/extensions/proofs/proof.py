@@ -206,7 +206,7 @@ class EpisodeProof:
         properties: dict[str, Callable[[], object]] = {
             # Inputs are read-only, so a function that changes one in place raises an error here.
             "result": lambda: [*self._scenes()],
-            "state": lambda: check_state([*self._scenes()], self._numbers),
+            "state": lambda: check_state([*self._scenes()], self.numbers),
             "order of episodes": self._check_order,
             "finite": self._check_finite,
         }
@@ -228,7 +228,7 @@ class EpisodeProof:
             alone = self.kind != "advantage"
             for scene in [Rewards([group]) for group in groups] if alone else [groups]:
                 try:
-                    self._numbers(scene)
+                    self.numbers(scene)
                 except RunFailed as fault:
                     if groups in plain or not isinstance(fault.__cause__, ValueError):
                         raise
@@ -260,7 +260,7 @@ class EpisodeProof:
                 episodes.append(ScoredEpisode(f"g{group}", reward, *token_fields))
         return episodes
 
-    def _numbers(self, scene: Rewards, episodes: Sequence[Any] | None = None) -> dict[str, Tensor]:
+    def numbers(self, scene: Rewards, episodes: Sequence[Any] | None = None) -> dict[str, Tensor]:
         """Returns the function's results on `episodes`, by default the scene's, by name.
 
         For a filter it is one number: 1 if the filter keeps the group, else 0.
@@ -286,10 +286,10 @@ class EpisodeProof:
     def _check_order(self) -> None:
         for scene in self._scenes():
             episodes = self._episodes(scene)
-            before = self._numbers(scene)
+            before = self.numbers(scene)
             size = len(episodes)
             for order in (range(size - 1, -1, -1), [*range(1, size), 0]):
-                after = self._numbers(scene, [episodes[place] for place in order])
+                after = self.numbers(scene, [episodes[place] for place in order])
                 expected = [*before.values()]
                 if self.kind != "filter":
                     expected = [expected[place] for place in order]
@@ -302,7 +302,7 @@ class EpisodeProof:
                 replace(episode, group_id=f"{9 - int(episode.group_id[1:])}-other")
                 for episode in self._episodes(scene)
             ]
-            if fault := difference(self._numbers(scene), self._numbers(scene, renamed)):
+            if fault := difference(self.numbers(scene), self.numbers(scene, renamed)):
                 raise RunFailed(f"{fault} for other group_ids: {scene}")
 
     def _check_rounding(self) -> None:
@@ -324,13 +324,13 @@ class EpisodeProof:
         decisions: dict[int, bool] = {}
         for size in range(2, 9):
             group = Rewards([(reward,) * size])
-            (result,) = self._numbers(group).values()
+            (result,) = self.numbers(group).values()
             decisions[size] = bool(result.item())
         return decisions
 
     def _check_finite(self) -> None:
         for scene in self._scenes(EQUAL, LARGE):
-            for name, values in self._numbers(scene).items():
+            for name, values in self.numbers(scene).items():
                 if not values.isfinite().all():
                     raise RunFailed(f"{name} is {values.tolist()}: {scene}")
 

@@ -29,9 +29,15 @@ import numpy as np
 import torch
 from slipstream.core.errors import RunFailed
 from slipstream.extensions.proofs import proof
-from slipstream.extensions.proofs.shared_sums import NUM_RANKS, UNEQUAL, SharedSums, SumExchange
+from slipstream.extensions.proofs.shared_sums import (
+    NUM_RANKS,
+    UNEQUAL,
+    SharedBatch,
+    SharedSums,
+    SumExchange,
+)
 from slipstream.learner.algorithms.functions import Function
-from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
+from slipstream.learner.algorithms.inputs import BatchSums, LossInputs, RecordedSums, SequenceSums
 from slipstream.learner.algorithms.losses import token_terms, token_weights
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -39,6 +45,8 @@ from torch.utils._pytree import tree_leaves
 
 # The name of the layout of context parallelism.
 ON_TWO_RANKS = "a sequence on two ranks"
+# That of data parallelism.
+APART = "each sequence on one of two ranks"
 # The index of a padding token in a layout.
 FILLER = -1
 # Indices of tokens, by micro batch.
@@ -145,6 +153,14 @@ class Scene:
             "a micro batch for each sequence": places_of,
         }
 
+    def sequences_of(self, rank: int) -> list[int]:
+        """Returns the indices of the tokens of a data parallel rank, every second sequence.
+
+        A filler stands behind them, so that no rank is without a token.
+        """
+        places = torch.nonzero(self.ids % NUM_RANKS == rank)[:, 0].tolist()
+        return [*places, FILLER]
+
     def half(self, rank: int) -> list[int]:
         """Returns the indices of the tokens of a context parallel rank, half of each sequence.
 
@@ -180,6 +196,7 @@ class Scene:
             logprobs=fields.pop("logprobs").requires_grad_(),
             reference_logprobs=reference if self.has_reference else None,
             sequences=_CountedSums(ids, fields["mask"], len(self.sequences) + 1),
+            batch=BatchSums(fields["mask"]),
             **fields,
         )
 
@@ -205,12 +222,12 @@ class TokenProof:
             properties |= {"gradient": self._check_gradient, "entropy": self._check_entropy}
         return proof.faults(self.function, properties)
 
-    def _small(self) -> list[Scene]:
+    def small_scenes(self) -> list[Scene]:
         return [Scene(sequences, self.has_reference) for sequences in SEQUENCES]
 
     def _scenes(self) -> list[Scene]:
         """Returns small scenes, then scenes of policies far apart, then that of a long sequence."""
-        small = self._small()
+        small = self.small_scenes()
         far = [replace(small[-1], spread=spread) for spread in (1.0, 3.0)]
         return [*small, *far, Scene(LONG, self.has_reference, spread=3.0)]
 
@@ -221,7 +238,7 @@ class TokenProof:
         weights = token_weights(self.function, tokens, str(scene))
         return weights.weights, weights.reports
 
-    def _computed(
+    def computed(
         self, scene: Scene, tokens: LossInputs, places: Sequence[int] | None = None
     ) -> dict[str, Tensor]:
         """Returns the function's values, gradient and reports by name, each float64 [tokens].
@@ -240,7 +257,7 @@ class TokenProof:
         return {f"{name} of token": numbers.detach().double() for name, numbers in results.items()}
 
     def _trained(self, scene: Scene) -> dict[str, Tensor]:
-        results = self._computed(scene, scene.inputs())
+        results = self.computed(scene, scene.inputs())
         return {name: torch.where(scene.mask, values, 0) for name, values in results.items()}
 
     def _check_result(self) -> None:
@@ -261,8 +278,8 @@ class TokenProof:
                 field = scene.fields[name]
                 other = torch.from_numpy(chance.uniform(low, high, len(mask)))
                 changed[name] = torch.where(mask, field, other.to(field.dtype))
-            before = self._computed(scene, scene.inputs())
-            after = self._computed(scene, scene.inputs(changed))
+            before = self.computed(scene, scene.inputs())
+            after = self.computed(scene, scene.inputs(changed))
             if fault := proof.difference(before, after, mask, exactly=True):
                 raise RunFailed(f"{fault}, with other values at masked tokens: {scene}")
             gradient = after["gradient of token"]
@@ -273,12 +290,13 @@ class TokenProof:
     def _check_layouts(self) -> None:
         faults: dict[str, str] = {}
         for scene in self._scenes():
-            expected = self._computed(scene, scene.inputs())
+            expected = self.computed(scene, scene.inputs())
             computed: dict[str, Callable[[], dict[str, Tensor]]] = {
                 title: functools.partial(self._in_layout, scene, layout)
                 for title, layout in scene.layouts().items()
             }
-            computed[ON_TWO_RANKS] = functools.partial(self._on_two_ranks, scene)
+            computed[ON_TWO_RANKS] = functools.partial(self._on_two_ranks, scene, scene.half)
+            computed[APART] = functools.partial(self._on_two_ranks, scene, scene.sequences_of)
             for title, compute in computed.items():
                 try:
                     fault = proof.difference(expected, compute(), scene.mask)
@@ -299,10 +317,14 @@ class TokenProof:
         """
         results: dict[str, Tensor] = {}
         num_sums = set()
+        whole = scene.inputs(places=[*chain(*layout)])
+        self._result(whole, scene)
         for places in layout:
             tokens = scene.inputs(places=places)
+            recorded = RecordedSums(tokens.mask, whole.batch.asked)
+            tokens = replace(tokens, batch=recorded)
             inside = torch.tensor(places) != FILLER
-            for name, values in self._computed(scene, tokens, places).items():
+            for name, values in self.computed(scene, tokens, places).items():
                 column = results.setdefault(name, torch.zeros(len(scene.mask), dtype=values.dtype))
                 column[torch.tensor(places)[inside]] = values[inside]
             assert isinstance(tokens.sequences, _CountedSums)
@@ -311,36 +333,44 @@ class TokenProof:
             raise RunFailed(UNEQUAL)
         return results
 
-    def _on_two_ranks(self, scene: Scene) -> dict[str, Tensor]:
-        """Returns the results for all tokens of ranks that have the halves of each sequence.
+    def _on_two_ranks(
+        self, scene: Scene, places_of: Callable[[int], list[int]]
+    ) -> dict[str, Tensor]:
+        """Returns the results for all tokens of two ranks; `places_of` says which a rank has.
 
-        Raises RunFailed if they ask for different numbers of sums.
+        As in a run, each rank computes all of its tokens for the numbers of the batch, and then
+        again. Raises RunFailed if the ranks ask for different numbers of sums.
         """
+        of_batch = SumExchange()
         exchange = SumExchange()
 
-        def compute(rank: int) -> dict[str, Tensor]:
-            places = scene.half(rank)
+        def inputs(rank: int, sums: SumExchange) -> LossInputs:
+            places = places_of(rank)
             tokens = scene.inputs(places=places)
             number = len(scene.sequences)
             is_filler = torch.tensor(places) == FILLER
             ids = torch.where(is_filler, number, scene.ids[places])
-            sums = SharedSums(
-                ids,
-                tokens.mask,
-                number + 1,
-                rank=rank,
-                exchange=exchange,
-            )
+            shared = SharedSums(ids, tokens.mask, number + 1, rank=rank, exchange=sums)
+            return replace(tokens, sequences=shared)
+
+        def compute(rank: int) -> dict[str, Tensor]:
             try:
-                return self._computed(scene, replace(tokens, sequences=sums), places)
+                tokens = inputs(rank, of_batch)
+                shared = SharedBatch(tokens.mask, rank=rank, exchange=of_batch)
+                self._result(replace(tokens, batch=shared), scene)
+                of_batch.ends(rank)
+                tokens = inputs(rank, exchange)
+                recorded = RecordedSums(tokens.mask, shared.asked)
+                return self.computed(scene, replace(tokens, batch=recorded), places_of(rank))
             finally:
+                of_batch.ends(rank)
                 exchange.ends(rank)
 
         with ThreadPoolExecutor(NUM_RANKS) as threads:
             parts = list(threads.map(compute, range(NUM_RANKS)))
         joined: dict[str, Tensor] = {}
         for rank, part in enumerate(parts):
-            places = torch.tensor(scene.half(rank))
+            places = torch.tensor(places_of(rank))
             is_token = places != FILLER
             for name, values in part.items():
                 column = joined.setdefault(name, torch.zeros(len(scene.mask), dtype=values.dtype))
@@ -350,7 +380,7 @@ class TokenProof:
     def _check_empty(self) -> None:
         for sequences in ((".",), ("..", "...")):
             scene = Scene(sequences, self.has_reference, dtype=torch.float32)
-            gradient = self._computed(scene, scene.inputs())["gradient of token"]
+            gradient = self.computed(scene, scene.inputs())["gradient of token"]
             if not gradient.isfinite().all():
                 raise RunFailed(
                     f"the gradient is not finite: {len(scene.mask)} tokens, none trained"
@@ -394,7 +424,7 @@ class TokenProof:
             "entropy": entropy,
         }
         tokens = scene.inputs(changed)
-        results = self._computed(scene, tokens)
+        results = self.computed(scene, tokens)
         _check_untouched(tokens, scene.inputs(changed))
         for name, values in results.items():
             for place in torch.nonzero(~values.isfinite())[:1, 0].tolist():
@@ -412,13 +442,16 @@ class TokenProof:
         # changes the loss.
         has_gradient = {1: False, -1: False}
         moves: dict[int, str] = {}
-        for scene in [*self._small(), *(replace(scene, spread=0.0) for scene in self._small())]:
+        for scene in [
+            *self.small_scenes(),
+            *(replace(scene, spread=0.0) for scene in self.small_scenes()),
+        ]:
             tokens = scene.inputs()
             with _HeldConstant() as constants:
                 values = self._result(tokens, scene)[0]
             total = (values * scene.fields["shares"])[scene.mask].sum()
             gradient = torch.autograd.grad(total, tokens.logprobs)[0].tolist()
-            moved = functools.partial(self._moved, scene)
+            moved = functools.partial(self.moved, scene)
             middle = float(total.detach())
             for place in torch.nonzero(scene.mask)[:, 0].tolist():
                 slope = gradient[place]
@@ -449,7 +482,7 @@ class TokenProof:
                     f"but the loss moves by {example}"
                 )
 
-    def _moved(
+    def moved(
         self, scene: Scene, place: int, step: float, recorded: Sequence[object] | None
     ) -> float:
         """Returns the sum of the losses with `step` added to the log-probability at `place`.
@@ -466,10 +499,10 @@ class TokenProof:
 
     def _check_entropy(self) -> None:
         example = ""
-        for scene in self._small():
+        for scene in self.small_scenes():
             larger = scene.inputs({"entropy": scene.fields["entropy"] + 0.1})
-            before = self._computed(scene, scene.inputs())
-            after = self._computed(scene, larger)
+            before = self.computed(scene, scene.inputs())
+            after = self.computed(scene, larger)
             gradient = "gradient of token"
             loss = "loss of token"
             if proof.difference({gradient: before[gradient]}, after, scene.mask):

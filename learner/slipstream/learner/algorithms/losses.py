@@ -25,7 +25,13 @@ from slipstream.core.settings.algorithm_section import AlgorithmSection, KlEstim
 from slipstream.core.settings.function_table import Anchor, Band
 from slipstream.learner.algorithms.columns import Column, Reduce
 from slipstream.learner.algorithms.functions import Function, function_of
-from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms, TokenWeights
+from slipstream.learner.algorithms.inputs import (
+    BatchSums,
+    LossInputs,
+    SequenceSums,
+    TokenTerms,
+    TokenWeights,
+)
 from torch import Tensor
 
 Result = TypeVar("Result", TokenTerms, TokenWeights)
@@ -321,6 +327,18 @@ def step_columns(algorithm: AlgorithmSection, *, has_reference: bool) -> list[Co
     return sorted(columns, key=lambda column: column.name)
 
 
+def asks_for_batch(algorithm: AlgorithmSection, *, has_reference: bool) -> bool:
+    """Whether the loss or the weight asks for numbers of the whole mini-batch.
+
+    Each is called with three tokens. Raises RunFailed if a function is faulty.
+    """
+    loss_tokens = _three_tokens(has_reference=has_reference)
+    token_terms(function_of(algorithm, "loss"), loss_tokens, "three tokens")
+    weight_tokens = _three_tokens(has_reference=has_reference)
+    token_weights(function_of(algorithm, "weight"), weight_tokens, "three tokens")
+    return bool(loss_tokens.batch.asked or weight_tokens.batch.asked)
+
+
 def reads_behavior(function: Function, *, has_reference: bool) -> bool:
     """Whether a loss or weight gives other values if the sampling policy is another one.
 
@@ -356,6 +374,7 @@ def _three_tokens(*, has_reference: bool) -> LossInputs:
         reference_logprobs=logprobs - 0.2 if has_reference else None,
         entropy=torch.ones(3),
         sequences=SequenceSums(places, mask, 2),
+        batch=BatchSums(mask),
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.learner.algorithms.functions import named_loss
-from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
+from slipstream.learner.algorithms.inputs import LossInputs, RecordedSums, SequenceSums
 from slipstream.learner.algorithms.losses import token_terms
 from slipstream.learner.trainer.algorithms.loss import TokenLoss
 from slipstream.learner.trainer.batches.batch import Batch
@@ -336,6 +336,7 @@ class _PassLoss:
                 len(batch.indices) + 1,
                 self._policy.ranks.cp_group,
             ),
+            batch=RecordedSums(mask, ()),
         )
         try:
             return token_terms(self._function, tokens, self._where).losses

@@ -23,12 +23,15 @@ from slipstream.core.settings.algorithm_section import DecayKind
 from slipstream.core.settings.config import Config
 from slipstream.learner.algorithms.columns import UpdateMetrics
 from slipstream.learner.algorithms.functions import load_functions
-from slipstream.learner.algorithms.losses import step_columns
+from slipstream.learner.algorithms.losses import asks_for_batch, step_columns
 from slipstream.learner.trainer.algorithms.loss import (
+    NO_NUMBERS,
+    BatchNumbers,
     ModelEstimates,
     Reports,
     StepStatistics,
     TokenLoss,
+    batch_numbers,
     mean_advantages,
     policy_loss,
     training_sequences,
@@ -53,6 +56,7 @@ from slipstream.learner.trainer.model.schedule import (
     early_norm,
     forward_backward,
     forward_logprobs,
+    forward_policy,
     masked_outputs,
     planned_sequences,
     rank_micro_batches,
@@ -73,7 +77,9 @@ class TrainingStep:
         self._parts = parts
         self._config = config
         load_functions(config)
-        self._columns = step_columns(config.algorithm, has_reference=config.needs_reference)
+        has_reference = config.needs_reference
+        self._columns = step_columns(config.algorithm, has_reference=has_reference)
+        self._asks_for_batch = asks_for_batch(config.algorithm, has_reference=has_reference)
         self.stages = StageTimes()
         # Number of weight updates of the newest `run`, and of its forward and backward passes over
         # a mini-batch: after an overflow in float16 a pass is made again.
@@ -209,6 +215,22 @@ class TrainingStep:
         """
         algorithm = self._config.algorithm
         policy = self.policy
+        temperature = self._config.sampling.temperature
+        numbers = NO_NUMBERS
+
+        def whole() -> BatchNumbers:
+            outputs = forward_policy(policy, share, temperature=temperature)
+            if not outputs:
+                return NO_NUMBERS
+            return batch_numbers(
+                outputs,
+                old,
+                share,
+                algorithm,
+                step=step,
+                cp_group=policy.ranks.cp_group,
+                group=policy.ranks.token_group,
+            )
 
         def loss(
             place: int, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor
@@ -222,16 +244,19 @@ class TrainingStep:
                 self._columns,
                 step=step,
                 group=policy.ranks.cp_group,
+                numbers=numbers,
             )
 
         def gradients() -> list[TokenLoss]:
+            nonlocal numbers
             self._num_passes += 1
             policy.zero_grad()
+            numbers = whole() if self._asks_for_batch else NO_NUMBERS
             return forward_backward(
                 policy,
                 share,
                 loss,
-                temperature=self._config.sampling.temperature,
+                temperature=temperature,
                 entropy_gradient=algorithm.entropy_coefficient > 0,
                 observe=self._observe,
             )

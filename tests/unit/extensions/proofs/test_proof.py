@@ -129,7 +129,11 @@ def test_built_in_functions_are_proved(kind, name, arguments):
     ("kind", "name"),
     [
         ("loss", "gmpo:loss"),
+        ("loss", "top_entropy:loss"),
+        ("loss", "covariance:clip_cov"),
+        ("loss", "covariance:kl_cov"),
         ("weight", "dppo:weight"),
+        ("weight", "m2po:weight"),
         ("advantage", "maxrl:advantage"),
         ("advantage", "gigpo:advantage"),
         ("reward", "alp:reward"),
@@ -144,7 +148,8 @@ def test_an_example_is_the_smallest_one_and_other_layouts_are_named() -> None:
     (line,) = faults(chosen("loss", f"{MODULE}:divides_by_length"), "loss")
     assert line.endswith(
         "loss of token 0 is 0.355851917, not 1.06755575: sequences x (x is a trained token); "
-        "also with a sequence on two ranks, a micro batch for each sequence"
+        "also with a sequence on two ranks, each sequence on one of two ranks, a micro batch for "
+        "each sequence"
     )
 
 

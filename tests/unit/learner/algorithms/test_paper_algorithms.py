@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from slipstream.learner.algorithms.episodes import RewardedEpisode, ScoredEpisode
-from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums
+from slipstream.learner.algorithms.inputs import BatchSums, LossInputs, SequenceSums
 
 from deploy.algorithms import alp, difficulty, dppo, gmpo, maxrl
 
@@ -30,6 +30,7 @@ def tokens_of(logprobs, older, advantages, ids, mask=None):
         reference_logprobs=None,
         entropy=torch.zeros(len(ids)),
         sequences=SequenceSums(torch.tensor(ids), mask, max(ids) + 1),
+        batch=BatchSums(mask),
     )
 
 

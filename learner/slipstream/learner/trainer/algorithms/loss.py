@@ -34,7 +34,7 @@ from slipstream.learner.algorithms.functions import (
     side_of,
     token_advantages,
 )
-from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenTerms
+from slipstream.learner.algorithms.inputs import LossInputs, RecordedSums, SequenceSums, TokenTerms
 from slipstream.learner.algorithms.losses import (
     kl_estimate,
     token_terms,
@@ -274,38 +274,63 @@ def _turns_of(trajectory: Trajectory) -> dict[str, list[Turn]]:
     return turns
 
 
-def policy_loss(
+@dataclass(frozen=True)
+class BatchNumbers:
+    """The numbers of a mini-batch for which weight and loss ask, in the order of their calls."""
+
+    of_weight: Sequence[Tensor] = ()
+    of_loss: Sequence[Tensor] = ()
+
+
+NO_NUMBERS = BatchNumbers()
+
+
+@torch.no_grad()
+def batch_numbers(
+    outputs: Sequence[tuple[Tensor, Tensor]],
+    old: Sequence[Tensor],
+    micro_batches: Sequence[MicroBatch],
+    algorithm: AlgorithmSection,
+    *,
+    step: int,
+    cp_group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | None,
+) -> BatchNumbers:
+    """Calls weight and loss for a whole mini-batch, for the numbers of it for which they ask.
+
+    `outputs` has the policy's log-probabilities and entropies of each of this rank's
+    `micro_batches`, and `old` those of the proximal policy, or nothing. Collective over `group`,
+    whose ranks together have all tokens. Raises RunFailed for a faulty function.
+    """
+    parts = []
+    for place, (logprobs, entropy) in enumerate(outputs):
+        first = logprobs if logprobs.dim() == 1 else logprobs[:, 0]
+        before = old[place] if old else None
+        micro_batch = micro_batches[place].to(first.device)
+        parts.append(loss_inputs(first, entropy, before, micro_batch, step=step, group=cp_group))
+    where = f"step {step + 1}"
+    of_weight = LossInputs.joined(parts, cp_group=cp_group, group=group)
+    token_weights(function_of(algorithm, "weight"), of_weight, where)
+    of_loss = LossInputs.joined(parts, cp_group=cp_group, group=group)
+    token_terms(function_of(algorithm, "loss"), of_loss, where)
+    return BatchNumbers(of_weight.batch.asked, of_loss.batch.asked)
+
+
+def loss_inputs(
     policy_logprobs: Tensor,
     entropy: Tensor,
     old_logprobs: Tensor | None,
     micro_batch: MicroBatch,
-    algorithm: AlgorithmSection,
-    columns: Sequence[Column],
     *,
-    step: int = 0,
+    step: int,
     group: dist.ProcessGroup | None,
-) -> TokenLoss:
-    """Returns the sum over `loss_mask` of each token's loss times its `loss_weights`.
-
-    The loss of a token is weight * (objective + kl.coefficient * divergence) - entropy_coefficient
-    * entropy. The weight corrects for the policy that sampled the token and is 0 for masked tokens.
-    The weight also applies to the divergence, because a divergence is a mean over tokens that the
-    trained policy samples.
-
-    `policy_logprobs` are the log-probabilities of `micro_batch.all_targets`. `old_logprobs` are the
-    log-probabilities of the targets by the proximal policy (the policy before the first
-    mini-batch), or None if no mini-batch has changed the policy yet. `entropy` carries a gradient
-    if its coefficient is not 0. `columns` are those of the step. Collective over `group`, the
-    context parallel ranks, unless it is None. Raises RunFailed for a faulty function.
-    """
+) -> LossInputs:
+    """Returns the tokens of a micro batch, [tokens] each; other parameters as in `policy_loss`."""
     mask = micro_batch.loss_mask
-    top: Tensor | None = None
-    if policy_logprobs.dim() > 1:
-        policy_logprobs, top = policy_logprobs[:, 0], policy_logprobs[:, 1:]
     proximal = policy_logprobs.detach() if old_logprobs is None else old_logprobs
     behavior = micro_batch.behavior_logprobs
     is_given = behavior.isnan()
-    tokens = LossInputs(
+    return LossInputs(
         logprobs=policy_logprobs,
         proximal_logprobs=proximal,
         # A token that no policy sampled needs no correction: its ratio is 1.
@@ -318,12 +343,51 @@ def policy_loss(
         reference_logprobs=micro_batch.reference_logprobs,
         entropy=entropy.detach(),
         sequences=SequenceSums(micro_batch.sequence_ids, mask, len(micro_batch.indices) + 1, group),
+        batch=RecordedSums(mask, ()),
     )
+
+
+def policy_loss(
+    policy_logprobs: Tensor,
+    entropy: Tensor,
+    old_logprobs: Tensor | None,
+    micro_batch: MicroBatch,
+    algorithm: AlgorithmSection,
+    columns: Sequence[Column],
+    *,
+    step: int = 0,
+    group: dist.ProcessGroup | None,
+    numbers: BatchNumbers = NO_NUMBERS,
+) -> TokenLoss:
+    """Returns the sum over `loss_mask` of each token's loss times its `loss_weights`.
+
+    The loss of a token is weight * (objective + kl.coefficient * divergence) - entropy_coefficient
+    * entropy. The weight corrects for the policy that sampled the token and is 0 for masked tokens.
+    The weight also applies to the divergence, because a divergence is a mean over tokens that the
+    trained policy samples.
+
+    `policy_logprobs` are the log-probabilities of `micro_batch.all_targets`. `old_logprobs` are the
+    log-probabilities of the targets by the proximal policy (the policy before the first
+    mini-batch), or None if no mini-batch has changed the policy yet. `entropy` carries a gradient
+    if its coefficient is not 0. `columns` are those of the step, `numbers` those of the mini-batch.
+    Collective over `group`, the context parallel ranks, unless it is None. Raises RunFailed for a
+    faulty function.
+    """
+    top: Tensor | None = None
+    if policy_logprobs.dim() > 1:
+        policy_logprobs, top = policy_logprobs[:, 0], policy_logprobs[:, 1:]
+    tokens = loss_inputs(
+        policy_logprobs, entropy, old_logprobs, micro_batch, step=step, group=group
+    )
+    mask = tokens.mask
+    is_given = tokens.is_given
     where = f"step {step + 1}"
     loss = function_of(algorithm, "loss")
     weight = function_of(algorithm, "weight")
-    factors = token_weights(weight, tokens, where)
-    terms = token_terms(loss, tokens, where)
+    known_tokens = dataclasses.replace(tokens, batch=RecordedSums(mask, numbers.of_weight))
+    factors = token_weights(weight, known_tokens, where)
+    known_tokens = dataclasses.replace(tokens, batch=RecordedSums(mask, numbers.of_loss))
+    terms = token_terms(loss, known_tokens, where)
     values: list[Values] = []
     names = {column.name for column in columns}
     for function, one, mine in ((loss, terms, mask), (weight, factors, mask & ~is_given)):

@@ -235,6 +235,35 @@ def forward_logprobs(
         return run_schedule(model, micro_batches, finish, forward_only=True)
 
 
+def forward_policy(
+    model: TrainedModel, micro_batches: Sequence[MicroBatch], *, temperature: float
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns what the loss of each micro batch gets, without gradients; collective.
+
+    The last pipeline stage gets the log-probabilities of `all_targets` and the entropies of each
+    micro batch, the other stages []. `temperature` is as in `forward_backward`.
+    """
+
+    def finish(
+        place: int, micro_batch: MicroBatch, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        logprobs, entropy = row_logprobs(
+            hidden[0],
+            model.output_weight,
+            micro_batch.all_targets,
+            rows[place],
+            projection,
+            kept_ids=micro_batch.kept_ids,
+        )
+        number = micro_batch.loss_mask.sum().to(torch.int)
+        return logprobs.sum(), number, (logprobs, entropy)
+
+    rows = _trained_rows(model, micro_batches, temperature)
+    projection = model.projection(temperature)
+    with torch.no_grad():
+        return run_schedule(model, micro_batches, finish, forward_only=True)
+
+
 def sequence_logprobs(model: ParallelModel, sequences: Sequence[TokenArray]) -> list[LogprobArray]:
     """Returns log-probabilities at temperature 1 of all tokens but first ones; collective."""
     whole = [TrainingSequence.of_tokens(token_ids) for token_ids in sequences]

@@ -148,6 +148,12 @@ class Ranks:
         return group
 
     @property
+    def token_group(self) -> dist.ProcessGroup:
+        """The ranks that together have all tokens of a batch, each token once."""
+        group: dist.ProcessGroup = self._groups.get_data_parallel_group(with_context_parallel=True)
+        return group
+
+    @property
     def stage(self) -> int:
         return int(self._groups.get_pipeline_model_parallel_rank())
 
