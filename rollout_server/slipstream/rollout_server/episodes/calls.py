@@ -13,9 +13,9 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
-from slipstream.core.errors import EnvironmentFailed
+from slipstream.core.errors import EnvironmentFailed, ProtocolError
 from slipstream.core.template_values import NEED_PARSER, read_tools
-from slipstream.protocol.bounds import largest
+from slipstream.protocol.bounds import check_bounds, largest
 from slipstream.rollout_server.chat import ParsedReply
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
@@ -23,6 +23,8 @@ Message = TypeVar("Message")
 MAX_MESSAGE_CHARACTERS = 500
 # The controller blames the server for a trajectory with a larger sum of rewards.
 MAX_REWARD = largest(trajectory_pb2.Trajectory, "reward")
+# A group that is larger is not judged; a call to a client has room for a little more.
+MAX_GROUP_BYTES = 16 << 20
 # Messages that may wait for a stream to the controller.
 _MAX_OUTGOING = 65_536
 # Calls of one agent that may wait to be taken; a worker opens far fewer.
@@ -107,6 +109,17 @@ class StreamSession:
     ) -> Sequence[environment_pb2.EpisodeVerdict]:
         """Returns the verdict on each of `episodes`; call `reset` with their task first."""
         command = environment_pb2.JudgeGroupCommand(episode_key=self._key, episodes=episodes)
+        size = command.ByteSize()
+        try:
+            check_bounds(command)
+        except ProtocolError as error:
+            raise misused(f"judge_group() cannot get its group: {error}") from None
+        if size > MAX_GROUP_BYTES:
+            # A larger message would end the stream, and with it the calls of all episodes.
+            raise misused(
+                f"the {len(episodes)} episodes of a group take {size} bytes, and judge_group() "
+                f"gets at most {MAX_GROUP_BYTES}: lower group_size or the lengths of replies"
+            )
         answer = await self._call(
             environment_pb2.WorkerCommand(judge_group=command), "group_verdict"
         )

@@ -128,3 +128,28 @@ async def test_a_call_that_is_over_is_forgotten() -> None:
     with pytest.raises(EnvironmentFailed, match="no answer to ping"):
         await stream.table.call(ping, timeout_s=0.0)
     assert not stream.table._open
+
+
+@pytest.mark.parametrize(
+    ("reply_bytes", "num_metrics", "message"),
+    [
+        (9 << 20, 0, "and judge_group() gets at most 16777216: lower group_size or"),
+        (1, 2000, "judge_group() cannot get its group: "),
+    ],
+)
+async def test_a_group_that_no_message_holds_is_refused_before_it_is_sent(
+    reply_bytes: int,
+    num_metrics: int,
+    message: str,
+) -> None:
+    stream = Stream()
+    reply = pb.StepCommand(reply="a" * reply_bytes)
+    metrics = {f"metric {number}": 1.0 for number in range(num_metrics)}
+    episode = pb.FinishedEpisode(
+        replies=[reply],
+        metrics=metrics,
+    )
+    with pytest.raises(EnvironmentFailed) as fault:
+        await stream.session.judge_group([episode, episode])
+    assert message in str(fault.value)
+    assert stream.sent == []
