@@ -58,8 +58,8 @@ PAGES = {
         ("controller", "learner", "rollout_server"),
     ),
     "transport": (
-        "Queue, weights, security and debugging",
-        ("queue", "weights", "security", "debug"),
+        "Queue, weights, security, agents and debugging",
+        ("queue", "weights", "security", "agents", "debug"),
     ),
 }
 # The key of a setting, its values with the default, and its meaning.

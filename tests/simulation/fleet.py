@@ -295,6 +295,7 @@ class SimulatedGateway:
     def __init__(self, loop: VirtualLoop, seed: str, log_dir: Path) -> None:
         self.loop, self.random, self.log_dir = loop, random.Random(f"worker/{seed}"), log_dir
         self.logs = SimpleNamespace(watch=asyncio.Event().wait)
+        self.variables: dict[str, str] = {}
         # Calls that fail, or workers that end, for a share of the calls.
         self.failing = 0.0
 

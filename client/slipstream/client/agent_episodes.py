@@ -60,7 +60,11 @@ class AgentEpisode:
         self._on_busy = on_busy
         self._is_busy = False
         self.exchange = CallExchange(on_waiting=lambda is_waiting: self._note_busy(not is_waiting))
-        self._endpoint = gateway.open(self.exchange, by_socket=environment.needs_socket)
+        self._endpoint = gateway.open(
+            self.exchange,
+            by_socket=environment.needs_socket,
+            by_url=environment.needs_url,
+        )
         self._code = partial(environment.run, task, self._endpoint)
         self._is_plain = not inspect.iscoroutinefunction(environment.run)
         self._run: asyncio.Task[_Outcome] | None = None

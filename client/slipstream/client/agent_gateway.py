@@ -17,9 +17,11 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import uvicorn
+from slipstream.client.agent_address import HostAddress
 from slipstream.client.agent_exchange import CallExchange, PendingCall, TooManyCalls
 from slipstream.client.agent_socket import EpisodeSocket
 from slipstream.client.environment import BRANCH_NAME, Endpoint
+from slipstream.client.environment_loader import environment_failed
 from slipstream.client.relay_inside import ADDRESS
 from slipstream.core.errors import ProtocolError
 from slipstream.core.machine.process import most_connections
@@ -189,8 +191,12 @@ def bounded_server(
 class Gateway:
     """Serves the endpoints of a process's open episodes, as tasks of the running event loop."""
 
-    def __init__(self) -> None:
-        """Opens nothing: the port is opened for the first episode that is reached by address."""
+    def __init__(self, host_address: HostAddress | None = None) -> None:
+        """Takes the address by which other hosts reach this one, where there is one.
+
+        It opens nothing: the port is opened for the first episode that is reached by address.
+        """
+        self._host_address = host_address
         self._exchanges: dict[str, tuple[CallExchange, Endpoint]] = {}
         self._sockets: dict[str, EpisodeSocket] = {}
         self._server = _Server(bounded_server(self._serve))
@@ -210,12 +216,19 @@ class Gateway:
             if self._socket is not None:
                 self._socket.close()
 
-    def open(self, exchange: CallExchange, *, by_socket: bool = False) -> Endpoint:
+    def open(
+        self, exchange: CallExchange, *, by_socket: bool = False, by_url: bool = False
+    ) -> Endpoint:
         """Returns the endpoint of a new episode, whose calls go to `exchange`.
 
-        If `by_socket`, it is a unix socket of its own, and no port. Raises OSError if there is no
-        free port, or no place for the socket.
+        If `by_socket`, it is a unix socket of its own, and no port; if `by_url`, an address for
+        other hosts. Raises OSError if there is no free port, or no place for the socket, and
+        EnvironmentFailed if other hosts do not reach this one.
         """
+        if by_url and self._host_address is None:
+            raise environment_failed(
+                "its agents call from beyond this host (needs_url): set agents.listen"
+            )
         if by_socket:
             state = ServerState()
             connection = self._socket_connections(exchange, state)
@@ -223,8 +236,13 @@ class Gateway:
             endpoint = Endpoint(ADDRESS, NO_KEY, served.path)
             self._sockets[served.path] = served
             return endpoint
-        token = secrets.token_urlsafe(16)
-        url = f"http://{LOOPBACK}:{self._port()}/{token}"
+        port = self._port()
+        if by_url and self._host_address is not None:
+            token = self._host_address.new_path(port)
+            url = f"{self._host_address.url}/{token}"
+        else:
+            token = secrets.token_urlsafe(16)
+            url = f"http://{LOOPBACK}:{port}/{token}"
         endpoint = Endpoint(url, f"sk-slipstream-{secrets.token_urlsafe(32)}")
         self._exchanges[token] = (exchange, endpoint)
         return endpoint

@@ -447,6 +447,9 @@ class AgentEnvironment(Environment[Task]):
     # Whether `run` gets a unix socket, for a program in a sandbox without network, in place of an
     # address on loopback.
     needs_socket: bool = False
+    # Whether `run` gets an address at which programs beyond this host reach the model, that of
+    # `agents.listen`.
+    needs_url: bool = False
 
     def run(
         self, task: Task, endpoint: Endpoint

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import grpc.aio
+from slipstream.client.agent_address import HostAddress
 from slipstream.client.agent_episodes import END_LIMIT_S, AgentEpisode
 from slipstream.client.answers import (
     agent_observation,
@@ -79,10 +80,18 @@ class EpisodeHost:
     """Runs the episodes of one environment, as a rollout server commands."""
 
     def __init__(
-        self, environment: AnyEnvironment | None = None, *, tracker: CallTracker | None = None
+        self,
+        environment: AnyEnvironment | None = None,
+        *,
+        tracker: CallTracker | None = None,
+        host_address: HostAddress | None = None,
     ) -> None:
-        """Takes the environment, or None before a Load; raises EnvironmentFailed without tasks."""
+        """Takes the environment, or None before a Load; raises EnvironmentFailed without tasks.
+
+        `host_address` is the one by which agents beyond this host reach it, if they do.
+        """
         self._tracker = tracker
+        self._host_address = host_address
         self._tasks = _task_source(environment) if environment is not None else None
         self._episodes: dict[str, _Episode] = {}
         # Serves the endpoints of all agents, from the first one on.
@@ -227,7 +236,7 @@ class EpisodeHost:
             # The gateway's HTTP server takes as long to import as all else in a worker.
             from slipstream.client.agent_gateway import Gateway
 
-            self._gateway = Gateway()
+            self._gateway = Gateway(self._host_address)
 
         def note_busy(run: asyncio.Task[object], is_busy: bool) -> None:
             if self._tracker is not None and is_busy:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc.aio
+from slipstream.client.agent_address import HostAddress
 from slipstream.client.environment_loader import CallTracker, describe, running_place
 from slipstream.client.episode_host import EpisodeHost, answer_commands, open_stream
 from slipstream.client.read_files import ReadFiles
@@ -127,6 +128,7 @@ def lossy_output() -> io.TextIOWrapper:
 
 
 def _serve(address: str, token: str | None, record: int | None) -> int:
+    host_address = HostAddress.taken()
     die_with_parent()
     # Ctrl-C reaches the whole process group; the server says when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -134,7 +136,7 @@ def _serve(address: str, token: str | None, record: int | None) -> int:
     threading.Thread(target=remove_abandoned, daemon=True).start()
     code = 1
     try:
-        if lost := asyncio.run(_attach(address, token, record)):
+        if lost := asyncio.run(_attach(address, token, record, host_address)):
             print(f"slipstream worker: {lost}", file=sys.stderr)
         else:
             code = 0
@@ -145,7 +147,9 @@ def _serve(address: str, token: str | None, record: int | None) -> int:
     return code
 
 
-async def _attach(address: str, token: str | None, record: int | None) -> str:
+async def _attach(
+    address: str, token: str | None, record: int | None, host_address: HostAddress | None
+) -> str:
     """Answers a server until it ends the stream; returns why there is none or it is lost, or ""."""
     credentials = Credentials(token=token)
     async with open_channel(address, credentials) as channel:
@@ -155,7 +159,10 @@ async def _attach(address: str, token: str | None, record: int | None) -> str:
         try:
             attach = partial(stub.Attach, metadata=call_metadata(credentials))
             call = await open_stream(attach, pb.WorkerHello())
-            host = EpisodeHost(tracker=None if record is None else CallTracker(record))
+            host = EpisodeHost(
+                tracker=None if record is None else CallTracker(record),
+                host_address=host_address,
+            )
             await answer_commands(host, aiter(call), call.write)
         except grpc.aio.AioRpcError as error:
             return f"{address}: {error.details()}"
@@ -168,7 +175,7 @@ class _Check:
     def __init__(self, options: argparse.Namespace, output: io.TextIOWrapper) -> None:
         self._options = options
         self._output = output
-        self._host = EpisodeHost()
+        self._host = EpisodeHost(host_address=HostAddress.taken())
         self._main_thread, self._process = threading.get_ident(), os.getpid()
         self._other: asyncio.subprocess.Process | None = None
 

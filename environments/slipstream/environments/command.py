@@ -56,6 +56,8 @@ class Command(AgentEnvironment[Row]):
 
     If `relay`, the endpoint is a unix socket, for a `command` that is a sandbox without network:
     it mounts {SLIPSTREAM_SOCKET} and {SLIPSTREAM_RELAY}, and begins with the relay inside.
+
+    If `remote`, the endpoint is an address that other hosts reach, by `agents.listen`.
     """
 
     @checked
@@ -76,6 +78,7 @@ class Command(AgentEnvironment[Row]):
         sandbox: bool = False,
         readable: Sequence[str | Path] = (),
         relay: bool = False,
+        remote: bool = False,
     ) -> None:
         """`tasks` is a list, or the path of a .jsonl or .parquet file.
 
@@ -93,7 +96,10 @@ class Command(AgentEnvironment[Row]):
                 _check_program(program)
         if relay:
             _check_relay(command, variables or {}, sandbox=sandbox)
+        if relay and remote:
+            raise ConfigError("relay and remote exclude each other: a socket is of this host alone")
         self.needs_socket = relay
+        self.needs_url = remote
         self._command = tuple(command)
         self._score_command = tuple(score_command or ())
         self._score_file = _inside(score_file or "")

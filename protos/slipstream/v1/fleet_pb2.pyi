@@ -146,7 +146,7 @@ class ServerHello(_message.Message):
     def __init__(self, server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., protocol_version: _Optional[int] = ..., max_episodes: _Optional[int] = ..., engine_workers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., host: _Optional[str] = ..., queue_bytes: _Optional[int] = ..., place: _Optional[_Union[_weights_pb2.Place, _Mapping]] = ..., from_storage: bool = ..., process: _Optional[int] = ..., undelivered: _Optional[_Iterable[str]] = ..., engine_settings: _Optional[str] = ...) -> None: ...
 
 class ServerReport(_message.Message):
-    __slots__ = ("generated_tokens", "in_flight_tokens", "ended_tokens", "open_episodes", "waiting_episodes", "queued_bytes", "busy_s", "uptime_s", "paused_s", "resident_bytes", "drafted_tokens", "accepted_tokens", "ended_episodes", "delivering", "sent")
+    __slots__ = ("generated_tokens", "in_flight_tokens", "ended_tokens", "open_episodes", "waiting_episodes", "queued_bytes", "busy_s", "uptime_s", "paused_s", "resident_bytes", "drafted_tokens", "accepted_tokens", "ended_episodes", "delivering", "sent", "refused_agents")
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +162,7 @@ class ServerReport(_message.Message):
     ENDED_EPISODES_FIELD_NUMBER: _ClassVar[int]
     DELIVERING_FIELD_NUMBER: _ClassVar[int]
     SENT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_AGENTS_FIELD_NUMBER: _ClassVar[int]
     generated_tokens: int
     in_flight_tokens: int
     ended_tokens: int
@@ -177,7 +178,8 @@ class ServerReport(_message.Message):
     ended_episodes: int
     delivering: _trajectory_pb2.Amount
     sent: _trajectory_pb2.Amount
-    def __init__(self, generated_tokens: _Optional[int] = ..., in_flight_tokens: _Optional[int] = ..., ended_tokens: _Optional[int] = ..., open_episodes: _Optional[int] = ..., waiting_episodes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., paused_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., ended_episodes: _Optional[int] = ..., delivering: _Optional[_Union[_trajectory_pb2.Amount, _Mapping]] = ..., sent: _Optional[_Union[_trajectory_pb2.Amount, _Mapping]] = ...) -> None: ...
+    refused_agents: int
+    def __init__(self, generated_tokens: _Optional[int] = ..., in_flight_tokens: _Optional[int] = ..., ended_tokens: _Optional[int] = ..., open_episodes: _Optional[int] = ..., waiting_episodes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., busy_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., paused_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., ended_episodes: _Optional[int] = ..., delivering: _Optional[_Union[_trajectory_pb2.Amount, _Mapping]] = ..., sent: _Optional[_Union[_trajectory_pb2.Amount, _Mapping]] = ..., refused_agents: _Optional[int] = ...) -> None: ...
 
 class EnvironmentReport(_message.Message):
     __slots__ = ("environment", "failure", "num_tasks", "digest")

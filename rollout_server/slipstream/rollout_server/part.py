@@ -1,7 +1,7 @@
 """What a part of a rollout server may do for its episodes, its weights and those who watch it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol
 
@@ -50,6 +50,14 @@ class ServerPart:
         Its tasks run in `group`. None if the part fetches none.
         """
         return None
+
+    def worker_variables(self) -> Mapping[str, str]:
+        """Returns variables for each worker of environments; asked inside `beside`."""
+        return {}
+
+    def refused_agents(self) -> int:
+        """Returns how many calls of agents from elsewhere were refused so far."""
+        return 0
 
     async def aclose(self) -> None:
         """Closes what `references` has opened."""

@@ -111,6 +111,7 @@ class RolloutServer:
             for part in self._parts:
                 await stack.enter_async_context(part.beside(self._model.engine))
                 stack.push_async_callback(part.aclose)
+                self._gateway.variables.update(part.worker_variables())
             channel = open_channel(self._address, self._credentials)
             stack.push_async_callback(channel.close, None)
             following = await self._join(channel, stop)
@@ -132,7 +133,12 @@ class RolloutServer:
                 )
                 references = [part.references() for part in self._parts]
                 reference = next(filter(None, references), None)
-                services = EpisodeServices(self._model, environments, reference)
+                services = EpisodeServices(
+                    self._model,
+                    environments,
+                    reference,
+                    refused_agents=lambda: sum(part.refused_agents() for part in self._parts),
+                )
                 watches = [
                     group.create_task(self._model.engine.watch()),
                     group.create_task(self._gateway.logs.watch()),

@@ -79,6 +79,7 @@ class Session:
         self._config = config
         self._sender = sender
         self._environments = services.environments
+        self._refused_agents = services.refused_agents
         self._engine = services.model.engine
         self._counters = EpochCounters(self._engine.requests.use())
         self._epoch = f"{identity.server_epoch:x}"
@@ -191,6 +192,7 @@ class Session:
             self._engine.requests.use(),
             sent=self._sender.taken.get(self._epoch, Amount()),
             queued_bytes=self._sender.queued_bytes,
+            refused_agents=self._refused_agents(),
             is_last=is_last,
         )
 

@@ -125,11 +125,18 @@ class EpochCounters:
         return self._resident_bytes
 
     def report(
-        self, use: EngineUse, *, sent: Amount, queued_bytes: int, is_last: bool = False
+        self,
+        use: EngineUse,
+        *,
+        sent: Amount,
+        queued_bytes: int,
+        refused_agents: int = 0,
+        is_last: bool = False,
     ) -> fleet_pb2.ServerReport:
         """Returns the counters as a message; `sent` is the total of this epoch.
 
-        `use` has the engine's counters now, and `queued_bytes` is the present size of the queue.
+        `use` has the engine's counters now, `queued_bytes` is the present size of the queue, and
+        `refused_agents` counts calls from elsewhere since the process began.
         """
         counts = (use.generated_tokens, use.returned_tokens)
         # vLLM hands out the tokens of a step in parts, and counts them when all are handed out: it
@@ -165,4 +172,5 @@ class EpochCounters:
             uptime_s=time.monotonic() - self._started_s,
             paused_s=use.paused_s - self._start.paused_s,
             resident_bytes=self.resident_bytes(),
+            refused_agents=refused_agents,
         )

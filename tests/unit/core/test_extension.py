@@ -115,11 +115,11 @@ def test_another_package_adds_an_option(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = "from slipstream.core.extension import Extension\n"
-    module += 'FIRST = Extension(name="a_first", after=("b_second",))\n'
-    module += 'SECOND = Extension(name="b_second", is_on=lambda config: config > 1)\n'
-    entries = "a_first = outside_manifest:FIRST\nb_second = outside_manifest:SECOND"
+    module += 'FIRST = Extension(name="a_first", after=("a_second",))\n'
+    module += 'SECOND = Extension(name="a_second", is_on=lambda config: config > 1)\n'
+    entries = "a_first = outside_manifest:FIRST\na_second = outside_manifest:SECOND"
     install(tmp_path, monkeypatch, entries, module)
-    assert names()[:2] == ["b_second", "a_first"]
+    assert names()[:2] == ["a_second", "a_first"]
     second = extension.installed()[0]
     assert second.is_on(2)
     assert not second.is_on(1)

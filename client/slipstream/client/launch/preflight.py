@@ -21,6 +21,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -277,7 +278,7 @@ async def check_environments(scene: Scene) -> None:
         async with places, _read_files() as read_files:
             with told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):
                 words = [*check, "--read-files", str(read_files)]
-                checked = await run_check(words, timeout_s=timeout_s)
+                checked = await run_check(words, timeout_s=timeout_s, variables=variables)
                 if checked.code == 0:
                     remembered.add(key, checked.lines, json.loads(read_files.read_bytes()))
                 if checked.code != 0 and play and config.run.audit == "tell":
@@ -290,6 +291,15 @@ async def check_environments(scene: Scene) -> None:
         prefix = f"environment {section.reference}: "
         return checked.lines[-1].removeprefix(prefix), checked.lines
 
+    # Agents that call from elsewhere do so in their check too.
+    stack = AsyncExitStack()
+    variables: dict[str, str] = {}
+    if play and config.agents.listen is not None:
+        # It imports an HTTP server, which other commands need not wait for.
+        from slipstream.client.agent_front import agent_front
+
+        front = await stack.enter_async_context(agent_front(config))
+        variables = front.address.variables()
     checks = [asyncio.create_task(look(section)) for section in config.played]
     try:
         for section, check in zip(config.played, checks, strict=True):
@@ -304,6 +314,7 @@ async def check_environments(scene: Scene) -> None:
         for check in checks:
             check.cancel()
         await asyncio.gather(*checks, return_exceptions=True)
+        await stack.aclose()
     if num_remembered:
         minutes = REMEMBERED_S / 60
         shown = counted(num_remembered, "environment")
@@ -323,11 +334,21 @@ async def _read_files() -> AsyncIterator[Path]:
         yield Path(folder) / "read.json"
 
 
-async def run_check(command: Sequence[str], *, timeout_s: float, played_s: float = 0.0) -> Ended:
-    """Runs an environment's check, which makes several calls; its last line says why it failed."""
+async def run_check(
+    command: Sequence[str],
+    *,
+    timeout_s: float,
+    played_s: float = 0.0,
+    variables: Mapping[str, str] | None = None,
+) -> Ended:
+    """Runs an environment's check, which makes several calls; its last line says why it failed.
+
+    `variables` are further ones for it.
+    """
     limit_s = CHECKED_CALLS * timeout_s + WORKER_GRACE_S + played_s
     # A rollout server's workers get the same variables.
-    ended = await run_program(command, limit_s=limit_s, environ=open_variables(os.environ))
+    environ = {**open_variables(os.environ), **(variables or {})}
+    ended = await run_program(command, limit_s=limit_s, environ=environ)
     if ended.code is None:
         late = f"its check did not end within {limit_s:g} s, {timeout_s:g} s for each call"
         return replace(ended, lines=(*ended.lines, late))

@@ -49,6 +49,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_unspecified(host: str) -> bool:
+    """Whether a host to listen at means every address of the machine."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 def listen(host: str, port: int = 0) -> socket.socket:
     """Returns a socket on the first address of `host`, port 0 being any; raises OSError."""
     (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -3,9 +3,11 @@
 import re
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
-from slipstream.core.settings.section import Fixed, Seconds, Section
+from slipstream.core.machine.address import address_parts, is_unspecified
+from slipstream.core.settings.section import Address, Fixed, Seconds, Section
 from slipstream.core.settings.sections import LearnerSection, ParallelSection, RoleParallelSection
 from slipstream.core.types import MAX_TOP_K
 
@@ -49,6 +51,43 @@ MAX_ADAPTERS = 16
 # several adapters could not be exchanged.
 NOT_EXCHANGED = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+
+class AgentsSection(Section):
+    """Where agents beyond their rollout host reach the model."""
+
+    # Address HOST:PORT at which each rollout host takes calls of agents whose environment
+    # `needs_url`. All workers and servers of a host share it. Beyond loopback it needs
+    # `security.tls_certificate`. By default agents call on loopback, or by a socket.
+    listen: Address | None = None
+    # URL by which agents reach that address, such as that of a tunnel; {host} is the name of the
+    # rollout host. By default `listen` itself, with https where there is a certificate.
+    url: str | None = None
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.listen is None:
+            if self.url is not None:
+                raise ValueError("agents.url needs agents.listen, to which it must lead")
+            return self
+        host, port = address_parts(self.listen)
+        if port == 0:
+            raise ValueError(f"agents.listen must have a port that is not 0, got {self.listen}")
+        if self.url is None:
+            if is_unspecified(host):
+                raise ValueError(
+                    f"agents.listen = {self.listen} is every address of a host: agents.url must "
+                    "say by which one agents reach it"
+                )
+            return self
+        parts = urlsplit(self.url.replace("{host}", "host"))
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(
+                f"agents.url must begin with http://HOST or https://HOST, got {self.url}"
+            )
+        if parts.query or parts.fragment or parts.username:
+            raise ValueError(f"agents.url must have no query, mark or user, got {self.url}")
+        return self
 
 
 class LoraSection(Section):

@@ -16,6 +16,7 @@ from slipstream.core.settings.measurement_sections import (
     TrackingSection,
 )
 from slipstream.core.settings.role_sections import (
+    AgentsSection,
     CriticSection,
     DraftsSection,
     LoraSection,
@@ -75,6 +76,7 @@ class Tables(Section):
     weights: WeightsSection = WeightsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     security: SecuritySection = SecuritySection()
+    agents: AgentsSection = AgentsSection()
     tracking: TrackingSection = TrackingSection()
     debug: DebugSection = DebugSection()
     # Tables of other packages, by the names of their entry points in `slipstream.settings`.

@@ -59,13 +59,15 @@ class Harbor(AgentEnvironment[str]):
         trial: Table | None = None,
         model: str = "openai/policy",
         reward: str = "reward",
+        remote: bool = False,
         include: Patterns = ("*",),
         exclude: Patterns = (),
     ) -> None:
         """`tasks` is a task's folder, a folder of such, or a list of both.
 
         `agent`, `environment` and `trial` are the tables of Harbor's trial configuration; a text is
-        the name of an agent, the type of an environment, or "module:Class" of either. `include` and
+        the name of an agent, the type of an environment, or "module:Class" of either. Sandboxes
+        that are `remote` reach the model by `agents.listen`, others by a socket. `include` and
         `exclude` are patterns of tasks' names. Raises ConfigError for what cannot work.
         """
         try:
@@ -105,7 +107,9 @@ class Harbor(AgentEnvironment[str]):
                 "verifier.disable, install_only and source_trial"
             )
         is_marked = bool(getattr(agent_class, "runs_inside", False))
-        self.needs_socket = is_marked or issubclass(agent_class, BaseInstalledAgent)
+        is_inside = is_marked or issubclass(agent_class, BaseInstalledAgent)
+        self.needs_socket = is_inside and not remote
+        self.needs_url = is_inside and remote
 
     def tasks(self) -> list[str]:
         return self._tasks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -232,6 +232,8 @@ class EpisodeServices:
     environments: Environments
     # The server of the reference model; None if the run has none.
     reference: References | None = None
+    # Calls of agents from elsewhere that were refused so far.
+    refused_agents: Callable[[], int] = lambda: 0
 
 
 class ServiceFailed(Exception):

@@ -18,7 +18,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, ClassVar, Self
@@ -97,12 +97,19 @@ class WorkerProcess:
 
     @classmethod
     async def start(
-        cls, command: Sequence[str], *, limits: WorkerLimits, token: str, log: int
+        cls,
+        command: Sequence[str],
+        *,
+        limits: WorkerLimits,
+        token: str,
+        log: int,
+        variables: Mapping[str, str] | None = None,
     ) -> Self:
         """Starts a keeper that runs `command`, whose output goes to the file descriptor `log`.
 
         The worker gets the descriptor of its call record by `--record`, and authenticates with
-        `token` (see `WorkerGateway.expect`). Raises OSError when no process can be started.
+        `token` (see `WorkerGateway.expect`). `variables` are further ones for it.
+        Raises OSError when no process can be started.
         """
         bounds = limits.bounds
         record = os.memfd_create("calls", os.MFD_CLOEXEC)
@@ -127,7 +134,11 @@ class WorkerProcess:
                 *command,
                 "--record",
                 str(record),
-                env=_variables() | {"SLIPSTREAM_TOKEN": token},
+                env={
+                    **_variables(),
+                    **(variables or {}),
+                    "SLIPSTREAM_TOKEN": token,
+                },
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -307,6 +318,8 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         self.limits = limits
         self.takes_tools = takes_tools
         self.server, self.logs = server, WorkerLogs(log_dir, log_bytes)
+        # Variables of each worker that begins from now on.
+        self.variables: dict[str, str] = {}
         self._folder: OwnedFolder
         # Streams of workers that have not attached yet, by token.
         self._expected: dict[str, WorkerStream] = {}
@@ -335,7 +348,7 @@ class WorkerGateway(environment_pb2_grpc.WorkerServiceServicer):
         """Returns what forks workers of the interpreter `python`, "" for this process's own."""
         parent = self._warm_parents.get(python)
         if parent is None:
-            parent = WarmParent(worker_program(python), _variables())
+            parent = WarmParent(worker_program(python), _variables() | self.variables)
             self._warm_parents[python] = parent
         return parent
 

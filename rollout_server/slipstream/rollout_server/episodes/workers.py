@@ -165,7 +165,11 @@ class EnvironmentWorker:
                     _log.warning("environment %s: %s", self._spec.name, error)
             command = [*worker_program(self._spec.python), "--connect", self._gateway.address]
             return await WorkerProcess.start(
-                command, limits=self._gateway.limits, token=self._stream.token, log=log.fileno()
+                command,
+                limits=self._gateway.limits,
+                token=self._stream.token,
+                log=log.fileno(),
+                variables=self._gateway.variables,
             )
 
     async def _fork(self, log: int) -> WorkerProcess:

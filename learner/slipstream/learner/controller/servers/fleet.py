@@ -226,6 +226,18 @@ class Fleet:
         if not self._progress.is_over:
             self._run.events.add(text)
 
+    def _tell_refused(self, session: ServerSession) -> None:
+        """Tells of refused calls of agents: of the first, and each time they are ten times more."""
+        num_refused = session.report.refused_agents
+        if num_refused < 10 * session.told_refused or not num_refused:
+            return
+        session.told_refused = num_refused
+        calls = "1 call" if num_refused == 1 else f"{num_refused} calls"
+        self._run.events.warn(
+            f"rollout server {session.name} has refused {calls} of agents at agents.listen, which "
+            "named no open episode: its log says where they came from"
+        )
+
     def receive(self, session: ServerSession, message: fleet_pb2.ServerMessage) -> None:
         """Passes a message of a server to the listeners, of which some handle it."""
         session.last_seen_s = session.clock.now_s()
@@ -246,5 +258,6 @@ class Fleet:
                     each.rested(session, message.rested)
         if kind in ("heartbeat", "drained"):
             session.report = getattr(message, kind)
+            self._tell_refused(session)
         if kind == "drained":
             session.drained.set()

@@ -197,6 +197,8 @@ class ServerSession:
     failed_publishes: int = 0
     # The process of its name that was turned away last; one event names it.
     turned_away: int = 0
+    # Refused calls of agents, as the last event had them.
+    told_refused: int = 0
     drained: asyncio.Event = field(default_factory=asyncio.Event)
     # Measures the time in which the server serves.
     served: Stopwatch = field(default_factory=Stopwatch)

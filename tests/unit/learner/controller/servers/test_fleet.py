@@ -95,3 +95,18 @@ def test_the_idle_time_of_a_run_stands_still_while_no_server_serves(monkeypatch)
     assert idle_s == [0.0, 0.0, 10.0, 10.0]
     run.progress.moved()
     assert run.progress.idle_s == 0.0
+
+
+def test_refused_calls_of_agents_are_told_at_first_and_when_they_are_ten_times_more() -> None:
+    run = run_of()
+    fleet = Fleet(run)
+    session = joined(fleet, "a")
+    num_told: list[int] = []
+    for num_refused in (0, 1, 5, 9, 10, 99, 130):
+        report = fleet_pb2.ServerReport(refused_agents=num_refused)
+        fleet.receive(session, fleet_pb2.ServerMessage(heartbeat=report))
+        texts = [event.text for event in run.events.kept() if "agents.listen" in event.text]
+        num_told.append(len(texts))
+    assert num_told == [0, 1, 1, 1, 2, 2, 3]
+    assert texts[0].startswith("rollout server a has refused 1 call of agents at agents.listen")
+    assert "refused 130 calls" in texts[-1]
