@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.launch.findings import LEARNER, Scene
+from slipstream.client.launch.preflight import prove
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.extensions.proofs.launch import check_proofs
@@ -73,6 +74,17 @@ async def test_a_run_proves_its_own_functions(config: Path) -> None:
         await check_proofs(Scene(wrong, LEARNER))
 
 
+async def test_a_proof_tells_facts_of_own_functions_alone(config: Path) -> None:
+    overrides = [f"algorithm.{kind}={json.dumps(name)}" for kind, name in OWN.items()]
+    proved = await prove(load_config(config, overrides))
+    assert proved.faults == []
+    for kind in ("loss", "weight", "filter"):
+        name = f"{kind} {OWN[kind]}: "
+        assert [fact for fact in proved.facts if fact.startswith(name)]
+    built_in = await prove(load_config(config))
+    assert built_in.facts == []
+
+
 @pytest.mark.long
 def test_check_tells_whether_functions_are_proved(config: Path) -> None:
     wrong = f"algorithm.loss={json.dumps(WRONG)}"
@@ -82,6 +94,7 @@ def test_check_tells_whether_functions_are_proved(config: Path) -> None:
     right = f"algorithm.loss={json.dumps(OWN['loss'])}"
     shown = run_command("check", config, right, cwd=config.parent, limit_s=300)
     assert shown.stdout.splitlines()[-1] == "the algorithm's functions are proved"
+    assert f"loss {OWN['loss']}: on policy a token becomes, of positive advantage " in shown.stdout
 
 
 def copy_algorithms(folder: Path) -> None:

@@ -141,7 +141,8 @@ async def prove(config: Config) -> Proved:
     faults = [line.removeprefix(mark) for line in checked.lines if line.startswith(mark)]
     if checked.code and not faults:
         raise RunFailed("\n".join(checked.lines[-5:]))
-    facts = [line.removeprefix(FACT) for line in checked.lines if line.startswith(FACT)]
+    output = checked.output.splitlines()
+    facts = [line.removeprefix(FACT) for line in output if line.startswith(FACT)]
     return Proved(faults, facts)
 
 
