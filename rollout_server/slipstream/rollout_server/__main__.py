@@ -138,8 +138,8 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
         run_stopped = await server.run(stop)
     except* EngineDied as died:
         # Every open request has failed with the same error.
-        said = str(_leaves(died)[0])
-        raise EngineDied(process.describe_engine_death(said, oom_kills=oom_kills)) from None
+        message = str(_leaves(died)[0])
+        raise EngineDied(process.describe_engine_death(message, oom_kills=oom_kills)) from None
     finally:
         await engine.aclose()
     return RUN_STOPPED if run_stopped else DONE

@@ -95,10 +95,10 @@ RESULT = ChatMessage("tool", "slipstreamresultplaceholder", "slpstrm00")
 
 
 def chat_messages(
-    given: environment_pb2.Observation | environment_pb2.Verdict,
+    answer: environment_pb2.Observation | environment_pb2.Verdict,
 ) -> tuple[ChatMessage, ...]:
     """Returns the messages of an environment's answer."""
-    return tuple(ChatMessage.from_pb(message) for message in given.messages)
+    return tuple(ChatMessage.from_pb(message) for message in answer.messages)
 
 
 class ParsedReply(NamedTuple):
@@ -127,7 +127,7 @@ class ReplyEnding(NamedTuple):
     stop: str = ""
 
 
-# What the model ended, it said to the end.
+# A reply that the model ended is complete.
 ENDED_BY_MODEL = ReplyEnding()
 
 

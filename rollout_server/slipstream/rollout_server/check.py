@@ -51,12 +51,12 @@ def check_settings(config: Config) -> None:
             raise ConfigError(problem)
     folder = config.model.path
     template = server.chat_template
-    given = [section for section in config.played if section.chat_template_kwargs]
-    has_values = bool(given or server.chat_template_kwargs)
+    sections = [section for section in config.played if section.chat_template_kwargs]
+    has_values = bool(sections or server.chat_template_kwargs)
     if not (template or server.tool_parser or has_values) or missing_tokenizer(folder, template):
         return
     renderer = Renderer(folder, template=template, values=server.chat_template_kwargs)
-    for section in given:
+    for section in sections:
         if cause := renderer.unread(section.chat_template_kwargs):
             raise ConfigError(f"{section.name}: {cause}")
     if server.tool_parser is not None and (cause := _unwritten_tools(renderer, template or folder)):
@@ -79,20 +79,20 @@ def _unwritten_tools(renderer: Renderer, place: Path) -> str:
 
 def check_prompts() -> int:
     """Answers the question on stdin; returns 0, or 2 with the cause on stderr if it cannot."""
-    asked = json.loads(sys.stdin.read())
-    template = asked["template"] and Path(asked["template"])
-    folder = Path(asked["model"])
+    question = json.loads(sys.stdin.read())
+    template = question["template"] and Path(question["template"])
+    folder = Path(question["model"])
     try:
-        renderer = Renderer(folder, template=template, values=asked["values"])
+        renderer = Renderer(folder, template=template, values=question["values"])
     except (ConfigError, OSError, ValueError) as error:
         print(str(error).splitlines()[0], file=sys.stderr)
         return USAGE_ERROR
     answers = [
         [
-            _look(renderer, b64decode(opening), each["values"], template or folder)
-            for opening in each["openings"]
+            _look(renderer, b64decode(opening), environment["values"], template or folder)
+            for opening in environment["openings"]
         ]
-        for each in asked["environments"]
+        for environment in question["environments"]
     ]
     print(json.dumps(answers))
     return 0
@@ -108,12 +108,12 @@ def _look(renderer: Renderer, data: bytes, values: str, place: Path) -> dict[str
             renderer.reply(opening.given_reply, messages, inputs)
     except RenderingFailed as error:
         return {"tokens": 0, "fault": str(error), "told": []}
-    told = []
+    remarks = []
     if special := renderer.special_in(messages):
-        told.append(f"have a message that spells {special}: the model reads that token")
+        remarks.append(f"have a message that spells {special}: the model reads that token")
     if inputs.tools and (cause := _unwritten_tools(renderer, place)):
-        told.append(f"offer tools, but {cause}")
-    return {"tokens": tokens, "fault": "", "told": told}
+        remarks.append(f"offer tools, but {cause}")
+    return {"tokens": tokens, "fault": "", "told": remarks}
 
 
 if __name__ == "__main__":

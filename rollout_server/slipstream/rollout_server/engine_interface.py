@@ -105,12 +105,12 @@ class Sampling:
     def check_images(self, images: Collection[bytes]) -> None:
         """Raises ValueError if an episode may not have these encoded images."""
         if len(images) > self.max_images:
-            most = f"{self.max_images} images (sampling.max_images)"
-            raise ValueError(f"an episode may have {most}, got {len(images)}")
+            limit = f"{self.max_images} images (sampling.max_images)"
+            raise ValueError(f"an episode may have {limit}, got {len(images)}")
         largest = max(map(len, images), default=0)
         if largest > self.max_image_bytes:
-            most = f"{self.max_image_bytes} bytes (sampling.max_image_bytes)"
-            raise ValueError(f"an image may have {most}, got {largest}")
+            limit = f"{self.max_image_bytes} bytes (sampling.max_image_bytes)"
+            raise ValueError(f"an image may have {limit}, got {largest}")
 
     @property
     def distribution(self) -> dict[str, float]:
@@ -260,8 +260,8 @@ class Requests(Protocol):
         records experts returns the experts of the tokens from index `experts_from` on. Raises
         GenerationFailed if this request cannot be served, and EngineDied if no request can be.
         """
-        asked = (request_id, prompt_token_ids, sampling, max_tokens)
-        parts = self.stream(*asked, options=None, experts_from=experts_from, images=images)
+        arguments = (request_id, prompt_token_ids, sampling, max_tokens)
+        parts = self.stream(*arguments, options=None, experts_from=experts_from, images=images)
         (end,) = [part.generation async for part in parts]
         assert end is not None
         return end

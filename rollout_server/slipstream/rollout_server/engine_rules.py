@@ -69,8 +69,8 @@ def graph_values(
         return {}
     values: dict[str, object] = {"prefill_schedule_interval": MOST_STEPS + 1}
     compilation = passed.get("compilation_config")
-    chosen = {*passed, *(compilation if isinstance(compilation, dict) else ())}
-    if chosen.isdisjoint(_SIZES):
+    passed_names = {*passed, *(compilation if isinstance(compilation, dict) else ())}
+    if passed_names.isdisjoint(_SIZES):
         values["cudagraph_capture_sizes"] = graph_sizes(section.max_episodes)
     return values
 

@@ -147,13 +147,13 @@ def limited_start(limit_s: float) -> Iterator[None]:
         timer.cancel()
 
 
-def describe_engine_death(said: str, *, oom_kills: int) -> str:
-    """Returns the text that says why the engine died; `said` is the text of its error.
+def describe_engine_death(message: str, *, oom_kills: int) -> str:
+    """Returns the text that says why the engine died; `message` is the text of its error.
 
     `oom_kills` is the value of `kernel_oom_kills` when the engine was started.
     """
-    if not any(words in said for words in _GONE):
-        return said
+    if not any(words in message for words in _GONE):
+        return message
     if kernel_oom_kills() > oom_kills:
         return "memory was full, so the kernel ended a process; give the run more memory"
     return "vLLM's engine process has ended: by the error above in the log, or by a signal"
@@ -173,7 +173,7 @@ def bind_children() -> None:
 
     def follow() -> None:
         die_with_parent()
-        # Else Python would tell the server's event loop of the child's signals.
+        # Python would otherwise tell the server's event loop of the child's signals.
         signal.set_wakeup_fd(-1)
         # Ctrl-C in a terminal must reach only the server, which stops the engine after its
         # requests have ended.

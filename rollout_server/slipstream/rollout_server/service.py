@@ -167,10 +167,12 @@ class RolloutServer:
                         call.cancel()
                     run_stopped = session.run_stopped and not stop.is_set()
                     waiting = [
-                        one for one in (*waiting, session) if not one.dispatcher.idle.is_set()
+                        open_session
+                        for open_session in (*waiting, session)
+                        if not open_session.dispatcher.idle.is_set()
                     ]
-                    held = sender.undelivered
-                    following = await self._join(channel, stop, held) if is_lost else None
+                    undelivered = sender.undelivered
+                    following = await self._join(channel, stop, undelivered) if is_lost else None
                 for session in waiting:
                     session.dispatcher.abandon()
                 for watch in watches:
@@ -194,7 +196,9 @@ class RolloutServer:
             status_pb2.GetStatusRequest(), metadata=self._metadata, timeout=_ASK_LIMIT_S
         )
         gone = (fleet_pb2.SERVER_STATE_DEAD, fleet_pb2.SERVER_STATE_LEFT)
-        if epoch not in {each.server_epoch for each in status.servers if each.state not in gone}:
+        if epoch not in {
+            server.server_epoch for server in status.servers if server.state not in gone
+        }:
             raise broken_stream("the controller has no such stream")
 
     async def _join(
@@ -210,7 +214,7 @@ class RolloutServer:
         refuses the server.
         """
         patience = Patience(self._config.controller.stall_timeout_s)
-        cause = told = ""
+        cause = logged_cause = ""
         while not stop.is_set():
             if patience.is_over:
                 raise RunFailed(f"no welcome from the controller at {self._address}: {cause}")
@@ -239,9 +243,9 @@ class RolloutServer:
                     raise kind(f"{self._address} refuses this server: {cause}") from None
             except TimeoutError:
                 cause = f"no answer within {_WELCOME_LIMIT_S:g} s"
-            if cause != told:
+            if cause != logged_cause:
                 log.warning("no welcome from the controller at %s yet: %s", self._address, cause)
-                told = cause
+                logged_cause = cause
             call.cancel()
             await asyncio.sleep(_RETRY_S)
         return None

@@ -77,7 +77,7 @@ class EpochCounters:
     def __init__(self, use: EngineUse) -> None:
         """Takes the engine's counters at the start of the epoch, when no request is open."""
         self._start = use
-        # What the engine had generated and returned at the last report.
+        # Tokens that the engine had generated and returned at the last report.
         self._last_counts = (use.generated_tokens, use.returned_tokens)
         self._started_s = time.monotonic()
         # Tokens of replies that environments gave: no engine has counted them.
@@ -119,9 +119,9 @@ class EpochCounters:
         now_s = time.monotonic()
         this = os.getpid()
         if now_s - self._looked_s >= _LOOK_S:
-            found = (process.Descendant(this, 0), *process.descendants(this))
+            processes = (process.Descendant(this, 0), *process.descendants(this))
             self._looked_s = now_s
-            self._resident_bytes = sum(map(process.resident_bytes, found))
+            self._resident_bytes = sum(map(process.resident_bytes, processes))
         return self._resident_bytes
 
     def report(

@@ -213,9 +213,11 @@ class WeightOrders:
         stages.resume_s = now_s - begun_s
         stages.served_at = now_s
         self.version = version
-        began = self._pause_began
+        pause_start = self._pause_began
         self._pause_began = None
-        paused_s = 0.0 if began is None else self._engine.requests.use().paused_s - began[1]
+        paused_s = (
+            0.0 if pause_start is None else self._engine.requests.use().paused_s - pause_start[1]
+        )
         logprobs = b""
         if order.HasField("probe"):
             try:
@@ -275,8 +277,8 @@ class WeightOrders:
         cuts = np.cumsum(np.asarray(probe.lengths, dtype=np.int64))[:-1]
         sequences = [part.tolist() for part in np.split(token_ids, cuts) if part.size]
         async with answered(PROBE_LIMIT_S, "no answer to a probe"):
-            found = await self._engine.teacher_forced_logprobs(sequences, probe.adapters)
-        return pack_logprobs(found)
+            logprobs = await self._engine.teacher_forced_logprobs(sequences, probe.adapters)
+        return pack_logprobs(logprobs)
 
     def _fail(self, publish_id: str, message: str) -> None:
         log.warning("publish %s failed: %s", publish_id, message)

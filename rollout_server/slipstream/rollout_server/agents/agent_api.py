@@ -77,34 +77,34 @@ class Answering:
         path = http.path.partition("?")[0].rstrip("/")
         listed, _, name = path.partition(f"{MODELS_PATH}/")
         most_tokens = recorder.sampling.max_episode_tokens
-        most = _OTHER_BYTES + _BYTES_PER_TOKEN * most_tokens
+        max_bytes = _OTHER_BYTES + _BYTES_PER_TOKEN * most_tokens
         try:
-            if len(http.body) > most:
+            if len(http.body) > max_bytes:
                 recorder.was_refused = True
                 raise Refusal(
                     f"prompt is too long: the request has {len(http.body)} bytes; with "
-                    f"sampling.max_episode_tokens = {most_tokens} it may have {most}",
+                    f"sampling.max_episode_tokens = {most_tokens} it may have {max_bytes}",
                     code="context_length_exceeded",
                 )
             if http.method == "GET" and name and not listed:
-                # Each name is one of the policy.
-                found = _exchange(self.plain, copy_context(), "GET", MODELS_PATH, b"")
-                policy, *_ = json.loads(b"".join([part.body async for part in found]))["data"]
+                # Any name stands for the policy.
+                model_parts = _exchange(self.plain, copy_context(), "GET", MODELS_PATH, b"")
+                policy, *_ = json.loads(b"".join([part.body async for part in model_parts]))["data"]
                 yield _whole(policy | {"id": name}, 200)
                 return
             if METHODS.get(path) != http.method:
-                known = ", ".join(f"{method} {path}" for path, method in METHODS.items())
-                what = f"{http.method} {path} is no path of agents; there are {known}"
+                served_paths = ", ".join(f"{method} {path}" for path, method in METHODS.items())
+                what = f"{http.method} {path} is no path of agents; there are {served_paths}"
                 raise Refusal(what, code="not_found", status=_NOT_FOUND)
             if path in (CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH):
                 parts = self._reply(recorder, http, path)
             else:
                 body = b""
                 if http.body:
-                    asked = _asked(http.body)
-                    if asked.get("tools") and self.with_tools is None:
+                    request = _asked(http.body)
+                    if request.get("tools") and self.with_tools is None:
                         raise Refusal(NEED_PARSER)
-                    body = _encoded(self._filled(recorder, asked))
+                    body = _encoded(self._filled(recorder, request))
                 application = self.with_tools or self.plain
                 parts = _exchange(application, copy_context(), http.method, path, body)
             async for part in parts:
@@ -115,7 +115,7 @@ class Answering:
     async def _reply(
         self, recorder: Recorder, http: AgentCall, path: str
     ) -> AsyncGenerator[ReplyPart, None]:
-        served, told = rule(
+        served, unmet = rule(
             self._filled(recorder, _asked(http.body)),
             recorder.sampling,
             fields=self.fields[path],
@@ -131,7 +131,7 @@ class Answering:
             raise Refusal(NEED_PARSER)
         previous = recorder.expand(served) if path == RESPONSES_PATH else None
         body = _encoded(served)
-        recorder.ignored.update(told.keys())
+        recorder.ignored.update(unmet.keys())
         opened = recorder.open(http, path)
         opened.previous = previous
         if path == RESPONSES_PATH and served.get("store") is not False:
@@ -144,8 +144,8 @@ class Answering:
                 if opened.refusal is not None:
                     yield _error(path, opened.refusal, opened.body)
                     return
-                if part.status and told:
-                    header = "; ".join(f"{name}={value}" for name, value in told.items())
+                if part.status and unmet:
+                    header = "; ".join(f"{name}={value}" for name, value in unmet.items())
                     part.headers.add(name=SAMPLING_HEADER, value=header[:_MAX_HEADER])
                 opened.status = part.status or opened.status
                 opened.body += part.body
@@ -153,11 +153,11 @@ class Answering:
         finally:
             recorder.close(opened)
 
-    def _filled(self, recorder: Recorder, asked: dict[str, Any]) -> dict[str, Any]:
+    def _filled(self, recorder: Recorder, request: dict[str, Any]) -> dict[str, Any]:
         """Returns the request with the name of the model and the environment's template values."""
-        filled = {**asked, "model": MODEL}
+        filled = {**request, "model": MODEL}
         values = recorder.template_values
-        asked_values = asked.get("chat_template_kwargs") or {}
+        asked_values = request.get("chat_template_kwargs") or {}
         if values and isinstance(asked_values, dict):
             filled["chat_template_kwargs"] = {**values, **asked_values}
         return filled
@@ -166,17 +166,17 @@ class Answering:
 def _asked(body: bytes) -> dict[str, Any]:
     """Returns a request's body parsed as JSON; raises Refusal unless it is an object."""
     try:
-        asked = json.loads(body)
+        request = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise Refusal(f"the body must be JSON: {error}") from None
-    if not isinstance(asked, dict):
-        raise Refusal(f"the body must be an object, got {type(asked).__name__}")
-    return asked
+    if not isinstance(request, dict):
+        raise Refusal(f"the body must be an object, got {type(request).__name__}")
+    return request
 
 
-def _encoded(asked: dict[str, Any]) -> bytes:
+def _encoded(request: dict[str, Any]) -> bytes:
     try:
-        return json.dumps(asked, ensure_ascii=False).encode()
+        return json.dumps(request, ensure_ascii=False).encode()
     except RecursionError as error:
         raise Refusal(f"the body must be JSON: {error}") from None
     except UnicodeEncodeError as error:

@@ -37,7 +37,7 @@ class TokenRecord:
     spans: list[VersionSpan] = field(default_factory=list)
     # Experts of consecutive tokens, from the first token on.
     expert_ids: list[npt.NDArray[np.unsignedinteger]] = field(default_factory=list)
-    # What the tokens of each reply were drawn from.
+    # For each reply, the tokens that its tokens were drawn from.
     kept_tokens: list[KeptTokens] = field(default_factory=list)
 
     @property
@@ -159,7 +159,7 @@ class Conversations:
         equal messages, a turn that a call in a branch called `name` can extend is preferred.
         """
         node = self._roots.get(settings)
-        found = None
+        longest = None
         for num_messages, key in enumerate(messages[:-1], start=1):
             node = node.children.get(key) if node is not None else None
             if node is None:
@@ -168,8 +168,8 @@ class Conversations:
                 return Found(previous, num_messages)
             if node.turns:
                 free = (turn for turn in node.turns if _can_append(turn, name))
-                found = Found(next(free, node.turns[0]), num_messages)
-        return found
+                longest = Found(next(free, node.turns[0]), num_messages)
+        return longest
 
     def begin(
         self,
@@ -185,8 +185,8 @@ class Conversations:
         branch. The offsets of `images` count from the start of `context`.
         """
         start = 0 if turn is None else turn.end
-        known = [] if turn is None else [i for i in turn.branch.images if i.offset < start]
-        seen = known + [image.moved(start) for image in images]
+        earlier_images = [] if turn is None else [i for i in turn.branch.images if i.offset < start]
+        seen = earlier_images + [image.moved(start) for image in images]
         if turn is not None and _can_append(turn, name):
             turn.branch.is_taken = True
             prompt = turn.branch.token_ids + context

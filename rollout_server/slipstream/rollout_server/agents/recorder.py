@@ -151,7 +151,7 @@ class Recorder:
         """
         self._read_replies()
         if isinstance(body.get("input"), list):
-            body["input"] = [self._item(each) for each in body["input"]]
+            body["input"] = [self._item(item) for item in body["input"]]
         if not isinstance(previous := body.get(_PREVIOUS), str):
             return None
         if previous not in self._stored:
@@ -199,9 +199,11 @@ class Recorder:
         """
         name = opened.http.branch
         call = opened.call = self.conversations.begin(name, turn, context, images)
-        known = {image.data for branch in self.conversations.branches for image in branch.images}
+        earlier_images = {
+            image.data for branch in self.conversations.branches for image in branch.images
+        }
         try:
-            self.sampling.check_images(known | {image.data for image in call.images})
+            self.sampling.check_images(earlier_images | {image.data for image in call.images})
             await check_pixels(images)
         except ValueError as error:
             self._release(opened)
@@ -211,28 +213,31 @@ class Recorder:
                 self._release(opened)
                 raise Refusal("the episode is over")
             # Calls that began and have not ended reserve tokens, turns and branches.
-            held = [
-                (each.call, len(each.call.context) + each.max_tokens)
-                for each in {*self.open_calls.values(), *self._unread}
-                if each.call is not None and each.max_tokens is not None and not each.call.is_over
+            reservations = [
+                (open_call.call, len(open_call.call.context) + open_call.max_tokens)
+                for open_call in {*self.open_calls.values(), *self._unread}
+                if open_call.call is not None
+                and open_call.max_tokens is not None
+                and not open_call.call.is_over
             ]
             branches = self.conversations.branches
-            found = room(
+            reply_room = room(
                 self.sampling,
                 call,
                 tokens=sum(len(branch.token_ids) for branch in branches),
-                reserved_tokens=sum(reserved for _, reserved in held),
-                turns=sum(len(branch.sampled) for branch in branches) + len(held),
-                branches=len(branches) + sum(not each.is_append for each, _ in held),
+                reserved_tokens=sum(reserved for _, reserved in reservations),
+                turns=sum(len(branch.sampled) for branch in branches) + len(reservations),
+                branches=len(branches)
+                + sum(not reserved_call.is_append for reserved_call, _ in reservations),
             )
-            if isinstance(found, int):
-                opened.max_tokens = found
+            if isinstance(reply_room, int):
+                opened.max_tokens = reply_room
                 return call.prompt
-            if isinstance(found, Refusal):
+            if isinstance(reply_room, Refusal):
                 self.was_refused = True
-                opened.refusal = found
+                opened.refusal = reply_room
                 self._release(opened)
-                raise found
+                raise reply_room
             self._changed.clear()
             await self._changed.wait()
 
@@ -249,8 +254,8 @@ class Recorder:
         if opened.is_answered:
             raise Refusal("the client has hung up")
         parts: _Parts = asyncio.Queue()
-        most = min(max_tokens, opened.max_tokens)
-        opened.sampling = self._start(self._sample(opened, most, options, parts))
+        reply_limit = min(max_tokens, opened.max_tokens)
+        opened.sampling = self._start(self._sample(opened, reply_limit, options, parts))
         self._unread.append(opened)
         return _read(parts)
 
@@ -307,8 +312,8 @@ class Recorder:
         """Adds the replies that clients have received by now to `conversations`."""
         waiting = []
         for opened in self._unread:
-            named = _ID.search(opened.body)
-            name = "" if named is None else named[1].decode(errors="replace")
+            id_match = _ID.search(opened.body)
+            name = "" if id_match is None else id_match[1].decode(errors="replace")
             if opened.turn is not None and name:
                 self._turns[name] = opened.turn
             is_over = opened.is_answered and opened.call is not None and opened.call.is_over

@@ -66,18 +66,18 @@ def room(
         limit = f"sampling.max_branches = {sampling.max_branches}"
         return Refusal(f"{EPISODE_LIMIT} {limit}", code="max_branches_exceeded")
     prompt = len(call.prompt)
-    used = tokens + len(call.context)
+    used_tokens = tokens + len(call.context)
     in_branch = sampling.max_episode_tokens - prompt
     if in_branch < 1:
         return _too_long(prompt, "sampling.max_episode_tokens", sampling.max_episode_tokens)
-    ever = sampling.total_tokens - used
+    ever = sampling.total_tokens - used_tokens
     if ever < 1:
         name = "max_total_tokens" if sampling.max_total_tokens else "max_episode_tokens"
-        return _too_long(used, f"sampling.{name}", sampling.total_tokens)
-    most = min(in_branch, sampling.max_reply_tokens)
-    new_tokens = min(most, ever - reserved_tokens)
+        return _too_long(used_tokens, f"sampling.{name}", sampling.total_tokens)
+    reply_limit = min(in_branch, sampling.max_reply_tokens)
+    new_tokens = min(reply_limit, ever - reserved_tokens)
     # A reply is not cut short because of calls that may need less than they reserve.
-    if reserved_tokens and new_tokens < most:
+    if reserved_tokens and new_tokens < reply_limit:
         return WAIT
     return new_tokens
 
@@ -197,7 +197,8 @@ _WITHOUT_EFFECT = (
     "prompt_cache_retention",
     "inference_geo",
 )
-# What is read, or has no effect, of fields that are objects, and of each tool, message and result.
+# Keys that are read, or have no effect, of fields that are objects, and of each tool, message
+# and result.
 _READ = {
     "text": (),
     "reasoning": ("effort",),
@@ -232,12 +233,12 @@ _READ = {
 }
 # Types of tools that an agent runs itself; others are run by the servers of OpenAI or Anthropic.
 _OWN_TOOLS = (None, "function", "custom", "namespace")
-# What a result of a tool may hold in Anthropic's API; vLLM would drop the rest.
+# Blocks that a tool's result may hold in Anthropic's API; vLLM would drop the rest.
 _RESULTS = ("text", "image", "tool_reference")
 # Values that ask for nothing.
 _NOTHING: tuple[object, ...] = (None, [], False, 0, ["text"], {"type": "text"})
 _NOT = "none (asked)"
-# What a response may hold beside its output.
+# An addition to its output that a response may hold.
 _LOGPROBS = "message.output_text.logprobs"
 # The variable of a chat template that vLLM sets for an effort of reasoning.
 _SWITCH = "enable_thinking"
@@ -265,62 +266,66 @@ def rule(
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
             raise Refusal(f"{name} must be 1, got {body[name]!r}: send one call for each")
-    most = body.get("top_logprobs")
-    if isinstance(most, int) and most < 0:
+    top_logprobs = body.get("top_logprobs")
+    if isinstance(top_logprobs, int) and top_logprobs < 0:
         # vLLM takes a negative number for the whole vocabulary.
-        raise Refusal(f"top_logprobs must be at least 0, got {most}", param="top_logprobs")
+        raise Refusal(f"top_logprobs must be at least 0, got {top_logprobs}", param="top_logprobs")
     if body.get("use_beam_search"):
         raise Refusal("use_beam_search is refused: replies are sampled")
     if body.get("background"):
         raise Refusal("background must be false: an agent gets its reply in the answer")
     _check_forms(body)
     _check_history(body)
-    told: dict[str, str] = {}
-    # Whatever is null is left to its default, which vLLM refuses for some names.
+    unmet: dict[str, str] = {}
+    # A field that is null is left to its default, which vLLM refuses for some names.
     unsaid = [name for name, value in body.items() if value is None or name in ("n", "best_of")]
-    kept = {name: value for name, value in body.items() if name not in unsaid}
+    request = {name: value for name, value in body.items() if name not in unsaid}
     for name in _LENGTHS:
         if isinstance(body.get(name), int):
-            kept[name] = min(body[name], sampling.max_reply_tokens)
+            request[name] = min(body[name], sampling.max_reply_tokens)
     holds = _NEUTRAL | sampling.distribution
     for name, value in holds.items():
-        asked = body.get(name)
-        if asked is not None and asked != value:
-            told[name] = f"{_word(value)} (asked {_word(asked)})"
-    lacking = [name for name in kept if name not in fields and name not in _WITHOUT_EFFECT]
+        requested = body.get(name)
+        if requested is not None and requested != value:
+            unmet[name] = f"{_word(value)} (asked {_word(requested)})"
+    lacking = [name for name in request if name not in fields and name not in _WITHOUT_EFFECT]
     lacking += ["documents"] * ("documents" not in variables)
     dropped = dict.fromkeys([*_UNSERVED, *lacking])
-    ignored = [name for name in dropped if kept.pop(name, None) not in _NOTHING]
-    told |= {_label(name): _NOT for name in ignored if name not in holds}
-    values = kept.get("chat_template_kwargs")
+    ignored = [name for name in dropped if request.pop(name, None) not in _NOTHING]
+    unmet |= {_label(name): _NOT for name in ignored if name not in holds}
+    values = request.get("chat_template_kwargs")
     values = values if isinstance(values, dict) else {}
     unread = sorted(name for name in values if name in OWNED or name not in variables)
-    told |= {f"chat_template_kwargs.{_label(name)}": _NOT for name in unread}
+    unmet |= {f"chat_template_kwargs.{_label(name)}": _NOT for name in unread}
     if unread:
-        kept["chat_template_kwargs"] = {n: values[n] for n in values if n not in unread}
-    asked = kept.get("include")
-    if rest := [each for each in asked if each != _LOGPROBS] if isinstance(asked, list) else []:
-        told["include"] = f"none (asked {_word(rest)})"
-    told |= _efforts(kept, values, variables)
+        request["chat_template_kwargs"] = {n: values[n] for n in values if n not in unread}
+    includes = request.get("include")
+    if (
+        rest := [include for include in includes if include != _LOGPROBS]
+        if isinstance(includes, list)
+        else []
+    ):
+        unmet["include"] = f"none (asked {_word(rest)})"
+    unmet |= _efforts(request, values, variables)
     # Anthropic's API lets a reply begin as the last message says.
-    last = _objects(kept.get("messages"))[-1:]
+    last = _objects(request.get("messages"))[-1:]
     if "stop_sequences" in fields and last and last[0].get("role") == "assistant":
-        told["prefill"] = _NOT
-    if has_drafts and kept.pop("seed", None) is not None:
-        told["seed"] = _NOT
-    if kept.get("truncation") == "auto":
-        told["truncation"] = '"disabled" (asked)'
-    choice = kept.get("tool_choice")
-    chosen = choice.get("type") if isinstance(choice, dict) else choice
-    if choice is not None and chosen not in ("auto", "none"):
-        is_anthropics = isinstance(choice, dict) and chosen in ("any", "tool")
-        kept["tool_choice"] = {**choice, "type": "auto"} if is_anthropics else "auto"
-        told["tool_choice"] = "auto (asked)"
-    return kept, told | _parts(kept)
+        unmet["prefill"] = _NOT
+    if has_drafts and request.pop("seed", None) is not None:
+        unmet["seed"] = _NOT
+    if request.get("truncation") == "auto":
+        unmet["truncation"] = '"disabled" (asked)'
+    choice = request.get("tool_choice")
+    choice_type = choice.get("type") if isinstance(choice, dict) else choice
+    if choice is not None and choice_type not in ("auto", "none"):
+        is_anthropics = isinstance(choice, dict) and choice_type in ("any", "tool")
+        request["tool_choice"] = {**choice, "type": "auto"} if is_anthropics else "auto"
+        unmet["tool_choice"] = "auto (asked)"
+    return request, unmet | _parts(request)
 
 
 def _efforts(
-    kept: dict[str, Any], values: dict[str, Any], variables: Collection[str]
+    request: dict[str, Any], values: dict[str, Any], variables: Collection[str]
 ) -> dict[str, str]:
     """Returns what holds in place of an effort of reasoning, if the template does not read it.
 
@@ -328,40 +333,40 @@ def _efforts(
     """
     if "reasoning_effort" in variables:
         return {}
-    asked = {"reasoning_effort": kept.get("reasoning_effort")}
+    efforts = {"reasoning_effort": request.get("reasoning_effort")}
     for name in ("reasoning", "output_config"):
-        asked |= {f"{name}.effort": part.get("effort") for part in _objects([kept.get(name)])}
-    if kept.get("thinking") == {"type": "disabled"}:
-        asked["thinking.disabled"] = "none"
+        efforts |= {f"{name}.effort": part.get("effort") for part in _objects([request.get(name)])}
+    if request.get("thinking") == {"type": "disabled"}:
+        efforts["thinking.disabled"] = "none"
     if _SWITCH in variables and _SWITCH not in values:
-        on = {name: effort for name, effort in asked.items() if effort not in (None, "none")}
+        on = {name: effort for name, effort in efforts.items() if effort not in (None, "none")}
         return {name: f"{_SWITCH} (asked {_word(effort)})" for name, effort in on.items()}
-    return {name: _NOT for name, effort in asked.items() if effort is not None}
+    return {name: _NOT for name, effort in efforts.items() if effort is not None}
 
 
-def _parts(kept: dict[str, Any]) -> dict[str, str]:
+def _parts(request: dict[str, Any]) -> dict[str, str]:
     """Returns what the objects in a request ask for in vain, and takes it out where vLLM minds."""
-    tools = _objects(kept.get("tools"))
+    tools = _objects(request.get("tools"))
     foreign = [tool["type"] for tool in tools if tool.get("type") not in _OWN_TOOLS]
-    told = {"server_tools": f"none (asked {_word(foreign)})"} if foreign else {}
-    own = [tool for tool in tools if tool.get("type") in _OWN_TOOLS]
-    own += _objects([tool.get("function") for tool in own])
-    messages = _objects(kept.get("messages"))
+    unmet = {"server_tools": f"none (asked {_word(foreign)})"} if foreign else {}
+    agent_tools = [tool for tool in tools if tool.get("type") in _OWN_TOOLS]
+    agent_tools += _objects([tool.get("function") for tool in agent_tools])
+    messages = _objects(request.get("messages"))
     for message in messages:
         if message.get("content") == []:
             # pydantic hands vLLM an iterator in the place of an empty list.
             message["content"] = ""
-    parts = {"tools": own, "messages": messages, "tool_result": _results(messages)}
+    parts = {"tools": agent_tools, "messages": messages, "tool_result": _results(messages)}
     for name, read in _READ.items():
-        for part in parts.get(name, _objects([kept.get(name)])):
-            left = [key for key in part if key not in read and part[key] not in _NOTHING]
-            told |= {f"{name}.{_label(key)}": _NOT for key in left}
+        for part in parts.get(name, _objects([request.get(name)])):
+            unread_keys = [key for key in part if key not in read and part[key] not in _NOTHING]
+            unmet |= {f"{name}.{_label(key)}": _NOT for key in unread_keys}
             if name not in parts:
-                kept[name] = {key: part[key] for key in part if key in read}
-    if kept.get("thinking") == {"type": "enabled"}:
+                request[name] = {key: part[key] for key in part if key in read}
+    if request.get("thinking") == {"type": "enabled"}:
         # Without its budget, which would have to be smaller than the reply.
-        kept["thinking"] = {"type": "adaptive"}
-    return told
+        request["thinking"] = {"type": "adaptive"}
+    return unmet
 
 
 def _check_forms(body: dict[str, Any]) -> None:
@@ -428,16 +433,16 @@ def _check_history(body: dict[str, Any]) -> None:
 
 def _results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the results of tools in messages of Anthropic's API."""
-    blocks = itertools.chain.from_iterable(_objects(each.get("content")) for each in messages)
+    blocks = itertools.chain.from_iterable(_objects(message.get("content")) for message in messages)
     return [block for block in blocks if block.get("type") == "tool_result"]
 
 
 def _objects(value: object) -> list[dict[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _label(name: str) -> str:
-    # It becomes a part of a header and the name of a metric.
+    # The name becomes a part of a header and the name of a metric.
     return name if name.isascii() and name.isidentifier() else "others"
 
 
@@ -448,5 +453,5 @@ def _word(value: object) -> str:
 
 def items_of(body: dict[str, Any]) -> list[Any]:
     """Returns the input of the request `body` as a list of items."""
-    given = body.get("input")
-    return list(given) if isinstance(given, list) else [{"role": "user", "content": given}]
+    value = body.get("input")
+    return list(value) if isinstance(value, list) else [{"role": "user", "content": value}]

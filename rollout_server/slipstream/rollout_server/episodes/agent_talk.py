@@ -102,12 +102,12 @@ async def serve_agent(
     recording = play.recording
     api = await play.ask(play.model.agents.api())
     values = read_values(lease.template_values)
-    most = min(opening.max_reply_tokens or math.inf, lease.sampling.max_reply_tokens)
+    reply_limit = min(opening.max_reply_tokens or math.inf, lease.sampling.max_reply_tokens)
     turns = lease.sampling.max_turns or MAX_TURNS
     recorder = Recorder(
         play.model.engine.requests,
         play.key,
-        dataclasses.replace(lease.sampling, max_reply_tokens=int(most), max_turns=turns),
+        dataclasses.replace(lease.sampling, max_reply_tokens=int(reply_limit), max_turns=turns),
         sampled=play.count,
         template_values=values,
     )
@@ -150,16 +150,18 @@ def _earned(recorder: Recorder, end: environment_pb2.AgentResult) -> tuple[float
             is_end = branch in last.values() and reply == len(branch.sampled) - 1
             branch.earn(reply, rewards.get(branch.name, reward) if is_end else 0.0)
     turns = recorder.turns()
-    for each in end.reply_rewards:
-        turn = turns.get(each.reply_id)
+    for reply_reward in end.reply_rewards:
+        turn = turns.get(reply_reward.reply_id)
         if turn is None:
-            raise misused(f"reply_rewards names no reply of the episode: {each.reply_id[:80]!r}")
+            raise misused(
+                f"reply_rewards names no reply of the episode: {reply_reward.reply_id[:80]!r}"
+            )
         try:
-            turn.branch.earn(turn.reply, each.reward, each.token_rewards)
+            turn.branch.earn(turn.reply, reply_reward.reward, reply_reward.token_rewards)
         except ValueError as error:
-            raise misused(f"reply_rewards of {each.reply_id[:80]!r}: {error}") from None
+            raise misused(f"reply_rewards of {reply_reward.reply_id[:80]!r}: {error}") from None
         if turn.branch.name in rewards:
-            rewards[turn.branch.name] += whole_reward(each)
+            rewards[turn.branch.name] += whole_reward(reply_reward)
         else:
-            reward += whole_reward(each)
+            reward += whole_reward(reply_reward)
     return reward, rewards

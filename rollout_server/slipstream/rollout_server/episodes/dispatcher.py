@@ -174,7 +174,7 @@ class Dispatcher:
         # An attempt that ended because of another episode in its worker (BYSTANDER) does not count,
         # up to MAX_EXCUSED_ATTEMPTS of them.
         limit = group.lease.max_attempts
-        most = group.lease.max_attempts + MAX_EXCUSED_ATTEMPTS
+        max_attempts = group.lease.max_attempts + MAX_EXCUSED_ATTEMPTS
         while True:
             ended = await self._run_episode(group, member, attempt)
             if ended is None:
@@ -183,7 +183,7 @@ class Dispatcher:
             attempt += 1
             failure = trajectory.failure
             if failure is not None and failure.kind is FailureKind.BYSTANDER:
-                limit = min(limit + 1, most)
+                limit = min(limit + 1, max_attempts)
             will_retry = (
                 failure is not None
                 and failure.kind is not FailureKind.PROMPT_TOO_LONG
@@ -204,7 +204,7 @@ class Dispatcher:
             if failure is not None and failure.kind is FailureKind.INFRASTRUCTURE:
                 await within(RETRY_S, group.cancelled.wait())
             if group.cancelled.is_set() or self._draining:
-                # Another server makes the next attempt.
+                # The next attempt is another server's.
                 return
 
     async def _run_episode(self, group: _Group, member: int, attempt: int) -> EndedPlay | None:
@@ -425,17 +425,19 @@ def _failure(error: Exception) -> Failure:
 
     An unexpected error counts against the environment: one that fails all episodes ends the run.
     """
-    said = str(error)
+    message = str(error)
     if isinstance(error, EnvironmentFailed):
         kind = FailureKind(error.kind)
-    elif known := [kind for cause, kind in _FAILURES.items() if isinstance(error, cause)]:
-        kind = known[0]
+    elif kinds := [kind for cause, kind in _FAILURES.items() if isinstance(error, cause)]:
+        kind = kinds[0]
     else:
         log.error("an episode ended with an unexpected error", exc_info=error)
         kind = FailureKind.ENVIRONMENT
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(last.filename).name}:{last.lineno} in {last.name}"
-        said = f"unexpected error of the rollout server: {type(error).__name__}: {said} ({place})"
+        message = (
+            f"unexpected error of the rollout server: {type(error).__name__}: {message} ({place})"
+        )
     # Texts of models and templates may have what no message can carry.
-    clean = said.encode(errors="replace").decode()
+    clean = message.encode(errors="replace").decode()
     return Failure(kind, clean[:MAX_MESSAGE_CHARACTERS])

@@ -66,16 +66,16 @@ class EnvironmentTalk:
         if num_tokens >= limit:
             raise PromptTooLong.for_reply(f"{num_tokens} tokens", limit)
         reply_limit = min(opening.max_reply_tokens or math.inf, sampling.max_reply_tokens)
-        given = opening.given_reply
-        recording.is_given = bool(given)
+        given_reply = opening.given_reply
+        recording.is_given = bool(given_reply)
         while True:
             room = recording.room(sampling) - len(context)
             if room < 1:
                 # The environment has judged all replies so far.
                 return Status.TRUNCATED
             await self._add_context(context, history.images)
-            most = int(min(room, reply_limit))
-            verdict, answer, truncated = await self._turn(history, given, most)
+            max_tokens = int(min(room, reply_limit))
+            verdict, answer, truncated = await self._turn(history, given_reply, max_tokens)
             if verdict.done:
                 return Status.TRUNCATED if truncated else Status.COMPLETED
             messages = chat_messages(verdict)
@@ -83,8 +83,8 @@ class EnvironmentTalk:
                 return Status.TRUNCATED
             if renderer.cannot_fit(messages, limit):
                 return Status.TRUNCATED
-            given = verdict.given_reply
-            if bool(given) != recording.is_given:
+            given_reply = verdict.given_reply
+            if bool(given_reply) != recording.is_given:
                 raise calls.misused("an environment gives all replies of an episode, or none")
             history.add(answer, messages)
             before = history.inputs.tools
@@ -120,39 +120,53 @@ class EnvironmentTalk:
         self._recording.add_context(context, new)
 
     async def _turn(
-        self, history: "History", given: str, most: int
+        self, history: "History", given_reply: str, max_tokens: int
     ) -> tuple[environment_pb2.Verdict, ChatMessage, bool]:
-        """Records a reply of at most `most` tokens, `given` or sampled, and its verdict.
+        """Records a reply of at most `max_tokens` tokens, given or sampled, and its verdict.
 
         Returns the verdict, the reply as a message, and whether the reply was cut.
         """
         recording = self._recording
         before = list(recording.conversation)
         stop_text = ""
-        if given:
-            tokens = history.reply(given)
-            said = tokens[:most]
-            truncated = len(tokens) > most
+        if given_reply:
+            tokens = history.reply(given_reply)
+            reply_tokens = tokens[:max_tokens]
+            truncated = len(tokens) > max_tokens
         else:
-            generation = await self._play.generate(most)
-            said = generation.token_ids.tolist()
+            generation = await self._play.generate(max_tokens)
+            reply_tokens = generation.token_ids.tolist()
             truncated = generation.finish_reason is FinishReason.LENGTH
             stop_text = generation.stop_text
-        reply = recording.last_text = self._renderer.decode(said)
+        reply = recording.last_text = self._renderer.decode(reply_tokens)
         # The tokens of a reply have its stop text, too.
         ending = ReplyEnding(by_model=not (truncated or stop_text))
         reader = self._reader
-        parsed = None if reader is None else reader.read(before, said, history.inputs, ending)
+        parsed = (
+            None
+            if reader is None
+            else reader.read(
+                before,
+                reply_tokens,
+                history.inputs,
+                ending,
+            )
+        )
         judged = parsed
         if not self._agents.reads_thoughts:
             # Without a parser of thoughts, which has the last word, the judge goes by their marks.
-            judged = self._renderer.told_apart(before, said, reply, parsed)
-        step = self._session.step(reply, truncated=truncated, parsed=judged, token_ids=said)
+            judged = self._renderer.told_apart(before, reply_tokens, reply, parsed)
+        step = self._session.step(
+            reply,
+            truncated=truncated,
+            parsed=judged,
+            token_ids=reply_tokens,
+        )
         verdict = await self._play.ask(step)
-        if given:
-            # What ends the reply depends on what follows it.
-            said = history.reply(given, chat_messages(verdict))[:most]
-            self._play.give(said)
+        if given_reply:
+            # The tokens that end the reply depend on what follows it.
+            reply_tokens = history.reply(given_reply, chat_messages(verdict))[:max_tokens]
+            self._play.give(reply_tokens)
         recording.reward += calls.whole_reward(verdict)
         calls.check_sum(recording.reward)
         try:
@@ -190,7 +204,7 @@ class History:
 
         Raises EnvironmentFailed for the result of an unknown tool call.
         """
-        self._call_ids |= {call.id for each in (reply, *messages) for call in each.tool_calls}
+        self._call_ids |= {call.id for message in (reply, *messages) for call in message.tool_calls}
         for message in messages:
             if message.tool_call_id and message.tool_call_id not in self._call_ids:
                 raise calls.misused(
@@ -218,19 +232,19 @@ class History:
         `last_token` is the last token of that reply. Returns None if the template writes what
         follows calls of tools otherwise than behind the sampled tokens.
         """
-        said = self._messages[: self._num_read]
+        earlier = self._messages[: self._num_read]
         new = self._messages[self._num_read :]
         append = partial(self._renderer.continuation, inputs=self.inputs)
         if not any(reply.tool_calls for reply in self._replies):
-            return self._with_images(append(said, new, last_token), new)
-        whole = self._whole(self._messages)
-        histories = [said]
+            return self._with_images(append(earlier, new, last_token), new)
+        full_messages = self._whole(self._messages)
+        histories = [earlier]
         if not any(message.role == "tool" for message in new):
             # Some templates demand calls before earlier results, others fail with wrong calls.
-            histories.insert(0, [*whole[: self._num_read - 1], REPLY])
+            histories.insert(0, [*full_messages[: self._num_read - 1], REPLY])
         for history in histories:
             with contextlib.suppress(RenderingFailed):
-                tokens = append(history, new, last_token, whole=whole)
+                tokens = append(history, new, last_token, whole=full_messages)
                 return self._with_images(tokens, new)
         return None
 
@@ -241,4 +255,4 @@ class History:
     def _whole(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Returns `messages`, the first of the conversation, with replies in place of `REPLY`."""
         replies = iter(self._replies)
-        return [next(replies) if each is REPLY else each for each in messages]
+        return [next(replies) if message is REPLY else message for message in messages]

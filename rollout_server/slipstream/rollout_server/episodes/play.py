@@ -306,7 +306,7 @@ class Lease:
             read_values(message.chat_template_kwargs_json)
         except ValueError as error:
             raise ProtocolError(f"Lease.{error}") from None
-        given = message.sampling if message.HasField("sampling") else defaults.to_pb()
+        sampling = message.sampling if message.HasField("sampling") else defaults.to_pb()
         return cls(
             group_id=GroupId(message.group_id),
             environment=message.environment,
@@ -314,7 +314,7 @@ class Lease:
             seed=message.seed,
             members=tuple(message.members),
             purpose=Purpose(message.purpose),
-            sampling=Sampling.from_pb(given),
+            sampling=Sampling.from_pb(sampling),
             first_attempt=message.first_attempt,
             max_attempts=message.max_attempts,
             timeout_s=message.timeout_s,

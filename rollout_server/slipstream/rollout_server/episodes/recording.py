@@ -90,23 +90,23 @@ class Recording(TokenRecord):
         all.
         """
         empty = np.zeros(0, dtype=np.float32)
-        found = {
+        arrays = {
             name: np.concatenate([empty, *(reply[name] for reply in self.sampled)])
             for name, is_required in SAMPLED_ARRAYS.items()
             if is_required or (self.sampled and all(name in reply for reply in self.sampled))
         }
-        if not found.get("token_rewards", empty)[:-1].any():
-            found.pop("token_rewards", None)
-        return found
+        if not arrays.get("token_rewards", empty)[:-1].any():
+            arrays.pop("token_rewards", None)
+        return arrays
 
     @property
     def short_metrics(self) -> dict[str, float]:
         """The metrics, truncated to the number and the length of names that a trajectory allows."""
-        kept = kept_metrics(self.metrics)
-        if left_out := len(self.metrics) - len(kept):
+        metrics = kept_metrics(self.metrics)
+        if left_out := len(self.metrics) - len(metrics):
             self.counts[DROPPED_METRICS] = left_out
         counts = {short_name(name): float(count) for name, count in self.counts.items()}
-        return kept | dict([*counts.items()][:MAX_METRICS])
+        return metrics | dict([*counts.items()][:MAX_METRICS])
 
     def clip(self, text: str) -> str:
         """Returns `text`, truncated to the bytes that a trajectory with so many tokens may have."""
@@ -125,7 +125,9 @@ class Recording(TokenRecord):
         `shares` has the factor on the advantage by branch name, 1 if missing. `rewards` has the
         reward by branch name; a branch that is missing has the reward of the episode.
         """
-        known = next((part for each in conversations.branches for part in each.expert_ids), None)
+        first_experts = next(
+            (part for branch in conversations.branches for part in branch.expert_ids), None
+        )
         for branch in conversations.branches:
             self._place(branch.images)
             self.token_ids += branch.token_ids
@@ -134,10 +136,15 @@ class Recording(TokenRecord):
             self.spans += branch.spans
             self.kept_tokens += branch.kept_tokens
             self.expert_ids += branch.expert_ids
-            if known is not None:
-                self._fill_experts(known)
+            if first_experts is not None:
+                self._fill_experts(first_experts)
         self.ended_branches = tuple(
-            Branch(len(b.run_lengths), shares.get(b.name, 1.0), b.name, rewards.get(b.name))
+            Branch(
+                len(b.run_lengths),
+                shares.get(b.name, 1.0),
+                b.name,
+                rewards.get(b.name),
+            )
             for b in conversations.branches
         )
 
@@ -148,9 +155,9 @@ class Recording(TokenRecord):
         """
         if is_new and max(len(self.branches), 1) >= sampling.max_branches:
             return 0
-        used = 0 if is_new else len(self.token_ids) - self.start
-        left = sampling.total_tokens - len(self.token_ids)
-        return min(sampling.max_episode_tokens - used, left)
+        conversation_tokens = 0 if is_new else len(self.token_ids) - self.start
+        remaining = sampling.total_tokens - len(self.token_ids)
+        return min(sampling.max_episode_tokens - conversation_tokens, remaining)
 
     def begin_branch(self) -> None:
         """Ends the current conversation; the next context begins a new one."""
@@ -161,17 +168,17 @@ class Recording(TokenRecord):
 
     def sequences(self) -> list[ScoredSequence]:
         """Returns the tokens of each branch, or of the only conversation; call `close` first."""
-        found = []
+        sequences = []
         run = 0
         token = 0
         for branch in self.branches or (Branch(len(self.run_lengths)),):
             lengths = self.run_lengths[run : run + branch.num_runs]
             is_sampled = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
             end = token + len(is_sampled)
-            found.append(ScoredSequence(self.token_ids[token:end], is_sampled))
+            sequences.append(ScoredSequence(self.token_ids[token:end], is_sampled))
             run = run + branch.num_runs
             token = end
-        return found
+        return sequences
 
     def close(self) -> None:
         """Ends the record: a branch whose last context has no reply gets an empty reply."""
@@ -181,9 +188,9 @@ class Recording(TokenRecord):
     @property
     def conversation_images(self) -> list[PlacedImage]:
         """The images of the current conversation; offsets count from the conversation's start."""
-        known = list(self.images)
+        images = list(self.images)
         return [
-            PlacedImage(place.offset - self.start, known[place.image])
+            PlacedImage(place.offset - self.start, images[place.image])
             for place in self.image_places
             if place.offset >= self.start
         ]
@@ -202,11 +209,11 @@ class Recording(TokenRecord):
             index = self.images.setdefault(image.data, len(self.images))
             self.image_places.append(ImagePlace(len(self.token_ids) + image.offset, index))
 
-    def _fill_experts(self, known: npt.NDArray[np.unsignedinteger]) -> None:
-        """Adds placeholders, the greatest value, for tokens without experts, in `known`'s shape.
+    def _fill_experts(self, example: npt.NDArray[np.unsignedinteger]) -> None:
+        """Adds placeholders, the greatest value, for tokens without experts, in `example`'s shape.
 
         Tokens without a forward pass, such as the last of a reply, have none.
         """
         missing = len(self.token_ids) - self.num_routed
-        nothing = np.iinfo(known.dtype).max
-        self.expert_ids.append(np.full((missing, *known.shape[1:]), nothing, known.dtype))
+        nothing = np.iinfo(example.dtype).max
+        self.expert_ids.append(np.full((missing, *example.shape[1:]), nothing, example.dtype))

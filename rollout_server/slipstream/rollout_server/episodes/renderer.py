@@ -134,7 +134,12 @@ class Renderer:
         before = answered().split(PLACEHOLDER)[-2]
         return before if before.startswith(text) else text
 
-    def _asking(self, text: str, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> str:
+    def _asking(
+        self,
+        text: str,
+        messages: tuple[ChatMessage, ...],
+        inputs: TemplateInputs,
+    ) -> str:
         return self.asking(text, lambda: self.text((*messages, REPLY), inputs, is_closed=True))
 
     def prompt(
@@ -171,8 +176,8 @@ class Renderer:
         if not written.endswith(tail):
             raise RenderingFailed("the chat template writes messages otherwise behind calls")
         tail = self._asking(tail, (*history, *messages), inputs)
-        said = self._num_said(history, tail, self.added.get(last_token, ""), inputs)
-        return self.tokens(tail.lstrip())[said:] if said else self.tokens(tail)
+        num_said = self._num_said(history, tail, self.added.get(last_token, ""), inputs)
+        return self.tokens(tail.lstrip())[num_said:] if num_said else self.tokens(tail)
 
     def tokens(self, text: str) -> list[int]:
         """Returns the tokens of a rendered text, which has its special tokens already.
@@ -216,9 +221,9 @@ class Renderer:
         template does not write the reply after its generation prompt, or writes words behind it.
         """
         prompt = self.text(tuple(messages), inputs)
-        whole = self.text((*messages, ChatMessage("assistant", text)), inputs, is_closed=True)
+        rendered = self.text((*messages, ChatMessage("assistant", text)), inputs, is_closed=True)
         closing = self._tail((*messages, REPLY), inputs, is_closed=True)
-        if not (whole.startswith(prompt) and whole.endswith(closing)):
+        if not (rendered.startswith(prompt) and rendered.endswith(closing)):
             raise RenderingFailed(
                 "the chat template writes this reply otherwise than behind its generation prompt, "
                 f"which ends with {prompt[-_SHOWN:]!r}: begin the reply as that ends, or name a "
@@ -230,11 +235,11 @@ class Renderer:
                 f"the chat template writes {words[:_SHOWN]!r} between a reply and its end: name a "
                 "template in rollout_server.chat_template that writes nothing there"
             )
-        said = whole[len(prompt) : len(whole) - len(closing)]
-        if held := next((end for end in self._leading(closing)[:1] if end in said), ""):
+        reply_text = rendered[len(prompt) : len(rendered) - len(closing)]
+        if end_mark := next((end for end in self._leading(closing)[:1] if end in reply_text), ""):
             raise RenderingFailed(
-                f"the reply {text[:_SHOWN]!r} holds {held}, which the chat template writes at its "
-                "end: leave it out"
+                f"the reply {text[:_SHOWN]!r} holds {end_mark}, which the chat template writes at "
+                "its end: leave it out"
             )
 
         def followed() -> str:
@@ -245,15 +250,15 @@ class Renderer:
         if end_marks:
             tail = closing if self._leading(closing) else followed()
             space = tail[: len(tail) - len(tail.lstrip())]
-            return list(self._tokenise(said + space + "".join(end_marks)))
-        tokens = list(self._tokenise(said))
+            return list(self._tokenise(reply_text + space + "".join(end_marks)))
+        tokens = list(self._tokenise(reply_text))
         last = self._tokenizer.eos_token_id
         if following and following[0].role == "tool":
             if tokens[-1] in self.added:
                 return tokens
             raise RenderingFailed(
                 "the chat template writes no special token between a reply and the result of a "
-                f"tool: end the reply {said[:_SHOWN]!r} with one"
+                f"tool: end the reply {reply_text[:_SHOWN]!r} with one"
             )
         return tokens if last is None else [*tokens, last]
 
@@ -319,8 +324,8 @@ class Renderer:
 
         Raises RenderingFailed if the template fails with tools.
         """
-        asked = (_ASKED,)
-        return self.text(asked, TemplateInputs(TOOLS)) != self.text(asked, NO_INPUTS)
+        messages = (_ASKED,)
+        return self.text(messages, TemplateInputs(TOOLS)) != self.text(messages, NO_INPUTS)
 
     def cannot_fit(self, messages: Sequence[ChatMessage], num_tokens: int) -> bool:
         """Returns whether `messages` have more characters than `num_tokens` tokens can stand for.
@@ -341,19 +346,23 @@ class Renderer:
         return self._decode(token_ids, skip_special_tokens=True)
 
     def told_apart(
-        self, before: Sequence[int], reply: Sequence[int], text: str, parsed: ParsedReply | None
+        self,
+        before: Sequence[int],
+        reply: Sequence[int],
+        text: str,
+        parsed: ParsedReply | None,
     ) -> ParsedReply | None:
         """Returns `parsed` with the thoughts told apart, or None if no parser read and no mark is.
 
         `reply` follows the tokens `before`, in which the template may have begun thoughts; `text`
         is that of `decode`.
         """
-        said = text if parsed is None else parsed.content
+        reply_text = text if parsed is None else parsed.content
         if parsed is None and self._hides_thoughts:
-            said = self.decode_all(reply)
+            reply_text = self.decode_all(reply)
         is_open = begins_thoughts(self.decode_all(before[-LAST_TOKENS:]))
-        thoughts, answer = split_thoughts(said, is_open=is_open)
-        if answer == said:
+        thoughts, answer = split_thoughts(reply_text, is_open=is_open)
+        if answer == reply_text:
             return parsed
         for token in self._tokenizer.all_special_tokens:
             thoughts = thoughts.replace(token, "")
@@ -376,8 +385,10 @@ class Renderer:
 
         Raises RenderingFailed if the template fails or leaves out the placeholder.
         """
-        _, found, tail = self.text(messages, inputs, is_closed=is_closed).rpartition(PLACEHOLDER)
-        if not found:
+        _, placeholder, tail = self.text(messages, inputs, is_closed=is_closed).rpartition(
+            PLACEHOLDER
+        )
+        if not placeholder:
             raise RenderingFailed("the chat template leaves out the assistant's replies")
         return tail
 
@@ -405,8 +416,8 @@ class Renderer:
                 )
         except Exception as error:
             # A template is a program, which may raise anything.
-            said = " ".join(str(error).split())
-            raise RenderingFailed(f"{type(error).__name__}: {said}") from error
+            complaint = " ".join(str(error).split())
+            raise RenderingFailed(f"{type(error).__name__}: {complaint}") from error
 
     def _render(self, messages: tuple[ChatMessage, ...], inputs: TemplateInputs) -> tuple[int, ...]:
         if inputs.values and (cause := self.unread(json.loads(inputs.values))):
@@ -446,8 +457,8 @@ class Renderer:
             for number, message in enumerate(marked):
                 if message.tool_calls:
                     silent = message._replace(tool_calls=())
-                    others = (*marked[:number], silent, *marked[number + 1 :])
-                    is_written = self.text(others, inputs) != text
+                    without_calls = (*marked[:number], silent, *marked[number + 1 :])
+                    is_written = self.text(without_calls, inputs) != text
                 else:
                     mark = f"{_MARK}{number:04}"
                     texts = [message.content, *message.parts]
@@ -461,15 +472,15 @@ class Renderer:
     def _tokenise(self, text: str) -> tuple[int, ...]:
         """Returns the tokens of a text; raises RenderingFailed for one that the model lacks."""
         if self._backend is not None:
-            found = tuple(self._backend.encode(text, add_special_tokens=False).ids)
+            tokens = tuple(self._backend.encode(text, add_special_tokens=False).ids)
         else:
-            found = tuple(self._tokenizer.encode(text, add_special_tokens=False))
-        if (most := max(found, default=0)) >= self._vocabulary > 0:
+            tokens = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        if (highest := max(tokens, default=0)) >= self._vocabulary > 0:
             raise RenderingFailed(
-                f"{self._tokenizer.convert_ids_to_tokens(most)!r} is token {most} of the "
+                f"{self._tokenizer.convert_ids_to_tokens(highest)!r} is token {highest} of the "
                 f"tokenizer, and the model has only {self._vocabulary}"
             )
-        return found
+        return tokens
 
 
 class RenderingFailed(Exception):
@@ -490,7 +501,7 @@ def _marked(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
             tool_calls=tuple(calls),
             tool_call_id=_short(message.tool_call_id, ids),
             reasoning="",
-            # Nobody misses the name of a tool: its result has an id.
+            # The name of a tool is not missed: its result has an id.
             name=f"{mark}name" if message.name and message.role != "tool" else "",
         )
 
@@ -539,12 +550,12 @@ def limited_memory() -> Iterator[None]:
 
     It holds for all threads, so use it only while the process does nothing else.
     """
-    before, most = resource.getrlimit(resource.RLIMIT_AS)
+    before, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     limit = psutil.Process().memory_info().vms + MEMORY_BYTES
     if before != resource.RLIM_INFINITY:
         limit = min(limit, before)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (before, most))
+        resource.setrlimit(resource.RLIMIT_AS, (before, hard_limit))

@@ -223,19 +223,20 @@ class EnvironmentWorker:
         ended = await self._process.wait()
         calls = self._process.calls()
         if not self._stream.attached.is_set():
-            (path, begin), said = self._log, b""
+            path, begin = self._log
+            printed = b""
             with contextlib.suppress(OSError):
-                said = path.read_bytes()
+                printed = path.read_bytes()
                 # The log may have been trimmed meanwhile.
-                said = said[begin if begin <= len(said) else 0 :].strip()
-            last = said.rpartition(b"\n")[2].decode(errors="replace") or "without a word"
+                printed = printed[begin if begin <= len(printed) else 0 :].strip()
+            last = printed.rpartition(b"\n")[2].decode(errors="replace") or "without a word"
             ended = f"{ended} before it attached: {last:.{MAX_MESSAGE_CHARACTERS - 80}}"
         elif calls.current in self.episodes:
             ended = f"{ended} ({calls.place})"
         if self.table.failure is None:
             self._lose(ended, calls.running)
         self._gone.set()
-        # Whoever waits for it to attach is told too.
+        # The tasks that wait for it to attach learn of its end.
         self._stream.attached.set()
 
     def _lose(self, cause: str, in_call: Collection[str]) -> None:
@@ -350,7 +351,7 @@ class Suspects:
             self._suspected |= called
         if len(together) <= MAX_SUSPECTED:
             self._lost.update(together)
-            self._suspected |= {each for each in together if self._lost[each] >= MAX_LOST_WORKERS}
+            self._suspected |= {task for task in together if self._lost[task] >= MAX_LOST_WORKERS}
 
     def passed(self, task: int) -> None:
         """Records that an episode of this task was judged or failed, and the worker survived."""

@@ -50,8 +50,10 @@ class AdapterRequests:
             assert self._are_apart, "the start's weights are overwritten"
             return None
         if name not in self._requests:
-            known = ", ".join(self._names) or "empty"
-            raise GenerationFailed(f"there is no adapter {name!r}, lora.adapters are {known}")
+            adapter_names = ", ".join(self._names) or "empty"
+            raise GenerationFailed(
+                f"there is no adapter {name!r}, lora.adapters are {adapter_names}"
+            )
         return self._requests[name]
 
     def check(self, layout: weights_pb2.WeightLayout) -> None:
@@ -85,8 +87,8 @@ def lora_arguments(lora: LoraSection, *, on_cpu: bool) -> dict[str, object]:
 def check_adapted(settings: VllmConfig) -> None:
     """Raises ConfigError if vLLM's model supports no adapters; vLLM fails only after loading."""
     model = settings.model_config
-    found, name = model.registry.resolve_model_cls(model.architectures, model)
-    if not supports_lora(found):
+    model_class, name = model.registry.resolve_model_cls(model.architectures, model)
+    if not supports_lora(model_class):
         raise ConfigError(f"lora.publish must be merged, vLLM's {name} takes no adapters")
 
 
@@ -108,8 +110,8 @@ class Arriving:
     def keep(self, place: int, buffer: torch.Tensor) -> None:
         """Copies the tensors of bucket `place`; the caller may then overwrite `buffer`."""
         tensors = cut(buffer, self.buckets[place])
-        own = self._tensors[place // self._of_each]
-        own |= {name: tensor.clone() for name, tensor in tensors}
+        adapter_tensors = self._tensors[place // self._of_each]
+        adapter_tensors |= {name: tensor.clone() for name, tensor in tensors}
 
     def put_on(self, model: torch.nn.Module) -> None:
         """Replaces the engine's adapters by the arrived adapters; call it between two steps.
@@ -146,12 +148,12 @@ class Arriving:
                 dtype=manager.lora_config.lora_dtype,
                 weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
             )
-            whole = {
+            complete_layers = {
                 name
                 for name, layer in adapter.loras.items()
                 if layer.lora_a is not None and layer.lora_b is not None
             }
-            if different := sorted(expected ^ whole):
+            if different := sorted(expected ^ complete_layers):
                 raise WeightSyncError(
                     f"the adapters that arrived and {len(different)} layers do not fit, "
                     f"{different[0]} for one: set lora alike for learner and rollout servers"

@@ -79,11 +79,11 @@ class PromptRenderer:
     reused.
     """
 
-    def __init__(self, renderer: BaseRenderer, own: Renderer) -> None:
-        """`own` tokenizes: vLLM truncates with its tokenizer, which changes that one's state."""
+    def __init__(self, renderer: BaseRenderer, episode_renderer: Renderer) -> None:
+        """`episode_renderer` tokenizes: when vLLM truncates, its tokenizer changes its state."""
         self._inner = renderer
-        self._own = own
-        self._image_text = "" if own.images is None else own.image_text
+        self._own = episode_renderer
+        self._image_text = "" if episode_renderer.images is None else episode_renderer.image_text
         # Whether results of tools can follow a reply; None before the first result.
         self._has_place: bool | None = None
 
@@ -101,8 +101,8 @@ class PromptRenderer:
         current = CURRENT.get()
         if current is None:
             with _refusals():
-                for each in conversations:
-                    without_images(each, sees_images=False)
+                for conversation in conversations:
+                    without_images(conversation, sees_images=False)
             rendered: tuple[list[list[Message]], list[TokensInput]]
             rendered = await self._inner.render_chat_async(
                 conversations, chat_params, tok_params, **options
@@ -119,52 +119,59 @@ class PromptRenderer:
     ) -> list[int]:
         values = params.chat_template_kwargs
         settings = json.dumps(values, sort_keys=True, default=str)
-        found = recorder.find(opened, settings, [message_key(each) for each in messages])
+        previous = recorder.find(opened, settings, [message_key(message) for message in messages])
         # A request to continue a message that the client wrote is tokenized as a whole.
         if values.get("continue_final_message") or values.get("add_generation_prompt") is False:
-            found = None
-        length = sum(len(each.get("content") or "") for each in messages)
-        most = recorder.sampling.max_episode_tokens * self._own.longest_token
+            previous = None
+        length = sum(len(message.get("content") or "") for message in messages)
+        max_characters = recorder.sampling.max_episode_tokens * self._own.longest_token
         marked, images = without_images(messages, sees_images=self._own.images is not None)
 
-        async def render(found: Found | None) -> list[int] | None:
+        async def render(previous: Found | None) -> list[int] | None:
             if length <= _INLINE_CHARACTERS:
-                return self._render(marked, params, found, most)
-            return await asyncio.to_thread(self._render, marked, params, found, most)
+                return self._render(marked, params, previous, max_characters)
+            return await asyncio.to_thread(self._render, marked, params, previous, max_characters)
 
-        context = await render(found)
+        context = await render(previous)
         if context is None:
-            found = None
+            previous = None
             context = await render(None)
         assert context is not None
         placed: Sequence[PlacedImage] = ()
         if self._own.images is not None:
-            new = [i for one in images[found.num_messages if found else 0 :] for i in one]
+            num_known = previous.num_messages if previous else 0
+            new = [image for new_images in images[num_known:] for image in new_images]
             context, placed = self._own.images.expanded(context, new)
-        return await recorder.begin(opened, found.turn if found else None, context, placed)
+        return await recorder.begin(opened, previous.turn if previous else None, context, placed)
 
     def _render(
-        self, messages: list[Message], params: ChatParams, found: Found | None, most: int
+        self,
+        messages: list[Message],
+        params: ChatParams,
+        previous: Found | None,
+        max_characters: int,
     ) -> list[int] | None:
-        """Returns the tokens of the messages after `found`, or None if they cannot be appended.
+        """Returns the tokens of the messages after `previous`, or None if they cannot be appended.
 
-        If `found` is None, all messages are tokenized. A text of more than `most` characters is not
-        tokenized: the result is then more placeholder tokens than any limit allows.
+        If `previous` is None, all messages are tokenized. A text of more than `max_characters` is
+        not tokenized: the result is then more placeholder tokens than any limit allows.
         """
         values = params.chat_template_kwargs
         closed = replace(params, chat_template_kwargs={**values, "add_generation_prompt": False})
-        if found is None:
+        if previous is None:
             text = self._text(messages, params)
             if values.get("add_generation_prompt") and not values.get("continue_final_message"):
                 text = self._own.asking(text, lambda: self._text([*messages, _REPLY], closed))
             self._check_written(messages, messages, text, params)
-            return self._tokens(text, most)
-        known = found.num_messages
-        new = messages[known:]
-        if any(each.get("role") == "tool" for each in new) and not self._takes_results(params):
+            return self._tokens(text, max_characters)
+        num_known = previous.num_messages
+        new = messages[num_known:]
+        if any(message.get("role") == "tool" for message in new) and not self._takes_results(
+            params
+        ):
             return None
         try:
-            text = self._text([*messages[: known - 1], _REPLY, *new], params)
+            text = self._text([*messages[: num_known - 1], _REPLY, *new], params)
         except VLLMValidationError:
             # A template may demand what a plain reply lacks, such as calls before their results.
             return None
@@ -172,49 +179,53 @@ class PromptRenderer:
             return None
         _, _, tail = text.partition(PLACEHOLDER)
         self._check_written(messages, new, tail, params)
-        if messages[known - 1].get("tool_calls"):
+        if messages[num_known - 1].get("tool_calls"):
             # Some templates write results by the names of calls; those that cannot write this call
             # write them behind a plain reply.
             with contextlib.suppress(VLLMValidationError):
                 if not self._text(messages, params).endswith(tail):
                     return None
-        said = [*messages[: known - 1], _REPLY, *new, _REPLY]
-        tail = self._own.asking(tail, lambda: self._text(said, closed))
-        last = found.turn.branch.token_ids[found.turn.end - 1]
+        with_reply = [*messages[: num_known - 1], _REPLY, *new, _REPLY]
+        tail = self._own.asking(tail, lambda: self._text(with_reply, closed))
+        last = previous.turn.branch.token_ids[previous.turn.end - 1]
         if last in self._own.added:
             # The reply has ended: what is left out of the template's end is the token itself, with
             # white space before it.
-            tokens = self._tokens(tail.lstrip(), most)
+            tokens = self._tokens(tail.lstrip(), max_characters)
             if tokens[:1] == [last]:
                 return tokens[1:]
-        return self._tokens(tail, most)
+        return self._tokens(tail, max_characters)
 
     def _check_written(
-        self, messages: list[Message], new: list[Message], text: str, params: ChatParams
+        self,
+        messages: list[Message],
+        new: list[Message],
+        text: str,
+        params: ChatParams,
     ) -> None:
         """Raises VLLMValidationError if `text` lacks one of `new` because the template drops it.
 
         A text that the template writes otherwise, such as escaped, is found by a mark in its place.
         """
         for message in new:
-            said = message.get("content")
-            if message.get("role") == "assistant" or not isinstance(said, str):
+            content = message.get("content")
+            if message.get("role") == "assistant" or not isinstance(content, str):
                 continue
-            if said.strip() in text:
+            if content.strip() in text:
                 continue
             marked = [
-                {**each, "content": _RESULT["content"]} if each is message else each
-                for each in messages
+                {**other, "content": _RESULT["content"]} if other is message else other
+                for other in messages
             ]
             try:
                 is_written = _RESULT["content"] in self._text(marked, params)
             except VLLMValidationError:
-                # It wants another text there, and has written this one.
+                # The template wants another text there, and has written this one.
                 continue
             if not is_written:
                 raise VLLMValidationError(
                     f"the chat template leaves out a message of role {message.get('role')!r}, "
-                    f"{said[:_SHOWN]!r}: write it into one that the template shows",
+                    f"{content[:_SHOWN]!r}: write it into one that the template shows",
                     parameter="messages",
                 )
 
@@ -271,13 +282,13 @@ def without_images(
     marked: list[Mapping[str, Any]] = []
     images: list[list[bytes]] = []
     for message in messages:
-        found: list[bytes] = []
+        message_images: list[bytes] = []
         content = message.get("content")
         if content is not None and not isinstance(content, str):
-            parts = [_marked(part, found, sees_images=sees_images) for part in content]
-            message = {**message, "content": parts} if found else message
+            parts = [_marked(part, message_images, sees_images=sees_images) for part in content]
+            message = {**message, "content": parts} if message_images else message
         marked.append(message)
-        images.append(found)
+        images.append(message_images)
     return marked, images
 
 
@@ -321,7 +332,7 @@ class RecordingClient:
         prompt: EngineInput,
         sampling_params: SamplingParams,
         request_id: str,
-        **others: Any,  # noqa: ANN401 - vLLM's own
+        **unused: Any,  # noqa: ANN401 - vLLM's own
     ) -> AsyncGenerator[RequestOutput, None]:
         """Implements vLLM's method; uses only the parameters that a request may choose here."""
         current = CURRENT.get()
@@ -340,13 +351,17 @@ class RecordingClient:
             skip_special_tokens=sampling_params.skip_special_tokens and not self._is_parsed,
             spaces_between_special_tokens=sampling_params.spaces_between_special_tokens,
         )
-        most = sampling_params.max_tokens or recorder.sampling.max_reply_tokens
-        parts = recorder.sample(opened, most, options)
+        reply_limit = sampling_params.max_tokens or recorder.sampling.max_reply_tokens
+        parts = recorder.sample(opened, reply_limit, options)
         return _outputs(parts, request_id, opened, with_stop=options.with_stop)
 
 
 async def _outputs(
-    parts: AsyncGenerator[TextPart, None], request_id: str, opened: ServedCall, *, with_stop: bool
+    parts: AsyncGenerator[TextPart, None],
+    request_id: str,
+    opened: ServedCall,
+    *,
+    with_stop: bool,
 ) -> AsyncGenerator[RequestOutput, None]:
     assert opened.call is not None, "a call begins before it is sampled"
     prompt = opened.call.prompt
@@ -382,14 +397,16 @@ def _ending(reason: FinishReason, stop_reason: int | str | None, *, with_stop: b
     return ReplyEnding(by_model=reason is FinishReason.STOP)
 
 
-def open_answering(llm: EngineClient, own: Renderer, settings: RolloutServerSection) -> Answering:
+def open_answering(
+    llm: EngineClient, episode_renderer: Renderer, settings: RolloutServerSection
+) -> Answering:
     """Returns the API for agents, of vLLM's applications for requests without and with tools.
 
-    `own` is the renderer of episodes. With a tool parser, vLLM would cut tool calls out of replies
-    to requests without tools too, and lose them. Call this in a thread: it takes a second or two
+    With a tool parser, vLLM would cut tool calls out of replies to requests without tools too,
+    and lose them. Call this in a thread: it takes a second or two
     and needs no event loop.
     """
-    renderer = PromptRenderer(llm.renderer, own)
+    renderer = PromptRenderer(llm.renderer, episode_renderer)
     plain = _open_application(llm, settings.model_copy(update={"tool_parser": None}), renderer)
     return Answering(
         plain,
@@ -399,7 +416,7 @@ def open_answering(llm: EngineClient, own: Renderer, settings: RolloutServerSect
             RESPONSES_PATH: {*ResponsesRequest.model_fields},
             MESSAGES_PATH: {*AnthropicMessagesRequest.model_fields},
         },
-        variables=own.variables,
+        variables=episode_renderer.variables,
         has_drafts=llm.vllm_config.speculative_config is not None,
     )
 
@@ -426,7 +443,14 @@ def _open_application(
     logging.getLogger("vllm.entrypoints").setLevel(logging.CRITICAL)
     is_parsed = settings.tool_parser is not None or settings.reasoning_parser is not None
     client: Any = RecordingClient(llm, is_parsed=is_parsed)
-    asyncio.run(init_app_state(client, app.state, arguments, ("generate",)))
+    asyncio.run(
+        init_app_state(
+            client,
+            app.state,
+            arguments,
+            ("generate",),
+        )
+    )
     app.state.online_renderer.renderer = renderer
     responses = app.state.openai_serving_responses
     chat = app.state.openai_serving_chat
@@ -438,8 +462,8 @@ def _open_application(
         _tell_limits(serving)
     stream = chat.chat_completion_stream_generator
 
-    async def streamed(*arguments: Any, **named: Any) -> AsyncGenerator[str, None]:  # noqa: ANN401
-        async for event in stream(*arguments, **named):
+    async def streamed(*arguments: Any, **keywords: Any) -> AsyncGenerator[str, None]:  # noqa: ANN401
+        async for event in stream(*arguments, **keywords):
             for part in _single_parts(event):
                 yield part
 
@@ -474,8 +498,8 @@ def _tell_limits(serving: OpenAIServingChat) -> None:
     """
     answer = serving.chat_completion_full_generator
 
-    async def answered(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - vLLM's own
-        response = await answer(*arguments, **named)
+    async def answered(*arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401 - vLLM's own
+        response = await answer(*arguments, **keywords)
         current = CURRENT.get()
         if current is not None and current[1].is_cut:
             for choice in getattr(response, "choices", ()):
@@ -506,13 +530,13 @@ def _answer_as_openai(serving: OpenAIServingResponses) -> None:
             for event in events:
                 yield numbered(event)
 
-    async def answered(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - vLLM's own
-        response = await answer(*arguments, **named)
+    async def answered(*arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401 - vLLM's own
+        response = await answer(*arguments, **keywords)
         if not isinstance(response, ResponsesResponse):
             return response
         if not _has_text_or_call(response.output):
-            others = [item for item in response.output if item.type != "message"]
-            response.output = [*others, *_empty_message(len(others))[0]]
+            other_items = [item for item in response.output if item.type != "message"]
+            response.output = [*other_items, *_empty_message(len(other_items))[0]]
         assert response.usage is not None, "whatever is answered was counted"
         for details in (response.usage.input_tokens_details, response.usage.output_tokens_details):
             for name in [name for name in vars(details) if name.endswith("_per_turn")]:

@@ -33,7 +33,7 @@ class AgentServices:
         self._settings = settings
         self.takes_tools = settings.tool_parser is not None
         self.reads_thoughts = settings.reasoning_parser is not None
-        # What was asked for, by its name.
+        # The parts that were asked for, by name.
         self._opened: dict[str, asyncio.Future[Any]] = {}
 
     async def reader(self, inputs: TemplateInputs) -> ReplyReader | None:
@@ -53,7 +53,7 @@ class AgentServices:
         return ReplyReader(self._llm, self._settings)
 
     def _open_api(self) -> Answering:
-        # This imports vLLM's server, which takes a second.
+        # To import vLLM's server takes a second.
         from slipstream.rollout_server.vllm.agent_application import open_answering
 
         return open_answering(self._llm, self._renderer, self._settings)
@@ -74,5 +74,5 @@ class AgentServices:
 
         if what not in self._opened:
             self._opened[what] = asyncio.ensure_future(asyncio.to_thread(opened))
-        found: Opened = await asyncio.shield(self._opened[what])
-        return found
+        part: Opened = await asyncio.shield(self._opened[what])
+        return part

@@ -140,7 +140,7 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         self._num_added = 0
         self._next_stats_s = 0.0
         self._gathering = PromptGathering(self.scheduler_config.prefill_schedule_interval - 1)
-        # None if every step is vLLM's.
+        # The planner is None if every step is vLLM's.
         self._planner = SteadyPlanner(self) if decodes_plainly(self) else None
         self._draft_stats: SpecDecodingStats | None = None
         # vLLM would draft tokens of -1 after a prompt of which one token is left to compute, unless
@@ -250,8 +250,10 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         pool = self.kv_cache_manager.block_pool
         every = pool.blocks
         if not pool._reuse_watchers:
-            found = pool.cached_block_hash_to_block._cache.values()
-            groups = (each.values() if isinstance(each, dict) else (each,) for each in found)
+            cached_blocks = pool.cached_block_hash_to_block._cache.values()
+            groups = (
+                entry.values() if isinstance(entry, dict) else (entry,) for entry in cached_blocks
+            )
             pool.blocks = list(chain.from_iterable(groups))
         try:
             return bool(super().reset_prefix_cache(*args, **kwargs))
@@ -281,16 +283,23 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         values = None if logprobs is None else logprobs.logprobs[:, 0]
         starts = None if logprobs is None else logprobs.cu_num_generated_tokens
         batch = None if self._planner is None else self._planner.batch
-        others: dict[str, int] = scheduler_output.num_scheduled_tokens
+        num_scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
         full: list[int] = []
         if batch is not None:
             if starts is None and not model_runner_output.num_nans_in_logits:
-                others, full = batch.take(others, model_runner_output, values)
+                num_scheduled, full = batch.take(num_scheduled, model_runner_output, values)
                 # vLLM gets only the requests that the batch has not handled.
                 scheduler_output = dataclasses.replace(
-                    scheduler_output, num_scheduled_tokens=others
+                    scheduler_output, num_scheduled_tokens=num_scheduled
                 )
-            changed = [*full, *(batch.row_of[each] for each in others if each in batch.row_of)]
+            changed = [
+                *full,
+                *(
+                    batch.row_of[request_id]
+                    for request_id in num_scheduled
+                    if request_id in batch.row_of
+                ),
+            ]
             batch.sync(changed)
         if self._switch is not None:
             self._note_step(self._switch, scheduler_output, model_runner_output)

@@ -39,10 +39,10 @@ class KeptTokensSampler(Sampler):  # type: ignore[misc]
     def sample(
         self,
         *arguments: object,
-        **named: object,
+        **keywords: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Overrides vLLM's method, whose log-probabilities are those after every cut."""
-        tokens, logprobs = super().sample(*arguments, **named)
+        tokens, logprobs = super().sample(*arguments, **keywords)
         self._logprobs = logprobs
         return tokens, logprobs
 
@@ -166,8 +166,8 @@ def expand(
     output.copy_(replaced.repeat_interleave(lengths.long()))
 
 
-def _made(self: CPURouter, *args: object, **named: object) -> None:
-    _make_router(self, *args, **named)
+def _made(self: CPURouter, *args: object, **keywords: object) -> None:
+    _make_router(self, *args, **keywords)
     if self.scoring_func == "sigmoid" and not self.use_grouped_topk:
         self.use_grouped_topk = True
         self.num_expert_group = 1
@@ -179,5 +179,5 @@ def _rotated(
 ) -> tuple[Tensor, Tensor | None]:
     # Other attention has the heads of a token in one dimension.
     rotate = _rotate if query.dim() == 2 else RotaryEmbedding.forward_native
-    found: tuple[Tensor, Tensor | None] = rotate(self, positions, query, key)
-    return found
+    rotated: tuple[Tensor, Tensor | None] = rotate(self, positions, query, key)
+    return rotated

@@ -136,17 +136,17 @@ class VllmEngine:
     ) -> LogprobArray:
         async def score(number: int, token_ids: Sequence[int]) -> LogprobArray:
             adapter = adapters[number] if number < len(adapters) else ""
-            asked = dataclasses.replace(_SCORING, adapter=adapter)
-            scored = await self.requests.generate(f"{PROBE_PREFIX}{number}", token_ids, asked, 1)
+            sampling = dataclasses.replace(_SCORING, adapter=adapter)
+            scored = await self.requests.generate(f"{PROBE_PREFIX}{number}", token_ids, sampling, 1)
             assert scored.prompt_logprobs is not None, "they were asked for"
             return scored.prompt_logprobs
 
-        scores = (score(*each) for each in enumerate(sequences))
+        scores = (score(*numbered) for numbered in enumerate(sequences))
         parts = [_NOTHING]
-        for found in await asyncio.gather(*scores, return_exceptions=True):
-            if isinstance(found, BaseException):
-                raise found
-            parts.append(found)
+        for logprobs in await asyncio.gather(*scores, return_exceptions=True):
+            if isinstance(logprobs, BaseException):
+                raise logprobs
+            parts.append(logprobs)
         return np.concatenate(parts)
 
     async def watch(self) -> None:
@@ -172,8 +172,8 @@ class VllmEngine:
     async def aclose(self) -> None:
         self.llm.shutdown(timeout=_EXIT_LIMIT_S)
         _, alive = psutil.wait_procs(self._processes, timeout=_EXIT_LIMIT_S)
-        for each in alive:
-            each.kill()
+        for survivor in alive:
+            survivor.kill()
         psutil.wait_procs(alive, timeout=_EXIT_LIMIT_S)
         self._files.close()
 
@@ -186,8 +186,8 @@ class VllmEngine:
 
         async def answers() -> list[Any]:
             try:
-                asked = (method, *arguments)
-                return list(await self.llm.collective_rpc("slipstream_call", args=asked))
+                call = (method, *arguments)
+                return list(await self.llm.collective_rpc("slipstream_call", args=call))
             except EngineDeadError as error:
                 raise EngineDied(str(error)) from error
             except Exception as error:

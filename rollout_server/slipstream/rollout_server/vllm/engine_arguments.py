@@ -72,8 +72,8 @@ def engine_config(config: Config, seed: int, folder: Path | None = None) -> Vllm
         # With vLLM's context for offline use, a step takes as many prompt tokens as suit the GPU.
         settings = AsyncEngineArgs(**values).create_engine_config(UsageContext.LLM_CLASS)
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"vLLM refuses its settings: {said}") from error
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"vLLM refuses its settings: {message}") from error
     if config.lora.publishes_adapters:
         check_adapted(settings)
     if on_cpu:
@@ -129,7 +129,7 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         "dtype": config.model.dtype,
         "hf_overrides": {"head_dtype": "float32"},
         "seed": seed,
-        # One token more than an episode: a probe of full length samples one token.
+        # Room for one token more than an episode: a probe of full length samples one token.
         "max_model_len": min(sampling.max_episode_tokens + 1, longest),
         "max_num_seqs": settings.max_episodes,
         "tensor_parallel_size": settings.tensor_parallel_size,

@@ -129,17 +129,17 @@ class EnginePause:
         """Waits until the engine may get requests, or until `release(request_id)` is called."""
         if self._lets_in:
             return
-        held = self._held[request_id] = asyncio.get_running_loop().create_future()
+        admission = self._held[request_id] = asyncio.get_running_loop().create_future()
         try:
-            await held
+            await admission
         finally:
             del self._held[request_id]
 
     def release(self, request_id: str) -> None:
         """Ends the wait of a request, if it is held."""
-        held = self._held.get(request_id)
-        if held is not None and not held.done():
-            held.set_result(None)
+        admission = self._held.get(request_id)
+        if admission is not None and not admission.done():
+            admission.set_result(None)
 
     def _let_all_in(self) -> None:
         self._lets_in = True

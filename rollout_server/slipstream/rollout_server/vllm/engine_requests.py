@@ -68,7 +68,7 @@ class EngineRequests(Requests):
         self._pauses = pauses
         self._adapters = adapters
         loggers = llm.logger_manager.stat_loggers
-        (self.counter,) = (each for each in loggers if isinstance(each, TokenCounter))
+        (self.counter,) = (logger for logger in loggers if isinstance(logger, TokenCounter))
         self._vocabulary = llm.model_config.get_vocab_size()
         self._item = lru_cache(_KEPT_IMAGES)(self._new_item)
         self._returned_tokens = 0
@@ -129,29 +129,33 @@ class EngineRequests(Requests):
         images: Sequence[PlacedImage] = (),
     ) -> AsyncGenerator[TextPart, None]:
         with as_ours():
-            asked = parameters(sampling, max_tokens, experts_from=experts_from, options=options)
+            sampling_params = parameters(
+                sampling, max_tokens, experts_from=experts_from, options=options
+            )
         vocabulary = self._recorded_vocabulary
         has_record = vocabulary is not None and sampling.fits_a_record(vocabulary)
         record = ReplyRecord(records_kept_tokens=has_record)
         with_tops = options is not None and options.num_logprobs is not None
         text = None
-        if options is not None and not asked.detokenize:
+        if options is not None and not sampling_params.detokenize:
             text = ReplyText(self._llm.renderer.get_tokenizer(), prompt_token_ids, options)
 
         def read(output: RequestOutput) -> TextPart:
             new = record.take(output)
             tops = new.logprobs if with_tops else None
-            said = new.text if text is None else text.read(new.token_ids, new.finish_reason)
-            return TextPart(new.token_ids, said, tops, new.stop_reason)
+            new_text = new.text if text is None else text.read(new.token_ids, new.finish_reason)
+            return TextPart(new.token_ids, new_text, tops, new.stop_reason)
 
         self._open[request_id] = False
         self._pauses.clock.enter()
         try:
             await self._pauses.let_in(request_id)
-            # It may have been cancelled meanwhile.
+            # The request may have been cancelled meanwhile.
             if is_wanted := not self._open[request_id]:
                 adapter = self._adapters.request(sampling.adapter, by_start=sampling.by_start)
-                collector = await self._add(request_id, prompt_token_ids, asked, adapter, images)
+                collector = await self._add(
+                    request_id, prompt_token_ids, sampling_params, adapter, images
+                )
                 while not (output := await self._next(request_id, collector)).finished:
                     yield read(output)
         finally:
@@ -164,7 +168,7 @@ class EngineRequests(Requests):
         num_tokens = len(record.token_ids)
         if not request_id.startswith(PROBE_PREFIX):
             self._returned_tokens += num_tokens
-        if asked.stop:
+        if sampling_params.stop:
             # The counter has tokens that vLLM dropped after a stop text.
             self.counter.generated_tokens -= output.metrics.num_generation_tokens - num_tokens
         yield dataclasses.replace(last, generation=record.generation(output))
@@ -179,7 +183,7 @@ class EngineRequests(Requests):
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        asked: SamplingParams,
+        sampling_params: SamplingParams,
         adapter: LoRARequest | None,
         images: Sequence[PlacedImage],
     ) -> RequestOutputCollector:
@@ -190,8 +194,8 @@ class EngineRequests(Requests):
         """
         with as_ours():
             tokens = list(prompt_token_ids)
-            if (most := max(tokens, default=0)) >= self._vocabulary:
-                raise RequestRefused(f"token {most}: the model has {self._vocabulary} tokens")
+            if (highest := max(tokens, default=0)) >= self._vocabulary:
+                raise RequestRefused(f"token {highest}: the model has {self._vocabulary} tokens")
             items = [await asyncio.to_thread(self._item, image.data) for image in images]
             version = self._pauses.version
             salt = self._pauses.salt
@@ -209,7 +213,9 @@ class EngineRequests(Requests):
                     {"image": places},
                     cache_salt=salt,
                 )
-            collector = await self._llm.add_request(request_id, prompt, asked, lora_request=adapter)
+            collector = await self._llm.add_request(
+                request_id, prompt, sampling_params, lora_request=adapter
+            )
             if self._open[request_id]:
                 await self._llm.abort(request_id)
             return collector
@@ -230,10 +236,10 @@ class EngineRequests(Requests):
         rows, columns = (side // processor.merge for side in pixels.grid[1:])
         values = torch.from_numpy(pixels.values)
         grid = torch.tensor(pixels.grid)
-        whole = MultiModalFlatField(slices=[slice(0, len(values))])
+        flat_field = MultiModalFlatField(slices=[slice(0, len(values))])
         item = MultiModalKwargsItem(
             {
-                "pixel_values": MultiModalFieldElem(values, whole),
+                "pixel_values": MultiModalFieldElem(values, flat_field),
                 "image_grid_thw": MultiModalFieldElem(
                     grid, MultiModalBatchedField(keep_on_cpu=True)
                 ),

@@ -110,7 +110,7 @@ def load(
         return None
     different = check.failure()
     after = dict(model.named_parameters())
-    moved = [name for name, each in parameters.items() if after.get(name) is not each]
+    moved = [name for name, parameter in parameters.items() if after.get(name) is not parameter]
     if different is not None or moved:
         log_loader(f"{different or moved[0]} is not a copy of a bucket's data")
         return None
@@ -143,8 +143,8 @@ def check_layers(model: torch.nn.Module) -> None:
             # FlashInfer and b12x compute with a float32 copy of the attention sinks, made after
             # each load, unless the parameter itself is float32 (0.32.0).
             variants = module.impl.get_impl_variants()
-            sinks = [vars(each).get("_sinks_source") for each in variants]
-            if any(each is not None and each.dtype != torch.float32 for each in sinks):
+            sinks = [vars(variant).get("_sinks_source") for variant in variants]
+            if any(sink is not None and sink.dtype != torch.float32 for sink in sinks):
                 raise NotCopied(
                     f"{name} ({type(module).__name__}) computes with a copy of its sinks"
                 )
@@ -188,16 +188,16 @@ def load_tensors(model: torch.nn.Module, tensors: Iterable[Named]) -> set[str] |
 
     def one_by_one() -> Iterator[Named]:
         for name, tensor in tensors:
-            found = _EXPERTS.fullmatch(name)
-            if found is not None:
-                for expert, own in enumerate(tensor):
-                    yield f"{found[1]}{expert}.{_OF_ONE[found[2]]}", own
+            experts = _EXPERTS.fullmatch(name)
+            if experts is not None:
+                for expert, expert_tensor in enumerate(tensor):
+                    yield f"{experts[1]}{expert}.{_OF_ONE[experts[2]]}", expert_tensor
             elif name.endswith(_SINKS):
                 parameter = name.replace(_SINKS, ".attn.sinks")
                 target = model.get_parameter(parameter)
                 ranks = get_tensor_model_parallel_world_size()
-                own = tensor.chunk(ranks)[get_tensor_model_parallel_rank()]
-                target.weight_loader(target, own)  # type: ignore[attr-defined]
+                rank_sinks = tensor.chunk(ranks)[get_tensor_model_parallel_rank()]
+                target.weight_loader(target, rank_sinks)  # type: ignore[attr-defined]
                 sinks.add(parameter)
             else:
                 yield name, tensor

@@ -146,14 +146,14 @@ class NcclReceiver(BucketReceiver):
             # Digests run on the consumer's stream: on ours the next broadcast would wait for them.
             digests.add(place, buffer.data_ptr(), consumer.cuda_stream)
             yield buffer
-            # Whatever the caller did with the bucket is done before its memory is written again.
+            # The caller's work on the bucket is done before its memory is written again.
             self._stream.wait_stream(consumer)
 
     def digests(self) -> list[bytes]:
         # The stream gets here after the last bucket, or when the communicator is aborted.
-        found = super().digests()
+        digests = super().digests()
         self._group.wait()
-        return found
+        return digests
 
     def take_wire(self) -> Wire:
         return self._group.take_wire()

@@ -57,7 +57,7 @@ class OnePassSampler(Sampler):  # type: ignore[misc]
         ):
             output = super().__call__(logits, batch)
             if (masks := output.sampling_mask_tensors) is not None:
-                # Such a set would take longer to send than its token takes to compute.
+                # A larger set would take longer to send than its token takes to compute.
                 masks.counts.masked_fill_(masks.counts > MAX_KEPT_TOKENS, 0)
             return output
         positions = batch.positions[batch.logits_indices]
@@ -103,7 +103,7 @@ def sample(
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, _BLOCK)
-    found = logits.new_empty(3, rows, parts, dtype=torch.float32)
+    block_results = logits.new_empty(3, rows, parts, dtype=torch.float32)
     places = logits.new_empty(rows, parts, dtype=torch.int32)
     tokens = logits.new_empty(rows, dtype=torch.int64)
     logprobs = logits.new_empty(rows, dtype=torch.float32)
@@ -114,7 +114,7 @@ def sample(
         temperatures,
         seeds,
         positions,
-        *found,
+        *block_results,
         places,
         vocabulary,
         BLOCK=_BLOCK,
@@ -122,7 +122,7 @@ def sample(
     )
     _choose_kernel[(rows,)](
         *at,
-        *found,
+        *block_results,
         places,
         tokens,
         logprobs,
@@ -157,7 +157,7 @@ def _read_kernel(  # type: ignore[no-untyped-def]
     request = tl.load(requests + row)
     temperature = tl.load(temperatures + request, mask=request >= 0, other=0.0)
     seed = tl.load(seeds + request, mask=request >= 0, other=0)
-    most, place = gumbel_noised_argmax(
+    noisy_top, place = gumbel_noised_argmax(
         values,
         tokens,
         inside,
@@ -172,7 +172,7 @@ def _read_kernel(  # type: ignore[no-untyped-def]
     # All tokens of a part may be forbidden.
     shifted = tl.where(values == float("-inf"), float("-inf"), values - top)
     at = row * tl.num_programs(1) + part
-    tl.store(noisy + at, most)
+    tl.store(noisy + at, noisy_top)
     tl.store(highest + at, top)
     tl.store(sums + at, tl.sum(tl.exp(shifted), axis=0))
     tl.store(places + at, part * BLOCK + place)
@@ -192,9 +192,9 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    each = tl.arange(0, PARTS)
-    at = row * parts + each
-    inside = each < parts
+    block_parts = tl.arange(0, PARTS)
+    at = row * parts + block_parts
+    inside = block_parts < parts
     part = tl.argmax(tl.load(noisy + at, mask=inside, other=float("-inf")), axis=0)
     token = tl.load(places + row * parts + part).to(tl.int64)
     tops = tl.load(highest + at, mask=inside, other=float("-inf"))

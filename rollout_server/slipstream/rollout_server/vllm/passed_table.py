@@ -18,13 +18,13 @@ from vllm.tool_parsers import ToolParserManager
 
 def table_problems(table: Mapping[str, JsonValue]) -> Iterator[str]:
     """Yields one line for each name and value in `rollout_server.engine` that vLLM refuses."""
-    known = argument_types()
+    kinds = argument_types()
     for name, value in table.items():
-        if name in known:
-            if problem := _value_problem(f"{SECTION}.{name}", value, known[name]):
+        if name in kinds:
+            if problem := _value_problem(f"{SECTION}.{name}", value, kinds[name]):
                 yield problem
             continue
-        near = near_names(name, known)
+        near = near_names(name, kinds)
         hint = ""
         if near and near[0] in OWNED:
             hint = f"; {near[0]!r} cannot be passed through: {OWNED[near[0]]}"
@@ -35,13 +35,13 @@ def table_problems(table: Mapping[str, JsonValue]) -> Iterator[str]:
 
 def parser_problems(server: RolloutServerSection) -> Iterator[str]:
     """Yields one line for each parser of `rollout_server` that vLLM does not have."""
-    for setting, name, known in (
+    for setting, name, parsers in (
         ("tool_parser", server.tool_parser, ToolParserManager.list_registered()),
         ("reasoning_parser", server.reasoning_parser, ReasoningParserManager.list_registered()),
     ):
-        if name is not None and name not in known:
-            near = near_names(name, known)
-            hint = did_you_mean(near) if near else f"there are {', '.join(sorted(known))}"
+        if name is not None and name not in parsers:
+            near = near_names(name, parsers)
+            hint = did_you_mean(near) if near else f"there are {', '.join(sorted(parsers))}"
             yield f"rollout_server.{setting} must be a parser of vLLM, got {name!r}; {hint}"
 
 
@@ -50,16 +50,16 @@ def argument_types() -> dict[str, Any]:
 
     A type is None if vLLM imports it for type checkers only.
     """
-    found: dict[str, Any] = {}
+    kinds: dict[str, Any] = {}
     for field in dataclasses.fields(AsyncEngineArgs):
         if not field.init or field.name.startswith("_"):
             continue
         written = SimpleNamespace(__annotations__={field.name: field.type})
         try:
-            found.update(get_type_hints(written, vars(arg_utils), include_extras=True))
+            kinds.update(get_type_hints(written, vars(arg_utils), include_extras=True))
         except NameError:
-            found[field.name] = None
-    return found
+            kinds[field.name] = None
+    return kinds
 
 
 def _value_problem(key: str, value: JsonValue, kind: Any) -> str:  # noqa: ANN401 - any type
@@ -72,10 +72,10 @@ def _value_problem(key: str, value: JsonValue, kind: Any) -> str:  # noqa: ANN40
     except PydanticSchemaGenerationError:
         return ""
     except ValidationError as error:
-        found = error.errors(include_url=False)
+        errors = error.errors(include_url=False)
         # vLLM takes its enumerations and most of its words in any spelling, and refuses others.
-        faults = [each for each in found if each["type"] not in ("enum", "literal_error")]
-        if faults and (len(faults) == len(found) or not isinstance(value, str)):
+        faults = [fault for fault in errors if fault["type"] not in ("enum", "literal_error")]
+        if faults and (len(faults) == len(errors) or not isinstance(value, str)):
             place = ".".join(map(str, faults[0]["loc"]))
             where = f"{key} ({place})" if place else key
             return f"{where} = {faults[0]['input']!r} is refused by vLLM: {faults[0]['msg']}"

@@ -70,8 +70,8 @@ class WholeReply(Parser):  # type: ignore[misc]
     # Whether the parser behind this class reads calls through `extract_tool_calls`.
     _extracts = False
 
-    def __init__(self, tokenizer: Any, tools: Sequence[Any] | None = None, **others: Any) -> None:  # noqa: ANN401 - vLLM's own
-        super().__init__(tokenizer, _chat_tools(tools), **others)
+    def __init__(self, tokenizer: Any, tools: Sequence[Any] | None = None, **options: Any) -> None:  # noqa: ANN401 - vLLM's own
+        super().__init__(tokenizer, _chat_tools(tools), **options)
 
     def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
         """Implements vLLM's method."""
@@ -123,11 +123,11 @@ class WholeReply(Parser):  # type: ignore[misc]
         self,
         model_output: str,
         request: Any,  # noqa: ANN401 - vLLM's own
-        **named: Any,  # noqa: ANN401 - vLLM's own
+        **keywords: Any,  # noqa: ANN401 - vLLM's own
     ) -> tuple[str | None, str | None, list[FunctionCall]]:
         """Implements vLLM's method; tells the current call what its client gets."""
-        asked = request.model_copy(update={"tools": _chat_tools(request.tools)})
-        reasoning, content, parsed_calls = super().parse(model_output, asked, **named)
+        chat_request = request.model_copy(update={"tools": _chat_tools(request.tools)})
+        reasoning, content, parsed_calls = super().parse(model_output, chat_request, **keywords)
         calls = [
             call
             if call.id and len(call.id.encode()) <= _MAX_ID_BYTES

@@ -53,7 +53,7 @@ def decodes_plainly(scheduler: Scheduler, followed: str = _FOLLOWED) -> bool:
         type(manager) is FullAttentionManager and manager.block_size == scheduler.hash_block_size
         for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
     )
-    others = (
+    other_features = (
         scheduler.connector,
         scheduler.ec_connector,
         scheduler.aux_output_connector,
@@ -72,7 +72,7 @@ def decodes_plainly(scheduler: Scheduler, followed: str = _FOLLOWED) -> bool:
         and scheduler.num_sampled_tokens_per_step == 1
         and getattr(scheduler, "decode_stagger", 1) == 1
         and scheduler.dcp_world_size == scheduler.pcp_world_size == 1
-        and not any(others)
+        and not any(other_features)
     )
 
 
@@ -188,8 +188,9 @@ class SteadyBatch:
         self._is_plain = np.empty(0, dtype=np.bool_)
         self._any_stop = np.empty(0, dtype=np.int64)
         self._wants_logprobs = False
-        # What is held of each row, at most as many as its chunk still has room for.
-        self._room, self._held = np.empty(0, np.int64), np.empty(0, np.int64)
+        # Tokens that are held of each row, at most as many as its chunk still has room for.
+        self._room = np.empty(0, np.int64)
+        self._held = np.empty(0, np.int64)
         self._tokens = np.empty((0, CHUNK_TOKENS), dtype=np.int64)
         self._logprobs = np.empty((0, CHUNK_TOKENS), dtype=np.float32)
 
@@ -197,22 +198,22 @@ class SteadyBatch:
         """Adds a row for each of `members`, which only decode from now on."""
         if not members:
             return
-        requests = [each for each, _ in members]
+        requests = [request for request, _ in members]
         first = len(self.members)
         number = len(members)
         self.members += members
-        names = [each.request_id for each in requests]
+        names = [request.request_id for request in requests]
         self.row_of.update(zip(names, range(first, first + number), strict=True))
-        prompts = np.array([each.num_prompt_tokens for each in requests])
+        prompts = np.array([request.num_prompt_tokens for request in requests])
         for name, values in (
             ("_ids", np.array(names, dtype=object)),
             ("live", np.arange(first, first + number)),
-            ("computed", [each.num_computed_tokens for each in requests]),
+            ("computed", [request.num_computed_tokens for request in requests]),
             ("_steps", np.zeros(number, np.int64)),
-            ("known", [each.num_tokens for each in requests]),
+            ("known", [request.num_tokens for request in requests]),
             ("_prompts", prompts),
-            ("_ends", prompts + [each.max_tokens for each in requests]),
-            ("_is_plain", [_is_plain(each) for each in requests]),
+            ("_ends", prompts + [request.max_tokens for request in requests]),
+            ("_is_plain", [_is_plain(request) for request in requests]),
             ("_room", [chunk.limit - len(chunk.token_ids) for _, chunk in members]),
             ("_held", np.zeros(number, np.int64)),
             ("_tokens", np.empty((number, CHUNK_TOKENS), np.int64)),
@@ -228,9 +229,11 @@ class SteadyBatch:
         live = self.live
         longest = self._scheduler.max_model_len - 1
         computed = self.computed[live]
-        known = self.known[live]
+        num_known = self.known[live]
         # The last token of these is already being sampled.
-        ended = (computed >= longest) | ((computed >= known) & (known + 1 >= self._ends[live]))
+        ended = (computed >= longest) | (
+            (computed >= num_known) & (num_known + 1 >= self._ends[live])
+        )
         if ended.any():
             self.live = live[~ended]
         return self.live
@@ -268,21 +271,23 @@ class SteadyBatch:
         # A row without tokens has another one's, or the last number, for its first.
         flat = np.fromiter(chain(*sampled, (-1,)), np.int64, lengths.sum() + 1)
         lengths, tokens = lengths[places], flat[(np.cumsum(lengths) - lengths)[places]]
-        most = np.minimum(self._ends, self._scheduler.max_model_len)
+        length_limits = np.minimum(self._ends, self._scheduler.max_model_len)
         is_taken = (rows >= 0) & (lengths == 1) & self._is_plain[rows]
         is_taken &= np.fromiter(num_scheduled.values(), np.int64, number) == 1
-        is_taken &= self.known[rows] + 1 < most[rows]
+        is_taken &= self.known[rows] + 1 < length_limits[rows]
         for place in np.flatnonzero(is_taken & np.isin(tokens, self._any_stop)):
             is_taken[place] = int(tokens[place]) not in (self.members[rows[place]][1].stops or ())
-        mine = rows[is_taken]
-        held = self._held[mine]
-        self._tokens[mine, held] = tokens[is_taken]
+        taken_rows = rows[is_taken]
+        num_held = self._held[taken_rows]
+        self._tokens[taken_rows, num_held] = tokens[is_taken]
         if logprobs is not None:
-            self._logprobs[mine, held] = logprobs[places[is_taken]]
-        self._held[mine] += 1
-        self.known[mine] += 1
-        others = {ids[place]: num_scheduled[ids[place]] for place in np.flatnonzero(~is_taken)}
-        return others, mine[self._held[mine] >= self._room[mine]].tolist()
+            self._logprobs[taken_rows, num_held] = logprobs[places[is_taken]]
+        self._held[taken_rows] += 1
+        self.known[taken_rows] += 1
+        vllm_scheduled = {
+            ids[place]: num_scheduled[ids[place]] for place in np.flatnonzero(~is_taken)
+        }
+        return vllm_scheduled, taken_rows[self._held[taken_rows] >= self._room[taken_rows]].tolist()
 
     def sync(self, rows: Sequence[int]) -> None:
         """Brings the requests and chunks of `rows` up to date, as if each step had changed them."""
@@ -292,19 +297,19 @@ class SteadyBatch:
         arrays = (self.computed, self._steps, self._held, self._tokens, self._logprobs)
         values = zip(rows, *(array[rows].tolist() for array in arrays), strict=True)
         self._held[rows] = 0
-        for row, computed, last_step, held, token_ids, logprobs in values:
+        for row, computed, last_step, num_held, token_ids, logprobs in values:
             request, chunk = self.members[row]
             steps = computed - request.num_computed_tokens
             request.num_computed_tokens = computed
-            request.num_in_flight_tokens += steps - held
-            if held:
-                request.append_output_token_ids(token_ids[:held])
-                chunk.token_ids += token_ids[:held]
+            request.num_in_flight_tokens += steps - num_held
+            if num_held:
+                request.append_output_token_ids(token_ids[:num_held])
+                chunk.token_ids += token_ids[:num_held]
                 if chunk.with_logprobs:
-                    chunk.logprobs += logprobs[:held]
+                    chunk.logprobs += logprobs[:num_held]
             # The blocks that are now complete are cached when vLLM next gives the request one.
             if self.is_ahead:
-                request.num_output_placeholders += steps - held
+                request.num_output_placeholders += steps - num_held
                 if steps and self._scheduler.use_v2_model_runner:
                     request.next_decode_eligible_step = last_step + 1
 
@@ -359,22 +364,22 @@ class SteadyPlanner:
         batch = self.batch = self.batch or SteadyBatch(scheduler)
         prompts: list[Request] = []
         if len(batch.row_of) < len(scheduler.running):
-            found = self._sorted(chunks, batch.row_of)
-            if found is None:
+            sorted_requests = self._sorted(chunks, batch.row_of)
+            if sorted_requests is None:
                 return None
-            members, prompts = found
+            members, prompts = sorted_requests
             batch.join(members)
         rows = batch.next_rows()
-        most = scheduler.scheduler_config.max_num_batched_tokens
-        room = min(scheduler.max_num_scheduled_tokens, most) - len(rows)
+        max_batch_tokens = scheduler.scheduler_config.max_num_batched_tokens
+        room = min(scheduler.max_num_scheduled_tokens, max_batch_tokens) - len(rows)
         if not len(rows) or room < 0 or ((prompts or takes_prompts) and scheduler.lora_config):
             return None
         phases = batch.computed[rows] % block_size
-        begun = phases == 0
-        if begun.sum() * self._num_groups > manager.block_pool.get_num_free_blocks():
+        begins_block = phases == 0
+        if begins_block.sum() * self._num_groups > manager.block_pool.get_num_free_blocks():
             return None
-        # Where no step is planned ahead, vLLM caches a block as soon as its last token is planned.
-        is_due = begun if batch.is_ahead else begun | (phases == block_size - 1)
+        # If no step is planned ahead, vLLM caches a block as soon as its last token is planned.
+        is_due = begins_block if batch.is_ahead else begins_block | (phases == block_size - 1)
         due = rows[is_due].tolist()
         batch.sync(due)
         new_blocks: list[tuple[list[int], ...] | None] = [None] * len(rows)
@@ -417,12 +422,12 @@ class SteadyPlanner:
             plan = schedule()
         finally:
             scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs = before
-            begun = scheduler.running[len(prompts) :]
-            scheduler.running = [*running, *begun]
+            admitted = scheduler.running[len(prompts) :]
+            scheduler.running = [*running, *admitted]
             scheduler.waiting = waiting
-            if any(each.status is not _RUNNING for each in prompts):
+            if any(request.status is not _RUNNING for request in prompts):
                 # Without room for their next tokens they wait again.
-                scheduler.running = [each for each in running if each.status is _RUNNING]
+                scheduler.running = [request for request in running if request.status is _RUNNING]
         return plan
 
     def release(self) -> None:
@@ -432,7 +437,7 @@ class SteadyPlanner:
             self.batch = None
 
     def _sorted(
-        self, chunks: Mapping[str, Chunk], known: Mapping[str, int]
+        self, chunks: Mapping[str, Chunk], row_of: Mapping[str, int]
     ) -> tuple[list[tuple[Request, Chunk]], list[Request]] | None:
         """Returns the running requests without a row that decode, and those within their prompt.
 
@@ -445,7 +450,7 @@ class SteadyPlanner:
         members: list[tuple[Request, Chunk]] = []
         prompts: list[Request] = []
         for request in scheduler.running:
-            if request.request_id in known:
+            if request.request_id in row_of:
                 continue
             computed = request.num_computed_tokens
             ahead = request.num_output_placeholders

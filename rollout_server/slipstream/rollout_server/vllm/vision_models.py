@@ -53,10 +53,12 @@ def with_images_alone(model: type, info: type, processor: type, dummies: type) -
 
     The others are the classes with which vLLM registers the model's processor.
     """
-    made = type(model.__name__, (model,), {})
-    own = type(info.__name__, (ImagesAlone, info), {})
-    register = MULTIMODAL_REGISTRY.register_processor(processor, info=own, dummy_inputs=dummies)
-    return register(made)
+    image_model = type(model.__name__, (model,), {})
+    image_info = type(info.__name__, (ImagesAlone, info), {})
+    register = MULTIMODAL_REGISTRY.register_processor(
+        processor, info=image_info, dummy_inputs=dummies
+    )
+    return register(image_model)
 
 
 class _Qwen35Info(qwen3_vl.Qwen3VLProcessingInfo):  # type: ignore[misc]

@@ -27,7 +27,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 PART_TOKENS = 64
 # Tokens of the prompt that are decoded with the first ones of a reply.
 _CONTEXT = 8
-# What a decoder writes for bytes that are no character, or not yet.
+# The character that a decoder writes for bytes that are no character, or not yet.
 _NO_CHARACTER = "\ufffd"
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
@@ -201,10 +201,10 @@ class ReplyText:
         else:
             text = self._decoded(self._ids[self._told :])
         # The rest of a character may come with the next tokens.
-        whole = text.rstrip(_NO_CHARACTER)
-        new = whole[self._said :]
-        if whole != text:
-            self._said = len(whole)
+        complete = text.rstrip(_NO_CHARACTER)
+        new = complete[self._said :]
+        if complete != text:
+            self._said = len(complete)
             return new
         if text:
             self._start = self._told

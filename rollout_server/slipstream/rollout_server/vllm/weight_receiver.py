@@ -121,7 +121,7 @@ class SlipstreamWeightTransfer:
         parsed = weights_pb2.PublishOrder.FromString(order)
         if parsed.new_communicator:
             self.shutdown()
-        # This comes before joining: once all members have joined, each bucket has its deadline.
+        # The layout comes before joining: once all have joined, each bucket has its deadline.
         self._learn(layout)
         if parsed.new_communicator:
             self._join(parsed, first_rank)

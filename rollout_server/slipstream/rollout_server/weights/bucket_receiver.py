@@ -276,7 +276,7 @@ class IpcReceiver(BucketReceiver):
                 else HostBuffers.open(handles, num_bytes)
             )
             stack.callback(self._buffers.close)
-            self._memory = [torch.as_tensor(each, device=device) for each in self._buffers.arrays]
+            self._memory = [torch.as_tensor(array, device=device) for array in self._buffers.arrays]
             self._link.opened()
             # The link and the buffers stay open.
             stack.pop_all()

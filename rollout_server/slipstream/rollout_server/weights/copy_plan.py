@@ -51,7 +51,12 @@ class View:
 
     def within(self, tensor: torch.Tensor, base: int = 0) -> torch.Tensor:
         """Returns this part of `tensor`'s storage as a tensor; offsets count from `base`."""
-        return torch.as_strided(tensor, self.shape, self.strides, base + self.offset)
+        return torch.as_strided(
+            tensor,
+            self.shape,
+            self.strides,
+            base + self.offset,
+        )
 
     def runs(self) -> NDArray[np.int64]:
         """Returns each stretch of adjacent elements as a row (start, end): [stretches, 2].
@@ -121,15 +126,15 @@ def record(
             load_weights(cut(room, bucket))
         plan.append(tuple(recorder.copies))
     names = {_storage(tensor): name for name, tensor in parameters.items()}
-    wanted: dict[str, set[View]] = {name: set() for name in names.values()}
+    expected: dict[str, set[View]] = {name: set() for name in names.values()}
     for tensor in parameters.values():
-        wanted[names[_storage(tensor)]].add(View.of(tensor))
-    written: dict[str, list[View]] = {name: [] for name in wanted}
+        expected[names[_storage(tensor)]].add(View.of(tensor))
+    written: dict[str, list[View]] = {name: [] for name in expected}
     for copy in itertools.chain(*plan):
         written[copy.parameter].append(copy.destination)
     for name, view in recorder.constants:
         written[name].append(view)
-    for name, views in wanted.items():
+    for name, views in expected.items():
         if not written[name]:
             raise NotCopied(f"{name} is not written")
         got, once = _merge(written[name])
@@ -163,11 +168,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
             # A parameter that is written with this value would look like a constant.
             raise NotCopied("the loader reads the value of an element")
-        named = kwargs or {}
+        keywords = kwargs or {}
         written = None
         for place, argument in enumerate(func._schema.arguments):
             info = argument.alias_info
-            value = args[place] if place < len(args) else named.get(argument.name)
+            value = args[place] if place < len(args) else keywords.get(argument.name)
             if info is None or not info.is_write or not isinstance(value, torch.Tensor):
                 continue
             if _storage(value) == self._room:
@@ -178,7 +183,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if written is None:
             if func is torch.ops.aten.copy_.default and _storage(args[1]) == self._room:
                 raise NotCopied("a bucket is copied to a tensor that is no parameter")
-            return func(*args, **named)
+            return func(*args, **keywords)
         name = self._names[_storage(written)]
         if func is torch.ops.aten.copy_.default:
             source = args[1]
@@ -276,7 +281,7 @@ class Replay:
         key = place, buffer.data_ptr()
         if key in self._views:
             return
-        # One kernel copies many tensors only if all of them are plain and alike. Large ones are
+        # A kernel copies many tensors only if all of them are plain and alike. Large ones are
         # copied one by one, by the GPU's own copy: that kernel reaches two thirds of its speed.
         together: defaultdict[torch.dtype, _Together] = defaultdict(lambda: ([], []))
         single: list[_Pair] = []

@@ -107,8 +107,8 @@ class WeightUpdate:
                     await asyncio.sleep(_READY_POLL_S)
                     ready = await self._call("is_ready")
         version = version_from_pb(order.version)
-        kept = None if stage else terms
-        self._announced = _Announced(order.publish_id, version, limit_s, kept, stage)
+        ready_for = None if stage else terms
+        self._announced = _Announced(order.publish_id, version, limit_s, ready_for, stage)
 
     async def receive(
         self, publish_id: str, resume_idle: ResumeIdle | None = None
