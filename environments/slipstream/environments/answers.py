@@ -22,7 +22,7 @@ _SIGNS |= dict.fromkeys("‘’ʼ", "'")
 _SIGNS |= {chr(zero + digit): str(digit) for zero in _ZEROS for digit in range(10)}
 _SIGNS |= {"π": r"\pi ", "×": r"\times ", "∞": r"\infty "}
 _SIGNS |= {"≤": r"\le ", "≥": r"\ge ", "⁄": "/", "∕": "/", "·": r"\cdot ", "⋅": r"\cdot "}
-# What has no width, and marks of the direction of writing.
+# Characters without width, and marks of the direction of writing.
 _SIGNS |= dict.fromkeys("\u200b\u2060\ufeff\u200e\u200f\u202a\u202c\u2066\u2068\u2069", "")
 _WIDE = {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}
 _CHARACTERS = str.maketrans(_FRACTIONS | _WIDE | _SIGNS)
@@ -76,7 +76,7 @@ _REWRITTEN: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], 
     (re.compile(r"\A\s*(?:`{3,}+|~{3,}+)[\w+-]*\n|(?<!~)~{3,}+\s*+\Z|`"), ""),
     (_THOUSANDS, lambda found: re.sub(r"\D", "", found[0])),
 )
-# What surrounds an answer without being part of it.
+# Wrappers that surround an answer without being part of it.
 _WRAPPERS = re.compile(
     r"""\\(?:boxed|fbox|text\w*|math(?:rm|bf|it|sf|tt)|mbox|underline|operatorname)\s*\{(.*)\}
     | <answer>(.*)</answer> | <\|begin_of_box\|>(.*)<\|end_of_box\|> | 【(.*)】
@@ -166,7 +166,7 @@ def _is_balanced(text: str) -> bool:
 
 def numbers(text: str) -> list[str]:
     """Returns the numbers in `text` in their order, as Python writes them."""
-    return [found.replace(",", "") for found in _NUMBER.findall(plain(text))]
+    return [number.replace(",", "") for number in _NUMBER.findall(plain(text))]
 
 
 def number_of(text: str) -> int | float | None:
@@ -182,8 +182,8 @@ def contains(text: str, answer: str) -> bool:
     In "6 or 7" neither does, nor does a in "not a", and no number is a part of a fraction or power.
     """
     looked_for, within = (
-        _FRACTION.sub(lambda f: f"{f[1]}/{f[2]}" if f[2] else "/", said).casefold()
-        for said in (bare(answer), " ".join(plain(text).split()))
+        _FRACTION.sub(lambda f: f"{f[1]}/{f[2]}" if f[2] else "/", part).casefold()
+        for part in (bare(answer), " ".join(plain(text).split()))
     )
     if not looked_for:
         return False

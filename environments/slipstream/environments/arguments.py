@@ -27,10 +27,10 @@ def check_filled(argument: str, texts: Iterable[str], rows: Sequence[Mapping[str
 
     Other braces stay in a text as they are. So it does for a field that is no value of JSON.
     """
-    known = {name for row in rows for name in row}
+    columns = {name for row in rows for name in row}
     for name in dict.fromkeys(FIELD.findall("\n".join(texts))):
         lacking = [number for number, row in enumerate(rows, start=1) if name not in row]
-        if name in known and lacking:
+        if name in columns and lacking:
             raise ConfigError(f"{argument} names {{{name}}}, which row {lacking[0]} does not have")
         for number, row in enumerate(rows, start=1):
             try:
@@ -38,17 +38,17 @@ def check_filled(argument: str, texts: Iterable[str], rows: Sequence[Mapping[str
             except (TypeError, ValueError) as error:
                 what = f"{argument} names {{{name}}}, which row {number} has as {show(row[name])}"
                 raise ConfigError(f"{what}: write its text") from error
-        if name not in known and (near := near_names(name, known, cutoff=0.7)):
+        if name not in columns and (near := near_names(name, columns, cutoff=0.7)):
             raise ConfigError(f"{argument} names {{{name}}}; {did_you_mean(near)}")
 
 
 def filled(text: str, fields: Mapping[str, object]) -> str:
     """Replaces each {NAME} that names a field by the field's value, as JSON unless it is a text."""
 
-    def value(found: re.Match[str]) -> str:
-        if found[1] not in fields:
-            return found[0]
-        field = plain(fields[found[1]])
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in fields:
+            return match[0]
+        field = plain(fields[match[1]])
         if isinstance(field, float | Decimal) and math.isfinite(field) and field == int(field):
             # Files write whole numbers so in a column of floats.
             field = int(field)

@@ -108,7 +108,7 @@ class Command(AgentEnvironment[Row]):
         if isinstance(tasks, str | Path):
             self._tasks = [row for _, row in named_rows(Path(tasks))]
         else:
-            self._tasks = [{"task": each} if isinstance(each, str) else each for each in tasks]
+            self._tasks = [{"task": task} if isinstance(task, str) else task for task in tasks]
         for number, task in enumerate(self._tasks, start=1):
             if not isinstance(task, Mapping):
                 raise ConfigError(f"task {number} must be a text or an object, got {task!r}")
@@ -122,8 +122,10 @@ class Command(AgentEnvironment[Row]):
         }
         output_bytes = round(max_output_mib * (1 << 20))
         self._limits = Limits(seconds=limit_s, output_bytes=output_bytes, **bounds)
-        own = bounds if sandbox else dict.fromkeys(bounds, 0)
-        self._score_limits = Limits(seconds=score_limit_s, output_bytes=MAX_SCORE_BYTES, **own)
+        score_bounds = bounds if sandbox else dict.fromkeys(bounds, 0)
+        self._score_limits = Limits(
+            seconds=score_limit_s, output_bytes=MAX_SCORE_BYTES, **score_bounds
+        )
         self._confined = None
         if sandbox:
             if not (memory_gib > 0 and max_processes > 0):
@@ -162,7 +164,7 @@ class Command(AgentEnvironment[Row]):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(filled(text, fields), encoding="utf-8")
             variables = _with_home(owned.path)
-            own = {name: filled(text, fields) for name, text in self._variables.items()}
+            task_variables = {name: filled(text, fields) for name, text in self._variables.items()}
             port = urlsplit(endpoint.anthropic_url).port or 0
             ended = await run_program(
                 self._confine(
@@ -172,7 +174,7 @@ class Command(AgentEnvironment[Row]):
                     port=port,
                 ),
                 folder=folder,
-                variables=variables | endpoint.variables() | own,
+                variables=variables | endpoint.variables() | task_variables,
                 limits=self._limits,
             )
             if ended.cause:
@@ -180,9 +182,9 @@ class Command(AgentEnvironment[Row]):
                 what = f"{self._command[0]}: {ended.cause}{hint}; the end of its output:"
                 print(what, file=sys.stderr)
                 print(ended.output, file=sys.stderr)
-            said = await self._score(task, folder, ended)
+            score = await self._score(task, folder, ended)
         metrics = {"ended_by_limit": float(bool(ended.limit)), "exit_0": float(ended.status == 0)}
-        return AgentOutcome(said.pop("reward"), metrics | said)
+        return AgentOutcome(score.pop("reward"), metrics | score)
 
     def _confine(
         self,
@@ -207,16 +209,16 @@ class Command(AgentEnvironment[Row]):
     async def _score(self, task: Row, folder: Path, ended: ProgramEnd) -> dict[str, float]:
         """Returns the metrics, with the reward as "reward". Raises ValueError without a reward."""
         if self._score_command:
-            with contextlib.closing(OwnedFolder("agent")) as own:
+            with contextlib.closing(OwnedFolder("agent")) as score_folder:
                 judged = await run_program(
                     self._confine(
                         [filled(part, task) for part in self._score_command],
-                        own.path,
+                        score_folder.path,
                         cwd=folder,
                         readable=[folder.parent],
                     ),
                     folder=folder,
-                    variables=_with_home(own.path) | ISOLATED,
+                    variables=_with_home(score_folder.path) | ISOLATED,
                     limits=self._score_limits,
                     with_errors=False,
                 )
@@ -238,8 +240,8 @@ class Command(AgentEnvironment[Row]):
         templates = (*self._command, *self._files.values(), *self._variables.values())
         check_filled("command, files or variables", templates, self._tasks)
         check_filled("score_command", self._score_command, self._tasks)
-        named = {name for text in templates for name in FIELD.findall(text)}
-        if not any(named & task.keys() for task in self._tasks):
+        used_fields = {name for text in templates for name in FIELD.findall(text)}
+        if not any(used_fields & task.keys() for task in self._tasks):
             fields = ", ".join(list(self._tasks[0])[:20])
             raise ConfigError(
                 f"nothing of a task reaches the program: name one of its fields ({fields}) as "
@@ -249,10 +251,10 @@ class Command(AgentEnvironment[Row]):
 
 def _with_home(folder: Path) -> dict[str, str]:
     """Makes two folders in `folder`; returns variables of a program, which name them."""
-    own = {"HOME": folder / "home", "TMPDIR": folder / "tmp"}
-    for path in own.values():
+    folders = {"HOME": folder / "home", "TMPDIR": folder / "tmp"}
+    for path in folders.values():
         path.mkdir()
-    return open_variables(os.environ) | {name: str(path) for name, path in own.items()}
+    return open_variables(os.environ) | {name: str(path) for name, path in folders.items()}
 
 
 def _check_program(command: Sequence[str]) -> None:
@@ -291,13 +293,13 @@ def _inside(name: str) -> str:
 
 def _score_of(text: str, where: str) -> dict[str, float]:
     try:
-        said = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        said = None
-    is_number = isinstance(said, int | float) and not isinstance(said, bool)
-    found = {"reward": said} if is_number else said
-    if isinstance(found, dict) and "reward" in found:
-        return found
+        value = None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    metrics = {"reward": value} if is_number else value
+    if isinstance(metrics, dict) and "reward" in metrics:
+        return metrics
     raise ValueError(
         f"{where} must be a number, or a JSON object with `reward` and metrics, "
         f"got {text.strip()[:100]!r}"

@@ -74,18 +74,20 @@ class Demonstrations(Environment[Conversation]):
             if is_recorded and row[RECORDED]:
                 cause = cause or f"{where}: {row[RECORDED]}"
                 continue
-            told = _told(row, prompt or messages, reply, where, is_recorded=is_recorded)
-            if is_recorded and not any(is_trained for _, is_trained in told):
+            marked_messages = _told(row, prompt or messages, reply, where, is_recorded=is_recorded)
+            if is_recorded and not any(is_trained for _, is_trained in marked_messages):
                 cause = cause or f"{where}: each reply has weight 0"
                 continue
-            question_files.check_system(system, [message for message, _ in told], where)
-            turns, following = _turns([*((message, False) for message in first), *told], where)
-            given = row.get("tools")
+            question_files.check_system(system, [message for message, _ in marked_messages], where)
+            turns, following = _turns(
+                [*((message, False) for message in first), *marked_messages], where
+            )
+            tools_cell = row.get("tools")
             tools = row.get("tools") or []
-            if isinstance(given, str) and given:
-                tools = question_files.unpacked(given, f"{where}: column 'tools'")
+            if isinstance(tools_cell, str) and tools_cell:
+                tools = question_files.unpacked(tools_cell, f"{where}: column 'tools'")
             try:
-                if not isinstance(given, str) and holds_null(tools):
+                if not isinstance(tools_cell, str) and holds_null(tools):
                     raise ValueError("tools hold null, as parquet fills them: write JSON text")
                 if tools:
                     tools_json(tools)
@@ -120,43 +122,48 @@ class Demonstrations(Environment[Conversation]):
 
 
 def _told(
-    row: question_files.Row, column: str, reply: str | None, where: str, *, is_recorded: bool
+    row: question_files.Row,
+    column: str,
+    reply: str | None,
+    where: str,
+    *,
+    is_recorded: bool,
 ) -> list[tuple[Message, bool]]:
     """Returns the messages of a row, each with whether it is a reply to train.
 
     A message that was recorded may be any text: a model has written it.
     """
-    found = question_files.cell_in(row, column, where)
-    named = f"{where}: column {column!r}"
+    cell = question_files.cell_in(row, column, where)
+    place = f"{where}: column {column!r}"
     question_files.check_read(
         row, {*question_files.UNREAD, *TRAINED, "loss_mask", "labels"} - {column, reply}, where
     )
     if reply is not None:
         right = Message(REPLY_ROLE, question_files.text_in(row, reply, where))
         return [
-            *((message, False) for message in question_files.messages_in(found, named)),
+            *((message, False) for message in question_files.messages_in(cell, place)),
             (right, True),
         ]
-    if isinstance(found, str) and found.lstrip().startswith("["):
-        found = question_files.unpacked(found, named)
-    if not isinstance(found, list):
-        raise ConfigError(f"{named} must hold a list of messages")
-    told = [_message(one, named, takes_any=is_recorded) for one in found]
-    question_files.check_results([message for message, _ in told], named)
-    return told
+    if isinstance(cell, str) and cell.lstrip().startswith("["):
+        cell = question_files.unpacked(cell, place)
+    if not isinstance(cell, list):
+        raise ConfigError(f"{place} must hold a list of messages")
+    marked = [_message(entry, place, takes_any=is_recorded) for entry in cell]
+    question_files.check_results([message for message, _ in marked], place)
+    return marked
 
 
-def _message(given: question_files.Cell, where: str, *, takes_any: bool) -> tuple[Message, bool]:
-    if not isinstance(given, Mapping):
-        return question_files.message_in(given, where), False
+def _message(cell: question_files.Cell, where: str, *, takes_any: bool) -> tuple[Message, bool]:
+    if not isinstance(cell, Mapping):
+        return question_files.message_in(cell, where), False
     try:
-        is_trained = trains(given)
+        is_trained = trains(cell)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
-    said = {name: value for name, value in given.items() if name not in TRAINED}
-    message = question_files.message_in(said, where, takes_any=takes_any)
+    fields = {name: value for name, value in cell.items() if name not in TRAINED}
+    message = question_files.message_in(fields, where, takes_any=takes_any)
     if message.role != REPLY_ROLE:
-        if any(map(given.get, TRAINED)):
+        if any(map(cell.get, TRAINED)):
             raise ConfigError(f"{where}: only replies are trained, got a message of {message.role}")
         return message, False
     if is_trained and (message.tool_calls or message.reasoning):
@@ -166,7 +173,7 @@ def _message(given: question_files.Cell, where: str, *, takes_any: bool) -> tupl
 
 
 def _turns(
-    told: Sequence[tuple[Message, bool]], where: str
+    marked_messages: Sequence[tuple[Message, bool]], where: str
 ) -> tuple[tuple[Reply, ...], tuple[Message, ...]]:
     """Returns the turns up to the last trained reply, and the message that follows it.
 
@@ -174,7 +181,7 @@ def _turns(
     """
     turns: list[Reply] = []
     read: list[Message] = []
-    for message, is_trained in told:
+    for message, is_trained in marked_messages:
         if not is_trained:
             read.append(message)
             continue

@@ -61,8 +61,10 @@ class Echo(Environment[Pair]):
     def step(self, reply: str) -> StepResult:
         words = answer_of(reply).split()[: self._reply_length]
         right = sum(word in self._letters for word in words) / self._reply_length
-        named = sum(letter in words for letter in self._letters) / len(self._letters)
-        return StepResult(reward=(right + named) / 2, metrics={"right": right, "named": named})
+        named_share = sum(letter in words for letter in self._letters) / len(self._letters)
+        return StepResult(
+            reward=(right + named_share) / 2, metrics={"right": right, "named": named_share}
+        )
 
 
 def split_pairs(num_symbols: int, seed: int) -> tuple[list[Pair], list[Pair]]:
@@ -75,10 +77,10 @@ def split_pairs(num_symbols: int, seed: int) -> tuple[list[Pair], list[Pair]]:
     letters = list(string.ascii_lowercase[:num_symbols])
     generator = random.Random(seed)
     circle = generator.sample(letters, num_symbols)
-    kept = set(zip(circle, circle[1:] + circle[:1], strict=True))
+    circle_pairs = set(zip(circle, circle[1:] + circle[:1], strict=True))
     pairs = [(first, second) for first in letters for second in letters if first != second]
     generator.shuffle(pairs)
     num_heldout = max(1, round(HELDOUT_SHARE * len(pairs)))
-    heldout = [pair for pair in pairs if pair not in kept][:num_heldout]
-    chosen = set(heldout)
-    return [pair for pair in pairs if pair not in chosen], heldout
+    heldout = [pair for pair in pairs if pair not in circle_pairs][:num_heldout]
+    heldout_pairs = set(heldout)
+    return [pair for pair in pairs if pair not in heldout_pairs], heldout

@@ -111,11 +111,13 @@ class Judge(_ScoringServer):
         the temperature 0; None leaves a field out. Raises ConfigError for arguments that cannot
         work.
         """
-        if own := {"model", "messages", "stream"} & request.keys():
-            raise ConfigError(f"request must be without {min(own)!r}, which the judge sets itself")
-        asked = json.loads(json_object("request", request, allow_nan=False))
-        limit = {} if asked.get(LIMITS[0]) else {LIMITS[1]: max_tokens}
-        fields = {"temperature": 0.0, **limit, **asked}
+        if owned_fields := {"model", "messages", "stream"} & request.keys():
+            raise ConfigError(
+                f"request must be without {min(owned_fields)!r}, which the judge sets itself"
+            )
+        request_fields = json.loads(json_object("request", request, allow_nan=False))
+        limit = {} if request_fields.get(LIMITS[0]) else {LIMITS[1]: max_tokens}
+        fields = {"temperature": 0.0, **limit, **request_fields}
         self._request = {name: value for name, value in fields.items() if value is not None}
         if not lowest < highest:
             raise ConfigError(f"lowest must be below highest, got {lowest} and {highest}")
@@ -144,27 +146,27 @@ class Judge(_ScoringServer):
         match answer:
             case {"choices": [{"message": {**message}} as choice, *_]}:
                 # Some servers leave it out where a model has only thought.
-                said = "" if message.get("content") is None else message["content"]
+                content = "" if message.get("content") is None else message["content"]
             case _:
-                said = None
-        if not isinstance(said, str):
+                content = None
+        if not isinstance(content, str):
             raise self._malformed(answer, "OpenAI's chat completions do")
         if choice.get("finish_reason") == "length":
-            said = [f"{most} tokens: raise {n}" for n in LIMITS if (most := self._request.get(n))]
-            raise JudgeError(f"{self._name} was cut off at {(said or ['its own limit'])[0]}")
-        text = answer_of(said)
+            limits = [f"{most} tokens: raise {n}" for n in LIMITS if (most := self._request.get(n))]
+            raise JudgeError(f"{self._name} was cut off at {(limits or ['its own limit'])[0]}")
+        text = answer_of(content)
         score: object = None
         if self._answer == "number":
             lines = [line for line in text.splitlines() if line.strip()]
-            found = numbers(lines[-1]) if lines else []
-            score = float(found[0]) if len(found) == 1 else None
+            last_numbers = numbers(lines[-1]) if lines else []
+            score = float(last_numbers[0]) if len(last_numbers) == 1 else None
         else:
             with contextlib.suppress(ValueError, RecursionError):
                 score = json.loads(text[text.index("{") : text.rindex("}") + 1]).get("score")
         # In Python, True is an int.
         if not isinstance(score, int | float) or isinstance(score, bool):
-            wanted = ANSWERS[self._answer]
-            raise JudgeError(f"{self._name} must reply with {wanted}, got {in_one_line(text)!r}")
+            form = ANSWERS[self._answer]
+            raise JudgeError(f"{self._name} must reply with {form}, got {in_one_line(text)!r}")
         if not self.lowest <= score <= self._highest:
             # `score` may be a whole number that no float holds.
             got = f"{score:g}" if isinstance(score, float) else in_one_line(str(score))
@@ -205,7 +207,7 @@ class Judged(Asked):
         columns = Columns(question, instruction=instruction, duplicates="keep")
         super().__init__(named_rows(Path(path)), columns)
         arguments.check_filled(
-            "rubric", [rubric], [{"reply": "", **each.row} for each in self._questions]
+            "rubric", [rubric], [{"reply": "", **entry.row} for entry in self._questions]
         )
         self._judge = Judge(
             base_url, model, prompt=rubric, api_key=key_in(api_key_file, "api_key_file"), **options
@@ -216,10 +218,10 @@ class Judged(Asked):
 
         An empty reply has the lowest score, without a question to the judge.
         """
-        said = answer_of(reply).strip()
+        answer = answer_of(reply).strip()
         score = self._judge.lowest
-        if said:
-            score = await self._judge.score({**self.question.row, "reply": said})
+        if answer:
+            score = await self._judge.score({**self.question.row, "reply": answer})
         return StepResult(self._judge.share(score), metrics={"score": score})
 
 

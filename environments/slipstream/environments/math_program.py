@@ -24,7 +24,7 @@ from slipstream.environments.math_judge.kinds import judge
 
 # Memory limit of one comparison, enough for sympy.
 MAX_MEMORY_BYTES = 4 << 30
-# What the program writes on its stdin when it is ready.
+# Bytes that the program writes on its stdin when it is ready.
 READY = b"ready"
 # Seconds of processor after which a comparison gives way to others.
 POLITE_AFTER_S = 1.0
@@ -46,7 +46,7 @@ def main() -> None:
     os.dup2(2, 1)
     # math-verify warns of the missing time limit at the first call.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    # What the packages compile and remember at first use is paid for here.
+    # The packages compile and remember at first use, which is paid for here.
     for answer, reply in _FIRST_COMPARISONS:
         judge(answer, reply)
     # Objects of this process stay in pages that all comparisons share.
@@ -94,7 +94,7 @@ def _compare(connection: socket.socket) -> None:
             stream.flush()
         status = 0
     except (MemoryError, RecursionError):
-        # Such a reply has no answer that can be read.
+        # A reply like this has no answer that can be read.
         status = 2
     finally:
         sys.stderr.flush()

@@ -23,7 +23,7 @@ from slipstream.core.hub import DATA_PREFIX, HubFiles
 from slipstream.environments.answers import bare
 from slipstream.environments.arguments import check_holds
 
-# What may be the name of a data set on the hub.
+# A text that may be the name of a data set on the hub.
 _NAME = re.compile(r"[\w.-]+/[\w-]+")
 SUFFIXES = (".parquet", ".jsonl")
 # How Python reads the rows of other files from stdin.
@@ -32,7 +32,7 @@ _ROWS = {
     ".tsv": "csv.DictReader(open(0, newline='', encoding='utf-8-sig'), delimiter='\\t')",
     ".json": "json.load(open(0))",
 }
-# What else may be done, by the ending of a file's name in small letters.
+# Advice by the ending of a file's name in small letters.
 _LINES = "name it .jsonl if each line is an object"
 _OTHER_NAMES = {".json": _LINES, ".jsonl": _LINES, ".ndjson": _LINES, ".gz": "unpack it by gunzip"}
 # The start of messages that were written as text, as JSON, Python or numpy write them.
@@ -81,7 +81,7 @@ def files_of(paths: Iterable[object]) -> list[Path]:
 
     Raises ConfigError if there is no path, or no file for a pattern.
     """
-    found: list[str] = []
+    file_names: list[str] = []
     for path in paths:
         if not isinstance(path, str | Path):
             raise ConfigError(
@@ -94,10 +94,10 @@ def files_of(paths: Iterable[object]) -> list[Path]:
         matching = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
         if not matching:
             raise ConfigError(f"no file matches {path}; the working directory is {Path.cwd()}")
-        found += matching
-    if not found:
+        file_names += matching
+    if not file_names:
         raise ConfigError("path is an empty list; it must have files or rows")
-    return [*map(Path, found)]
+    return [*map(Path, file_names)]
 
 
 def hub_rows(
@@ -115,48 +115,53 @@ def hub_rows(
     if readme.is_file():
         from huggingface_hub import metadata_load
 
-        named = (metadata_load(readme) or {}).get("configs", [])
-        configs = [each for each in named if isinstance(each, dict)]
+        card_configs = (metadata_load(readme) or {}).get("configs", [])
+        configs = [entry for entry in card_configs if isinstance(entry, dict)]
     patterns = _patterns(str(data), configs, config, split)
     folder = data.bring(patterns)
-    found = sorted({path for pattern in patterns for path in folder.glob(pattern)})
-    if not found or any(path.suffix not in SUFFIXES for path in found):
+    data_files = sorted({path for pattern in patterns for path in folder.glob(pattern)})
+    if not data_files or any(path.suffix not in SUFFIXES for path in data_files):
         what = f"config {config!r}, " if config else ""
-        wrong = ", ".join(str(path.relative_to(folder)) for path in found[:MAX_SHOWN])
+        wrong = ", ".join(str(path.relative_to(folder)) for path in data_files[:MAX_SHOWN])
         raise ConfigError(
             f"{data} has no parquet or JSON lines for {what}split {split!r}"
             f"{f', only {wrong}' if wrong else ''}: write it as parquet and give the file as path"
         )
-    yield from numbered(data, itertools.chain.from_iterable(map(read_rows, found)))
+    yield from numbered(data, itertools.chain.from_iterable(map(read_rows, data_files)))
 
 
 def _patterns(
-    data: str, configs: list[dict[str, Any]], config: str | None, split: str
+    data: str,
+    configs: list[dict[str, Any]],
+    config: str | None,
+    split: str,
 ) -> list[str]:
     """Returns glob patterns of the split's files: those named in `configs`, or the usual names.
 
     `data_files` of a config may have any form that the hub allows.
     """
-    names = [str(each.get("config_name", "default")) for each in configs]
+    names = [str(entry.get("config_name", "default")) for entry in configs]
     name = config
     if name is None and len(names) > 1:
-        defaults = [n for n, each in zip(names, configs, strict=True) if each.get("default")]
+        defaults = [n for n, entry in zip(names, configs, strict=True) if entry.get("default")]
         defaults += [n for n in names if n == "default"]
         if not defaults:
             raise ConfigError(f"{data} has the configs {', '.join(names)}: name one of them")
         name = defaults[0]
     if configs and name is not None and name not in names:
         raise ConfigError(f"{data} has no config {name!r}; it has {', '.join(names)}")
-    chosen = configs[names.index(name) if name is not None else 0] if configs else {}
-    if (by_split := chosen.get("data_files")) is not None:
-        if isinstance(by_split, list) and all(isinstance(each, dict) for each in by_split):
-            by_split = {str(each["split"]): each["path"] for each in by_split}
+    chosen_config = configs[names.index(name) if name is not None else 0] if configs else {}
+    if (by_split := chosen_config.get("data_files")) is not None:
+        if isinstance(by_split, list) and all(isinstance(entry, dict) for entry in by_split):
+            by_split = {str(entry["split"]): entry["path"] for entry in by_split}
         by_split = by_split if isinstance(by_split, dict) else {"train": by_split}
         if split not in by_split:
             raise ConfigError(f"{data} has no split {split!r}; it has {', '.join(by_split)}")
         paths = by_split[split]
         return [str(path) for path in ([paths] if isinstance(paths, str) else paths)]
-    places = [str(chosen["data_dir"]).strip("/")] if "data_dir" in chosen else ["data"]
+    places = (
+        [str(chosen_config["data_dir"]).strip("/")] if "data_dir" in chosen_config else ["data"]
+    )
     places = [f"{place}/" for place in ([config, *places] if config else places)]
     stems = [f"{place}{split}" for place in ("", *places)]
     return [f"{stem}{rest}{suffix}" for stem in stems for rest in ("", "-*") for suffix in SUFFIXES]
@@ -201,29 +206,34 @@ class Columns:
 
     def question_in(self, row: Row, where: str) -> Question:
         """Returns the question in a row. Raises ConfigError, which names row and column."""
-        named = f"{where}: column {self.question!r}"
-        asked = cell_in(row, self.question, where)
-        messages = messages_in(asked.strip() if isinstance(asked, str) else asked, named)
+        place = f"{where}: column {self.question!r}"
+        cell = cell_in(row, self.question, where)
+        messages = messages_in(cell.strip() if isinstance(cell, str) else cell, place)
         check_read(row, {*UNREAD, "tools"} - {self.question, self.answer}, where)
-        check_system(self.system, messages, named)
+        check_system(self.system, messages, place)
         if messages[-1].role == "assistant":
-            raise ConfigError(f"{named} ends with a reply: the model is to give it")
+            raise ConfigError(f"{place} ends with a reply: the model is to give it")
         if len(messages) > 1 and self.instruction != "{question}":
-            raise ConfigError(f"{named} holds messages, into which no instruction is put")
+            raise ConfigError(f"{place} holds messages, into which no instruction is put")
         if self.answer is None:
             return Question(messages, "", row)
         value = cell_in(row, self.answer, where)
-        named = f"{where}: column {self.answer!r}"
+        place = f"{where}: column {self.answer!r}"
         if self.takes_any and isinstance(value, list | Mapping):
-            return Question(messages, json.dumps(value, default=str), row, value)
+            return Question(
+                messages,
+                json.dumps(value, default=str),
+                row,
+                value,
+            )
         is_any = self.takes_any and not isinstance(value, str | float)
-        text = str(value) if is_any else text_of(value, named).strip()
+        text = str(value) if is_any else text_of(value, place).strip()
         if self.answer_after and self.answer_after in text:
             text = value = text.rpartition(self.answer_after)[2].strip()
         # Letters and digits alone are an answer; the rest takes a while for a million rows.
         if not (text.isalnum() or bare(text)):
             what = f"nothing behind {self.answer_after!r}" if self.answer_after else "only marks"
-            raise ConfigError(f"{named} has {what}")
+            raise ConfigError(f"{place} has {what}")
         return Question(messages, text, row, value)
 
 
@@ -236,12 +246,12 @@ def read_questions(rows: Iterable[tuple[str, Row]], columns: Columns) -> list[Qu
     questions: list[Question] = []
     for where, row in rows:
         question = columns.question_in(row, where)
-        asked = repr(question.messages)
-        if asked not in first_rows or columns.duplicates == "keep":
-            first_rows[asked] = (where, question)
+        question_key = repr(question.messages)
+        if question_key not in first_rows or columns.duplicates == "keep":
+            first_rows[question_key] = (where, question)
             questions.append(question)
         elif columns.duplicates == "refuse":
-            first_where, first = first_rows[asked]
+            first_where, first = first_rows[question_key]
             same = f"{first_where} and {where} ask the same question"
             if first.answer == question.answer:
                 raise ConfigError(f"{same}; duplicates='drop' keeps the first")
@@ -369,11 +379,11 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 def _once(pairs: list[tuple[str, Cell]]) -> dict[str, Cell]:
     """Returns the fields of an object. Raises ValueError if one stands there twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{max(names, key=names.count)!r} stands twice in one object")
-    return found
+    return fields
 
 
 def _parquet(path: Path) -> Sequence[Row]:
@@ -428,9 +438,9 @@ def _shortest(cell: Cell, kind: Any) -> Cell:  # noqa: ANN401 - a type of pyarro
     if types.is_struct(kind):
         return {field.name: _shortest(cell[field.name], field.type) for field in kind}
     if types.is_map(kind):
-        return [(key, _shortest(each, kind.item_type)) for key, each in cell]
+        return [(key, _shortest(item, kind.item_type)) for key, item in cell]
     if types.is_nested(kind):
-        return [_shortest(each, kind.value_type) for each in cell]
+        return [_shortest(item, kind.value_type) for item in cell]
     if types.is_float32(kind) or types.is_float16(kind):
         return float(str(kind.to_pandas_dtype()(cell)))
     return cell
@@ -480,8 +490,8 @@ def text_of(cell: Cell, where: str) -> str:
     if is_lost or isinstance(cell, bool) or not isinstance(cell, str | int | float | Decimal):
         got = f"got {str(cell)[:60]}: write its text"
         raise ConfigError(f"{where} must hold a text or a number, {got}")
-    if isinstance(cell, str) and (lost := _LOST.search(cell)):
-        got = f"holds {lost[0]!r}: in JSON a backslash of LaTeX is written twice"
+    if isinstance(cell, str) and (escape := _LOST.search(cell)):
+        got = f"holds {escape[0]!r}: in JSON a backslash of LaTeX is written twice"
         raise ConfigError(f"{where} {got}")
     if isinstance(cell, str) and (control := _CONTROL.search(cell)):
         got = f"holds the control character {control[0]!a}: take it out"
@@ -542,18 +552,18 @@ def message_in(cell: Cell, where: str, *, takes_any: bool = False) -> Message:
 def unpacked(text: str, where: str) -> list[Cell]:
     """Returns the list that a text is, in JSON or as Python writes it. Raises ConfigError."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         try:
-            found = ast.literal_eval(text)
+            value = ast.literal_eval(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
             raise ConfigError(
                 f"{where} looks like a list, but cannot be read: "
                 f"{str(error) or type(error).__name__}"
             ) from error
-    if not isinstance(found, list):
-        raise ConfigError(f"{where} looks like a list, and is a {type(found).__name__}")
-    return found
+    if not isinstance(value, list):
+        raise ConfigError(f"{where} looks like a list, and is a {type(value).__name__}")
+    return value
 
 
 def check_system(system: str | None, messages: Sequence[Message], where: str) -> None:

@@ -102,22 +102,24 @@ class Questions(Asked):
         self._math = MathJudge(timeout_s=judge_timeout_s)
         rows: Iterable[tuple[str, Row]]
         is_file = isinstance(path, str | Path)
-        given = tuple[object, ...](path if isinstance(path, Iterable) and not is_file else (path,))
+        entries = tuple[object, ...](
+            path if isinstance(path, Iterable) and not is_file else (path,)
+        )
         if isinstance(path, str) and path.startswith(DATA_PREFIX):
             rows = hub_rows(path.removeprefix(DATA_PREFIX), hub_config, hub_split, hub_revision)
         elif (hub_config, hub_split, hub_revision) != (None, "train", None):
             raise ConfigError(
                 f"hub_config, hub_split and hub_revision are for hf: names, got {path!r}"
             )
-        elif given and all(isinstance(each, Mapping) for each in given):
-            rows = numbered("the given rows", cast(Iterable[Row], given))
+        elif entries and all(isinstance(entry, Mapping) for entry in entries):
+            rows = numbered("the given rows", cast(Iterable[Row], entries))
         elif not is_file and not isinstance(path, list | tuple):
             raise ConfigError(
-                f"rows are a list of dicts, got a {type(path).__name__} of {given[:1]!r:.80}; "
+                f"rows are a list of dicts, got a {type(path).__name__} of {entries[:1]!r:.80}; "
                 'columns become rows by to_dict("records") of a DataFrame'
             )
         else:
-            rows = itertools.chain.from_iterable(map(named_rows, files_of(given)))
+            rows = itertools.chain.from_iterable(map(named_rows, files_of(entries)))
         takes_answer = self._function is None or self._function.takes_answer
         columns = Columns(
             question,
@@ -131,9 +133,9 @@ class Questions(Asked):
         super().__init__(rows, columns)
         if split != "all":
             self._questions = [
-                each
-                for each in self._questions
-                if is_heldout(each.identity, heldout_one_in) == (split == "heldout")
+                candidate
+                for candidate in self._questions
+                if is_heldout(candidate.identity, heldout_one_in) == (split == "heldout")
             ]
         if shuffle_seed is not None:
             random.Random(shuffle_seed).shuffle(self._questions)
@@ -155,27 +157,27 @@ class Questions(Asked):
 
     async def step(self, reply: str) -> StepResult:
         """Judges the reply by the argument `judge`, and returns the reward."""
-        given = answer_of(reply)
+        reply_answer = answer_of(reply)
         answer = self.question.answer
         if self._answer_after:
-            given = given.rpartition(self._answer_after)[2]
+            reply_answer = reply_answer.rpartition(self._answer_after)[2]
         if self._function is not None:
             if self._answer_after:
-                whole = reply if isinstance(reply, Reply) else Reply(reply)
-                reply = Reply(given, content=given, token_ids=whole.token_ids)
-                reply.reasoning = whole.reasoning
-                reply.tool_calls = whole.tool_calls
+                full_reply = reply if isinstance(reply, Reply) else Reply(reply)
+                reply = Reply(reply_answer, content=reply_answer, token_ids=full_reply.token_ids)
+                reply.reasoning = full_reply.reasoning
+                reply.tool_calls = full_reply.tool_calls
             return await self._function.judge(self.question, reply)
         if self._judge == "math_verify":
-            found = await self._math.compare(answer, given, self.question.text)
-            return StepResult(float(found["right"]), metrics=found)
+            comparison = await self._math.compare(answer, reply_answer, self.question.text)
+            return StepResult(float(comparison["right"]), metrics=comparison)
         if self._judge == "exact":
-            right = bare(answer) == bare(given) and not other_money(given, answer)
+            right = bare(answer) == bare(reply_answer) and not other_money(reply_answer, answer)
             if isinstance(value := self.question.value, int | float | Decimal):
                 value = float(value) if isinstance(value, Decimal) else value
-                right = right or number_of(bare(given)) == value
+                right = right or number_of(bare(reply_answer)) == value
         else:
-            right = contains(given, answer)
+            right = contains(reply_answer, answer)
         return StepResult(float(right), metrics={"right": right})
 
 
@@ -206,7 +208,7 @@ class JudgeFunction:
         parameters = inspect.signature(call).parameters
         for name, parameter in parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
-                self._taken += [known for known in ARGUMENTS if known not in self._taken]
+                self._taken += [argument for argument in ARGUMENTS if argument not in self._taken]
             elif parameter.kind is parameter.VAR_POSITIONAL:
                 continue
             elif name in ARGUMENTS and parameter.kind is not parameter.POSITIONAL_ONLY:
@@ -224,28 +226,28 @@ class JudgeFunction:
 
     async def judge(self, question: Question, reply: str) -> StepResult:
         """Returns the function's reward and metrics. Raises EnvironmentFailed without a reward."""
-        known: dict[str, object] = {"reply": reply, "question": question.text}
+        arguments: dict[str, object] = {"reply": reply, "question": question.text}
         # A function that changes its arguments changes them for this reply alone.
         for name, value in (("answer", question.value), ("row", question.row)):
             try:
-                known[name] = copy.deepcopy(value) if name in self._taken else None
+                arguments[name] = copy.deepcopy(value) if name in self._taken else None
             except Exception as error:
                 raise environment_failed(
                     f"judge {self._reference} gets a copy of the {name}, and that of "
                     f"{question.text!r:.60} has none: {describe(error)}; keep what is no data "
                     "outside the rows"
                 ) from error
-        found: object = self._call(**{name: known[name] for name in self._taken})
-        if inspect.isawaitable(found):
-            found = await found
-        if isinstance(found, SupportsFloat):
-            return StepResult(cast(float, found))
-        if not isinstance(found, Mapping) or "reward" not in found:
+        result: object = self._call(**{name: arguments[name] for name in self._taken})
+        if inspect.isawaitable(result):
+            result = await result
+        if isinstance(result, SupportsFloat):
+            return StepResult(cast(float, result))
+        if not isinstance(result, Mapping) or "reward" not in result:
             raise environment_failed(
                 f"judge {self._reference} must return a number, or metrics with 'reward', "
-                f"got {found!r}"
+                f"got {result!r}"
             )
-        metrics = dict(found)
+        metrics = dict(result)
         reward = metrics.pop("reward")
         by_token = metrics.pop("token_rewards", ())
         return StepResult(reward, metrics=metrics, token_rewards=by_token)

@@ -257,7 +257,7 @@ def _of_episode(env: Foreign, endpoint: Endpoint, variable: str) -> Foreign:
         if agent.client is None
     }
     episode_env.config = env.config.model_copy(update=clients)
-    # Each agent run gets a server of its own, since a shared server would keep the clients of all
+    # An agent run gets a server of its own, since a shared server would keep the clients of all
     # past endpoints.
     episode_env._interception = None
     return episode_env

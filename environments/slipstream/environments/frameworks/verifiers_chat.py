@@ -96,11 +96,13 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
                 (choice,) = answer.choices
                 reply = choice.message
                 messages.append(reply.model_dump(exclude_none=True))
-                # What a limit cut is no whole reply: none of its calls is run.
+                # A reply that a limit cut is not whole: none of its calls is run.
                 if choice.finish_reason == "length" or not reply.tool_calls:
                     return ENDED
-                for asked in reply.tool_calls:
-                    content = await call(asked.function.name, asked.function.arguments or "{}")
-                    result = {"role": "tool", "tool_call_id": asked.id, "content": content}
-                    result["name"] = asked.function.name
+                for tool_call in reply.tool_calls:
+                    content = await call(
+                        tool_call.function.name, tool_call.function.arguments or "{}"
+                    )
+                    result = {"role": "tool", "tool_call_id": tool_call.id, "content": content}
+                    result["name"] = tool_call.function.name
                     messages.append(bound_tool_message(result))

@@ -84,7 +84,7 @@ def _day(match: re.Match[str], order: str) -> Day | None:
     if order == "??y":
         first = int(match[1])
         second = int(match[2])
-        # Nobody knows which of two small numbers is the month.
+        # Of two small numbers either may be the month.
         smaller = min(first, second)
         larger = max(first, second)
         if larger <= 12 and smaller != larger:

@@ -19,7 +19,7 @@ from slipstream.environments.math_judge.sizes import TooLarge, check_size, check
 
 # Parts of their size by which two numbers are no longer the same.
 _APART = 1e-3
-# What math-verify would read in part.
+# Texts that math-verify would read in part.
 _UNREAD = re.compile(r"\\equiv\b|\\[pb]mod\b|≡|\\triangle\b|\\angle\b|\\overline\b|\\parallel\b")
 _GOES_ON = re.compile(r"\\[lcd]?dots\b|\\dots[cbmio]\b|…|\.\.\.")
 _BASE = re.compile(r"[0-9A-Fa-f]+_\{?(?:\\text\{\w+\}|\w+)\}?")

@@ -55,7 +55,7 @@ _BOTH = re.compile(
     r"|\\land\b|\\wedge\b"
     r"|∧|&&)\s*"
 )
-# What a question that asks for an interval says; otherwise (2, 5) is a point.
+# Words of a question that asks for an interval; otherwise (2, 5) is a point.
 _ASKS_INTERVAL = re.compile(
     r"interval|inequalit"
     r"|domain|\brange"

@@ -16,7 +16,7 @@ from slipstream.environments.math_judge.statements import final_statement, reada
 from slipstream.environments.math_judge.verdict import RightAnswer
 from slipstream.environments.math_judge.words import Nothing, Reaction, Text, Truth, Word
 
-# What is read of a reply: so many phrases from its end, and of each the end.
+# Bounds of what is read of a reply: so many phrases from its end, and of each the end.
 MAX_PHRASES = 40
 MAX_PHRASE_CHARACTERS = 600
 

@@ -237,7 +237,7 @@ class Several:
                 return True
         if readable:
             return False
-        # One value is no list; other words may stand behind the list.
+        # A single value is no list; other words may stand behind the list.
         return False if re.search(r"\d", phrase) else None
 
     def _same(self, parts: _Parts) -> bool:

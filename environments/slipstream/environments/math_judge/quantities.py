@@ -34,7 +34,7 @@ _VALUE = re.compile(
     r"|billion|dozen)\b)?(?P<rest>-?\s*)"
 )
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "dozen": 12}
-# What leaves a number before a unit a part of one.
+# Texts that leave a number before a unit a part of one.
 _PARTIAL = re.compile(
     r"\d *+(?:[+*]"
     r"|\\(?:cdot|times)\b) *+\d(?!0? *\^)"

@@ -38,7 +38,7 @@ _ABOUT = re.compile(
     r"|boxed|above|shown|written|clear|simple|found|obtained|given by)\b",
     re.IGNORECASE,
 )
-# What takes a statement back, so that the next one counts.
+# Words that take a statement back, so that the next one counts.
 _TAKEN_BACK = re.compile(
     r"\b(?:that|this|it|which|the above|the answer|the result|my (?:answer|result|calculation))"
     r"(?:'s| is| was)(?: (?:all|clearly|actually))? (?:not (?:right|correct)|wrong|incorrect|false"

@@ -24,7 +24,7 @@ class Unit:
 
     def to_power(self, power: int) -> "Unit":
         """Returns the unit of a power: of a metre and 2, the square metre."""
-        dimensions = tuple((name, power * each) for name, each in self.dimensions if power)
+        dimensions = tuple((name, power * exponent) for name, exponent in self.dimensions if power)
         return Unit(self.factor**power, dimensions)
 
 

@@ -285,8 +285,10 @@ def _calls() -> tuple[Call, ...]:
         if line and not line.startswith("#"):
             name, *fields = line.split()
             numbers = dict(zip(MACHINES, fields, strict=False))
-            known = {machine: int(number) for machine, number in numbers.items() if number != "-"}
-            calls.append(Call(name, known, Rule("".join(fields[len(MACHINES) :]))))
+            call_numbers = {
+                machine: int(number) for machine, number in numbers.items() if number != "-"
+            }
+            calls.append(Call(name, call_numbers, Rule("".join(fields[len(MACHINES) :]))))
     return tuple(calls)
 
 

@@ -44,7 +44,7 @@ class ProgramEnd:
             return self.limit
         if self.status > 0:
             return f"exit status {self.status}"
-        names = {known.value: known.name for known in signal.Signals}
+        names = {number.value: number.name for number in signal.Signals}
         return f"it was ended by {names.get(-self.status, f'signal {-self.status}')}"
 
     @property
@@ -94,16 +94,16 @@ async def run_program(
         start_new_session=True,
     )
     assert process.stdout is not None
-    kept = bytearray()
-    left = limits.output_bytes
+    output_tail = bytearray()
+    bytes_left = limits.output_bytes
     limit = ""
     try:
         async with asyncio.timeout(limits.seconds):
             while not limit and (chunk := await process.stdout.read(_CHUNK_BYTES)):
-                left -= len(chunk)
-                kept += chunk
-                del kept[:-KEPT_BYTES]
-                limit = f"it wrote more than {limits.output_bytes} bytes" if left < 0 else ""
+                bytes_left -= len(chunk)
+                output_tail += chunk
+                del output_tail[:-KEPT_BYTES]
+                limit = f"it wrote more than {limits.output_bytes} bytes" if bytes_left < 0 else ""
             if not limit:
                 await process.wait()
     except TimeoutError:
@@ -111,7 +111,7 @@ async def run_program(
     finally:
         await asyncio.shield(_end(process, process.stdout))
     assert process.returncode is not None
-    text = kept.decode(errors="replace")
+    text = output_tail.decode(errors="replace")
     if not limit and process.returncode == -signal.SIGKILL:
         # The keeper wrote the cause into the output.
         limit = ProgramEnd(0, text).last_line or "it was killed"
@@ -124,7 +124,7 @@ def own_program(module: str) -> list[str]:
     Modules are imported from this process's `sys.path`, whatever folder and variables contain.
     """
     begin = f"{_OWN_PATH}from {module} import main; main(sys.argv[1:])"
-    path = json.dumps([os.path.abspath(each) for each in sys.path if each])
+    path = json.dumps([os.path.abspath(entry) for entry in sys.path if entry])
     return [sys.executable, "-I", "-c", begin, path]
 
 

@@ -91,20 +91,20 @@ def launch(plan: Plan, command: Sequence[str]) -> NoReturn:
         resource.setrlimit(name, (value, value + (name == resource.RLIMIT_CPU)))
     start = _in_sandlock if plan.backend == "sandlock" else _in_bubblewrap
     wait = start(plan, command)
-    found = list[int]()
-    waiting = threading.Thread(target=lambda: found.append(wait()), daemon=True)
+    statuses = list[int]()
+    waiting = threading.Thread(target=lambda: statuses.append(wait()), daemon=True)
     until_s = time.monotonic() + plan.limits.seconds
     waiting.start()
     waiting.join(CHECK_PERIOD_S)
     while waiting.is_alive():
         late = "seconds" if time.monotonic() > until_s else ""
         if limit := late or _exceeded(plan.folder, plan.limits):
-            most = getattr(plan.limits, limit)
-            what = f"\nit went beyond {limit} = {most} of the sandbox\n"
+            bound = getattr(plan.limits, limit)
+            what = f"\nit went beyond {limit} = {bound} of the sandbox\n"
             os.write(plan.cause_fd, what.encode())
             os.kill(os.getpid(), signal.SIGKILL)
         waiting.join(CHECK_PERIOD_S)
-    status = found[0] if found else 125
+    status = statuses[0] if statuses else 125
     if status < 0:
         if status == -signal.SIGKILL:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -192,11 +192,11 @@ def _in_bubblewrap(plan: Plan, command: Sequence[str]) -> Callable[[], int]:
 
     def set_own_limits() -> None:
         """Sets limits of memory and open files, which bubblewrap does not set."""
-        for name, most in (
+        for name, bound in (
             (resource.RLIMIT_DATA, plan.limits.memory_bytes),
             (resource.RLIMIT_NOFILE, plan.limits.open_files),
         ):
-            resource.setrlimit(name, (most, most))
+            resource.setrlimit(name, (bound, bound))
 
     if account:
         give_folder(plan.folder, account)
@@ -267,13 +267,15 @@ def own_account(plan: Plan) -> int:
 
 def _readable(plan: Plan) -> list[str]:
     """Returns the paths that the program may read, besides its folder and the devices."""
-    own = (sys.prefix, sys.base_prefix)
-    return [path for path in (*_SYSTEM_PATHS, *own, *plan.readable) if os.path.exists(path)]
+    python_folders = (sys.prefix, sys.base_prefix)
+    return [
+        path for path in (*_SYSTEM_PATHS, *python_folders, *plan.readable) if os.path.exists(path)
+    ]
 
 
 def _exceeded(folder: str, limits: Limits) -> str:
     """Returns the name of the limit that files below `folder` exceed, or "" if they exceed none."""
-    taken = 0
+    num_bytes = 0
     entries = 0
     folders = [folder]
     while folders:
@@ -282,10 +284,10 @@ def _exceeded(folder: str, limits: Limits) -> str:
                 for entry in inside:
                     entries += 1
                     facts = entry.stat(follow_symlinks=False)
-                    taken += facts.st_blocks * 512
+                    num_bytes += facts.st_blocks * 512
                     if stat.S_ISDIR(facts.st_mode):
                         folders.append(entry.path)
-                    if taken > limits.folder_bytes:
+                    if num_bytes > limits.folder_bytes:
                         return "folder_bytes"
                     if entries > limits.folder_files:
                         return "folder_files"

@@ -102,9 +102,11 @@ class Sandbox:
         read. Raises ConfigError if a limit is not above 0, or the backend does not work.
         """
         kinds = {float: kind_of(AboveZero), int: kind_of(Annotated[int, Field(ge=1)])}
-        given = asdict(limits or Limits())
+        stated_limits = asdict(limits or Limits())
         types = {name: kinds[type(value)] for name, value in asdict(Limits()).items()}
-        self.limits = Limits(**{name: of_kind(name, given[name], types[name]) for name in types})
+        self.limits = Limits(
+            **{name: of_kind(name, stated_limits[name], types[name]) for name in types}
+        )
         self._readable = [os.path.abspath(path) for path in readable]
         self.backend: Backend = backend or first_backend()
         if backend is not None and (reason := why_not(backend)):
@@ -152,17 +154,17 @@ class Sandbox:
         owned = OwnedFolder("sandbox")
         folder = str(owned.path)
         try:
-            given = dict(files or {})
+            contents = dict(files or {})
             if isinstance(program, str):
-                given["__main__.py"] = program
+                contents["__main__.py"] = program
                 program = [sys.executable, "-I", "__main__.py"]
-            paths = {name: Path(name) for name in given}
+            paths = {name: Path(name) for name in contents}
             for name, path in paths.items():
                 if path.is_absolute() or ".." in path.parts:
                     raise ValueError(f"files are inside the folder of the sandbox, got {name!r}")
 
             def write() -> None:
-                for name, content in given.items():
+                for name, content in contents.items():
                     path = owned.path / paths[name]
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -172,7 +174,7 @@ class Sandbox:
             try:
                 yield await asyncio.shield(starting)
             finally:
-                # What a cancellation has left behind is started, and then ended.
+                # A program that a cancellation has left behind is started, and then ended.
                 await asyncio.shield(_end(starting))
         finally:
             await asyncio.shield(asyncio.to_thread(owned.close))
@@ -193,8 +195,8 @@ class Sandbox:
         try:
             keeper = await asyncio.to_thread(_STARTER.start, theirs)
         except BaseException:
-            for each in ours:
-                os.close(each)
+            for descriptor in ours:
+                os.close(descriptor)
             raise
         started = StartedProgram(keeper, self.limits)
         await started._open(*ours)
@@ -220,18 +222,18 @@ class _Starter:
                         self._begin()
                     with contextlib.suppress(ConnectionError, TimeoutError):
                         socket.send_fds(self._asks, [b"."], program)
-                        said, keepers, *_ = socket.recv_fds(self._asks, 16, 1)
+                        answer, keepers, *_ = socket.recv_fds(self._asks, 16, 1)
                         if keepers:
                             os.set_inheritable(keepers[0], False)
                             return keepers[0]
-                        if said:
+                        if answer:
                             # A descriptor that finds no place here is lost.
-                            number = int(said) or errno.EMFILE
+                            number = int(answer) or errno.EMFILE
                             raise OSError(number, f"sandbox: {os.strerror(number)}")
                     self.end()
         finally:
-            for each in program:
-                os.close(each)
+            for descriptor in program:
+                os.close(descriptor)
         raise RuntimeError("the process that starts sandboxes has ended twice")
 
     def _begin(self) -> None:
@@ -290,10 +292,10 @@ class StartedProgram:
         )
         self.stdin = asyncio.StreamWriter(transport, protocol, None, loop)
         self._transports.append(transport)
-        self.stdout, errors, cause = [await self._reader(each) for each in outputs]
+        self.stdout, errors, cause = [await self._reader(output) for output in outputs]
         self._errors = bytearray()
-        most = self._limits.output_bytes
-        self._reading = asyncio.create_task(_read(errors, self._errors, most))
+        max_bytes = self._limits.output_bytes
+        self._reading = asyncio.create_task(_read(errors, self._errors, max_bytes))
         # Launcher and keeper write to it why they ended the program; it ends with them.
         self._ended = asyncio.create_task(cause.read())
 
@@ -314,14 +316,14 @@ class StartedProgram:
         """
         output = bytearray()
         ended_by = ""
-        most = self._limits.output_bytes
-        reading = asyncio.create_task(_read(self.stdout, output, most))
-        left = {reading, self._reading}
+        max_bytes = self._limits.output_bytes
+        reading = asyncio.create_task(_read(self.stdout, output, max_bytes))
+        pending = {reading, self._reading}
         try:
             async with asyncio.timeout(self._limits.seconds + _SLACK_S):
-                while left and not ended_by:
-                    done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-                    if any(each.result() for each in done if not each.cancelled()):
+                while pending and not ended_by:
+                    done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                    if any(task.result() for task in done if not task.cancelled()):
                         ended_by = "output_bytes"
                 if not ended_by:
                     await asyncio.wait([self._ended])
@@ -330,14 +332,14 @@ class StartedProgram:
         finally:
             reading.cancel()
             await asyncio.shield(self.end())
-        cause, _, said = self._said.partition("ended ")
+        cause, _, status_text = self._said.partition("ended ")
         if cause.strip() and not ended_by:
-            named = [field.name for field in fields(Limits) if field.name in cause.split()]
-            ended_by = named[0] if named else "memory_bytes"
+            limit_names = [field.name for field in fields(Limits) if field.name in cause.split()]
+            ended_by = limit_names[0] if limit_names else "memory_bytes"
         # A keeper that was killed says nothing.
-        if not (said or ended_by):
+        if not (status_text or ended_by):
             raise RuntimeError("a program's sandbox failed or was ended from outside")
-        status = os.waitstatus_to_exitcode(int(said or signal.SIGKILL))
+        status = os.waitstatus_to_exitcode(int(status_text or signal.SIGKILL))
         ended_by = ended_by or _SIGNALS_OF_LIMITS.get(status, "")
         return Finished(status, bytes(output), bytes(self._errors), ended_by)
 
@@ -357,16 +359,16 @@ class StartedProgram:
                     break
         finally:
             os.close(keeper)
-            for each in self._transports:
-                each.close()
+            for transport in self._transports:
+                transport.close()
 
 
-async def _read(stream: asyncio.StreamReader, kept: bytearray, most: int) -> bool:
-    """Reads a pipe of a program into `kept`; returns False at its end, True beyond `most` bytes."""
+async def _read(stream: asyncio.StreamReader, received: bytearray, max_bytes: int) -> bool:
+    """Reads a pipe of a program into `received`; True says that it had more than `max_bytes`."""
     while chunk := await stream.read(_CHUNK_BYTES):
-        kept += chunk
-        if len(kept) > most:
-            del kept[most:]
+        received += chunk
+        if len(received) > max_bytes:
+            del received[max_bytes:]
             return True
     return False
 
@@ -379,8 +381,8 @@ def first_backend() -> Backend:
     reasons = {backend: why_not(backend) for backend in BACKENDS}
     working = [backend for backend in BACKENDS if not reasons[backend]]
     if not working:
-        said = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
-        raise ConfigError(f"there is no sandbox on this machine; {said}")
+        problems = "; ".join(f"{backend}: {reason}" for backend, reason in reasons.items())
+        raise ConfigError(f"there is no sandbox on this machine; {problems}")
     return next(filter(bounds_threads, working), working[0])
 
 

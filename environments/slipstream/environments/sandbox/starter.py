@@ -53,8 +53,8 @@ def main(arguments: Sequence[str]) -> None:
     asks = socket.socket(fileno=int(arguments[0]))
     starter = os.getpid()
     while True:
-        asked, descriptors, *_ = socket.recv_fds(asks, 1, NUM_DESCRIPTORS)
-        if not asked:
+        message, descriptors, *_ = socket.recv_fds(asks, 1, NUM_DESCRIPTORS)
+        if not message:
             return
         try:
             if len(descriptors) < NUM_DESCRIPTORS:
@@ -63,21 +63,23 @@ def main(arguments: Sequence[str]) -> None:
                 asks.close()
                 _keep(starter, *descriptors)
             keepers = [os.pidfd_open(pid)]
-            said = 0
+            error_number = 0
         except OSError as error:
             keepers = []
-            said = error.errno or errno.EIO
-        socket.send_fds(asks, [b"%d" % said], keepers)
-        for each in (*descriptors, *keepers):
-            os.close(each)
+            error_number = error.errno or errno.EIO
+        socket.send_fds(asks, [b"%d" % error_number], keepers)
+        for descriptor in (*descriptors, *keepers):
+            os.close(descriptor)
         with contextlib.suppress(ChildProcessError):
             # A keeper that has ended keeps its number until here.
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
 
 
-def _keep(starter: int, asked: int, stdin: int, stdout: int, stderr: int, cause: int) -> NoReturn:
-    """Becomes the keeper of the program that the file `asked` describes."""
+def _keep(
+    starter: int, plan_file: int, stdin: int, stdout: int, stderr: int, cause: int
+) -> NoReturn:
+    """Becomes the keeper of the program that the file `plan_file` describes."""
     # Keeper and launcher end too soon for a collection to be worth its time.
     gc.disable()
     try:
@@ -88,7 +90,7 @@ def _keep(starter: int, asked: int, stdin: int, stdout: int, stderr: int, cause:
         for number, descriptor in enumerate((stdin, stdout, stderr)):
             os.dup2(descriptor, number)
             os.close(descriptor)
-        with os.fdopen(asked, encoding="utf-8") as file:
+        with os.fdopen(plan_file, encoding="utf-8") as file:
             command, plan_text, variables = json.load(file)
         os.environ.clear()
         os.environ.update(variables)

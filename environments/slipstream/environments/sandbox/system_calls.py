@@ -298,8 +298,8 @@ def _unless_among(
 
 def _unless_within(argument: int, bits: int, error: int) -> list[bytes]:
     """Returns instructions that end with `error` if an argument has a bit outside `bits`."""
-    others = _WORD_BITS & ~bits
-    outside = _jump(_HAS_BITS, others, if_so=0, if_not=1)
+    other_bits = _WORD_BITS & ~bits
+    outside = _jump(_HAS_BITS, other_bits, if_so=0, if_not=1)
     return [_load_argument(argument), outside, _give(_error(error))]
 
 
