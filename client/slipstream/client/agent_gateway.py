@@ -309,15 +309,15 @@ class Gateway:
         """Returns a request's exchange, and the call without its body; raises _Refusal."""
         path: str = scope["path"]
         token, _, rest = path.removeprefix("/").partition("/")
-        known = self._exchanges.get(token)
+        entry = self._exchanges.get(token)
         head = scope["headers"]
         _check_head(scope)
-        key = b"" if known is None else known[1].api_key.encode()
+        key = b"" if entry is None else entry[1].api_key.encode()
         names = (b"authorization", b"x-api-key")
         shown = [value.removeprefix(b"Bearer ") for name, value in head if name in names]
-        if known is None or not any(hmac.compare_digest(value, key) for value in shown):
+        if entry is None or not any(hmac.compare_digest(value, key) for value in shown):
             raise _over()
-        return known[0], _call(scope, rest)
+        return entry[0], _call(scope, rest)
 
 
 async def _exchanged(
@@ -398,32 +398,32 @@ async def _relay(exchange: CallExchange, call: PendingCall, receive: Receive, se
         call.parts.put_nowait(None)
 
     watching = asyncio.get_running_loop().create_task(watch())
-    begun = False
+    is_begun = False
     try:
         while True:
             part = await call.parts.get()
             try:
                 if part is None:
                     break
-                if not begun:
+                if not is_begun:
                     headers = [
                         (
-                            each.name.lower().encode("latin-1"),
-                            each.value.encode("latin-1", "replace"),
+                            header.name.lower().encode("latin-1"),
+                            header.value.encode("latin-1", "replace"),
                         )
-                        for each in part.headers
-                        if each.name.lower() not in HOP_HEADERS
+                        for header in part.headers
+                        if header.name.lower() not in HOP_HEADERS
                     ]
                     start = {"type": "http.response.start", "status": part.status or 500}
                     await send(start | {"headers": headers})
-                    begun = True
+                    is_begun = True
                 body = {"type": "http.response.body", "body": part.body}
                 await send(body | {"more_body": not part.is_last})
             finally:
                 call.parts.task_done()
             if part.is_last:
                 return
-        if begun:
+        if is_begun:
             await send({"type": "http.response.body"})
         else:
             await _refuse(send, _over())

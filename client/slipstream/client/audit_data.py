@@ -278,7 +278,12 @@ def _told(rows: Sequence[Row]) -> list[Row]:
         }
         by_chance = sum(
             _holds(text, form, other.answer) and key_of(row.answer) != key_of(other.answer)
-            for row, other, text in zip(rows, [*rows[1:], *rows[:1]], places, strict=True)
+            for row, other, text in zip(
+                rows,
+                [*rows[1:], *rows[:1]],
+                places,
+                strict=True,
+            )
         )
         indices |= revealed if len(revealed) > 2 * by_chance else set()
     return [row for row in rows if row.index in indices]
@@ -295,14 +300,14 @@ def key_of(text: str) -> str:
 
 
 def shared_questions(
-    held: Sequence[tuple[str, str]], trained: Sequence[tuple[str, str]]
+    heldout: Sequence[tuple[str, str]], trained: Sequence[tuple[str, str]]
 ) -> tuple[int, int]:
-    """Returns how many of `held` were looked at, and how many of these are in `trained` too.
+    """Returns how many of `heldout` were looked at, and how many of these are in `trained` too.
 
     Each is the key of a prompt and the right answer. What all prompts of one side begin and end
     with, such as an instruction, makes no difference.
     """
-    held = held[:: max(1, -(-len(held) // _MAX_COMPARED))]
+    heldout = heldout[:: max(1, -(-len(heldout) // _MAX_COMPARED))]
     trained_of: dict[str, list[tuple[str, str]]] = {}
     for (text, answer), core in zip(trained, _cores(trained), strict=True):
         trained_of.setdefault(answer, []).append((text, core))
@@ -314,9 +319,9 @@ def shared_questions(
             or (" " in core and " " in other_core and other_core in text and core in other)
             for other, other_core in trained_of.get(answer, ())
         )
-        for (text, answer), core in zip(held, _cores(held), strict=True)
+        for (text, answer), core in zip(heldout, _cores(heldout), strict=True)
     )
-    return len(held), shared
+    return len(heldout), shared
 
 
 def _cores(rows: Sequence[tuple[str, str]]) -> list[str]:

@@ -13,7 +13,7 @@ from slipstream.client.audit_data import of, quoted, surprises
 from slipstream.client.terminal import aligned, counted
 from slipstream.core.types import FULL_REWARD, kept_metrics
 
-# What differs between two errors of one cause.
+# Values by which two errors of one cause differ.
 _VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 # Characters before a difference that a line shows.
 _BEFORE = 20
@@ -67,7 +67,7 @@ def _failures(played: Played) -> list[Finding]:
         remarks.append(Finding("run() ended without a call to its endpoint", is_refused=True))
     if played.beside:
         text = f"of two episodes at once one fails, and a run plays many: {played.beside}"
-        # Each worker may have a place.
+        # Workers may have a place each.
         remarks.append(Finding(text, is_refused=played.limits.at_once > 1))
     if played.unbegun:
         index, cause = min(played.unbegun.items())
@@ -101,7 +101,7 @@ def _rewards(played: Played) -> list[Finding]:
     bad = played.poor()
     if bad:
         # The task whose right answer is the shortest to read.
-        index = min(bad, key=lambda each: (len(played.plays[Kind.RIGHT][each].said), each))
+        index = min(bad, key=lambda number: (len(played.plays[Kind.RIGHT][number].said), number))
         says = f"the right answer earned {right[index]:g}, an empty reply {empty[index]:g}"
         if empty[index] > 0:
             says = f"an empty reply earned {empty[index]:g}, and the right answer {right[index]:g}"
@@ -274,7 +274,7 @@ def _free(played: Played) -> list[Finding]:
     return remarks
 
 
-# What is wrong by the share of the right answer's reward that a reply earned beyond an empty one.
+# The faults by the share of the right answer's reward that a reply earned beyond an empty one.
 _RULES: dict[Kind, tuple[Callable[[float], bool], str]] = {
     Kind.WRONG: (lambda share: share >= 1, "earned as much as the right answer"),
     Kind.OTHER: (lambda share: share >= 1, "earned as much as the right one"),

@@ -414,8 +414,8 @@ def _add_settings(parser: argparse.ArgumentParser, *, is_optional: bool = False)
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    said = "section.key=value"
-    parser.add_argument("overrides", nargs="*", default=[], metavar=said, help="a setting")
+    placeholder = "section.key=value"
+    parser.add_argument("overrides", nargs="*", default=[], metavar=placeholder, help="a setting")
 
 
 def _add_start(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
@@ -430,8 +430,8 @@ def _add_start(parser: argparse.ArgumentParser, *, is_optional: bool = False) ->
 def _add_folder(
     parser: argparse.ArgumentParser, *, name: str = "folder", nargs: str | None = None
 ) -> None:
-    said = "a run's folder, or its name in runs/"
-    parser.add_argument(name, type=_folder, nargs=nargs, metavar="RUN", help=said)
+    meaning = "a run's folder, or its name in runs/"
+    parser.add_argument(name, type=_folder, nargs=nargs, metavar="RUN", help=meaning)
 
 
 def _folder(run: str) -> Path:
@@ -442,7 +442,7 @@ def _folder(run: str) -> Path:
 
 def _path(text: str) -> Path:
     if text[:1] in ("~", "$"):
-        # Else a folder named "~" would be made here.
+        # Otherwise a folder named "~" would be made here.
         raise argparse.ArgumentTypeError(f"a path has no ~ or $ in front, got {text}")
     return Path(text)
 

@@ -121,8 +121,8 @@ class Client:
         self._credentials = Credentials.load(self._security)
         self._no_answer = f"no controller answers at {address}"
         self._to_do = "; start a run, or give the address of its controller, HOST:PORT"
-        for name, given in (("tls_ca", tls_ca), ("token_file", token_file)):
-            if given is None and not is_loopback(address):
+        for name, path in (("tls_ca", tls_ca), ("token_file", token_file)):
+            if path is None and not is_loopback(address):
                 option = name.replace("_", "-")
                 raise ConfigError(
                     f"the controller {address} is not loopback: give {name} (--{option})"
@@ -147,19 +147,19 @@ class Client:
         None means the only run that goes on there. The credentials are those of the run's settings.
         Raises ConfigError if the folder has no address of a controller.
         """
-        found = run if isinstance(run, FoundRun) else find_run(run)
-        security = found.security
+        found_run = run if isinstance(run, FoundRun) else find_run(run)
+        security = found_run.security
         client = cls(
-            found.address,
+            found_run.address,
             token_file=security.token_file,
             # Without an authority the run's own parts trust its certificate, too.
             tls_ca=security.tls_ca or security.tls_certificate,
             tls_certificate=security.tls_certificate,
             tls_key=security.tls_key,
-            run_id=found.run_id,
+            run_id=found_run.run_id,
         )
-        if found.told:
-            client._no_answer = f"{found.told}: {client._no_answer}"
+        if found_run.told:
+            client._no_answer = f"{found_run.told}: {client._no_answer}"
             client._to_do = ""
         return client
 
@@ -256,7 +256,7 @@ class Client:
         began_s = loop.time()
         is_told = math.isinf(connect_timeout_s)
         while True:
-            # This distinguishes a wrong address from a controller that is lost later.
+            # The first answer tells a wrong address from a controller that is lost later.
             try:
                 await self.status()
                 break
@@ -278,21 +278,21 @@ class Client:
                     await answer_commands(host, self._messages(call, patience), call.write)
                 finally:
                     call.cancel()
-                lost = grpc.StatusCode.OK, ""
+                ending = grpc.StatusCode.OK, ""
             except grpc.aio.AioRpcError as error:
-                lost = error.code(), error.details() or ""
-            if lost[0] is grpc.StatusCode.ABORTED:
-                logger.warning("%s", lost[1])
+                ending = error.code(), error.details() or ""
+            if ending[0] is grpc.StatusCode.ABORTED:
+                logger.warning("%s", ending[1])
                 return
             # gRPC hides from a client that writes meanwhile how its stream has ended.
-            has_ended = lost[0] in (grpc.StatusCode.OK, grpc.StatusCode.INTERNAL)
+            has_ended = ending[0] in (grpc.StatusCode.OK, grpc.StatusCode.INTERNAL)
             # A controller that still knows the lost stream refuses a new one for a while.
-            may_pass = has_ended or (patience.served and lost[0] in REFUSED)
+            may_pass = has_ended or (patience.served and ending[0] in REFUSED)
             is_over = may_pass and await self._is_over(spec.name if has_ended else "")
-            if is_over or lost[0] is grpc.StatusCode.OK:
+            if is_over or ending[0] is grpc.StatusCode.OK:
                 return
-            if not (may_pass or lost[0] in LOST) or not await patience.wait(lost[1]):
-                raise self._error(*lost)
+            if not (may_pass or ending[0] in LOST) or not await patience.wait(ending[1]):
+                raise self._error(*ending)
 
     async def _is_over(self, served: str) -> bool:
         """Whether the run is over; tells its failure.
@@ -305,10 +305,12 @@ class Client:
             return False
         if run.state == "failed":
             logger.warning("the run failed: %s", run.cause)
-        for each in run.environments if not run.is_over else ():
-            if each.name == served and each.state == "suspended":
+        for environment in run.environments if not run.is_over else ():
+            if environment.name == served and environment.state == "suspended":
                 kind = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
-                raise EnvironmentFailed(kind, f"environment {served} is suspended: {each.cause}")
+                raise EnvironmentFailed(
+                    kind, f"environment {served} is suspended: {environment.cause}"
+                )
         return run.is_over
 
     async def environments(self) -> tuple[EnvironmentStatus, ...]:
@@ -345,7 +347,7 @@ class Client:
         patience = ReconnectLimit(self._reconnect_timeout_s)
         while True:
             call = self._status.Watch(status_pb2.WatchRequest(after=after), metadata=self._metadata)
-            lost = (grpc.StatusCode.UNAVAILABLE, "the stream ended")
+            ending = (grpc.StatusCode.UNAVAILABLE, "the stream ended")
             try:
                 async for message in self._messages(call, patience):
                     after = message.number
@@ -353,11 +355,11 @@ class Client:
                     if message.final_state:
                         return
             except grpc.aio.AioRpcError as error:
-                lost = error.code(), error.details() or ""
+                ending = error.code(), error.details() or ""
             finally:
                 call.cancel()
-            if lost[0] not in LOST or not patience.served or not await patience.wait(lost[1]):
-                raise self._error(*lost)
+            if ending[0] not in LOST or not patience.served or not await patience.wait(ending[1]):
+                raise self._error(*ending)
 
     async def _messages(
         self,
@@ -408,7 +410,7 @@ class Client:
             if "Socket closed" in details and self._credentials.ca is None:
                 return ConfigError(f"{address} hung up: does it want TLS (tls_ca)?")
             cause = cause.rpartition("last error: ")[2]
-            # Where a connection is refused nothing listens, which is said already.
+            # A refused connection means that nothing listens, which is said already.
             cause = "" if "Connection refused" in cause else f" ({cause})"
             return NoController(f"{self._no_answer}{cause}{self._to_do}")
         if code is grpc.StatusCode.UNIMPLEMENTED:

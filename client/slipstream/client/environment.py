@@ -43,8 +43,8 @@ class ToolCall:
 
     @property
     def text(self) -> str:
-        given = self.arguments
-        return given if isinstance(given, str) else json.dumps(dict(given))
+        arguments = self.arguments
+        return arguments if isinstance(arguments, str) else json.dumps(dict(arguments))
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class Message:
             }
             for call in self.tool_calls
         ]
-        own = {"tool_call_id": self.tool_call_id, "name": self.name, "tool_calls": calls}
-        own |= {"reasoning_content": self.reasoning}
-        given = {name: value for name, value in own.items() if value}
-        return {"role": self.role, "content": self.content, **given}
+        values = {"tool_call_id": self.tool_call_id, "name": self.name, "tool_calls": calls}
+        values |= {"reasoning_content": self.reasoning}
+        present = {name: value for name, value in values.items() if value}
+        return {"role": self.role, "content": self.content, **present}
 
 
 Messages: TypeAlias = Sequence[Message | Mapping[str, Any]]
@@ -128,11 +128,11 @@ class Reply(str):
         return reply
 
 
-def _several(name: str, given: Iterable[Part], kind: type) -> tuple[Part, ...]:
-    parts = tuple(given) if isinstance(given, Iterable) else None
+def _several(name: str, values: Iterable[Part], kind: type) -> tuple[Part, ...]:
+    parts = tuple(values) if isinstance(values, Iterable) else None
     if parts is None or not all(isinstance(part, kind) for part in parts):
         what = "calls" if kind is ToolCall else "whole numbers"
-        raise TypeError(f"{name} of a reply must be a list of {what}, got {given!r:.60}")
+        raise TypeError(f"{name} of a reply must be a list of {what}, got {values!r:.60}")
     return parts
 
 

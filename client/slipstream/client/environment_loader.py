@@ -27,7 +27,7 @@ from slipstream.protocol.call_record import CallRecord
 from slipstream.v1 import trajectory_pb2
 
 MAX_CAUSE_CHARACTERS = 500
-# What leaves room for the place of an error.
+# Characters that leave room for the place of an error.
 MAX_TEXT_CHARACTERS = 350
 # Seconds between two looks at the line that is running; a recorded line may be as old.
 _LOOK_PERIOD_S = 0.2
@@ -53,10 +53,10 @@ def describe(error: BaseException) -> str:
     """Returns type and message of an exception and the line that raised it, as one line of text."""
     if isinstance(error, BaseExceptionGroup):
         # The text of a group names none of its errors.
-        first, *others = error.exceptions
-        # One that was never raised has no place of its own.
+        first, *further = error.exceptions
+        # An error that was never raised has no place of its own.
         first.__traceback__ = first.__traceback__ or error.__traceback__
-        return f"{describe(first)}{f' and {len(others)} more' if others else ''}"
+        return f"{describe(first)}{f' and {len(further)} more' if further else ''}"
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
         # Python says that a coroutine has raised it, and not where.
         error = error.__cause__
@@ -93,7 +93,7 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
     except BaseException as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-            # It may be a text that no path can be.
+            # The search path may be a text that no path can be.
             is_there = os.path.isdir(search_path)  # noqa: PTH112
             folder = search_path if is_there else f"{search_path}, which is no folder here,"
             where = f"{folder} or " if search_path else ""
@@ -102,10 +102,10 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
                 cause += f"; without .py: {module_name.removesuffix('.py')}:{class_name}"
             raise environment_failed(cause) from error
         raise environment_failed(f"import of {module_name} failed: {describe(error)}") from error
-    found = vars(module).get(class_name)
-    if found is None:
+    environment_class = vars(module).get(class_name)
+    if environment_class is None:
         raise environment_failed(f"module {module_name} has no class {class_name}")
-    if not (isinstance(found, type) and issubclass(found, Environment)):
+    if not (isinstance(environment_class, type) and issubclass(environment_class, Environment)):
         raise environment_failed(f"{reference} is no subclass of slipstream.client.Environment")
     try:
         args = json.loads(args_json or "{}")
@@ -116,13 +116,13 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
     try:
         # A compiled class may tell none.
         with contextlib.suppress(ValueError):
-            taken = inspect.signature(found)
-            taken.bind(**args)
+            signature = inspect.signature(environment_class)
+            signature.bind(**args)
     except TypeError as error:
-        names = ", ".join(taken.parameters) or "none"
+        names = ", ".join(signature.parameters) or "none"
         raise environment_failed(f"{class_name}(...): {error}; it takes {names}") from error
     try:
-        return found(**args)
+        return environment_class(**args)
     except ConfigError as error:
         # A ConfigError says everything itself.
         raise environment_failed(str(error)) from error
@@ -201,8 +201,8 @@ def awaited_place(task: asyncio.Task[object]) -> str:
 def _describe(frames: Sequence[tuple[types.CodeType, int]]) -> str:
     """Returns the first frame of an environment, a library's or any; the innermost comes first."""
     # A library that the environment called says less than the line that called it.
-    own = [frame for frame in frames if is_of_environment(frame[0].co_filename)]
-    others = [frame for frame in frames if not is_ours(frame[0].co_filename)]
-    for code, line in (own or others or frames)[:1]:
+    environment_frames = [frame for frame in frames if is_of_environment(frame[0].co_filename)]
+    library_frames = [frame for frame in frames if not is_ours(frame[0].co_filename)]
+    for code, line in (environment_frames or library_frames or frames)[:1]:
         return f"{Path(code.co_filename).name}:{line} in {code.co_name}"
     return ""

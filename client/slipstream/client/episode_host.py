@@ -114,9 +114,9 @@ class EpisodeHost:
             match command.WhichOneof("command"):
                 case "load":
                     spec = command.load.spec
-                    given = spec.reference, spec.args_json, spec.search_path
+                    arguments = spec.reference, spec.args_json, spec.search_path
                     with _ending_children():
-                        self._tasks = _task_source(load_environment(*given))
+                        self._tasks = _task_source(load_environment(*arguments))
                     loaded = pb.Loaded(num_tasks=self.num_tasks, digest=self.digest())
                     message.loaded.CopyFrom(loaded)
                 case "reset":
@@ -226,7 +226,7 @@ class EpisodeHost:
     def _open_agent(
         self, episode: _Episode, environment: AgentEnvironment[Any], task: object
     ) -> None:
-        self._left = [left for left in self._left if left.is_alive]
+        self._left = [run for run in self._left if run.is_alive]
         if len(self._left) >= MAX_LEFT_RUNS:
             raise environment_failed(
                 f"{len(self._left)} runs go on after the end of their episodes, the limit is "
@@ -361,7 +361,7 @@ async def answer_commands(
     `close` nowhere else. Raises the gRPC error that ended `commands`, if any.
     """
     one_at_a_time = asyncio.Lock()
-    told = set[str]()
+    printed_causes = set[str]()
 
     async def answer(command: pb.WorkerCommand) -> None:
         is_followed = True
@@ -369,8 +369,10 @@ async def answer_commands(
             message = await host.answer(command)
             if command.reply_part.is_last:
                 return
-            if (cause := message.failure.message) not in {"", *told} and len(told) < MAX_TOLD:
-                told.add(cause)
+            if (cause := message.failure.message) not in {"", *printed_causes} and len(
+                printed_causes
+            ) < MAX_TOLD:
+                printed_causes.add(cause)
                 print(f"{command.WhichOneof('command')} failed: {cause}", file=sys.stderr)
             is_followed = message.HasField("agent_call")
             try:
@@ -407,7 +409,7 @@ def _ending_children() -> Iterator[None]:
         yield
     finally:
         if os.getpid() != process:
-            # What loads an environment has given SystemExit a cause in words.
+            # The loader of an environment has given SystemExit a cause in words.
             error = getattr(sys.exception(), "__cause__", None) or sys.exception()
             status = error.code if isinstance(error, SystemExit) else error
             os._exit(status if isinstance(status, int) else status is not None)
@@ -442,9 +444,9 @@ def digest_of(tasks: TaskSource[Any]) -> str:
     Objects other than values of JSON, dataclasses, sets and arrays count by their type alone.
     """
     digest = hashlib.sha256(str(tasks.num_tasks).encode())
-    most = MAX_LISTED if tasks.is_listed else MAX_LOADED
+    num_read = MAX_LISTED if tasks.is_listed else MAX_LOADED
     try:
-        for place in spaced(tasks.num_tasks or MAX_LOADED, most):
+        for place in spaced(tasks.num_tasks or MAX_LOADED, num_read):
             digest.update(_text(tasks[place]).encode(errors="surrogatepass"))
     except BaseException as error:  # noqa: BLE001
         # The episode of such a task fails with the cause.
@@ -473,7 +475,7 @@ def _plain(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [_name(value), {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}]
     if isinstance(value, Mapping):
-        return [[_text(key), _text(each)] for key, each in value.items()]
+        return [[_text(key), _text(item)] for key, item in value.items()]
     if isinstance(value, Set):
         # The order of a set differs between processes.
         return sorted(map(_text, value))

@@ -138,7 +138,7 @@ def _pass(source: socket.socket, target: socket.socket) -> None:
             target.sendall(data)
         target.shutdown(socket.SHUT_WR)
     except OSError:
-        # Whoever still reads from either side must not wait for it.
+        # A reader of either side must not wait for it.
         for side in (source, target):
             with contextlib.suppress(OSError):
                 side.shutdown(socket.SHUT_RDWR)

@@ -27,11 +27,11 @@ def connect(arguments: argparse.Namespace) -> Client:
     if arguments.controller is not None and arguments.run is not None:
         raise ConfigError(f"give --controller or the run {arguments.run}, not both")
     at = arguments.controller
-    found = find_run(arguments.run) if at is None else FoundRun(at)
+    found_run = find_run(arguments.run) if at is None else FoundRun(at)
     files = {name: getattr(arguments, name) for name in CREDENTIALS}
     stated = {name: file for name, file in files.items() if file is not None}
-    security = found.security.model_copy(update=stated)
-    return Client.of_run(dataclasses.replace(found, security=security))
+    security = found_run.security.model_copy(update=stated)
+    return Client.of_run(dataclasses.replace(found_run, security=security))
 
 
 async def submit(arguments: argparse.Namespace) -> int:
@@ -176,8 +176,8 @@ def time_lines(metrics: Mapping[str, float]) -> list[str]:
         servers = {name.split("_")[1]: metrics[name] for name in SERVER_SHARES}
         lines.append(f"  servers: {_shares(servers, 1.0)}")
     if any(causes.values()):
-        told = {LEASE_WAITS[name]: wait_s for name, wait_s in causes.items()}
-        lines.append(f"  the next lease waits for {_shares(told, step_s)}")
+        named_waits = {LEASE_WAITS[name]: wait_s for name, wait_s in causes.items()}
+        lines.append(f"  the next lease waits for {_shares(named_waits, step_s)}")
     waited = metrics.get("queue_s_mean")
     if waited is not None:
         lines.append(f"  queue: a complete group waits {waited:.2f} s for its step")
@@ -190,8 +190,8 @@ def time_lines(metrics: Mapping[str, float]) -> list[str]:
     return [*lines, f"  episode: {times}"]
 
 
-def _shares(parts: Mapping[str, float], whole: float) -> str:
-    return ", ".join(f"{name} {value / whole:.0%}" for name, value in parts.items() if value)
+def _shares(parts: Mapping[str, float], total: float) -> str:
+    return ", ".join(f"{name} {value / total:.0%}" for name, value in parts.items() if value)
 
 
 def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
@@ -215,13 +215,13 @@ def environment_lines(entries: Sequence[EnvironmentStatus]) -> list[str]:
     if not evaluations:
         return aligned(rows)
     lines = [*aligned(rows), ""] if trained else []
-    found = {e.name: e.newest_round.numbers if e.newest_round else {} for e in evaluations}
-    rates = {name for numbers in found.values() for name in numbers if name.startswith(_RATE)}
+    results = {e.name: e.newest_round.numbers if e.newest_round else {} for e in evaluations}
+    rates = {name for numbers in results.values() for name in numbers if name.startswith(_RATE)}
     columns = sorted(rates, key=lambda name: int(name.removeprefix(_RATE)))
     passes = [f"pass@{name.removeprefix(_RATE)}" for name in columns]
     table = [("evaluation", "state", "tasks", "version", "reward", *passes, *_COUNTS, "cause")]
     for entry in evaluations:
-        numbers = found[entry.name]
+        numbers = results[entry.name]
         measured = [f"{numbers[k]:.3f}" if k in numbers else "-" for k in ("reward_mean", *columns)]
         counts = [f"{numbers[f'num_{k}']:,.0f}" if numbers else "-" for k in _COUNTS]
         version = str(entry.newest_round.step) if entry.newest_round else "-"

@@ -67,7 +67,7 @@ MOST_TABLE_BYTES = 4 << 20
 
 def check_run_folder(config: Config) -> bool:
     """Whether the folder holds a run to resume; raises ConfigError if no run may start there."""
-    # Another command may hold the folder and not yet have a journal.
+    # A command that holds the folder may not yet have a journal.
     _check_not_held(config.run_dir / LOCK, config.run_dir)
     return _check_contents(config)
 
@@ -169,7 +169,7 @@ def settings_of(folder: Path) -> Path:
         return path
     if not folder.is_dir():
         raise ConfigError(f"{folder}: {_no_run(folder)}")
-    runs = sorted(str(found.parent) for found in folder.glob(f"*/{CONFIG}"))
+    runs = sorted(str(config_file.parent) for config_file in folder.glob(f"*/{CONFIG}"))
     hint = f"; runs there are {', '.join(runs)}" if runs else ""
     raise ConfigError(f"{folder} is no run's folder: it has no {CONFIG}{hint}")
 
@@ -188,7 +188,9 @@ def check_unwritten(target: Path, *, another: str = "another folder by --out") -
 
 def nearest_folder(path: Path) -> tuple[Path, str]:
     """Returns `path` or the folder above it that is there, and why it cannot be written or ""."""
-    place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    place = next(
+        candidate for candidate in (path.absolute(), *path.absolute().parents) if candidate.exists()
+    )
     try:
         # Permissions do not show root that a mount is read-only.
         with tempfile.TemporaryFile(dir=place):
@@ -202,26 +204,26 @@ def version_to_export(folder: Path, step: int | None) -> int:
     checkpoints = folder / CHECKPOINTS
     steps = complete_steps(checkpoints)
     over = passed_over(checkpoints)
-    whole = f"whole ones are {', '.join(map(str, steps))}" if steps else "there is no whole one"
+    choices = f"whole ones are {', '.join(map(str, steps))}" if steps else "there is no whole one"
     if step is None and over:
         older = f"give --step {steps[-1]} for an older version, or " if steps else ""
         raise ConfigError(
-            f"{over[-1]} is no whole checkpoint, it has no {MANIFEST_NAME} ({whole}): {older}put "
+            f"{over[-1]} is no whole checkpoint, it has no {MANIFEST_NAME} ({choices}): {older}put "
             "the file back from a copy of the run"
         )
     if not steps:
         raise ConfigError(f"{folder} has no checkpoints")
-    chosen = steps[-1] if step is None else step
-    if chosen not in steps:
+    version = steps[-1] if step is None else step
+    if version not in steps:
         raise ConfigError(
-            f"{folder} has no checkpoint of version {chosen}, only of {', '.join(map(str, steps))}"
+            f"{folder} has no checkpoint of version {version}, only of {', '.join(map(str, steps))}"
         )
     try:
-        read_manifest(checkpoint_path(checkpoints, chosen))
+        read_manifest(checkpoint_path(checkpoints, version))
     except CheckpointError as error:
-        others = ", ".join(str(other) for other in steps if other != chosen) or "none"
-        raise ConfigError(f"{error}, or give another --step (there are {others})") from None
-    return chosen
+        other_steps = ", ".join(str(other) for other in steps if other != version) or "none"
+        raise ConfigError(f"{error}, or give another --step (there are {other_steps})") from None
+    return version
 
 
 def node_folder(config: Config, node_rank: int) -> Path:
@@ -311,9 +313,9 @@ class FoundRun:
 
     address: str
     security: SecuritySection = SecuritySection()
-    # None if it is not known yet.
+    # The run's id, or None if it is not known yet.
     run_id: str | None = None
-    # What its files tell; the run may go on since.
+    # The text that its files tell; the run may go on since.
     told: str = field(default="", compare=False)
 
 
@@ -359,8 +361,10 @@ def find_run(run: str | Path | None, runs: Path = Path("runs")) -> FoundRun:
         ) from error
     # A run of an earlier version may have had other settings, too.
     stated = settings.get("security", {})
-    known = {name: stated[name] for name in SecuritySection.model_fields if name in stated}
-    security = run_security(parse_section(SecuritySection, known), address, folder)
+    security_values = {
+        name: stated[name] for name in SecuritySection.model_fields if name in stated
+    }
+    security = run_security(parse_section(SecuritySection, security_values), address, folder)
     return FoundRun(address, security, journaled_run_id(folder), _told_by_files(folder, address))
 
 
@@ -380,8 +384,8 @@ def _told_by_files(folder: Path, address: str) -> str:
     with contextlib.suppress(OSError), open_regular(folder / METRICS) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         for row in map(parsed, lines_of(file)):
-            found = row.get("step") if isinstance(row, dict) else None
-            step = int(found) if isinstance(found, int | float) else step
+            logged_step = row.get("step") if isinstance(row, dict) else None
+            step = int(logged_step) if isinstance(logged_step, int | float) else step
         at = f" at {datetime.fromtimestamp(os.fstat(file.fileno()).st_mtime):%Y-%m-%d %H:%M:%S}"
     return f"{folder} was cut off after step {step}{at}, and the same command resumes it"
 
@@ -442,11 +446,11 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
         old, new = map(attrgetter(key), (before, now))
         if old != new:
             yield f"{key} must stay {old} {on}, got {new}: {mark.reason}"
-    wanted = _stored_models(now)
+    stored_now = _stored_models(now)
     for key, was_stored in _stored_models(before).items():
-        if was_stored != wanted[key]:
-            change, held = ("left out", "that") if was_stored else ("added", "no such")
-            yield f"{key} cannot be {change} {on}: its checkpoints hold {held} model"
+        if was_stored != stored_now[key]:
+            change, noun = ("left out", "that") if was_stored else ("added", "no such")
+            yield f"{key} cannot be {change} {on}: its checkpoints hold {noun} model"
     was_asked = _top_k(before)
     is_asked = _top_k(now)
     if was_asked != is_asked:
@@ -455,8 +459,10 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
     names = [section.name for section in now.environments]
     for section in before.environments:
         if section.name not in names:
-            left = f"environments must keep {section.name} {on}, got {', '.join(names) or 'none'}"
-            yield f"{left}: its groups are leased, and a smaller weight gives it fewer"
+            message = (
+                f"environments must keep {section.name} {on}, got {', '.join(names) or 'none'}"
+            )
+            yield f"{message}: its groups are leased, and a smaller weight gives it fewer"
     adapters = {section.name: section.adapter for section in now.played}
     for name, adapter in ((section.name, section.adapter) for section in before.played):
         if (new_one := adapters.get(name, adapter)) != adapter:
@@ -491,10 +497,10 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 def parsed(data: bytes) -> JsonValue:
     """Returns the parsed JSON, or None if it is invalid; NaN and infinities become None."""
     try:
-        found: JsonValue = json.loads(data, parse_float=_finite, parse_constant=_finite)
+        value: JsonValue = json.loads(data, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         return None
-    return found
+    return value
 
 
 def _finite(text: str) -> float | None:

@@ -433,8 +433,8 @@ async def _serve_all(plan: _Plan, before: tuple[int, str]) -> None:
                 for player in plan.served:
                     group.create_task(serve(player))
         except BaseExceptionGroup as errors:
-            first, *others = errors.exceptions
-            for error in others:
+            first, *further_errors = errors.exceptions
+            for error in further_errors:
                 complain(str(error))
             raise first from None
 

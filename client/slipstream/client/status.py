@@ -100,8 +100,8 @@ def fates(ledger: Mapping[str, Any]) -> str:
     """Returns what became of the tokens of a ledger, without the fates of none."""
     ends = ("trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside")
     names = [name for name in (*ends, "queued", "in_flight", "lost") if ledger[name]]
-    told = ", ".join(f"{name.replace('_', ' ')} {ledger[name]:,}" for name in names) or "none"
-    return f"{ledger['generated']:,} = {told}; difference {ledger['difference']}"
+    counts = ", ".join(f"{name.replace('_', ' ')} {ledger[name]:,}" for name in names) or "none"
+    return f"{ledger['generated']:,} = {counts}; difference {ledger['difference']}"
 
 
 @dataclass(frozen=True)

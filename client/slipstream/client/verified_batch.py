@@ -48,7 +48,7 @@ class StepNumbers:
     num_passes: int = 0
     is_ordered: bool = False
     num_with_several_versions: int = 0
-    # One number for each trajectory, by name; `replies` has one for each reply.
+    # Numbers of trajectories, one for each, by name; `replies` has one for each reply.
     columns: dict[str, list[float]] = field(default_factory=dict)
     replies: list[int] = field(default_factory=list)
     # Values of an environment's metrics, by "environment/metric".

@@ -85,9 +85,9 @@ class JournalCheck:
 
     def same_weights(self, what: str, version: tuple[int, int], digest: str) -> None:
         """Makes a fault of weights of a version that differ from those of its step."""
-        # Nobody records the weights with which a run begins.
-        known = self.weights.get(version)
-        expected = digest if version == _START else known and known.hex()
+        # The weights with which a run begins are not recorded.
+        recorded = self.weights.get(version)
+        expected = digest if version == _START else recorded and recorded.hex()
         self._findings.same(f"weights of version {version} in {what}", digest, expected)
 
     def take(self, record: Record) -> PendingBatch | None:

@@ -38,7 +38,7 @@ class Report(TypedDict):
     seconds: float
     # The first observation of each task that was played, serialized, in base64.
     openings: list[str]
-    # What each task asks, in one form of letters and spaces, and its right answer.
+    # The question of each task, in one form of letters and spaces, and its right answer.
     asked: list[tuple[str, str]]
 
 
@@ -48,7 +48,7 @@ class Prompt(TypedDict):
     tokens: int
     # Why it cannot be written, such as a message that the template leaves out.
     fault: str
-    # What is said of it beside others, such as "offer tools, but ...".
+    # Warnings about the prompt, such as "offer tools, but ...".
     told: list[str]
 
 
@@ -72,7 +72,7 @@ async def audit_all(config: Config) -> int:
     """Audits all environments and evaluations of the settings; returns the exit code."""
     sampling = config.sampling
     server = config.rollout_server
-    most = sampling.max_prompt_tokens or sampling.max_episode_tokens - 1
+    max_tokens = sampling.max_prompt_tokens or sampling.max_episode_tokens - 1
     code = 0
     seen = []
     for section in config.played:
@@ -83,19 +83,22 @@ async def audit_all(config: Config) -> int:
             code = USAGE_ERROR
         else:
             seen.append((section, report))
-    asked = [(report, values_json(section.chat_template_kwargs)) for section, report in seen]
+    reports = [(report, values_json(section.chat_template_kwargs)) for section, report in seen]
     prompts = await _written(
-        asked, config.model.path, template=server.chat_template, values=server.chat_template_kwargs
+        reports,
+        config.model.path,
+        template=server.chat_template,
+        values=server.chat_template_kwargs,
     )
     if line := await preflight.reply_ends_line(config):
         say(line)
     for (section, report), written in zip(seen, prompts, strict=True):
-        code = _show(section.name, report, written, most) or code
-    for measured, its in seen:
+        code = _show(section.name, report, written, max_tokens) or code
+    for measured, measured_report in seen:
         for section, report in seen:
             if measured not in config.evaluations or section not in config.environments:
                 continue
-            number, shared = shared_questions(its["asked"], report["asked"])
+            number, shared = shared_questions(measured_report["asked"], report["asked"])
             if shared:
                 of = f"{shared} of {counted(number, 'task')} of {measured.name}"
                 say(f"! {of} that were looked at are trained on too, in {section.name}")
@@ -119,15 +122,15 @@ async def _played(name: str, command: Sequence[str], *, timeout_s: float) -> Rep
 
 
 async def _written(
-    asked: Sequence[tuple[Report, str]],
+    reports: Sequence[tuple[Report, str]],
     model: Path,
     *,
     template: Path | None = None,
     values: Mapping[str, JsonValue] = {},
 ) -> list[list[Prompt]]:
     """Returns what the template makes of each report's openings, nothing without a tokenizer."""
-    nothing: list[list[Prompt]] = [[] for _ in asked]
-    if not any(report["openings"] for report, _ in asked):
+    nothing: list[list[Prompt]] = [[] for _ in reports]
+    if not any(report["openings"] for report, _ in reports):
         return nothing
     if importlib.util.find_spec("transformers") is None:
         say("prompts are not written: transformers is not installed here")
@@ -136,7 +139,10 @@ async def _written(
         "model": str(model),
         "template": template and str(template),
         "values": dict(values),
-        "environments": [{"openings": report["openings"], "values": own} for report, own in asked],
+        "environments": [
+            {"openings": report["openings"], "values": template_values}
+            for report, template_values in reports
+        ],
     }
     ended = await preflight.run_program(
         [sys.executable, "-m", preflight.ENGINE_CHECK, "prompts"],
@@ -150,27 +156,31 @@ async def _written(
     return answers
 
 
-def _show(name: str, report: Report, prompts: Sequence[Prompt], most: int) -> int:
+def _show(name: str, report: Report, prompts: Sequence[Prompt], max_tokens: int) -> int:
     title, *lines = report["lines"]
     say(f"{name}: {title}, in {report['seconds']:.1f} s")
     faults = [prompt["fault"] for prompt in prompts if prompt["fault"]]
     counts = [prompt["tokens"] for prompt in prompts if not prompt["fault"]]
     if counts:
         tokens = f"least {min(counts):,}, median {median(counts):,.0f}, most {max(counts):,}"
-        lines.append(f"tokens of a prompt: {tokens}{f' of at most {most:,}' if most else ''}")
+        lines.append(
+            f"tokens of a prompt: {tokens}{f' of at most {max_tokens:,}' if max_tokens else ''}"
+        )
     of = f"of {counted(len(prompts), 'prompt')}"
     if faults:
         lines.append(f"! {len(faults)} {of} cannot be written: {faults[0]}")
-    told = Counter(chain.from_iterable(prompt["told"] for prompt in prompts))
-    lines += [f"! {number} {of} {what}" for what, number in told.items()]
-    longer = sum(count > most for count in counts) if most else 0
+    remarks = Counter(chain.from_iterable(prompt["told"] for prompt in prompts))
+    lines += [f"! {number} {of} {what}" for what, number in remarks.items()]
+    longer = sum(count > max_tokens for count in counts) if max_tokens else 0
     refused = report["refused"]
     if longer:
-        lines.append(f"! {longer} {of} have more than {most:,} tokens: their tasks are set aside")
+        lines.append(
+            f"! {longer} {of} have more than {max_tokens:,} tokens: their tasks are set aside"
+        )
     for line in lines:
         say(f"  {line}")
     if longer == len(prompts) > 0:
-        refused = [*refused, f"none {of} fits: all have more than {most:,} tokens"]
+        refused = [*refused, f"none {of} fits: all have more than {max_tokens:,} tokens"]
     if 2 * len(faults) >= max(len(prompts), 1):
         refused = [*refused, f"most prompts cannot be written: {faults[0]}"]
     for cause in refused:

@@ -104,11 +104,11 @@ async def require(scene: Scene, stage: Stage, facts: list[str] | None = None) ->
     lacking = []
     for check in all_checks(scene):
         if check.stage is stage and check.needs & scene.parts:
-            for found in await check.found(scene):
+            for finding in await check.found(scene):
                 if check.is_told and facts is not None:
-                    facts.append(found.seen)
-                if found.verdict is Verdict.PROBLEM:
-                    lacking.append(f"{found.area}: {found.seen}: {found.remedy}")
+                    facts.append(finding.seen)
+                if finding.verdict is Verdict.PROBLEM:
+                    lacking.append(f"{finding.area}: {finding.seen}: {finding.remedy}")
                     if not (scene.dry_run and check.of_machine):
                         raise ConfigError(lacking[-1])
     return lacking
@@ -158,8 +158,8 @@ def check_security(scene: Scene) -> Iterator[Finding]:
     if config.tracking.prometheus is not None and "controller" in scene.parts:
         check_metrics_address(config.tracking.prometheus, credentials)
     means = {"TLS": credentials.has_tls, "token": bool(credentials.token)}
-    used = [name for name, is_used in means.items() if is_used]
-    yield ok(" and ".join(used) or "loopback only, with a token in the run's folder")
+    protections = [name for name, is_used in means.items() if is_used]
+    yield ok(" and ".join(protections) or "loopback only, with a token in the run's folder")
     for path in (security.token_file, security.metrics_token_file, security.tls_key):
         if is_open_to_all(path):
             yield advice(f"every account of this machine may read {path}", f"chmod 600 {path}")

@@ -66,7 +66,7 @@ class Child:
     name: str
     process: asyncio.subprocess.Process
     log_path: Path
-    # Where this process's part of the log begins: an earlier process may have written there too.
+    # The place in the log where this process's part begins: an earlier one may have written.
     log_start: int = 0
     # The kernel's count, at the start, of processes that it ended because memory was full.
     oom_kills: int = 0
@@ -93,14 +93,14 @@ class Child:
             how = f"exited with code {code}"
         # A program that gets SIGKILL cannot write why.
         is_mute = code == -signal.SIGKILL
-        said = "" if is_mute else last_complaint(self.log_path, self.log_start)
-        if (is_mute or SEE_ABOVE in said) and kernel_oom_kills() > self.oom_kills:
-            said = "memory was full, so the kernel ended a process; give the run more memory"
-        elif SEE_ABOVE in said:
-            said = "vLLM's engine ended at its start: by an error above in the log, or by a signal"
-        elif "CUDA out of memory" in said:
-            said = f"{_LESS_MEMORY}: {said}"
-        ending = f"{self.name} {how}" + (f": {said}" if said else "") + f" (log: {self.log_path})"
+        cause = "" if is_mute else last_complaint(self.log_path, self.log_start)
+        if (is_mute or SEE_ABOVE in cause) and kernel_oom_kills() > self.oom_kills:
+            cause = "memory was full, so the kernel ended a process; give the run more memory"
+        elif SEE_ABOVE in cause:
+            cause = "vLLM's engine ended at its start: by an error above in the log, or by a signal"
+        elif "CUDA out of memory" in cause:
+            cause = f"{_LESS_MEMORY}: {cause}"
+        ending = f"{self.name} {how}" + (f": {cause}" if cause else "") + f" (log: {self.log_path})"
         return with_full_disk(ending, self.log_path.parent)
 
     def failure(self) -> ConfigError | RunFailed:
@@ -165,8 +165,8 @@ async def first_failed(children: Sequence[Child], *, fine: Sequence[int]) -> Chi
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             ended = [waits.pop(wait) for wait in done]
             failed = [child for child in ended if child.process.returncode not in fine]
-            # One that was killed goes first: the others only say that they lost it. Next comes one
-            # that knows that it would fail again.
+            # A child that was killed goes first: the others only say that they lost it. Next comes
+            # one that knows that it would fail again.
             failed.sort(key=lambda c: (not c.was_killed, c.process.returncode not in FINAL_CODES))
             if failed:
                 return failed[0]
@@ -194,9 +194,9 @@ async def show_lines(path: Path, prefix: str, ended: asyncio.Event) -> None:
         is_last = ended.is_set()
         with path.open("rb") as log:
             log.seek(position)
-            whole, newline, _ = log.read().rpartition(b"\n")
-        position += len(whole) + len(newline)
-        for line in whole.decode(errors="replace").splitlines():
+            complete, newline, _ = log.read().rpartition(b"\n")
+        position += len(complete) + len(newline)
+        for line in complete.decode(errors="replace").splitlines():
             if line.startswith(prefix):
                 say(line)
         if is_last:
@@ -221,26 +221,28 @@ def last_complaint(path: Path, start: int = 0) -> str:
     # The traceback of an exception group draws a frame with these characters.
     lines = [line.strip().lstrip("|+- ") for line in text.splitlines()]
     spoken = [line for line in lines if line.startswith(OUR_PREFIXES)]
-    chosen = spoken or [line for line in lines if " INFO " not in line and not NO_CAUSE.match(line)]
-    said = chosen[-1] if chosen else ""
-    thrown = [line.removeprefix(WHAT).lstrip() for line in chosen if line.startswith(WHAT)]
-    said = thrown[-1] if thrown else said
-    whole = text.splitlines()
-    begins = [number for number, line in enumerate(whole) if TRACEBACK in line]
+    candidates = spoken or [
+        line for line in lines if " INFO " not in line and not NO_CAUSE.match(line)
+    ]
+    complaint = candidates[-1] if candidates else ""
+    thrown = [line.removeprefix(WHAT).lstrip() for line in candidates if line.startswith(WHAT)]
+    complaint = thrown[-1] if thrown else complaint
+    all_lines = text.splitlines()
+    begins = [number for number, line in enumerate(all_lines) if TRACEBACK in line]
     if begins and not spoken:
         # The text that a logger or torchrun puts before each line of the traceback.
-        prefix = whole[begins[-1]].partition(TRACEBACK)[0].removesuffix("Exception Group ")
-        below = [line.removeprefix(prefix) for line in whole[begins[-1] + 1 :]]
+        prefix = all_lines[begins[-1]].partition(TRACEBACK)[0].removesuffix("Exception Group ")
+        below = [line.removeprefix(prefix) for line in all_lines[begins[-1] + 1 :]]
         ends = [number for number, line in enumerate(below) if line[:1].strip(" |+-")]
         # Further lines of that exception say less; an error after it may be the cause.
         if ends and not any(NEW_ERROR.match(line) for line in below[ends[0] + 1 :]):
-            said = below[ends[0]].strip() or said
-    if SEE_ABOVE in said:
-        causes = [line for line in chosen if EXCEPTION.match(line) and SEE_ABOVE not in line]
-        said = causes[-1] if causes else said
+            complaint = below[ends[0]].strip() or complaint
+    if SEE_ABOVE in complaint:
+        causes = [line for line in candidates if EXCEPTION.match(line) and SEE_ABOVE not in line]
+        complaint = causes[-1] if causes else complaint
     for prefix in OUR_PREFIXES:
-        said = said.removeprefix(prefix)
-    return said
+        complaint = complaint.removeprefix(prefix)
+    return complaint
 
 
 class RestartPolicy:

@@ -82,14 +82,14 @@ class Display:
             if is_due or event.step == self._config.run.steps:
                 self._step_at_s = time.monotonic()
                 metrics = event.metrics
-                most = self._config.run.steps
+                last_step = self._config.run.steps
                 if "reward_mean" in metrics:
                     # All replies were given: demonstrations, whose rewards say nothing.
                     is_given = metrics.get("effective_sample_size") == 0
                     name, key = ("loss  ", "loss") if is_given else ("reward", "reward_mean")
                     # With its time the line fits a terminal.
                     line = (
-                        f"step {event.step:>{len(str(most))}}/{most}  "
+                        f"step {event.step:>{len(str(last_step))}}/{last_step}  "
                         f"{name} {metrics[key]:6.3f}  "
                         f"lag {metrics['lag_mean']:.1f}, max {metrics['lag_max']:.0f}  "
                         f"{metrics['generated_tokens_per_s']:,.0f} tok/s  "
@@ -184,7 +184,7 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("steps", f"{summary['steps']}")]
     # The steps of a client's own loop have neither groups nor rewards nor lags.
     if (first := summary["reward_first"]) is None:
-        shares = {name: told.replace("groups", "the client") for name, told in shares.items()}
+        shares = {name: text.replace("groups", "the client") for name, text in shares.items()}
     else:
         last = summary["reward_last"]
         rows += [
@@ -192,12 +192,12 @@ def table_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("lag", f"at most {summary['max_lag_seen']}, promised {summary['max_staleness']}"),
         ]
     if summary["reward_heldout"] is not None:
-        begun = summary["reward_heldout_first_step"]
+        first_version = summary["reward_heldout_first_step"]
         ended = summary["reward_heldout_step"]
         # With a single round there is nothing to compare.
-        earlier = f"{summary['reward_heldout_first']:.3f} at version {begun}, "
+        earlier = f"{summary['reward_heldout_first']:.3f} at version {first_version}, "
         newest = f"{summary['reward_heldout']:.3f} at version {ended}"
-        rows.append(("reward held out", f"{earlier if begun != ended else ''}{newest}"))
+        rows.append(("reward held out", f"{earlier if first_version != ended else ''}{newest}"))
     rows += [
         *(("suspended", f"{k}: {cause}") for k, cause in summary["suspended_environments"].items()),
         ("new weights", f"came in the middle of {mixed:,} trajectories"),

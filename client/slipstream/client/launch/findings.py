@@ -20,11 +20,11 @@ SERVER: frozenset[Part] = frozenset({"rollout_server"})
 class Scene:
     """The settings, and the parts of a run that a command is about to start with them."""
 
-    # None for the doctor without settings.
+    # The settings, or None for the doctor without settings.
     stated: Config | None = None
     # The parts that start on this machine.
     parts: frozenset[Part] = WHOLE_RUN
-    # What of the roles starts here.
+    # The share of the roles that starts here.
     share: Share = Share()
     dry_run: bool = False
     # Whether the checks must make no folder or log, as for the doctor.

@@ -99,12 +99,15 @@ async def run_tinker(
     """Runs `slipstream tinker`: a run whose loop is a client's own, behind an HTTP process."""
     raise_open_files()
     with hold_address(f"127.0.0.1:{port}", what="--port") as address:
-        *_, chosen = address_parts(address)
+        *_, chosen_port = address_parts(address)
     overrides = [*_CLIENT_LOOP, *overrides]
     config = load_config(path, overrides, hub="small" if dry_run else "whole")
     share = Share(range(config.learner.world_size), config.rollout_server.count)
     say(f"base_url=http://{address} and any api_key that begins with tml-")
-    beside = (program("tinker"), ["--port", str(chosen), *(["--in-flight"] if in_flight else [])])
+    beside = (
+        program("tinker"),
+        ["--port", str(chosen_port), *(["--in-flight"] if in_flight else [])],
+    )
     return await _carry_out(config, share, dry_run=dry_run, beside=beside)
 
 
@@ -112,10 +115,10 @@ async def run_quickstart(overrides: Sequence[str]) -> int:
     """Runs `slipstream quickstart`: makes a tiny model if it is missing, then trains it."""
     require_packages("learner", "rollout server")
     path = Path(__file__).parents[1] / "quickstart.toml"
-    own = load_config(path).model.path
+    default_model = load_config(path).model.path
     model = load_config(path, overrides).model.path
-    # Another folder is the user's: nothing is written there.
-    if model == own and not any(model.glob("*.safetensors")):
+    # Any other folder is the user's: nothing is written there.
+    if model == default_model and not any(model.glob("*.safetensors")):
         log = run_folder.make_folder(model.parent) / f"{model.name}.log"
         await run_program("tiny model", TINY_MODEL, [str(model)], log)
         log.unlink()
@@ -264,9 +267,9 @@ async def run_check(
     if ":" in str(path) and not path.exists():
         if overrides:
             raise ConfigError(f"an environment is checked without settings, got {overrides[0]!r}")
-        given = [] if args is None else ["--args", args]
+        arguments = [] if args is None else ["--args", args]
         return await audit_class(
-            str(path), given, python=python or "", timeout_s=timeout_s or 60.0, model=model
+            str(path), arguments, python=python or "", timeout_s=timeout_s or 60.0, model=model
         )
     options = {"--args": args, "--python": python, "--timeout-s": timeout_s, "--model": model}
     if stated := [name for name, value in options.items() if value is not None]:
@@ -314,17 +317,17 @@ async def run_doctor(arguments: argparse.Namespace) -> int:
     # Checks that take long say so; stdout may be read by a program.
     with contextlib.redirect_stdout(sys.stderr):
         findings = await find_all(replace(scene, leaves_nothing=True))
-    verdicts = [found.verdict for found in findings]
+    verdicts = [finding.verdict for finding in findings]
     problems = verdicts.count(Verdict.PROBLEM)
     hints = verdicts.count(Verdict.ADVICE)
     if arguments.json:
-        say("\n".join(json.dumps(asdict(found)) for found in findings))
+        say("\n".join(json.dumps(asdict(finding)) for finding in findings))
         return int(problems > 0)
-    width = max((len(found.area) for found in findings), default=0)
-    for found in findings:
-        say(f"{found.verdict.value:8} {found.area:{width}} {found.seen}")
-        if found.remedy:
-            say(f"{'':8} {'':{width}} -> {found.remedy}")
+    width = max((len(finding.area) for finding in findings), default=0)
+    for finding in findings:
+        say(f"{finding.verdict.value:8} {finding.area:{width}} {finding.seen}")
+        if finding.remedy:
+            say(f"{'':8} {'':{width}} -> {finding.remedy}")
     what = counted(problems, "problem") if problems else "nothing"
     stands = "stand" if problems > 1 else "stands"
     say(f"\n{what} {stands} in the way of a run, {counted(hints, 'hint')}")
@@ -340,10 +343,10 @@ async def run_set_aside(folder: Path, step: int, groups: Sequence[str]) -> int:
         log.unlink(missing_ok=True)
         arguments = [str(folder), str(step), *groups]
         code = await run_program("set-aside", SET_ASIDE, arguments, log, fine=(0, USAGE_ERROR))
-    said = log.read_text().strip().removeprefix("slipstream: ")
+    message = log.read_text().strip().removeprefix("slipstream: ")
     if code == USAGE_ERROR:
-        raise ConfigError(said)
-    say(f"{said}; run the command that started the run again: it trains another batch")
+        raise ConfigError(message)
+    say(f"{message}; run the command that started the run again: it trains another batch")
     return 0
 
 
@@ -353,17 +356,17 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     config = of_policy(load_config(path))
     facts: list[str] = []
     await require(Scene(config, frozenset({"export"})), Stage.SETTINGS, facts)
-    chosen = run_folder.version_to_export(folder, step)
-    target = out or folder / CHECKPOINTS / f"hf-{chosen:06d}"
+    version = run_folder.version_to_export(folder, step)
+    target = out or folder / CHECKPOINTS / f"hf-{version:06d}"
     written = target.with_name(f"{target.name}-adapters") if config.lora.adapters else target
     run_folder.check_unwritten(written)
     (environ,) = rank_environments(config, range(1))
     environ["WORLD_SIZE"] = environ["LOCAL_WORLD_SIZE"] = "1"
-    arguments = ["--config", str(path), "--step", str(chosen), "--out", str(target)]
+    arguments = ["--config", str(path), "--step", str(version), "--out", str(target)]
     log = log_path(folder, "export")
-    say(f"version {chosen} is checked, loaded and written; the log is {log}")
+    say(f"version {version} is checked, loaded and written; the log is {log}")
     await run_program("export", EXPORT, arguments, log, environ=environ)
-    say(f"version {chosen} is in {written}")
+    say(f"version {version} is in {written}")
     for fact in facts:
         say(fact)
     if left_out := [name for name in config.lora.adapters if not (written / name).exists()]:

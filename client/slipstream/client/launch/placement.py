@@ -92,11 +92,11 @@ STATE_BYTES = 18
 class Placement:
     """The ids in CUDA_VISIBLE_DEVICES for each process; empty on a machine without GPUs."""
 
-    # One GPU for each trainer rank that starts here.
+    # A GPU for each trainer rank that starts here.
     learner: tuple[str, ...] = ()
-    # One GPU for each worker of each rollout server that starts here.
+    # A GPU for each worker of each rollout server that starts here.
     servers: tuple[tuple[str, ...], ...] = ()
-    # Those that may be used and are not, by a command that starts ranks and servers.
+    # GPUs that may be used and are not, by a command that starts ranks and servers.
     idle: tuple[str, ...] = field(default=(), compare=False)
     # The share of a GPU's memory that each server's engine takes, and the most that engines take of
     # a GPU while the learner uses it.
@@ -123,10 +123,10 @@ class Placement:
 
     def max_episodes(self, config: Config, number: int) -> int:
         """Returns how many episodes rollout server `number` may run at one time."""
-        most = config.rollout_server.max_episodes
+        limit = config.rollout_server.max_episodes
         if self.shares(number) and not all(map(self.shares, range(len(self.servers)))):
-            return max(config.algorithm.group_size, most * FURTHER_EPISODES // 16)
-        return most
+            return max(config.algorithm.group_size, limit * FURTHER_EPISODES // 16)
+        return limit
 
     def shares(self, number: int) -> bool:
         return bool(self.servers) and not self.shared.keys().isdisjoint(self.servers[number])
@@ -189,8 +189,8 @@ def place(
         )
     shares = len(ids) == 1 and ranks <= 1 and per_server == 1
     if for_learner is None:
-        others = for_servers or ()
-        free = ids if shares else [gpu for gpu in ids if gpu not in others]
+        reserved = for_servers or ()
+        free = ids if shares else [gpu for gpu in ids if gpu not in reserved]
         for_learner = tuple(free[:ranks])
     if for_servers is None:
         free = ids if shares else [gpu for gpu in ids if gpu not in for_learner]
@@ -199,8 +199,8 @@ def place(
     if len(for_learner) < ranks or len(for_servers) < servers * per_server:
         raise ConfigError(_too_few(ids, ranks, servers, per_server))
     cuts = range(0, servers * per_server, per_server)
-    used = {*for_learner, *for_servers} if ranks and servers else set(ids)
-    idle = tuple(gpu for gpu in ids if gpu not in used)
+    used_gpus = {*for_learner, *for_servers} if ranks and servers else set(ids)
+    idle = tuple(gpu for gpu in ids if gpu not in used_gpus)
     return Placement(for_learner, tuple(for_servers[at : at + per_server] for at in cuts), idle)
 
 
@@ -250,15 +250,16 @@ def with_second_server(config: Config, placement: Placement) -> Placement:
         or role_settings(config)
     ):
         return placement
-    (own,), ((other,),) = placement.learner, placement.servers
-    extended = replace(placement, servers=((other,), (own,)), is_extended=True)
+    (learner_gpu,) = placement.learner
+    ((server_gpu,),) = placement.servers
+    extended = replace(placement, servers=((server_gpu,), (learner_gpu,)), is_extended=True)
     of_step = config.algorithm.groups_per_step * config.algorithm.group_size
     if of_step > server.max_episodes - extended.max_episodes(config, 1):
-        # Each step would give it episodes, for which a trainer that is the limit would wait.
+        # The second server's share of a step is one for which a busy trainer would wait.
         return placement
     gpus = list_gpus()
-    first = find_gpu(own, gpus)
-    second = find_gpu(other, gpus)
+    first = find_gpu(learner_gpu, gpus)
+    second = find_gpu(server_gpu, gpus)
     parameters = 0
     with contextlib.suppress(ConfigError):
         # The check of the model reports this error.
@@ -296,17 +297,17 @@ def share_memory(config: Config, placement: Placement) -> tuple[Config, Placemen
     """Sets the memory that engines take; raises ConfigError if their shares exceed a GPU."""
     server = config.rollout_server
     sharing = [*map(placement.shares, range(len(placement.servers)))]
-    own = beside = server.gpu_memory_utilization
+    dedicated = beside = server.gpu_memory_utilization
     if any(sharing) and "gpu_memory_utilization" not in server.model_fields_set:
         beside = SHARED_UTILIZATION if all(sharing) else FURTHER_UTILIZATION
         beside = round(beside / max(placement.shared.values()), 4)
         if all(sharing):
             server = server.model_copy(update={"gpu_memory_utilization": beside})
             config = config.model_copy(update={"rollout_server": server})
-    memory = tuple(beside if shares else own for shares in sharing)
-    most = 0.0
+    memory = tuple(beside if shares else dedicated for shares in sharing)
+    highest_share = 0.0
     for gpu, engines in placement.server_gpus.items():
-        share = beside if gpu in placement.shared else own
+        share = beside if gpu in placement.shared else dedicated
         if engines * share > 1:
             raise ConfigError(
                 f"GPU {gpu} is for {engines} rollout servers: "
@@ -315,8 +316,8 @@ def share_memory(config: Config, placement: Placement) -> tuple[Config, Placemen
             )
         # Engines that sleep leave their memory to the step.
         if gpu in placement.shared and config.controller.turns != "sleep":
-            most = max(most, engines * share)
-    return config, replace(placement, memory=memory, engines_share=most)
+            highest_share = max(highest_share, engines * share)
+    return config, replace(placement, memory=memory, engines_share=highest_share)
 
 
 def check_transport(config: Config, placement: Placement) -> str:
@@ -341,14 +342,14 @@ def describe_sharing(config: Config, placement: Placement) -> list[str]:
         for gpu, engines in placement.shared.items()
     ]
     for number, _ in enumerate(placement.servers):
-        if (most := placement.max_episodes(config, number)) != server.max_episodes:
+        if (max_episodes := placement.max_episodes(config, number)) != server.max_episodes:
             leave = ": rollout_server.count = 1 leaves it out" * placement.is_extended
-            lines.append(f"rollout server {number} has up to {most} episodes{leave}")
+            lines.append(f"rollout server {number} has up to {max_episodes} episodes{leave}")
     if placement.idle:
-        used = (
+        reason = (
             f"rollout_server.count is {server.count}, learner.world_size {len(placement.learner)}"
         )
-        lines.append(f"nothing uses GPU {', '.join(placement.idle)}: {used}")
+        lines.append(f"nothing uses GPU {', '.join(placement.idle)}: {reason}")
     return lines
 
 
@@ -357,16 +358,20 @@ def _listed(
 ) -> tuple[str, ...] | None:
     if devices is None:
         return None
-    found = []
+    listed = []
     for device in map(str, devices):
-        wanted = find_gpu(device, gpus)
-        same = (each for each in ids if wanted is not None and find_gpu(each, gpus) == wanted)
+        wanted_gpu = find_gpu(device, gpus)
+        same = (
+            candidate
+            for candidate in ids
+            if wanted_gpu is not None and find_gpu(candidate, gpus) == wanted_gpu
+        )
         gpu = device if device in ids else next(same, None)
         if gpu is None:
             seen = ", ".join(ids) or "none"
             raise ConfigError(f"{name} names GPU {device}, but the visible ones are: {seen}")
-        found.append(gpu)
-    return tuple(found)
+        listed.append(gpu)
+    return tuple(listed)
 
 
 def _check_servers(devices: Sequence[str], servers: int, per_server: int) -> None:
@@ -377,19 +382,19 @@ def _check_servers(devices: Sequence[str], servers: int, per_server: int) -> Non
             f"got {', '.join(devices) or 'none'}"
         )
     for at in range(0, len(devices), per_server):
-        own = devices[at : at + per_server]
-        if len(set(own)) < per_server:
+        server_devices = devices[at : at + per_server]
+        if len(set(server_devices)) < per_server:
             raise ConfigError(
                 f"rollout_server.devices must name each GPU of one server once, "
-                f"got {', '.join(own)}"
+                f"got {', '.join(server_devices)}"
             )
 
 
 def _too_few(visible: Sequence[str], ranks: int, servers: int, per_server: int) -> str:
     needed = [f"{ranks} for the trainer ranks"] if ranks else []
     if servers:
-        each = f" with tensor_parallel_size = {per_server}" if per_server > 1 else ""
-        needed.append(f"{servers * per_server} for {servers} rollout servers{each}")
+        width = f" with tensor_parallel_size = {per_server}" if per_server > 1 else ""
+        needed.append(f"{servers * per_server} for {servers} rollout servers{width}")
     change = ["learner.world_size"] if ranks else []
     change += ["rollout_server.count", "rollout_server.tensor_parallel_size"] if servers else []
     line = (

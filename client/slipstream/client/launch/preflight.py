@@ -78,17 +78,17 @@ def hold_address(address: str, *, what: str = "controller.address") -> Iterator[
     """
     host, port = address_parts(address)
     while True:
-        chosen = port or free_port(host)
+        chosen_port = port or free_port(host)
         family = family_of(host)
         probe = socket.socket(family, socket.SOCK_DGRAM)
-        with socket.socket(family) as held, socket.socket(socket.AF_UNIX) as name, probe:
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with socket.socket(family) as listener, socket.socket(socket.AF_UNIX) as name, probe:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                held.bind((host, chosen))
+                listener.bind((host, chosen_port))
                 if is_loopback(host):
                     # A socket listens there even while the interface is down.
-                    probe.connect((host, chosen))
-                name.bind(f"\0slipstream {held.getsockname()[:2]}")
+                    probe.connect((host, chosen_port))
+                name.bind(f"\0slipstream {listener.getsockname()[:2]}")
             except OSError as error:
                 is_taken = error.errno == errno.EADDRINUSE
                 if is_taken and not port:
@@ -100,7 +100,7 @@ def hold_address(address: str, *, what: str = "controller.address") -> Iterator[
                 raise ConfigError(
                     f"{what}: cannot listen on {address}: {error.strerror}{hint}"
                 ) from error
-            yield f"{address.rpartition(':')[0]}:{chosen}"
+            yield f"{address.rpartition(':')[0]}:{chosen_port}"
             return
 
 
@@ -155,8 +155,11 @@ async def check_vllm(scene: Scene) -> str | None:
         )
     names = [*server.engine, *filter(None, (server.tool_parser, server.reasoning_parser))]
     names += ["chat_template"] * (server.chat_template is not None)
-    given = [server.chat_template_kwargs, *(x.chat_template_kwargs for x in scene.config.played)]
-    names += ["chat_template_kwargs"] * any(given)
+    template_values = [
+        server.chat_template_kwargs,
+        *(x.chat_template_kwargs for x in scene.config.played),
+    ]
+    names += ["chat_template_kwargs"] * any(template_values)
     names += [name for name in os.environ if name.startswith("VLLM_")]
     if not names or importlib.util.find_spec("vllm") is None:
         return None
@@ -188,8 +191,8 @@ async def reply_ends_line(config: Config) -> str:
 async def ask(module: str, config: Config, *, late: str) -> Ended:
     """Returns the end of a program that reads the settings; `late` says what it did not do."""
     command = [sys.executable, "-m", module]
-    given = dump_config(config).encode()
-    checked = await run_program(command, limit_s=SETTINGS_LIMIT_S, given=given)
+    settings = dump_config(config).encode()
+    checked = await run_program(command, limit_s=SETTINGS_LIMIT_S, given=settings)
     if checked.code is None:
         raise ConfigError(f"{late} within {SETTINGS_LIMIT_S:g} s")
     if checked.code < 0:

@@ -261,8 +261,8 @@ class RunProcesses:
         self._display.tell(f"the run starts at {address}; its logs are in {self._logs}/")
         self._display.tell(loading_line(self._config, num_servers))
         if self._config.automatic:
-            chosen = describe_choices(self._config)
-            self._display.tell(f"chosen for {self._config.model.path}: {chosen}")
+            choices = describe_choices(self._config)
+            self._display.tell(f"chosen for {self._config.model.path}: {choices}")
         if reason := describe_plan(self._config):
             self._display.tell(reason)
         for line in describe_sharing(self._config, self._placement):
@@ -332,11 +332,11 @@ class RunProcesses:
             keep_trainers.cancel()
             waits.cancel()
             if self._display.is_over:
-                others = self._tell_running()
-                for child in others:
+                running = self._tell_running()
+                for child in running:
                     # A server that had not joined yet would look for the controller.
                     child.signal(signal.SIGTERM)
-                leaving = asyncio.gather(*(child.process.wait() for child in others))
+                leaving = asyncio.gather(*(child.process.wait() for child in running))
                 await within(LEAVE_LIMIT_S, leaving)
         finally:
             for task in tasks:
@@ -460,8 +460,8 @@ class RunProcesses:
             await asyncio.sleep(LOOK_S)
         while True:
             log = log_path(self._config.run_dir, name)
-            given = [*self._config_arguments, *arguments]
-            child = await start_child(name, program.module, given, log_path=log, environ=environ)
+            argv = [*self._config_arguments, *arguments]
+            child = await start_child(name, program.module, argv, log_path=log, environ=environ)
             self._children.append(child)
             await child.process.wait()
             # Processes that it has started must not outlive it. Others may have its number later.
@@ -474,13 +474,13 @@ class RunProcesses:
                 return
             if not await self._may_restart(policy, child):
                 if self._placement.is_extended and name == f"{SERVER.name}-1":
-                    # Nobody asked for it.
+                    # The second server was not asked for.
                     self.warn(f"{child.describe_end()}; the run goes on without it")
                     return
                 await self._stop_run(child.describe_end(), failed=True)
                 return
-            others = [each for each in self._children if each.name.startswith(SERVER.name)]
-            if is_server and not any(each.is_running for each in others):
+            servers = [server for server in self._children if server.name.startswith(SERVER.name)]
+            if is_server and not any(server.is_running for server in servers):
                 self._display.tell(f"no rollout server is left here: {name} loads its engine again")
 
     async def _may_restart(self, policy: RestartPolicy, ended: Child) -> bool:
@@ -532,8 +532,8 @@ class RunProcesses:
             environ = torchrun | self._placement.learner_environment
             name = f"{TRAINER.name}-{environ['RANK']}"
             log = log_path(self._config.run_dir, name)
-            given = self._config_arguments
-            child = await start_child(name, TRAINER.module, given, log_path=log, environ=environ)
+            argv = self._config_arguments
+            child = await start_child(name, TRAINER.module, argv, log_path=log, environ=environ)
             self._ranks.append(child)
 
     async def _watch_trainers(self) -> None:
