@@ -32,8 +32,8 @@ def main() -> int:
         generate(arguments.root, arguments.root)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        made = generate(arguments.root, Path(folder))
-        names = [str(path.relative_to(folder)) for path in made]
+        generated = generate(arguments.root, Path(folder))
+        names = [str(path.relative_to(folder)) for path in generated]
         _, changed, missing = filecmp.cmpfiles(folder, arguments.root, names, shallow=False)
         stale = sorted(changed + missing)
     if stale:

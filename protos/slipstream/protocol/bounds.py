@@ -136,33 +136,33 @@ def _check_message(message: Message) -> None:
 @functools.cache
 def _checks(descriptor: Descriptor) -> dict[FieldDescriptor, _Check]:
     """Returns the check of each field, without fields whose values are always valid."""
-    made: dict[FieldDescriptor, _Check] = {}
+    checks: dict[FieldDescriptor, _Check] = {}
     for field in descriptor.fields:
         entry = field.message_type
         if entry is not None and entry.GetOptions().map_entry:
-            made[field] = _map_check(field, entry)
+            checks[field] = _map_check(field, entry)
             continue
-        one = _value_check(field, bound_of(field))
+        check = _value_check(field, bound_of(field))
         if field.is_repeated:
-            made[field] = _list_check(field, one)
-        elif one is not None:
-            made[field] = one
-    return made
+            checks[field] = _list_check(field, check)
+        elif check is not None:
+            checks[field] = check
+    return checks
 
 
-def _list_check(field: FieldDescriptor, one: _Check | None) -> _Check:
+def _list_check(field: FieldDescriptor, check_item: _Check | None) -> _Check:
     bound = bound_of(field)
     assert bound is not None, f"{field.full_name} states no bound"
-    most = bound.max_items
+    max_items = bound.max_items
     are_fine = _whole_list_check(field, bound)
 
     def check(values: Sequence[object]) -> None:
-        _count(len(values), most)
-        if one is None or (values and are_fine(values)):
+        _count(len(values), max_items)
+        if check_item is None or (values and are_fine(values)):
             return
         for index, value in enumerate(values):
             try:
-                one(value)
+                check_item(value)
             except _OutOfBounds as broken:
                 broken.path = f"[{index}]{broken.path}"
                 raise
@@ -183,22 +183,22 @@ def _whole_list_check(
     is_number = field.message_type is None and field.enum_type is None
     if not is_number or bound.any or field.type in (*_TEXTS, *_REALS, FieldDescriptor.TYPE_BOOL):
         return lambda values: False
-    least = int(bound.min)
-    most = int(bound.max)
-    if least <= 0 and field.type in _UNSIGNED:
-        return lambda values: max(values) <= most
-    return lambda values: least <= min(values) and max(values) <= most
+    lowest = int(bound.min)
+    highest = int(bound.max)
+    if lowest <= 0 and field.type in _UNSIGNED:
+        return lambda values: max(values) <= highest
+    return lambda values: lowest <= min(values) and max(values) <= highest
 
 
 def _map_check(field: FieldDescriptor, entry: Descriptor) -> _Check:
     bound = bound_of(field)
     assert bound is not None, f"{field.full_name} states no bound"
-    most = bound.max_items
+    max_items = bound.max_items
     key = _value_check(entry.fields_by_name["key"], bound)
     value = _value_check(entry.fields_by_name["value"], bound)
 
     def check(values: Mapping[object, object]) -> None:
-        _count(len(values), most)
+        _count(len(values), max_items)
         for name, content in values.items():
             try:
                 if key is not None:
@@ -217,10 +217,10 @@ def _value_check(field: FieldDescriptor, bound: bounds_pb2.Bound | None) -> _Che
     if field.message_type is not None:
         return _check_message
     if (kind := field.enum_type) is not None:
-        known = frozenset(kind.values_by_number)
+        numbers = frozenset(kind.values_by_number)
 
         def check_enum(value: int) -> None:
-            if value not in known:
+            if value not in numbers:
                 raise _OutOfBounds(f"must be a value of {kind.name}, got {value}")
 
         return check_enum
@@ -244,33 +244,33 @@ def _value_check(field: FieldDescriptor, bound: bounds_pb2.Bound | None) -> _Che
         return check_text
     if bound.any:
         return None
-    least = bound.min
-    most = bound.max
+    lowest = bound.min
+    highest = bound.max
     if field.type not in _REALS:
-        least = int(least)
-        most = int(most)
+        lowest = int(lowest)
+        highest = int(highest)
 
     def check_number(value: float) -> None:
-        if not least <= value <= most:
-            raise _OutOfBounds(f"must be between {least:g} and {most:g}, got {value}")
+        if not lowest <= value <= highest:
+            raise _OutOfBounds(f"must be between {lowest:g} and {highest:g}, got {value}")
 
     return check_number
 
 
-def _count(size: int, most: int) -> None:
-    if size > most:
-        raise _OutOfBounds(f"must have at most {most} elements, got {size}")
+def _count(size: int, max_items: int) -> None:
+    if size > max_items:
+        raise _OutOfBounds(f"must have at most {max_items} elements, got {size}")
 
 
-def one_line(text: str, most: int) -> str:
-    """Returns the text cut after `most` characters, with control characters and line ends escaped.
+def one_line(text: str, max_characters: int) -> str:
+    """Returns the text cut after `max_characters`, with control characters and line ends escaped.
 
     "..." marks a cut.
     """
-    cut = text if len(text) <= most else f"{text[:most]}..."
-    return _ALPHABETS[bounds_pb2.Bound.LINE][0].sub(lambda found: repr(found[0])[1:-1], cut)
+    cut = text if len(text) <= max_characters else f"{text[:max_characters]}..."
+    return _ALPHABETS[bounds_pb2.Bound.LINE][0].sub(lambda match: repr(match[0])[1:-1], cut)
 
 
-def shown(text: str, most: int = 100) -> str:
-    """Returns the text for a log: quoted, on one line, cut after `most` characters."""
-    return repr(text if len(text) <= most else f"{text[:most]}...")
+def shown(text: str, max_characters: int = 100) -> str:
+    """Returns the text for a log: quoted, on one line, cut after `max_characters`."""
+    return repr(text if len(text) <= max_characters else f"{text[:max_characters]}...")

@@ -101,12 +101,12 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def complete_steps(folder: Path) -> list[int]:
     """Returns the versions with a complete checkpoint, ascending."""
-    found = []
+    steps = []
     for step, path in _candidates(folder):
         with contextlib.suppress(OSError):
             if (path / MANIFEST_NAME).is_file():
-                found.append(step)
-    return sorted(found)
+                steps.append(step)
+    return sorted(steps)
 
 
 def passed_over(folder: Path) -> list[Path]:
@@ -141,10 +141,12 @@ def read_manifest(path: Path) -> Manifest:
         cause = f"cannot be read: {error.strerror}"
     except ValidationError as error:
         first, *_ = errors = error.errors()
-        others = [e for e in errors if e["type"] == "extra_forbidden" or e["loc"] == ("format",)]
-        if others:
+        unknown_facts = [
+            e for e in errors if e["type"] == "extra_forbidden" or e["loc"] == ("format",)
+        ]
+        if unknown_facts:
             # Advice to remove the folder would cost its steps.
-            place = ".".join(map(str, others[0]["loc"]))
+            place = ".".join(map(str, unknown_facts[0]["loc"]))
             fact = f"{shown(place)} in {MANIFEST_NAME}"
             raise CheckpointError(unknown_fact(str(path), fact)) from None
         place = ".".join(map(str, first["loc"]))
@@ -216,13 +218,13 @@ def check_files(
     for expected in files:
         problem = ""
         try:
-            found = describe_file(folder, expected.path, moved)
+            present = describe_file(folder, expected.path, moved)
         except OSError as error:
             problem = error.strerror or "it cannot be read"
         else:
-            if found.num_bytes != expected.num_bytes:
-                problem = f"it has {found.num_bytes} bytes instead of {expected.num_bytes}"
-            elif found.digest != expected.digest:
+            if present.num_bytes != expected.num_bytes:
+                problem = f"it has {present.num_bytes} bytes instead of {expected.num_bytes}"
+            elif present.digest != expected.digest:
                 problem = "its bytes are not those that were written"
         if problem:
             raise CheckpointError(
@@ -242,18 +244,18 @@ def steps_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) ->
     return [step for step in old if not (keep_every and step % keep_every == 0)]
 
 
-def write_kept(folder: Path, kept: Mapping[int, float]) -> None:
+def write_kept(folder: Path, until_by_version: Mapping[int, float]) -> None:
     """Writes until when, in seconds since 1970, each version stays whatever the settings say."""
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / KEPT_NAME, json.dumps(kept).encode())
+    replace_file(folder / KEPT_NAME, json.dumps(until_by_version).encode())
 
 
 def _kept(folder: Path) -> set[int]:
     """Returns the versions that stay now by `write_kept`."""
     path = folder / KEPT_NAME
     now_s = time.time()
-    kept = json.loads(path.read_bytes()) if path.exists() else {}
-    return {int(step) for step, until_s in kept.items() if until_s > now_s}
+    until_by_version = json.loads(path.read_bytes()) if path.exists() else {}
+    return {int(step) for step, until_s in until_by_version.items() if until_s > now_s}
 
 
 def _retained(folder: Path) -> list[int]:
@@ -277,14 +279,14 @@ def publish_and_retain(partial: Path, *, keep_last: int, keep_every: int) -> Pat
     is renamed aside. Then removes old checkpoints by `steps_to_remove` but for those of
     `write_kept`. After a crash at any moment the newest published checkpoint is complete.
     """
-    for each in (
+    for folder_to_sync in (
         *(path for path in partial.rglob("*") if path.is_dir()),
         partial,
     ):
-        sync_folder(each)
+        sync_folder(folder_to_sync)
     path = partial.with_name(partial.name.removesuffix(PARTIAL_SUFFIX))
     if os.path.lexists(path):
-        # It is an incomplete checkpoint of that version, which a resume passed over.
+        # The path is an incomplete checkpoint of that version, which a resume passed over.
         rename_aside(path)
     partial.rename(path)
     folder = path.parent
@@ -308,10 +310,10 @@ def remove_partial(folder: Path) -> list[str]:
     """Removes folders of interrupted saves or removals, and returns their names."""
     if not folder.is_dir():
         return []
-    found = sorted(path for path in folder.iterdir() if path.name.endswith(PARTIAL_SUFFIX))
-    for path in found:
+    leftovers = sorted(path for path in folder.iterdir() if path.name.endswith(PARTIAL_SUFFIX))
+    for path in leftovers:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
-    return [path.name for path in found]
+    return [path.name for path in leftovers]

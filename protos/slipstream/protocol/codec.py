@@ -218,7 +218,7 @@ def _checksum(message: pb.Trajectory) -> int:
         *message.images,
         message.kept_tokens,
     )
-    return functools.reduce(lambda found, array: zlib.crc32(array, found), arrays, 0)
+    return functools.reduce(lambda checksum, array: zlib.crc32(array, checksum), arrays, 0)
 
 
 def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
@@ -341,20 +341,20 @@ def _unpack_experts(data: bytes, dimensions: tuple[int, ...], num_experts: int) 
 def _reference(message: pb.Trajectory) -> ReferenceLogprobs | None:
     if not message.HasField("reference"):
         return None
-    found = message.reference
+    reference = message.reference
     sampled = len(message.behavior_logprobs) // 4
-    sizes = [4 * sampled, 4 * sampled * found.top_k, 4 * sampled * found.top_k]
-    got = [len(found.logprobs), len(found.top_ids), len(found.top_logprobs)]
+    sizes = [4 * sampled, 4 * sampled * reference.top_k, 4 * sampled * reference.top_k]
+    got = [len(reference.logprobs), len(reference.top_ids), len(reference.top_logprobs)]
     if got != sizes:
         raise ProtocolError(
             f"group {message.group_id}: the reference's arrays for {sampled} sampled tokens and "
-            f"top_k {found.top_k} must have {sizes} bytes, got {got}"
+            f"top_k {reference.top_k} must have {sizes} bytes, got {got}"
         )
-    shape = (sampled, found.top_k)
+    shape = (sampled, reference.top_k)
     return ReferenceLogprobs(
-        unpack_logprobs(found.logprobs),
-        unpack_tokens(found.top_ids).reshape(shape),
-        unpack_logprobs(found.top_logprobs).reshape(shape),
+        unpack_logprobs(reference.logprobs),
+        unpack_tokens(reference.top_ids).reshape(shape),
+        unpack_logprobs(reference.top_logprobs).reshape(shape),
     )
 
 

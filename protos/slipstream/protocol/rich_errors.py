@@ -39,7 +39,7 @@ class Reason(Enum):
     TOO_SMALL = "TOO_SMALL"
     # The controller was started again and does not know the trainer, which must register again.
     NOT_REGISTERED = "NOT_REGISTERED"
-    # Another trainer, or another server of the same name, has the place until it ends.
+    # A different trainer, or a server of the same name, has the place until it ends.
     PLACE_TAKEN = "PLACE_TAKEN"
     # The trainer's weights are older than the batches that the run keeps: it must load the newest
     # checkpoint before it registers.

@@ -74,12 +74,12 @@ def describe_setup(config: Config, *, run_id: str, mark: str) -> status_pb2.Setu
     """Returns this host's setup without its clock; file `mark` in `run.dir` contains the run id."""
     values = compared(config)
     python = ".".join(platform.python_version_tuple()[:2])
-    wanted = {*OF_RANKS, *OF_SERVERS, *ROOM.values()}
+    compared_names = {*OF_RANKS, *OF_SERVERS, *ROOM.values()}
     return status_pb2.Setup(
         run_id=run_id,
         protocol_version=PROTOCOL_VERSION,
         versions={"python": python, OURS: RELEASE, **installed(RANKS_PACKAGES)},
-        settings={key: values[key] for key in values if is_below(key, wanted)},
+        settings={key: values[key] for key in values if is_below(key, compared_names)},
         model_digest=model_digest(config.model.path),
         mark=mark,
     )
@@ -94,7 +94,7 @@ def differences(answer: Answer, config: Config, *, of_ranks: bool) -> Iterator[s
     ours = describe_setup(config, run_id="", mark="")
     alike = "start all instances of a run with the same settings"
     for name in (OURS, *(("python", *RANKS_PACKAGES) if of_ranks else ())):
-        here, there = (each.versions.get(name, "none") for each in (ours, theirs))
+        here, there = (setup.versions.get(name, "none") for setup in (ours, theirs))
         if here != there:
             yield (
                 f"{name} {here} here, the controller's host has {there}: install the same versions "
@@ -106,17 +106,17 @@ def differences(answer: Answer, config: Config, *, of_ranks: bool) -> Iterator[s
             f"the clock of this host is {abs(answer.skew_s):.0f} s {way} the controller's, at most "
             f"{MAX_SKEW_S:g} s are allowed: let both hosts set their clocks by NTP"
         )
-    named = OF_RANKS if of_ranks else OF_SERVERS
+    compared_names = OF_RANKS if of_ranks else OF_SERVERS
     for key in sorted({*ours.settings, *theirs.settings}):
-        here, there = (each.settings.get(key, "not set") for each in (ours, theirs))
-        if here != there and is_below(key, named):
+        here, there = (setup.settings.get(key, "not set") for setup in (ours, theirs))
+        if here != there and is_below(key, compared_names):
             yield f"{key} is {here} here and {there} at the controller: {alike}"
     values = compared(config)
-    for own, key in ROOM.items() if not of_ranks else ():
-        here = values[own]
+    for setting, key in ROOM.items() if not of_ranks else ():
+        here = values[setting]
         there = theirs.settings.get(key, "0")
         if int(here) < int(there):
-            yield f"{own} is {here} here, the controller needs {there} ({key}): {alike}"
+            yield f"{setting} is {here} here, the controller needs {there} ({key}): {alike}"
     if ours.model_digest != theirs.model_digest:
         yield (
             f"model.path: {config.model.path} is not the controller's model: config.json, the "
@@ -149,7 +149,7 @@ def compared(config: Config) -> dict[str, str]:
     Long values, the arguments of environments, and folders of weights, which may have other names
     elsewhere, are replaced by their digests.
     """
-    found = {}
+    texts = {}
     for name, value in flat_settings(config.model_dump(mode="json", exclude_none=True)):
         is_local = is_below(name, LOCAL) or not {*name.split(".")}.isdisjoint(LOCAL_NAMES)
         if not is_local and value != {}:
@@ -157,7 +157,7 @@ def compared(config: Config) -> dict[str, str]:
             # Arguments of an environment may contain secrets.
             is_hidden = len(text) > LONGEST_VALUE or ".args." in name
             digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-            found[name] = f"sha256 {digest}" if is_hidden else text
+            texts[name] = f"sha256 {digest}" if is_hidden else text
     for name, folder in config.weight_folders.items():
-        found[name] = f"a folder of weights with digest {weights_digest(folder)[:16] or 'none'}"
-    return found
+        texts[name] = f"a folder of weights with digest {weights_digest(folder)[:16] or 'none'}"
+    return texts

@@ -92,8 +92,8 @@ class CheckingInterceptor(Interceptor):
         method = str(handler_call_details.method)
         if handler is None or not method.startswith(_PACKAGE):
             return handler
-        found = descriptor_pool.Default().FindMethodByName(method[1:].replace("/", "."))
-        kind = message_factory.GetMessageClass(found.input_type)
+        method_descriptor = descriptor_pool.Default().FindMethodByName(method[1:].replace("/", "."))
+        kind = message_factory.GetMessageClass(method_descriptor.input_type)
         encode: Any = handler.response_serializer
 
         def serialize(response: Message | bytes) -> bytes:
@@ -104,19 +104,19 @@ class CheckingInterceptor(Interceptor):
         shape = "_".join("stream" if is_stream else "unary" for is_stream in streams)
         inner = getattr(handler, shape)
 
-        async def call(given: Message | _Decoded, context: Context) -> object:
+        async def call(request: Message | _Decoded, context: Context) -> object:
             if not inspect.isasyncgenfunction(inner):
-                return await inner(given, context)
-            async with aclosing(inner(given, context)) as responses:
+                return await inner(request, context)
+            async with aclosing(inner(request, context)) as responses:
                 async for response in responses:
                     await context.write(response)
             return None
 
-        async def checked(given: Any, context: Context) -> object:  # noqa: ANN401
+        async def checked(request: Any, context: Context) -> object:  # noqa: ANN401
             if not handler.request_streaming:
-                return await call(await _decoded(kind, given), context)
+                return await call(await _decoded(kind, request), context)
             # gRPC's generator of requests would keep itself and an unread call in memory.
-            source: Any = aiter(given)
+            source: Any = aiter(request)
             try:
                 return await call(_Decoded(kind, source), context)
             finally:
@@ -126,8 +126,8 @@ class CheckingInterceptor(Interceptor):
 
         make = getattr(grpc, f"{shape}_rpc_method_handler")
         # Requests are decoded by `checked`: gRPC answers UNKNOWN to every error of a deserializer.
-        made: Handler = make(_guarded(checked, method), None, serialize)
-        return made
+        checked_handler: Handler = make(_guarded(checked, method), None, serialize)
+        return checked_handler
 
 
 def _guarded(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
@@ -169,7 +169,12 @@ async def _ending(context: Context, method: str, error: Exception) -> BaseExcept
             await abort(context, code, text, Reason.PROTOCOL)
         logger.error("%s failed", method, exc_info=error)
         line = f"{method} failed: {type(cause).__name__}: {cause}".splitlines()[0]
-        await abort(context, grpc.StatusCode.INTERNAL, line[:500], Reason.WRONG_STATE)
+        await abort(
+            context,
+            grpc.StatusCode.INTERNAL,
+            line[:500],
+            Reason.WRONG_STATE,
+        )
     except (grpc.aio.AbortError, asyncio.CancelledError) as ending:
         _strip(error)
         _strip(ending)
@@ -179,9 +184,9 @@ async def _ending(context: Context, method: str, error: Exception) -> BaseExcept
 def _strip(error: BaseException) -> None:
     """Removes traceback, context and causes from an error: they would keep its call alive."""
     inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    others = (error.__context__, error.__cause__, *inner)
+    linked_errors = (error.__context__, error.__cause__, *inner)
     error.__traceback__ = error.__context__ = error.__cause__ = None
-    for other in others:
+    for other in linked_errors:
         if other is not None:
             _strip(other)
 
@@ -213,8 +218,10 @@ class Refusals:
         # gRPC calls the handler of a stream of requests before it reads one.
         responses = "stream" if handler.response_streaming else "unary"
         make = getattr(grpc, f"stream_{responses}_rpc_method_handler")
-        made: Handler = make(refuse, handler.request_deserializer, handler.response_serializer)
-        return made
+        refusing_handler: Handler = make(
+            refuse, handler.request_deserializer, handler.response_serializer
+        )
+        return refusing_handler
 
     def tell(self, host: str, text: str) -> None:
         """Counts a refused call of `host`; logs it unless the minute had enough of such lines."""

@@ -29,10 +29,10 @@ def describe_exposure(config: Config) -> str:
     host, port = address_parts(config.learner.master)
     exposed = f"learner.master {host} (port {port or 'any'}; weights at any port)"
     try:
-        (*_, found), *_ = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        (*_, socket_address), *_ = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return exposed
-    address = ipaddress.ip_address(str(found[0]).partition("%")[0])
+    address = ipaddress.ip_address(str(socket_address[0]).partition("%")[0])
     if address.is_global:
         raise ConfigError(
             f"learner.master {host} is a public address, and torch, gloo and NCCL have neither TLS "
@@ -61,7 +61,7 @@ def local_address(host: str, port: int = 1) -> str:
     """
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # This sends nothing, and lets the kernel choose the route.
+        # The call sends nothing, and lets the kernel choose the route.
         probe.connect(target)
         return str(probe.getsockname()[0])
 
@@ -75,9 +75,9 @@ def interface_to(host: str) -> str | None:
     if address.is_loopback:
         return "lo"
     for name, addresses in psutil.net_if_addrs().items():
-        for each in addresses:
-            is_internet = each.family in (socket.AF_INET, socket.AF_INET6)
-            if is_internet and ipaddress.ip_address(each.address.partition("%")[0]) == address:
+        for entry in addresses:
+            is_internet = entry.family in (socket.AF_INET, socket.AF_INET6)
+            if is_internet and ipaddress.ip_address(entry.address.partition("%")[0]) == address:
                 # Additional addresses of an interface may have a label after a colon.
                 return name.partition(":")[0]
     return None

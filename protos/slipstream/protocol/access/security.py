@@ -227,10 +227,10 @@ def _caller_tls(address: str, credentials: Credentials) -> grpc.ChannelCredentia
 def cause_of(code: grpc.StatusCode, details: str | None) -> str:
     """Returns in one line why a call failed: gRPC's words, or a certificate's fault and remedy."""
     words = " ".join((details or code.name).split())
-    if (found := _UNTRUSTED.search(words)) is None:
+    if (match := _UNTRUSTED.search(words)) is None:
         return words
-    fault = found[1] or found[2]
-    if "certificate has expired" in fault or found[2]:
+    fault = match[1] or match[2]
+    if "certificate has expired" in fault or match[2]:
         what = "deploy/make_certificates.sh issues a new one, which a controller reads at its start"
     else:
         what = "is security.tls_ca its authority?"
@@ -302,7 +302,7 @@ class AccessInterceptor(Interceptor):
         self._run_id = run_id
         self._refusals = refusals
         refused = {line[1:] for line in tokens if line.startswith("-")}
-        # Each value that callers may show, and its role: None for the run's own token.
+        # Values that callers may show, and their roles: None for the run's own token.
         self._expected = [
             (f"Bearer {token}".encode(), role)
             for line in tokens
@@ -338,7 +338,7 @@ class AccessInterceptor(Interceptor):
                 code = grpc.StatusCode.PERMISSION_DENIED
                 reason = Reason.NOT_OF_THE_ROLE
                 return refusing(handler, code, text, reason)
-        named = metadata.get(RUN_KEY, "")
+        run_named = metadata.get(RUN_KEY, "")
         ours = self._run_id
         # A client may be somebody's own program, which has no release.
         is_free = ours is None or may_call("client", method)
@@ -348,10 +348,10 @@ class AccessInterceptor(Interceptor):
             code = grpc.StatusCode.FAILED_PRECONDITION
             reason = Reason.PROTOCOL
             handler = refusing(handler, code, text, reason)
-        if ours is not None and named != ours and (named or is_bound(method, NAMELESS)):
+        if ours is not None and run_named != ours and (run_named or is_bound(method, NAMELESS)):
             text = f"a call names its run in {RUN_KEY}"
-            if named:
-                text = f"this is the controller of another run than {named!s}"
+            if run_named:
+                text = f"this is the controller of another run than {run_named!s}"
             code = grpc.StatusCode.FAILED_PRECONDITION
             reason = Reason.OTHER_RUN
             handler = refusing(handler, code, text, reason)

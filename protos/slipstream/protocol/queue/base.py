@@ -44,10 +44,10 @@ class Amount(NamedTuple):
         """Returns this amount plus one trajectory with `tokens` sampled tokens."""
         return Amount(self.trajectories + 1, self.tokens + tokens)
 
-    def less(self, *others: "Amount") -> "Amount":
-        """Returns this amount minus all of `others`; the difference may be negative."""
-        trajectories = self.trajectories - sum(other.trajectories for other in others)
-        return Amount(trajectories, self.tokens - sum(other.tokens for other in others))
+    def less(self, *amounts: "Amount") -> "Amount":
+        """Returns this amount minus all of `amounts`; the difference may be negative."""
+        trajectories = self.trajectories - sum(other.trajectories for other in amounts)
+        return Amount(trajectories, self.tokens - sum(other.tokens for other in amounts))
 
 
 NOTHING = Amount()

@@ -99,7 +99,7 @@ class GrpcSender:
             finally:
                 self._without_room.discard(trajectory_id)
             if trajectory_id in self._unacknowledged:
-                # Another call put the same id while both waited.
+                # A second call put the same id while both waited.
                 self._budget.release(len(data))
             else:
                 sent = self._sent.add(trajectory_id, tokens).to_pb()
@@ -174,7 +174,7 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer):
         self._open_seal = open_seal
         self._waiting: asyncio.Queue[Delivery] = asyncio.Queue()
         self._budget = ByteBudget(max_waiting_bytes)
-        # What the newest stream that delivered it acknowledges, for each unacknowledged trajectory.
+        # For each unacknowledged trajectory, the answers of the newest stream that delivered it.
         self._answers: dict[TrajectoryId, _Answers] = {}
         self.given = Amount()
         # Always empty: senders keep unacknowledged trajectories.
@@ -209,7 +209,7 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer):
         async for request in requests:
             delivery = await opened(self._open_seal, request)
             self._answers[delivery.trajectory_id] = answers
-            # This waits without a limit, at most until the handler ends: senders must wait while
+            # The wait has no limit, at most until the handler ends: senders must wait while
             # `get` is not called.
             await self._budget.acquire(self._charge(delivery.data), timeout_s=None)
             self._waiting.put_nowait(delivery)

@@ -65,22 +65,22 @@ def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucke
         raise ConfigError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
     buckets: list[Bucket] = []
     spans: list[Span] = []
-    used = 0
+    used_bytes = 0
     for tensor in tensors:
         if tensor.dtype not in ITEM_BYTES:
             raise ConfigError(
                 f"tensor {tensor.name} has element type {tensor.dtype}, "
                 f"known are {', '.join(ITEM_BYTES)}"
             )
-        is_full = used + tensor.num_bytes > bucket_bytes
+        is_full = used_bytes + tensor.num_bytes > bucket_bytes
         if spans and (is_full or spans[-1].tensor.sender != tensor.sender):
-            buckets.append(Bucket(tuple(spans), used))
+            buckets.append(Bucket(tuple(spans), used_bytes))
             spans = []
-            used = 0
-        spans.append(Span(tensor, used))
-        used = -(-(used + tensor.num_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            used_bytes = 0
+        spans.append(Span(tensor, used_bytes))
+        used_bytes = -(-(used_bytes + tensor.num_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     if spans:
-        buckets += _tapered(Bucket(tuple(spans), used))
+        buckets += _tapered(Bucket(tuple(spans), used_bytes))
     return buckets
 
 
@@ -117,8 +117,8 @@ def adapter_buckets(message: weights_pb2.WeightLayout) -> list[Bucket]:
 
     Every adapter is cut into the same buckets; the adapters are sent one after another.
     """
-    one = plan_buckets(list(map(_from_pb, message.adapters)), message.bucket_bytes)
-    return one * max(1, len(message.adapter_names))
+    buckets = plan_buckets(list(map(_from_pb, message.adapters)), message.bucket_bytes)
+    return buckets * max(1, len(message.adapter_names))
 
 
 def num_tensors(message: weights_pb2.WeightLayout) -> int:
@@ -128,7 +128,10 @@ def num_tensors(message: weights_pb2.WeightLayout) -> int:
 
 def _to_pb(tensor: TensorSpec) -> weights_pb2.TensorSpec:
     return weights_pb2.TensorSpec(
-        name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, sender=tensor.sender
+        name=tensor.name,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        sender=tensor.sender,
     )
 
 
@@ -144,8 +147,8 @@ def _tapered(bucket: Bucket) -> Iterator[Bucket]:
     """
     while bucket.num_bytes > 2 * LAST_BUCKET_BYTES and len(bucket.spans) > 1:
         offsets = [span.offset_bytes for span in bucket.spans]
-        most = min(bucket.num_bytes * 3 // 4, bucket.num_bytes - LAST_BUCKET_BYTES)
-        count = max(1, bisect.bisect_right(offsets, most) - 1)
+        max_bytes = min(bucket.num_bytes * 3 // 4, bucket.num_bytes - LAST_BUCKET_BYTES)
+        count = max(1, bisect.bisect_right(offsets, max_bytes) - 1)
         cut = offsets[count]
         yield Bucket(bucket.spans[:count], cut)
         rest = (Span(span.tensor, span.offset_bytes - cut) for span in bucket.spans[count:])

@@ -56,14 +56,16 @@ def tensor_digest(data: bytes | memoryview) -> bytes:
     rest = raw.size % 4
     words = raw[: raw.size - rest].view("<u4")
     keys = block_keys(-(-raw.size // (4 * BLOCK_WORDS)))
-    whole = words.size // BLOCK_WORDS
-    total = _sums(words[: whole * BLOCK_WORDS].reshape(whole, BLOCK_WORDS), keys[:, :whole])
-    tail = words[whole * BLOCK_WORDS :].astype(np.uint64)
+    num_blocks = words.size // BLOCK_WORDS
+    total = _sums(
+        words[: num_blocks * BLOCK_WORDS].reshape(num_blocks, BLOCK_WORDS), keys[:, :num_blocks]
+    )
+    tail = words[num_blocks * BLOCK_WORDS :].astype(np.uint64)
     if rest:
         last = int.from_bytes(raw[-rest:].tobytes(), "little")
         tail = np.append(tail, np.uint64(last))
     if tail.size:
-        total += (word_keys()[:, : tail.size] @ tail) * keys[:, whole]
+        total += (word_keys()[:, : tail.size] @ tail) * keys[:, num_blocks]
     return total.astype("<u8").tobytes()
 
 

@@ -64,8 +64,8 @@ class _Peer:
                 raise WeightSyncError(f"{self.what} is gone: {error}") from error
             if not data:
                 raise WeightSyncError(f"{self.what} is gone")
-            if (named := int.from_bytes(data, "little")) != self.done:
-                raise WeightSyncError(f"{self.what} said {named}, not {self.done}")
+            if (number_sent := int.from_bytes(data, "little")) != self.done:
+                raise WeightSyncError(f"{self.what} said {number_sent}, not {self.done}")
             self.done += 1
 
     def close(self) -> None:
@@ -129,8 +129,8 @@ class HandoverSender:
                 raise WeightSyncError(f"{self._communicator_id} is closed: {error}") from error
             connection.settimeout(HELLO_LIMIT_S)
             try:
-                named, rank = json.loads(connection.recv(_MESSAGE_BYTES))
-                is_expected = named == self._communicator_id and rank in waiting
+                communicator_id, rank = json.loads(connection.recv(_MESSAGE_BYTES))
+                is_expected = communicator_id == self._communicator_id and rank in waiting
                 if is_expected:
                     connection.sendall(json.dumps([handles, num_bytes]).encode())
             except _UNREADABLE:

@@ -149,7 +149,7 @@ class NcclGroup:
         this.
         """
         lock = threading.Lock()
-        made = list[NcclGroup]()
+        groups = list[NcclGroup]()
         is_abandoned = False
 
         def connect() -> NcclGroup:
@@ -159,7 +159,7 @@ class NcclGroup:
             with _errors_of_nccl(f"no communicator of {world_size} members"):
                 group = cls(device, nccl.NcclCommunicator(world_size, unique_id, rank))
             with lock:
-                made.append(group)
+                groups.append(group)
                 if is_abandoned:
                     group.abort()
             memory, stream = _warm_up_room(device)
@@ -177,7 +177,7 @@ class NcclGroup:
         except Unanswered:
             with lock:
                 is_abandoned = True
-            for group in made:
+            for group in groups:
                 group.abort()
             raise WeightSyncError(
                 f"the {world_size} members of a communicator did not meet "

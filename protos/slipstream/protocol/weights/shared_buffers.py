@@ -22,9 +22,9 @@ class HostBuffers:
     """Files in /dev/shm that all processes map; `hide` removes the names, not the mappings."""
 
     def __init__(self, handles: Sequence[str], maps: Sequence[mmap.mmap]) -> None:
-        # One handle for each buffer, with which another process opens it.
+        # A handle for each buffer, with which another process opens it.
         self.handles = tuple(handles)
-        self.arrays: Sequence[Any] = tuple(np.frombuffer(each, dtype=np.uint8) for each in maps)
+        self.arrays: Sequence[Any] = tuple(np.frombuffer(memory, dtype=np.uint8) for memory in maps)
 
     @classmethod
     def make(cls, count: int, num_bytes: int) -> Self:

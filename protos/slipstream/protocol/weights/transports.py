@@ -33,7 +33,7 @@ def choose_transport(
     if setting not in ("nccl", "ipc"):
         # Neither gloo nor a transport of an extension asks where processes compute.
         return setting
-    first, *others = places
+    first, *further = places
     if setting == "nccl" and on_cpu:
         raise ConfigError(
             f"weights.transport nccl joins GPUs only, but {on_cpu[0]} computes on the CPU: set gloo"
@@ -44,18 +44,18 @@ def choose_transport(
             f"weights.transport nccl joins no two processes on one GPU, but {' and '.join(both)} "
             f"share {shared[0]}: set ipc or auto, or give each its own"
         )
-    for name in others if setting == "nccl" else ():
-        mine = places[first].nccl
+    for name in further if setting == "nccl" else ():
+        ours = places[first].nccl
         theirs = places[name].nccl
-        for variable in sorted({*mine, *theirs}):
-            if mine.get(variable) != theirs.get(variable):
+        for variable in sorted({*ours, *theirs}):
+            if ours.get(variable) != theirs.get(variable):
                 raise ConfigError(
                     f"weights.transport nccl needs the same NCCL settings in all members, but "
-                    f"{variable} is {mine.get(variable, 'not set')} in {first} and "
+                    f"{variable} is {ours.get(variable, 'not set')} in {first} and "
                     f"{theirs.get(variable, 'not set')} in {name}: set it on both, or on neither"
                 )
     if setting == "ipc":
-        if elsewhere := [name for name in others if places[name].host_id != places[first].host_id]:
+        if elsewhere := [name for name in further if places[name].host_id != places[first].host_id]:
             raise ConfigError(
                 f"weights.transport ipc works within one host, but {elsewhere[0]} runs on another "
                 f"one than {first}: set nccl, and give each process its own GPU"
