@@ -22,7 +22,7 @@ AboveZero: TypeAlias = Annotated[float, Field(gt=0, le=1e9)]
 # A limit of a wait, which may be infinite.
 Patience: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=True)]
 
-# What pydantic says otherwise, by the types of its errors.
+# Our words in place of pydantic's, by the types of its errors.
 _WORDS = {
     "string_type": "a text",
     "int_type": "a whole number",
@@ -44,16 +44,16 @@ def checked(function: Function) -> Function:
     is passed on in its place. Names and number of the arguments are left to the function.
     """
 
-    def checked_call(*args: object, **named: object) -> Any:  # noqa: ANN401 - the function's result
+    def checked_call(*args: object, **keywords: object) -> Any:  # noqa: ANN401 - the function's result
         kinds = _kinds(function)
         listed = dict(zip(kinds, args, strict=False))
-        for name in named.keys() & kinds.keys():
-            named[name] = of_kind(name, named[name], kinds[name])
+        for name in keywords.keys() & kinds.keys():
+            keywords[name] = of_kind(name, keywords[name], kinds[name])
         plain_args = [of_kind(name, listed[name], kinds[name]) for name in listed]
-        return function(*plain_args, *args[len(listed) :], **named)
+        return function(*plain_args, *args[len(listed) :], **keywords)
 
-    async def awaited(*args: object, **named: object) -> object:
-        return await checked_call(*args, **named)
+    async def awaited(*args: object, **keywords: object) -> object:
+        return await checked_call(*args, **keywords)
 
     is_async = inspect.iscoroutinefunction(function)
     return cast(Function, functools.wraps(function)(awaited if is_async else checked_call))
@@ -87,11 +87,11 @@ def of_kind(name: str, value: object, kind: TypeAdapter[Any]) -> Any:  # noqa: A
     try:
         kind.validate_python(value)
     except ValidationError as error:
-        told = error.errors()
-        rules = dict.fromkeys(_rule(each) for each in told)
-        place = "".join(f", number {part + 1}," for part in told[0]["loc"] if type(part) is int)
+        errors = error.errors()
+        rules = dict.fromkeys(_rule(fault) for fault in errors)
+        place = "".join(f", number {part + 1}," for part in errors[0]["loc"] if type(part) is int)
         rule = f"{name}{place} must be {' or '.join(rules)}"
-        raise ConfigError(f"{rule}, got {show(told[0]['input'])}") from None
+        raise ConfigError(f"{rule}, got {show(errors[0]['input'])}") from None
     return value
 
 

@@ -112,8 +112,8 @@ def check_server_id(name: str) -> str:
     return name
 
 
-def near_names(name: str, known: Iterable[str], *, cutoff: float = 0.5) -> list[str]:
-    """Returns up to three names of `known` that are most like `name`, the best first.
+def near_names(name: str, names: Iterable[str], *, cutoff: float = 0.5) -> list[str]:
+    """Returns up to three names of `names` that are most like `name`, the best first.
 
     The similarity of each is at least `cutoff`, where 1 means equal. Names that differ more than
     twice as much as the best one are left out, so that a typing error usually has one suggestion.
@@ -122,11 +122,15 @@ def near_names(name: str, known: Iterable[str], *, cutoff: float = 0.5) -> list[
     def distance(other: str) -> float:
         return 1 - difflib.SequenceMatcher(None, other, name).ratio()
 
-    near = difflib.get_close_matches(name, known, cutoff=cutoff)
+    near = difflib.get_close_matches(name, names, cutoff=cutoff)
     return [other for other in near if distance(other) <= 2 * distance(near[0])]
 
 
 def did_you_mean(near: Iterable[str]) -> str:
     """Returns a question that names all of `near`, which must not be empty."""
-    *others, last = (repr(name) for name in near)
-    return f"did you mean {', '.join(others)} or {last}?" if others else f"did you mean {last}?"
+    *first_names, last = (repr(name) for name in near)
+    return (
+        f"did you mean {', '.join(first_names)} or {last}?"
+        if first_names
+        else f"did you mean {last}?"
+    )

@@ -45,8 +45,8 @@ def openai_client(
             f"the API at {base_url} needs the package openai: pip install openai"
         ) from error
     # Without a transport of their own these take that of no proxy, whatever HTTP_PROXY says.
-    own = is_loopback(urlsplit(base_url).hostname or "")
-    mounts = dict.fromkeys(("http://", "https://") if own else ())
+    is_own_host = is_loopback(urlsplit(base_url).hostname or "")
+    mounts = dict.fromkeys(("http://", "https://") if is_own_host else ())
     # httpx, or what the package has in its place.
     http: Any = importlib.import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__)
 
@@ -105,8 +105,8 @@ def faults_as(kind: type[Exception], name: str) -> Iterator[None]:
         raise
     except (openai.OpenAIError, ValueError, TypeError, AttributeError, RecursionError) as error:
         # The package does not check the form of answers: most errors come from malformed ones.
-        said = in_one_line(f"{type(error).__name__}: {error} {error.__cause__ or ''}")
-        raise kind(f"{name} failed: {said}") from error
+        message = in_one_line(f"{type(error).__name__}: {error} {error.__cause__ or ''}")
+        raise kind(f"{name} failed: {message}") from error
 
 
 def in_one_line(text: str) -> str:

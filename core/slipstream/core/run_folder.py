@@ -96,12 +96,12 @@ def log_number(name: str) -> int:
 def check_journal_not_lost(folder: Path) -> None:
     """Raises ConfigError if files of a run lie in `folder`, which has no journal record."""
     for pattern in LEFT_BY_A_RUN:
-        left = next((p for p in folder.glob(pattern) if p.is_dir() or p.stat().st_size), None)
-        if left is not None:
+        leftover = next((p for p in folder.glob(pattern) if p.is_dir() or p.stat().st_size), None)
+        if leftover is not None:
             raise ConfigError(
                 f"{folder / JOURNAL / JOURNAL_LOG} is missing or empty, but the folder holds "
-                f"{left.relative_to(folder)} of a run: put the journal back from a copy, remove "
-                "the folder, or choose another run.name"
+                f"{leftover.relative_to(folder)} of a run: put the journal back from a copy, "
+                "remove the folder, or choose another run.name"
             )
 
 
@@ -124,7 +124,7 @@ TRAINER_PARTS = {
 }
 # The metrics of a step that are the parts of the servers' time.
 SERVER_SHARES = ("servers_sampling_share", "servers_paused_share", "servers_idle_share")
-# What the next lease waited for in a step, in words; NAME's metric is `lease_wait_NAME_s`.
+# Waits of the next lease in a step, in words; NAME's metric is `lease_wait_NAME_s`.
 LEASE_WAITS = {
     "staleness": "a step, by max_staleness",
     "slots": "a free place on a server",

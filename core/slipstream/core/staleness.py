@@ -76,11 +76,13 @@ def choose_batch(
     if len(complete) < groups_per_step:
         return None
     complete.sort(key=lambda place: groups[place].deadline_step)
-    chosen = set(complete[:groups_per_step])
-    left = Counter(g.deadline_step for place, g in enumerate(groups) if place not in chosen)
-    if not holds(left, step + 1, groups_per_step):
+    batch_places = set(complete[:groups_per_step])
+    deadlines = Counter(
+        g.deadline_step for place, g in enumerate(groups) if place not in batch_places
+    )
+    if not holds(deadlines, step + 1, groups_per_step):
         return None
-    return [groups[place] for place in sorted(chosen)]
+    return [groups[place] for place in sorted(batch_places)]
 
 
 def due_groups(groups: Iterable[AnyGroup], step: int, groups_per_step: int) -> list[AnyGroup]:

@@ -39,9 +39,9 @@ def json_object(name: str, values: Mapping[str, JsonValue] | None, *, allow_nan:
     """Returns `values` as JSON; raises ConfigError, with the argument's `name`, if it cannot."""
 
     def default(value: object) -> object:
-        if (found := plain(value)) is value:
+        if (plain_value := plain(value)) is value:
             raise TypeError(f"{show(value)} is no value of JSON")
-        return found
+        return plain_value
 
     try:
         return json.dumps(dict(values or {}), allow_nan=allow_nan, default=default)
@@ -65,12 +65,12 @@ def values_json(values: Mapping[str, JsonValue] | None) -> str:
 def read_object(name: str, text: str) -> dict[str, JsonValue]:
     """Returns the JSON object in `text`, {} for ""; raises ValueError, with `name`, for others."""
     try:
-        found = json.loads(text or "{}")
+        parsed = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} must be a JSON object: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise ValueError(f"{name} must be a JSON object, got {text[:60]}")
-    return found
+    return parsed
 
 
 def read_values(text: str) -> dict[str, JsonValue]:
@@ -104,8 +104,8 @@ def read_tools(text: str) -> list[dict[str, JsonValue]]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"tools must be JSON: {error}") from None
     tools_json(tools)
-    found: list[dict[str, JsonValue]] = tools
-    return found
+    read_tools: list[dict[str, JsonValue]] = tools
+    return read_tools
 
 
 def _checked_name(tool: object, where: str) -> str:

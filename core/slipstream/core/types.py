@@ -34,7 +34,7 @@ WITHOUT_END = "replies_without_end"
 MAX_METRICS = 16
 _MAX_METRIC_NAME = 40
 _MAX_METRIC_BYTES = 128
-# What a run measures itself of each environment and evaluation: metrics of such names get others.
+# Names of what a run measures itself of environments and evaluations: others get other names.
 MEASURED = re.compile(
     r"reward(_mean|_std|_min|_max|_median)?|reply_tokens_(mean|max)|truncated_fraction|pass_at_\d+|"
     r"num_(episodes|failed)|equal_rewards_fraction|dropped_metrics|((turn|branch)_rewards|ignored)/.*"
@@ -69,11 +69,11 @@ def kept_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
     One with a name of what the run measures itself stays apart: `reward` is `metric/reward`.
     """
-    kept: dict[str, float] = {}
+    taken: dict[str, float] = {}
     for name, value in metrics.items():
-        own = "metric/" if MEASURED.fullmatch(name) else ""
-        kept[short_name(f"{own}{name}")] = value
-    return dict([*kept.items()][:MAX_METRICS])
+        prefix = "metric/" if MEASURED.fullmatch(name) else ""
+        taken[short_name(f"{prefix}{name}")] = value
+    return dict([*taken.items()][:MAX_METRICS])
 
 
 def short_name(name: str) -> str:
@@ -94,10 +94,10 @@ class TrajectoryName(NamedTuple):
     @functools.lru_cache(maxsize=32)
     def parse(trajectory_id: str) -> TrajectoryName | None:
         """Returns the parts of an id, or None if the text is not a trajectory's id."""
-        found = _NAME.fullmatch(trajectory_id)
-        if found is None:
+        match = _NAME.fullmatch(trajectory_id)
+        if match is None:
             return None
-        group_id, member, attempt, epoch = found.groups()
+        group_id, member, attempt, epoch = match.groups()
         return TrajectoryName(GroupId(group_id), int(member), int(attempt), int(epoch, 16))
 
 
@@ -283,14 +283,14 @@ class Trajectory:
     @functools.cached_property
     def sequences(self) -> tuple[TokenSequence, ...]:
         """The token sequences of the episode: one for each branch, or one of all runs."""
-        found = []
+        sequences = []
         run = 0
         token = 0
         sampled = 0
         for branch in self.branches or (Branch(len(self.run_lengths)),):
             lengths = self.run_lengths[run : run + branch.num_runs]
             ends = run + branch.num_runs, token + sum(lengths), sampled + sum(lengths[1::2])
-            found.append(
+            sequences.append(
                 TokenSequence(
                     branch,
                     tokens=slice(token, ends[1]),
@@ -299,7 +299,7 @@ class Trajectory:
                 )
             )
             run, token, sampled = ends
-        return tuple(found)
+        return tuple(sequences)
 
     def unpredicted(self) -> list[int]:
         """Returns the indices of sampled tokens that begin a sequence: nothing predicts them."""
@@ -391,25 +391,25 @@ class ReferenceLogprobs:
         return int(self.top_ids.shape[1])
 
 
-def check_reference(found: ReferenceLogprobs, unpredicted: Sequence[int] = ()) -> str:
-    """Returns the first fault that shows `found` to be invalid, or "" if there is none.
+def check_reference(reference: ReferenceLogprobs, unpredicted: Sequence[int] = ()) -> str:
+    """Returns the first fault that shows `reference` to be invalid, or "" if there is none.
 
     `unpredicted` are indices of sampled tokens that nothing predicts; their most likely tokens are
     not compared.
     """
-    for values in (found.logprobs, found.top_logprobs):
+    for values in (reference.logprobs, reference.top_logprobs):
         if values.size and not (highest := float(values.max())) <= _LARGEST_LOGPROB:
             return f"a log-probability of the reference is {highest:g}, above 0"
         if not np.isfinite(values).all():
             return "a log-probability of the reference is not a finite number"
-    if not found.top_ids.size:
+    if not reference.top_ids.size:
         return ""
-    predicted = np.ones(len(found.logprobs), dtype=np.bool_)
+    predicted = np.ones(len(reference.logprobs), dtype=np.bool_)
     predicted[list(unpredicted)] = False
-    ordered = np.sort(found.top_ids[predicted], axis=1)
+    ordered = np.sort(reference.top_ids[predicted], axis=1)
     if (ordered[:, 1:] == ordered[:, :-1]).any():
         return "the reference names a token twice among its most likely tokens"
-    sums = np.exp(found.top_logprobs[predicted].astype(np.float64)).sum(axis=1)
+    sums = np.exp(reference.top_logprobs[predicted].astype(np.float64)).sum(axis=1)
     if sums.size and sums.max() > _LARGEST_SUM:
         return f"probabilities of the reference add up to {sums.max():g}, above 1"
     return ""

@@ -50,7 +50,7 @@ SMALL_BATCH = 128
 LARGE_BATCH = 512
 # Bounds on the lag to choose from: a larger one feeds the trainer better and learns worse by reply.
 STALENESS_BOUNDS = (2, 4)
-# What a run chooses for the GPUs of a machine alone; a run that goes on keeps it on any machine.
+# Settings that a run chooses for a machine's GPUs; a run that goes on keeps them on any machine.
 NODE_CHOICES = ("learner.world_size", "rollout_server.count", "algorithm.max_staleness")
 # The choices that change most what a run learns, in this order, and how many of them are told.
 MATTERS_MOST = (
@@ -129,7 +129,13 @@ def completed(
             completed_settings = _filled(settings, tables, sizes, recorded, gpus=None)
             Config.model_validate(completed_settings)
             return completed_settings
-    return _filled(settings, tables, sizes, {}, gpus=None if earlier else gpus)
+    return _filled(
+        settings,
+        tables,
+        sizes,
+        {},
+        gpus=None if earlier else gpus,
+    )
 
 
 def _filled(
@@ -335,7 +341,10 @@ class _Choice:
     """
 
     def __init__(
-        self, table: Mapping[str, Any], tables: Tables, recorded: Mapping[str, JsonValue]
+        self,
+        table: Mapping[str, Any],
+        tables: Tables,
+        recorded: Mapping[str, JsonValue],
     ) -> None:
         self.settings = copy.deepcopy(dict(table))
         self.names: list[str] = []
@@ -347,11 +356,11 @@ class _Choice:
         section: BaseModel = attrgetter(".".join(parents))(self._stated)
         if name in section.model_fields_set:
             return cast("T", getattr(section, name))
-        chosen = self._recorded.get(key, cast("JsonValue", value))
+        choice = self._recorded.get(key, cast("JsonValue", value))
         table = reduce(lambda place, name: place.setdefault(name, {}), parents, self.settings)
-        table[name] = chosen
+        table[name] = choice
         self.names.append(key)
-        return cast("T", chosen)
+        return cast("T", choice)
 
     def applied(self) -> Tables:
         return Tables.model_validate(self.settings)
@@ -404,7 +413,11 @@ def _replay(tables: Tables, sizes: ModelSizes) -> str:
 
 
 def bring_files(
-    table: dict[str, Any], before: Mapping[str, Any], *, whole: bool, apart: bool
+    table: dict[str, Any],
+    before: Mapping[str, Any],
+    *,
+    whole: bool,
+    apart: bool,
 ) -> None:
     """Downloads models that `table` gives by hub name, and pins the commits of its data sets.
 
@@ -420,7 +433,13 @@ def bring_files(
         earlier = before.get(place)
         if isinstance(section, dict) and isinstance(section.get("path"), str):
             earlier_path = earlier.get("path") if isinstance(earlier, dict) else None
-            section["path"] = _folder(f"{place}.path", section["path"], earlier_path, whole, apart)
+            section["path"] = _folder(
+                f"{place}.path",
+                section["path"],
+                earlier_path,
+                whole,
+                apart,
+            )
     for place in ("environments", "evaluations") if whole else ():
         sections = table.get(place)
         for section in sections if isinstance(sections, list) else ():
@@ -428,7 +447,13 @@ def bring_files(
                 _pin_data(section.get("args"), before.get(place))
 
 
-def _folder(setting: str, path: str, before: object, whole: bool, apart: bool) -> str:
+def _folder(
+    setting: str,
+    path: str,
+    before: object,
+    whole: bool,
+    apart: bool,
+) -> str:
     """Returns `path` or, if it is a hub name, the folder into which the model is downloaded."""
     hub_name = _NAME.fullmatch(path)
     owner = path.partition("/")[0]

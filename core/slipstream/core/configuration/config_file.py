@@ -69,8 +69,10 @@ LONGEST_VALUE = 80
 def with_first_line(text: str) -> bytes:
     """Returns `text` as bytes, below a first line with its size and digest."""
     data = text.encode()
-    told = f"{len(data)} bytes, BLAKE2b {_digest(data)}; remove this line when you change one below"
-    return _PREFIX + f": {told}\n".encode() + data
+    facts = (
+        f"{len(data)} bytes, BLAKE2b {_digest(data)}; remove this line when you change one below"
+    )
+    return _PREFIX + f": {facts}\n".encode() + data
 
 
 def check_whole(path: Path, data: bytes) -> None:
@@ -148,13 +150,13 @@ def load_config(
         raise ConfigError(f"{source}: {line}") from None
     if "sources" not in table:
         template = config.rollout_server.chat_template
-        own = {"model.path's tokenizer": model_files.tokenizer_digest(config.model.path)}
+        digests = {"model.path's tokenizer": model_files.tokenizer_digest(config.model.path)}
         if template is not None:
-            own[f"the chat template {template}"] = model_files.files_digest([template])
+            digests[f"the chat template {template}"] = model_files.files_digest([template])
         for setting, folder in {"model.path": config.model.path, **config.weight_folders}.items():
-            own[f"{setting}'s weights"] = model_files.weights_digest(folder)
-        known = {name: digest for name, digest in own.items() if digest}
-        sources = source_digests(config.algorithm) | known
+            digests[f"{setting}'s weights"] = model_files.weights_digest(folder)
+        known_digests = {name: digest for name, digest in digests.items() if digest}
+        sources = source_digests(config.algorithm) | known_digests
         config = config.model_copy(update={"sources": sources})
     return config
 
@@ -164,7 +166,7 @@ def _drop_unknown(table: Table, path: Path | None) -> None:
     try:
         Tables.model_validate(table)
     except ValidationError as error:
-        unknown = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
+        unknown = [fault["loc"] for fault in error.errors() if fault["type"] == "extra_forbidden"]
         for *parents, last in unknown:
             del reduce(operator.getitem, parents, cast(Any, table))[last]
         gone = ", ".join(".".join(map(str, location)) for location in unknown)
@@ -373,37 +375,37 @@ def _explained(error: ValidationError) -> tuple[str, str]:
     An unknown key goes before missing ones, of which it may be the reason; one line names these.
     """
     errors = error.errors()
-    unknown = (each for each in errors if each["type"] == "extra_forbidden")
+    unknown = (fault for fault in errors if fault["type"] == "extra_forbidden")
     worst = next(unknown, errors[0]) if errors[0]["type"] == "missing" else errors[0]
     where = _place(worst["loc"])
-    given = worst["input"]
-    shown = repr(given)
+    value = worst["input"]
+    shown = repr(value)
     shown = shown if len(shown) <= LONGEST_VALUE else f"{shown[:LONGEST_VALUE]}..."
     rule = worst["msg"][0].lower() + worst["msg"][1:]
     match worst["type"]:
         case "missing":
             keys: list[str] = []
-            for each in errors:
-                if each["type"] == "missing":
-                    place = _place(each["loc"])
-                    table = _table_at(each["loc"])
+            for fault in errors:
+                if fault["type"] == "missing":
+                    place = _place(fault["loc"])
+                    table = _table_at(fault["loc"])
                     # A missing table is named by its required keys.
                     fields = {} if table is None else table.model_fields
                     required = [f"{place}.{name}" for name in fields if fields[name].is_required()]
                     keys += [place] if table is None else required
-            *others, last = keys
-            are = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+            *first_keys, last = keys
+            are = f"{', '.join(first_keys)} and {last} are" if first_keys else f"{last} is"
             return where, f"{are} required"
         case "extra_forbidden":
             return where, f"unknown key {where!r}; {_hint(worst['loc'], worst['input'])}"
         case "value_error":
             message = worst["msg"].removeprefix("Value error, ")
             return where, f"{where}: {message}" if where else message
-        case "tuple_type" | "list_type" if isinstance(given, dict):
+        case "tuple_type" | "list_type" if isinstance(value, dict):
             rule = f"is a list of tables: write [[{where}]] above each in place of [{where}]"
             return where, f"{where} {rule}"
         case "tuple_type":
-            return where, f"{where} is a list{_as_list(worst['loc'], given)}, got {shown}"
+            return where, f"{where} is a list{_as_list(worst['loc'], value)}, got {shown}"
         case "model_type" | "dict_type":
             return where, f"{where} is a table of settings, got {shown}"
         case "string_pattern_mismatch" if worst["ctx"]["pattern"] == RUN_NAME:
@@ -456,7 +458,7 @@ def _hint(location: tuple[int | str, ...], value: object) -> str:
     is_slip = bool(same_key) and settings_for(typed) <= same_key and not is_former(typed)
     if explanation and not is_slip:
         return explanation
-    # It may be a key of another table, or its first letters: `lr` means `learning_rate`.
+    # The name may be a key of another table, or its first letters: `lr` means `learning_rate`.
     keys = [(path, path.rpartition(".")[2]) for path in paths]
     elsewhere = [p for p, key in keys if name in (key, re.sub("([^_])[^_]*_?", r"\1", key))]
     near = elsewhere if 0 < len(elsewhere) <= 3 else near
@@ -487,10 +489,10 @@ def _table_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
     for part in location:
         if isinstance(part, int):
             continue
-        found = _table_in(model.model_fields[part].annotation)
-        if found is None:
+        table = _table_in(model.model_fields[part].annotation)
+        if table is None:
             return None
-        model = found
+        model = table
     return model
 
 

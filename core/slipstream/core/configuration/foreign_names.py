@@ -27,7 +27,7 @@ class ForeignName:
     name: str
     # Our settings, with dots; () if none is the counterpart.
     settings: tuple[str, ...]
-    # Whatever else a user must know, such as why there is no setting.
+    # Further facts that a user must know, such as why there is no setting.
     note: str
 
     @property
@@ -46,8 +46,8 @@ class ForeignName:
         """Says, as a clause, what the setting is here."""
         if not self.settings:
             return f"has no setting here: {self.note}"
-        others = f" ({self.note})" if self.note else ""
-        return f"is {', '.join(self.settings)} here{others}"
+        further = f" ({self.note})" if self.note else ""
+        return f"is {', '.join(self.settings)} here{further}"
 
 
 @cache
@@ -59,7 +59,14 @@ def foreign_names() -> tuple[ForeignName, ...]:
         for name, value in rows.items():
             settings, _, note = value.partition("--")
             ours = [setting.strip() for setting in settings.split(",") if setting.strip()]
-            names.append(ForeignName(trainer, name, tuple(ours), note.strip()))
+            names.append(
+                ForeignName(
+                    trainer,
+                    name,
+                    tuple(ours),
+                    note.strip(),
+                )
+            )
     return tuple(names)
 
 

@@ -23,26 +23,26 @@ def source_digests(algorithm: AlgorithmSection) -> dict[str, str]:
     digests = {}
     for function in sorted(set(algorithm.own_functions.values())):
         module = function.partition(":")[0]
-        folders = (Path(one) for one in (os.getcwd(), *sys.path))
-        folder = next((one for one in folders if _file(module, one)), None)
+        folders = (Path(place) for place in (os.getcwd(), *sys.path))
+        folder = next((place for place in folders if _file(module, place)), None)
         if folder is None:
             continue
         package = module.partition(".")[0] if folder.name in INSTALLED else None
         files: dict[str, Path] = {}
-        left = [module]
-        while left:
-            name = left.pop()
+        waiting = [module]
+        while waiting:
+            name = waiting.pop()
             file = _file(name, folder)
             if file is None or name in files or package not in (None, name.partition(".")[0]):
                 continue
             files[name] = file
             for other in (name, *_imports(file, name)):
                 parts = other.split(".")
-                left += [".".join(parts[:size]) for size in range(1, len(parts) + 1)]
-        found = hashlib.sha256()
+                waiting += [".".join(parts[:size]) for size in range(1, len(parts) + 1)]
+        digest = hashlib.sha256()
         for name, file in sorted(files.items()):
-            found.update(f"{name}\n".encode() + file.read_bytes())
-        digests[function] = found.hexdigest()
+            digest.update(f"{name}\n".encode() + file.read_bytes())
+        digests[function] = digest.hexdigest()
     return digests
 
 

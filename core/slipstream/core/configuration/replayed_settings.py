@@ -32,7 +32,7 @@ TRAINING = (
     "learner.weight_decay",
     "run.steps",
 )
-# Where the run's files are here, and how ranks share the work: weights differ by rounding at most.
+# Places of the run's files here, and how ranks share the work: weights differ by rounding at most.
 PLACES = (
     "checkpoint.load",
     "critic.parallel",

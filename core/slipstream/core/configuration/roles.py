@@ -37,16 +37,16 @@ def reference_is_policy(config: Config) -> bool:
 
 def role_settings(config: Config) -> dict[str, Config]:
     """Returns the settings of each model that ranks load besides the policy, by role name."""
-    found: dict[str, Config] = {}
+    settings_by_role: dict[str, Config] = {}
     reference = config.reference or ReferenceSection()
     critic = config.critic
     if config.needs_reference and reference.server is None and not reference_is_policy(config):
-        found["reference"] = _in_place_of_policy(config, reference)
+        settings_by_role["reference"] = _in_place_of_policy(config, reference)
     if critic is not None:
         algorithm = config.algorithm.model_copy(update={"learning_rate": critic.learning_rate})
         settings = _in_place_of_policy(config, critic)
-        found["critic"] = settings.model_copy(update={"algorithm": algorithm})
-    return found
+        settings_by_role["critic"] = settings.model_copy(update={"algorithm": algorithm})
+    return settings_by_role
 
 
 @contextlib.contextmanager
@@ -134,11 +134,13 @@ def _problems(settings: Config, policy: ModelSizes, policy_folder: Path) -> Iter
         # Without either file nothing is compared: weights alone are enough for a role.
         paths = folder / "tokenizer.json", policy_folder / "tokenizer.json"
         if all(path.is_file() for path in paths) and paths[0].read_bytes() != paths[1].read_bytes():
-            mine = _tokens(paths[0])
-            others = _tokens(paths[1])
-            for number in sorted(mine.keys() & others.keys()):
-                if mine[number] != others[number]:
-                    other = f"token {number} is {mine[number]!r}, not {others[number]!r}"
+            role_tokens = _tokens(paths[0])
+            policy_tokens = _tokens(paths[1])
+            for number in sorted(role_tokens.keys() & policy_tokens.keys()):
+                if role_tokens[number] != policy_tokens[number]:
+                    other = (
+                        f"token {number} is {role_tokens[number]!r}, not {policy_tokens[number]!r}"
+                    )
                     yield f"model.path must have the policy's tokens, but in {folder} {other}"
                     break
     longest = settings.sampling.max_episode_tokens
@@ -153,25 +155,25 @@ def _tokens(path: Path) -> dict[int, str]:
     """Returns the tokens of a tokenizer.json by number, or {} if its model is of another form."""
     table = _read_table(path)
     model = table.get("model")
-    known = model.get("vocab") if isinstance(model, dict) else None
-    found: dict[int, str] = {}
-    if isinstance(known, dict):
-        found = {number: token for token, number in known.items()}
-    elif isinstance(known, list):
-        found = {number: token for number, (token, _) in enumerate(known)}
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    tokens: dict[int, str] = {}
+    if isinstance(vocabulary, dict):
+        tokens = {number: token for token, number in vocabulary.items()}
+    elif isinstance(vocabulary, list):
+        tokens = {number: token for number, (token, _) in enumerate(vocabulary)}
     added = table.get("added_tokens")
     for token in added if isinstance(added, list) else ():
-        found[token["id"]] = token["content"]
-    return found
+        tokens[token["id"]] = token["content"]
+    return tokens
 
 
 def _images(folder: Path, sizes: ModelSizes) -> dict[str, object]:
     """Returns, by name, the settings with which the folder's model turns images into tokens."""
     table = read_model_table(folder)
     tower = table.get("vision_config") or {}
-    whole = _read_table(folder / "processor_config.json")
+    processors = _read_table(folder / "processor_config.json")
     # The image processor, from the file that transformers would read.
-    processor = whole.get("image_processor", _read_table(folder / "preprocessor_config.json"))
+    processor = processors.get("image_processor", _read_table(folder / "preprocessor_config.json"))
     if not isinstance(processor, dict):
         raise ConfigError(
             f"{folder / 'processor_config.json'}: image_processor must be a table, "

@@ -13,7 +13,7 @@ Table: TypeAlias = dict[str, JsonValue]
 _TOKEN = re.compile(r"""\.|"(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?|[\w-]+|[^\s\w.'"-]+""")
 # tomllib needs the square of the time for a key of more parts.
 MAX_KEY_PARTS = 100
-# What TOML has for words of Python, which has no value that stands for none.
+# TOML's counterparts of words of Python, which has no value that stands for none.
 WORDS = {"True": "true", "False": "false", "None": "by leaving the line out"}
 _PYTHON_WORD = re.compile(r"[=\[,]\s*(True|False|None)\b")
 # Largest depth of tables and lists in settings.
@@ -51,20 +51,20 @@ def word_hint(text: str, error: ValueError) -> str:
 
 def check_values(table: JsonValue, source: str) -> None:
     """Raises ConfigError, which names the setting, for too deep values and too large numbers."""
-    left: list[tuple[str, int, JsonValue]] = [("", 0, table)]
-    while left:
-        place, depth, value = left.pop()
+    waiting: list[tuple[str, int, JsonValue]] = [("", 0, table)]
+    while waiting:
+        place, depth, value = waiting.pop()
         if depth > MOST_DEEP:
             raise ConfigError(
                 f"{source}: {place[:40]}... is nested more than {MOST_DEEP} tables or lists deep"
             )
         if isinstance(value, int) and not -(2**63) <= value < 2**64:
-            named = f"{source}: {place}" if place else source
+            place_in_source = f"{source}: {place}" if place else source
             what = f"got a number of {value.bit_length()} bits"
-            raise ConfigError(f"{named} must fit 64 bits, {what}")
+            raise ConfigError(f"{place_in_source} must fit 64 bits, {what}")
         inner: list[tuple[object, JsonValue]] = []
         if isinstance(value, dict):
             inner = list(value.items())
         elif isinstance(value, list):
             inner = list(enumerate(value))
-        left += [(f"{place}.{key}".lstrip("."), depth + 1, each) for key, each in inner]
+        waiting += [(f"{place}.{key}".lstrip("."), depth + 1, item) for key, item in inner]

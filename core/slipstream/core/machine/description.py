@@ -46,11 +46,11 @@ def describe_packages() -> dict[str, JsonValue]:
 
 def installed(names: Iterable[str]) -> dict[str, str]:
     """Returns the version of each package in `names` that is installed, by its name."""
-    found = {}
+    versions = {}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def processor() -> str:
@@ -68,7 +68,7 @@ def free_memory(root: Path = Path("/")) -> tuple[int, int]:
     A container or a job of a scheduler has such a group. The folder `root` holds /proc and /sys.
     """
     machine = psutil.virtual_memory()
-    found = [(machine.available, machine.total)]
+    pairs = [(machine.available, machine.total)]
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -89,13 +89,13 @@ def free_memory(root: Path = Path("/")) -> tuple[int, int]:
             if folder.is_relative_to(mount):
                 # The group may be gone, or have no file of memory.
                 with contextlib.suppress(OSError):
-                    limit, used = ((folder / f"memory.{name}").read_text() for name in names)
+                    limit, used_bytes = ((folder / f"memory.{name}").read_text() for name in names)
                     rows = (folder / "memory.stat").read_text().splitlines()
                     # Without a limit version 1 writes a number beyond all memory, version 2 a word.
                     if limit.strip().isdigit() and int(limit) < machine.total:
                         counts = dict(row.split(" ", 1) for row in rows)
                         # The kernel drops cached files when a process needs the memory.
                         cached = counts.get("total_inactive_file", counts.get("inactive_file", 0))
-                        found.append((int(limit) - int(used) + int(cached), int(limit)))
-    free, total = min(found)
+                        pairs.append((int(limit) - int(used_bytes) + int(cached), int(limit)))
+    free, total = min(pairs)
     return max(0, free), total

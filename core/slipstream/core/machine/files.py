@@ -28,7 +28,11 @@ _FLAGS = {"rb": os.O_RDONLY, "r+b": os.O_RDWR, "ab": os.O_WRONLY | os.O_APPEND |
 
 
 def open_regular(
-    path: Path, mode: str = "rb", *, buffering: int = -1, follow_link: bool = True
+    path: Path,
+    mode: str = "rb",
+    *,
+    buffering: int = -1,
+    follow_link: bool = True,
 ) -> BinaryIO:
     """Opens a file without waiting; raises OSError for a pipe, device, folder or refused link."""
     flags = _FLAGS[mode] | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_link else os.O_NOFOLLOW)
@@ -75,7 +79,7 @@ def replace_file(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()
-        # That of a write names nothing.
+        # An error of a write names no file.
         error.filename = str(path)
         raise
     sync_folder(path.parent)
@@ -92,7 +96,7 @@ def sync_folder(path: Path) -> None:
 
 # A unix socket's path has at most 107 bytes on Linux; this leaves room.
 MAX_SOCKET_PATH_BYTES = 100
-# What is left of it for the temporary folder, in which vLLM's names of sockets have 37 bytes.
+# The rest, for the temporary folder, in which vLLM's names of sockets have 37 bytes.
 _MAX_TEMPORARY_BYTES = MAX_SOCKET_PATH_BYTES - 40
 # Sockets of episodes, which programs that models write may see, lie in folders of the kind "relay".
 Kind = Literal["sockets", "relay", "sandbox", "agent", "notebook"]
@@ -110,7 +114,7 @@ class OwnedFolder:
         while True:
             folder = _folder_of_sockets() if kind in _SHORT else None
             self.path = Path(tempfile.mkdtemp(prefix=f"slipstream-{kind}-", dir=folder))
-            # Another process may find the folder before it is locked, and remove it.
+            # A different process may find the folder before it is locked, and remove it.
             with contextlib.suppress(FileNotFoundError):
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
                 with contextlib.suppress(OSError):
@@ -148,8 +152,8 @@ def remove_abandoned() -> None:
     """
     # `glob` finds nothing in a temporary folder that nobody can list.
     folders = {tempfile.gettempdir(), _folder_of_sockets()}
-    found = [glob.glob(f"{glob.escape(folder)}/slipstream-*") for folder in folders]
-    for path in map(Path, itertools.chain.from_iterable(found)):
+    paths = [glob.glob(f"{glob.escape(folder)}/slipstream-*") for folder in folders]
+    for path in map(Path, itertools.chain.from_iterable(paths)):
         name = _NAME.fullmatch(path.name)
         if name is None:
             continue

@@ -59,7 +59,7 @@ def asking_nvml() -> Iterator[Callable[..., Any]]:
 
 def list_gpus() -> tuple[Gpu, ...]:
     """Returns all GPUs that the driver shows this machine or container, or () without a driver."""
-    found = []
+    gpus = []
     with asking_nvml() as ask:
         for index in range(ask("nvmlDeviceGetCount") or 0):
             handle = ask("nvmlDeviceGetHandleByIndex", index)
@@ -68,8 +68,8 @@ def list_gpus() -> tuple[Gpu, ...]:
             uuid = ask("nvmlDeviceGetUUID", handle) or ""
             name = ask("nvmlDeviceGetName", handle) or ""
             memory = ask("nvmlDeviceGetMemoryInfo", handle)
-            found.append(Gpu(index, uuid, name, 0 if memory is None else memory.total))
-    return tuple(found)
+            gpus.append(Gpu(index, uuid, name, 0 if memory is None else memory.total))
+    return tuple(gpus)
 
 
 def visible_ids(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[str, ...]:
@@ -80,13 +80,13 @@ def visible_ids(environ: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[str, .
     """
     if VISIBLE not in environ:
         return tuple(str(gpu.index) for gpu in gpus)
-    found: list[str] = []
+    names: list[str] = []
     for entry in environ[VISIBLE].split(","):
         name = entry.strip()
-        if name in found or find_gpu(name, gpus) is None and not name.startswith("MIG-"):
+        if name in names or find_gpu(name, gpus) is None and not name.startswith("MIG-"):
             break
-        found.append(name)
-    return tuple(found)
+        names.append(name)
+    return tuple(names)
 
 
 def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu | None:
@@ -114,8 +114,8 @@ def gpu_names(environ: Mapping[str, str], first: int, count: int) -> list[str]:
     """
     gpus = list_gpus()
     ids = visible_ids(environ, gpus)[first : first + count]
-    found = [(find_gpu(name, gpus), name) for name in ids]
-    return [gpu.uuid if gpu is not None else name for gpu, name in found]
+    gpus_and_names = [(find_gpu(name, gpus), name) for name in ids]
+    return [gpu.uuid if gpu is not None else name for gpu, name in gpus_and_names]
 
 
 @contextlib.contextmanager

@@ -146,12 +146,12 @@ class Keeper:
         # takes longer.
         if not limit or sum(map(process.resident_bytes, processes)) <= limit:
             return ""
-        used = sum(map(process.shared_out_bytes, processes))
-        if used <= limit:
+        used_bytes = sum(map(process.shared_out_bytes, processes))
+        if used_bytes <= limit:
             return ""
         return (
-            f"out of memory: it took {used / (1 << 30):.2f} GiB, more than {bounds.memory_setting} "
-            f"= {limit / (1 << 30):.2f}"
+            f"out of memory: it took {used_bytes / (1 << 30):.2f} GiB, more than "
+            f"{bounds.memory_setting} = {limit / (1 << 30):.2f}"
         )
 
     def _reap(self) -> bool:
@@ -170,18 +170,18 @@ class Keeper:
         killed: set[process.Descendant] = set()
         until_s = time.monotonic() + KILL_LIMIT_S
         while self._reap():
-            found = process.descendants(os.getpid())
-            new = set(found) - killed
-            for each in found:
-                process.kill(each)
+            survivors = process.descendants(os.getpid())
+            new = set(survivors) - killed
+            for survivor in survivors:
+                process.kill(survivor)
             if new:
                 # A killed process may have started others meanwhile: look again at once.
                 killed |= new
                 until_s = time.monotonic() + KILL_LIMIT_S
                 continue
             if time.monotonic() > until_s:
-                left = ", ".join(str(each.pid) for each in found)
-                print(f"slipstream: these processes do not end: {left}", file=sys.stderr)
+                pids = ", ".join(str(survivor.pid) for survivor in survivors)
+                print(f"slipstream: these processes do not end: {pids}", file=sys.stderr)
                 return
             signal.sigtimedwait({signal.SIGCHLD}, CHECK_PERIOD_S)
 

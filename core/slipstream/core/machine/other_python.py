@@ -47,18 +47,18 @@ def main() -> None:
     """Runs the worker in this process, or exits with 2 and the reason on stderr."""
     folders, *arguments = sys.argv[1:]
     if sys.version_info < MIN_PYTHON:
-        found = ".".join(map(str, sys.version_info[:2]))
-        _refuse(f"Python 3.11 or newer is needed, {sys.executable} is {found}")
-    wanted = " ".join(f"'{need}'" for module, need in NEEDS.items() if not _is_there(module, need))
-    if wanted:
+        version_text = ".".join(map(str, sys.version_info[:2]))
+        _refuse(f"Python 3.11 or newer is needed, {sys.executable} is {version_text}")
+    needed = " ".join(f"'{need}'" for module, need in NEEDS.items() if not _is_there(module, need))
+    if needed:
         _refuse(
-            f"{sys.executable} lacks what a worker needs: {sys.executable} -m pip install {wanted}"
+            f"{sys.executable} lacks what a worker needs: {sys.executable} -m pip install {needed}"
         )
     package = types.ModuleType("slipstream")
     package.__path__ = folders.split(os.pathsep)
     sys.modules["slipstream"] = package
     if sys.prefix != sys.base_prefix:
-        # This is what activating the virtual environment does.
+        # To activate the virtual environment does the same.
         os.environ["VIRTUAL_ENV"] = sys.prefix
         programs = os.path.join(sys.prefix, "bin")
         os.environ["PATH"] = os.pathsep.join([programs, os.environ.get("PATH", os.defpath)])
@@ -73,11 +73,11 @@ def _is_there(module: str, requirement: str) -> bool:
         if importlib.util.find_spec(module) is None:
             return False
         name, _, bounds = requirement.partition(">=")
-        found = _numbers(version(name))
+        present = _numbers(version(name))
     except (ModuleNotFoundError, PackageNotFoundError):
         return False
     lowest, _, below = bounds.partition(",<")
-    return _numbers(lowest) <= found and (not below or found < _numbers(below))
+    return _numbers(lowest) <= present and (not below or present < _numbers(below))
 
 
 def _numbers(version: str) -> "list[int]":

@@ -43,7 +43,7 @@ class Descendant:
 
 def descendants(root: int) -> list[Descendant]:
     """Returns the processes below `root` at this moment, without zombies."""
-    found: list[Descendant] = []
+    processes: list[Descendant] = []
     open_pids = [root]
     seen = {root}
     children = _lister()
@@ -55,24 +55,24 @@ def descendants(root: int) -> list[Descendant]:
             open_pids.append(pid)
             process = _seen(pid)
             if process is not None:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
-def kill_orphans(own: Collection[int]) -> bool:
+def kill_orphans(own_pids: Collection[int]) -> bool:
     """Kills and reaps the orphans that this process adopted; returns whether there were any.
 
-    Orphans are the children of this process that are not in `own` and belong to another session.
+    Orphans are children of this process that are not in `own_pids` and belong to another session.
     """
-    found = False
+    were_killed = False
     for pid in _lister()(os.getpid()):
         with contextlib.suppress(ProcessLookupError):
-            if pid not in own and os.getsid(pid) != os.getsid(0):
+            if pid not in own_pids and os.getsid(pid) != os.getsid(0):
                 # A child that has not been waited for keeps its pid.
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
-                found = True
-    return found
+                were_killed = True
+    return were_killed
 
 
 def kill(process: Descendant) -> None:
@@ -123,14 +123,14 @@ def _lister() -> Callable[[int], list[int]]:
     """Returns a function that lists the children of a pid, zombies included, [] after its end."""
 
     def children(pid: int) -> list[int]:
-        found: list[int] = []
+        pids: list[int] = []
         tasks = _PROC / str(pid) / "task"
         with contextlib.suppress(OSError):
             for task in os.listdir(tasks):
                 # A thread may end while its process still runs.
                 with contextlib.suppress(OSError):
-                    found += map(int, (tasks / task / "children").read_text().split())
-        return found
+                    pids += map(int, (tasks / task / "children").read_text().split())
+        return pids
 
     if _CHILDREN_LISTED:
         return children
@@ -174,7 +174,7 @@ _OPEN_VARIABLES = (
     "HF_HOME",
     "HF_HUB_CACHE",
     "HF_HUB_OFFLINE",
-    # Where this user's Docker answers, for environments that are containers.
+    # The place where this user's Docker answers, for environments that are containers.
     "DOCKER_HOST",
 )
 
@@ -202,10 +202,10 @@ def become_reaper() -> None:
 
 def is_reaper() -> bool:
     """Whether this process has become a reaper."""
-    found = ctypes.c_int()
+    is_set = ctypes.c_int()
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(found), 0, 0, 0)
-    return bool(found.value)
+        ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(is_set), 0, 0, 0)
+    return bool(is_set.value)
 
 
 def raise_open_files() -> None:
@@ -219,13 +219,13 @@ def raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
 
 
-def most_connections(wanted: int = MAX_OPEN_FILES) -> int:
-    """Returns `wanted`, or half of what this process may open if less: files need descriptors too.
+def most_connections(most: int = MAX_OPEN_FILES) -> int:
+    """Returns `most`, or half of what this process may open if less: files need descriptors too.
 
     Strangers may fill a server's connections, which must not keep it from writing its files.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft // 2)
+    return most if soft == resource.RLIM_INFINITY else min(most, soft // 2)
 
 
 @contextmanager
@@ -261,8 +261,8 @@ def open_variables(variables: Mapping[str, str]) -> dict[str, str]:
     The result also fixes PYTHONHASHSEED, so that all processes iterate over sets of strings in the
     same order. A task number then means the same task in each process.
     """
-    kept = {name: variables[name] for name in _OPEN_VARIABLES if name in variables}
-    return kept | {"PYTHONHASHSEED": "0"}
+    passed = {name: variables[name] for name in _OPEN_VARIABLES if name in variables}
+    return passed | {"PYTHONHASHSEED": "0"}
 
 
 def leave(code: int) -> NoReturn:

@@ -19,13 +19,13 @@ _NOTE = re.compile(r"(\d+) (psm_[0-9a-f]{8,})")
 
 def note_segments(folder: Path, processes: Iterable[int]) -> None:
     """Writes into `folder` which segments these processes map; a process may have ended."""
-    found: set[tuple[str, str]] = set()
+    segments: set[tuple[str, str]] = set()
     for process in processes:
         try:
-            found.update(_MAPPED.findall(Path(f"/proc/{process}/maps").read_text()))
+            segments.update(_MAPPED.findall(Path(f"/proc/{process}/maps").read_text()))
         except OSError:
             continue
-    (folder / _NOTES).write_text("".join(f"{inode} {name}\n" for inode, name in sorted(found)))
+    (folder / _NOTES).write_text("".join(f"{inode} {name}\n" for inode, name in sorted(segments)))
 
 
 def remove_segments(folder: Path) -> None:
@@ -51,5 +51,5 @@ def _unlink(path: Path, *, inode: int | None) -> None:
         if facts.st_uid == os.getuid() and inode in (None, facts.st_ino):
             path.unlink()
     except FileNotFoundError:
-        # Another process of this user removes the same.
+        # A second process of this user removes the same.
         return

@@ -231,14 +231,14 @@ def _turned_problems(values: Table) -> Iterator[str]:
 
 def _score_problems(values: Table) -> Iterator[str]:
     """Yields a line if learner and transformers would rank expert groups differently."""
-    groups, chosen, of_token = (
+    groups, groups_of_token, of_token = (
         values.get(name) or 0 for name in ("n_group", "topk_group", "num_experts_per_tok")
     )
-    if groups > 1 and chosen and of_token // chosen != 2:
+    if groups > 1 and groups_of_token and of_token // groups_of_token != 2:
         yield (
             "model.path: num_experts_per_tok must be 2 * topk_group, since the learner scores a "
             "group by its best num_experts_per_tok / topk_group experts and transformers by its "
-            f"best 2, got {of_token} and {chosen}"
+            f"best 2, got {of_token} and {groups_of_token}"
         )
 
 
@@ -510,8 +510,10 @@ _RECORDS = (
 )
 
 # Class that config.json names -> its record.
-FAMILIES: Mapping[str, Family] = MappingProxyType({each.architecture: each for each in _RECORDS})
-_BY_MODEL_TYPE = {each.model_type: each for each in FAMILIES.values() if each.model_type}
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {record.architecture: record for record in _RECORDS}
+)
+_BY_MODEL_TYPE = {record.model_type: record for record in FAMILIES.values() if record.model_type}
 _UNKNOWN = Family()
 
 

@@ -34,7 +34,7 @@ HONOURED = frozenset(
         "norm_topk_prob",
         "moe_intermediate_size",
         "shared_expert_intermediate_size",
-        # These are refused if they describe more than one kind of layer.
+        # The next fields are refused if they describe more than one kind of layer.
         "decoder_sparse_step",
         "mlp_only_layers",
         "first_k_dense_replace",
@@ -140,7 +140,7 @@ HARMLESS = frozenset(
         "seq_aux",
         # How a fresh model is made.
         "initializer_range",
-        # These are read where images are.
+        # The next fields are read where images are.
         "mm_tokens_per_image",
         "multimodal_projector_bias",
         "spatial_merge_size",
@@ -305,8 +305,8 @@ def field_problems(values: Mapping[str, Any]) -> Iterator[str]:
 
 def unknown_fields(values: Mapping[str, Any]) -> list[str]:
     """Returns the fields of a config.json whose effect on the model is not known."""
-    known = HONOURED | HARMLESS | ONE_VALUE.keys()
-    return sorted(name for name in values if name not in known)
+    known_fields = HONOURED | HARMLESS | ONE_VALUE.keys()
+    return sorted(name for name in values if name not in known_fields)
 
 
 def has_tied_output(values: Mapping[str, Any]) -> bool:

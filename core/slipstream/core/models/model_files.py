@@ -134,7 +134,7 @@ def missing_weights(folder: Path, setting: str) -> list[str]:
         ]
     if "adapter_model.safetensors" in names:
         return [f"{setting} must not hold an adapter, as none is applied: merge it in {folder}"]
-    return [f"{setting} must hold whole files: {each}" for each in _damages(folder, names)]
+    return [f"{setting} must hold whole files: {damage}" for damage in _damages(folder, names)]
 
 
 def _damages(folder: Path, names: list[str]) -> Iterator[str]:
@@ -206,17 +206,21 @@ def is_further(name: str, *, layers: int) -> bool:
 
 def loaded_tensors(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields name and shape of each tensor of `config.model.path` that a run loads."""
-    held = held_tensors(config.model.path)
-    if not held:
+    tensors = held_tensors(config.model.path)
+    if not tensors:
         return
     sizes = read_model_sizes(config.model.path)
-    for name, (_, shape) in held.items():
+    for name, (_, shape) in tensors.items():
         if not is_further(name, layers=sizes.layers):
             yield name, shape
 
 
 def tensor_problems(
-    folder: Path, setting: str, *, has_output: bool = True, has_tower: bool = False
+    folder: Path,
+    setting: str,
+    *,
+    has_output: bool = True,
+    has_tower: bool = False,
 ) -> Iterator[str]:
     """Yields one message for each fault of the tensors in `folder`, compared with its config.json.
 
@@ -228,16 +232,16 @@ def tensor_problems(
     """
     values = read_model_table(folder)
     sizes = ModelSizes.of(values)
-    held = held_tensors(folder)
+    tensors = held_tensors(folder)
     # The file that lists the tensors.
     paths = sorted(folder.glob("*.safetensors"))
     place = paths[0] if len(paths) == 1 else folder
     place = folder / INDEX if (folder / INDEX).is_file() else place
-    tower = {name: held[name] for name in held if name.startswith(TOWER_FOLDERS)}
+    tower = {name: tensors[name] for name in tensors if name.startswith(TOWER_FOLDERS)}
     # Blocks that predict further tokens are not loaded.
     decoder = {
-        name: held[name]
-        for name in held
+        name: tensors[name]
+        for name in tensors
         if not (name in tower or is_further(name, layers=sizes.layers))
     }
     every = f"{setting} must hold every tensor of a {sizes.architecture}: {place} has no "
@@ -248,10 +252,10 @@ def tensor_problems(
         name = next((name for name in decoder if name.endswith(ending)), None)
         if name is None:
             yield f"{every}{what}"
-        elif (shape := held[name][1]) != (sizes.vocab, sizes.hidden):
+        elif (shape := tensors[name][1]) != (sizes.vocab, sizes.hidden):
             yield (
-                f"{setting} must hold tensors that fit its config.json: {held[name][0]} has {name} "
-                f"of shape {list(shape)}, not {[sizes.vocab, sizes.hidden]}"
+                f"{setting} must hold tensors that fit its config.json: {tensors[name][0]} has "
+                f"{name} of shape {list(shape)}, not {[sizes.vocab, sizes.hidden]}"
             )
     stacks = _stacks(decoder)
     if sizes.layers and not stacks:
@@ -268,12 +272,15 @@ def tensor_problems(
         name = next(iter(tower))
         yield (
             f"{setting} must hold no vision tower for a {sizes.architecture}, which sees no "
-            f"images: {held[name][0]} has {name}, which would be left out"
+            f"images: {tensors[name][0]} has {name}, which would be left out"
         )
 
 
 def _tower_problems(
-    tower: Held, values: Mapping[str, Any], setting: str, every: str
+    tower: Held,
+    values: Mapping[str, Any],
+    setting: str,
+    every: str,
 ) -> Iterator[str]:
     """Yields one message for each fault of a vision tower; checks the number of blocks if known."""
     if not tower:
@@ -295,12 +302,12 @@ def _tower_problems(
 
 def _stacks(held: Held) -> dict[str, dict[int, dict[str, tuple[Path, Shape]]]]:
     """Returns the numbered blocks of each stack, such as model.layers, with their tensors."""
-    found: dict[str, dict[int, dict[str, tuple[Path, Shape]]]] = {}
+    stacks: dict[str, dict[int, dict[str, tuple[Path, Shape]]]] = {}
     for name, facts in held.items():
         if match := _BLOCK.match(name):
-            stack = found.setdefault(match[1], defaultdict(dict))
+            stack = stacks.setdefault(match[1], defaultdict(dict))
             stack[int(match[2])][match[3]] = facts
-    return found
+    return stacks
 
 
 def _differences(
@@ -309,23 +316,23 @@ def _differences(
     """Yields a clause for each block with other tensors or shapes than a block of its kind."""
     kinds = {frozenset(block): number for number, block in blocks.items()}
     for kind, number in kinds.items():
-        for other, whole in kinds.items():
+        for other, complete in kinds.items():
             if kind < other:
                 lacking = min(other - kind)
                 path = next(iter(blocks[number].values()))[0]
                 yield (
                     f"{setting} must hold every tensor of a block: {path} has no "
-                    f"{stack}.{number}.{lacking}, which {stack}.{whole} has"
+                    f"{stack}.{number}.{lacking}, which {stack}.{complete} has"
                 )
                 return
     first: dict[str, tuple[int, Shape]] = {}
     for number, block in blocks.items():
         for name, (path, shape) in block.items():
-            whole, expected = first.setdefault(name, (number, shape))
+            first_number, expected = first.setdefault(name, (number, shape))
             if shape != expected:
                 yield (
                     f"{setting} must hold blocks of one form: {path} has {stack}.{number}.{name} "
-                    f"of shape {list(shape)}, and {stack}.{whole} of {list(expected)}"
+                    f"of shape {list(shape)}, and {stack}.{first_number} of {list(expected)}"
                 )
                 return
 
@@ -341,7 +348,7 @@ def _output_problems(decoder: Held, setting: str) -> Iterator[str]:
     (path, shape), (other, expected) = decoder[output], decoder[embedding]
     types = [read_header(path)[output]["dtype"], read_header(other)[embedding]["dtype"]]
     blocks = zip(_blocks(path, output), _blocks(other, embedding), strict=True)
-    if shape != expected or types[0] != types[1] or any(one != two for one, two in blocks):
+    if shape != expected or types[0] != types[1] or any(ours != theirs for ours, theirs in blocks):
         yield (
             f"{setting} must hold no {output} that differs from {embedding}, as config.json ties "
             f"them (tie_word_embeddings), {path} has one"

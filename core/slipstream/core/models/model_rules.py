@@ -43,7 +43,7 @@ def model_problems(sizes: ModelSizes) -> Iterator[str]:
     if sizes.is_quantized:
         yield (f"model.path holds quantized weights, which cannot be trained: {family.conversion}")
     if sizes.uses_sliding_window and not family.has_windows:
-        tested = ", ".join(name for name, each in FAMILIES.items() if each.has_windows)
+        tested = ", ".join(name for name, family_ in FAMILIES.items() if family_.has_windows)
         yield (
             f"model.path holds a {sizes.architecture} with a sliding window, which was tested for "
             f"{tested} only"
@@ -102,12 +102,12 @@ def adapter_problems(lora: LoraSection, sizes: ModelSizes, tp: int) -> Iterator[
     vLLM applies adapters to fused experts on GPUs only, and reads these adapters in another format.
     """
     experts = sizes.family.experts
-    named = ", ".join(lora.adapters)
+    adapter_names = ", ".join(lora.adapters)
     rule = "lora.publish must be merged"
-    found = repr(lora.publish)
+    value = repr(lora.publish)
     if lora.adapters:
         rule = "lora.adapters must be empty"
-        found = named
+        value = adapter_names
     if experts is not None and experts.is_fused and lora.has_mlp:
         yield (
             f"lora.target_modules must leave {' and '.join(MLP)} out for a model whose files "
@@ -116,12 +116,12 @@ def adapter_problems(lora: LoraSection, sizes: ModelSizes, tp: int) -> Iterator[
         )
     elif sizes.experts and lora.has_mlp and lora.publishes_adapters:
         yield (
-            f"{rule} with adapters on experts, got {found}: or leave {' and '.join(MLP)} out of "
+            f"{rule} with adapters on experts, got {value}: or leave {' and '.join(MLP)} out of "
             "lora.target_modules"
         )
     if sizes.latent_size and lora.publishes_adapters:
         yield (
-            f"{rule} for a model with latent attention, got {found}: vLLM multiplies kv_b_proj "
+            f"{rule} for a model with latent attention, got {value}: vLLM multiplies kv_b_proj "
             "into other matrices once, without adapters"
         )
     if lora.rank and sizes.latent_size and tp > 1:
@@ -136,9 +136,9 @@ def agreement_problems(sizes: ModelSizes, agreement: str) -> Iterator[str]:
         return
     family = sizes.family
     if not family.has_engine_bits:
-        known = ", ".join(name for name, each in FAMILIES.items() if each.has_engine_bits)
+        proven = ", ".join(name for name, family_ in FAMILIES.items() if family_.has_engine_bits)
         yield (
-            f"algorithm.agreement = 'bits' was shown for {known}: the layers of a "
+            f"algorithm.agreement = 'bits' was shown for {proven}: the layers of a "
             f"{sizes.architecture} have kernels in the engine that the learner has not"
         )
     elif sizes.uses_sliding_window or sizes.rope_type != "default":
@@ -151,12 +151,12 @@ def agreement_problems(sizes: ModelSizes, agreement: str) -> Iterator[str]:
 
 def draft_problems(sizes: ModelSizes) -> Iterator[str]:
     """Yields one line if a layer of full attention cannot draft beside the model's own layers."""
-    others = {
+    unsuited = {
         "latent attention": sizes.latent_size,
         "delta nets": sizes.linear_heads or sizes.family.is_delta,
         "sliding windows": sizes.uses_sliding_window,
     }
-    for what, has in others.items():
+    for what, has in unsuited.items():
         if has:
             yield (
                 f"drafts needs a model.path of full attention alone: the layer beside {what} was "

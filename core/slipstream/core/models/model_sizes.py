@@ -107,8 +107,8 @@ class ModelSizes:
         """Returns the sizes in the table of a config.json, as transformers 4 or 5 writes it."""
 
         def number(*names: str) -> int:
-            found = next((values[name] for name in names if isinstance(values.get(name), int)), 0)
-            return int(found)
+            stated = next((values[name] for name in names if isinstance(values.get(name), int)), 0)
+            return int(stated)
 
         rope = rope_table(values)
         heads = number("num_attention_heads")
@@ -218,12 +218,12 @@ def read_model_table(folder: Path) -> dict[str, Any]:
 def read_table(path: Path) -> dict[str, Any]:
     """Returns the table in a JSON file; raises ConfigError if it cannot be read or holds none."""
     try:
-        found = json.loads(path.read_bytes())
+        table = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} must hold a table, got a {type(found).__name__}")
-    return found
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path} must hold a table, got a {type(table).__name__}")
+    return table
 
 
 def decoder_table(values: Mapping[str, Any]) -> dict[str, Any]:

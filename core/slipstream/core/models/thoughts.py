@@ -17,7 +17,7 @@ _END = re.compile(
     r"|<\|channel\|>final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
     r"|\A(?:analysis|commentary)(?s:.*)assistantfinal"
 )
-# Where thoughts begin at the end of a prompt.
+# The place where thoughts begin at the end of a prompt.
 _OPEN = re.compile(rf"(?:{_OPENING.pattern})\s*\Z")
 
 

@@ -76,9 +76,9 @@ class ImageProcessor:
 
     def pixels(self, data: bytes) -> Pixels:
         """Returns the pixels of a PNG, JPEG, WebP or GIF. Raises ValueError for other bytes."""
-        found = self.inner(images=[decoded(data)], return_tensors="np")
-        grid = found["image_grid_thw"][0]
-        values = np.ascontiguousarray(found["pixel_values"], dtype=np.float32)
+        processed = self.inner(images=[decoded(data)], return_tensors="np")
+        grid = processed["image_grid_thw"][0]
+        values = np.ascontiguousarray(processed["pixel_values"], dtype=np.float32)
         return Pixels(values, (int(grid[0]), int(grid[1]), int(grid[2])))
 
 
@@ -87,16 +87,16 @@ def decoded(data: bytes) -> Any:  # noqa: ANN401 - Pillow's
     from PIL import Image
 
     with opened(data) as image:
-        found = image
+        upright = image
         turn = _TURNS.get(_orientation(image))
         if image.has_transparency_data:
             seen = image.convert("RGBA")
-            found = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
+            upright = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
         if image.mode.startswith("I"):
             # Pillow would cut shades of 16 bits off at 255.
-            found = image.point(lambda shade: shade * (1 / 257))
-        found = found.convert("RGB")
-        return found if turn is None else found.transpose(Image.Transpose[turn])
+            upright = image.point(lambda shade: shade * (1 / 257))
+        upright = upright.convert("RGB")
+        return upright if turn is None else upright.transpose(Image.Transpose[turn])
 
 
 def size_of(data: bytes) -> tuple[int, int]:
@@ -111,11 +111,11 @@ def _orientation(image: Any) -> int:  # noqa: ANN401 - Pillow's
     if image.format not in ("JPEG", "WEBP"):
         return 1
     try:
-        found = image.getexif().get(_ORIENTATION)
+        orientation = image.getexif().get(_ORIENTATION)
     except (OSError, SyntaxError, ValueError, struct.error):
         # Viewers show an image whose EXIF is broken as it is.
         return 1
-    return found if found in _TURNS else 1
+    return orientation if orientation in _TURNS else 1
 
 
 @contextmanager
@@ -137,8 +137,8 @@ def opened(data: bytes) -> Iterator[Any]:
 
 def data_of_url(url: str) -> bytes:
     """Returns the bytes of `data:image/...;base64,...`. Raises ValueError for any other URL."""
-    head, found, text = url.partition(",")
-    if not (found and head.startswith("data:image/") and head.endswith(";base64")):
+    head, separator, text = url.partition(",")
+    if not (separator and head.startswith("data:image/") and head.endswith(";base64")):
         raise ValueError(
             "the URL of an image must be data:image/...;base64,..., as nothing is fetched, "
             f"got {url[:60]!r}"
@@ -188,7 +188,7 @@ class ImageTokens:
         Raises ValueError unless there is one image token for each image, since the text may contain
         the token too.
         """
-        found: list[int] = []
+        expanded: list[int] = []
         placed: list[PlacedImage] = []
         written = sum(token == self.token_id for token in token_ids)
         if written != len(images):
@@ -196,15 +196,15 @@ class ImageTokens:
                 f"the chat template must write token {self.token_id} once for each of the "
                 f"{len(images)} images, it wrote {written}: a text may not hold it"
             )
-        left = iter(images)
+        unplaced = iter(images)
         for token in token_ids:
             if token != self.token_id:
-                found.append(token)
+                expanded.append(token)
                 continue
-            image = next(left)
-            placed.append(PlacedImage(len(found), image))
-            found += self.processor.tokens(token, image)
-        return found, placed
+            image = next(unplaced)
+            placed.append(PlacedImage(len(expanded), image))
+            expanded += self.processor.tokens(token, image)
+        return expanded, placed
 
 
 def image_tokens(folder: Path) -> ImageTokens | None:

@@ -52,12 +52,12 @@ def validated(model: type[BaseModel], given: Mapping[str, object], *, what: str)
         return model.model_validate(given)
     except ValidationError as error:
         # An unknown name may be a misspelt required name, so it is reported first.
-        worst = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        worst = min(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
         name = ".".join(map(str, worst["loc"]))
-        known = ", ".join(model.model_fields) or "none"
+        arguments = ", ".join(model.model_fields) or "none"
         match worst["type"]:
             case "extra_forbidden":
-                raise ValueError(f"{what} has no argument {name!r}; known: {known}") from None
+                raise ValueError(f"{what} has no argument {name!r}; known: {arguments}") from None
             case "missing":
                 raise ValueError(f"{what} needs the argument {name!r}") from None
             case "value_error":
@@ -77,8 +77,8 @@ TOP_K_ESTIMATORS: tuple[TopKEstimator, ...] = get_args(TopKEstimator)
 
 def _function(kind: FunctionKind, default: str) -> str:
     names: list[JsonValue] = [*FUNCTIONS[kind], "module:function"]
-    found: str = Field(default, json_schema_extra={"enum": names})
-    return found
+    field: str = Field(default, json_schema_extra={"enum": names})
+    return field
 
 
 class KlSection(Section):
@@ -167,23 +167,23 @@ class AlgorithmSection(Section):
     def _check_name(cls, name: str, info: ValidationInfo) -> str:
         kind = cast(FunctionKind, info.field_name)
         if REFERENCE_FORM.fullmatch(name) is None and row_of(kind, name) is None:
-            known = ", ".join((*FUNCTIONS[kind], *algorithm_functions(kind)))
-            raise ValueError(f"input should be {known} or module:function, got {name!r}")
+            names = ", ".join((*FUNCTIONS[kind], *algorithm_functions(kind)))
+            raise ValueError(f"input should be {names} or module:function, got {name!r}")
         return name
 
     @field_validator(*(f"{kind}_args" for kind in KINDS))
     @classmethod
-    def _check_arguments(cls, given: Arguments, info: ValidationInfo) -> Arguments:
+    def _check_arguments(cls, arguments: Arguments, info: ValidationInfo) -> Arguments:
         kind = cast(FunctionKind, str(info.field_name).removesuffix("_args"))
         name = info.data.get(kind)
         # If the name is wrong, only that error is reported. Arguments of a user's own function are
         # checked when it is loaded.
         if name is None or is_own(name):
-            return given
+            return arguments
         row = row_of(kind, name)
         assert row is not None
-        found = validated(row.arguments, given, what=f"{kind} {name}")
-        return found.model_dump(mode="json", exclude_none=True)
+        checked = validated(row.arguments, arguments, what=f"{kind} {name}")
+        return checked.model_dump(mode="json", exclude_none=True)
 
     @model_validator(mode="after")
     def _has_meaning(self) -> Self:
@@ -196,9 +196,9 @@ class AlgorithmSection(Section):
         estimator = self.estimator
         if self.group_size == 1 and estimator is not None and estimator.compares_group:
             yield f"advantage = {self.advantage!r} compares a group: group_size must be >= 2, got 1"
-        if (told := self.kl.model_fields_set) and "coefficient" not in told:
-            named = f"kl.{min(told)}"
-            yield f"kl.coefficient must be given with {named}: without it nothing is added (0)"
+        if (stated := self.kl.model_fields_set) and "coefficient" not in stated:
+            setting = f"kl.{min(stated)}"
+            yield f"kl.coefficient must be given with {setting}: without it nothing is added (0)"
         divergence_trains = self.kl.coefficient > 0 and self.kl.placement == "loss"
         if self.advantage == "none" and not divergence_trains:
             yield (

@@ -49,7 +49,7 @@ _ANY_CODE = ("slipstream.environments.command", "slipstream.environments.framewo
 
 def is_below(name: str, above: Iterable[str]) -> bool:
     """Whether a dotted name is one of `above`, or begins with one and a dot."""
-    return any(f"{name}.".startswith(f"{each}.") for each in above)
+    return any(f"{name}.".startswith(f"{upper}.") for upper in above)
 
 
 # Tables that hold or locate secrets, and notes on settings that are none themselves.

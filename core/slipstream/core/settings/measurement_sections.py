@@ -142,14 +142,14 @@ def tracker_named(name: str) -> EntryPoint:
     built_in = built_in_trackers()
     if name in built_in:
         return EntryPoint(name, built_in[name].place, TRACKERS)
-    others = entry_points(group=TRACKERS)
-    if name not in others.names:
-        known = ", ".join(sorted({*built_in, *others.names}))
+    installed = entry_points(group=TRACKERS)
+    if name not in installed.names:
+        names = ", ".join(sorted({*built_in, *installed.names}))
         raise ConfigError(
             f"tracking.trackers has {name!r}, which no installed package gives as an entry point "
-            f"of {TRACKERS}; there are {known}"
+            f"of {TRACKERS}; there are {names}"
         )
-    return others[name]
+    return installed[name]
 
 
 def check_trackers(tracking: TrackingSection) -> None:

@@ -72,7 +72,7 @@ class RankLayout:
 
     def describe(self, *, has_experts: bool) -> str:
         """Returns a line of sizes, and one for each kind of groups that has several ranks."""
-        found = self.groups()
+        groups = self.groups()
         noun = "rank" if self.world_size == 1 else "ranks"
         sizes = f"tp {self.tp}, pp {self.pp}, cp {self.cp}, dp {self.dp}"
         names = ["tp", "cp", "dp", "pp"]
@@ -81,9 +81,9 @@ class RankLayout:
             names += ["ep", "etp", "expert_dp"]
         lines = [f"{self.world_size} {noun}: {sizes}"]
         for name in names:
-            number = len(found[name])
-            size = len(found[name][0])
-            texts = _shortened(list(map(_ranks_text, found[name])), SHOWN_GROUPS, "...")
+            number = len(groups[name])
+            size = len(groups[name][0])
+            texts = _shortened(list(map(_ranks_text, groups[name])), SHOWN_GROUPS, "...")
             lines += [f"{name}: {number} x {size}: {texts}"] if size > 1 else []
         return "\n".join(lines)
 

@@ -125,8 +125,8 @@ class LoraSection(Section):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        named = set(self.target_modules)
-        return tuple(name for name, parts in FUSED.items() if named & {name, *parts})
+        targets = set(self.target_modules)
+        return tuple(name for name, parts in FUSED.items() if targets & {name, *parts})
 
     @property
     def has_mlp(self) -> bool:
@@ -153,10 +153,10 @@ class LoraSection(Section):
             )
         if len(set(self.adapters)) < len(self.adapters):
             raise ValueError(f"lora.adapters must differ, got {', '.join(self.adapters)}")
-        named = set(self.target_modules)
+        targets = set(self.target_modules)
         for name, parts in FUSED.items():
-            missing = set(parts) - named
-            if name not in named and missing != set(parts) and missing:
+            missing = set(parts) - targets
+            if name not in targets and missing != set(parts) and missing:
                 raise ValueError(
                     f"lora.target_modules must hold all of {', '.join(parts)} or none, "
                     f"{' and '.join(sorted(missing))} is missing"
@@ -169,9 +169,9 @@ class LoraSection(Section):
             return ""
         if not self.adapters:
             return f"adapter must be left out without lora.adapters, got {adapter!r}"
-        known = ", ".join(self.adapters)
-        found = repr(adapter) if adapter else "none"
-        return f"adapter must be one of lora.adapters ({known}), got {found}"
+        names = ", ".join(self.adapters)
+        shown = repr(adapter) if adapter else "none"
+        return f"adapter must be one of lora.adapters ({names}), got {shown}"
 
 
 class ReferenceServerSection(Section):
@@ -216,10 +216,10 @@ class ReferenceSection(Section):
     def _is_one_model(self) -> Self:
         fields = type(self).model_fields
         free = ("server", "top_k")
-        others = [k for k, value in self if k not in free and value != fields[k].default]
-        if self.server is not None and others:
+        stated = [k for k, value in self if k not in free and value != fields[k].default]
+        if self.server is not None and stated:
             raise ValueError(
-                f"{others[0]} has no effect with the table server: the ranks load no reference"
+                f"{stated[0]} has no effect with the table server: the ranks load no reference"
             )
         return self
 
@@ -271,11 +271,11 @@ def in_place_of(learner: LearnerSection, role: RoleSection) -> LearnerSection:
     """
     if role.parallel is None:
         return learner
-    own = ParallelSection(**role.parallel.model_dump(), etp=learner.parallel.etp)
+    parallel = ParallelSection(**role.parallel.model_dump(), etp=learner.parallel.etp)
     transformer = learner.transformer
-    if (own.pp, own.vpp) != (learner.parallel.pp, learner.parallel.vpp):
+    if (parallel.pp, parallel.vpp) != (learner.parallel.pp, learner.parallel.vpp):
         transformer = {k: value for k, value in transformer.items() if "pipeline" not in k}
-    return learner.model_copy(update={"parallel": own, "transformer": transformer})
+    return learner.model_copy(update={"parallel": parallel, "transformer": transformer})
 
 
 def renamed(problem: str, name: str, role: RoleSection) -> str:

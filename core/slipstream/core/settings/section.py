@@ -114,7 +114,7 @@ class Section(BaseModel):
                 shown = "" if name.endswith("_url") else f", got {value!r}"
                 raise ValueError(f"input should be one line of text, not empty{shown}")
             if (Path in kinds or name == "storage_url") and value[0] in "~$":
-                # Else a folder named "~" would be made here.
+                # Otherwise a folder named "~" would be made here.
                 raise ValueError(f"input should be a path without ~ or $ in front, got {value!r}")
             path = os.fsencode(value)
             longest_name = max(map(len, path.split(b"/")))
@@ -147,7 +147,7 @@ def _kinds(annotation: object) -> Iterator[object]:
     if typing.get_origin(annotation) is Annotated:
         yield from _kinds(typing.get_args(annotation)[0])
     elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        for each in typing.get_args(annotation):
-            yield from _kinds(each)
+        for argument in typing.get_args(annotation):
+            yield from _kinds(argument)
     else:
         yield annotation

@@ -138,9 +138,9 @@ class SamplingSection(Section):
 
         The other fields stay unset: an environment, `debug` or a client's own loop sets them.
         """
-        own = type(self).model_fields
+        fields = type(self).model_fields
         names = fleet_pb2.SamplingSettings.DESCRIPTOR.fields_by_name
-        values: dict[str, Any] = {name: getattr(self, name) for name in names if name in own}
+        values: dict[str, Any] = {name: getattr(self, name) for name in names if name in fields}
         return fleet_pb2.SamplingSettings(**values)
 
 

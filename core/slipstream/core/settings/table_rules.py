@@ -76,10 +76,10 @@ def _role_problems(config: Tables) -> Iterator[str]:
     learner = config.learner
     sampling = config.sampling
     for name, role in config.roles.items():
-        own = in_place_of(learner, role)
-        for problem in (*world_problems(own), *table_problems(own)):
+        role_settings = in_place_of(learner, role)
+        for problem in (*world_problems(role_settings), *table_problems(role_settings)):
             yield renamed(problem, name, role)
-        room = own.micro_batch_tokens * own.parallel.cp
+        room = role_settings.micro_batch_tokens * role_settings.parallel.cp
         if sampling.max_episode_tokens > room:
             yield (
                 f"an episode must fit one micro batch of the {name}: sampling.max_episode_tokens "
@@ -204,11 +204,11 @@ def _algorithm_problems(config: Tables) -> Iterator[str]:
         )
     # The policy is trained from this step on.
     first = config.critic.warmup_steps if config.critic is not None else 0
-    left = config.run.steps - first
-    if algorithm.decay != "none" and algorithm.warmup_steps >= left:
+    trained_steps = config.run.steps - first
+    if algorithm.decay != "none" and algorithm.warmup_steps >= trained_steps:
         yield (
             f"algorithm.warmup_steps must leave a step for algorithm.decay, got "
-            f"{algorithm.warmup_steps} of {left} steps that train the policy"
+            f"{algorithm.warmup_steps} of {trained_steps} steps that train the policy"
         )
     if not config.needs_reference and config.reference is not None:
         yield "the table reference has no effect with algorithm.kl.coefficient = 0"
@@ -296,9 +296,9 @@ def _extension_problems(config: Tables) -> Iterator[str]:
         try:
             model.model_validate(table)
         except ValidationError as error:
-            for each in error.errors():
-                place = ".".join(map(str, ("extensions", name, *each["loc"])))
-                yield f"{place}: {each['msg']}, got {each['input']!r}"
+            for fault in error.errors():
+                place = ".".join(map(str, ("extensions", name, *fault["loc"])))
+                yield f"{place}: {fault['msg']}, got {fault['input']!r}"
 
 
 def _export_problems(config: Tables) -> Iterator[str]:

@@ -44,7 +44,7 @@ BYTES_PER_BRANCH = 96
 BYTES_PER_TOKEN = 24
 # Largest gap of a probe by element type: float16 rounds eight times finer than bfloat16.
 PROBE_TOLERANCES: Mapping[ElementType, float] = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.16}
-# What a run without a task of its own waits for.
+# The thing that a run without a task of its own waits for.
 NO_ENVIRONMENT = (
     "the settings have no environment: the first step waits until a client serves or submits one "
     "(slipstream submit MODULE:CLASS), else add [[environments]]"
@@ -176,21 +176,21 @@ class Tables(Section):
         another name for each process. Beside them stands what the file says of the algorithm, which
         the controller's alone decides: `algorithm` has those values by name.
         """
-        told: dict[str, JsonValue] = {"model.dtype": self.model.dtype}
+        shared: dict[str, JsonValue] = {"model.dtype": self.model.dtype}
         of_engines = self.algorithm.of_engines
-        told |= {f"algorithm.{name}": value for name, value in of_engines.items()}
+        shared |= {f"algorithm.{name}": value for name, value in of_engines.items()}
         stated = self.algorithm.model_dump(mode="json", exclude_unset=True)
-        told["algorithm"] = {
+        shared["algorithm"] = {
             name: value
             for name, value in stated.items()
             if name not in of_engines and f"algorithm.{name}" not in self.automatic
         }
-        told["sampling is replayed"] = self.replays_sampling
-        told["drafts.tokens"] = 0 if self.drafts is None else self.drafts.tokens
+        shared["sampling is replayed"] = self.replays_sampling
+        shared["drafts.tokens"] = 0 if self.drafts is None else self.drafts.tokens
         for name, section in (("sampling", self.sampling), ("weights", self.weights)):
             values = section.model_dump(mode="json", exclude={"storage_url"})
-            told |= {f"{name}.{key}": value for key, value in values.items()}
-        return json.dumps(told)
+            shared |= {f"{name}.{key}": value for key, value in values.items()}
+        return json.dumps(shared)
 
     @property
     def replays_sampling(self) -> bool:
@@ -217,8 +217,8 @@ class Tables(Section):
     @property
     def role_folders(self) -> dict[str, Path]:
         """The folders of the roles that have one of their own, by the settings that name them."""
-        found = {f"{name}.path": role.path for name, role in self.roles.items()}
-        return {setting: folder for setting, folder in found.items() if folder is not None}
+        folders = {f"{name}.path": role.path for name, role in self.roles.items()}
+        return {setting: folder for setting, folder in folders.items() if folder is not None}
 
     @property
     def weight_folders(self) -> dict[str, Path]:
