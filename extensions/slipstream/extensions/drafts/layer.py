@@ -26,11 +26,17 @@ _MAX_NORM = 1.0
 class DraftLayer(LayerBeside):
     """The layer's values, with Adam's moments, in float32; the same on all ranks."""
 
-    def __init__(self, shape: DraftShape, *, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: DraftShape,
+        *,
+        seed: int,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.shape = shape
         self._shapes = dict(shape.tensors())
-        self._sizes = [math.prod(each) for each in self._shapes.values()]
+        self._sizes = [math.prod(size) for size in self._shapes.values()]
         values = torch.empty(sum(self._sizes))
         random = torch.Generator().manual_seed(seed)
         for name, part in self.named(values).items():
@@ -49,13 +55,19 @@ class DraftLayer(LayerBeside):
 
     def named(self, values: Tensor | None = None) -> dict[str, Tensor]:
         """Returns views of the values, or of a tensor like them, by the names of the tensors."""
-        whole = self.values.detach() if values is None else values
-        parts: tuple[Tensor, ...] = torch.split(whole, self._sizes)
+        values_or_own = self.values.detach() if values is None else values
+        parts: tuple[Tensor, ...] = torch.split(values_or_own, self._sizes)
         shapes = self._shapes.items()
         return {name: part.view(size) for (name, size), part in zip(shapes, parts, strict=True)}
 
     @classmethod
-    def beside(cls, config: Config, device: torch.device, *, load_weights: bool) -> Self:
+    def beside(
+        cls,
+        config: Config,
+        device: torch.device,
+        *,
+        load_weights: bool,
+    ) -> Self:
         """Returns a layer beside the policy of `config`, the same on all ranks.
 
         It begins as in the model's folder, if that has one and is to be loaded. Raises ConfigError
@@ -63,10 +75,10 @@ class DraftLayer(LayerBeside):
         """
         shape, folder = begun(config)
         layer = cls(shape, seed=config.run.seed, device=device)
-        own = layer.named()
+        tensors = layer.named()
         for path in folder.glob("*.safetensors") if load_weights and folder else ():
             for name, value in load_file(path).items():
-                own[name].copy_(value)
+                tensors[name].copy_(value)
         return layer
 
     def write_folder(self, folder: Path, dtype: str) -> None:
@@ -108,7 +120,11 @@ class DraftPart(ModelPart):
 
 
 def draft_states(
-    weights: dict[str, Tensor], shape: DraftShape, embedded: Tensor, hidden: Tensor, depth: int
+    weights: dict[str, Tensor],
+    shape: DraftShape,
+    embedded: Tensor,
+    hidden: Tensor,
+    depth: int,
 ) -> list[Tensor]:
     """Returns the layer's outputs as the first, second, ... token of a draft, `depth` tensors.
 
@@ -118,26 +134,32 @@ def draft_states(
     """
     rows = embedded.shape[1]
     scale = shape.head_dim**-0.5
-    own = {name.removeprefix("layers.0."): weight for name, weight in weights.items()}
+    own_weights = {name.removeprefix("layers.0."): weight for name, weight in weights.items()}
     places = torch.arange(rows, device=embedded.device)
     wide = torch.promote_types(embedded.dtype, torch.float32)
-    exponents = torch.arange(0, shape.head_dim, 2, device=embedded.device, dtype=wide)
+    exponents = torch.arange(
+        0,
+        shape.head_dim,
+        2,
+        device=embedded.device,
+        dtype=wide,
+    )
     angles = places[:, None] * shape.rope_theta ** (-exponents / shape.head_dim)
-    cos, sin = (each.repeat(1, 2).to(embedded.dtype) for each in (angles.cos(), angles.sin()))
+    cos, sin = (part.repeat(1, 2).to(embedded.dtype) for part in (angles.cos(), angles.sin()))
 
     def heads(states: Tensor, name: str, *, rotated: bool = True) -> Tensor:
-        found: Tensor = F.linear(states, own[f"self_attn.{name}.weight"])
-        found = found.view(*states.shape[:2], -1, shape.head_dim).transpose(1, 2)
+        projected: Tensor = F.linear(states, own_weights[f"self_attn.{name}.weight"])
+        projected = projected.view(*states.shape[:2], -1, shape.head_dim).transpose(1, 2)
         if not rotated:
-            return found
-        first, second = found.chunk(2, dim=-1)
-        return found * cos + torch.cat([-second, first], dim=-1) * sin
+            return projected
+        first, second = projected.chunk(2, dim=-1)
+        return projected * cos + torch.cat([-second, first], dim=-1) * sin
 
     outputs: list[Tensor] = []
     keys: list[Tensor] = []
     values: list[Tensor] = []
     for number in range(depth):
-        states = F.linear(torch.cat([embedded, hidden], dim=-1), own["fc.weight"])
+        states = F.linear(torch.cat([embedded, hidden], dim=-1), own_weights["fc.weight"])
         groups = shape.num_attention_heads // shape.num_key_value_heads
         query = heads(states, "q_proj")
         keys.append(heads(states, "k_proj").repeat_interleave(groups, dim=1))
@@ -157,10 +179,15 @@ def draft_states(
             share = shares[..., rows + place - 1 : rows + place]
             mixed = mixed + share * value.roll(number - place, dims=2)
         attended = mixed.transpose(1, 2).flatten(2)
-        states = states + F.linear(attended, own["self_attn.o_proj.weight"])
-        norm = own["post_attention_layernorm.weight"]
-        normed = F.rms_norm(states, states.shape[-1:], norm, shape.rms_norm_eps)
-        gate, up, down = (own[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        states = states + F.linear(attended, own_weights["self_attn.o_proj.weight"])
+        norm = own_weights["post_attention_layernorm.weight"]
+        normed = F.rms_norm(
+            states,
+            states.shape[-1:],
+            norm,
+            shape.rms_norm_eps,
+        )
+        gate, up, down = (own_weights[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         states = states + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
         outputs.append(states)
         # The output at a row stands in place of the policy's state at the next one.

@@ -18,8 +18,8 @@ def draft_arguments(config: Config, folder: Path) -> dict[str, object]:
     """Returns vLLM's arguments by which it drafts with a layer, whose values a publish brings."""
     assert config.drafts is not None
     tokens = config.drafts.tokens
-    most = config.rollout_server.max_episodes
-    lengths = [[1, max(1, most - 1), tokens], [most, most, 0]]
+    max_episodes = config.rollout_server.max_episodes
+    lengths = [[1, max(1, max_episodes - 1), tokens], [max_episodes, max_episodes, 0]]
     model = folder / "draft"
     DraftShape.of(read_model_sizes(config.model.path)).write_folder(model, config.model.dtype)
     return {
@@ -31,7 +31,7 @@ def draft_arguments(config: Config, folder: Path) -> dict[str, object]:
             "draft_sample_method": "probabilistic",
             "draft_load_config": {"load_format": "dummy"},
             # vLLM captures graphs for both lengths; `DraftSwitch` chooses between them.
-            "num_speculative_tokens_per_batch_size": lengths if most > 1 else lengths[:1],
+            "num_speculative_tokens_per_batch_size": lengths if max_episodes > 1 else lengths[:1],
         }
     }
 
@@ -81,5 +81,5 @@ class WithDrafts(torch.nn.Module):
         loaded = self._load(self.model, others())
         if loaded is None:
             loaded = set(dict(self.model.named_parameters()))
-        found = self.layer.load_weights(drafts) if drafts else ()
-        return {f"model.{name}" for name in loaded} | {f"layer.{name}" for name in found}
+        layer_names = self.layer.load_weights(drafts) if drafts else ()
+        return {f"model.{name}" for name in loaded} | {f"layer.{name}" for name in layer_names}

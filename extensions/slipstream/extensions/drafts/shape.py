@@ -16,7 +16,7 @@ from slipstream.core.models.model_files import held_tensors, missing_weights
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes, read_model_table
 from slipstream.core.settings.config import Config
 
-# Its folder in an exported folder of the policy.
+# The layer's folder in an exported folder of the policy.
 FOLDER = "draft"
 
 
@@ -82,16 +82,16 @@ class DraftShape:
         setting = f"model.path's folder {FOLDER}"
         for damage in missing_weights(folder, setting):
             raise ConfigError(damage)
-        told = read_model_table(folder)
+        stored = read_model_table(folder)
         values = asdict(self)
-        held = {name: told[name] for name in values if name in told}
-        wanted = {name: values[name] for name in held} | dict(self.tensors())
-        held |= {name: shape for name, (_, shape) in held_tensors(folder).items()}
-        for name in held | wanted:
-            if held.get(name) != wanted.get(name):
+        present = {name: stored[name] for name in values if name in stored}
+        expected = {name: values[name] for name in present} | dict(self.tensors())
+        present |= {name: shape for name, (_, shape) in held_tensors(folder).items()}
+        for name in present | expected:
+            if present.get(name) != expected.get(name):
                 raise ConfigError(
                     f"{setting} must hold the layer of drafts beside this model, whose {name} is "
-                    f"{wanted.get(name)}: {folder} has {held.get(name)}"
+                    f"{expected.get(name)}: {folder} has {present.get(name)}"
                 )
 
 

@@ -47,8 +47,10 @@ class _Size:
             self.seconds.append(seconds)
         if self.num_steps < (TRIAL_STEPS if self.is_trial else self.kept_steps):
             return
-        most = MOST_MEDIANS * median(self.seconds)
-        self.rates[self.drafts] = self.num_tokens / sum(min(each, most) for each in self.seconds)
+        longest = MOST_MEDIANS * median(self.seconds)
+        self.rates[self.drafts] = self.num_tokens / sum(
+            min(duration, longest) for duration in self.seconds
+        )
         plain, drafted = self.rates
         if plain is None or drafted is None or not self.is_trial:
             self.drafts = not self.drafts

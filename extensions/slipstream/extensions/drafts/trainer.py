@@ -28,14 +28,19 @@ from torch import Tensor
 WINDOW_ROWS = 256
 WINDOWS = 16
 PASSES = 2
-# Each later token of a draft counts less: it is reached less often.
+# The later tokens of a draft count less: they are reached less often.
 LATER = 0.8
 
 
 class DraftTraining(StepPart):
     """Trains the layer after each step of the policy; every method but `observe` is collective."""
 
-    def __init__(self, layer: DraftLayer, policy: Policy, config: Config) -> None:
+    def __init__(
+        self,
+        layer: DraftLayer,
+        policy: Policy,
+        config: Config,
+    ) -> None:
         assert config.drafts is not None
         self._layer = layer
         self._policy = policy
@@ -58,9 +63,9 @@ class DraftTraining(StepPart):
         room = self._settings.trained_tokens - self._num_seen
         if room <= 0:
             return
-        own = micro_batch
-        fields = (hidden, own.token_ids, own.position_ids, own.sequence_ids, own.loss_mask)
-        self._seen.append(tuple(each[:room].clone() for each in fields))
+        batch = micro_batch
+        fields = (hidden, batch.token_ids, batch.position_ids, batch.sequence_ids, batch.loss_mask)
+        self._seen.append(tuple(values[:room].clone() for values in fields))
         self._num_seen += min(room, len(hidden))
 
     def train(
@@ -78,9 +83,9 @@ class DraftTraining(StepPart):
             totals = torch.zeros(2, self._settings.tokens, dtype=torch.float64)
             for number_of_pass in range(PASSES):
                 for start in range(0, number, WINDOWS):
-                    found = self._update(windows[start : start + WINDOWS])
+                    pass_totals = self._update(windows[start : start + WINDOWS])
                     # Later the layer has seen the tokens.
-                    totals += found if number_of_pass == 0 else 0.0
+                    totals += pass_totals if number_of_pass == 0 else 0.0
         losses, counts = totals
         return {
             f"draft_loss_{place}": float(loss / count)
@@ -90,7 +95,7 @@ class DraftTraining(StepPart):
 
     def _windows(self) -> list[tuple[Tensor, ...]]:
         """Returns hidden states, tokens and loss masks of runs of adjacent tokens."""
-        found: list[tuple[Tensor, ...]] = []
+        windows: list[tuple[Tensor, ...]] = []
         for hidden, token_ids, positions, sequences, mask in self._seen:
             is_next = (positions.diff() == 1) & (sequences.diff() == 0)
             ends = [place for place, follows in enumerate(is_next.tolist(), 1) if not follows]
@@ -100,9 +105,9 @@ class DraftTraining(StepPart):
                 for first in range(start, end - 2, WINDOW_ROWS):
                     part = slice(first, min(first + WINDOW_ROWS + 2, end))
                     if any(is_trained[part.start + 1 : part.stop - 1]):
-                        found.append((hidden[part], token_ids[part], mask[part]))
+                        windows.append((hidden[part], token_ids[part], mask[part]))
         self.begins()
-        return found
+        return windows
 
     def _update(self, windows: Sequence[tuple[Tensor, ...]]) -> Tensor:
         """Makes one update by the windows of all ranks; returns sums of losses, and their numbers.
@@ -117,8 +122,8 @@ class DraftTraining(StepPart):
         gradient = torch.zeros_like(layer.values)
         if windows:
             hidden, token_ids, mask = (
-                torch.nn.utils.rnn.pad_sequence(list(each), batch_first=True)
-                for each in zip(*windows, strict=True)
+                torch.nn.utils.rnn.pad_sequence(list(rows_of_windows), batch_first=True)
+                for rows_of_windows in zip(*windows, strict=True)
             )
             is_trained = mask[:, 1:-1].clone()
             with torch.enable_grad():
@@ -127,16 +132,20 @@ class DraftTraining(StepPart):
                     for name, value in layer.named(layer.values).items()
                 }
                 states = draft_states(
-                    weights, layer.shape, self._embedded(token_ids[:, 1:-1]), hidden[:, :-2], depth
+                    weights,
+                    layer.shape,
+                    self._embedded(token_ids[:, 1:-1]),
+                    hidden[:, :-2],
+                    depth,
                 )
                 total = gradient.new_zeros(())
-                for place, each in enumerate(states):
+                for place, state in enumerate(states):
                     is_trained[:, :place] = False
                     rows = is_trained.flatten().nonzero()[:, 0]
                     if not len(rows):
                         continue
                     logprobs, _ = vocab_parallel_logprobs(
-                        copy_to_tensor_model_parallel_region(each.flatten(0, 1), tp_group),
+                        copy_to_tensor_model_parallel_region(state.flatten(0, 1), tp_group),
                         policy.output_weight.detach(),
                         token_ids[:, 2:].flatten(),
                         rows,
@@ -161,11 +170,11 @@ class DraftTraining(StepPart):
         """Returns the embeddings of tokens, of which each tensor parallel rank has some rows."""
         table = unwrapped(self._policy.chunks[0]).embedding.word_embeddings.weight.detach()
         tp_group = self._policy.ranks.tp_group
-        own = token_ids - dist.get_rank(tp_group) * len(table)
-        is_here = (own >= 0) & (own < len(table))
-        found = F.embedding(own.where(is_here, 0), table) * is_here[..., None]
-        whole: Tensor = reduce_from_tensor_model_parallel_region(found, tp_group)
-        return whole
+        local_ids = token_ids - dist.get_rank(tp_group) * len(table)
+        is_here = (local_ids >= 0) & (local_ids < len(table))
+        embeddings = F.embedding(local_ids.where(is_here, 0), table) * is_here[..., None]
+        summed: Tensor = reduce_from_tensor_model_parallel_region(embeddings, tp_group)
+        return summed
 
 
 def step_part(config: Config, policy: Policy) -> DraftTraining:

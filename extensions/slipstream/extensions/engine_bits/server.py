@@ -26,8 +26,8 @@ def compute_by_rows() -> None:
         # vLLM would take the norm of a sum before the sum is rounded, which the learner adds
         # elsewhere.
         total = x if residual is None else x + residual
-        found = row_kernels.norm(total, self.weight.data, self.variance_epsilon)
-        return found if residual is None else (found, total)
+        normed = row_kernels.norm(total, self.weight.data, self.variance_epsilon)
+        return normed if residual is None else (normed, total)
 
     def head(
         self: logits_processor.LogitsProcessor,

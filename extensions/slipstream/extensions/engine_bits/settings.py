@@ -20,9 +20,14 @@ def problems(config: Tables) -> Iterator[str]:
             "algorithm.agreement = 'bits' excludes drafts: several tokens are computed by other "
             "kernels than one"
         )
-    own = ("max_num_", "kv_cache_memory_bytes", "load_format", "enable_prefix_caching")
+    allowed_for_engine = (
+        "max_num_",
+        "kv_cache_memory_bytes",
+        "load_format",
+        "enable_prefix_caching",
+    )
     for section, table, allowed in (
-        ("rollout_server.engine", config.rollout_server.engine, own),
+        ("rollout_server.engine", config.rollout_server.engine, allowed_for_engine),
         ("learner.transformer", config.learner.transformer, ("recompute_", "num_layers_in_")),
     ):
         for key in table:

@@ -44,7 +44,14 @@ class EngineKernels:
         """Returns `x` [..., in] times `weight` [out, in], plus the bias."""
         return row_kernels.product(x, weight, bias)
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
+    def norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        is_sum: bool,
+    ) -> Tensor:
         """Returns the RMS norm of `x` over its last dimension, multiplied by `weight`.
 
         `is_sum` tells whether `x` comes from a residual addition.
@@ -79,7 +86,13 @@ class EngineKernels:
         lengths = bounds.diff()
         counts = (lengths + _PAGE - 1) // _PAGE
         firsts = counts.cumsum(0) - counts
-        pages = torch.zeros(int(counts.sum()), groups, 2 * _PAGE, width, dtype=key.dtype)
+        pages = torch.zeros(
+            int(counts.sum()),
+            groups,
+            2 * _PAGE,
+            width,
+            dtype=key.dtype,
+        )
         table = torch.zeros(len(counts), int(counts.max()), dtype=torch.int32)
         slots = []
         for row, (first, count, length) in enumerate(
@@ -169,7 +182,14 @@ class _GpuKernels(EngineKernels):
         result: Tensor = self._invariant.linear_batch_invariant(x, weight, bias)
         return result
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_sum: bool) -> Tensor:
+    def norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        is_sum: bool,
+    ) -> Tensor:
         # In vLLM residual sums have a separate kernel.
         if not is_sum:
             result: Tensor = self._invariant.rms_norm_batch_invariant(x, weight, eps)
@@ -430,14 +450,16 @@ def install() -> None:
     original = module.apply_rotary_pos_emb
 
     @functools.wraps(original)
-    def rotated_by_kernel(x: Tensor, freqs: Tensor, config: Megatron, **named: Megatron) -> Tensor:
+    def rotated_by_kernel(
+        x: Tensor, freqs: Tensor, config: Megatron, **keywords: Megatron
+    ) -> Tensor:
         def reference(x: Tensor) -> Tensor:
-            result: Tensor = original(x, freqs, config=config, **named)
+            result: Tensor = original(x, freqs, config=config, **keywords)
             return result
 
         if getattr(config, "agreement", "close") != "bits":
             return reference(x)
-        bounds = named["cu_seqlens"]
+        bounds = keywords["cu_seqlens"]
         places = torch.arange(len(x), device=x.device)
         starts = bounds[torch.searchsorted(bounds, places, right=True) - 1]
         # The angles of position 1 are the frequencies.

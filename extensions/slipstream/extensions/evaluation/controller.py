@@ -252,9 +252,11 @@ class Evaluator(Part):
         waiting = [session for session in serving if session.key in pinned]
         suitable = [s for s in serving if s.version is not None and self._suits(s.version)]
         ready = [session for session in waiting + suitable if self._is_ready(session)]
-        chosen = next(iter(ready + waiting + suitable), None)
-        pinned.difference_update(session.key for session in waiting if session is not chosen)
-        return chosen
+        session_of_round = next(iter(ready + waiting + suitable), None)
+        pinned.difference_update(
+            session.key for session in waiting if session is not session_of_round
+        )
+        return session_of_round
 
     def _is_ready(self, session: ServerSession) -> bool:
         return all(entry.runs_on(session.key) for entry in self._environments.evaluations())
@@ -264,25 +266,25 @@ class Evaluator(Part):
 
         Once the last version is wanted, only that version qualifies.
         """
-        wanted = self._wanted_step
+        wanted_step = self._wanted_step
         last = self._progress.last_step
-        assert wanted is not None
-        return version.step >= wanted and (wanted < last or version.step == last)
+        assert wanted_step is not None
+        return version.step >= wanted_step and (wanted_step < last or version.step == last)
 
     def _tasks(self) -> list[tuple[str, int]]:
         tasks = []
         for section in self._sections:
-            asked = section.num_episodes // section.samples_per_task
-            found = self._environments.entries[section.name].num_tasks
+            num_asked = section.num_episodes // section.samples_per_task
+            num_tasks = self._environments.entries[section.name].num_tasks
             # A task that is taken twice would count twice in the reward, and once in pass@k.
-            count = min(asked, found) if found else asked
+            count = min(num_asked, num_tasks) if num_tasks else num_asked
             samples = section.samples_per_task
-            if count < asked and section.name not in self._warned:
+            if count < num_asked and section.name not in self._warned:
                 self._warned.add(section.name)
                 self._run.events.warn(
                     f"evaluation {section.name} has {count} task{'s' * (count != 1)}, and "
                     f"num_episodes = {section.num_episodes} with samples_per_task = {samples} asks "
-                    f"for {asked}: a round takes each task once, {count * samples} episodes"
+                    f"for {num_asked}: a round takes each task once, {count * samples} episodes"
                 )
             for index in range(count):
                 tasks += [(section.name, index)] * samples
@@ -309,17 +311,19 @@ class Evaluator(Part):
     def _collect(self, round_: Round) -> None:
         for group_id, group in list(round_.running.items()):
             if group.is_complete:
-                found = group.finished[0]
+                trajectory = group.finished[0]
                 episode = EvaluatedEpisode(
-                    found.task_index,
-                    found.reward,
-                    reply_tokens=found.run_lengths[1::2],
-                    truncated=found.status is Status.TRUNCATED,
-                    metrics=tuple(found.metrics.items()),
+                    trajectory.task_index,
+                    trajectory.reward,
+                    reply_tokens=trajectory.run_lengths[1::2],
+                    truncated=trajectory.status is Status.TRUNCATED,
+                    metrics=tuple(trajectory.metrics.items()),
                 )
                 round_.episodes.setdefault(group.environment, []).append(episode)
-                if found.task_index < KEPT_TASKS:
-                    round_.replies.setdefault((group.environment, found.task_index), found)
+                if trajectory.task_index < KEPT_TASKS:
+                    round_.replies.setdefault(
+                        (group.environment, trajectory.task_index), trajectory
+                    )
                 self._intake.end_evaluated(group)
                 del round_.running[group_id]
             elif group_id not in self._book.groups:

@@ -85,12 +85,12 @@ class HostMemory(DeviceMemory):
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Returns the storages of `tensors` without duplicates; with a GPU, only those on a device."""
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.nbytes() and (storage.is_cuda or not torch.cuda.is_available()):
-            found.setdefault(storage.data_ptr(), storage)
-    return list(found.values())
+            storages.setdefault(storage.data_ptr(), storage)
+    return list(storages.values())
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

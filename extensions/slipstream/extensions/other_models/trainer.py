@@ -70,31 +70,38 @@ class Roles(StepPart):
         """Returns the estimates for each trajectory; the same on every rank."""
         with stages.measure("estimates"):
             nothing = [None] * len(batch.trajectories)
-            known: Sequence[ReferenceLogprobs | None] = nothing
+            references: Sequence[ReferenceLogprobs | None] = nothing
             if self._section is not None and self._section.server is not None:
-                known = [trajectory.reference for trajectory in batch.trajectories]
+                references = [trajectory.reference for trajectory in batch.trajectories]
             elif self.reference is not None:
-                known = self.reference.logprobs(batch)
+                references = self.reference.logprobs(batch)
             values = self.critic.values(batch) if self.critic is not None else nothing
-        return [ModelEstimates(a, values=b) for a, b in zip(known, values, strict=True)]
+        return [ModelEstimates(a, values=b) for a, b in zip(references, values, strict=True)]
 
     def models(self) -> dict[str, ParallelModel]:
         """Returns the critic, and a reference that is a model apart from the policy, by name."""
-        found: dict[str, ParallelModel] = {}
+        models: dict[str, ParallelModel] = {}
         if isinstance(self.reference, Reference):
-            found["reference"] = self.reference.model
+            models["reference"] = self.reference.model
         if self.critic is not None:
-            found["critic"] = self.critic.model
-        return found
+            models["critic"] = self.critic.model
+        return models
 
     def stored_models(self) -> list[StoredModel]:
         """Returns the models that checkpoints must store: the critic and a refreshed reference."""
-        found = []
+        stored = []
         for name, model in self.models().items():
             optimizer = model.optimizer if isinstance(model, TrainedModel) else None
             if optimizer is not None or self._refresh_every_steps:
-                found.append(StoredModel(name, model.chunks, optimizer, model.ranks.in_force))
-        return found
+                stored.append(
+                    StoredModel(
+                        name,
+                        model.chunks,
+                        optimizer,
+                        model.ranks.in_force,
+                    )
+                )
+        return stored
 
     def train(
         self,
@@ -144,10 +151,12 @@ class Reference:
         """
         with self._ranks.in_force():
             # The tasks have the names of the policy's files; the model's own folder may differ.
-            found = policy.bridge.get_conversion_tasks(self.model.chunks)
-        tasks = [task for task in found if task is not None and task.megatron_module is not None]
+            all_tasks = policy.bridge.get_conversion_tasks(self.model.chunks)
+        tasks = [
+            task for task in all_tasks if task is not None and task.megatron_module is not None
+        ]
         waiting: dict[str, Tensor] = {}
-        # One tensor may hold the matrices of all experts, each of which is a parameter.
+        # A tensor may hold the matrices of all experts, each of which is a parameter.
         needed_by: dict[str, dict[str, Megatron]] = {}
         for task in tasks:
             for name in _sources(task):
@@ -160,11 +169,11 @@ class Reference:
                 if any(source not in waiting for source in _sources(task)):
                     continue
                 with self._ranks.in_force():
-                    # This is how Bridge loads a folder.
-                    found = policy.bridge._model_bridge.maybe_modify_loaded_hf_weight(
+                    # Bridge loads a folder in this way.
+                    weights = policy.bridge._model_bridge.maybe_modify_loaded_hf_weight(
                         task.mapping.hf_param, waiting
                     )
-                    part = task.mapping.hf_to_megatron(found, task.megatron_module)
+                    part = task.mapping.hf_to_megatron(weights, task.megatron_module)
                     if part is not None:
                         task.param_weight.copy_(part)
                 for source in _sources(task):
@@ -190,8 +199,13 @@ def reference_logprobs(
     forward = functools.partial(
         forward_logprobs, model, temperature=settings.sampling.temperature, top_k=top_k
     )
-    found = batch_outputs(model, batch, forward, width=1 + 2 * top_k if top_k else 0)
-    columns = [values.reshape(len(values), -1) for values in found]
+    outputs = batch_outputs(
+        model,
+        batch,
+        forward,
+        width=1 + 2 * top_k if top_k else 0,
+    )
+    columns = [values.reshape(len(values), -1) for values in outputs]
     return [
         ReferenceLogprobs(
             values[:, 0], values[:, 1 : 1 + top_k].astype(np.uint32), values[:, 1 + top_k :]
@@ -215,15 +229,18 @@ def batch_outputs(
         processor=None if model.vision is None else model.vision.processor,
     )
     outputs = iter(masked_outputs(model, sequences, forward, width=width))
-    found: list[LogprobArray] = []
+    outputs_of_trajectories: list[LogprobArray] = []
     for trajectory in batch.trajectories:
         parts = []
         for part in trajectory.sequences:
-            own = next(outputs)
-            unpredicted = part.sampled.stop - part.sampled.start - len(own)
-            parts += [np.zeros((unpredicted, *own.shape[1:]), dtype=np.float32), own]
-        found.append(np.concatenate(parts))
-    return found
+            sequence_outputs = next(outputs)
+            unpredicted = part.sampled.stop - part.sampled.start - len(sequence_outputs)
+            parts += [
+                np.zeros((unpredicted, *sequence_outputs.shape[1:]), dtype=np.float32),
+                sequence_outputs,
+            ]
+        outputs_of_trajectories.append(np.concatenate(parts))
+    return outputs_of_trajectories
 
 
 def _sources(task: Megatron) -> Sequence[str]:
@@ -244,11 +261,11 @@ class PolicyWithoutAdapters:
         sharing = self.model.sharing
         noted = None if sharing is None else sharing.saved
         with without_adapters(policy.chunks):
-            found = reference_logprobs(policy, batch, self._config)
+            logprobs = reference_logprobs(policy, batch, self._config)
         if sharing is not None and noted is not None:
             # The work that sharing saves in this pass does not count for a training step.
             sharing.saved = noted
-        return found
+        return logprobs
 
 
 @contextmanager
@@ -309,7 +326,12 @@ class Critic:
             values = output[0, :, 0]
             return values.sum(), micro_batch.loss_mask.sum().to(torch.int), values
 
-        forward = functools.partial(run_schedule, self.model, finish=finish, forward_only=True)
+        forward = functools.partial(
+            run_schedule,
+            self.model,
+            finish=finish,
+            forward_only=True,
+        )
         with self._ranks.in_force(), torch.no_grad():
             return batch_outputs(self.model, batch, forward)
 
@@ -342,10 +364,10 @@ class Critic:
         loss, num_tokens, clipped, value = total.tolist()
         tokens = max(1.0, num_tokens)
         values, returns = (
-            np.concatenate([getattr(each, name)[each.loss_mask] for each in sequences])
+            np.concatenate([getattr(sequence, name)[sequence.loss_mask] for sequence in sequences])
             for name in ("values", "returns")
         )
-        found = {
+        metrics = {
             "value_loss": loss / tokens,
             "value_clip_fraction": clipped / tokens,
             "value_mean": value / tokens,
@@ -354,8 +376,8 @@ class Critic:
             "explained_variance": explained_variance(values, returns),
         }
         if self.model.scaler is not None:
-            found["critic_gradient_overflows"] = float(self._num_passes - len(norms))
-        return found
+            metrics["critic_gradient_overflows"] = float(self._num_passes - len(norms))
+        return metrics
 
     def _accumulate(self, sequences: Sequence[TrainingSequence], members: Sequence[int]) -> Tensor:
         """Accumulates one mini-batch's gradients; returns its sums over all ranks."""
@@ -369,10 +391,10 @@ class Critic:
         share = rank_micro_batches(self.model, sequences, members)
         self._num_passes += 1
         self.model.zero_grad()
-        found = run_schedule(self.model, share, finish, forward_only=False)
+        sums_of_parts = run_schedule(self.model, share, finish, forward_only=False)
         sums = torch.zeros(_NUM_SUMS, dtype=torch.float64)
         if self._ranks.counts:
-            sums += sum(part.cpu() for part in found)
+            sums += sum(part.cpu() for part in sums_of_parts)
         return self._ranks.sum(sums)
 
 
@@ -421,7 +443,13 @@ class ValueHead(torch.nn.Module):
     gathered, and the gradients are summed over the tensor parallel ranks.
     """
 
-    def __init__(self, config: Megatron, *, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: Megatron,
+        *,
+        seed: int,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         scale = INITIAL_SCALE / math.sqrt(config.hidden_size)

@@ -34,8 +34,8 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
-    found = tl.zeros((BLOCK,), dtype=tl.float32)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for place in range(tl.load(bounds + token), tl.load(bounds + token + 1)):
         copy = tl.load(copies + place)
-        found += tl.load(grad + copy * width + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(total + token * width + columns, found.to(total.dtype.element_ty), mask=inside)
+        sums += tl.load(grad + copy * width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + token * width + columns, sums.to(total.dtype.element_ty), mask=inside)

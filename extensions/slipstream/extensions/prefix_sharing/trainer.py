@@ -66,11 +66,11 @@ class PrefixSharing:
         from slipstream.learner.trainer.layers.attention import SharedSequences
 
         def laid_out(
-            _module: object, arguments: tuple[Any, ...], named: dict[str, Any]
+            _module: object, arguments: tuple[Any, ...], keywords: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            shared = named["packed_seq_params"]
+            shared = keywords["packed_seq_params"]
             has_paths = isinstance(shared, SharedSequences)
-            return by_paths(arguments, named, shared) if has_paths else None
+            return by_paths(arguments, keywords, shared) if has_paths else None
 
         def by_positions(_module: object, _arguments: object, angles: Tensor) -> Tensor | None:
             return None if self._positions is None else angles.index_select(0, self._positions)
@@ -111,11 +111,11 @@ class PrefixSharing:
         if not tree.share:
             return None
         lengths = [len(sequences[index]) for index in members]
-        found = []
+        candidates = []
         for parts in _BUNDLE_DIVISORS:
-            made = tree.bundles(max_tokens // parts)
-            sizes = list(map(num_tokens, made))
-            squares = list(map(num_squares, made))
+            bundles = tree.bundles(max_tokens // parts)
+            sizes = list(map(num_tokens, bundles))
+            squares = list(map(num_squares, bundles))
             plan = plan_micro_batches(
                 sizes,
                 max_tokens=max_tokens,
@@ -129,14 +129,14 @@ class PrefixSharing:
                 sum(sum(sizes[place] for place in places) + launch for places in bins)
                 for bins in plan
             )
-            chosen = [[[made[place] for place in places] for places in bins] for bins in plan]
+            planned = [[[bundles[place] for place in places] for places in bins] for bins in plan]
             # Separate sequences would have the whole `lengths`.
             saved = SavedWork(
                 self.saved.tokens + sum(lengths) - sum(sizes),
                 self.saved.squares + sum(length**2 for length in lengths) - sum(squares),
             )
-            found.append((work, parts, chosen, saved))
-        _, _, best, self.saved = min(found, key=lambda one: one[:2])
+            candidates.append((work, parts, planned, saved))
+        _, _, best, self.saved = min(candidates, key=lambda candidate: candidate[:2])
         return best
 
     def packed(self, micro_batch: MicroBatch, paths: Paths) -> Megatron:
@@ -146,11 +146,11 @@ class PrefixSharing:
     def by_paths(
         self,
         arguments: tuple[Any, ...],
-        named: dict[str, Any],
+        keywords: dict[str, Any],
         shared: Megatron,
     ) -> Arguments:
         """Returns an attention's arguments with keys and values along the paths of `shared`."""
-        return by_paths(arguments, named, shared)
+        return by_paths(arguments, keywords, shared)
 
     @contextmanager
     def positions_of(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -167,13 +167,13 @@ def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:
     """Returns Megatron's packed-sequence parameters for a micro batch with `paths`."""
     from slipstream.learner.trainer.layers.attention import SharedSequences
 
-    whole = torch.tensor([0, len(micro_batch.token_ids)], dtype=torch.int32)
-    whole = to_device(whole, micro_batch.cu_seqlens.device)
-    positions = torch.arange(len(micro_batch.token_ids), device=whole.device)
+    bounds = torch.tensor([0, len(micro_batch.token_ids)], dtype=torch.int32)
+    bounds = to_device(bounds, micro_batch.cu_seqlens.device)
+    positions = torch.arange(len(micro_batch.token_ids), device=bounds.device)
     return SharedSequences(
         qkv_format="thd",
-        cu_seqlens_q=whole,
-        cu_seqlens_kv=whole,
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
         # Megatron derives the largest position from these two.
         max_seqlen_q=paths.max_seqlen,
         max_seqlen_kv=paths.max_seqlen,
@@ -186,7 +186,7 @@ def shared_sequences(micro_batch: MicroBatch, paths: Paths) -> Megatron:
 
 
 def by_paths(
-    arguments: tuple[Any, ...], named: dict[str, Any], shared: Megatron
+    arguments: tuple[Any, ...], keywords: dict[str, Any], shared: Megatron
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns an attention's arguments with keys and values copied to the paths of `shared`.
 
@@ -194,7 +194,7 @@ def by_paths(
     """
     from slipstream.learner.trainer.layers.attention import RoutedSequences
 
-    query, key, value, *others = arguments
+    query, key, value, *rest = arguments
     by_path = RoutedSequences(
         qkv_format="thd",
         cu_seqlens_q=shared.bounds,
@@ -205,8 +205,8 @@ def by_paths(
     mask_type = MaskType.padding_causal_bottom_right
     changed = {"packed_seq_params": by_path, "attn_mask_type": mask_type}
     copied: Callable[..., Tensor] = KeysByPath.apply
-    laid_out = (query, copied(key, shared.paths), copied(value, shared.paths), *others)
-    return laid_out, named | changed
+    laid_out = (query, copied(key, shared.paths), copied(value, shared.paths), *rest)
+    return laid_out, keywords | changed
 
 
 class KeysByPath(torch.autograd.Function):
@@ -231,7 +231,13 @@ class KeysByPath(torch.autograd.Function):
         return total.index_add_(0, paths.key_places, grad.float()).to(grad.dtype), None
 
 
-def refusal(config: Megatron, learner: LearnerSection, *, router_replay: bool, on_gpu: bool) -> str:
+def refusal(
+    config: Megatron,
+    learner: LearnerSection,
+    *,
+    router_replay: bool,
+    on_gpu: bool,
+) -> str:
     """Returns why a model of `config` cannot share prefixes in this layout, or "" if it can."""
     if on_gpu and config.params_dtype == torch.float32:
         return "TransformerEngine has no fused attention for float32"
@@ -275,9 +281,9 @@ class PrefixTree:
         keys = {index: sequences[index].token_ids.astype(">u4").tobytes() for index in members}
         order = sorted(members, key=lambda index: (keys[index], index))
         common = [_MANY]
-        for one, other in itertools.pairwise(sequences[index].token_ids for index in order):
-            length = min(len(one), len(other))
-            differing = np.flatnonzero(one[:length] != other[:length])
+        for first, other in itertools.pairwise(sequences[index].token_ids for index in order):
+            length = min(len(first), len(other))
+            differing = np.flatnonzero(first[:length] != other[:length])
             common.append(int(differing[0]) if len(differing) else length)
         self._runs = _Run(order, common[: len(order)]).cut(min_shared + 1)
 
@@ -290,21 +296,27 @@ class PrefixTree:
 
         A bundle has at most `max_tokens` tokens, unless it has only one sequence.
         """
-        found: list[Bundle] = []
+        bundles: list[Bundle] = []
         waiting = self._runs[::-1]
         while waiting:
             run = waiting.pop()
             bundle = list[Segment]()
             self._add(bundle, run, 0, None)
             if num_tokens(bundle) <= max_tokens or len(run.indices) == 1:
-                found.append(bundle)
+                bundles.append(bundle)
                 continue
             middle = len(run.indices) // 2
             for half in (slice(middle, None), slice(None, middle)):
                 waiting.append(_Run(run.indices[half], run.common[half]))
-        return found
+        return bundles
 
-    def _add(self, bundle: Bundle, run: _Run, start: int, parent: int | None) -> None:
+    def _add(
+        self,
+        bundle: Bundle,
+        run: _Run,
+        start: int,
+        parent: int | None,
+    ) -> None:
         """Adds segments for the positions of `run` from `start` on; all earlier tokens are equal.
 
         `parent` is the index of the segment that ends at `start`, or None.
@@ -334,12 +346,12 @@ class PrefixTree:
 
         For a sequence that trains no position from `start` on, the position is its length.
         """
-        found = []
+        places_and_indices = []
         for index in run.indices:
             mask = self._sequences[index].loss_mask
             places = np.flatnonzero(mask[start:])
-            found.append((start + int(places[0]) if len(places) else len(mask), index))
-        return sorted(found)
+            places_and_indices.append((start + int(places[0]) if len(places) else len(mask), index))
+        return sorted(places_and_indices)
 
 
 @dataclass(frozen=True)
@@ -353,25 +365,25 @@ class _Run:
     indices: list[int]
     common: list[int]
 
-    def cut(self, least: int) -> list[_Run]:
-        """Cuts the run between neighbours that share fewer than `least` tokens; returns parts."""
+    def cut(self, min_shared: int) -> list[_Run]:
+        """Cuts the run between neighbours that share under `min_shared` tokens; returns parts."""
         if not self.indices:
             return []
-        cuts = [place for place in range(1, len(self.indices)) if self.common[place] < least]
+        cuts = [place for place in range(1, len(self.indices)) if self.common[place] < min_shared]
         bounds = itertools.pairwise([0, *cuts, len(self.indices)])
-        return [_Run(self.indices[one:end], self.common[one:end]) for one, end in bounds]
+        return [_Run(self.indices[start:end], self.common[start:end]) for start, end in bounds]
 
     def without(self, leaving: Collection[int]) -> _Run:
         """Returns the run without the sequences `leaving`."""
         indices = []
         common = []
-        least = _MANY
+        shared = _MANY
         for index, number in zip(self.indices, self.common, strict=True):
-            least = min(least, number)
+            shared = min(shared, number)
             if index not in leaving:
                 indices.append(index)
-                common.append(least)
-                least = _MANY
+                common.append(shared)
+                shared = _MANY
         return _Run(indices, common)
 
 

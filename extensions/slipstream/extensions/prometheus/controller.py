@@ -123,7 +123,7 @@ class RunCollector:
     def _run(self, status: status_pb2.RunStatus, row: Mapping[str, float]) -> Iterator[Metric]:
         totals = self._publisher.totals
         ledger = status.ledger
-        lost = "Times that a rollout server was lost before it had drained."
+        servers_lost = "Times that a rollout server was lost before it had drained."
         paused = "Pauses of generation for new weights, of all servers."
         set_aside = "Batches that could not be trained, as with a loss that is not finite."
         refused = "Calls to the controller that were refused, as with a wrong token."
@@ -131,7 +131,7 @@ class RunCollector:
             ("steps", "Trained steps of the run.", status.step),
             ("generated_tokens", "Tokens that all engines generated.", ledger.generated),
             ("trained_tokens", "Tokens of batches that were trained.", ledger.trained),
-            ("servers_lost", lost, self._service.fleet.num_lost),
+            ("servers_lost", servers_lost, self._service.fleet.num_lost),
             ("set_aside_batches", set_aside, len(self._state.set_aside)),
             ("refused_calls", refused, self._refusals.num_refused),
             ("publishes", "Versions that were sent to servers.", totals.publishes),
@@ -162,8 +162,8 @@ class RunCollector:
             ("ledger_difference_tokens", difference, ledger.difference),
             ("ledger_gaps", gaps, len(ledger.gaps)),
             *(
-                (f"step_{own}", meaning, row[name])
-                for name, (own, meaning) in STEP_METRICS.items()
+                (f"step_{short_name}", meaning, row[name])
+                for name, (short_name, meaning) in STEP_METRICS.items()
                 if name in row
             ),
         ):
@@ -223,9 +223,9 @@ class RunCollector:
         ended = {name: self._feed.count(name, "episodes") for name in entries}
         meaning = "Episodes that have arrived, with a reward or without."
         yield _counters("environment_episodes", meaning, "environment", ended)
-        for field, (own, meaning) in ENVIRONMENT_COUNTERS.items():
+        for field, (short_name, meaning) in ENVIRONMENT_COUNTERS.items():
             values = {name: getattr(entry, field) for name, entry in entries.items()}
-            yield _counters(f"environment_{own}", meaning, "environment", values)
+            yield _counters(f"environment_{short_name}", meaning, "environment", values)
 
 
 class DiskSpace:

@@ -125,8 +125,8 @@ class MetricsEndpoint:
                 for sample in metric.samples
             ]
         # Encoding for hundreds of servers would block the loop for tens of milliseconds.
-        found = SimpleNamespace(collect=lambda: metrics)
-        return Response(await asyncio.to_thread(encode, found), media_type=kind)
+        collector = SimpleNamespace(collect=lambda: metrics)
+        return Response(await asyncio.to_thread(encode, collector), media_type=kind)
 
 
 def _is_local(host: bytes) -> bool:
@@ -181,8 +181,8 @@ async def metrics_endpoint(
             path.parent.mkdir(exist_ok=True)
             replace_file(path, f"{text}\n".encode())
         except OSError as error:
-            told = f"{path} cannot be written: {error.strerror}"
-            log.warning("%s; Prometheus does not find %s by it", told, target)
+            message = f"{path} cannot be written: {error.strerror}"
+            log.warning("%s; Prometheus does not find %s by it", message, target)
         yield endpoint
     finally:
         with contextlib.suppress(OSError):

@@ -107,7 +107,13 @@ def difference(
         compared = other.get(name)
         if compared is None or compared.shape != values.shape:
             return f"{name} is not there each time"
-        is_same = torch.isclose(values, compared, rtol=1e-5, atol=1e-6, equal_nan=True)
+        is_same = torch.isclose(
+            values,
+            compared,
+            rtol=1e-5,
+            atol=1e-6,
+            equal_nan=True,
+        )
         if exactly:
             is_same = (values == compared) | (values.isnan() & compared.isnan())
         if mask is not None:
@@ -341,6 +347,11 @@ def _turns(chance: np.random.Generator, size: int) -> tuple[Turn, ...]:
     turns = []
     for start, stop in zip(cuts, cuts[1:], strict=False):
         read = chance.integers(0, 2, 1, dtype=np.uint32)
-        reply = chance.integers(0, 9, stop - start, dtype=np.uint32)
+        reply = chance.integers(
+            0,
+            9,
+            stop - start,
+            dtype=np.uint32,
+        )
         turns.append(Turn(slice(start, stop), read, reply))
     return tuple(turns)

@@ -35,7 +35,7 @@ def prove(config: Config) -> None:
             if kind == "filter" and function.is_own and not lines:
                 facts += facts_of_filter(config.algorithm)
     if lines:
-        # Each line is marked, as an error of any command is.
+        # Every line is marked, as an error of any command is.
         raise ConfigError("\nslipstream: ".join(lines))
     for fact in facts:
         print(f"{FACT}{fact}")

@@ -46,7 +46,7 @@ FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
 # Errors of redis-py when the server has become a replica: its name may lead to the new primary.
 DEMOTIONS = (ReadOnlyError, MasterDownError)
-# Those, and the errors when the server does not answer.
+# Errors of a replica, and those when the server does not answer.
 CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, WatchError, OSError, *DEMOTIONS)
 # The only field of a stream entry: a DeliverRequest, as servers send it over gRPC.
 DELIVERY = b"delivery"
@@ -150,18 +150,18 @@ class RedisConnection:
         """The command for Redis's own counts of the stream; it shows one entry as well."""
         return "XINFO", "STREAM", self.stream, "FULL", "COUNT", 1
 
-    def used_bytes(self, found: bytes | str | None) -> int:
+    def used_bytes(self, stored: bytes | str | None) -> int:
         """Returns the bytes that wait, of `bytes_key`; raises QueueError if it has no number."""
-        if found is None:
+        if stored is None:
             raise QueueError(
                 f"redis at {self.name} does not know run {self._run_id}: the controller opens its "
                 "queue first; was it emptied since, or is it another server?"
             )
         try:
-            return int(found)
+            return int(stored)
         except ValueError:
             raise QueueError(
-                f"redis at {self.name}: {self.bytes_key} holds {found[:40]!r}, which is no number "
+                f"redis at {self.name}: {self.bytes_key} holds {stored[:40]!r}, which is no number "
                 "of bytes; delete this key, and start the run again"
             ) from None
 
@@ -188,8 +188,8 @@ class RedisConnection:
         error = _refusal(error) or error
         if isinstance(error, NoPermissionError):
             text = str(error)
-            found = REFUSED_COMMAND.search(text) or COMMAND_OF_PIPELINE.search(text)
-            what = "a right" if found is None else f"the right to {found[1].lower()}"
+            match = REFUSED_COMMAND.search(text) or COMMAND_OF_PIPELINE.search(text)
+            what = "a right" if match is None else f"the right to {match[1].lower()}"
             return ConfigError(
                 f"redis at {self.name}: user {self.user} lacks {what} on the keys of run "
                 f"{self._run_id}; docs/security.md has the lines that give all rights"
@@ -211,13 +211,13 @@ def _said(error: BaseException) -> str:
 def _refusal(error: BaseException) -> BaseException | None:
     """Returns the error on user or certificate that redis-py wrapped in `error`, or None."""
     wrapped = (error, error.__cause__, error.__context__)
-    return next((each for each in wrapped if isinstance(each, REFUSALS)), None)
+    return next((candidate for candidate in wrapped if isinstance(candidate, REFUSALS)), None)
 
 
 async def check_settings(connection: RedisConnection) -> None:
     """Raises QueueError if the server may lose acknowledged writes; warns if it hides settings."""
     try:
-        found = await connection.client.config_get(*REQUIRED_SETTINGS)
+        settings = await connection.client.config_get(*REQUIRED_SETTINGS)
     except (NoPermissionError, ResponseError) as error:
         needed = ", ".join(f"{key} {value}" for key, value in REQUIRED_SETTINGS.items())
         logger.warning(
@@ -229,10 +229,10 @@ async def check_settings(connection: RedisConnection) -> None:
         )
         return
     for setting, needed in REQUIRED_SETTINGS.items():
-        if found.get(setting) != needed:
+        if settings.get(setting) != needed:
             raise QueueError(
                 f"redis at {connection.name}: {setting} must be {needed} so that nothing is lost, "
-                f"got {found.get(setting)}"
+                f"got {settings.get(setting)}"
             )
 
 

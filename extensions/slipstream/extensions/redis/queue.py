@@ -160,7 +160,7 @@ class RedisSender:
         """Stores waiting trajectories that fit, in order; returns False if none fits now."""
         connection = self._connection
         async with connection.client.pipeline(transaction=True) as pipeline:
-            # Another sender may take the room that is read here.
+            # A different sender may take the room that is read here.
             await pipeline.watch(connection.bytes_key)
             used_bytes = self._used_bytes = await self._look(pipeline)
             async with self._executing:
@@ -186,7 +186,7 @@ class RedisSender:
                 try:
                     *entry_ids, self._used_bytes = await pipeline.execute()
                 except WatchError:
-                    # Another sender was faster, or the connection broke: the next attempt tells.
+                    # A second sender was faster, or the connection broke: the next attempt tells.
                     return True
                 if None in entry_ids:
                     raise connection.lost("the stream is gone")
@@ -208,8 +208,8 @@ class RedisSender:
     async def _look(self, reader: redis.asyncio.Redis | None = None) -> int:
         """Returns the bytes that wait, read by the client `reader` if given, and notes them."""
         connection = self._connection
-        found = await (reader or connection.client).get(connection.bytes_key)
-        self._used_bytes = connection.used_bytes(found)
+        stored = await (reader or connection.client).get(connection.bytes_key)
+        self._used_bytes = connection.used_bytes(stored)
         return self._used_bytes
 
 

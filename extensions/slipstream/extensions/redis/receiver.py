@@ -133,7 +133,9 @@ class RedisReceiver:
 
         await connection.persistently(create_group)
         while True:
-            entries, inspected, found = await connection.persistently(partial(self._scan, after))
+            entries, inspected, stored_bytes = await connection.persistently(
+                partial(self._scan, after)
+            )
             stream_bytes += sum(entry.size for entry in entries)
             self.backlog += [
                 TrajectoryId(entry.request.trajectory_id) for entry in entries if entry.request
@@ -142,7 +144,7 @@ class RedisReceiver:
                 break
             after = b"(" + entries[-1].entry_id
         _, self.added, self._newest = _counts(inspected, connection)
-        lack = stream_bytes - connection.used_bytes(found or b"0")
+        lack = stream_bytes - connection.used_bytes(stored_bytes or b"0")
         # Senders may change the count at the same moment. The key is made here if it is missing.
         correct = partial(connection.client.incrby, connection.bytes_key, lack)
         await connection.persistently(correct)
@@ -154,8 +156,8 @@ class RedisReceiver:
             pipeline.xrange(connection.stream, after, count=ENTRIES_PER_READ)
             pipeline.execute_command(*connection.inspection)
             pipeline.get(connection.bytes_key)
-            entries, inspected, found = await pipeline.execute()
-        return [_Entry.of(*entry) for entry in entries], inspected, found
+            entries, inspected, stored_bytes = await pipeline.execute()
+        return [_Entry.of(*entry) for entry in entries], inspected, stored_bytes
 
     async def _read(self) -> None:
         """Reads entries left pending by an earlier receiver or a lost answer, then new ones."""
@@ -190,24 +192,24 @@ class RedisReceiver:
             pipeline.xreadgroup(GROUP, CONSUMER, {connection.stream: b">"}, count=ENTRIES_PER_READ)
             pipeline.execute_command(*connection.inspection)
             pipeline.get(connection.bytes_key)
-            answer, inspected, found = await pipeline.execute(raise_on_error=False)
-        for each in (answer, inspected, found):
-            if isinstance(each, ResponseError):
-                raise self._group_lost(each)
+            answer, inspected, stored_bytes = await pipeline.execute(raise_on_error=False)
+        for part in (answer, inspected, stored_bytes):
+            if isinstance(part, ResponseError):
+                raise self._group_lost(part)
         entries = self._entries_of(answer)
         # Otherwise entries may be left.
         if len(entries) < ENTRIES_PER_READ:
             self._audited_s = asyncio.get_running_loop().time()
-            known = dict(self._to_forget)
+            sizes_by_id = dict(self._to_forget)
             for sizes in self._entries.values():
-                known |= sizes
-            known |= {entry.entry_id: entry.size for entry in entries}
+                sizes_by_id |= sizes
+            sizes_by_id |= {entry.entry_id: entry.size for entry in entries}
             length, added, _ = _counts(inspected, connection)
             if added != self.added:
                 raise connection.lost(f"it counts {added} entries added, and {self.added} came")
-            if length != len(known):
-                raise connection.lost(f"it has {length} of {len(known)} entries that wait")
-            if lack := sum(known.values()) - connection.used_bytes(found):
+            if length != len(sizes_by_id):
+                raise connection.lost(f"it has {length} of {len(sizes_by_id)} entries that wait")
+            if lack := sum(sizes_by_id.values()) - connection.used_bytes(stored_bytes):
                 await connection.client.incrby(connection.bytes_key, lack)
         return entries
 
@@ -234,7 +236,7 @@ class RedisReceiver:
     def _entries_of(self, answer: object) -> list[_Entry]:
         """Returns the entries of an answer to XREADGROUP, and counts those that are new."""
         streams = cast("list[tuple[bytes, list[tuple[bytes, Any]]]]", answer or [])
-        entries = [_Entry.of(*entry) for _, found in streams for entry in found]
+        entries = [_Entry.of(*entry) for _, stream_entries in streams for entry in stream_entries]
         for entry in entries:
             if (number := _number(entry.entry_id)) > self._newest:
                 self.added = self.added + 1
@@ -250,7 +252,7 @@ class RedisReceiver:
                 # The data of a pending entry were deleted, if that was not before this receiver
                 # began by another client.
                 connection = self._connection
-                if any(entry_id in known for known in self._entries.values()):
+                if any(entry_id in sizes for sizes in self._entries.values()):
                     raise connection.lost(
                         f"entry {entry_id.decode()} was deleted by another client"
                     )
@@ -306,7 +308,7 @@ class _Entry:
     """An entry of the stream, and its delivery."""
 
     entry_id: bytes
-    # None if another client deleted the entry.
+    # The request, or None if another client deleted the entry.
     request: trajectory_pb2.DeliverRequest | None
     # The reason why the entry is no delivery; empty for one that is.
     fault: str = ""
@@ -334,13 +336,13 @@ def _counts(inspected: Sequence[Any], connection: RedisConnection) -> tuple[int,
     `inspected` has names and values in turn. Raises ConfigError if Redis is older than 7.0, which
     does not count the entries that were added.
     """
-    found = dict(zip(inspected[::2], inspected[1::2], strict=False))
-    if b"entries-added" not in found:
+    facts = dict(zip(inspected[::2], inspected[1::2], strict=False))
+    if b"entries-added" not in facts:
         raise ConfigError(
             f"redis at {connection.name} is older than 7.0 and does not count the entries that "
             "were added: the queue needs Redis or Valkey from 7.0 on"
         )
-    return found[b"length"], found[b"entries-added"], _number(found[b"last-generated-id"])
+    return facts[b"length"], facts[b"entries-added"], _number(facts[b"last-generated-id"])
 
 
 def _number(entry_id: bytes) -> tuple[int, int]:

@@ -93,10 +93,10 @@ class ReferenceServer:
         """
         try:
             async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(self._one(sequence)) for sequence in sequences]
+                tasks = [group.create_task(self._one(sequence)) for sequence in sequences]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        parts = [task.result() for task in asked]
+        parts = [task.result() for task in tasks]
         return ReferenceLogprobs(
             np.concatenate([part.logprobs for part in parts]),
             np.concatenate([part.top_ids for part in parts]),
@@ -115,10 +115,10 @@ class ReferenceServer:
                     extra_body={"prompt_logprobs": self._top_k},
                 )
         # A long episode's answer has megabytes.
-        found = await asyncio.to_thread(self._read, answer.content, sequence)
-        if isinstance(found, str):
-            raise ServiceFailed(f"{self.name} {found}")
-        return found
+        parsed = await asyncio.to_thread(self._read, answer.content, sequence)
+        if isinstance(parsed, str):
+            raise ServiceFailed(f"{self.name} {parsed}")
+        return parsed
 
     def _read(self, data: bytes, sequence: ScoredSequence) -> ReferenceLogprobs | str:
         """Returns the sampled tokens' log-probabilities, or a text that says why there are none."""
@@ -141,18 +141,22 @@ class ReferenceServer:
             if place == 0:
                 continue
             row = rows[place] or {}
-            own = row.get(tokens[place])
-            best = [(token, one) for token, one in row.items() if 1 <= (one.rank or 0) <= top_k]
-            if own is None or len(best) != top_k:
+            own_entry = row.get(tokens[place])
+            best = [
+                (token, candidate)
+                for token, candidate in row.items()
+                if 1 <= (candidate.rank or 0) <= top_k
+            ]
+            if own_entry is None or len(best) != top_k:
                 return f"must give the token and {top_k} likely ones at each position"
-            logprobs[number] = own.logprob
+            logprobs[number] = own_entry.logprob
             top_ids[number] = [token for token, _ in best]
-            top_logprobs[number] = [one.logprob for _, one in best]
+            top_logprobs[number] = [candidate.logprob for _, candidate in best]
         if top_k and int(top_ids.max(initial=0)) >= self._vocab_size > 0:
             return f"names token {top_ids.max()}, outside the vocabulary of {self._vocab_size}"
-        found = ReferenceLogprobs(logprobs, top_ids, top_logprobs)
-        fault = check_reference(found, [0] if len(places) and places[0] == 0 else [])
-        return f"must run with --logprobs-mode raw_logprobs: {fault}" if fault else found
+        reference = ReferenceLogprobs(logprobs, top_ids, top_logprobs)
+        fault = check_reference(reference, [0] if len(places) and places[0] == 0 else [])
+        return f"must run with --logprobs-mode raw_logprobs: {fault}" if fault else reference
 
 
 class ReferencePart(ServerPart):
@@ -199,8 +203,8 @@ async def check_reference_server(config: Config) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(config.model.path), local_files_only=True)
         with faults_as(ConfigError, f"reference.server: {server.name}"):
-            models = [one async for one in server.client.models.list()]
-            names = [one.id for one in models]
+            models = [model async for model in server.client.models.list()]
+            names = [model.id for model in models]
             if settings.model not in names:
                 raise ConfigError(
                     f"reference.server.model must be one of {', '.join(names)} at "
@@ -235,10 +239,10 @@ async def _check_tokenizer(
         answer = await server.client.post(
             f"{root}/detokenize", body={"model": settings.model, "tokens": ids}, cast_to=object
         )
-        found = answer.get("prompt") if isinstance(answer, dict) else None
-        own = tokenizer.decode(ids)
-        if found != own:
-            here, there = (reprlib.repr(text) for text in (own, found))
+        server_text = answer.get("prompt") if isinstance(answer, dict) else None
+        own_text = tokenizer.decode(ids)
+        if server_text != own_text:
+            here, there = (reprlib.repr(text) for text in (own_text, server_text))
             raise ConfigError(
                 f"reference.server: {server.name} must have the tokenizer of model.path; tokens "
                 f"{start} to {ids[-1]} are {here} here and {there} there"

@@ -46,7 +46,7 @@ class TemplateForm:
     beginnings: Mapping[str, str]
     # Between two messages, by their roles.
     transitions: Mapping[tuple[str, str], str]
-    # Behind the last message, by its role: with what begins a reply.
+    # After the last message, by its role: with what begins a reply.
     endings: Mapping[str, str]
 
     def changed(self, change: Callable[[str], str]) -> TemplateForm:

@@ -65,7 +65,7 @@ class LayerReplay:
         `topk` different, valid experts.
         """
         assert default_compute_topk is not None
-        values, own = default_compute_topk(
+        values, own_ids = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
         if not self._is_inside:
@@ -75,20 +75,22 @@ class LayerReplay:
             if self._has_gradient and not torch.is_grad_enabled():
                 self._again.append(expert_ids)
         if expert_ids is None:
-            return values, own
-        given = expert_ids[:, self._place].long()
+            return values, own_ids
+        recorded_ids = expert_ids[:, self._place].long()
         if self._splits_tokens:
-            given = given[self._tp_group.rank() * len(scores) :][: len(scores)]
-        ordered = given.sort(dim=-1).values
+            recorded_ids = recorded_ids[self._tp_group.rank() * len(scores) :][: len(scores)]
+        ordered = recorded_ids.sort(dim=-1).values
         are_different = (ordered[:, 1:] != ordered[:, :-1]).all(-1)
-        is_known = are_different & (given < self._num_experts).all(-1)
-        # Each token is counted once: the first pass of a recomputed layer has no gradient.
+        is_known = are_different & (recorded_ids < self._num_experts).all(-1)
+        # Every token is counted once: the first pass of a recomputed layer has no gradient.
         if torch.is_grad_enabled():
-            is_other = ~(given[:, :, None] == own[:, None, :]).any(-1) & is_known[:, None]
-            found = torch.stack([is_other.sum(), is_known.sum() * given.shape[1]])
-            self._counts = found if self._counts is None else self._counts + found
-        chosen = torch.where(is_known[:, None], given, own)
-        return scores.gather(1, chosen), chosen
+            is_other = (
+                ~(recorded_ids[:, :, None] == own_ids[:, None, :]).any(-1) & is_known[:, None]
+            )
+            counts = torch.stack([is_other.sum(), is_known.sum() * recorded_ids.shape[1]])
+            self._counts = counts if self._counts is None else self._counts + counts
+        chosen_ids = torch.where(is_known[:, None], recorded_ids, own_ids)
+        return scores.gather(1, chosen_ids), chosen_ids
 
     def take_counts(self) -> Tensor | None:
         """Returns two counts: replayed choices that differ from the router's own, and all of them.
@@ -102,8 +104,13 @@ class LayerReplay:
         self._counts = None
         return counts
 
-    def _enter(self, _: Megatron, __: tuple[object, ...], named: dict[str, Any]) -> None:
-        self._expert_ids = named["packed_seq_params"].expert_ids
+    def _enter(
+        self,
+        _: Megatron,
+        __: tuple[object, ...],
+        keywords: dict[str, Any],
+    ) -> None:
+        self._expert_ids = keywords["packed_seq_params"].expert_ids
         self._is_inside, self._has_gradient = True, torch.is_grad_enabled()
 
     def _leave(self, *_: object) -> None:
@@ -127,8 +134,8 @@ class Routing(StepPart):
 
     def __init__(self, chunks: Sequence[Megatron]) -> None:
         modules = [module for chunk in chunks for module in chunk.modules()]
-        found = [vars(module).get("router_replay") for module in modules]
-        self._layers = [replay for replay in found if isinstance(replay, LayerReplay)]
+        replays = [vars(module).get("router_replay") for module in modules]
+        self._layers = [replay for replay in replays if isinstance(replay, LayerReplay)]
 
     def begins(self) -> None:
         """Forgets what was counted in a batch that was set aside."""

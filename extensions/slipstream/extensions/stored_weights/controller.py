@@ -97,7 +97,7 @@ class StoredPublisher(Part):
                 self._newest = report
                 self._publisher.totals.stored(report)
                 self._run.signal.notify()
-        needed = {each.stored.key for each in self._fetches.values()}
+        needed = {fetch.stored.key for fetch in self._fetches.values()}
         if self._newest is not None:
             needed.add(self._newest.stored.key)
         return trainer_pb2.StoredReceipt(needed=sorted(needed))

@@ -76,7 +76,7 @@ class StoredWeights:
                 raise WeightSyncError(f"{stored.key} is no manifest: {error}") from error
             buckets = layout_from_pb(manifest.layout)
             links = list(manifest.links)
-            # Those after the version in the file, or all without it.
+            # The links after the version in the file, or all without it.
             for place in range(len(links) - 1, -1, -1):
                 if self._held and storage.content_name(links[place].bucket_digests) == self._held:
                     links = links[place + 1 :]
@@ -97,9 +97,10 @@ class StoredWeights:
     def _read(self, key: str, num_bytes: int, digest: bytes, until: storage.Until) -> bytes:
         data = self._storage.read(key, until, most=num_bytes + 1)
         if len(data) != num_bytes:
-            found = f"only {len(data)}" if len(data) < num_bytes else "more"
+            received = f"only {len(data)}" if len(data) < num_bytes else "more"
             raise WeightSyncError(
-                f"storage {self._storage.url} has {found} bytes of {key}, {num_bytes} were written"
+                f"storage {self._storage.url} has {received} bytes of {key}, "
+                f"{num_bytes} were written"
             )
         if storage.object_digest(data) != digest:
             raise WeightSyncError(
@@ -115,12 +116,12 @@ class StoredWeights:
         file = os.open(self._path, flags, 0o600)
         try:
             if anew:
-                # Else a full disk would end the process when the memory is written.
+                # Otherwise a full disk would end the process when the memory is written.
                 os.posix_fallocate(file, 0, ends[-1])
-            whole = np.frombuffer(mmap.mmap(file, ends[-1]), dtype=np.uint8)
+            mapped = np.frombuffer(mmap.mmap(file, ends[-1]), dtype=np.uint8)
         finally:
             os.close(file)
-        return [whole[start:end] for start, end in pairwise(ends)]
+        return [mapped[start:end] for start, end in pairwise(ends)]
 
     def _apply(
         self,
@@ -138,26 +139,26 @@ class StoredWeights:
         sizes = [bucket.num_bytes for bucket in buckets]
         if link.HasField("delta"):
             changed = list(link.delta.changed)
-            sizes = [storage.wire_bytes(*each) for each in zip(buckets, changed, strict=True)]
+            sizes = [storage.wire_bytes(*pair) for pair in zip(buckets, changed, strict=True)]
         missing = set(range(len(buckets)))
         num_bytes = 0
         for stored in link.objects:
             data = memoryview(self._read(stored.key, stored.num_bytes, stored.digest, until))
             for place in stored.buckets:
                 bucket = buckets[place]
-                own = parts[place]
+                memory = parts[place]
                 size = sizes[place]
                 part = data[:size]
                 data = data[size:]
                 missing.discard(place)
                 if len(part) == bucket.num_bytes:
-                    own[:] = np.frombuffer(part, dtype=np.uint8)
+                    memory[:] = np.frombuffer(part, dtype=np.uint8)
                 else:
                     try:
-                        storage.put_payload(own.view(np.uint16), part, bucket, changed[place])
+                        storage.put_payload(memory.view(np.uint16), part, bucket, changed[place])
                     except ProtocolError as error:
                         raise WeightSyncError(f"bucket {place}: {error}") from error
-                digest = bucket_digest(bucket_tensor_digests(bucket, own.data))
+                digest = bucket_digest(bucket_tensor_digests(bucket, memory.data))
                 if digest != link.bucket_digests[place]:
                     raise WeightSyncError(f"bucket {place} of {stored.key} came out wrong")
             num_bytes += stored.num_bytes

@@ -69,7 +69,12 @@ class Storage:
                 f"{self.url}: {one_line(str(error), _MAX_MESSAGE)}"
             ) from error
 
-    def write(self, key: str, data: memoryview, until: Until) -> None:
+    def write(
+        self,
+        key: str,
+        data: memoryview,
+        until: Until,
+    ) -> None:
         """Writes one object; readers must not read it before this method returns."""
 
         def write() -> None:
@@ -82,7 +87,13 @@ class Storage:
 
         self._within(until, f"write {key}", write)
 
-    def read(self, key: str, until: Until, *, most: int) -> bytes:
+    def read(
+        self,
+        key: str,
+        until: Until,
+        *,
+        most: int,
+    ) -> bytes:
         """Returns one object, or its first `most` bytes if it is larger, to bound the memory."""
         path = self._path(key)
         return self._within(
@@ -92,8 +103,8 @@ class Storage:
     def keys(self, folder: str, until: Until) -> list[str]:
         """Returns the keys of all objects in `folder`, at any depth."""
         path = self._path(folder)
-        found = self._within(until, f"list {folder}", lambda: self._files.find(path))
-        return [str(each).removeprefix(f"{self._root}/") for each in found]
+        paths = self._within(until, f"list {folder}", lambda: self._files.find(path))
+        return [str(path).removeprefix(f"{self._root}/") for path in paths]
 
     def remove(self, keys: list[str], until: Until) -> None:
         """Removes objects; those that do not exist are skipped."""
@@ -108,7 +119,12 @@ class Storage:
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
-    def _within(self, until: Until, what: str, call: Callable[[], Result]) -> Result:
+    def _within(
+        self,
+        until: Until,
+        what: str,
+        call: Callable[[], Result],
+    ) -> Result:
         what = f"storage {self.url} could not {what}"
         until.check(what)
         left_s = until.deadline_s - time.monotonic()
@@ -170,8 +186,8 @@ def travels_whole(bucket: Bucket, changed: int) -> bool:
 
 def wire_bytes(bucket: Bucket, changed: int) -> int:
     """Returns the size in which a bucket with `changed` changed elements is sent."""
-    whole = travels_whole(bucket, changed)
-    return bucket.num_bytes if whole else payload_parts(bucket, changed)[2]
+    is_whole = travels_whole(bucket, changed)
+    return bucket.num_bytes if is_whole else payload_parts(bucket, changed)[2]
 
 
 def put_payload(
@@ -208,8 +224,8 @@ def gap_bytes(bucket: Bucket) -> Places:
     """Returns the indices of bytes of no tensor: what lay there before would count as changes."""
     ends = [span.offset_bytes + span.tensor.num_bytes for span in bucket.spans]
     begins = [*(span.offset_bytes for span in bucket.spans[1:]), bucket.num_bytes]
-    found = [np.arange(*gap, dtype=np.int64) for gap in zip(ends, begins, strict=True)]
-    return np.concatenate(found)
+    gaps = [np.arange(*gap, dtype=np.int64) for gap in zip(ends, begins, strict=True)]
+    return np.concatenate(gaps)
 
 
 def object_digest(data: bytes | memoryview) -> bytes:

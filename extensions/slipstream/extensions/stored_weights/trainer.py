@@ -74,7 +74,7 @@ class VersionWriter:
         self._thread: threading.Thread | None = None
         # Ends the newest order.
         self._abandoned = threading.Event()
-        # None before the first order: the objects take twice the memory of the rank's buckets.
+        # The objects take twice the memory of the rank's buckets: None before the first order.
         self._objects: RankObjects | None = None
         # The folder of the run in storage; "" before the first order.
         self._run = ""
@@ -103,7 +103,7 @@ class VersionWriter:
         self._abandoned = threading.Event()
         until = Until(self._weights.storage_deadline_s, self._abandoned)
         choice = b"whole" if self._ranks.is_main and self._is_whole() else b"changes"
-        whole = self._ranks.broadcast_bytes(choice if self._ranks.is_main else None) == b"whole"
+        is_whole = self._ranks.broadcast_bytes(choice if self._ranks.is_main else None) == b"whole"
         sender = self._published.weights.sender
         if sender is None:
             # Ranks that send nothing take part in the same pass.
@@ -126,7 +126,7 @@ class VersionWriter:
             whole_bytes=self._published.num_bytes(adapters_alone=False),
         )
         self._thread = threading.Thread(
-            target=self._write, args=(report, whole, until), name="version-writer", daemon=True
+            target=self._write, args=(report, is_whole, until), name="version-writer", daemon=True
         )
         self._thread.start()
 
@@ -187,7 +187,7 @@ class VersionWriter:
             data = weights_pb2.StoredManifest(layout=layout, links=chain).SerializeToString()
             key = f"{report.folder}/manifest"
             self._storage.write(key, memoryview(data), until)
-            self._named[key] = {key, *(each.key for link in chain for each in link.objects)}
+            self._named[key] = {key, *(stored.key for link in chain for stored in link.objects)}
             report.stored.key, report.stored.num_bytes = key, len(data)
             report.stored.digest = object_digest(data)
             report.num_bytes = _num_bytes(link)
@@ -219,9 +219,9 @@ class VersionWriter:
         the run, and the controller accepts the report only from the trainer that holds it: no
         listed object belongs to a later trainer.
         """
-        found: list[str] = []
+        keys: list[str] = []
         with _failure_logged():
-            found = [] if report.error else self._storage.keys(self._run, until)
+            keys = [] if report.error else self._storage.keys(self._run, until)
         try:
             receipt = self._client.report_stored(report)
         except RunFailed as error:
@@ -232,14 +232,14 @@ class VersionWriter:
         if report.error:
             return
         needed = {report.stored.key, *receipt.needed}
-        self._named = {key: named for key, named in self._named.items() if key in needed}
+        self._named = {key: keys for key, keys in self._named.items() if key in needed}
         if not needed <= self._named.keys():
             # A server still fetches a version of an earlier trainer, and only that trainer knows
             # its keys.
             return
-        kept = set().union(*self._named.values())
+        needed_keys = set().union(*self._named.values())
         with _failure_logged():
-            self._storage.remove([key for key in found if key not in kept], until)
+            self._storage.remove([key for key in keys if key not in needed_keys], until)
 
     def _remove_all(self, folder: str, until: Until) -> None:
         with _failure_logged():
@@ -261,7 +261,7 @@ def _part(folder: str, sender: int | None) -> str:
 
 
 def _num_bytes(link: weights_pb2.StoredLink) -> int:
-    return sum(each.num_bytes for each in link.objects)
+    return sum(stored.num_bytes for stored in link.objects)
 
 
 class RankObjects:
@@ -293,13 +293,15 @@ class RankObjects:
         self._sender = sender
         self._storage = storage
         self._object_bytes = object_bytes
-        own = {place: bucket for place, bucket in enumerate(buckets) if bucket.root == sender}
+        own_buckets = {
+            place: bucket for place, bucket in enumerate(buckets) if bucket.root == sender
+        }
         self._taken = {
             place: torch.empty(bucket.num_bytes, dtype=torch.uint8, pin_memory=pin)
-            for place, bucket in own.items()
+            for place, bucket in own_buckets.items()
         }
         self._written = {place: np.zeros_like(data.numpy()) for place, data in self._taken.items()}
-        self._gaps = {place: gap_bytes(bucket) for place, bucket in own.items()}
+        self._gaps = {place: gap_bytes(bucket) for place, bucket in own_buckets.items()}
 
     def take(self, place: int, bucket: Bucket, data: Tensor) -> None:
         """Copies a bucket of this rank to main memory on the current stream; this is a `Send`."""
@@ -318,10 +320,10 @@ class RankObjects:
         link = weights_pb2.StoredLink(bucket_digests=digests)
         changed = [0] * len(self._buckets)
         waiting: dict[int, memoryview] = {}
-        for place, taken in self._taken.items():
+        for place, values in self._taken.items():
             bucket = self._buckets[place]
             written = self._written[place]
-            data = taken.numpy()
+            data = values.numpy()
             data[self._gaps[place]] = 0
             elements = data.view(np.uint16)
             places = np.flatnonzero(elements != written.view(np.uint16))
@@ -332,11 +334,25 @@ class RankObjects:
             if not whole and not travels_whole(bucket, len(places)):
                 part = memoryview(payload_of(elements, places, bucket))
             if waiting and sum(map(len, waiting.values())) + len(part) > self._object_bytes:
-                link.objects.append(self._put(folder, len(link.objects), waiting, until))
+                link.objects.append(
+                    self._put(
+                        folder,
+                        len(link.objects),
+                        waiting,
+                        until,
+                    )
+                )
                 waiting = {}
             waiting[place] = part
         if waiting:
-            link.objects.append(self._put(folder, len(link.objects), waiting, until))
+            link.objects.append(
+                self._put(
+                    folder,
+                    len(link.objects),
+                    waiting,
+                    until,
+                )
+            )
         if not whole:
             link.delta.changed.extend(changed)
         return link

@@ -54,7 +54,11 @@ class Archives:
         self._folders: dict[str, Path] = {}
 
     async def answer(
-        self, path: str, query: Mapping[str, str], address: str, owner: str
+        self,
+        path: str,
+        query: Mapping[str, str],
+        address: str,
+        owner: str,
     ) -> Body | None:
         """Returns the answer, or None if `owner` has nothing at `path`; `address` is the server's.
 

@@ -519,12 +519,12 @@ class Operations(Part):
             self._end(entry, step=trained.version.step, metrics=report.metrics)
         self._run.signal.notify()
 
-    def set_aside(self, found: SetAside) -> None:
+    def set_aside(self, set_aside: SetAside) -> None:
         """Ends the step that could not be made; its passes are gone."""
         entry = self._current
-        order = found.batch.given
+        order = set_aside.batch.given
         if entry is not None and order is not None and entry.operation.id == order.id:
-            self._end(entry, error=found.cause)
+            self._end(entry, error=set_aside.cause)
 
 
 def _refused_after(operation: pb.Operation) -> str:

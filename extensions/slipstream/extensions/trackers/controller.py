@@ -181,11 +181,11 @@ class MlflowTracker:
         artifacts = (folder / "mlartifacts").resolve()
         own_place = None if os.environ.get("MLFLOW_TRACKING_URI") else str(artifacts)
         project = config.tracking.project
-        found = self._client.get_experiment_by_name(project)
+        experiment = self._client.get_experiment_by_name(project)
         experiment_id = (
             self._client.create_experiment(project, artifact_location=own_place)
-            if found is None
-            else found.experiment_id
+            if experiment is None
+            else experiment.experiment_id
         )
         created = self._client.create_run(experiment_id, run_name=config.run.name)
         self._run_id = str(created.info.run_id)

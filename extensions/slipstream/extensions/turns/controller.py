@@ -69,7 +69,7 @@ class EngineTurns(Part):
     def trainer_asks(self, receivers: Collection[str]) -> None:
         """Wakes all resting engines but those of `receivers`, which get weights while they rest."""
         self._is_learners_turn = False
-        for session in [each for each in self._resting if each.name not in receivers]:
+        for session in [resting for resting in self._resting if resting.name not in receivers]:
             self._resting.remove(session)
             session.served.note(self._run.clock.now_s(), running=session.is_serving)
             session.send(fleet_pb2.ControllerMessage(wake=fleet_pb2.Wake()))
