@@ -48,8 +48,8 @@ def rloo(episodes: Sequence[ScoredEpisode]) -> FloatArray:
     for members in _groups(episodes):
         number = len(members)
         if number > 1:
-            others = (scores[members].sum() - scores[members]) / (number - 1)
-            advantages[members] = scores[members] - others
+            mean_of_others = (scores[members].sum() - scores[members]) / (number - 1)
+            advantages[members] = scores[members] - mean_of_others
     return advantages
 
 
@@ -80,11 +80,15 @@ def return_to_go(
     """
     returns = [episode.returns(gamma) for episode in episodes]
     spans = [list(itertools.chain(*episode.spans())) for episode in episodes]
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    first_returns: dict[tuple[str, int], list[float]] = defaultdict(list)
     for episode, values, turns in zip(episodes, returns, spans, strict=True):
         for turn, span in enumerate(turns):
-            found[episode.group_id, turn] += values[span][:1].tolist()
-    baselines = {key: (np.mean(each), np.std(each)) for key, each in found.items() if each}
+            first_returns[episode.group_id, turn] += values[span][:1].tolist()
+    baselines = {
+        key: (np.mean(turn_returns), np.std(turn_returns))
+        for key, turn_returns in first_returns.items()
+        if turn_returns
+    }
     for episode, values, turns in zip(episodes, returns, spans, strict=True):
         for turn, span in enumerate(turns):
             mean, deviation = baselines.get((episode.group_id, turn), (0.0, 0.0))
@@ -140,7 +144,7 @@ def _generalised(
     for episode, branches in zip(episodes, steps, strict=True):
         rewards = episode.token_rewards()
         values = np.zeros_like(rewards) if episode.values is None else episode.values
-        found = np.zeros((2, len(rewards)))
+        both = np.zeros((2, len(rewards)))
         for branch, starts in zip(episode.branches, branches, strict=True):
             first, stop, _ = branch.indices(len(rewards))
             if first == stop:
@@ -148,9 +152,9 @@ def _generalised(
             lengths = np.diff([*starts, stop])
             earned = np.add.reduceat(rewards[:stop], starts)
             worths = estimates(earned, values[np.asarray(starts)], gamma=gamma, lam=lam)
-            found[:, first:stop] = np.repeat(worths, lengths, axis=1)
-        advantages.append(found[0])
-        returns.append(found[1])
+            both[:, first:stop] = np.repeat(worths, lengths, axis=1)
+        advantages.append(both[0])
+        returns.append(both[1])
     if normalize:
         advantages = whitened(advantages)
     pairs = zip(advantages, returns, episodes, strict=True)

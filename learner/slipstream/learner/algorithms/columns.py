@@ -35,7 +35,7 @@ class Column:
         return cls(name, Reduce.LARGEST if name.endswith("_max") else Reduce.MEAN)
 
 
-# One bin for each lag 0 to 6, and one for all larger lags.
+# A bin for each lag 0 to 6, and one for all larger lags.
 NUM_LAGS = 8
 
 # The columns of all steps. Where no policy sampled a token, as in a batch of demonstrations, or

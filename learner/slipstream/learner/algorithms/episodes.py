@@ -22,7 +22,7 @@ FloatArray = npt.NDArray[np.float64]
 class Turn:
     """One reply of the model, and what the model read before it."""
 
-    # Its tokens among the sampled tokens of the episode.
+    # The reply's tokens among the sampled tokens of the episode.
     span: slice
     # The ids of the tokens that the model read since the reply before: the whole prompt, or the
     # environment's messages. No text: ranks have no tokenizer, and ids tell states apart.
@@ -79,12 +79,12 @@ class ScoredEpisode:
 
     def spans(self) -> list[list[slice]]:
         """Returns each branch's turns as spans of sampled tokens; a branch without turns is one."""
-        found = []
+        spans_of_branches = []
         for branch in self.branches:
             start, stop, _ = branch.indices(len(self.token_costs))
-            own = [turn.span for turn in self.turns if start <= turn.span.start < stop]
-            found.append(own or [slice(start, stop)])
-        return found
+            turn_spans = [turn.span for turn in self.turns if start <= turn.span.start < stop]
+            spans_of_branches.append(turn_spans or [slice(start, stop)])
+        return spans_of_branches
 
     def returns(self, gamma: float = 1.0) -> FloatArray:
         """Returns the return of each token: its own reward and all later ones of its branch.
@@ -93,13 +93,13 @@ class ScoredEpisode:
         of its first token.
         """
         rewards = self.token_rewards()
-        found = np.zeros_like(rewards)
+        returns = np.zeros_like(rewards)
         for spans in self.spans():
             following = 0.0
             for span in reversed(spans):
                 sums = np.cumsum(np.append(rewards[span], gamma * following)[::-1])
-                found[span], following = sums[:0:-1], float(sums[-1])
-        return found
+                returns[span], following = sums[:0:-1], float(sums[-1])
+        return returns
 
 
 @dataclass(frozen=True)

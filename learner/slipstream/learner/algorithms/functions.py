@@ -131,20 +131,20 @@ def used_functions(config: Config) -> dict[str, str]:
 # A client's passes bring arguments of their own.
 @functools.lru_cache(maxsize=256)
 def _loaded(kind: FunctionKind, name: str, arguments: str) -> Function:
-    given = json.loads(arguments)
+    parsed = json.loads(arguments)
     row = row_of(kind, name)
     if row is not None and row.place:
         call = resolve(row.place)
-        return Function(kind, name, functools.partial(call, **given))
+        return Function(kind, name, functools.partial(call, **parsed))
     if row is not None:
         # Weights are functions of the same tokens as losses.
         file = "losses" if kind in FUNCTIONS_OF_TOKENS else f"{kind}s"
         module = importlib.import_module(f"{_FOLDER}.{file}")
         function = getattr(module, name)
-        return Function(kind, name, functools.partial(function, **given))
+        return Function(kind, name, functools.partial(function, **parsed))
     call = _imported(kind, name)
     try:
-        checked = _checked(call, given, what=f"{kind} {name}")
+        checked = _checked(call, parsed, what=f"{kind} {name}")
     except ValueError as error:
         raise ConfigError(f"algorithm.{kind}_args: {error}") from error
     return Function(kind, name, functools.partial(call, **checked))
@@ -164,15 +164,15 @@ def _imported(kind: FunctionKind, name: str) -> Callable[..., Any]:
             f"algorithm.{kind} {name}: import of {module_name} in {folder} or Python's path "
             f"failed: {_describe(error)}"
         ) from error
-    found = vars(module).get(function_name)
-    if not inspect.isfunction(found):
-        what = "no function" if found is None else f"{type(found).__name__}, no function,"
+    function = vars(module).get(function_name)
+    if not inspect.isfunction(function):
+        what = "no function" if function is None else f"{type(function).__name__}, no function,"
         raise ConfigError(f"algorithm.{kind} {name}: {module_name} has {what} {function_name}")
-    return found
+    return function
 
 
-def _checked(call: Callable[..., Any], given: Mapping[str, Any], *, what: str) -> dict[str, Any]:
-    """Returns `given`, validated by keyword-only parameters; raises ValueError about `what`."""
+def _checked(call: Callable[..., Any], values: Mapping[str, Any], *, what: str) -> dict[str, Any]:
+    """Returns `values`, validated by keyword-only parameters; raises ValueError about `what`."""
     try:
         signature = inspect.signature(call)
         types = typing.get_type_hints(call, include_extras=True)
@@ -182,16 +182,18 @@ def _checked(call: Callable[..., Any], given: Mapping[str, Any], *, what: str) -
     if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
         raise ValueError(f"{what} takes no inputs: they are its first parameter")
     fields: dict[str, Any] = {}
-    for each in parameters[1:]:
-        if each.kind is not each.KEYWORD_ONLY:
-            raise ValueError(f"{what} takes its inputs, and arguments behind a star: not {each}")
-        if each.name not in types:
-            raise ValueError(f"the argument {each.name!r} of {what} needs an annotation")
-        required = each.default is each.empty
-        fields[each.name] = (types[each.name], ... if required else each.default)
+    for parameter in parameters[1:]:
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            raise ValueError(
+                f"{what} takes its inputs, and arguments behind a star: not {parameter}"
+            )
+        if parameter.name not in types:
+            raise ValueError(f"the argument {parameter.name!r} of {what} needs an annotation")
+        required = parameter.default is parameter.empty
+        fields[parameter.name] = (types[parameter.name], ... if required else parameter.default)
     strict = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=True)
     model = create_model("Arguments", __config__=strict, **fields)
-    return dict(validated(model, given, what=what))
+    return dict(validated(model, values, what=what))
 
 
 def rewarded(
@@ -200,17 +202,19 @@ def rewarded(
     """Returns a group's episodes with their shaped rewards; raises RunFailed about `where`."""
     function = function_of(algorithm, "reward")
     with function.named(where):
-        found = list(function.call(tuple(group)))
-    if len(found) != len(group):
-        raise function.fault(f"{len(found)} rewards of {len(group)} episodes", where)
-    shaped = [one if isinstance(one, ShapedReward) else ShapedReward(one) for one in found]
-    for each in shaped:
-        if not is_number(each.reward):
-            raise function.fault(f"a reward is no finite number: {each.reward!r}", where)
-        function.check_numbers(each.reports, where)
+        results = list(function.call(tuple(group)))
+    if len(results) != len(group):
+        raise function.fault(f"{len(results)} rewards of {len(group)} episodes", where)
+    shaped = [
+        result if isinstance(result, ShapedReward) else ShapedReward(result) for result in results
+    ]
+    for shaped_reward in shaped:
+        if not is_number(shaped_reward.reward):
+            raise function.fault(f"a reward is no finite number: {shaped_reward.reward!r}", where)
+        function.check_numbers(shaped_reward.reports, where)
     return [
-        replace(episode, changed_reward=float(each.reward), reports=each.reports)
-        for episode, each in zip(group, shaped, strict=True)
+        replace(episode, changed_reward=float(shaped_reward.reward), reports=shaped_reward.reports)
+        for episode, shaped_reward in zip(group, shaped, strict=True)
     ]
 
 
@@ -218,10 +222,10 @@ def filtered(algorithm: AlgorithmSection, group: Sequence[RewardedEpisode], *, w
     """Whether `algorithm.filter` keeps a group; raises RunFailed if the function is faulty."""
     function = function_of(algorithm, "filter")
     with function.named(where):
-        found = function.call(tuple(group))
-    if not isinstance(found, bool | np.bool_):
-        raise function.fault(f"the result is neither true nor false: {found!r}", where)
-    return bool(found)
+        keeps = function.call(tuple(group))
+    if not isinstance(keeps, bool | np.bool_):
+        raise function.fault(f"the result is neither true nor false: {keeps!r}", where)
+    return bool(keeps)
 
 
 def token_advantages(
@@ -248,30 +252,30 @@ def token_advantages(
             if array is not None:
                 array.flags.writeable = False
     with function.named(where):
-        found = function.call(tuple(episodes))
-        if len(found) != len(episodes):
-            raise function.fault(f"{len(found)} advantages of {len(episodes)} episodes", where)
-        whole = []
-        for one, episode in zip(found, episodes, strict=True):
+        results = function.call(tuple(episodes))
+        if len(results) != len(episodes):
+            raise function.fault(f"{len(results)} advantages of {len(episodes)} episodes", where)
+        estimated = []
+        for estimate, episode in zip(results, episodes, strict=True):
             number = len(episode.token_costs)
             at = f"{where}, group {episode.group_id}"
-            if not isinstance(one, TokenAdvantages):
-                one = TokenAdvantages(np.asarray(one, dtype=np.float64))
-                if not one.advantages.shape:
-                    one = TokenAdvantages(np.repeat(one.advantages, number))
-            function.check_numbers(one.reports, at)
-            arrays = [one.advantages]
-            if one.returns is not None:
-                arrays.append(one.returns)
+            if not isinstance(estimate, TokenAdvantages):
+                estimate = TokenAdvantages(np.asarray(estimate, dtype=np.float64))
+                if not estimate.advantages.shape:
+                    estimate = TokenAdvantages(np.repeat(estimate.advantages, number))
+            function.check_numbers(estimate.reports, at)
+            arrays = [estimate.advantages]
+            if estimate.returns is not None:
+                arrays.append(estimate.returns)
             for array in arrays:
                 if array.shape != (number,):
                     raise function.fault(f"shape {array.shape} for {number} sampled tokens", at)
                 if function.is_own and not np.isfinite(array).all():
                     raise function.fault("a value is not finite", at)
-            if episode.values is not None and one.returns is None:
+            if episode.values is not None and estimate.returns is None:
                 raise function.fault("a critic needs TokenAdvantages with returns", at)
-            whole.append(one)
-        return whole
+            estimated.append(estimate)
+        return estimated
 
 
 def _describe(error: BaseException) -> str:
@@ -282,8 +286,14 @@ def _describe(error: BaseException) -> str:
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     libraries = (*map(str, Path(np.__file__).parents[1:2]), sys.base_prefix, "<")
-    own = [frame for frame in frames if not frame.filename.startswith((*libraries, __file__))]
-    return f"{line} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else line
+    user_frames = [
+        frame for frame in frames if not frame.filename.startswith((*libraries, __file__))
+    ]
+    return (
+        f"{line} ({Path(user_frames[-1].filename).name}:{user_frames[-1].lineno})"
+        if user_frames
+        else line
+    )
 
 
 def side_of(branch: Branch) -> str:

@@ -257,8 +257,8 @@ def _log_ratios(tokens: LossInputs, to: Target) -> Tensor:
     if to == "proximal":
         return tokens.proximal_logprobs - tokens.behavior_logprobs
     # Given tokens have the ratio 1: no policy sampled them, so there is nothing to correct.
-    found = tokens.logprobs.detach() - tokens.behavior_logprobs
-    return torch.where(tokens.is_given, 0.0, found)
+    log_ratios = tokens.logprobs.detach() - tokens.behavior_logprobs
+    return torch.where(tokens.is_given, 0.0, log_ratios)
 
 
 def _capped(ratios: Tensor, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -302,8 +302,8 @@ def token_terms(function: Function, tokens: LossInputs, where: str) -> TokenTerm
 @torch.no_grad()
 def token_weights(function: Function, tokens: LossInputs, where: str) -> TokenWeights:
     """Returns the weights of a micro batch; raises RunFailed for a faulty function."""
-    found = _called(function, tokens, where, TokenWeights)
-    return replace(found, weights=found.weights.detach())
+    attached = _called(function, tokens, where, TokenWeights)
+    return replace(attached, weights=attached.weights.detach())
 
 
 def step_columns(algorithm: AlgorithmSection, *, has_reference: bool) -> list[Column]:

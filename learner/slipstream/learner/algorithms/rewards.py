@@ -18,10 +18,10 @@ def overlong(
     The share is 0 up to `max_reply_tokens` - `cache_tokens` tokens, then rises linearly to 1 at
     `max_reply_tokens`. Source: the soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
     """
-    found = []
+    rewards = []
     for episode in group:
         limit = episode.max_reply_tokens
         rising = min(cache_tokens, limit)
         over = max(episode.reply_tokens, default=0) - (limit - rising)
-        found.append(episode.reward - penalty * min(max(over / rising, 0.0), 1.0))
-    return found
+        rewards.append(episode.reward - penalty * min(max(over / rising, 0.0), 1.0))
+    return rewards

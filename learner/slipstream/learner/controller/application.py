@@ -118,16 +118,16 @@ class RunTasks(asyncio.TaskGroup):
                 else:
                     kind = type(error).__name__
                     log.exception("task %s", name)
-                    said = one_line(": ".join(filter(None, (kind, str(error)))), MAX_CAUSE)
-                    self._fail(f"task {name} of the controller ended: {said}")
+                    message = one_line(": ".join(filter(None, (kind, str(error)))), MAX_CAUSE)
+                    self._fail(f"task {name} of the controller ended: {message}")
                 raise asyncio.CancelledError from None
 
-        told = carry_out()
+        watched = carry_out()
         try:
-            task = super().create_task(told, name=name, context=context)
+            task = super().create_task(watched, name=name, context=context)
         except RuntimeError:
             # A late call: the gRPC server stops after the task group has ended.
-            told.close()
+            watched.close()
             coro.close()
             raise
         # A task that is cancelled before it starts never awaits `coro`.
@@ -178,9 +178,9 @@ class Controller:
                 await open_receiver(stack, server, journal, history, self._run)
             )
             async with RunTasks(self._progress.fail) as tasks:
-                held = self._book.held
+                held_trajectories = self._book.held
                 epochs = self._fleet.epochs
-                ledger = TokenLedger(epochs, held, journal, receiver, history)
+                ledger = TokenLedger(epochs, held_trajectories, journal, receiver, history)
                 self.books = Books(
                     leases=self._book,
                     environments=EnvironmentBook(history, seed=self._config.run.seed),
@@ -194,7 +194,7 @@ class Controller:
                 warn_of_checkpoints(folder / CHECKPOINTS, history.checkpoint.step, self._run.events)
                 services, health_service = self._connect(server)
                 self._restore(history)
-                # What could refuse this start is behind it.
+                # Every check that could refuse this start is behind it.
                 for path in move_finals(folder):
                     self._run.events.add(f"the model of the run's earlier end lies in {path}")
                 self._book.awaited.hold(receiver.backlog)
@@ -308,10 +308,10 @@ class Controller:
             part.serve(server)
         modules = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
         names = [s.full_name for m in modules for s in m.DESCRIPTOR.services_by_name.values()]
-        told = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        health_pb2_grpc.add_HealthServicer_to_server(told, server)
+        health_service = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
         reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
-        return [*names, ""], told
+        return [*names, ""], health_service
 
     async def _wind_down(self) -> None:
         """Waits for the trainer's goodbye, then drains the servers; each wait has a time limit."""

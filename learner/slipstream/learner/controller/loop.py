@@ -85,12 +85,14 @@ class BatchFormer:
 
         Those of a group that was closed, whose ends a crash cut off, end now: no queue has them.
         """
-        files = {(found.step, found.attempt): found for found in history.put_back.values()}
+        files = {
+            (put_back.step, put_back.attempt): put_back for put_back in history.put_back.values()
+        }
         for batch in files.values():
             for recorded in from_contents(self._journal.read_batch(batch)).groups:
                 if recorded.group_id not in history.put_back:
                     continue
-                kept = {
+                trajectories = {
                     member: trajectory
                     for member, trajectory in recorded.finished.items()
                     if trajectory.trajectory_id not in history.ended
@@ -102,9 +104,9 @@ class BatchFormer:
                 }
                 group = self._book.groups.get(recorded.group_id)
                 if group is not None:
-                    group.refill(recorded.finished, kept)
+                    group.refill(recorded.finished, trajectories)
                     continue
-                for trajectory in kept.values():
+                for trajectory in trajectories.values():
                     self._ledger.end(trajectory, TrajectoryEnd.CANCELLED, "its group is over")
 
     def trainer_joined(self) -> None:
@@ -131,10 +133,10 @@ class BatchFormer:
         meanwhile, or it began before their checkpoint was whole. The run goes on from them, so that
         the steps from which they were made are journaled anew as well.
         """
-        found = self.identify(version, digest)
+        registered = self.identify(version, digest)
         steps = self._state.steps
         last = version.step - 1
-        made = {
+        remade = {
             before.version.step - 1: before
             for before in self._state.replaced
             if before.version.step <= last
@@ -142,14 +144,14 @@ class BatchFormer:
             <= version.incarnation
             < steps[before.version.step - 1].version.incarnation
         }
-        if last in steps and steps[last].version != found:
-            made[last] = JournaledStep(found, digest)
-        if made:
+        if last in steps and steps[last].version != registered:
+            remade[last] = JournaledStep(registered, digest)
+        if remade:
             await self.durable()
             # The files of their batches may be gone.
-            records = await asyncio.to_thread(self._journal.read_steps, {*made})
-            for step, its in sorted(made.items()):
-                changes = {"version": its.version, "digest": its.digest}
+            records = await asyncio.to_thread(self._journal.read_steps, {*remade})
+            for step, journaled in sorted(remade.items()):
+                changes = {"version": journaled.version, "digest": journaled.digest}
                 self._journal.append(msgspec.structs.replace(records[step], **changes))
 
     async def recorded(self, step: int) -> FormedBatch:
@@ -175,16 +177,16 @@ class BatchFormer:
         if batch is not None and batch.batch_id == message.batch_id:
             await self.recorded(batch.step)
 
-    async def form(self, given: StepOrder | None = None) -> FormedBatch | None:
+    async def form(self, order: StepOrder | None = None) -> FormedBatch | None:
         """Returns the trainer's next batch, durable and acknowledged, or None if none is ready.
 
-        With `given` the batch has no groups, and is what a client orders. Raises RunFailed if the
+        With `order` the batch has no groups, and is what a client orders. Raises RunFailed if the
         journal cannot be written.
         """
         if self._forming is None:
             step = self._book.step
             groups: list[Group] | None = []
-            if given is None:
+            if order is None:
                 groups = self._book.take_batch()
             else:
                 self._book.step += 1
@@ -192,7 +194,7 @@ class BatchFormer:
             if groups is None:
                 return None
             name = batch_name(step, self._state.attempts[step])
-            batch = FormedBatch(step, name, tuple(groups), given)
+            batch = FormedBatch(step, name, tuple(groups), order)
             self._ledger.batch_begins(batch.trajectories)
             self._forming = self._tasks.create_task(self._write(batch))
         written = await asyncio.shield(self._forming)
@@ -202,14 +204,14 @@ class BatchFormer:
         self.training = written
         return written
 
-    def write_ahead(self, given: StepOrder) -> None:
+    def write_ahead(self, order: StepOrder) -> None:
         """Writes the file of the step that a client orders next, while its last pass is computed.
 
         If `form` gets another one, that takes the file's place.
         """
         if self._ahead is None and self._forming is None:
             name = batch_name(step := self._book.step, self._state.attempts[step])
-            batch = FormedBatch(step, name, (), given)
+            batch = FormedBatch(step, name, (), order)
             self._ahead = batch, self._tasks.create_task(self._write_file(batch))
 
     async def _write_file(self, batch: FormedBatch) -> kinds.Batch | RunFailed:
@@ -222,7 +224,7 @@ class BatchFormer:
     async def _write(self, batch: FormedBatch) -> FormedBatch | RunFailed:
         ahead = self._ahead
         self._ahead = None
-        # One that is not wanted any more must not be written later.
+        # A file that is not wanted any more must not be written later.
         record = await (self._write_file(batch) if ahead is None else ahead[1])
         if ahead is not None and ahead[0] != batch:
             record = await self._write_file(batch)
@@ -256,12 +258,12 @@ class BatchFormer:
                     f"step {report.step + 1} was reported as {_describe(earlier)}, "
                     f"and now as {_describe(report)}"
                 )
-        given = "none"
+        training = "none"
         if self.training is not None:
-            given = f"{self.training.batch_id} of step {self.training.version}"
+            training = f"{self.training.batch_id} of step {self.training.version}"
         raise ProtocolError(
             f"a report of batch {report.batch_id} of step {report.step + 1}, "
-            f"but the batch that the trainer was given is {given}"
+            f"but the batch that the trainer was given is {training}"
         )
 
     def trained(self, report: pb.StepReport) -> Trained:
@@ -276,7 +278,7 @@ class BatchFormer:
         earlier = self._state.steps.get(batch.step)
         version = self.identify(version_from_pb(report.version), report.weight_digest.hex())
         if earlier is None or earlier.version != version:
-            made = kinds.Step(
+            step = kinds.Step(
                 step=batch.step,
                 version=version,
                 digest=report.weight_digest.hex(),
@@ -284,11 +286,17 @@ class BatchFormer:
                 several=batch.num_with_several_versions,
                 metrics={} if batch.given is None else dict(report.metrics),
             )
-            self._journal.append(made)
+            self._journal.append(step)
         self._reported = report, version
         return Trained(batch, version, again=earlier is not None)
 
-    def set_aside(self, fault: pb.DataFault, cause: str, *, most_in_a_row: int) -> SetAside | None:
+    def set_aside(
+        self,
+        fault: pb.DataFault,
+        cause: str,
+        *,
+        most_in_a_row: int,
+    ) -> SetAside | None:
         """Sets aside the batch that the trainer cannot train; the trainer's weights are unchanged.
 
         The groups that `fault` names, or all groups if it names none, are set aside. The other
@@ -319,12 +327,12 @@ class BatchFormer:
                 f"controller.max_set_aside_batches = {most_in_a_row} allows no other one, "
                 f"{in_a_row} in a row were set aside before"
             )
-        found = SetAside.of(batch, fault.group_ids, cause, by="trainer")
-        self._journal.append(found.record())
+        set_aside = SetAside.of(batch, fault.group_ids, cause, by="trainer")
+        self._journal.append(set_aside.record())
         self.training = None
-        self._ledger.take_back(found.waiting)
-        self._book.put_back(batch.step, found.put_back, self._state.open_groups)
-        return found
+        self._ledger.take_back(set_aside.waiting)
+        self._book.put_back(batch.step, set_aside.put_back, self._state.open_groups)
+        return set_aside
 
     @property
     def untried(self) -> FormedBatch | None:
@@ -353,11 +361,13 @@ class BatchFormer:
         """
         checkpoints = run.config.run_dir / CHECKPOINTS
         state = self._state
-        least = min([state.next_step - 1, *(batch.step for batch in state.put_back.values())])
+        oldest_needed = min(
+            [state.next_step - 1, *(batch.step for batch in state.put_back.values())]
+        )
 
         def remove() -> int:
             first = first_needed_step(checkpoints, keep_last=run.config.checkpoint.keep_last)
-            return self._journal.remove_batches(before=min(first, least))
+            return self._journal.remove_batches(before=min(first, oldest_needed))
 
         try:
             number = await asyncio.to_thread(remove)
@@ -371,7 +381,12 @@ class BatchFormer:
 
 
 def version_of(
-    step: int, digest: str, recorded: JournaledStep | None, *, trainer: int, newest: int
+    step: int,
+    digest: str,
+    recorded: JournaledStep | None,
+    *,
+    trainer: int,
+    newest: int,
 ) -> PolicyVersion:
     """Returns the version of the weights with `digest`, made by `step` steps.
 

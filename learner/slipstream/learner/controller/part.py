@@ -49,7 +49,7 @@ class Part(ServerListener):
     def saved(self, step: int) -> None:
         """Handles a checkpoint of version `step`."""
 
-    def set_aside(self, found: SetAside) -> None:
+    def set_aside(self, set_aside: SetAside) -> None:
         """Handles a batch that the trainer could not train."""
 
     def serve(self, server: grpc.aio.Server) -> None:

@@ -77,11 +77,11 @@ class StepTimes:
         if waits := [max(0.0, given_s - max(g.back_s.values())) for g in groups if g.back_s]:
             passed["queue_s_mean"] = statistics.fmean(waits)
         rests = [
-            max(0.0, back_s - group.leased_s - each.generation_s - each.environment_s)
-            if group.leased_s and (back_s := group.back_s.get(each.member)) is not None
+            max(0.0, back_s - group.leased_s - trajectory.generation_s - trajectory.environment_s)
+            if group.leased_s and (back_s := group.back_s.get(trajectory.member)) is not None
             else 0.0
             for group in groups
-            for each in group.in_order()
+            for trajectory in group.in_order()
         ]
         if rests:
             passed["episode_rest_s_mean"] = statistics.fmean(rests)

@@ -58,11 +58,11 @@ def set_batch_aside(run: Path, step: int, groups: Sequence[str] = ()) -> SetAsid
             )
         batch = from_contents(journal.read_batch(history.batches[step - 1]))
         try:
-            found = SetAside.of(batch, groups, CAUSE, by="user")
+            set_aside = SetAside.of(batch, groups, CAUSE, by="user")
         except ProtocolError as error:
             raise ConfigError(str(error)) from None
-        journal.append(found.record())
-    return found
+        journal.append(set_aside.record())
+    return set_aside
 
 
 if __name__ == "__main__":

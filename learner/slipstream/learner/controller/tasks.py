@@ -46,7 +46,7 @@ class EnvironmentEntry:
     """One environment of the run."""
 
     spec: pb.EnvironmentSpec
-    # What the journal has of its groups.
+    # The journal's counts of its groups.
     counts: EnvironmentCounts
     # Whether the run starts with it: the others get no more than their part while it loads.
     starts_run: bool = False
@@ -112,12 +112,12 @@ class EnvironmentEntry:
         A kind may hold the cause of a failure, of which a long run has ever new ones: after
         `MAX_KINDS` other kinds a kind is forgotten.
         """
-        told = self.told.setdefault(kind, set())
+        texts = self.told.setdefault(kind, set())
         if len(self.told) > MAX_KINDS:
             del self.told[next(iter(self.told))]
-        if text in told or len(told) >= MAX_TOLD:
+        if text in texts or len(texts) >= MAX_TOLD:
             return False
-        told.add(text)
+        texts.add(text)
         return True
 
     def loaded(self, key: ServerKey, num_tasks: int) -> None:
@@ -141,7 +141,14 @@ class EnvironmentEntry:
         self.failed_in_a_row.clear()
         self.skipped_in_a_row = 0
 
-    def group_failed(self, number: int, cause: str, *, oldest_open: float, most: int) -> bool:
+    def group_failed(
+        self,
+        number: int,
+        cause: str,
+        *,
+        oldest_open: float,
+        most: int,
+    ) -> bool:
         """Notes a set-aside group; returns whether to suspend it after `most` in a row.
 
         `number` is the group's number in the order of leases, and `oldest_open` is the number of
@@ -150,7 +157,9 @@ class EnvironmentEntry:
         """
         self.failed_in_a_row.append(number)
         self.cause = cause
-        return sum(each < oldest_open for each in self.failed_in_a_row) >= most and self.is_ready
+        return (
+            sum(number < oldest_open for number in self.failed_in_a_row) >= most and self.is_ready
+        )
 
     def task_skipped(self) -> bool:
         """Counts a task with too long a prompt; returns whether to suspend the environment."""
@@ -201,8 +210,8 @@ class EnvironmentBook:
 
     def head_start(self, latecomer: EnvironmentEntry) -> float:
         """Returns the head start with which a latecomer gets its part and does not catch up."""
-        others = [e.share for e in self.training() if e.is_ready and e is not latecomer]
-        behind = min(others, default=0.0) - latecomer.share
+        shares = [e.share for e in self.training() if e.is_ready and e is not latecomer]
+        behind = min(shares, default=0.0) - latecomer.share
         return latecomer.counts.head_start + max(behind, 0.0)
 
     def training(self) -> list[EnvironmentEntry]:

@@ -163,13 +163,13 @@ class ControllerClient:
         version = version_from_pb(self._hello.version)
         with self._entering:
             try:
-                found = version_from_pb(self._enter(self._hello).version)
+                registered = version_from_pb(self._enter(self._hello).version)
             except (RunFailed, ControllerLost, Outdated) as error:
                 self._fault = error
                 return
-            if found != version:
+            if registered != version:
                 # Not a RunFailed: the ranks go on from their newest checkpoint.
-                text = f"the run calls the trainer's version {version} {found} now"
+                text = f"the run calls the trainer's version {version} {registered} now"
                 self._fault = RuntimeError(text)
 
     def next(

@@ -83,7 +83,7 @@ def export(config: Config, path: Path, out: Path) -> None:
     alone = on_one_rank(config, path)
     chat = RunChat.of(config)
     policy = open_policy(alone, Launch.from_environment(), load_weights=False)
-    # This loads all trained weights, adapters too, which `checkpoint.load` cannot load.
+    # The stored policy has all trained weights, adapters too, which `checkpoint.load` cannot load.
     with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
         load_starting_weights(stored_policy(policy, with_optimizer=False), path, policy.ranks)
     policy.adapters.sizes.update(manifest.adapters)

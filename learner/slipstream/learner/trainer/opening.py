@@ -90,10 +90,10 @@ def open_policy(
     model = load_trained(config, ranks, change=change, load_weights=load_weights)
     check_biases(model.chunks[0].config, config)
     are_clients = config.controller.client_loop and bool(config.lora.adapters)
-    held = NamedAdapters(config.lora.adapters, model, are_clients=are_clients)
+    named_adapters = NamedAdapters(config.lora.adapters, model, are_clients=are_clients)
     layers = [part.layer(ranks.device, load_weights=load_weights) for part in parts]
     drafts = next(filter(None, layers), None)
-    return Policy(**vars(model), adapters=held, drafts=drafts)
+    return Policy(**vars(model), adapters=named_adapters, drafts=drafts)
 
 
 def load_start(policy: Policy, config: Config) -> None:

@@ -242,14 +242,14 @@ class Passes:
             metrics={"loss:sum": total},
         )
 
-    def _sequence(self, place: int, given: pb.PassSequence) -> TrainingSequence:
+    def _sequence(self, place: int, sequence: pb.PassSequence) -> TrainingSequence:
         policy = self._policy
-        tokens = np.frombuffer(given.token_ids, dtype="<u4").astype(np.int64)
-        targets = np.frombuffer(given.targets, dtype="<u4").astype(np.int64)
-        advantages = np.frombuffer(given.advantages, dtype="<f4")
-        behavior = np.frombuffer(given.behavior_logprobs, dtype="<f4")
+        tokens = np.frombuffer(sequence.token_ids, dtype="<u4").astype(np.int64)
+        targets = np.frombuffer(sequence.targets, dtype="<u4").astype(np.int64)
+        advantages = np.frombuffer(sequence.advantages, dtype="<f4")
+        behavior = np.frombuffer(sequence.behavior_logprobs, dtype="<f4")
         lengths = {len(tokens), len(targets), len(advantages)}
-        lengths |= {len(array) for array in (behavior, given.ratio_mask) if len(array)}
+        lengths |= {len(array) for array in (behavior, sequence.ratio_mask) if len(array)}
         if len(lengths) != 1 or not len(tokens):
             raise ValueError(f"the arrays of sequence {place} have lengths {sorted(lengths)}")
         if len(tokens) > policy.max_positions:
@@ -263,8 +263,8 @@ class Passes:
             )
         # Tokens without an advantage are mostly the prompt's, of which no ratio says anything.
         ratio_mask = advantages != 0.0
-        if given.ratio_mask:
-            ratio_mask = np.frombuffer(given.ratio_mask, dtype=np.bool_)
+        if sequence.ratio_mask:
+            ratio_mask = np.frombuffer(sequence.ratio_mask, dtype=np.bool_)
         return TrainingSequence(
             token_ids=tokens,
             targets=targets,

@@ -106,17 +106,19 @@ class TrainingStep:
         try:
             check_batch(batch, policy, self._config)
             if self._config.critic and batch.step == self._config.critic.warmup_steps:
-                # They are of gradients by values that the critic had not learnt.
+                # Adam's moments are of gradients from before the critic had learnt.
                 with policy.memory.resident(Part.OPTIMIZER):
                     policy.forget_moments()
             for name, own_batch in batch.by_adapter(adapters.names):
                 with adapters.active(name):
-                    own = self._train(own_batch, rate)
-                totals.join(own)
+                    adapter_totals = self._train(own_batch, rate)
+                totals.join(adapter_totals)
                 if adapters.are_several:
-                    found = self._metrics(own, rate)
+                    adapter_metrics = self._metrics(adapter_totals, rate)
                     metrics |= {
-                        f"adapter/{name}/{key}": found[key] for key in BY_ADAPTER if key in found
+                        f"adapter/{name}/{key}": adapter_metrics[key]
+                        for key in BY_ADAPTER
+                        if key in adapter_metrics
                     }
         except UntrainableBatch as fault:
             check_weights(policy, self._parts, fault)
@@ -162,8 +164,15 @@ class TrainingStep:
         temperature = config.sampling.temperature
         totals = _Totals(StepStatistics(algorithm.epochs, self._columns))
         mini_batches = self._mini_batches(batch)
-        found = [part.estimates(batch, self.stages) for part in self._parts]
-        estimates = next((each for each in found if each is not None), None)
+        estimates_of_parts = [part.estimates(batch, self.stages) for part in self._parts]
+        estimates = next(
+            (
+                estimates_of_part
+                for estimates_of_part in estimates_of_parts
+                if estimates_of_part is not None
+            ),
+            None,
+        )
         sequences = training_sequences(batch, config, estimates, totals.reports)
         check_advantages(batch, sequences)
         totals.advantages = mean_advantages(batch, sequences)
@@ -182,13 +191,15 @@ class TrainingStep:
                 started = time.monotonic()
                 losses = gradients()
                 norm = early_norm(policy)
-                total = totals.statistics.add([one.statistics for one in losses], ranks)
+                total = totals.statistics.add(
+                    [token_loss.statistics for token_loss in losses], ranks
+                )
                 totals.forward_backward_s += time.monotonic() - started
                 fault = totals.statistics.fault
                 if fault or not math.isfinite(total):
-                    chosen = {index: sequences[index] for index in members}
+                    mini_batch = {index: sequences[index] for index in members}
                     raise loss_fault(
-                        policy, config, batch, chosen, losses, total=total, fault=fault
+                        policy, config, batch, mini_batch, losses, total=total, fault=fault
                     )
                 # In later passes the ratios are those to the first.
                 if algorithm.agreement == "bits":
@@ -294,7 +305,7 @@ class TrainedStep:
 @dataclass
 class _Totals:
     statistics: StepStatistics
-    # What the algorithm's functions report of the episodes.
+    # Values that the algorithm's functions report of the episodes.
     reports: Reports = field(default_factory=dict)
     advantages: dict[str, float] = field(default_factory=dict)
     of_parts: dict[str, float] = field(default_factory=dict)
@@ -305,17 +316,17 @@ class _Totals:
     forward_backward_s: float = 0.0
     optimizer_s: float = 0.0
 
-    def join(self, others: _Totals) -> None:
-        self.statistics.join(others.statistics)
-        for name, values in others.reports.items():
+    def join(self, further: _Totals) -> None:
+        self.statistics.join(further.statistics)
+        for name, values in further.reports.items():
             self.reports.setdefault(name, []).extend(values)
-        self.advantages |= others.advantages
-        self.of_parts |= others.of_parts
-        self.grad_norms += others.grad_norms
-        self.loss_scale = min(self.loss_scale, others.loss_scale)
-        self.num_micro_batches += others.num_micro_batches
-        self.forward_backward_s += others.forward_backward_s
-        self.optimizer_s += others.optimizer_s
+        self.advantages |= further.advantages
+        self.of_parts |= further.of_parts
+        self.grad_norms += further.grad_norms
+        self.loss_scale = min(self.loss_scale, further.loss_scale)
+        self.num_micro_batches += further.num_micro_batches
+        self.forward_backward_s += further.forward_backward_s
+        self.optimizer_s += further.optimizer_s
 
 
 # Fraction of the decay that is done after a fraction x of its steps.
@@ -428,11 +439,11 @@ def loss_fault(
     sequences = list(chosen.values())
 
     def are_finite(forward: Forward) -> list[bool]:
-        found = masked_outputs(policy, sequences, forward)
-        return [bool(np.isfinite(values).all()) for values in found]
+        outputs = masked_outputs(policy, sequences, forward)
+        return [bool(np.isfinite(values).all()) for values in outputs]
 
     trained = [bool(sequence.loss_mask.any()) for sequence in sequences]
-    # These log-probabilities depend only on the tokens and the weights.
+    # The log-probabilities depend only on the tokens and the weights.
     temperature = config.sampling.temperature
     scored = are_finite(functools.partial(forward_logprobs, policy, temperature=temperature))
     if not any(itertools.compress(scored, trained)):
@@ -443,11 +454,11 @@ def loss_fault(
             f"{cause}; the policy finds no finite log-probability in any sequence: its weights "
             f"are at fault, not the batch{hint}"
         )
-    known = are_finite(lambda _: [one.token_losses for one in losses])
-    faulty = [index for index, is_known in zip(chosen, known, strict=True) if not is_known]
+    are_known = are_finite(lambda _: [token_loss.token_losses for token_loss in losses])
+    faulty = [index for index, is_known in zip(chosen, are_known, strict=True) if not is_known]
     if fault and all(scored):
-        found = dict.fromkeys(batch.group_ids[batch.owners[index]] for index in faulty)
-        groups = f", group {', '.join([*found][:MAX_TOLD])}" if found else ""
+        groups_at_fault = dict.fromkeys(batch.group_ids[batch.owners[index]] for index in faulty)
+        groups = f", group {', '.join([*groups_at_fault][:MAX_TOLD])}" if groups_at_fault else ""
         return RunFailed(f"step {batch.step + 1}{groups}: {fault}; the weights were not changed")
     return untrainable(batch, faulty, cause)
 
@@ -466,12 +477,12 @@ def check_bits(step: int, metrics: Mapping[str, float]) -> None:
 def check_weights(policy: Policy, parts: Sequence[StepPart], fault: UntrainableBatch) -> None:
     """Raises RunFailed from `fault` if the weights of a model are not finite; collective."""
     models = [("policy", policy), *(pair for part in parts for pair in part.models().items())]
-    found = {name: float(model.count_not_finite()) for name, model in models}
+    num_not_finite = {name: float(model.count_not_finite()) for name, model in models}
     for name in policy.adapters.names[1:]:
         with policy.adapters.active(name):
-            found[f"policy's adapter {name}"] = float(policy.count_not_finite())
-    counts = torch.tensor([*found.values()])
-    for name, count in zip(found, policy.ranks.sum(counts).tolist(), strict=True):
+            num_not_finite[f"policy's adapter {name}"] = float(policy.count_not_finite())
+    counts = torch.tensor([*num_not_finite.values()])
+    for name, count in zip(num_not_finite, policy.ranks.sum(counts).tolist(), strict=True):
         if count:
             raise RunFailed(
                 f"weights of the {name} are not finite, and no batch can be trained: {fault}"

@@ -93,26 +93,32 @@ class StepCost:
         on_gpu = policy.ranks.device.type == "cuda"
         self._peak_tflops = PEAK_TFLOPS.get(torch.cuda.get_device_name()) if on_gpu else None
 
-    def metrics(self, batch: Batch, *, wall_s: float, num_micro_batches: float) -> dict[str, float]:
+    def metrics(
+        self,
+        batch: Batch,
+        *,
+        wall_s: float,
+        num_micro_batches: float,
+    ) -> dict[str, float]:
         """Returns the metrics of the step that trained `batch` in `wall_s`; collective."""
         lengths = batch.lengths
         saved = (0, 0) if self._sharing is None else self._sharing.saved
         computed = self._epochs * (sum(lengths) - saved[0])
-        found = {"tokens_per_micro_batch": computed / num_micro_batches}
-        used = {"trainer_rss_bytes": psutil.Process().memory_info().rss}
+        metrics = {"tokens_per_micro_batch": computed / num_micro_batches}
+        memory = {"trainer_rss_bytes": psutil.Process().memory_info().rss}
         if self._ranks.device.type == "cuda":
-            used["gpu_allocated_bytes"] = torch.cuda.max_memory_allocated()
-            used["gpu_reserved_bytes"] = torch.cuda.max_memory_reserved()
+            memory["gpu_allocated_bytes"] = torch.cuda.max_memory_allocated()
+            memory["gpu_reserved_bytes"] = torch.cuda.max_memory_reserved()
             torch.cuda.reset_peak_memory_stats()
-        values = torch.tensor(list(used.values()), dtype=torch.float64)
-        found |= zip(used, self._ranks.max(values).tolist(), strict=True)
+        values = torch.tensor(list(memory.values()), dtype=torch.float64)
+        metrics |= zip(memory, self._ranks.max(values).tolist(), strict=True)
         if self._arithmetic is not None:
             flops = self._epochs * self._arithmetic.training_flops(lengths, saved=saved)
             tflops = flops / wall_s / self._ranks.world_size / 1e12
-            found |= {"model_flops": flops, "tflops_per_rank": tflops}
+            metrics |= {"model_flops": flops, "tflops_per_rank": tflops}
             if self._peak_tflops is not None:
-                found["mfu"] = tflops / self._peak_tflops
-        return found
+                metrics["mfu"] = tflops / self._peak_tflops
+        return metrics
 
 
 class StageTimes:
@@ -135,6 +141,6 @@ class StageTimes:
 
     def take(self) -> dict[str, float]:
         """Returns the seconds of each stage under the name `STAGE_s`, and resets them to 0."""
-        taken = {f"{stage}_s": seconds for stage, seconds in self._seconds.items()}
+        seconds_of_stages = {f"{stage}_s": seconds for stage, seconds in self._seconds.items()}
         self._seconds = dict.fromkeys(ALWAYS, 0.0)
-        return taken
+        return seconds_of_stages

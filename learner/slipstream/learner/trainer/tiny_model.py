@@ -67,7 +67,7 @@ def make_model(
         bos_token_id=1,
         eos_token_id=2,
         tie_word_embeddings=tie_word_embeddings,
-        # This value is larger than usual: so small a model learns several times faster with it.
+        # The range is larger than usual: so small a model learns several times faster with it.
         initializer_range=0.08,
         dtype="float32",
     )

@@ -79,13 +79,16 @@ class Trainer:
         self._chat = RunChat.of(config) if self._ranks.is_main else RunChat()
         self._parts = step_parts(config, policy)
         self._step = TrainingStep(policy, config, self._parts)
-        others = [model for part in self._parts for model in part.models().values()]
-        self._memories = [model.memory for model in (policy, *others)]
+        other_models = [model for part in self._parts for model in part.models().values()]
+        self._memories = [model.memory for model in (policy, *other_models)]
         self.stages = self._step.stages
         self._cost = StepCost(config, policy)
         stored = [model for part in self._parts for model in part.stored_models()]
         self._checkpointer = Checkpointer(
-            config, self._ranks, [*stored_policy(policy), *stored], adapters=policy.adapters.sizes
+            config,
+            self._ranks,
+            [*stored_policy(policy), *stored],
+            adapters=policy.adapters.sizes,
         )
         start = functools.partial(load_start, policy, config)
         self._passes = Passes(policy, self._checkpointer.load, start)
@@ -342,10 +345,10 @@ class Trainer:
                 )
             )
 
-    def _check_version(self, wanted: trajectory_pb2.PolicyVersion, order: str) -> None:
-        if version_from_pb(wanted) != self._version:
+    def _check_version(self, version: trajectory_pb2.PolicyVersion, order: str) -> None:
+        if version_from_pb(version) != self._version:
             raise RunFailed(
-                f"{order} wants version {wanted.step}, but the weights are of version "
+                f"{order} wants version {version.step}, but the weights are of version "
                 f"{self._version}"
             )
 

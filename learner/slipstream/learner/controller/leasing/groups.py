@@ -62,7 +62,7 @@ class Group:
     # for a group of an earlier controller.
     leased_s: float = 0.0
     back_s: dict[int, float] = field(default_factory=dict)
-    # None if the environment gives the prompt.
+    # The prompt, or None if the environment gives it.
     prompt: RawPrompt | None = None
 
     @property
@@ -142,14 +142,16 @@ class Group:
         """Notes that all members but these had their last attempt."""
         self.failed = set(range(self.size)).difference(finished)
 
-    def refill(self, batched: Mapping[int, Trajectory], kept: Mapping[int, Trajectory]) -> None:
-        """Takes the trajectories `kept` of a batch's file back, in which the group was complete.
+    def refill(
+        self, batched: Mapping[int, Trajectory], trajectories: Mapping[int, Trajectory]
+    ) -> None:
+        """Takes `trajectories` of a batch's file back, in which the group was complete.
 
         `batched` are all of its trajectories in the file, by member.
         """
         self.fail_all_but(batched)
-        self.finished.update(kept)
-        for member, trajectory in kept.items():
+        self.finished.update(trajectories)
+        for member, trajectory in trajectories.items():
             self.note_attempt(member, trajectory.attempt)
 
     def allow(self, epoch: int, first: int, count: int) -> None:

@@ -200,11 +200,11 @@ class LeaseBook:
         The groups keep their finished members and wait for another server.
         """
         self.closing = {g: lease for g, lease in self.closing.items() if lease.holder != holder}
-        lost = [group for group in self.held_by(holder) if not group.is_complete]
-        for group in lost:
+        orphans = [group for group in self.held_by(holder) if not group.is_complete]
+        for group in orphans:
             group.holder = None
             group.setbacks.update(group.running)
-        return lost
+        return orphans
 
     def add(self, trajectory: Trajectory) -> Fate:
         """Adds a trajectory if its group needs it; returns whether to keep, retry or drop it."""
@@ -364,11 +364,11 @@ class LeaseBook:
     def take_batch(self) -> list[Group] | None:
         """Returns the batch of the step and moves to the next one, or None if it is not ready."""
         groups = self.training_groups()
-        chosen = staleness.choose_batch(groups, self.step, self.groups_per_step)
-        if chosen is None:
+        batch = staleness.choose_batch(groups, self.step, self.groups_per_step)
+        if batch is None:
             return None
         self.step += 1
-        return [self._take(group.group_id) for group in chosen]
+        return [self._take(group.group_id) for group in batch]
 
     def put_back(
         self, step: int, groups: Iterable[Group], records: Mapping[GroupId, OpenGroup]
@@ -465,9 +465,9 @@ class Awaited:
     def hold(self, trajectory_ids: Iterable[str]) -> None:
         """Adds the ids of finished trajectories that have not been delivered yet."""
         self._since_s = None
-        held = set(trajectory_ids) - self._arrived - self._held
-        self._held |= held
-        self._groups.update(name.partition(".")[0] for name in held)
+        awaited = set(trajectory_ids) - self._arrived - self._held
+        self._held |= awaited
+        self._groups.update(name.partition(".")[0] for name in awaited)
 
     def arrived(self, trajectory_id: str) -> None:
         """Notes that a trajectory was delivered."""

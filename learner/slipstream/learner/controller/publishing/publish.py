@@ -65,7 +65,12 @@ class Publisher(Part):
     and `Failures` decides what follows.
     """
 
-    def __init__(self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        run: Run,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
         self._fleet = fleet
         self._run = run
         self._progress = run.progress
@@ -191,15 +196,15 @@ class Publisher(Part):
         A serving server that is pinned is neither made stale nor returned: it was pinned after it
         was asked.
         """
-        kept = []
+        connected = []
         for session, problem in problems.items():
             if session.is_serving and session.key in self.pinned:
                 continue
             if problem:
                 self.failures.make_stale(session, problem)
             elif self._fleet.find(session.key) is session:
-                kept.append(session)
-        return kept
+                connected.append(session)
+        return connected
 
     def _await_end(self, publish: Publish, num_buckets: int) -> None:
         """Sets the deadline of this publish; the run fails if the trainer misses it."""
@@ -232,7 +237,9 @@ class Publisher(Part):
             for receiver in publish.receivers
             if not receiver.cause and self._fleet.find(receiver.session.key) is receiver.session
         }
-        receivers = [each for each in publish.order.receivers if each.server_id in there]
+        receivers = [
+            receiver for receiver in publish.order.receivers if receiver.server_id in there
+        ]
         if start.is_question:
             return receivers
         if len(receivers) < len(publish.receivers):
@@ -325,8 +332,8 @@ class Publisher(Part):
             if not order.adapters_alone:
                 self._holders.discard(session.key)
             session.become(LOADING)
-            own = fleet_pb2.ReceiveWeights(first_rank=ranks.get(session.key.server_id, 0))
-            session.send(JoinedOrder(fleet_pb2.ControllerMessage(receive=own), shared))
+            own_part = fleet_pb2.ReceiveWeights(first_rank=ranks.get(session.key.server_id, 0))
+            session.send(JoinedOrder(fleet_pb2.ControllerMessage(receive=own_part), shared))
         if publish.digests:
             self._commit(publish, num_coming=len(publish.digests))
 
@@ -343,8 +350,8 @@ class Publisher(Part):
             bucket_digests=publish.digests,
         )
         shared = fleet_pb2.ControllerMessage(commit=commit).SerializeToString()
-        own = fleet_pb2.ControllerMessage(commit=fleet_pb2.CommitPublish())
-        order = JoinedOrder(own, shared)
+        own_order = fleet_pb2.ControllerMessage(commit=fleet_pb2.CommitPublish())
+        order = JoinedOrder(own_order, shared)
         for receiver in publish.receivers:
             if not receiver.cause:
                 receiver.session.send(order)
@@ -493,7 +500,7 @@ class Publish:
     until_s: float = 0.0
 
     def __post_init__(self, sessions: Sequence[ServerSession]) -> None:
-        self.receivers = [Receiver(self, each) for each in sessions]
+        self.receivers = [Receiver(self, session) for session in sessions]
 
     @property
     def publish_id(self) -> str:

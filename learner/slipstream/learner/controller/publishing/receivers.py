@@ -305,9 +305,9 @@ def choose_for(run: Run, places: Mapping[str, weights_pb2.Place]) -> tuple[str, 
 
     A server with the reason "" takes part. The transport is "" if no server takes part.
     """
-    wanted = run.config.weights.transport
+    setting = run.config.weights.transport
     parallel = run.config.learner.parallel
-    choose = partial(choose_transport, wanted, run.progress.learner_places, parallel=parallel)
+    choose = partial(choose_transport, setting, run.progress.learner_places, parallel=parallel)
     # Usually all servers fit; to add them one by one takes quadratic time.
     with contextlib.suppress(ConfigError):
         return choose(places) if places else "", [""] * len(places)

@@ -22,11 +22,11 @@ def logit_gap(expected: LogprobArray, got: LogprobArray) -> float:
     and unlikely tokens. The result is the power mean with exponent 1/2, so that a few large errors
     do not dominate. It is NaN if a value is not finite.
     """
-    wanted = expected.astype(np.float64)
-    given = got.astype(np.float64)
-    doubt = np.maximum(1.0 - np.exp(np.minimum(wanted, 0.0)), _LEAST_DOUBT)
+    expected_values = expected.astype(np.float64)
+    got_values = got.astype(np.float64)
+    doubt = np.maximum(1.0 - np.exp(np.minimum(expected_values, 0.0)), _LEAST_DOUBT)
     with np.errstate(invalid="ignore"):
-        errors = np.abs(wanted - given) / doubt
+        errors = np.abs(expected_values - got_values) / doubt
     # An infinite difference measures nothing.
     errors[~np.isfinite(errors)] = np.nan
     return float(np.sqrt(errors).mean() ** 2)
@@ -135,7 +135,7 @@ class PublishTotals:
             "publish_staged": float(stages.staged),
             "weights_send_s": sent.send_s,
             "weights_bytes": float(sent.bytes_sent),
-            # Each side's time includes waits for the other side, so the shorter time is the wire's.
+            # A side's time includes waits for the other side, so the shorter time is the wire's.
             "weights_wire_s": min(sent.wire_s, stages.wire_s or sent.wire_s),
             "weights_wire_bytes": float(sent.wire_bytes),
             "stored_version_bytes": float(self.last_stored.num_bytes),

@@ -74,10 +74,10 @@ class SeenIds:
     def restored(cls, stored: Sequence[Any]) -> Self:
         """Returns the set whose content `stored` returned."""
         seen = cls()
-        pages, others = stored
+        pages, other_ids = stored
         for kind, number, word, epochs, bits in pages:
             seen._pages[kind, number, word] = array("Q", epochs), array("Q", bits)
-        seen._others.update(others)
+        seen._others.update(other_ids)
         return seen
 
     def __contains__(self, trajectory_id: TrajectoryId) -> bool:
@@ -187,7 +187,7 @@ class RunHistory(RunState):
                     self.trained_in.add(group_id, -1)
                 for trajectory_id in record.ids:
                     self.ended.add(TrajectoryId(trajectory_id))
-                # These tokens count again with the later batch or end of their trajectories.
+                # The tokens count again with the later batch or end of their trajectories.
                 self._receive(record.put_back_tokens, sign=-1)
             case kinds.Servers():
                 self._servers(record)

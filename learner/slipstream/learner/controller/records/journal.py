@@ -104,7 +104,7 @@ class Journal:
                 file = _begin_log(folder / f"journal-{newest_log_number(folder) + 1}.log")
             self._file = file
             sync_folder(folder)
-            # This log continues the earlier logs, so their last lines must outlive a loss of power.
+            # The log continues the earlier logs, so their last lines must outlive a loss of power.
             for path in journal_logs(folder)[:-1]:
                 with open_regular(path) as earlier:
                     os.fsync(earlier.fileno())
@@ -114,7 +114,7 @@ class Journal:
         self._path = Path(str(self._file.name))
         # The number of the last line of all logs, and of the last one that is durable.
         self._num_lines = self.num_durable = _count_lines(folder)
-        # What each appended record changes; None if nobody follows the records.
+        # The state that each appended record changes; None if nobody follows the records.
         self.state: RunState | None = None
         # A thread writes records while the event loop appends others.
         self._lock, self._syncing = threading.Lock(), threading.Lock()
@@ -278,11 +278,13 @@ class Journal:
         """Returns a batch in this journal's folder; see the module's function `read_batch`."""
         return read_batch(self._folder, batch.step, batch.crc32, batch.attempt)
 
-    def read_steps(self, wanted: Set[int]) -> dict[int, kinds.Step]:
-        """Reads the newest durable record of each step of `wanted`; blocks on the disk."""
+    def read_steps(self, steps: Set[int]) -> dict[int, kinds.Step]:
+        """Reads the newest durable record of each step of `steps`; blocks on the disk."""
         records = (r for r in read_records(self._folder) if r["kind"] == "step")
-        found = (kinds.parsed(r) for r in records if r["step"] in wanted)
-        return {record.step: record for record in found if isinstance(record, kinds.Step)}
+        records_of_steps = (kinds.parsed(r) for r in records if r["step"] in steps)
+        return {
+            record.step: record for record in records_of_steps if isinstance(record, kinds.Step)
+        }
 
     def path(self, step: int, attempt: int = 0) -> Path:
         """Returns the path of a batch file in this journal's folder; see `batch_path`."""
@@ -292,8 +294,8 @@ class Journal:
         """Returns the (step, attempt) of each batch file that still exists; see `batch_path`."""
         paths = (self._folder / BATCHES).glob("step-*.pb")
         names = [path.stem.removeprefix("step-") for path in paths]
-        found = [re.fullmatch(r"([0-9]{6,18})(?:-([0-9]{1,9}))?", name) for name in names]
-        return {(int(match[1]), int(match[2] or 0)) for match in found if match}
+        matches = [re.fullmatch(r"([0-9]{6,18})(?:-([0-9]{1,9}))?", name) for name in names]
+        return {(int(match[1]), int(match[2] or 0)) for match in matches if match}
 
     def remove_batches(self, *, before: int) -> int:
         """Removes the files of batches of steps below `before`, oldest first; returns how many.
@@ -477,12 +479,12 @@ def _logs(folder: Path) -> list[tuple[Path, float]]:
 
     The number is infinite if no later log has a line.
     """
-    found = []
+    logs = []
     end = math.inf
     for path in reversed(journal_logs(folder)):
-        found.append((path, end))
+        logs.append((path, end))
         end = min(end, _first_number(path) or math.inf)
-    return found[::-1]
+    return logs[::-1]
 
 
 def _first_number(path: Path) -> int | None:
@@ -500,10 +502,10 @@ def _count_lines(folder: Path) -> int:
         first = _first_number(path)
         if first is not None:
             with open_regular(path) as file:
-                whole = sum(
+                num_records = sum(
                     line.endswith(b"\n") or _whole_record(line) is not None for line in file
                 )
-            return min(first + whole, int(min(end, first + whole))) - 1
+            return min(first + num_records, int(min(end, first + num_records))) - 1
     return 0
 
 

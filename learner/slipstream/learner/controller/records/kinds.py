@@ -174,7 +174,7 @@ class Step(Record, frozen=True, tag="step"):
     lags: list[tuple[int, int]]
     # Number of trajectories that more than one version sampled.
     several: int
-    # What the trainer told of a step that a client ordered, whose result a kill may lose.
+    # Metrics of a step that a client ordered, whose result a kill may lose.
     metrics: dict[str, float] = {}
 
 
@@ -184,7 +184,7 @@ class Servers(Record, frozen=True, tag="servers"):
     generated: list[ServerTokens]
     departed: bool = False
     gaps: list[ServerGaps] = []
-    # What had ended or was in a batch: trajectories and tokens.
+    # Trajectories and tokens that had ended or were in a batch.
     settled: tuple[int, int] | None = None
 
 
@@ -284,5 +284,5 @@ def _check_numbers(name: str, value: JsonValue) -> None:
     if type(value) is int and not -_MOST <= value <= _MOST:
         raise ValueError(f"{name} must fit 64 bits, got a number of {value.bit_length()} bits")
     if isinstance(value, (list, dict)):
-        for one in value.values() if isinstance(value, dict) else value:
-            _check_numbers(name, one)
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_numbers(name, item)

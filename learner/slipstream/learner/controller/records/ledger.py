@@ -203,17 +203,17 @@ class TokenLedger:
 
     def snapshot(self) -> status_pb2.Ledger:
         """Returns the present ledger; `difference` is 0 if no token is missing or counted twice."""
-        generated = received = in_flight = travelling = lost = 0
+        generated = received = in_flight = travelling = lost_tokens = 0
         for count in self._epochs.counts():
             generated += count.generated
             received += count.received
             if count.dead:
-                lost += count.generated - count.received - count.gap_tokens
+                lost_tokens += count.generated - count.received - count.gap_tokens
             else:
                 in_flight += count.in_flight
                 travelling += count.ended - count.received
                 travelling -= count.unsent.tokens + count.missing.tokens
-        held = _amount(self._held())
+        held_amount = _amount(self._held())
         journaled = self._journal.settled
         if self._is_writing:
             journaled = self._settled
@@ -223,7 +223,7 @@ class TokenLedger:
         ]
         came = Amount(self._num_received, received)
         gaps += [
-            ("intake to batch", came.less(held, self._settled)),
+            ("intake to batch", came.less(held_amount, self._settled)),
             ("batch to journal", self._settled.less(journaled)),
             ("journal to restart", self._unread),
         ]
@@ -233,9 +233,9 @@ class TokenLedger:
         # The ledger has a field for each end.
         counts = {end.value: tokens for end, tokens in self._state.ends.items()} | {
             "generated": generated,
-            "queued": travelling + held.tokens + journaled.tokens - self._state.ends.total(),
+            "queued": travelling + held_amount.tokens + journaled.tokens - self._state.ends.total(),
             "in_flight": in_flight,
-            "lost": lost - self._unread.tokens,
+            "lost": lost_tokens - self._unread.tokens,
         }
         # Many epochs of servers that lie may report more in sum than a field holds.
         fitting: dict[str, Any] = {name: min(max(n, 0), MOST) for name, n in counts.items()}

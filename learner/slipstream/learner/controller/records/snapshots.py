@@ -105,10 +105,10 @@ def open_history(folder: Path, tell: Tell) -> tuple[RunHistory, JournalReader]:
     Without a snapshot of these logs the state is empty, and the reader begins at the first record;
     `tell` gets the cause if there is one that cannot be used.
     """
-    whole = RunHistory(), JournalReader(folder)
+    whole_journal = RunHistory(), JournalReader(folder)
     path = folder / NAME
     if not path.exists():
-        return whole
+        return whole_journal
     try:
         snapshot = _read(path)
         reader = JournalReader(folder, snapshot.logs, line=snapshot.line)
@@ -119,7 +119,7 @@ def open_history(folder: Path, tell: Tell) -> tuple[RunHistory, JournalReader]:
         problem = str(error)
     if problem:
         tell(f"{path} is not used, and the journal is read whole: {problem}")
-        return whole
+        return whole_journal
     return decode_history(snapshot.history), reader
 
 

@@ -119,7 +119,7 @@ class RunState:
     # The newest version that the trainer made. A step that is repeated and gives other weights
     # begins an incarnation, which is the newest one from then on.
     version: PolicyVersion = START
-    # What the trainer told of the step that made it, if a client ordered the step.
+    # Metrics of the step that made the version, if a client ordered the step.
     metrics: Mapping[str, float] = field(default_factory=dict)
     environments: defaultdict[str, EnvironmentCounts] = field(
         default_factory=lambda: defaultdict(EnvironmentCounts)
@@ -264,13 +264,20 @@ class RunState:
             self.batched[group_id] = group
             self.environments[group.environment].accepted += 1
         # The journal has every end of those that were closed before this batch.
-        self.put_back = {g: found for g, found in self.put_back.items() if g in self.open_groups}
+        self.put_back = {
+            g: group_batch for g, group_batch in self.put_back.items() if g in self.open_groups
+        }
         for name, pair in record.seen.items():
             seen = (*self.environments[name].seen, *pair)
             self.environments[name].seen = (min(seen), max(seen))
         self.filtered.clear()
         tokens = sum(tokens for *_, tokens in record.tokens)
-        self.batches[step] = RecordedBatch(step, record.batch_id, record.crc32, tokens)
+        self.batches[step] = RecordedBatch(
+            step,
+            record.batch_id,
+            record.crc32,
+            tokens,
+        )
         self.next_step += 1
 
     def _set_batch_aside(self, record: kinds.BatchSetAside) -> None:
@@ -287,7 +294,7 @@ class RunState:
         self.set_aside.append(batch)
         self.attempts[step] += 1
         self.set_aside_in_a_row = 0 if record.by == "user" else self.set_aside_in_a_row + 1
-        # One that was submitted again while the trainer had the batch has counted none of it.
+        # An environment that was submitted again meanwhile has counted none of the batch.
         for _, environment, _ in record.groups:
             counts = self.environments[environment]
             counts.accepted = max(counts.accepted - 1, 0)

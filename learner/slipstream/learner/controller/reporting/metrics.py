@@ -116,15 +116,15 @@ class RunFacts:
 
         Leaves out the trainer or the servers if there is no data about them.
         """
-        found: dict[str, JsonValue] = {}
+        shares: dict[str, JsonValue] = {}
         if step_s := self.spent_s["step_s"]:
             trainer = {TRAINER_PARTS[name]: self.spent_s[name] / step_s for name in TRAINER_PARTS}
-            found["trainer"] = {**trainer, "other": max(0.0, 1.0 - sum(trainer.values()))}
+            shares["trainer"] = {**trainer, "other": max(0.0, 1.0 - sum(trainer.values()))}
         if self.reported_s:
-            found["servers"] = {
+            shares["servers"] = {
                 name.split("_")[1]: self.spent_s[name] / self.reported_s for name in SERVER_SHARES
             }
-        return found
+        return shares
 
     def count_row(self, row: Mapping[str, float]) -> None:
         """Adds the row of one step to the counts and sums of the run."""
@@ -140,14 +140,14 @@ class RunFacts:
         self.last_rewards.extend(rewards)
         if len(self.first_rewards) < EDGE_STEPS:
             self.first_rewards.extend(rewards)
-        tokens, mean, most = (
+        tokens, mean, largest = (
             row.get(f"logprob_gap_{name}", math.nan) for name in ("tokens", "mean", "max")
         )
         # A step without tokens of the newest version has none of the three.
-        if not math.isnan(tokens + mean + most):
+        if not math.isnan(tokens + mean + largest):
             self.gap_sum += mean * tokens
             self.gap_tokens += tokens
-            self.gap_max = max(self.gap_max, most)
+            self.gap_max = max(self.gap_max, largest)
 
 
 class RunRecorder:
@@ -239,7 +239,7 @@ class RunRecorder:
         since_step_s = now - self._last_step_s
         elapsed = max(since_step_s, 1e-9)
         self._last_step_s = now
-        own = {
+        own_values = {
             "step": float(batch.version),
             "wall_s": now - self._started_s,
             **batch_statistics(batch),
@@ -251,12 +251,12 @@ class RunRecorder:
         }
         if batch.given is None:
             members = [group.in_order() for group in batch.groups]
-            own |= environment_means(batch.trajectories)
-            own |= equal_rewards(members, self._config)
-        if (hidden := sorted(metrics.keys() & own.keys())) and not self.newest:
-            told = f"the algorithm reports {', '.join(hidden)}, which the run measures itself"
-            self._warn(f"{told}: name the report otherwise, it is left out")
-        row = {**metrics, **own}
+            own_values |= environment_means(batch.trajectories)
+            own_values |= equal_rewards(members, self._config)
+        if (hidden := sorted(metrics.keys() & own_values.keys())) and not self.newest:
+            reported = f"the algorithm reports {', '.join(hidden)}, which the run measures itself"
+            self._warn(f"{reported}: name the report otherwise, it is left out")
+        row = {**metrics, **own_values}
         if self.has_row(batch.version):
             # A crash left the row of a step whose journal record it lost.
             self.complete(batch, advantages)
@@ -266,7 +266,7 @@ class RunRecorder:
             self._watch_invariants(batch, row, advantages)
         self._metrics.append(_line(_finite(row)))
         self._trackers.log(batch.version, row)
-        # Behind the row: `complete` writes what a crash between them has cut off.
+        # The samples come behind the row: `complete` writes what a crash between them has cut off.
         if batch.step % self._config.controller.sample_every_steps == 0:
             lines, group_lines = self._sampled_lines(batch, advantages)
             self._samples.append(b"".join(map(_line, lines)))
@@ -472,9 +472,9 @@ def sampled_groups(groups: Sequence[Group]) -> list[Group]:
     first: dict[str, Group] = {}
     for group in groups:
         first.setdefault(group.environment, group)
-    chosen = list(first.values())
-    others = [group for group in groups if group not in chosen]
-    return chosen + others[: max(0, MIN_SAMPLED_GROUPS - len(chosen))]
+    first_groups = list(first.values())
+    other_groups = [group for group in groups if group not in first_groups]
+    return first_groups + other_groups[: max(0, MIN_SAMPLED_GROUPS - len(first_groups))]
 
 
 def group_line(step: int, members: Sequence[Trajectory]) -> dict[str, JsonValue]:
@@ -537,8 +537,8 @@ def readable(
             "sampled_tokens": part.sampled.stop - part.sampled.start,
         }
         if texts is not None:
-            own = rewards[part.runs.start // 2 : part.runs.stop // 2]
-            branch["turns"] = _turns(tokens[part.tokens], runs[part.runs], texts, own)
+            branch_rewards = rewards[part.runs.start // 2 : part.runs.stop // 2]
+            branch["turns"] = _turns(tokens[part.tokens], runs[part.runs], texts, branch_rewards)
         branches.append(branch)
     if branches:
         line["branches"] = branches

@@ -62,10 +62,10 @@ class ResultFile:
         try:
             with open_regular(self.path, "ab", buffering=0) as file:
                 size = file.tell()
-                left = record
+                unwritten = record
                 try:
-                    while left:
-                        left = left[file.write(left) :]
+                    while unwritten:
+                        unwritten = unwritten[file.write(unwritten) :]
                 except OSError:
                     file.truncate(size)
                     raise
@@ -97,10 +97,10 @@ def write_result(path: Path, data: bytes, tell: Tell) -> None:
 def parse_row(line: bytes) -> dict[str, float] | None:
     """Returns the numbers of a line of metrics.jsonl, null as NaN; None if it is invalid."""
     try:
-        found = msgspec.json.decode(line, type=dict[str, float | None])
+        numbers = msgspec.json.decode(line, type=dict[str, float | None])
     except ValueError:
         return None
-    row = {name: math.nan if value is None else value for name, value in found.items()}
+    row = {name: math.nan if value is None else value for name, value in numbers.items()}
     is_too_large = any(abs(value) > MAX_NUMBER for value in row.values())
     if is_too_large or math.isnan(row.get("wall_s", math.nan)):
         return None

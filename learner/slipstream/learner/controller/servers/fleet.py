@@ -113,10 +113,10 @@ class Fleet:
     @property
     def queued_bytes(self) -> int:
         """Bytes that wait in the queue, according to the servers' newest reports."""
-        told = [session.report.queued_bytes for session in self.sessions.values()]
+        queued_bytes = [session.report.queued_bytes for session in self.sessions.values()]
         if queues()[self._run.config.queue.kind].is_shared:
-            return max(told, default=0)
-        return sum(told)
+            return max(queued_bytes, default=0)
+        return sum(queued_bytes)
 
     def find(self, key: ServerKey | None) -> ServerSession | None:
         """Returns the session of the server and epoch in `key`, or None if it is not connected."""
@@ -143,8 +143,8 @@ class Fleet:
         self.epochs.join(session.key)
         session.changed = partial(self._note_serving, session)
         self._run.events.add(f"rollout server {session.name} joined")
-        for each in self.listeners:
-            each.joined(session)
+        for listener in self.listeners:
+            listener.joined(session)
         self._run.signal.notify()
 
     def remove(self, session: ServerSession, cause: str) -> None:
@@ -168,8 +168,8 @@ class Fleet:
             self._tell(f"rollout server {session.name} has left")
         else:
             self._run.events.warn(f"rollout server {session.name} is gone: {cause}")
-        for each in self.listeners:
-            each.lost(session)
+        for listener in self.listeners:
+            listener.lost(session)
         self.epochs.depart(session.key)
         self._run.signal.notify()
 
@@ -183,8 +183,8 @@ class Fleet:
         warning = self.warn_without(session)
         if warning:
             self._run.events.warn(warning)
-        for each in self.listeners:
-            each.drains(session)
+        for listener in self.listeners:
+            listener.drains(session)
         self._run.signal.notify()
 
     def warn_without(self, session: ServerSession) -> str:
@@ -199,7 +199,13 @@ class Fleet:
             "(controller.stall_timeout_s)"
         )
 
-    def order_drain(self, session: ServerSession, reason: str, *, finish: bool) -> None:
+    def order_drain(
+        self,
+        session: ServerSession,
+        reason: str,
+        *,
+        finish: bool,
+    ) -> None:
         """Tells a server to leave; with `finish` its running episodes may end first."""
         run_stopped = self._progress.may_go_on
         order = fleet_pb2.Drain(reason=reason, finish=finish, run_stopped=run_stopped)
@@ -244,18 +250,18 @@ class Fleet:
         kind = message.WhichOneof("message")
         if kind == "draining":
             self.drains(session, message.draining.reason)
-        for each in self.listeners:
+        for listener in self.listeners:
             match kind:
                 case "heartbeat" | "drained":
-                    each.reported(session, getattr(message, kind))
+                    listener.reported(session, getattr(message, kind))
                 case "environment":
-                    each.environment_reported(session, message.environment)
+                    listener.environment_reported(session, message.environment)
                 case "publish":
-                    each.publish_reported(session, message.publish)
+                    listener.publish_reported(session, message.publish)
                 case "lease":
-                    each.lease_reported(session, message.lease)
+                    listener.lease_reported(session, message.lease)
                 case "rested":
-                    each.rested(session, message.rested)
+                    listener.rested(session, message.rested)
         if kind in ("heartbeat", "drained"):
             session.report = getattr(message, kind)
             self._tell_refused(session)

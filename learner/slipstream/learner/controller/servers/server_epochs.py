@@ -178,7 +178,12 @@ class ServerEpochs:
         self._folded = earlier._folded
         self._earlier = earlier._earlier
 
-    def receive(self, key: ServerKey, tokens: int, sent: Amount) -> None:
+    def receive(
+        self,
+        key: ServerKey,
+        tokens: int,
+        sent: Amount,
+    ) -> None:
         """Counts a trajectory of a server; see `EpochCount.receive`."""
         count = self.count(key)
         count.receive(tokens, Amount() if count is self._folded else sent)
@@ -199,12 +204,12 @@ class ServerEpochs:
         The difference is the sender's count less the receiver's.
         """
         for key, count in (*self.connected.items(), *self._departed.items()):
-            found = {
+            differences = {
                 "engine to record": Amount(0, count.unrecorded),
                 "record to queue": count.unsent,
                 "queue to intake": count.missing,
             }
-            yield from ((name, key, gap) for name, gap in found.items() if any(gap))
+            yield from ((name, key, gap) for name, gap in differences.items() if any(gap))
 
     @property
     def generated(self) -> int:

@@ -244,8 +244,8 @@ class ServerSession:
         The order is sent when `after` is done, and later orders wait with it. Orders of a publish
         do not wait for earlier orders, as the trainer and the other servers would also wait.
         """
-        own = message.own if isinstance(message, JoinedOrder) else message
-        overtakes = own.WhichOneof("message") in PUBLISH_ORDERS
+        own_message = message.own if isinstance(message, JoinedOrder) else message
+        overtakes = own_message.WhichOneof("message") in PUBLISH_ORDERS
         if not self.outbox.put(message, after=after, overtakes=overtakes):
             self.outbox.close()
 

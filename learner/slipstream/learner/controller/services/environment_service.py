@@ -55,7 +55,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         self._book = books.leases
         self._journal = books.journal
         self._intake = intake
-        # What the run itself starts, from the folder in which it looks for modules.
+        # Environments that the run itself starts, from the folder in which it looks for modules.
         self._folder = os.getcwd()
         self._own = environment_specs(run.config, search_path=self._folder)
         for spec in self._own:
@@ -78,8 +78,8 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
                 self._run.events.warn(f"environment {name} is not submitted again: {problem}")
             else:
                 self._environments.add(spec)
-        known = self._environments.entries
-        for group in [g for g in self._book.groups.values() if g.environment not in known]:
+        entries = self._environments.entries
+        for group in [g for g in self._book.groups.values() if g.environment not in entries]:
             self._intake.withdraw([group], f"environment {group.environment} is not in the run")
 
     def lost(self, session: ServerSession) -> None:
@@ -96,7 +96,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         cause = report.failure.message if report.HasField("failure") else ""
         entry = self._environments.entries.get(report.environment)
         if entry is None or entry.is_suspended or entry.client_episodes is not None:
-            # It left the run meanwhile, or a client serves it, so that no rollout server loads it.
+            # The environment left the run meanwhile, or a client serves it: no rollout server does.
             return
         if not cause:
             # Tasks are leased by their number, which must name the same task on every server.
@@ -123,7 +123,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         """Journals the tasks of an environment; tells if they are others than at the last start."""
         name = entry.spec.name
         if entry.counts.digest:
-            # Each of the new tasks comes once, as at the start.
+            # The new tasks come once each, as at the start.
             entry.skipped_in_a_row = 0
             entry.order.clear()
             text = f"the tasks of environment {name} have changed since the run began: there are "
@@ -131,7 +131,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
             if entry.is_training:
                 cause = f"the tasks of environment {name} have changed"
                 for group in [g for g in self._book.again if g.environment == name]:
-                    # Its number names another task now; the group has left the book before.
+                    # The group's number names another task now; the group has left the book before.
                     self._book.again.remove(group)
                     closed = kinds.Closed(group=group.group_id, how="withdrawn", cause=cause)
                     self._journal.append(closed)
@@ -243,26 +243,28 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
 
     def _left(self) -> list[str]:
         """Returns the suspended environments that clients had added, oldest first."""
-        own = {spec.name for spec in self._own}
+        own_names = {spec.name for spec in self._own}
         entries = self._environments.entries.items()
-        return [name for name, entry in entries if entry.is_suspended and name not in own]
+        return [name for name, entry in entries if entry.is_suspended and name not in own_names]
 
     def _start_problem(self, spec: pb.EnvironmentSpec) -> str:
         """Returns why rollout servers may not start the workers of `spec`, or "" if they may."""
-        left_out = {spec.name, *(each.name for each in self._own)}
+        left_out = {spec.name, *(own_spec.name for own_spec in self._own)}
         left_out |= {*self._left()}
-        others = (e.spec for name, e in self._environments.entries.items() if name not in left_out)
-        used = sum(each.num_workers for each in others if each.reference)
-        if not 1 <= spec.num_workers <= MAX_WORKERS - used:
+        other_specs = (
+            e.spec for name, e in self._environments.entries.items() if name not in left_out
+        )
+        used_workers = sum(spec.num_workers for spec in other_specs if spec.reference)
+        if not 1 <= spec.num_workers <= MAX_WORKERS - used_workers:
             return (
-                f"num_workers must be between 1 and {MAX_WORKERS} with the {used} of other "
+                f"num_workers must be between 1 and {MAX_WORKERS} with the {used_workers} of other "
                 f"submitted environments, got {spec.num_workers}"
             )
         if refusal := self._run.config.submission_refusal(spec.reference):
             return refusal
         folder = Path(self._folder)
         allowed = {str(folder / path) for path in self._run.config.security.submitted_paths}
-        interpreters = {own.python for own in self._own}
+        interpreters = {own_spec.python for own_spec in self._own}
         for name, value, usual in (
             ("python", spec.python, interpreters),
             ("search_path", spec.search_path, {self._folder}),

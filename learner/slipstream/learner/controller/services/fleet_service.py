@@ -50,21 +50,21 @@ _COUNTERS = (
 BEFORE_S = 60.0
 
 
-def _differing(its: str, own: str) -> str:
+def _differing(server_settings: str, own: str) -> str:
     """Returns the first setting in which a server differs from the controller; "" if none does."""
-    known = json.loads(own)
-    del known["algorithm"]
+    expected = json.loads(own)
+    del expected["algorithm"]
     try:
-        told = json.loads(its or own)
-        told.pop("algorithm", None)
-        names = [*known, *told]
-        different = [name for name in names if told.get(name) != known.get(name)]
+        stated = json.loads(server_settings or own)
+        stated.pop("algorithm", None)
+        names = [*expected, *stated]
+        different = [name for name in names if stated.get(name) != expected.get(name)]
     except (ValueError, TypeError, AttributeError, RecursionError):
-        return f"settings that cannot be read: {its[:100]}"
+        return f"settings that cannot be read: {server_settings[:100]}"
     if not different:
         return ""
     name = different[0]
-    return f"{name[:100]} = {str(told.get(name))[:100]}, the controller has {known.get(name)}"
+    return f"{name[:100]} = {str(stated.get(name))[:100]}, the controller has {expected.get(name)}"
 
 
 def without_effect(settings: str, algorithm: AlgorithmSection) -> str:
@@ -226,10 +226,10 @@ def _check_counters(session: ServerSession, message: fleet_pb2.ServerMessage) ->
         return
     report = message.drained if message.HasField("drained") else message.heartbeat
     served_s = session.clock.now_s() - session.joined_s
-    most = int(MAX_TOKENS_PER_S * (served_s + 1))
+    max_tokens = int(MAX_TOKENS_PER_S * (served_s + 1))
     for name in _COUNTERS:
         tokens: int = getattr(report, name)
-        if tokens > most:
+        if tokens > max_tokens:
             raise ProtocolError(
                 f"rollout server {session.name} reports {tokens} {name.replace('_', ' ')} after "
                 f"{served_s:.1f} s, at most {MAX_TOKENS_PER_S:.0e} a second are possible"
@@ -334,8 +334,8 @@ class StatusServicer(status_pb2_grpc.StatusServiceServicer):
         """Tells one rollout server to leave, after its episodes have ended or are handed back."""
         session = self.fleet.sessions.get(ServerId(request.server_id))
         if session is None:
-            known = ", ".join(sorted(self.fleet.sessions)) or "none"
-            text = f"no rollout server {request.server_id} is in the run; there are: {known}"
+            server_ids = ", ".join(sorted(self.fleet.sessions)) or "none"
+            text = f"no rollout server {request.server_id} is in the run; there are: {server_ids}"
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, text, Reason.BAD_ARGUMENT)
         reason = request.reason or "a client asked for it"
         self.fleet.order_drain(session, reason, finish=True)

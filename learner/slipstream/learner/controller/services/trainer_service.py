@@ -186,7 +186,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._publisher.trainer_joined(max(1, request.num_senders))
         self._former.trainer_joined()
         digest = request.weight_digest.hex()
-        self._trainer_version = given = self._former.identify(version, digest)
+        self._trainer_version = run_version = self._former.identify(version, digest)
         behind = self._progress.version.step - version.step
         if behind == 0:
             self._progress.reached(self._trainer_version)
@@ -202,7 +202,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._progress.moved()
         await self._former.adopt(version, digest)
         return pb.TrainerWelcome(
-            run_id=self._progress.run_id, version=version_to_pb(given), trainer_epoch=epoch
+            run_id=self._progress.run_id, version=version_to_pb(run_version), trainer_epoch=epoch
         )
 
     async def KeepPlace(  # noqa: N802
@@ -210,8 +210,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> AsyncIterator[pb.PlaceKept]:
         """Keeps the trainer's place until this stream ends."""
         try:
-            async with aclosing(self.place.keep(context)) as kept:
-                async for message in kept:
+            async with aclosing(self.place.keep(context)) as messages:
+                async for message in messages:
                     yield message
         finally:
             for part in self._parts:
@@ -278,7 +278,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             stop = pb.StopOrder(reason=reason, without_model=progress.has_failed)
             return pb.Directive(stop=stop)
         publish = await self._publisher.prepare(request)
-        receivers = () if publish is None else [each.server_id for each in publish.receivers]
+        receivers = (
+            () if publish is None else [receiver.server_id for receiver in publish.receivers]
+        )
         for part in self._parts:
             part.trainer_asks(receivers)
         if publish is not None:
@@ -287,10 +289,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             if (order := part.order(request)) is not None:
                 return order
         if not progress.all_steps_done:
-            given = None
+            next_step = None
             for part in self._parts:
-                given = given or part.next_step()
-            batch = await self._former.form(given)
+                next_step = next_step or part.next_step()
+            batch = await self._former.form(next_step)
             if batch is not None:
                 progress.waits_for(f"the trainer to make version {batch.version}")
                 progress.moved()
@@ -376,7 +378,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> pb.StoredReceipt:
         await self.place.check(context)
         receipts = (part.stored(request) for part in self._parts)
-        return next((found for found in receipts if found is not None), pb.StoredReceipt())
+        return next((receipt for receipt in receipts if receipt is not None), pb.StoredReceipt())
 
     async def ReportWork(self, request: pb.WorkReport, context: CallContext) -> pb.WorkReceipt:  # noqa: N802
         # A trainer that loads its model has not registered and has no epoch yet.
@@ -419,9 +421,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def _set_aside(self, request: pb.TrainerFailure, context: CallContext) -> bool:
         """Sets the trainer's batch aside; returns whether the trainer may take another batch."""
         await self._former.take_up(request.data, self._trainer_version)
-        most = self._run.config.controller.max_set_aside_batches
+        most_in_a_row = self._run.config.controller.max_set_aside_batches
         try:
-            found = self._former.set_aside(request.data, request.message, most_in_a_row=most)
+            set_aside = self._former.set_aside(
+                request.data, request.message, most_in_a_row=most_in_a_row
+            )
         except ProtocolError as error:
             await abort(
                 context, grpc.StatusCode.FAILED_PRECONDITION, str(error), Reason.WRONG_STATE
@@ -431,11 +435,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             self._progress.fail(str(failure))
             return False
         await self._former.durable()
-        if found is not None:
+        if set_aside is not None:
             self._progress.trainer_failed("")
-            self._run.events.warn(found.describe())
+            self._run.events.warn(set_aside.describe())
             for part in self._parts:
-                part.set_aside(found)
+                part.set_aside(set_aside)
             self._progress.waits_for("the trainer to ask for its next batch")
         self._progress.moved()
         return True

@@ -59,11 +59,11 @@ class SetAside:
                 f"batch {batch.batch_id} of step {batch.version} has no group {strange[0]}; "
                 f"it has {', '.join(sorted(there))}"
             )
-        chosen = set(named) or there
+        group_ids = set(named) or there
         return cls(
             batch=batch,
-            groups=tuple(g for g in batch.groups if g.group_id in chosen),
-            put_back=tuple(g for g in batch.groups if g.group_id not in chosen),
+            groups=tuple(g for g in batch.groups if g.group_id in group_ids),
+            put_back=tuple(g for g in batch.groups if g.group_id not in group_ids),
             cause=cause,
             by=by,
         )
@@ -97,16 +97,16 @@ class SetAside:
         if self.batch.given is not None:
             return f"{begin}{self.cause}; the client that ordered the step is told"
         tasks = Counter(group.environment for group in self.groups)
-        told = ", ".join(
+        groups_text = ", ".join(
             f"{group.group_id} (environment {group.environment}, task {group.task_index})"
             for group in self.groups[:MAX_TOLD_GROUPS]
         )
         more = len(self.groups) - MAX_TOLD_GROUPS
         if more > 0:
             rest = ", ".join(f"{count} of {name}" for name, count in sorted(tasks.items()))
-            told += f" and {more} more, in all {rest}"
-        kept = f"; its other {len(self.put_back)} groups stay" if self.put_back else ""
-        return f"{begin}{self.cause}; never trained: {told}{kept}"
+            groups_text += f" and {more} more, in all {rest}"
+        rest_text = f"; its other {len(self.put_back)} groups stay" if self.put_back else ""
+        return f"{begin}{self.cause}; never trained: {groups_text}{rest_text}"
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ class StepOrder:
     @classmethod
     def from_contents(cls, contents: BatchContents) -> StepOrder | None:
         """Returns the order in a recorded batch, or None if it has groups in its place."""
-        given = contents.header.given
-        return cls(given, tuple(contents.passes)) if given.WhichOneof("step") else None
+        header_step = contents.header.given
+        return cls(header_step, tuple(contents.passes)) if header_step.WhichOneof("step") else None
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class FormedBatch:
     step: int
     batch_id: str
     groups: tuple[Group, ...]
-    # What a client asks of the step, in place of groups; None if the groups are trained.
+    # The step that a client orders, in place of groups; None if the groups are trained.
     given: StepOrder | None = None
 
     @property
@@ -276,11 +276,11 @@ def chunks(
 
 def _chunked(batch: FormedBatch, held: Collection[bytes]) -> Iterator[tuple[str, Message]]:
     """Yields the contents of all chunks in order, each with the name of its field there."""
-    given = batch.given
-    if given is not None:
-        names = [client_pass.id for client_pass in given.passes]
-        is_held = passes_digest(given.message.adapter.name, names) in held
-        for client_pass in given.passes:
+    order = batch.given
+    if order is not None:
+        names = [client_pass.id for client_pass in order.passes]
+        is_held = passes_digest(order.message.adapter.name, names) in held
+        for client_pass in order.passes:
             yield "passes", trainer_pb2.Pass(id=client_pass.id) if is_held else client_pass
         return
     for trajectory in batch.trajectories:
@@ -337,8 +337,13 @@ def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     of_turns = [trajectory.turn_rewards()[:MOST_TURNS] for trajectory in trajectories]
     several = {t.environment for t, turns in zip(trajectories, of_turns, strict=True) if turns[1:]}
     for trajectory, turns in zip(trajectories, of_turns, strict=True):
-        own = {b.name: b.reward for b in trajectory.branches if b.name and b.reward is not None}
-        measured = {f"branch_rewards/{name}": own[name] for name in sorted(own)[:MOST_BRANCHES]}
+        branch_rewards = {
+            b.name: b.reward for b in trajectory.branches if b.name and b.reward is not None
+        }
+        measured = {
+            f"branch_rewards/{name}": branch_rewards[name]
+            for name in sorted(branch_rewards)[:MOST_BRANCHES]
+        }
         measured |= trajectory.metrics
         if trajectory.environment in several:
             measured |= {f"turn_rewards/{n}": reward for n, reward in enumerate(turns, 1)}
@@ -354,7 +359,7 @@ def environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def means_of_metrics(episodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns each metric's mean over the `episodes` that have it; over all if it is ignored."""
     values: dict[str, list[float]] = {}
-    for name, value in (item for each in episodes for item in each.items()):
+    for name, value in (item for metrics in episodes for item in metrics.items()):
         values.setdefault(name, []).append(value)
     return {
         name: sum(numbers) / len(episodes)
@@ -369,12 +374,17 @@ def equal_rewards(groups: Sequence[Sequence[Trajectory]], config: Config) -> dic
 
     The rewards are the environment's: a penalty makes no two of them different.
     """
-    found: dict[str, list[bool]] = {}
+    equalities: dict[str, list[bool]] = {}
     for group in groups:
-        found.setdefault(group[0].environment, []).append(has_equal_rewards(group, config))
+        equalities.setdefault(group[0].environment, []).append(has_equal_rewards(group, config))
     return {
-        _EQUAL: statistics.fmean(is_equal for each in found.values() for is_equal in each),
-        **{f"{name}/{_EQUAL}": statistics.fmean(each) for name, each in sorted(found.items())},
+        _EQUAL: statistics.fmean(
+            is_equal for are_equal in equalities.values() for is_equal in are_equal
+        ),
+        **{
+            f"{name}/{_EQUAL}": statistics.fmean(are_equal)
+            for name, are_equal in sorted(equalities.items())
+        },
     }
 
 

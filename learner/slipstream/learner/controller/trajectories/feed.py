@@ -66,10 +66,10 @@ class Feed:
                     f"{without_end} replies of an episode stopped at none of the ends that the "
                     "run told at its start: the engine has an end of its own, which exports lack",
                 )
-        told = entry.told.setdefault("ignored", set())
-        ignored = {n.removeprefix(IGNORED) for n in metrics if n.startswith(IGNORED)} - told
+        known_names = entry.told.setdefault("ignored", set())
+        ignored = {n.removeprefix(IGNORED) for n in metrics if n.startswith(IGNORED)} - known_names
         if ignored:
-            told |= ignored
+            known_names |= ignored
             self._run.events.warn(
                 f"agents of {entry.spec.name} ask for {', '.join(sorted(ignored))}, which "
                 "changes nothing: docs/guides/agents.md says what holds"
@@ -88,7 +88,10 @@ class Feed:
     def complete(self, group: Sequence[Trajectory]) -> None:
         """Compares the prompts of a complete group."""
         entry = self._entries.get(group[0].environment)
-        prompts = {each.token_ids[: sum(each.run_lengths[:1])].tobytes() for each in group}
+        prompts = {
+            trajectory.token_ids[: sum(trajectory.run_lengths[:1])].tobytes()
+            for trajectory in group
+        }
         if entry is None or len(prompts) <= 1:
             return
         self._of(entry)["groups_with_unequal_prompts"] += 1
@@ -105,14 +108,14 @@ class Feed:
 
     def summary(self) -> dict[str, JsonValue]:
         """Returns the numbers of each environment that are not 0."""
-        found: dict[str, JsonValue] = {}
+        summaries: dict[str, JsonValue] = {}
         for name, entry in self._entries.items():
             # No episode of an environment may have begun.
             counts = {**self._of(entry), "skipped_tasks": entry.tasks_skipped}
             numbers: dict[str, JsonValue] = {key: n for key, n in counts.items() if n}
             if numbers:
-                found[name] = numbers
-        return found
+                summaries[name] = numbers
+        return summaries
 
     def _of(self, entry: EnvironmentEntry) -> Counter[str]:
         return self._counts.setdefault(entry.spec.name, Counter())

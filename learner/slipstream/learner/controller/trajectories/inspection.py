@@ -76,36 +76,39 @@ def read_claim(
 def _excess(trajectory: Trajectory, sampling: SamplingSection) -> str:
     """Returns the reason why no episode of this run can have this size, or "" if one can."""
     number = len(trajectory.branches)
-    most = sampling.max_branches
-    if number > most:
-        return f"it has {number} branches, sampling.max_branches is {most}"
+    max_branches = sampling.max_branches
+    if number > max_branches:
+        return f"it has {number} branches, sampling.max_branches is {max_branches}"
     size = len(trajectory.token_ids)
-    most = sampling.max_episode_tokens
+    max_tokens = sampling.max_episode_tokens
     for place, part in enumerate(trajectory.sequences if number else (), 1):
-        own = part.tokens.stop - part.tokens.start
-        if own > most:
-            return f"branch {place} has {own} tokens, sampling.max_episode_tokens is {most}"
+        branch_tokens = part.tokens.stop - part.tokens.start
+        if branch_tokens > max_tokens:
+            return (
+                f"branch {place} has {branch_tokens} tokens, "
+                f"sampling.max_episode_tokens is {max_tokens}"
+            )
         if trajectory.has_reward and part.sampled.start == part.sampled.stop:
             return f"branch {place} has no sampled token"
     if number and size > sampling.total_tokens:
-        most = sampling.total_tokens
-        return f"its branches have {size} tokens, sampling.max_total_tokens is {most}"
-    if not number and size > most:
-        return f"it has {size} tokens, sampling.max_episode_tokens is {most}"
+        max_tokens = sampling.total_tokens
+        return f"its branches have {size} tokens, sampling.max_total_tokens is {max_tokens}"
+    if not number and size > max_tokens:
+        return f"it has {size} tokens, sampling.max_episode_tokens is {max_tokens}"
     turns = max(trajectory.num_turns, len(trajectory.run_lengths) // 2)
-    most = sampling.max_turns or MAX_TURNS
-    if turns > most:
-        return f"it has {turns} turns, sampling.max_turns is {most}"
+    max_turns = sampling.max_turns or MAX_TURNS
+    if turns > max_turns:
+        return f"it has {turns} turns, sampling.max_turns is {max_turns}"
     if trajectory.has_reward and trajectory.num_sampled_tokens == 0:
         return "it has a reward and no sampled token"
     number = len(trajectory.images)
-    most = sampling.max_images
-    if number > most:
-        return f"it has {number} images, sampling.max_images is {most}"
+    max_images = sampling.max_images
+    if number > max_images:
+        return f"it has {number} images, sampling.max_images is {max_images}"
     largest = max(map(len, trajectory.images), default=0)
-    most = sampling.max_image_bytes
-    if largest > most:
-        return f"it has an image of {largest} bytes, sampling.max_image_bytes is {most}"
+    max_bytes = sampling.max_image_bytes
+    if largest > max_bytes:
+        return f"it has an image of {largest} bytes, sampling.max_image_bytes is {max_bytes}"
     for name, text in (("prompt", trajectory.prompt_text), ("reply", trajectory.reply_text)):
         allowed = max_text_bytes(size)
         if len(text) > allowed or len(text.encode()) > allowed:
@@ -129,17 +132,17 @@ def _reference_fault(trajectory: Trajectory, top_k: int | None, vocabulary: int)
 
     `top_k` is the number of likely tokens that its server gives, or None without such a server.
     """
-    found = trajectory.reference
-    if found is None:
+    reference = trajectory.reference
+    if reference is None:
         is_trained = trajectory.purpose is Purpose.TRAINING and trajectory.has_reward
         lacks = is_trained and top_k is not None
         return "it lacks the log-probabilities of reference.server" if lacks else ""
-    if found.top_k != top_k:
+    if reference.top_k != top_k:
         return (
-            f"it has {found.top_k} likely tokens of a reference, "
+            f"it has {reference.top_k} likely tokens of a reference, "
             f"reference.top_k is {'not set' if top_k is None else top_k}"
         )
-    largest = int(found.top_ids.max(initial=0))
+    largest = int(reference.top_ids.max(initial=0))
     if vocabulary and largest >= vocabulary:
         return f"token {largest} of its reference is outside the vocabulary of {vocabulary}"
     return ""
@@ -171,7 +174,7 @@ class EarlierIds:
     def __init__(self, history: RunHistory, journal: Journal) -> None:
         self._ended = history.ended
         self._trained_in = history.trained_in
-        # Those of `history` change when a batch is set aside.
+        # The batches of `history` change when a batch is set aside.
         self._batches = dict(history.batches)
         self._journal = journal
         # Step and ids of the batch read last: redelivered trajectories come in batch order.
@@ -195,7 +198,7 @@ class EarlierIds:
             except ProtocolError:
                 if self._journal.path(step, batch.attempt).is_file():
                     raise
-                # It was removed, maybe just now, because a checkpoint covers the batch.
+                # The file was removed, maybe just now, because a checkpoint covers the batch.
                 return True
             self._newest = step, ids
         return trajectory_id in self._newest[1]
@@ -222,7 +225,7 @@ class Inspector:
         self._largest_bytes = largest_trajectory_bytes(run.config) + NAMES_BYTES
         # Number of token ids. 0 if it is unknown.
         self._vocabulary = vocabulary_size(run.config.model.path)
-        # What earlier starts have journaled may be delivered again.
+        # Trajectories that earlier starts have journaled may be delivered again.
         self.earlier = EarlierIds(RunHistory(), books.journal)
         # The deliveries that were quarantined: all, and those in a row of each server.
         self.num_quarantined = 0
@@ -335,8 +338,8 @@ class Inspector:
             del self._in_a_row[next(iter(self._in_a_row))]
         end = TrajectoryEnd.QUARANTINED
         self._ledger.record(trajectory_id, end, cause, tokens=tokens, server=server)
-        told = f"quarantined {trajectory_id} of rollout server {server.server_id}: {cause}"
-        self._run.events.add(told, logging.ERROR)
+        message = f"quarantined {trajectory_id} of rollout server {server.server_id}: {cause}"
+        self._run.events.add(message, logging.ERROR)
         if self._in_a_row[server] >= MAX_IN_A_ROW and not self._progress.is_over:
             fault = (
                 f"rollout server {server.server_id} produces nothing but trajectories that cannot "
@@ -344,7 +347,7 @@ class Inspector:
             )
             session = self._fleet.find(server)
             every = self._fleet.sessions.values()
-            if all(each is session or each.is_leaving for each in every):
+            if all(other is session or other.is_leaving for other in every):
                 self._progress.fail(fault)
             elif session is not None and not session.is_leaving:
                 self._run.events.add(f"{fault}; it is sent away", logging.ERROR)

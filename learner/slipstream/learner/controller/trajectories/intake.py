@@ -98,8 +98,8 @@ class Intake(ServerListener):
         orphans = self._book.orphan(session.key)
         for group in orphans:
             if group.purpose is Purpose.TRAINING:
-                lost = max(group.setbacks[member] for member in group.missing)
-                cause = f"its rollout server was lost, {lost} times"
+                times_lost = max(group.setbacks[member] for member in group.missing)
+                cause = f"its rollout server was lost, {times_lost} times"
                 failure = Failure(FailureKind.INFRASTRUCTURE, cause)
                 self._give_up_spent(group, group.missing, failure)
         waiting = [g for g in orphans if g.group_id in self._book.groups and not g.is_complete]
@@ -306,7 +306,7 @@ class Intake(ServerListener):
             f"{len(filtered)} groups were left out by algorithm.filter while the batch of "
             f"step {step + 1} was formed ({_means(filtered)})"
         )
-        # One that had not full rewards shows what is not learnt yet.
+        # A group that had not full rewards shows what is not learnt yet.
         if all(group.solved for group in filtered):
             self._progress.stop(f"the task is solved: the last {count}")
         else:
@@ -391,13 +391,15 @@ class Intake(ServerListener):
             )
         number = group_number(group.group_id) or 0
         oldest = self._book.oldest_open(name)
-        most = self._run.config.controller.max_failed_groups
+        most_in_a_row = self._run.config.controller.max_failed_groups
         if (
             blamed
             and entry is not None
-            and entry.group_failed(number, cause, oldest_open=oldest, most=most)
+            and entry.group_failed(number, cause, oldest_open=oldest, most=most_in_a_row)
         ):
-            last = "its last group" if most == 1 else f"its last {most} groups all"
+            last = (
+                "its last group" if most_in_a_row == 1 else f"its last {most_in_a_row} groups all"
+            )
             self.suspend(name, f"{last} failed, the newest: {cause}")
 
     def _cancel_members(self, group: Group, cause: str) -> None:
@@ -421,7 +423,7 @@ def _means(filtered: Sequence[FilteredGroup]) -> str:
     for group in filtered:
         groups.setdefault(group.environment, []).append(group)
     return "; ".join(
-        f"{name}: {sum(group.solved for group in own)} of {len(own)} solved, mean reward "
-        f"{statistics.fmean(group.reward_mean for group in own):.3g}"
-        for name, own in sorted(groups.items())
+        f"{name}: {sum(group.solved for group in members)} of {len(members)} solved, mean reward "
+        f"{statistics.fmean(group.reward_mean for group in members):.3g}"
+        for name, members in sorted(groups.items())
     )

@@ -125,7 +125,9 @@ def mean_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> dict
         name = batch.trajectories[owner].trajectory_id
         trained.setdefault(name, []).append(sequence.advantages[sequence.loss_mask])
     values = {name: np.concatenate(parts) for name, parts in trained.items()}
-    return {name: float(found.mean()) for name, found in values.items() if found.size}
+    return {
+        name: float(advantages.mean()) for name, advantages in values.items() if advantages.size
+    }
 
 
 def weighted(
@@ -268,8 +270,8 @@ def _turns_of(trajectory: Trajectory) -> dict[str, list[Turn]]:
             if is_reply and length:
                 first = own[-1].span.stop if own else 0
                 read = trajectory.token_ids[begin:start]
-                said = trajectory.token_ids[start:end]
-                own.append(Turn(slice(first, first + length), read, said))
+                reply_tokens = trajectory.token_ids[start:end]
+                own.append(Turn(slice(first, first + length), read, reply_tokens))
                 begin = end
     return turns
 
@@ -457,10 +459,10 @@ class StepStatistics:
     def fault(self) -> str:
         """The first fault of a function, such as a value that is not finite, or "" if none."""
         columns = zip(self._columns, *self._table.tolist(), strict=True)
-        for column, total, _, most in [*columns][len(OF_ALL_STEPS) :]:
+        for column, total, _, largest in [*columns][len(OF_ALL_STEPS) :]:
             if column.reduce is Reduce.FAULTS and total:
                 return f"{column.name} gave {total:.0f} tokens a value that is not finite"
-            if not (math.isfinite(total) and most < math.inf):
+            if not (math.isfinite(total) and largest < math.inf):
                 return f"the report {column.name} is not finite"
         return ""
 
@@ -471,10 +473,12 @@ class StepStatistics:
     def metrics(self) -> dict[str, float]:
         """Returns means over the tokens and passes of the step, by the names in docs/metrics.md."""
         metrics: dict[str, float] = {}
-        for column, total, number, most in zip(self._columns, *self._table.tolist(), strict=True):
+        for column, total, number, largest in zip(
+            self._columns, *self._table.tolist(), strict=True
+        ):
             match column.reduce:
-                case Reduce.LARGEST if most > -math.inf:
-                    metrics[column.name] = most
+                case Reduce.LARGEST if largest > -math.inf:
+                    metrics[column.name] = largest
                 case Reduce.NUMBER:
                     metrics[column.name] = total / self._epochs
                 case Reduce.MEAN:

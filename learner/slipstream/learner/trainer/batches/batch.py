@@ -35,7 +35,7 @@ class Batch:
     step: int
     batch_id: str
     trajectories: tuple[Trajectory, ...]
-    # What a client asks of the step, and the passes whose gradients it takes, in place of
+    # The step that a client orders, and the passes whose gradients it takes, in place of
     # trajectories.
     given: trainer_pb2.GivenStep | None = None
     passes: tuple[trainer_pb2.Pass, ...] = ()
@@ -118,24 +118,30 @@ def untrainable(batch: Batch, indices: Sequence[int], cause: str) -> Untrainable
     owners = dict.fromkeys(batch.owners[index] for index in indices)
     ids = [batch.trajectories[owner].trajectory_id for owner in owners]
     more = f" and {len(ids) - MAX_TOLD} more" if len(ids) > MAX_TOLD else ""
-    told = f" ({', '.join(ids[:MAX_TOLD])}{more})" if ids else ""
-    return UntrainableBatch(f"{cause}{told}", ids)
+    names = f" ({', '.join(ids[:MAX_TOLD])}{more})" if ids else ""
+    return UntrainableBatch(f"{cause}{names}", ids)
 
 
 def check_staleness(batch: Batch, max_staleness: int) -> None:
     """Raises StalenessError if the lag of a token is not between 0 and `max_staleness`."""
     for trajectory in batch.trajectories:
         for span in trajectory.version_spans:
-            found = batch.step - span.version.step
-            if span.length and not 0 <= found <= max_staleness:
+            lag = batch.step - span.version.step
+            if span.length and not 0 <= lag <= max_staleness:
                 raise StalenessError(
                     f"step {batch.step + 1}: {trajectory.trajectory_id} has tokens of version "
-                    f"{span.version}, a lag of {found}, but it must be between 0 and "
+                    f"{span.version}, a lag of {lag}, but it must be between 0 and "
                     f"max_staleness {max_staleness}"
                 )
 
 
-def check_data(batch: Batch, *, max_tokens: int, multiple: int, vocab_size: int) -> None:
+def check_data(
+    batch: Batch,
+    *,
+    max_tokens: int,
+    multiple: int,
+    vocab_size: int,
+) -> None:
     """Raises UntrainableBatch for data that cannot be trained.
 
     The batch needs a sampled token. A sequence padded to a `multiple` of tokens must fit a micro
@@ -176,8 +182,13 @@ def check_pixels(trajectories: Sequence[Trajectory], ranks: Ranks) -> None:
             decoded(data)
         except ValueError as error:
             faults |= dict.fromkeys(names, str(error))
-    told = [json.loads(found) for found in ranks.gather_bytes(json.dumps(faults).encode())]
-    causes = {name: cause for found in told for name, cause in found.items()}
+    faults_of_ranks = [
+        json.loads(faults_of_rank)
+        for faults_of_rank in ranks.gather_bytes(json.dumps(faults).encode())
+    ]
+    causes = {
+        name: cause for faults_of_rank in faults_of_ranks for name, cause in faults_of_rank.items()
+    }
     faulty = [t.trajectory_id for t in trajectories if t.trajectory_id in causes]
     if faulty:
         raise UntrainableBatch(f"{faulty[0]}: {causes[faulty[0]]}", faulty)
@@ -190,19 +201,21 @@ def check_experts(trajectories: Sequence[Trajectory], config: Megatron) -> None:
         routed = trajectory.routed_experts
         if routed is None:
             continue
-        found = (*routed.expert_ids.shape[1:], routed.num_experts)
-        if found != expected:
+        routed_shape = (*routed.expert_ids.shape[1:], routed.num_experts)
+        if routed_shape != expected:
             raise UntrainableBatch(
-                f"{trajectory.trajectory_id} has experts of {found[0]} layers, {found[1]} of "
-                f"{found[2]} each, but the model has {expected[0]} layers, {expected[1]} of "
-                f"{expected[2]}",
+                f"{trajectory.trajectory_id} has experts of {routed_shape[0]} layers, "
+                f"{routed_shape[1]} of {routed_shape[2]} each, but the model has "
+                f"{expected[0]} layers, {expected[1]} of {expected[2]}",
                 [trajectory.trajectory_id],
             )
 
 
 def check_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> None:
     """Raises UntrainableBatch if an advantage is not finite, as with rewards that are too large."""
-    faulty = [i for i, one in enumerate(sequences) if not np.isfinite(one.advantages).all()]
+    faulty = [
+        i for i, sequence in enumerate(sequences) if not np.isfinite(sequence.advantages).all()
+    ]
     if faulty:
         rewards = [batch.trajectories[batch.owners[index]].reward for index in faulty]
         cause = f"advantages are not finite, of rewards from {min(rewards):g} to {max(rewards):g}"

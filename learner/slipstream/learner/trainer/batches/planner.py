@@ -95,7 +95,12 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _level(sizes: list[int], costs: list[int], max_tokens: int, number: int) -> _Bins | None:
+def _level(
+    sizes: list[int],
+    costs: list[int],
+    max_tokens: int,
+    number: int,
+) -> _Bins | None:
     """Puts each sequence into the cheapest of `number` micro batches with room; None without."""
     bins: _Bins = [[] for _ in range(number)]
     room = [max_tokens] * number
@@ -126,8 +131,8 @@ def _first_fit(sizes: list[int], max_tokens: int) -> _Bins:
     while ascending:
         members: list[int] = []
         room = max_tokens
-        while (found := bisect.bisect_right(ascending, room, key=size_of)) > 0:
-            members.append(ascending.pop(found - 1))
+        while (num_fitting := bisect.bisect_right(ascending, room, key=size_of)) > 0:
+            members.append(ascending.pop(num_fitting - 1))
             room -= sizes[members[-1]]
         bins.append(members)
     return bins

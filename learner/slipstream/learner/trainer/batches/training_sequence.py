@@ -51,7 +51,7 @@ class Column:
 
     # The type in a training sequence.
     dtype: type[np.generic]
-    # None for a field that other code computes: an estimate, or experts.
+    # The reader, or None for a field that other code computes: an estimate, or experts.
     read: Read | None = None
     # Whether the field has a value for every token of a trajectory, or only for sampled tokens.
     of_all_tokens: bool = False
@@ -90,8 +90,8 @@ def token_lags(trajectories: Sequence[Trajectory], step: int) -> npt.NDArray[np.
     )
 
 
-def _column(*arguments: Any, **named: Any) -> Mapping[str, Column]:  # noqa: ANN401 - of `Column`
-    return {"column": Column(*arguments, **named)}
+def _column(*arguments: Any, **keywords: Any) -> Mapping[str, Column]:  # noqa: ANN401 - of `Column`
+    return {"column": Column(*arguments, **keywords)}
 
 
 def _joined(name: str) -> Read:
@@ -152,7 +152,12 @@ class TokenFields(TokenEstimates[Array]):
     """All fields of the tokens of a sequence or of a micro batch, [tokens, ...] each."""
 
     token_ids: Array = field(
-        metadata=_column(np.int64, _joined("token_ids"), of_all_tokens=True, at_prediction=False)
+        metadata=_column(
+            np.int64,
+            _joined("token_ids"),
+            of_all_tokens=True,
+            at_prediction=False,
+        )
     )
     # The token that each position predicts; 0 at the end of a sequence.
     targets: Array = field(metadata=_column(np.int64, _joined("token_ids"), of_all_tokens=True))
@@ -171,15 +176,15 @@ class TokenFields(TokenEstimates[Array]):
 
     def map_fields(self, change: Callable[[Array, Column], Array]) -> Self:
         """Returns a copy with `change(array, column)` in place of every array that is not None."""
-        known = ((name, column, getattr(self, name)) for name, column in TOKEN_FIELDS.items())
+        fields = ((name, column, getattr(self, name)) for name, column in TOKEN_FIELDS.items())
         changed = {
-            name: change(array, column) for name, column, array in known if array is not None
+            name: change(array, column) for name, column, array in fields if array is not None
         }
         return dataclasses.replace(self, **changed)
 
 
 TOKEN_FIELDS: Mapping[str, Column] = {
-    each.name: each.metadata["column"] for each in dataclasses.fields(TokenFields)
+    field_.name: field_.metadata["column"] for field_ in dataclasses.fields(TokenFields)
 }
 
 
@@ -202,7 +207,7 @@ def images_of(
     differ from the processor's.
     """
     name = trajectory.trajectory_id
-    found = []
+    images = []
     for offset, image in trajectory.image_places:
         if not tokens.start <= offset < tokens.stop:
             continue
@@ -214,8 +219,8 @@ def images_of(
         end = offset + len(expected)
         if end > tokens.stop or trajectory.token_ids[offset:end].tolist() != expected:
             raise UntrainableBatch(f"{name}: an image of {len(expected)} tokens has others", [name])
-        found.append(SequenceImage(offset - tokens.start, data, processor))
-    return tuple(found)
+        images.append(SequenceImage(offset - tokens.start, data, processor))
+    return tuple(images)
 
 
 @dataclass(frozen=True)
@@ -243,14 +248,14 @@ class ImageInputs:
         for placed, length in zip(images, lengths, strict=True):
             spans = []
             for image in placed:
-                found = image.processor.pixels(image.data)
-                height, width = (side // image.processor.merge for side in found.grid[1:])
+                pixels_of_image = image.processor.pixels(image.data)
+                height, width = (side // image.processor.merge for side in pixels_of_image.grid[1:])
                 first = start + image.offset
                 count = height * width
                 rows[first : first + count] = num_rows + np.arange(count)
                 num_rows += count
-                pixels.append(found.values)
-                grids.append(found.grid)
+                pixels.append(pixels_of_image.values)
+                grids.append(pixels_of_image.grid)
                 spans.append((image.offset, height, width))
             positions.append(image_positions(length, spans))
             start += length
@@ -274,18 +279,18 @@ def image_positions(length: int, spans: Sequence[tuple[int, int, int]]) -> npt.N
     by row and column; text after an image continues after the largest position so far. Source:
     arXiv:2409.12191, section 2.1.
     """
-    found = np.empty((length, _AXES), dtype=np.int64)
+    positions = np.empty((length, _AXES), dtype=np.int64)
     place = 0
     position = 0
     for offset, height, width in spans:
-        found[place:offset] = (position + np.arange(offset - place))[:, None]
+        positions[place:offset] = (position + np.arange(offset - place))[:, None]
         position += offset - place
         grid = np.moveaxis(np.indices((1, height, width)), 0, -1).reshape(-1, _AXES)
         place = offset + height * width
-        found[offset:place] = position + grid
+        positions[offset:place] = position + grid
         position += max(height, width)
-    found[place:] = (position + np.arange(length - place))[:, None]
-    return found
+    positions[place:] = (position + np.arange(length - place))[:, None]
+    return positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,20 +333,20 @@ class TrainingSequence(TokenFields[NumpyArray]):
             if column.read is not None:
                 values = column.read(trajectories, step)
             else:
-                known = [getattr(one, name, None) for one in estimates]
-                values = None if known[0] is None else column.joined(known, lengths)
+                arrays = [getattr(estimate, name, None) for estimate in estimates]
+                values = None if arrays[0] is None else column.joined(arrays, lengths)
             if values is None:
                 continue
             if column.of_all_tokens:
-                whole = values.astype(column.dtype)
+                all_values = values.astype(column.dtype)
             else:
-                whole = np.zeros((len(sampled), *values.shape[1:]), dtype=column.dtype)
-                whole[sampled] = values
+                all_values = np.zeros((len(sampled), *values.shape[1:]), dtype=column.dtype)
+                all_values[sampled] = values
             if column.at_prediction:
                 # The value of token i + 1 stands at i, and 0 at the last position of a sequence.
-                whole = np.roll(whole, -1, axis=0)
-                whole[ends - 1] = 0
-            fields[name] = np.split(whole, ends[:-1])
+                all_values = np.roll(all_values, -1, axis=0)
+                all_values[ends - 1] = 0
+            fields[name] = np.split(all_values, ends[:-1])
         if with_experts:
             fields["expert_ids"] = [
                 None if t.routed_experts is None else t.routed_experts.expert_ids[tokens]
@@ -388,7 +393,7 @@ class MicroBatch(TokenFields[Tensor]):
     indices: tuple[int, ...]
     # Keys of tree attention; None if each sequence attends to its own tokens.
     paths: Paths | None = None
-    # None if no sequence has images.
+    # The images, or None if no sequence has any.
     images: ImageInputs | None = None
 
     @property
@@ -486,13 +491,13 @@ def gathered_places(bounds: tuple[int, ...], size: int) -> Tensor:
     return torch.cat([zigzag(bounds, rank, size) for rank in range(size)]).argsort()
 
 
-def share_of_rank(whole: MicroBatch, rank: int, size: int) -> MicroBatch:
+def share_of_rank(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
     """Returns a rank's share; `cu_seqlens` and `max_seqlen` still describe whole sequences."""
     if size == 1:
-        return whole
-    places = zigzag(whole.cu_seqlens.tolist(), rank, size)
+        return micro_batch
+    places = zigzag(micro_batch.cu_seqlens.tolist(), rank, size)
     # The first dim of all other tensors is tokens.
-    return with_tensors(whole, lambda tensor: tensor[places], but="cu_seqlens")
+    return with_tensors(micro_batch, lambda tensor: tensor[places], but="cu_seqlens")
 
 
 @dataclass(frozen=True)

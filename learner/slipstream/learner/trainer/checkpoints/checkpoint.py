@@ -89,10 +89,10 @@ class Checkpointer:
             return str(steps[-1]).encode() if steps else b""
 
         # An interrupted save may fill the disk, and the check writes a file: clean up first.
-        chosen = self._disk.on_main(newest_step)
+        newest = self._disk.on_main(newest_step)
         if self._settings.every_steps:
             check_shared(self._folder, self._ranks)
-        step = self._ranks.broadcast_bytes(chosen)
+        step = self._ranks.broadcast_bytes(newest)
         return self.load(int(step)) if step else None
 
     def load(self, step: int, chosen: Sequence[StoredModel] = ()) -> checkpoints.Manifest:
@@ -113,8 +113,8 @@ class Checkpointer:
                 raise CheckpointError(
                     f"{path} holds {', '.join(manifest.models)}, the run has {', '.join(names)}"
                 )
-            own = manifest.files[self._ranks.rank :: self._ranks.world_size]
-            checkpoints.check_files(path, own, self._disk.moved)
+            own_files = manifest.files[self._ranks.rank :: self._ranks.world_size]
+            checkpoints.check_files(path, own_files, self._disk.moved)
             return manifest
 
         manifest = self._disk.together(check)
@@ -144,8 +144,8 @@ class Checkpointer:
         ]
         load_models(models, path / STATE_FOLDER, self._disk)
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-        for group, kept in zip(groups, settings, strict=True):
-            group.update(kept)
+        for group, group_settings in zip(groups, settings, strict=True):
+            group.update(group_settings)
         if chosen:
             return manifest
         self._adapters.update(manifest.adapters)
@@ -180,7 +180,7 @@ class Checkpointer:
         self._host.begin()
         pending = begin_save(self._models, partial / STATE_FOLDER, host=self._host, disk=self._disk)
         self._last_step = version.step
-        # This rank's file is written in its thread, while training goes on.
+        # The rank's file is written in its thread, while training goes on.
         entries = self._disk.start(pending.write)
         adapters = dict(self._adapters)
         self._write = _Write(version, weight_digest.hex(), partial, pending, entries, adapters)
@@ -207,8 +207,10 @@ class Checkpointer:
 
         def describe_index() -> list[checkpoints.FileEntry]:
             # Rank 0's files other than its own part.
-            found = (partial / STATE_FOLDER).iterdir()
-            names = [f"{STATE_FOLDER}/{path.name}" for path in found if path.suffix != ".distcp"]
+            state_files = (partial / STATE_FOLDER).iterdir()
+            names = [
+                f"{STATE_FOLDER}/{path.name}" for path in state_files if path.suffix != ".distcp"
+            ]
             return [checkpoints.describe_file(partial, name, self._disk.moved) for name in names]
 
         def publish() -> Saved:
@@ -229,7 +231,7 @@ class Checkpointer:
                 saved_unix_s=time.time(),
                 files=tuple(sorted(files, key=lambda file: file.path)),
             )
-            # It is the last file: a folder with a manifest is complete.
+            # The manifest is the last file: a folder with a manifest is complete.
             data = manifest.model_dump_json(indent=1).encode()
             replace_file(partial / checkpoints.MANIFEST_NAME, data)
             path = checkpoints.publish_and_retain(
@@ -239,16 +241,16 @@ class Checkpointer:
             logger.info("checkpoint %s: %d bytes, %.2f s", path, manifest.num_bytes, wall_s)
             return Saved(manifest, path, wall_s)
 
-        own = self._disk.wait(write.entries)
+        own_entries = self._disk.wait(write.entries)
         write.pending.finish()
-        own += self._disk.on_main(describe_index) or []
-        encoded = json.dumps([entry.model_dump() for entry in own]).encode()
+        own_entries += self._disk.on_main(describe_index) or []
+        encoded = json.dumps([entry.model_dump() for entry in own_entries]).encode()
         entries = self._ranks.gather_bytes(encoded)
         return self._disk.on_main(publish)
 
     def _optimizers(self) -> dict[str, str]:
-        found = {model.name: model.optimizer for model in self._models if model.optimizer}
-        return {name: optimizer.config.optimizer for name, optimizer in found.items()}
+        optimizers = {model.name: model.optimizer for model in self._models if model.optimizer}
+        return {name: optimizer.config.optimizer for name, optimizer in optimizers.items()}
 
     def _layout(self) -> checkpoints.Layout:
         learner = self._config.learner

@@ -122,9 +122,9 @@ class DiskWork:
         is_done = future.done()
         silent_s = time.monotonic() - self._moved_s
         failed = is_done and future.exception() is not None
-        own = _STATE.pack(is_done, failed, self._num_bytes, silent_s)
-        found = self.ranks.gather_bytes(own)
-        states = [_STATE.unpack(state) for state in found]
+        own_state = _STATE.pack(is_done, failed, self._num_bytes, silent_s)
+        all_states = self.ranks.gather_bytes(own_state)
+        states = [_STATE.unpack(state) for state in all_states]
         for rank, (is_done, _, _, silent_s) in enumerate(states):
             if not is_done and silent_s > limit_s:
                 raise CheckpointError(
@@ -224,7 +224,7 @@ class SyncedFile(CountedFile):
             self.problem = self.problem or error
             raise
         finally:
-            # Whoever gave the bytes may change them now.
+            # The caller may change the bytes now.
             if digested is not None:
                 digested.result()
         return done

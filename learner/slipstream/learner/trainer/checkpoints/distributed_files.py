@@ -89,8 +89,8 @@ def begin_save(
             with model.in_force():
                 groups = model.optimizer.param_groups
                 updates = max((group.get("step") or 0 for group in groups), default=0)
-            own = torch.tensor([float(updates)])
-            state[model.name][_UPDATES] = int(disk.ranks.max(own))
+            num_updates = torch.tensor([float(updates)])
+            state[model.name][_UPDATES] = int(disk.ranks.max(num_updates))
     try:
         dist_checkpointing.save(
             state,
@@ -154,12 +154,15 @@ def sharded_states(models: Sequence[StoredModel], host: HostCopies | None = None
                     )
                 if host is not None:
                     # Megatron would warn of an entry that is None, as ranks differ.
-                    own = state["optimizer"]
-                    for part in (own, *(one for one in own.values() if isinstance(one, dict))):
-                        if part.get("param_state", own) is None:
+                    optimizer_state = state["optimizer"]
+                    for part in (
+                        optimizer_state,
+                        *(entry for entry in optimizer_state.values() if isinstance(entry, dict)),
+                    ):
+                        if part.get("param_state", optimizer_state) is None:
                             del part["param_state"]
             if model.content == "adapter":
-                # Another adapter will be in the model when these tensors are used.
+                # A different adapter will be in the model when these tensors are used.
                 detach(state)
             if model.name != POLICY:
                 add_prefix_for_sharding(state, f"{model.name}.")
@@ -215,14 +218,17 @@ class _SafeLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):  # type: ignor
         state, flat, renamed = torch_dist._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict
         )
-        wanted = torch_dist.mcore_to_pyt_state_dict(state, True)
+        stored_tensors = torch_dist.mcore_to_pyt_state_dict(state, True)
         planner = _SafePlanner(
             shapes_validation_sharded_tensors=exact, allow_shape_mismatch_sharded_tensors=padded
         )
         reader = _SafeReader(checkpoint_dir, self._disk.moved)
-        self._disk.together(lambda: _read(wanted, reader, planner))
+        self._disk.together(lambda: _read(stored_tensors, reader, planner))
         loaded: dict[str, Any] = torch_dist._replace_sharded_keys_with_state_dict_keys(
-            {key: torch_dist._unwrap_pyt_sharded_tensor(value) for key, value in wanted.items()},
+            {
+                key: torch_dist._unwrap_pyt_sharded_tensor(value)
+                for key, value in stored_tensors.items()
+            },
             flat,
             renamed,
         )
@@ -231,10 +237,10 @@ class _SafeLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):  # type: ignor
 
 
 @torch.no_grad()
-def _read(wanted: dict[str, Any], reader: _SafeReader, planner: _SafePlanner) -> None:
+def _read(tensors: dict[str, Any], reader: _SafeReader, planner: _SafePlanner) -> None:
     """Reads this rank's tensors, like torch's `load` but without the other ranks."""
     index = reader.read_metadata()
-    planner.set_up_planner(wanted, index, is_coordinator=True)
+    planner.set_up_planner(tensors, index, is_coordinator=True)
     reader.set_up_storage_reader(index, is_coordinator=True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
@@ -257,16 +263,16 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Keeps all data of the plan; copies tensors that training may change."""
         self._file_name = f"{plan.storage_data.prefix}0.distcp"
-        found: list[Any] = [planner.resolve_data(item) for item in plan.items]
-        found = [data.detach() if isinstance(data, Tensor) else data for data in found]
-        copies = iter(self._host.copy([data for data in found if _is_on_device(data)]))
-        for item, data in zip(plan.items, found, strict=True):
-            kept = data
+        tensors: list[Any] = [planner.resolve_data(item) for item in plan.items]
+        tensors = [data.detach() if isinstance(data, Tensor) else data for data in tensors]
+        copies = iter(self._host.copy([data for data in tensors if _is_on_device(data)]))
+        for item, data in zip(plan.items, tensors, strict=True):
+            data_to_write = data
             if _is_on_device(data):
-                kept = next(copies)
+                data_to_write = next(copies)
             elif isinstance(data, Tensor) and not self._host.holds(data):
-                kept = data.clone()
-            self._items.append((item, kept))
+                data_to_write = data.clone()
+            self._items.append((item, data_to_write))
 
     def write(self) -> list[FileEntry]:
         """Writes and syncs the file; returns its entry, or [] if there is no file or it fails.
@@ -315,9 +321,9 @@ class HostWriter(FileSystemWriterAsync):  # type: ignore[misc]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Keeps the index of all ranks' files on rank 0, until `write_index` writes it."""
-        # This copy leaves out plans, which only a later save by Megatron would use.
-        kept = {f.name: getattr(metadata, f.name) for f in dataclasses.fields(metadata)}
-        self._index = type(metadata)(**kept), results
+        # The copy leaves out plans, which only a later save by Megatron would use.
+        metadata_fields = {f.name: getattr(metadata, f.name) for f in dataclasses.fields(metadata)}
+        self._index = type(metadata)(**metadata_fields), results
 
     def write_index(self) -> None:
         """Writes the index and the checkpoint's format, if this is rank 0; not collective."""
@@ -408,7 +414,9 @@ def gathering(optimizer: Megatron, host: HostCopies | None) -> Iterator[None]:
     gets zeros, into which the state is loaded.
     """
     # The optimizer's parts whose state is split over data-parallel ranks.
-    parts = [one for one in optimizer.chained_optimizers if isinstance(one, DistributedOptimizer)]
+    parts = [
+        part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)
+    ]
     # Megatron calls `gc.collect` at the end, which is fast because it skips frozen objects.
     gc.freeze()
     for part in parts:
@@ -430,27 +438,29 @@ def _gather(part: Megatron, host: HostCopies | None, **_: object) -> dict[Any, A
         # Megatron looks for parameters at their places in the buffer, padding of buckets included.
         # Megatron's method leaves out the padding: behind the first padded bucket it would save the
         # state of other parameters.
-        whole: dict[str, Any] = {}
+        gathered: dict[str, Any] = {}
         if host is None:
-            whole = {key: torch.zeros(buffer.numel, device="cpu") for key in KEYS}
+            gathered = {key: torch.zeros(buffer.numel, device="cpu") for key in KEYS}
         else:
             if group.rank() == 0:
-                whole = {key: host.empty(buffer.numel, torch.float32) for key in KEYS}
+                gathered = {key: host.empty(buffer.numel, torch.float32) for key in KEYS}
             for bucket, bucket_ranges in zip(buffer.buckets, ranges, strict=True):
                 # The tensors of this rank's share of the bucket, with their begins and ends in it.
                 places: list[tuple[int, int, dict[str, Tensor]]] = [
                     (
-                        its["gbuf_local"].start,
-                        its["gbuf_local"].end,
+                        spans["gbuf_local"].start,
+                        spans["gbuf_local"].end,
                         part._get_main_param_and_optimizer_states(parameter),
                     )
-                    for parameter, its in bucket_ranges["param_map"].items()
+                    for parameter, spans in bucket_ranges["param_map"].items()
                 ]
                 for key in KEYS:
-                    own = [(a, b, found[key].detach().reshape(-1)) for a, b, found in places]
-                    target = whole[key][bucket.offset :] if whole else None
-                    _gather_bucket(own, bucket.grad_data, target, group)
-        state[number] = {dtype: {**whole, "numel_unpadded": buffer.numel_unpadded}}
+                    own_places = [
+                        (a, b, states[key].detach().reshape(-1)) for a, b, states in places
+                    ]
+                    target = gathered[key][bucket.offset :] if gathered else None
+                    _gather_bucket(own_places, bucket.grad_data, target, group)
+        state[number] = {dtype: {**gathered, "numel_unpadded": buffer.numel_unpadded}}
     if host is None:
         return state
     host.wait()
@@ -468,22 +478,26 @@ def _gather_bucket(
     share = gradients.numel() // group.size()
     part = max(1, min(share, PART_ELEMENTS // size))
     for begin in range(0, share, part):
-        own = torch.empty(min(part, share - begin), dtype=torch.float32, device=gradients.device)
-        end = begin + own.numel()
+        own_part = torch.empty(
+            min(part, share - begin), dtype=torch.float32, device=gradients.device
+        )
+        end = begin + own_part.numel()
         for start, stop, tensor in places:
             first = max(start, begin)
             last = min(stop, end)
             if first < last:
-                own[first - begin : last - begin].copy_(tensor[first - start : last - start])
-        received: list[Tensor] | None = [own] if target is not None else None
+                own_part[first - begin : last - begin].copy_(tensor[first - start : last - start])
+        received: list[Tensor] | None = [own_part] if target is not None else None
         if size > 1:
             if target is not None:
-                received = list(torch.empty(size, own.numel(), device=own.device).unbind())
-            dist.gather(own, received, dst=dist.get_global_rank(group, 0), group=group)
+                received = list(
+                    torch.empty(size, own_part.numel(), device=own_part.device).unbind()
+                )
+            dist.gather(own_part, received, dst=dist.get_global_rank(group, 0), group=group)
         if target is not None:
             for rank, values in enumerate(received or ()):
                 at = rank * share + begin
-                target[at : at + own.numel()].copy_(values, non_blocking=True)
+                target[at : at + own_part.numel()].copy_(values, non_blocking=True)
 
 
 def detach(state: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ class HostCopies:
         """Returns finished copies in the same order, each in a storage of exactly its size."""
         if not tensors:
             return []
-        # One block has room for all: pinning many small ones takes longer.
+        # A single block has room for all: pinning many small ones takes longer.
         self._block_for(sum(_aligned(tensor.nbytes) for tensor in tensors))
         copies = [self.empty(t.numel(), t.dtype).view(t.shape) for t in tensors]
         for copied, tensor in zip(copies, tensors, strict=True):
@@ -75,14 +75,16 @@ class HostCopies:
         """Whether `tensor` is stored in this memory, where training does not change it."""
         address = tensor.data_ptr()
         wholes = [block.whole for block in self._blocks]
-        return any(0 <= address - whole.data_ptr() < len(whole) for whole in wholes)
+        return any(
+            0 <= address - block_memory.data_ptr() < len(block_memory) for block_memory in wholes
+        )
 
     def _block_for(self, num_bytes: int) -> _Block:
         for block in self._blocks:
             if block.room >= _aligned(num_bytes):
                 return block
-        least = LEAST_BYTES if self._device.type == "cuda" else mmap.PAGESIZE
-        size = max(_aligned(num_bytes), least)
+        least_bytes = LEAST_BYTES if self._device.type == "cuda" else mmap.PAGESIZE
+        size = max(_aligned(num_bytes), least_bytes)
         try:
             # Shared memory would have no large pages.
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -94,16 +96,16 @@ class HostCopies:
         for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
             with contextlib.suppress(OSError):
                 memory.madvise(advice)
-        whole = torch.frombuffer(memory, dtype=torch.uint8).zero_()
+        block_memory = torch.frombuffer(memory, dtype=torch.uint8).zero_()
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):
                 runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-                if code := int(runtime.cudaHostRegister(whole.data_ptr(), size, 0)):
+                if code := int(runtime.cudaHostRegister(block_memory.data_ptr(), size, 0)):
                     raise CheckpointError(
                         f"{size} bytes of main memory for a checkpoint cannot be pinned: "
                         f"CUDA error {code}"
                     )
-        self._blocks.append(_Block(memory, whole, size))
+        self._blocks.append(_Block(memory, block_memory, size))
         return self._blocks[-1]
 
 

@@ -92,13 +92,15 @@ def stored_policy(policy: Policy, *, with_optimizer: bool = True) -> list[Stored
     ]
 
 
-def stored_adapter(policy: Policy, name: str, own: str, optimizer: Megatron | None) -> StoredModel:
-    """Returns the adapter that a checkpoint has as `name`, for the policy's adapter `own`."""
+def stored_adapter(
+    policy: Policy, name: str, policy_adapter: str, optimizer: Megatron | None
+) -> StoredModel:
+    """Returns the adapter that a checkpoint has as `name`, for the policy's `policy_adapter`."""
     return StoredModel(
         f"adapter-{name}",
         policy.chunks,
         optimizer,
-        in_force=partial(policy.adapters.active, own),
+        in_force=partial(policy.adapters.active, policy_adapter),
         content="adapter",
     )
 
@@ -110,8 +112,8 @@ def check_saved(path: Path, ranks: Ranks) -> None:
     disk = DiskWork(path, ranks)
 
     def check() -> None:
-        own = read_manifest(path).files[ranks.rank :: ranks.world_size]
-        check_files(path, own, disk.moved)
+        own_files = read_manifest(path).files[ranks.rank :: ranks.world_size]
+        check_files(path, own_files, disk.moved)
 
     disk.together(check)
 

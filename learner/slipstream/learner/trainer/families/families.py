@@ -202,14 +202,14 @@ class GptOssBridge(FamilyBridge):
 
         Bridge's mappings turn gate and up projections back only if these are not square.
         """
-        found = super().maybe_modify_loaded_hf_weight(hf_param, hf_state_dict)
-        return found.mT if isinstance(found, Tensor) and found.dim() == 3 else found
+        tensors = super().maybe_modify_loaded_hf_weight(hf_param, hf_state_dict)
+        return tensors.mT if isinstance(tensors, Tensor) and tensors.dim() == 3 else tensors
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
         provider.add_bias_linear = provider.add_qkv_bias = True
         provider.softmax_type = "learnable"
         provider.moe_ffn_hidden_size = settings.intermediate_size
-        # Its slope is 1.702, like swiglu_alpha.
+        # The slope is 1.702, like swiglu_alpha.
         provider.activation_func = quick_gelu
         # The only supported value of swiglu_limit; older files do not name it.
         provider.activation_func_clamp_value = 7.0

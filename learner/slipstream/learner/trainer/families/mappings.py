@@ -195,15 +195,15 @@ class _Turned:
 
     def hf_to_megatron(self: Megatron, hf_weights: Tensor, megatron_module: Megatron) -> Tensor:
         """Returns this rank's part of the expert's matrix."""
-        found: Tensor = super().hf_to_megatron(hf_weights.mT, megatron_module)  # type: ignore[misc]
-        return found
+        matrix: Tensor = super().hf_to_megatron(hf_weights.mT, megatron_module)  # type: ignore[misc]
+        return matrix
 
     def megatron_to_hf(
         self: Megatron, megatron_weights: Tensor | None, megatron_module: Megatron
     ) -> dict[str, Tensor]:
         """Returns the matrix by its name in the files, stacked over expert parallel ranks."""
-        found = super().megatron_to_hf(megatron_weights, megatron_module)  # type: ignore[misc]
-        return {name: tensor.mT.contiguous() for name, tensor in found.items()}
+        matrices = super().megatron_to_hf(megatron_weights, megatron_module)  # type: ignore[misc]
+        return {name: tensor.mT.contiguous() for name, tensor in matrices.items()}
 
 
 class _TurnedExpert(_Turned, FusedExpertMapping):  # type: ignore[misc]

@@ -42,7 +42,7 @@ class Qwen35Bridge(FamilyBridge):
     """Qwen3.5 without images: delta nets (arXiv:2412.06464), gated attention, gated MLPs."""
 
     def _adjust(self, provider: Megatron, settings: Megatron) -> None:
-        # Its norms multiply by 1 + weight, and its further layers are not trained.
+        # The model's norms multiply by 1 + weight, and its further layers are not trained.
         provider.layernorm_zero_centered_gamma = True
         provider.qk_layernorm = True
         provider.attention_output_gate = True

@@ -67,7 +67,7 @@ class VisionBridge(FamilyBridge):
         return provider
 
     def mapping_registry(self) -> Megatron:
-        whole = ReplicatedMapping(
+        tower = ReplicatedMapping(
             megatron_param="visual.inner.**", hf_param=f"{self.tower_folder}**"
         )
 
@@ -76,13 +76,13 @@ class VisionBridge(FamilyBridge):
 
         decoder = self._mappings()
         for mapping in decoder:
-            known = mapping.hf_param
+            hf_param = mapping.hf_param
             mapping.hf_param = (
-                placed(known)
-                if isinstance(known, str)
-                else {part: placed(name) for part, name in known.items()}
+                placed(hf_param)
+                if isinstance(hf_param, str)
+                else {part: placed(name) for part, name in hf_param.items()}
             )
-        return MegatronMappingRegistry(*decoder, whole)
+        return MegatronMappingRegistry(*decoder, tower)
 
 
 @recipe_for(Qwen2_5_VLForConditionalGeneration, "qwen2_5_vl")
@@ -181,7 +181,9 @@ class Vision:
         if images is None:
             if self._is_trained and torch.is_grad_enabled():
                 unused = self._chunk.visual(self._smallest.to(states.device))
-                states = states + sum((one.sum() for one in unused), states.new_zeros(())) * 0
+                states = (
+                    states + sum((features.sum() for features in unused), states.new_zeros(())) * 0
+                )
             return states
         self._features = self._chunk.visual(images)
         is_image, placed = self._placed(self._features[0])
@@ -190,9 +192,9 @@ class Vision:
     def _deeper(self, place: int, _layer: object, _arguments: object, output: Megatron) -> Megatron:
         if self._images is None:
             return output
-        states, *others = output
+        states, *rest = output
         _, placed = self._placed(self._features[place])
-        return (states + placed.to(states.dtype), *others)
+        return (states + placed.to(states.dtype), *rest)
 
     def _placed(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a mask of this rank's image tokens, and their features (0 for other tokens)."""

@@ -22,10 +22,10 @@ def keep_buffers(module: Megatron, names: Iterable[str]) -> None:
     convert = module._apply
 
     def kept(function: Callable[[Tensor], Tensor], recurse: bool = True) -> Megatron:
-        own = {name: getattr(module, name) for name in names}
-        found = convert(function, recurse)
-        for name, value in own.items():
+        buffers = {name: getattr(module, name) for name in names}
+        converted = convert(function, recurse)
+        for name, value in buffers.items():
             setattr(module, name, value.to(getattr(module, name).device))
-        return found
+        return converted
 
     module._apply = kept

@@ -122,9 +122,9 @@ class CoreAttention(SplitByHeads):
             mask = group.seen()
             scale = self.softmax_scale
             if self.softmax_offset is not None:
-                found = attend(query, key, value, mask, scores=self.softmax_offset, scale=scale)
+                output = attend(query, key, value, mask, scores=self.softmax_offset, scale=scale)
             else:
-                found = F.scaled_dot_product_attention(
+                output = F.scaled_dot_product_attention(
                     query,
                     key,
                     value,
@@ -133,7 +133,7 @@ class CoreAttention(SplitByHeads):
                     scale=scale,
                     enable_gqa=key.shape[1] != query.shape[1],
                 )
-            return found.transpose(1, 2)[group.is_query]
+            return output.transpose(1, 2)[group.is_query]
 
         # Activations of all blocks would not fit: the backward pass recomputes each block.
         again = functools.partial(
@@ -167,10 +167,15 @@ def make_whole_vectors(chunks: list[Megatron]) -> list[Megatron]:
 
 def new_scores(config: Megatron) -> torch.nn.Parameter:
     """Returns a parameter for the sink scores of this rank's heads, NaN until it is loaded."""
-    own = config.num_attention_heads // config.tensor_model_parallel_size
+    num_heads = config.num_attention_heads // config.tensor_model_parallel_size
     # NaN reveals scores that were not loaded.
     scores = torch.nn.Parameter(
-        torch.full((own,), torch.nan, dtype=config.params_dtype, device=own_device(config))
+        torch.full(
+            (num_heads,),
+            torch.nan,
+            dtype=config.params_dtype,
+            device=own_device(config),
+        )
     )
     # The gradient norm counts the scores of all ranks.
     scores.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -178,7 +183,13 @@ def new_scores(config: Megatron) -> torch.nn.Parameter:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scores: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scores: Tensor,
+    scale: float,
 ) -> Tensor:
     """Computes attention over dim 2 of [sequences, heads, length, dim], with a sink per query head.
 
@@ -198,14 +209,46 @@ def attend(
     # Two dimensions for each: 1 / scale may have more digits than the element type.
     large = torch.tensor(1.0 / scale, dtype=query.dtype, device=query.device)
     small = (1.0 / scale - large.double()).to(query.dtype)
-    chosen = torch.eye(per_group, dtype=query.dtype, device=query.device).repeat(groups, 1)
-    chosen = torch.cat([chosen * large, chosen * small], dim=-1)[None, :, None]
-    query = torch.cat([query, chosen.expand(len(query), -1, length, -1)], dim=-1)
-    by_group = scores.to(key.dtype).view(1, groups, 1, per_group).expand(len(key), -1, -1, -1)
-    sink = torch.cat([by_group.new_zeros(len(key), groups, 1, dim), by_group, by_group], dim=-1)
+    columns = torch.eye(per_group, dtype=query.dtype, device=query.device).repeat(groups, 1)
+    columns = torch.cat([columns * large, columns * small], dim=-1)[None, :, None]
+    query = torch.cat(
+        [
+            query,
+            columns.expand(
+                len(query),
+                -1,
+                length,
+                -1,
+            ),
+        ],
+        dim=-1,
+    )
+    by_group = (
+        scores.to(key.dtype)
+        .view(1, groups, 1, per_group)
+        .expand(
+            len(key),
+            -1,
+            -1,
+            -1,
+        )
+    )
+    sink = torch.cat(
+        [
+            by_group.new_zeros(
+                len(key),
+                groups,
+                1,
+                dim,
+            ),
+            by_group,
+            by_group,
+        ],
+        dim=-1,
+    )
     key = torch.cat([sink, F.pad(key, (0, 2 * per_group))], dim=2)
     value = F.pad(value, (0, 2 * per_group, 1, 0))
-    found = F.scaled_dot_product_attention(
+    output = F.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -214,7 +257,7 @@ def attend(
         scale=scale,
         enable_gqa=per_group > 1,
     )[..., :dim]
-    return found[:, :, 1:] if is_causal else found
+    return output[:, :, 1:] if is_causal else output
 
 
 @dataclass
@@ -309,7 +352,7 @@ def mixed_in_rows(mix: Callable[..., Tensor], tokens: Sequence[Tensor], packed: 
     bounds = tuple(packed.cu_seqlens_q.tolist())
     groups, order = length_groups(bounds, tokens[0].device)
     parts = [
-        mix(*(rows(each, group.queries) for each in tokens))[group.is_query] for group in groups
+        mix(*(rows(tensor, group.queries) for tensor in tokens))[group.is_query] for group in groups
     ]
     return torch.cat(parts).index_select(0, order)
 
@@ -356,17 +399,19 @@ def length_groups(
             for span, _ in members:
                 groups += _blocks(span, bounds, device, split, window)
             continue
-        own, is_own = _places([(start // size, end // size) for (start, end), _ in members])
+        query_places, is_own = _places(
+            [(start // size, end // size) for (start, end), _ in members]
+        )
         keys, is_key = _places([span for _, span in members])
         mask = None
         if not is_plain or key_bounds is not None:
             # The distance from a query's place to that of its own key.
             shifts = torch.tensor([[of_keys[1] - of_own[1]] for of_own, of_keys in members])
-            queries = zigzag(bounds, rank, size)[own] + shifts
+            queries = zigzag(bounds, rank, size)[query_places] + shifts
             mask = _seen(queries, keys, is_key, window)
         if size > 1:
             keys = gathered_places(bounds, size)[keys]
-        groups.append(LengthGroup(own, is_own, keys, mask))
+        groups.append(LengthGroup(query_places, is_own, keys, mask))
     order = torch.cat([group.queries[group.is_query] for group in groups]).argsort()
     placed = [with_tensors(group, lambda tensor: tensor.to(device)) for group in groups]
     return placed, order.to(device)
@@ -394,11 +439,11 @@ def _blocks(
         for done in range(0, chunk, step):
             count = min(step, chunk - done)
             at = first + done
-            least = 0 if window is None else max(0, at - window)
-            own = queries[:, number * chunk + done :][:, :count]
-            seen = keys[:, least : at + count]
-            is_query = torch.ones_like(own, dtype=torch.bool)
-            groups.append(LengthGroup(own, is_query, seen, None, at - least, window))
+            first_key = 0 if window is None else max(0, at - window)
+            block = queries[:, number * chunk + done :][:, :count]
+            seen = keys[:, first_key : at + count]
+            is_query = torch.ones_like(block, dtype=torch.bool)
+            groups.append(LengthGroup(block, is_query, seen, None, at - first_key, window))
     return groups
 
 
@@ -419,9 +464,9 @@ def chosen_attention() -> str:
     """Returns one line about the last call of attention: kernel, layout and element type."""
     if _DECISION not in sys.modules:
         return "torch's scaled_dot_product_attention"
-    found = vars(sys.modules[_DECISION])["_attention_backends"]
-    kinds = [name for key, name in _KINDS.items() if found[key]]
-    parameters = found["attention_params"]
+    backends = vars(sys.modules[_DECISION])["_attention_backends"]
+    kinds = [name for key, name in _KINDS.items() if backends[key]]
+    parameters = backends["attention_params"]
     text = " and ".join(kinds) or "none"
     if parameters is None:
         return text
@@ -435,12 +480,12 @@ def kernel_and_remedy(*, of_torch: bool) -> tuple[str, str]:
     """Returns the last call's kernel, torch's own with `of_torch`, and a change that avoids it."""
     if of_torch:
         return f"torch {torch.__version__}", "another version of torch"
-    chosen = chosen_attention()
-    if chosen.startswith(_KINDS["use_unfused_attention"]):
-        return chosen, "another version of TransformerEngine"
-    if "cuDNN" not in chosen:
-        return chosen, "NVTE_FLASH_ATTN=0 in the environment of the trainer"
+    kernel = chosen_attention()
+    if kernel.startswith(_KINDS["use_unfused_attention"]):
+        return kernel, "another version of TransformerEngine"
+    if "cuDNN" not in kernel:
+        return kernel, "NVTE_FLASH_ATTN=0 in the environment of the trainer"
     utils = importlib.import_module("transformer_engine.pytorch.utils")
     version = ".".join(map(str, utils.get_cudnn_version()))
     newer = "a newer cuDNN (in CUDNN_HOME), or NVTE_FUSED_ATTN=0 in the environment of the trainer"
-    return f"{chosen}, cuDNN {version}", newer
+    return f"{kernel}, cuDNN {version}", newer

@@ -32,7 +32,13 @@ class ExpertAdapter(torch.nn.Module):
     summed over the ranks later.
     """
 
-    def __init__(self, base: GroupedLinear, *, rank: int, scale: float) -> None:
+    def __init__(
+        self,
+        base: GroupedLinear,
+        *,
+        rank: int,
+        scale: float,
+    ) -> None:
         super().__init__()
         self.scale = scale
         self.is_enabled = True
@@ -69,7 +75,13 @@ class ExpertAdapter(torch.nn.Module):
         return torch.nn.functional.pad(outputs, (before, after))
 
     @torch.no_grad()
-    def initialise(self, name: str, layer_number: int, *, seed: int) -> None:
+    def initialise(
+        self,
+        name: str,
+        layer_number: int,
+        *,
+        seed: int,
+    ) -> None:
         """Draws A uniformly up to 1 / sqrt(inputs), alike in every layout, and sets B to 0."""
         first_expert = self.first.groups.ep.rank() * self.first.num_experts
         ranks = self._group.size()
@@ -79,8 +91,8 @@ class ExpertAdapter(torch.nn.Module):
             shape = list(weight.shape)
             shape[dim] *= ranks
             entropy = [seed, layer_number, zlib.crc32(name.encode()), first_expert + place]
-            whole = np.random.default_rng(entropy).uniform(-1.0, 1.0, shape) / np.sqrt(shape[1])
-            weight.copy_(torch.from_numpy(whole).chunk(ranks, dim=dim)[self._group.rank()])
+            matrix = np.random.default_rng(entropy).uniform(-1.0, 1.0, shape) / np.sqrt(shape[1])
+            weight.copy_(torch.from_numpy(matrix).chunk(ranks, dim=dim)[self._group.rank()])
             self.second.get_parameter(f"weight{place}").zero_()
 
     def factors(self, task: Megatron) -> tuple[Tensor, Tensor]:
@@ -155,5 +167,10 @@ def factor_tasks(tasks: list[Megatron], factor: str, modules: Sequence[str]) -> 
             part = part.chunk(group.size(), dim=0 if by_rows else 1)[group.rank()].contiguous()
         return torch.cat([part, part]) if is_first and by_rows else part
 
-    chosen = [task for task in tasks if any(name in task.global_param_name for name in modules)]
-    return [_Changed(t, partial(own, t)) if has_adapters(t.megatron_module) else t for t in chosen]
+    adapted_tasks = [
+        task for task in tasks if any(name in task.global_param_name for name in modules)
+    ]
+    return [
+        _Changed(t, partial(own, t)) if has_adapters(t.megatron_module) else t
+        for t in adapted_tasks
+    ]

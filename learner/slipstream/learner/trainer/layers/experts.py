@@ -81,15 +81,15 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
         # Low-rank adapters of the matrices; None if there are none.
         self.adapter: Megatron = None
         # Every parameter is loaded later; NaN reveals one that was not.
-        made = functools.partial(torch.full, dtype=config.params_dtype, device=own_device(config))
+        filled = functools.partial(torch.full, dtype=config.params_dtype, device=own_device(config))
         for place in range(num_experts):
-            weight = torch.nn.Parameter(made(shape, torch.nan))
+            weight = torch.nn.Parameter(filled(shape, torch.nan))
             # Muon puts the matrix together along it.
             weight.partition_dim = partition_dim  # type: ignore[attr-defined]
             self.register_parameter(f"weight{place}", weight)
             if has_bias:
                 self.register_parameter(
-                    f"bias{place}", torch.nn.Parameter(made(shape[:1], torch.nan))
+                    f"bias{place}", torch.nn.Parameter(filled(shape[:1], torch.nan))
                 )
 
     def forward(self, inputs: Tensor, expert: int) -> Tensor:
@@ -99,10 +99,10 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
             outputs = outputs + self.adapter(inputs, expert)
         return outputs
 
-    def like(self, shape: tuple[int, int], **named: Megatron) -> Self:
+    def like(self, shape: tuple[int, int], **settings: Megatron) -> Self:
         """Returns matrices of another shape for the same experts, without biases."""
-        own = {"config": self.config, "groups": self.groups}
-        return GroupedLinear(self.num_experts, shape, **own, **named)
+        shared_settings = {"config": self.config, "groups": self.groups}
+        return GroupedLinear(self.num_experts, shape, **shared_settings, **settings)
 
     def sharded_tensors(
         self, key: str, offsets: tuple[tuple[int, int, int], ...], metadata: Megatron
@@ -110,7 +110,7 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
         """Returns this rank's experts by name, as parts of one tensor of all, `key` + kind."""
         first = self.groups.ep.rank() * self.num_experts
         total = self.groups.ep.size() * self.num_experts
-        found = {}
+        parts = {}
         for place in range(self.num_experts):
             of_expert = (*offsets, (len(offsets), first + place, total))
             for kind in self.kinds:
@@ -126,8 +126,8 @@ class GroupedLinear(MegatronModule):  # type: ignore[misc]
                 sharded.replica_id = (*sharded.replica_id[:2], self.groups.expt_dp.rank())
                 if self.is_gated:
                     sharded = apply_swiglu_sharded_factory(sharded, of_expert)
-                found[f"{kind}{place}"] = sharded
-        return found
+                parts[f"{kind}{place}"] = sharded
+        return parts
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc]
@@ -140,15 +140,15 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         assert config.gated_linear_unit
         hidden = config.hidden_size
         inner = divide(config.moe_ffn_hidden_size, pg_collection.expt_tp.size())
-        made = functools.partial(
+        new_linear = functools.partial(
             GroupedLinear,
             num_local_experts,
             config=config,
             groups=pg_collection,
             has_bias=config.add_bias_linear,
         )
-        self.linear_fc1 = made((2 * inner, hidden), partition_dim=0, is_gated=True)
-        self.linear_fc2 = made((hidden, inner), partition_dim=1)
+        self.linear_fc1 = new_linear((2 * inner, hidden), partition_dim=0, is_gated=True)
+        self.linear_fc2 = new_linear((hidden, inner), partition_dim=1)
 
     def forward(
         self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor
@@ -189,7 +189,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
     ) -> Megatron:
         """Returns the state for distributed checkpoints, in the form used by TransformerEngine."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        found: dict[str, Megatron] = {}
+        state: dict[str, Megatron] = {}
         for name in ("linear_fc1", "linear_fc2"):
             matrices = {name: self.get_submodule(name)}
             if matrices[name].adapter is not None:
@@ -200,5 +200,5 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
                 parts = module.sharded_tensors(
                     f"{prefix}experts.{path}.", sharded_offsets, metadata
                 )
-                found |= {f"{prefix}{path}.{own}": part for own, part in parts.items()}
-        return found
+                state |= {f"{prefix}{path}.{kind}": part for kind, part in parts.items()}
+        return state

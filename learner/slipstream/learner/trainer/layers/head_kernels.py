@@ -41,19 +41,19 @@ def split(
     tokens, groups, heads, size = mixed.shape
     queries = mixed.new_empty(tokens, groups * (heads - 2), size)
     keys, values = (mixed.new_empty(tokens, groups, size) for _ in range(2))
-    one = norms or Norms(mixed, mixed, 0.0, 0.0)
+    weights = norms or Norms(mixed, mixed, 0.0, 0.0)
     if tokens:
         _split_kernel[(tokens,)](
             mixed,
             positions,
             *turns,
-            one.queries,
-            one.keys,
+            weights.queries,
+            weights.keys,
             queries,
             keys,
             values,
-            one.epsilon,
-            one.offset,
+            weights.epsilon,
+            weights.offset,
             **_constants(mixed, has_norms=norms is not None),
         )
     return queries, keys, values
@@ -75,22 +75,28 @@ def join(
     size = found.shape[-1]
     processors = torch.cuda.get_device_properties(found.device).multi_processor_count
     programs = min(tokens, _PROGRAMS * processors)
-    sums = torch.zeros(programs, 2, size, dtype=torch.float32, device=found.device)
-    mixed, one = normed or (found, Norms(found, found, 0.0, 0.0))
+    sums = torch.zeros(
+        programs,
+        2,
+        size,
+        dtype=torch.float32,
+        device=found.device,
+    )
+    mixed, weights = normed or (found, Norms(found, found, 0.0, 0.0))
     if tokens:
         _join_kernel[(programs,)](
             *(grad.contiguous() for grad in grads),
             mixed,
             positions,
             *turns,
-            one.queries,
-            one.keys,
+            weights.queries,
+            weights.keys,
             found,
             sums,
             tokens,
             programs,
-            one.epsilon,
-            one.offset,
+            weights.epsilon,
+            weights.offset,
             **_constants(found, has_norms=normed is not None),
         )
     return sums.sum(0)
@@ -236,7 +242,7 @@ def _join_kernel(  # type: ignore[no-untyped-def]
         token = (program + number * programs).to(tl.int64)
         at_query = ((token * GROUPS + group) * (HEADS - 2) + head) * SIZE + columns
         at_group = (token * GROUPS + group) * SIZE + columns
-        # Each head is one of the three, and 0 in the others.
+        # A head is one of the three, and 0 in the others.
         query, other_query = _halves(query_grads + at_query, is_query, SIZE)
         key, other_key = _halves(key_grads + at_group, is_key, SIZE)
         value, other_value = _halves(value_grads + at_group, is_value, SIZE)

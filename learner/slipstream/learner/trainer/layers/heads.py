@@ -52,23 +52,23 @@ class FusedHeads(SelfAttention):  # type: ignore[misc]
     # Positions of the tokens, and the turns of all positions, while `forward` runs.
     _rotation: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, *arguments: Megatron, **named: Megatron) -> Megatron:
+    def forward(self, *arguments: Megatron, **keywords: Megatron) -> Megatron:
         """Returns what Megatron's attention returns."""
-        positions = getattr(named["packed_seq_params"], "positions", None)
+        positions = getattr(keywords["packed_seq_params"], "positions", None)
         if positions is None:
-            return super().forward(*arguments, **named)
-        self._rotation = positions, _turns(named["rotary_pos_emb"])
+            return super().forward(*arguments, **keywords)
+        self._rotation = positions, _turns(keywords["rotary_pos_emb"])
         try:
-            return super().forward(*arguments, **named | {"rotary_pos_emb": None})
+            return super().forward(*arguments, **keywords | {"rotary_pos_emb": None})
         finally:
             self._rotation = None
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, key_value_states: None = None, **named: Megatron
+        self, hidden_states: Tensor, key_value_states: None = None, **keywords: Megatron
     ) -> Megatron:
         """Returns queries, keys and values, [tokens, 1, heads, head size]: normed and rotated."""
         if self._rotation is None:
-            return super().get_query_key_value_tensors(hidden_states, key_value_states, **named)
+            return super().get_query_key_value_tensors(hidden_states, key_value_states, **keywords)
         positions, turns = self._rotation
         mixed, _ = super().get_query_key_value_tensors(hidden_states, split_qkv=False)
         size = self.hidden_size_per_attention_head
@@ -82,7 +82,12 @@ class FusedHeads(SelfAttention):  # type: ignore[misc]
             weights.append(norm.weight if has_weight else None)
         numbers = self.config.layernorm_epsilon, float(self.config.layernorm_zero_centered_gamma)
         parts = _SplitHeads.apply(  # type: ignore[no-untyped-call]
-            mixed.contiguous().view(len(mixed), -1, mixed.shape[-1] // size, size),
+            mixed.contiguous().view(
+                len(mixed),
+                -1,
+                mixed.shape[-1] // size,
+                size,
+            ),
             *weights,
             positions,
             turns,
@@ -93,12 +98,12 @@ class FusedHeads(SelfAttention):  # type: ignore[misc]
 
 def _turns(angles: Megatron) -> Tensor:
     """Returns cosines and sines, [2, positions, head size / 2]; all layers get the same tensor."""
-    found: Tensor | None = getattr(angles, "turns", None)
-    if found is None:
+    turns: Tensor | None = getattr(angles, "turns", None)
+    if turns is None:
         # Both halves of an angle's row are the same.
         half = angles.flatten(1)[:, : angles.shape[-1] // 2]
-        found = angles.turns = torch.stack((half.cos(), half.sin()))
-    return found
+        turns = angles.turns = torch.stack((half.cos(), half.sin()))
+    return turns
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -130,7 +135,7 @@ class _SplitHeads(torch.autograd.Function):
 
         positions, turns, *mixed = ctx.saved_tensors
         normed = None if ctx.norms is None else (mixed[0], ctx.norms)
-        found = grads[0].new_empty(ctx.shape)
-        sums = join(grads, positions, turns, normed, found)
+        mixed_grad = grads[0].new_empty(ctx.shape)
+        sums = join(grads, positions, turns, normed, mixed_grad)
         of_queries, of_keys = (None, None) if ctx.norms is None else sums.to(ctx.norms.keys.dtype)
-        return found, of_queries, of_keys, None, None, None
+        return mixed_grad, of_queries, of_keys, None, None, None

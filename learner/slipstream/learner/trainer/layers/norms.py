@@ -30,7 +30,13 @@ class RMSNorm(torch.nn.RMSNorm):
     float32, since bfloat16 near 1 has steps of 0.008.
     """
 
-    def __init__(self, config: Megatron, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+    def __init__(
+        self,
+        config: Megatron,
+        hidden_size: int,
+        eps: float = 1e-5,
+        **_: object,
+    ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=own_device(config))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._is_offset = config.layernorm_zero_centered_gamma
@@ -40,7 +46,12 @@ class RMSNorm(torch.nn.RMSNorm):
         if not self._is_offset:
             return super().forward(x)
         weight = 1.0 + self.weight.float()
-        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
+        return F.rms_norm(
+            x.float(),
+            self.normalized_shape,
+            weight,
+            self.eps,
+        ).to(x.dtype)
 
 
 class NormedResidual(torch.nn.Module):
@@ -97,9 +108,9 @@ class WholeNorm(SplitByHeads):
         self._eps = eps
         self._width = heads * hidden_size
         self._is_split = config.tensor_model_parallel_size > 1
-        own = self._width // config.tensor_model_parallel_size
+        width = self._width // config.tensor_model_parallel_size
         self.weight = torch.nn.Parameter(
-            torch.ones(own, dtype=config.params_dtype, device=own_device(config))
+            torch.ones(width, dtype=config.params_dtype, device=own_device(config))
         )
         self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
 
@@ -119,7 +130,7 @@ class WholeNorm(SplitByHeads):
 class WholeNormAttention(SelfAttention):  # type: ignore[misc]
     """Attention with `place_norms`' norms; Megatron builds these while `qk_layernorm` is on."""
 
-    def __init__(self, config: Megatron, *args: Megatron, **named: Megatron) -> None:
+    def __init__(self, config: Megatron, *args: Megatron, **keywords: Megatron) -> None:
         config.qk_layernorm = True
-        super().__init__(config, *args, **named)
+        super().__init__(config, *args, **keywords)
         config.qk_layernorm = False

@@ -37,7 +37,13 @@ class PlainNorm(RMSNorm):
     If this norm also used 1 + weight, Bridge would load and export weight - 1 and lose digits.
     """
 
-    def __init__(self, config: Megatron, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+    def __init__(
+        self,
+        config: Megatron,
+        hidden_size: int,
+        eps: float = 1e-5,
+        **_: object,
+    ) -> None:
         super().__init__(config, hidden_size, eps)
         self._sums_gradients = not config.sequence_parallel
 
@@ -82,14 +88,14 @@ class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
             tokens = self._whole_sequences(tokens, places)
         read = mixed_in_rows(self._mix, tokens, packed_seq_params)
         if places is not None:
-            own: Tensor = tensor_a2a_hp2cp(
+            exchanged: Tensor = tensor_a2a_hp2cp(
                 read.index_select(0, places.argsort()).flatten(1)[:, None],
                 seq_dim=0,
                 head_dim=-1,
                 cp_group=self.pg_collection.cp,
                 redo_attention_load_balancing=False,
             )
-            read = own.view(len(own), -1, self.value_head_dim)
+            read = exchanged.view(len(exchanged), -1, self.value_head_dim)
         gate = gate.reshape(read.shape)
         normed = self.out_norm(read) * self.act_fn(gate.float())
         output, bias = self.out_proj(normed.to(read.dtype).flatten(1)[:, None])
@@ -103,7 +109,7 @@ class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
         parts = (keys, keys, values, heads, heads)
         joined = torch.cat(tokens, dim=-1)
         order = _build_head_perm_for_split_sections(parts, self.cp_size, joined.device)
-        whole = tensor_a2a_cp2hp(
+        all_tokens = tensor_a2a_cp2hp(
             joined.index_select(-1, order)[:, None],
             seq_dim=0,
             head_dim=-1,
@@ -111,9 +117,14 @@ class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
             undo_attention_load_balancing=False,
         )
         sizes = [tensor.shape[-1] // self.cp_size for tensor in tokens]
-        return list(whole[:, 0].index_select(0, places).split(sizes, dim=-1))
+        return list(all_tokens[:, 0].index_select(0, places).split(sizes, dim=-1))
 
-    def _mix(self, mixed: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
+    def _mix(
+        self,
+        mixed: Tensor,
+        beta: Tensor,
+        alpha: Tensor,
+    ) -> Tensor:
         """Returns the outputs of the delta rule, [sequences, length, heads, size of values].
 
         `mixed` holds queries, keys and values before the convolution, [sequences, length, ...].
@@ -124,10 +135,17 @@ class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
         # The parts of parameters for the heads that this context parallel rank mixes.
         group = self.pg_collection.cp
         filters = get_parameter_local_cp(self.conv1d.weight, 0, group, parts)
-        rate, bias = (get_parameter_local_cp(each, 0, group) for each in (self.A_log, self.dt_bias))
+        rate, bias = (
+            get_parameter_local_cp(parameter, 0, group) for parameter in (self.A_log, self.dt_bias)
+        )
         padding = self.conv1d.padding
         groups = len(filters)
-        convolved = F.conv1d(mixed.mT, filters, padding=padding, groups=groups)
+        convolved = F.conv1d(
+            mixed.mT,
+            filters,
+            padding=padding,
+            groups=groups,
+        )
         mixed = self.act_fn(convolved[..., :length]).mT
         sizes = (self.key_head_dim, self.key_head_dim, self.value_head_dim)
         split = torch.split(mixed, [part // self.cp_size for part in parts], dim=-1)
@@ -141,6 +159,11 @@ class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
         # bfloat16 would round the decay of every step.
         decay = -rate.float().exp() * F.softplus(alpha.float() + bias.float())
         read: Tensor = gdn.chunk_gated_delta_rule(
-            query, key, value, g=decay, beta=beta.sigmoid(), use_qk_l2norm_in_kernel=True
+            query,
+            key,
+            value,
+            g=decay,
+            beta=beta.sigmoid(),
+            use_qk_l2norm_in_kernel=True,
         )[0]
         return read

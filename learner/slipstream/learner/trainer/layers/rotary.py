@@ -54,7 +54,7 @@ def set_frequencies(chunks: list[Megatron], *, hf_config: Megatron) -> list[Mega
             # Latent attention has its own in each layer.
             is_latent = chunk.config.multi_latent_attention
             holders = [layer.self_attention for layer in chunk.decoder.layers]
-            for rotary in (one.rotary_pos_emb for one in (holders if is_latent else [chunk])):
+            for rotary in (holder.rotary_pos_emb for holder in (holders if is_latent else [chunk])):
                 rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
         if LOCAL in hf_config.rope_parameters:
             _set_local(chunk, hf_config)
@@ -78,11 +78,11 @@ def _set_local(chunk: Megatron, hf_config: Megatron) -> None:
         rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
 
     def positions(
-        _: object, arguments: tuple[Any, ...], named: dict[str, Any]
+        _: object, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        assert named["packed_seq_params"] is not None, "only packed sequences have all angles"
-        angles = rotary(len(named["rotary_pos_emb"]), packed_seq=True)
-        return arguments, named | {"rotary_pos_emb": angles}
+        assert keywords["packed_seq_params"] is not None, "only packed sequences have all angles"
+        angles = rotary(len(keywords["rotary_pos_emb"]), packed_seq=True)
+        return arguments, keywords | {"rotary_pos_emb": angles}
 
     for layer in chunk.decoder.layers:
         if hf_config.layer_types[layer.layer_number - 1] == LOCAL:
@@ -94,9 +94,9 @@ def _scaled(hf_config: Megatron, kind: str) -> tuple[torch.Tensor | None, float]
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     table = hf_config.rope_parameters
-    own = {"layer_type": kind} if kind in table else {}
+    layer_type = {"layer_type": kind} if kind in table else {}
     scaling = table.get(kind, table)["rope_type"]
     if scaling == "default":
         return None, 1.0
-    found, factor = ROPE_INIT_FUNCTIONS[scaling](hf_config, torch.device("cpu"), **own)
-    return found.float(), float(factor)
+    frequencies, factor = ROPE_INIT_FUNCTIONS[scaling](hf_config, torch.device("cpu"), **layer_type)
+    return frequencies.float(), float(factor)

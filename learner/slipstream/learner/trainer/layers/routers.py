@@ -37,20 +37,20 @@ def count_tokens_once(chunks: list[Megatron]) -> list[Megatron]:
     def counted(
         routing_map: Tensor, reduce_group: Megatron, topk: int, **_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Each expert's tokens in the ranks of the group, a rank's share, and all tokens. The map
+        # Tokens of each expert in the ranks of the group, a rank's share, and all tokens. The map
         # [tokens, experts] is 0 for padding; a micro batch of padding alone has no loss.
         by_expert = reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), reduce_group)
         total = (by_expert.sum() / topk).clamp(min=1)
         return by_expert, total / reduce_group.size(), total
 
     def mask_padding(
-        layer: Megatron, arguments: tuple[object, ...], named: dict[str, Any]
+        layer: Megatron, arguments: tuple[object, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[object, ...], dict[str, Any]]:
-        mask = named["packed_seq_params"].is_padding
+        mask = keywords["packed_seq_params"].is_padding
         if layer.config.sequence_parallel:
             size = len(mask) // layer.config.tensor_model_parallel_size
             mask = mask[layer.mlp.tp_group.rank() * size :][:size]
-        return arguments, named | {"padding_mask": mask[None]}
+        return arguments, keywords | {"padding_mask": mask[None]}
 
     def unpadded(count: Megatron, routing_map: Tensor, padding_mask: Tensor) -> None:
         # Megatron's own mask lacks the dimension of the experts.
@@ -66,14 +66,14 @@ def count_tokens_once(chunks: list[Megatron]) -> list[Megatron]:
     return chunks
 
 
-def finalize_gradients(chunks: list[Megatron], *others: object, **named: object) -> None:
+def finalize_gradients(chunks: list[Megatron], *arguments: object, **keywords: object) -> None:
     """Calls Megatron's function of this name, which must leave biases and their counts alone."""
     from megatron.core.distributed import finalize_model_grads
 
     settings = chunks[0].config
     has_biases = settings.moe_router_enable_expert_bias
     settings.moe_router_enable_expert_bias = False
-    finalize_model_grads(chunks, *others, **named)
+    finalize_model_grads(chunks, *arguments, **keywords)
     settings.moe_router_enable_expert_bias = has_biases
 
 
@@ -88,7 +88,9 @@ def move_biases(chunks: list[Megatron]) -> None:
 def token_counts(chunks: Iterable[Megatron]) -> Iterator[Tensor]:
     """Yields each router's number of tokens by expert, if it has a bias."""
     # To look at every module takes longer than to zero the gradients of a small model.
-    for chunk in (each for each in chunks if each.config.moe_router_enable_expert_bias):
+    for chunk in (
+        candidate for candidate in chunks if candidate.config.moe_router_enable_expert_bias
+    ):
         for module in chunk.modules():
             if getattr(module, "local_tokens_per_expert", None) is not None:
                 yield module.local_tokens_per_expert

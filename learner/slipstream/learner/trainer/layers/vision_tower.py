@@ -19,8 +19,8 @@ class Tower(torch.nn.Module):
     def forward(self, images: ImageInputs) -> list[Tensor]:
         """Returns the embedding's features, then DeepStack's, each [image tokens, hidden size]."""
         pixels = images.pixels.to(next(self.inner.parameters()).dtype)
-        found = self.inner(pixels, grid_thw=images.grids.to(pixels.device), return_dict=True)
-        return [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
+        output = self.inner(pixels, grid_thw=images.grids.to(pixels.device), return_dict=True)
+        return [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
 
 
 def frequency_axes(sections: list[int], interleaved: bool) -> Tensor:

@@ -120,8 +120,13 @@ def _check(
     random = torch.Generator().manual_seed(_SEED)
 
     def drawn(heads: int, size: int) -> Tensor:
-        found = torch.randn(bounds[-1], heads, size, generator=random)
-        return found.to(ranks.device, model.dtype)
+        random_tensor = torch.randn(
+            bounds[-1],
+            heads,
+            size,
+            generator=random,
+        )
+        return random_tensor.to(ranks.device, model.dtype)
 
     query = drawn(kind.heads, kind.size)
     key = drawn(kind.groups, kind.size)
@@ -132,8 +137,8 @@ def _check(
     key[low, :, 0] = _LOW_SCORE / kind.scale
     places = zigzag(bounds, ranks.cp_rank, ranks.cp_size).to(ranks.device)
     is_compared = (places < low.start) | (places >= low.stop)
-    own = [tensor[places].requires_grad_() for tensor in (query, key, value)]
-    named = {"attn_mask_type": attention.attn_mask_type, "attention_bias": None}
+    own_inputs = [tensor[places].requires_grad_() for tensor in (query, key, value)]
+    keywords = {"attn_mask_type": attention.attn_mask_type, "attention_bias": None}
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=ranks.device)
     longest = max(lengths)
     with torch.enable_grad():
@@ -142,21 +147,31 @@ def _check(
             shared = SharedSequences(
                 bounds=cu_seqlens, max_queries=longest, paths=keys.to(ranks.device)
             )
-            arguments, named = sharing.by_paths((*own, None), named, shared)
+            arguments, keywords = sharing.by_paths((*own_inputs, None), keywords, shared)
         else:
-            arguments = (*own, None)
-            named["packed_seq_params"] = packed_sequences(cu_seqlens, longest, ranks.cp_size)
+            arguments = (*own_inputs, None)
+            keywords["packed_seq_params"] = packed_sequences(cu_seqlens, longest, ranks.cp_size)
         # Hooks of data parallelism run in `__call__`: they would gather the sinks.
-        output = attention.core_attention.forward(*arguments, **named)
+        output = attention.core_attention.forward(*arguments, **keywords)
         # Parameters get no gradients here: training would collect them.
-        found = torch.autograd.grad(output, own, gradient[places].view_as(output))
+        gradients = torch.autograd.grad(output, own_inputs, gradient[places].view_as(output))
         sinks = attention.core_attention.softmax_offset if kind.has_sinks else None
-        expected = _plain(kind, (query, key, value, gradient), paths, sinks)
-    computed = output.view(len(places), kind.heads, -1), *found
-    for name, mine, theirs in zip(_COMPARED, computed, expected, strict=True):
+        expected = _plain(
+            kind,
+            (query, key, value, gradient),
+            paths,
+            sinks,
+        )
+    computed = output.view(len(places), kind.heads, -1), *gradients
+    for name, ours, theirs in zip(
+        _COMPARED,
+        computed,
+        expected,
+        strict=True,
+    ):
         right = theirs[places][is_compared].detach()
-        error = float((mine[is_compared].detach().double() - right).norm() / right.norm())
-        is_finite = bool(mine.isfinite().all())
+        error = float((ours[is_compared].detach().double() - right).norm() / right.norm())
+        is_finite = bool(ours.isfinite().all())
         if not is_finite or error > MOST_ERROR:
             wrong = f"{error:.0%} off" if is_finite else "not finite"
             kernel, remedy = kernel_and_remedy(of_torch=issubclass(kind.module, CoreAttention))
@@ -170,7 +185,10 @@ def _check(
 
 
 def _plain(
-    kind: Kind, packed: Sequence[Tensor], paths: Sequence[Path], sinks: Tensor | None
+    kind: Kind,
+    packed: Sequence[Tensor],
+    paths: Sequence[Path],
+    sinks: Tensor | None,
 ) -> list[Tensor]:
     """Returns the tensors named by `_COMPARED`, computed with plain operations in float64.
 
@@ -200,7 +218,7 @@ def _plain(
             parts.append(scores.softmax(-1)[:, : len(key)] @ value)
         output = torch.cat(parts)
         outputs[:, head] = output.detach()
-        found = torch.autograd.grad(output, inputs, gradient[:, head])
-        for total, of_head in zip(totals, found, strict=True):
+        gradients = torch.autograd.grad(output, inputs, gradient[:, head])
+        for total, of_head in zip(totals, gradients, strict=True):
             total += of_head
     return [outputs, *totals]

@@ -44,8 +44,8 @@ def _embed(layer: Megatron, token_ids: Tensor) -> Tensor:
     if layer.reduce_scatter_embeddings:
         rows = rows.transpose(0, 1)
         reduce = reduce_scatter_to_sequence_parallel_region
-    whole: Tensor = reduce(rows.contiguous(), group=layer.tp_group)
-    return whole
+    embeddings: Tensor = reduce(rows.contiguous(), group=layer.tp_group)
+    return embeddings
 
 
 class _Rows(torch.autograd.Function):
@@ -62,13 +62,17 @@ class _Rows(torch.autograd.Function):
         weight, places = ctx.saved_tensors
         total = gradient_sum(weight)
         places = places.flatten()
-        # Each place gets the number of its value among the different ones, without a wait for the
+        # A place gets the number of its value among the different ones, without a wait for the
         # device, which alone knows how many there are.
         order = places.argsort(stable=True)
         starts = F.pad(places[order].diff() != 0, (1, 0))
         numbers = torch.empty_like(places).index_copy_(0, order, starts.cumsum(0))
         sums = torch.ops.aten.embedding_dense_backward(
-            grad.flatten(0, -2).to(total.dtype), numbers, len(places), -1, False
+            grad.flatten(0, -2).to(total.dtype),
+            numbers,
+            len(places),
+            -1,
+            False,
         )
         # Sums of 0 are left over, for which any row will do.
         owners = torch.arange(len(places), device=places.device) % len(weight)

@@ -32,7 +32,12 @@ _FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 class HeadKernels(Protocol):
     """Computes logits and log-probabilities, such as bit for bit as an inference engine does."""
 
-    def logits(self, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def logits(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
         """Returns the logits [rows, width] of hidden states, in `dtype`."""
 
     def token_logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -118,14 +123,14 @@ def row_logprobs(
     if num_logits > projection.kept_logits:
         projection = dataclasses.replace(projection, kept_logits=0)
     untempered = dataclasses.replace(projection, temperature=1.0)
-    given = vocab_parallel_logprobs(hidden, weight, targets, given_rows, untempered)
+    given_outputs = vocab_parallel_logprobs(hidden, weight, targets, given_rows, untempered)
     if not len(sampled_rows):
-        return given
+        return given_outputs
     sampled = vocab_parallel_logprobs(
         hidden, weight, targets, sampled_rows, projection, kept_ids=kept_ids
     )
     # The values of given rows are 0 at sampled ones, and the other way round.
-    return given[0] + sampled[0], given[1] + sampled[1]
+    return given_outputs[0] + sampled[0], given_outputs[1] + sampled[1]
 
 
 class _Logprobs(torch.autograd.Function):
@@ -206,7 +211,13 @@ class _Logprobs(torch.autograd.Function):
                 if kept_ids is not None:
                     shard.keep_only(logits, kept_ids[chunk])
             bends = None if factors is None else (factors[chunk], entropy[chunk])
-            return shard.gradient(logits, places[chunk], log_total[chunk], slopes[chunk], bends)
+            return shard.gradient(
+                logits,
+                places[chunk],
+                log_total[chunk],
+                slopes[chunk],
+                bends,
+            )
 
         chunks = [slice(0, len(hidden))]
         if kept_logits is None:
@@ -265,7 +276,13 @@ def as_gradient(weight: Tensor, total: Tensor) -> Tensor:
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds the product of two matrices to `total`, which may be wider than they are."""
     if total.is_cuda and total.dtype != left.dtype:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        torch.addmm(
+            total,
+            left,
+            right,
+            out_dtype=total.dtype,
+            out=total,
+        )
     else:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
@@ -285,7 +302,13 @@ class Sums(NamedTuple):
 class VocabularyShard:
     """This rank's part of the vocabulary, and the computations on its logits."""
 
-    def __init__(self, weight: Tensor, projection: Projection, *, is_one: bool) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        projection: Projection,
+        *,
+        is_one: bool,
+    ) -> None:
         """Takes this rank's `weight`; `is_one`: whether each row has exactly one target."""
         self._weight = weight
         self._projection = projection
@@ -346,7 +369,12 @@ class VocabularyShard:
         logits.masked_fill_(has_set, PADDING_LOGIT)
         logits.scatter_(1, places, kept_logits)
 
-    def reduce(self, logits: Tensor, places: Tensor, sums: Sums) -> None:
+    def reduce(
+        self,
+        logits: Tensor,
+        places: Tensor,
+        sums: Sums,
+    ) -> None:
         """Fills `sums` for `logits` [rows, width], the result of the method `logits`.
 
         `places` [rows] or [rows, targets] are the columns of the targets, -1 where they are on
@@ -355,7 +383,13 @@ class VocabularyShard:
         if self._is_fused:
             from slipstream.learner.trainer.model import fused_logits
 
-            fused_logits.reduce(logits, places, self.num_tokens, self._projection.temperature, sums)
+            fused_logits.reduce(
+                logits,
+                places,
+                self.num_tokens,
+                self._projection.temperature,
+                sums,
+            )
             return
         target_logits = logits.gather(-1, _rows(places).clamp(min=0)).view_as(places)
         sums.target_logits.copy_(target_logits * (places >= 0))
@@ -442,7 +476,12 @@ def defer_projections(chunks: list[Megatron]) -> list[Megatron]:
 
 
 @torch.no_grad()
-def top_tokens(hidden: Tensor, weight: Tensor, top_k: int, projection: Projection) -> Tensor:
+def top_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    top_k: int,
+    projection: Projection,
+) -> Tensor:
     """Returns the ids of the top-k tokens of each row, int64 [rows, top_k], in any order.
 
     `hidden` [rows, hidden size] and `weight` are as in `vocab_parallel_logprobs`. The

@@ -45,9 +45,9 @@ class ParallelModel:
     # A micro batch with at most this many logits keeps them for the backward pass.
     kept_logits: int
     memory: DeviceMemory
-    # None if a shared prefix is computed again for each sequence.
+    # The sharing, or None if a shared prefix is computed again for each sequence.
     sharing: Sharing | None
-    # None if the model sees no images.
+    # The tower, or None if the model sees no images.
     vision: Vision | None
     # Kernels of logits and log-probabilities in place of torch's.
     kernels: HeadKernels | None = field(kw_only=True, default=None)
@@ -75,8 +75,8 @@ class ParallelModel:
         if chunk.share_embeddings_and_output_weights:
             shared: Tensor = chunk.shared_embedding_or_output_weight()
             return shared
-        own: Tensor = chunk.output_layer.weight
-        return own
+        output_weight: Tensor = chunk.output_layer.weight
+        return output_weight
 
     def projection(self, temperature: float, *, entropy_gradient: bool = False) -> Projection:
         """Returns the settings for computing log-probabilities from this model's hidden states."""

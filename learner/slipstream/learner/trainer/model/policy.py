@@ -73,7 +73,10 @@ def adapters(config: Config, ranks: Ranks) -> Change:
             """LoRA of the decoder only: one adapter for each expert, none for the vision tower."""
 
             def transform(
-                self, module: Megatron, name: str | None = None, prefix: str | None = None
+                self,
+                module: Megatron,
+                name: str | None = None,
+                prefix: str | None = None,
             ) -> Megatron:
                 if (prefix or "").partition(".")[0] == TOWER:
                     # Matrices of a tower may have the decoder's names.
@@ -153,12 +156,12 @@ def draw_adapters(
         else:
             rows *= group.size()
         draw = np.random.default_rng([seed, layer_number, zlib.crc32(name.encode())])
-        whole = draw.uniform(-1.0, 1.0, (rows, inputs)) / np.sqrt(inputs)
+        factor = draw.uniform(-1.0, 1.0, (rows, inputs)) / np.sqrt(inputs)
         if rank is not None:
-            whole[rank:] = 0.0
+            factor[rank:] = 0.0
         if targets is not None and name.rpartition(".")[2] not in targets:
-            whole[:] = 0.0
-        part = torch.from_numpy(whole).chunk(group.size(), dim=int(is_split_by_input))
+            factor[:] = 0.0
+        part = torch.from_numpy(factor).chunk(group.size(), dim=int(is_split_by_input))
         weight.copy_(part[group.rank()])
         module.adapter.linear_out.weight.zero_()
 
@@ -192,7 +195,13 @@ class NamedAdapters:
     with the same values. Without names there is one adapter, named "", or none.
     """
 
-    def __init__(self, names: Sequence[str], model: TrainedModel, *, are_clients: bool) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        model: TrainedModel,
+        *,
+        are_clients: bool,
+    ) -> None:
         """Makes every adapter a copy of the adapter in `model`; collective for several names.
 
         The model's memory may move parameters and optimizer state of the active adapter to the
@@ -243,7 +252,13 @@ class NamedAdapters:
             self._put_in(before)
 
     @contextmanager
-    def in_use(self, name: str, *, rank: int, alpha: float) -> Iterator[None]:
+    def in_use(
+        self,
+        name: str,
+        *,
+        rank: int,
+        alpha: float,
+    ) -> Iterator[None]:
         """Activates adapter `name` with the factor alpha / rank inside the context; collective."""
         self.sizes[name] = rank, alpha
         with self.active(name), self._scaled(rank, alpha):
@@ -287,17 +302,17 @@ class NamedAdapters:
     def _scaled(self, rank: int, alpha: float) -> Iterator[None]:
         """Sets the factor of the adapter's product inside the context."""
         chunks = map(unwrapped, self._model.chunks)
-        found = [module.adapter for chunk in chunks for _, _, module in _adapted(chunk)]
-        before = [(adapter.dim, adapter.alpha) for adapter in found]
-        for adapter in found:
+        adapters = [module.adapter for chunk in chunks for _, _, module in _adapted(chunk)]
+        before = [(adapter.dim, adapter.alpha) for adapter in adapters]
+        for adapter in adapters:
             adapter.dim = rank
             adapter.alpha = alpha
         try:
             yield
         finally:
-            for adapter, (dim, own) in zip(found, before, strict=True):
+            for adapter, (dim, own_alpha) in zip(adapters, before, strict=True):
                 adapter.dim = dim
-                adapter.alpha = own
+                adapter.alpha = own_alpha
 
     @torch.no_grad()
     def _put_in(self, name: str) -> None:
@@ -317,8 +332,8 @@ class NamedAdapters:
             self._active = name
 
     def _trained(self) -> list[tuple[str, Tensor]]:
-        named = (pair for chunk in self._model.chunks for pair in chunk.named_parameters())
-        return [(name, tensor) for name, tensor in named if tensor.requires_grad]
+        parameters = (pair for chunk in self._model.chunks for pair in chunk.named_parameters())
+        return [(name, tensor) for name, tensor in parameters if tensor.requires_grad]
 
     def _tensors(self) -> list[Tensor]:
         trained = [tensor for _, tensor in self._trained()]
@@ -342,6 +357,6 @@ def optimizer_state(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator
 @torch.no_grad()
 def _exchange(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for tensor, value in zip(tensors, values, strict=True):
-        kept = tensor.clone()
+        before = tensor.clone()
         tensor.copy_(value)
-        value.copy_(kept)
+        value.copy_(before)

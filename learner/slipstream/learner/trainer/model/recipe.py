@@ -163,7 +163,7 @@ def provider_of(
         _check_context_parallel(config, values.get("cp_comm_type"), has_windows=has_windows)
     check_fp8(values, config.learner)
     if values.get("deterministic_mode"):
-        # This comes before the process runs its first kernel.
+        # The variable is read when the process runs its first kernel.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         torch.use_deterministic_algorithms(True)
@@ -337,13 +337,18 @@ def check_optimizer(config: Config, values: Mapping[str, object]) -> None:
             f"learner.optimizer.optimizer must be adam, sgd or muon, got {kind!r}: nobody has "
             "tried others of the package emerging-optimizers"
         )
-    others = {
+    other_prefixes = {
         "muon": ("sgd_",),
         "adam": ("muon_", "sgd_"),
         "sgd": ("muon_", "adam_", "decoupled_w"),
     }
     idle = {
-        f"the optimizer is {kind}": ("adaptive_muon_", "soap_", "lion_", *others[str(kind)]),
+        f"the optimizer is {kind}": (
+            "adaptive_muon_",
+            "soap_",
+            "lion_",
+            *other_prefixes[str(kind)],
+        ),
         "the learning rate falls as algorithm.decay says": ("min_lr", "decoupled_min_lr"),
     }
     if config.model.dtype != "float16":
@@ -370,10 +375,10 @@ def check_optimizer(config: Config, values: Mapping[str, object]) -> None:
     from megatron.core.optimizer.emerging_optimizers import get_supported_coefficient_types
 
     types = tuple(name for name in get_supported_coefficient_types() if name != "custom")
-    for name, known in (_MUON_VALUES | {"muon_coefficient_type": types}).items():
-        if values.get(name, known[0]) not in known:
+    for name, allowed in (_MUON_VALUES | {"muon_coefficient_type": types}).items():
+        if values.get(name, allowed[0]) not in allowed:
             raise ConfigError(
-                f"learner.optimizer.{name} must be {' or '.join(known)}, got {values[name]!r}"
+                f"learner.optimizer.{name} must be {' or '.join(allowed)}, got {values[name]!r}"
             )
     passed: Megatron = values
     if (steps := passed.get("muon_num_ns_steps", 1)) < 1:
@@ -489,8 +494,8 @@ def passed_through(
             near = near_names(key, fields)
             if near and near[0] in owned:
                 hint = f"; {near[0]!r} {refused(near[0])}"
-            elif others := [name for name in near if name not in owned]:
-                hint = f"; {did_you_mean(others)}"
+            elif others_near := [name for name in near if name not in owned]:
+                hint = f"; {did_you_mean(others_near)}"
             raise ConfigError(f"unknown key {section}.{key}{hint}")
         if key in owned:
             raise ConfigError(f"{section}.{key} {refused(key)}")
@@ -508,10 +513,10 @@ def _typed(value: JsonValue, hint: Megatron, where: str) -> object:
         return hint[str(value)]
     # The field's name does not tell its type: moe_router_dtype, for example, is a string.
     if "torch.dtype" in str(hint):
-        found = vars(torch).get(value) if isinstance(value, str) else None
-        if not isinstance(found, torch.dtype):
+        dtype = vars(torch).get(value) if isinstance(value, str) else None
+        if not isinstance(dtype, torch.dtype):
             raise ConfigError(f"{where}: {value!r} is no element type of torch")
-        return found
+        return dtype
     adapter = TypeAdapter[object](hint, config=ConfigDict(arbitrary_types_allowed=True))
     try:
         # JSON has no tuples: a list stands for a tuple.
@@ -530,5 +535,5 @@ def refusals_of(section: str) -> Iterator[None]:
     except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"{section}: Megatron refuses it: {said}") from error
+        message = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{section}: Megatron refuses it: {message}") from error

@@ -29,8 +29,8 @@ _MARGIN = 0.1
 def memory_limit() -> int:
     """Returns the bytes of GPU memory that tensors may use; engines may not have theirs yet."""
     free, total = torch.cuda.mem_get_info()
-    own = 1 - float(os.environ.get(ENGINES_SHARE, "0"))
-    return min(free + torch.cuda.memory_reserved(), int(own * total))
+    own_share = 1 - float(os.environ.get(ENGINES_SHARE, "0"))
+    return min(free + torch.cuda.memory_reserved(), int(own_share * total))
 
 
 def recomputed_layers(
@@ -44,10 +44,10 @@ def recomputed_layers(
     one time.
     """
     of_layer = measured[0] * tokens * in_flight
-    left = free - measured[1] * tokens
-    if left < 0:
+    free_for_layers = free - measured[1] * tokens
+    if free_for_layers < 0:
         return layers
-    more = math.floor(left / of_layer) if of_layer else layers
+    more = math.floor(free_for_layers / of_layer) if of_layer else layers
     return max(layers - 1 - more, 0)
 
 
@@ -80,7 +80,7 @@ class Recompute:
             learner = self._learner
             measured = self.measured
             free = (1 - _MARGIN) * memory_limit() - torch.cuda.memory_allocated()
-            found = recomputed_layers(
+            num_layers = recomputed_layers(
                 measured,
                 layers=self._layers,
                 tokens=learner.micro_batch_tokens,
@@ -88,7 +88,7 @@ class Recompute:
                 free=free,
             )
             # A stage may have no layer.
-            share = torch.tensor([found / max(self._layers, 1)], dtype=torch.float64)
+            share = torch.tensor([num_layers / max(self._layers, 1)], dtype=torch.float64)
             self._recompute(math.ceil(float(ranks.max(share)) * self._layers - 1e-9))
             self._is_planned = True
             logger.info(
@@ -105,15 +105,15 @@ class Recompute:
             return
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        begun: list[int] = []
+        starts: list[int] = []
         # Bytes that each forward pass of a layer keeps, also the second one of a recomputed layer.
-        kept: list[int] = []
+        kept_bytes: list[int] = []
 
         def begin(*_: object) -> None:
-            begun.append(torch.cuda.memory_allocated())
+            starts.append(torch.cuda.memory_allocated())
 
         def end(*_: object) -> None:
-            kept.append(torch.cuda.memory_allocated() - begun.pop())
+            kept_bytes.append(torch.cuda.memory_allocated() - starts.pop())
 
         hooks = [
             hook
@@ -125,9 +125,9 @@ class Recompute:
         finally:
             for hook in hooks:
                 hook.remove()
-        most = max(sizes)
+        most_tokens = max(sizes)
         rest = torch.cuda.max_memory_allocated() - before
-        self.measured = max(kept, default=0) / most, rest / most
+        self.measured = max(kept_bytes, default=0) / most_tokens, rest / most_tokens
 
     def _recompute(self, layers: int) -> None:
         """Makes the first `layers` layers of each chunk recompute, and no others."""
@@ -139,17 +139,17 @@ class Recompute:
 
 
 def _with_gradient(
-    _: object, arguments: tuple[object, ...], named: dict[str, Any]
+    _: object, arguments: tuple[object, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[object, ...], dict[str, Any]]:
     """Makes the input of a block require a gradient, as a pre-hook of the block's forward pass.
 
     Without it autograd would skip a recomputed layer whose input requires no gradient, as after
     frozen embeddings, and the layer's adapters would get no gradient.
     """
-    hidden = named["hidden_states"]
+    hidden = keywords["hidden_states"]
     if torch.is_grad_enabled() and hidden is not None and not hidden.requires_grad:
-        named["hidden_states"] = hidden.detach().requires_grad_()
-    return arguments, named
+        keywords["hidden_states"] = hidden.detach().requires_grad_()
+    return arguments, keywords
 
 
 def in_flight(parallel: ParallelSection, stage: int) -> int:

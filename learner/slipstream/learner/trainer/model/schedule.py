@@ -84,9 +84,9 @@ def forward_backward(
             projection,
             kept_ids=micro_batch.kept_ids,
         )
-        found = loss(place, micro_batch, logprobs, entropy)
-        kept = dataclasses.replace(found, loss=found.loss.detach())
-        return found.loss, found.num_tokens.to(torch.int), kept
+        token_loss = loss(place, micro_batch, logprobs, entropy)
+        detached = dataclasses.replace(token_loss, loss=token_loss.loss.detach())
+        return token_loss.loss, token_loss.num_tokens.to(torch.int), detached
 
     rows = _trained_rows(model, micro_batches, temperature)
     projection = model.projection(temperature, entropy_gradient=entropy_gradient)
@@ -182,8 +182,8 @@ def _step(
             group["betas"] = (adam.beta1, adam.beta2)
             group["eps"] = adam.eps
             group["weight_decay"] = adam.weight_decay * group["wd_mult"]
-    most = base.clip_grad if adam is None else adam.max_grad_norm
-    factor = model.gradient_factor * (min(1.0, most / (norm + 1e-6)) if most > 0 else 1.0)
+    max_norm = base.clip_grad if adam is None else adam.max_grad_norm
+    factor = model.gradient_factor * (min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0)
     for part in model.optimizer.chained_optimizers:
         trained = [] if part.is_stub_optimizer else part.get_parameters()
         if trained:
@@ -201,7 +201,11 @@ def _step(
 
 
 def forward_logprobs(
-    model: ParallelModel, micro_batches: Sequence[MicroBatch], *, temperature: float, top_k: int = 0
+    model: ParallelModel,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    temperature: float,
+    top_k: int = 0,
 ) -> list[Tensor]:
     """Returns log-probabilities of the targets in `loss_mask`, 0 elsewhere; collective.
 
@@ -266,8 +270,10 @@ def forward_policy(
 
 def sequence_logprobs(model: ParallelModel, sequences: Sequence[TokenArray]) -> list[LogprobArray]:
     """Returns log-probabilities at temperature 1 of all tokens but first ones; collective."""
-    whole = [TrainingSequence.of_tokens(token_ids) for token_ids in sequences]
-    return masked_outputs(model, whole, functools.partial(forward_logprobs, model, temperature=1.0))
+    sequences_of_tokens = [TrainingSequence.of_tokens(token_ids) for token_ids in sequences]
+    return masked_outputs(
+        model, sequences_of_tokens, functools.partial(forward_logprobs, model, temperature=1.0)
+    )
 
 
 def run_schedule(
@@ -347,13 +353,13 @@ def _trained_rows(
     model: ParallelModel, micro_batches: Sequence[MicroBatch], temperature: float
 ) -> list[tuple[Tensor, Tensor]]:
     """Returns each micro batch's trained rows (sampled, given), made on the host, on the device."""
-    found = []
+    rows = []
     for micro_batch in micro_batches:
         is_given = micro_batch.behavior_logprobs.isnan() & (temperature != 1.0)
         masks = (micro_batch.loss_mask & ~is_given, micro_batch.loss_mask & is_given)
         sampled, given = (to_device(mask.nonzero()[:, 0], model.ranks.device) for mask in masks)
-        found.append((sampled, given))
-    return found
+        rows.append((sampled, given))
+    return rows
 
 
 def masked_outputs(
@@ -371,22 +377,24 @@ def masked_outputs(
     """
     ranks = model.ranks
     wholes = _packed(model, sequences, range(len(sequences)))
-    outputs = forward([share_of_rank(whole, ranks.cp_rank, ranks.cp_size) for whole in wholes])
+    outputs = forward(
+        [share_of_rank(micro_batch, ranks.cp_rank, ranks.cp_size) for micro_batch in wholes]
+    )
     starts = [0, *accumulate(int(sequence.loss_mask.sum()) for sequence in sequences)]
     tail = (width,) if width else ()
-    found = torch.zeros((starts[-1], *tail), dtype=torch.float32)
+    joined = torch.zeros((starts[-1], *tail), dtype=torch.float32)
     if ranks.counts:
-        for whole, values in zip(wholes, outputs, strict=True):
-            bounds = whole.cu_seqlens.tolist()
-            # Each context parallel rank has some values; the sum over all ranks completes them.
+        for micro_batch, values in zip(wholes, outputs, strict=True):
+            bounds = micro_batch.cu_seqlens.tolist()
+            # A context parallel rank has some values; the sum over all ranks completes them.
             row = torch.zeros((bounds[-1], *tail), dtype=torch.float32)
             row[zigzag(bounds, ranks.cp_rank, ranks.cp_size)] = values.float().cpu()
-            places = whole.sequence_ids[whole.loss_mask]
-            masked = row[whole.loss_mask]
-            for place, index in enumerate(whole.indices):
-                found[starts[index] : starts[index + 1]] = masked[places == place]
-    ranks.sum(found)
-    return [found[start:end].numpy() for start, end in pairwise(starts)]
+            places = micro_batch.sequence_ids[micro_batch.loss_mask]
+            masked = row[micro_batch.loss_mask]
+            for place, index in enumerate(micro_batch.indices):
+                joined[starts[index] : starts[index + 1]] = masked[places == place]
+    ranks.sum(joined)
+    return [joined[start:end].numpy() for start, end in pairwise(starts)]
 
 
 def rank_micro_batches(
@@ -394,7 +402,10 @@ def rank_micro_batches(
 ) -> list[MicroBatch]:
     """Returns this rank's packed share of the sequences `members`; its layout must be in force."""
     wholes = _packed(model, sequences, members)
-    return [share_of_rank(whole, model.ranks.cp_rank, model.ranks.cp_size) for whole in wholes]
+    return [
+        share_of_rank(micro_batch, model.ranks.cp_rank, model.ranks.cp_size)
+        for micro_batch in wholes
+    ]
 
 
 def _packed(
@@ -462,9 +473,9 @@ def build_tree_micro_batch(
     for bundle in bundles:
         first = len(places)
         for segment in bundle:
-            mine = np.arange(bounds[len(places)], bounds[len(places) + 1])
+            own_places = np.arange(bounds[len(places)], bounds[len(places) + 1])
             before = [] if segment.parent is None else [places[first + segment.parent]]
-            places.append(np.concatenate([*before, mine]))
+            places.append(np.concatenate([*before, own_places]))
     if len(places) < len(bounds) - 1:
         places.append(np.arange(bounds[-2], bounds[-1]))
     return dataclasses.replace(packed, paths=Paths.of(places, bounds[-1]))
@@ -515,7 +526,7 @@ def build_micro_batch(
         places.append(len(place_of))
     lengths = np.array([len(part) for part in parts])
     ends = np.cumsum(lengths)
-    own = np.array([len(segment) for segment in segments])
+    own_lengths = np.array([len(segment) for segment in segments])
     weights = np.array([part.loss_weight for part in parts], dtype=np.float32)
     first = np.repeat(ends - lengths - [segment.start for segment in segments], lengths)
     images = [part.images for part in parts]
@@ -523,10 +534,10 @@ def build_micro_batch(
     for name, column in TOKEN_FIELDS.items():
         arrays = [getattr(part, name) for part in parts]
         if any(array is not None for array in arrays):
-            whole = column.joined(arrays, lengths.tolist())
+            joined = column.joined(arrays, lengths.tolist())
             # torch supports hardly any operation on unsigned integers of two bytes.
             fields[name] = torch.from_numpy(
-                whole.astype(np.int32) if whole.dtype == np.uint16 else whole
+                joined.astype(np.int32) if joined.dtype == np.uint16 else joined
             )
     return MicroBatch(
         **fields,
@@ -534,7 +545,7 @@ def build_micro_batch(
         loss_weights=torch.from_numpy(np.repeat(weights, lengths)),
         sequence_ids=torch.from_numpy(np.repeat(np.asarray(places), lengths)),
         is_padding=torch.from_numpy(
-            np.arange(ends[-1]) >= np.repeat(ends - lengths + own, lengths)
+            np.arange(ends[-1]) >= np.repeat(ends - lengths + own_lengths, lengths)
         ),
         cu_seqlens=torch.tensor([0, *ends.tolist()], dtype=torch.int32),
         max_seqlen=int(lengths.max()),

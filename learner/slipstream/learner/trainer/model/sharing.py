@@ -53,7 +53,7 @@ class Sharing(Protocol):
     def by_paths(
         self,
         arguments: tuple[Any, ...],
-        named: dict[str, Any],
+        keywords: dict[str, Any],
         shared: Megatron,
     ) -> Arguments:
         """Returns an attention's arguments with keys and values along the paths of `shared`."""

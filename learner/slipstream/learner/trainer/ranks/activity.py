@@ -39,10 +39,10 @@ def signs_of_life(
     closed = threading.Event()
 
     def run() -> None:
-        told = 0
+        told_count = 0
         while not closed.wait(period_s):
-            if activity.count != told:
-                told = activity.count
+            if activity.count != told_count:
+                told_count = activity.count
                 tell()
 
     threading.Thread(target=run, name="signs-of-life", daemon=True).start()

@@ -64,13 +64,13 @@ def install() -> Megatron:
     Raises ConfigError for a package that is missing, and for other versions that lack what the
     patches replace.
     """
-    others = check_installed()
+    untested = check_installed()
     try:
         return _install()
     except (AttributeError, ImportError) as error:
-        if not others:
+        if not untested:
             raise
-        raise ConfigError(f"the trainer cannot use {others}: {error}") from error
+        raise ConfigError(f"the trainer cannot use {untested}: {error}") from error
 
 
 def _install() -> Megatron:
@@ -90,10 +90,10 @@ def _install() -> Megatron:
         flags = dict.fromkeys(("HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"), True)
         substitute(distributed, {"Adam": GroupStepAdam, **flags})
     auto_bridge = _import_bridge()
-    # These imports register kinds of models and recipes that transformers and Bridge lack.
+    # The imports register kinds of models and recipes that transformers and Bridge lack.
     importlib.import_module("slipstream.core.models.kinds")
     families: types.ModuleType = importlib.import_module("slipstream.learner.trainer.families")
-    for family in sorted(each.name for each in pkgutil.iter_modules(families.__path__)):
+    for family in sorted(module.name for module in pkgutil.iter_modules(families.__path__)):
         importlib.import_module(f"{families.__name__}.{family}")
     # With a mask, cuDNN makes NaN of low scores in sequences of some lengths (9.19, Hopper).
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -105,8 +105,8 @@ def _install() -> Megatron:
     # Megatron would put a norm on queries that are not of low rank, as in Moonlight, which has
     # none, and asks for layers of TransformerEngine. The parts of the spec are right.
     latent: Megatron = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    whole: dict[str, object] = {"_resolve_qk_norm_config": lambda _, parts: vars(parts)}
-    substitute(latent.MLASelfAttention, whole)
+    replacements: dict[str, object] = {"_resolve_qk_norm_config": lambda _, parts: vars(parts)}
+    substitute(latent.MLASelfAttention, replacements)
     # TransformerEngine's product would read a router's bias in 16 bits as float32, the type of the
     # logits: wrong values, without an error.
     router: Megatron = importlib.import_module("megatron.core.transformer.moe.router")
@@ -145,28 +145,28 @@ def _use_swiglu_kernel() -> None:
     kernels: Megatron = importlib.import_module("transformer_engine_torch")
 
     def forward(ctx: Megatron, x: Tensor, is_kept_in_fp8: bool, is_offloaded: bool) -> Tensor:
-        kept = x.to(torch.float8_e4m3fn) if is_kept_in_fp8 else x
+        saved_input = x.to(torch.float8_e4m3fn) if is_kept_in_fp8 else x
         if is_offloaded:
-            kept.activation_offloading = True  # type: ignore[attr-defined]
-        ctx.save_for_backward(kept)
+            saved_input.activation_offloading = True  # type: ignore[attr-defined]
+        ctx.save_for_backward(saved_input)
         ctx.ori_input_dtype = x.dtype
-        found: Tensor = kernels.swiglu(x, None)
-        return found
+        output: Tensor = kernels.swiglu(x, None)
+        return output
 
     def backward(ctx: Megatron, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
         return kernels.dswiglu(grad.contiguous(), x.to(ctx.ori_input_dtype), None), None, None
 
-    own = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    substitute(fused.SwiGLUFunction, own)
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    substitute(fused.SwiGLUFunction, methods)
 
 
-def _read_config(path: str, *, trust_remote_code: bool, **named: object) -> Megatron:
+def _read_config(path: str, *, trust_remote_code: bool, **keywords: object) -> Megatron:
     if trust_remote_code:
         raise ConfigError(f"code of a model's folder is never run, got {path}")
     transformers: Megatron = importlib.import_module("transformers")
     try:
-        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **named)
+        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **keywords)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise ValueError(f"{path}/config.json cannot be used: {error}") from error
 

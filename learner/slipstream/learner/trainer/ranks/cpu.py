@@ -77,7 +77,7 @@ def install() -> None:
         torch.cuda,
         {
             "current_device": lambda: _CPU,
-            # Each is a function of its own: torch.compile refuses to register one twice.
+            # Every name has a function of its own: torch.compile refuses to register one twice.
             "synchronize": lambda *_, **__: None,
             "set_device": lambda *_, **__: None,
             "empty_cache": lambda *_, **__: None,
@@ -210,8 +210,8 @@ def _replace_all_gather() -> None:
         parts = [part.new_empty(length, *part.shape[1:]) for part in tensor_list]
         work = real_gather(parts, padded(tensor, length), *args, **kwargs)
         assert work is None, "only the synchronous form is replaced"
-        for part, found in zip(tensor_list, parts, strict=True):
-            part.copy_(found[: len(part)])
+        for part, gathered in zip(tensor_list, parts, strict=True):
+            part.copy_(gathered[: len(part)])
         return None
 
     substitute(dist, {"all_gather": all_gather})
@@ -235,17 +235,22 @@ def _replace_megatron() -> None:
     one_by_one = rope_utils._apply_rotary_pos_emb_thd
 
     def rotate(
-        values: Any, bounds: Any, angles: Any, *rest: Any, cp_group: Any, **given: Any
+        values: Any,
+        bounds: Any,
+        angles: Any,
+        *rest: Any,
+        cp_group: Any,
+        **keywords: Any,
     ) -> Any:
         """Rotates all packed sequences at once; Megatron does so one after the other."""
         if rest or angles.size(0) == int(bounds[-1]):
-            return one_by_one(values, bounds, angles, *rest, cp_group=cp_group, **given)
+            return one_by_one(values, bounds, angles, *rest, cp_group=cp_group, **keywords)
         size = cp_group.size()
         rank = cp_group.rank()
         parts = torch.split(values, (bounds.diff() // size).tolist())
         find = rope_utils._get_thd_freqs_on_this_cp_rank
         packed = torch.cat([find(rank, size, part, angles) for part in parts])
-        rotated = rope_utils._apply_rotary_pos_emb_bshd(values.unsqueeze(1), packed, **given)
+        rotated = rope_utils._apply_rotary_pos_emb_bshd(values.unsqueeze(1), packed, **keywords)
         return rotated.squeeze(1)
 
     substitute(rope_utils, {"_apply_rotary_pos_emb_thd": rotate})

@@ -191,9 +191,9 @@ class Ranks:
         sizes[self.rank] = len(data)
         dist.all_reduce(sizes, group=self._control)
         longest = max(1, int(sizes.max()))
-        own = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
-        parts = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(parts, own, group=self._control)
+        padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded, group=self._control)
         lengths = sizes.tolist()
         return [part.numpy().tobytes()[:size] for part, size in zip(parts, lengths, strict=True)]
 
@@ -214,7 +214,7 @@ class Ranks:
     def describe(self, *, has_experts: bool) -> str:
         """Returns a text about the parallel groups, perhaps with experts'; not collective."""
         layout = RankLayout.of(self._parallel, self.world_size)
-        found = layout.groups()
+        layout_groups = layout.groups()
         groups = self._groups
         for name, ours in {
             "tp": groups.get_tensor_model_parallel_group(),
@@ -226,7 +226,9 @@ class Ranks:
             "expert_dp": groups.get_expert_data_parallel_group(),
         }.items():
             ranks = tuple(dist.get_process_group_ranks(ours))
-            assert ranks in found[name], f"Megatron's {name} group of rank {self.rank} is {ranks}"
+            assert ranks in layout_groups[name], (
+                f"Megatron's {name} group of rank {self.rank} is {ranks}"
+            )
         return f"on {self.device.type}, {layout.describe(has_experts=has_experts)}"
 
     def close(self) -> None:
@@ -235,7 +237,7 @@ class Ranks:
         dist.destroy_process_group()
 
 
-# This list is shared: it only grows, and a change of the time limit must reach all groups.
+# The list is shared: it only grows, and a change of the time limit must reach all groups.
 _COMMON = frozenset({"_global_process_group_list"})
 
 
@@ -263,7 +265,7 @@ class Grids:
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         before = _read_groups()
-        # Each layout gets its own dict where Megatron fills one in place.
+        # Layouts get a dict each where Megatron fills one in place.
         nothing = {name: {} if value == {} else value for name, value in self._nothing.items()}
         _globals().update(nothing)
         with shared_gloo_devices():
@@ -337,8 +339,8 @@ def _parallel_state() -> Megatron:
 
 
 def _globals() -> dict[str, object]:
-    found: dict[str, object] = _parallel_state().__dict__
-    return found
+    state: dict[str, object] = _parallel_state().__dict__
+    return state
 
 
 def _read_groups() -> dict[str, object]:

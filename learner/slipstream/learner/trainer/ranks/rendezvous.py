@@ -80,12 +80,12 @@ def rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
         return True
 
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    known = f"{os.environ.get(RENDEZVOUS_VARIABLE, 'slipstream')}/{start}"
+    prefix = f"{os.environ.get(RENDEZVOUS_VARIABLE, 'slipstream')}/{start}"
     # A rank 0 with its own store announces itself before all others, so this limit is short.
     first = timeout if has_agent else min(timeout, timedelta(seconds=RECOGNITION_LIMIT_S))
     within = f"within {timeout.total_seconds():g} s"
     try:
-        ours: Store = dist.PrefixStore(known, answered(connect, timeout))  # type: ignore[attr-defined]
+        ours: Store = dist.PrefixStore(prefix, answered(connect, timeout))  # type: ignore[attr-defined]
         ours.set(f"rank/{rank}", "here")
         if not have_come([0], first):
             raise ConfigError(

@@ -102,7 +102,13 @@ class BridgeFilling:
 
     fills_any = False
 
-    def __init__(self, policy: Policy, kind: Kind, *, senders: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        kind: Kind,
+        *,
+        senders: tuple[int, ...],
+    ) -> None:
         """Prepares the export; `senders` must begin with rank 0, and the others fill no buckets."""
         self._policy = policy
         self._kind = kind
@@ -139,7 +145,7 @@ class _Gather:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        # Each with its place among the packed elements.
+        # Pieces and spans, with their places among the packed elements.
         self._pieces: list[tuple[Piece, Span, int]] = []
         self.num_elements, self.num_others = 0, dist.get_world_size(group) - 1
 
@@ -147,22 +153,34 @@ class _Gather:
         self._pieces.append((piece, span, self.num_elements))
         self.num_elements += piece.part.numel()
 
-    def prepare(self, lane: Tensor, packed: Tensor, gathered: Tensor, *, is_lead: bool) -> None:
+    def prepare(
+        self,
+        lane: Tensor,
+        packed: Tensor,
+        gathered: Tensor,
+        *,
+        is_lead: bool,
+    ) -> None:
         """Takes the memory for the bucket, for this rank's elements, and for those of others."""
-        mine = packed[: self.num_elements]
+        own_elements = packed[: self.num_elements]
         rest = gathered[: self.num_elements * self.num_others]
-        self._sent = mine.view(torch.uint8)
+        self._sent = own_elements.view(torch.uint8)
         self._received = None
         if is_lead:
             # Nothing is copied for the lead's own parts.
-            others = rest.view(torch.uint8).view(self.num_others, -1).unbind()
-            self._received = [self._sent, *others]
-        self._before = Copies(self._own(lane) if is_lead else self._packing(mine))
+            other_parts = rest.view(torch.uint8).view(self.num_others, -1).unbind()
+            self._received = [self._sent, *other_parts]
+        self._before = Copies(self._own(lane) if is_lead else self._packing(own_elements))
         self._after = Copies(self._unpacking(rest, lane) if is_lead else ())
 
     def run(self, lead: int) -> None:
         self._before.run()
-        dist.gather(self._sent, self._received, dst=lead, group=self._group)
+        dist.gather(
+            self._sent,
+            self._received,
+            dst=lead,
+            group=self._group,
+        )
         self._after.run()
 
     def _packing(self, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -182,19 +200,23 @@ class _Gather:
 
 
 def _placed(
-    piece: Piece, span: Span, lane: Tensor, part: Tensor, number: int = 0
+    piece: Piece,
+    span: Span,
+    lane: Tensor,
+    part: Tensor,
+    number: int = 0,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields the copy of rank `number`'s part of a tensor to its place in `lane`, if it has any."""
-    whole = _place_of(span, lane)
+    place = _place_of(span, lane)
     of_part = list(piece.shape)
     dim = piece.dim or 0
-    of_part[dim] = part.numel() // (whole.numel() // piece.shape[dim])
+    of_part[dim] = part.numel() // (place.numel() // piece.shape[dim])
     start = number * of_part[dim]
     # Rows beyond the shape are padding.
     length = min(of_part[dim], piece.shape[dim] - start)
     if length <= 0:
         return
-    target = whole.narrow(dim, start, length)
+    target = place.narrow(dim, start, length)
     if target.is_contiguous() and target.numel() == part.numel():
         # A part that is no view of its tensor's shape has the same order of elements.
         yield target.view(part.shape), part
@@ -212,7 +234,11 @@ class PlannedFilling:
     fills_any = True
 
     def __init__(
-        self, policy: Policy, pieces: Sequence[Piece], *, senders: tuple[int, ...]
+        self,
+        policy: Policy,
+        pieces: Sequence[Piece],
+        *,
+        senders: tuple[int, ...],
     ) -> None:
         """Plans which rank sends which tensor; collective.
 
@@ -230,21 +256,26 @@ class PlannedFilling:
         if not set(leads) <= set(self.senders):
             raise UnknownMapping(f"ranks {leads} hold weights, but ranks {senders} send")
         self.tensors = tuple(
-            TensorSpec(name, _name_of(exported_type(name, self._dtype)), tuple(shape), sender)
+            TensorSpec(
+                name,
+                _name_of(exported_type(name, self._dtype)),
+                tuple(shape),
+                sender,
+            )
             for sender, rank in enumerate(self.senders)
             for name, shape in by_rank[rank]
         )
 
     def prepare(self, buckets: Sequence[Bucket], lanes: Sequence[Tensor]) -> None:
         self._leads = [self.senders[bucket.root] for bucket in buckets]
-        # This rank's copies of whole tensors, and its parts to gather, of each bucket.
+        # Copies by this rank of whole tensors, and its parts to gather, of each bucket.
         self._whole: list[Copies] = []
         self._gathers: list[list[_Gather]] = []
         for place, bucket in enumerate(buckets):
             lane = lanes[place % len(lanes)]
             is_lead = self._leads[place] == self._rank
             by_group = dict[dist.ProcessGroup, _Gather]()
-            whole: list[tuple[Tensor, Tensor]] = []
+            copies: list[tuple[Tensor, Tensor]] = []
             for span in bucket.spans:
                 piece = self._pieces.get(span.tensor.name)
                 if piece is None:
@@ -252,8 +283,8 @@ class PlannedFilling:
                 if piece.num_parts > 1:
                     by_group.setdefault(piece.group, _Gather(piece.group)).add(piece, span)
                 elif is_lead:
-                    whole += _placed(piece, span, lane, piece.part)
-            self._whole.append(Copies(whole))
+                    copies += _placed(piece, span, lane, piece.part)
+            self._whole.append(Copies(copies))
             self._gathers.append(list(by_group.values()))
         every = list(itertools.chain(*self._gathers))
         device = lanes[0].device
@@ -277,9 +308,16 @@ def exported(policy: Policy, kind: Kind) -> Iterator[tuple[str, Tensor]]:
     """Yields name and tensor, on the device, of each weight by Bridge's export; collective."""
     if kind is Kind.ADAPTERS:
         return adapter_tensors(policy, policy.dtype, to_host=False)
-    found = hf_tensors(policy, policy.dtype, to_host=False, merge=kind is Kind.MERGED)
-    own = {} if policy.drafts is None else policy.drafts.published()
-    return itertools.chain(found, ((name, tensor.to(policy.dtype)) for name, tensor in own.items()))
+    weights = hf_tensors(
+        policy,
+        policy.dtype,
+        to_host=False,
+        merge=kind is Kind.MERGED,
+    )
+    draft_weights = {} if policy.drafts is None else policy.drafts.published()
+    return itertools.chain(
+        weights, ((name, tensor.to(policy.dtype)) for name, tensor in draft_weights.items())
+    )
 
 
 def plan_filling(policy: Policy, kind: Kind, *, senders: tuple[int, ...] = ()) -> PlannedFilling:
@@ -299,14 +337,21 @@ def plan_filling(policy: Policy, kind: Kind, *, senders: tuple[int, ...] = ()) -
         if policy.drafts is not None:
             group = policy.ranks.tp_group
             pieces += [
-                Piece(name, tensor, tuple(tensor.shape), None, group, is_expert=False)
+                Piece(
+                    name,
+                    tensor,
+                    tuple(tensor.shape),
+                    None,
+                    group,
+                    is_expert=False,
+                )
                 for name, tensor in policy.drafts.published().items()
             ]
     except UnknownMapping as error:
         problem = str(error)
-    for found in policy.ranks.gather_bytes(problem.encode()):
-        if found:
-            raise UnknownMapping(found.decode())
+    for rank_problem in policy.ranks.gather_bytes(problem.encode()):
+        if rank_problem:
+            raise UnknownMapping(rank_problem.decode())
     return PlannedFilling(policy, pieces, senders=senders)
 
 

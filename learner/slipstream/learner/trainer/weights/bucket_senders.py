@@ -239,7 +239,7 @@ class IpcSender(BucketSender):
             else:
                 self._shared = HostBuffers.make(NUM_BUFFERS, self._num_bytes)
             arrays = self._shared.arrays
-            self._memory = [torch.as_tensor(each, device=self._device) for each in arrays]
+            self._memory = [torch.as_tensor(array, device=self._device) for array in arrays]
         shared = self._shared
         try:
             with self._aborting():
@@ -399,9 +399,9 @@ class GlooSender(BucketSender):
 
     def finish(self) -> Wire:
         self._settle()
-        found = self._wire
+        wire = self._wire
         self._wire = Wire()
-        return found
+        return wire
 
     def abort(self) -> None:
         if self._group is not None:

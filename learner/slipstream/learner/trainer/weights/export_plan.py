@@ -154,12 +154,12 @@ def _parts(task: Megatron, weight: Tensor) -> Iterator[tuple[str, Tensor, int | 
     module = task.megatron_module
     kind: type = type(mapping)
     if kind is known.AutoMapping and mapping.permute_dims is None:
-        found = mapping._detect_parallelism_type(module)
+        parallelism = mapping._detect_parallelism_type(module)
         kind = {
             "column": known.ColumnParallelMapping,
             "row": known.RowParallelMapping,
             "replicated": known.ReplicatedMapping,
-        }[found]
+        }[parallelism]
     if kind in (known.DirectMapping, known.ReplicatedMapping):
         yield str(mapping.hf_param), weight, None
     elif kind is known.ColumnParallelMapping:
@@ -181,7 +181,7 @@ def _parts(task: Megatron, weight: Tensor) -> Iterator[tuple[str, Tensor, int | 
         size = config.kv_channels or config.hidden_size // config.num_attention_heads
         if weight.shape[0] % ((per_group + 2) * size):
             raise UnknownMapping(f"{name} splits a group of queries")
-        # Each query group has its query heads first, then its key, then its value.
+        # A query group has its query heads first, then its key, then its value.
         by_head = weight.view(-1, per_group + 2, size, *weight.shape[1:])
         yield mapping.hf_param["q"], by_head[:, :per_group], 0
         yield mapping.hf_param["k"], by_head[:, per_group], 0

@@ -139,28 +139,30 @@ class WeightPublisher:
         announced = b""
         problem = ""
         if self._ranks.is_main:
-            wanted = communicator.communicator_id
+            communicator_id = communicator.communicator_id
             num_senders = len(self._published.weights.senders)
             try:
                 if order.new_communicator:
                     workers = sum(receiver.num_workers for receiver in order.receivers)
                     communicator = sender.announce(
-                        wanted, num_senders=num_senders, world_size=num_senders + workers
+                        communicator_id, num_senders=num_senders, world_size=num_senders + workers
                     )
-                elif sender.communicator_id != wanted:
-                    raise WeightSyncError(f"communicator {wanted} is gone: a new one is needed")
+                elif sender.communicator_id != communicator_id:
+                    raise WeightSyncError(
+                        f"communicator {communicator_id} is gone: a new one is needed"
+                    )
                 start = trainer_pb2.PublishStart(
                     publish_id=order.publish_id,
                     layout=self._published.layout(adapters_alone=order.adapters_alone),
                     communicator=communicator,
                 )
                 limit_s = order.join_deadline_s
-                found = self._client.start_publish(start, join_deadline_s=limit_s).receivers
-                lost = {r.server_id for r in order.receivers} - {r.server_id for r in found}
-                if found and lost:
+                receivers = self._client.start_publish(start, join_deadline_s=limit_s).receivers
+                missing = {r.server_id for r in order.receivers} - {r.server_id for r in receivers}
+                if receivers and missing:
                     # A communicator with a missing member can neither be joined nor used.
-                    raise WeightSyncError(f"{', '.join(sorted(lost))} did not take part")
-                announced = communicator.SerializeToString() if found else b""
+                    raise WeightSyncError(f"{', '.join(sorted(missing))} did not take part")
+                announced = communicator.SerializeToString() if receivers else b""
             except WeightSyncError as error:
                 problem = str(error)
         self._agree(problem)
@@ -211,8 +213,8 @@ class WeightPublisher:
 
     def _agree(self, problem: str) -> None:
         """Raises the first problem of any rank that is not "" as WeightSyncError on all ranks."""
-        if found := next(filter(None, self._ranks.gather_bytes(problem.encode())), b""):
-            raise WeightSyncError(found.decode())
+        if first_problem := next(filter(None, self._ranks.gather_bytes(problem.encode())), b""):
+            raise WeightSyncError(first_problem.decode())
 
 
 class _Sends:
@@ -250,8 +252,8 @@ def probe_sequences(batch: Batch | None, *, vocab_size: int, max_tokens: int) ->
     sequences = [t.token_ids[part.tokens] for t in batch.trajectories for part in t.sequences]
     long_enough = [token_ids for token_ids in sequences if len(token_ids) >= 2]
     stride = max(1, len(long_enough) // NUM_SEQUENCES)
-    chosen = long_enough[::stride][:NUM_SEQUENCES]
-    return [token_ids[:max_tokens] for token_ids in chosen]
+    probed = long_enough[::stride][:NUM_SEQUENCES]
+    return [token_ids[:max_tokens] for token_ids in probed]
 
 
 def build_probe(policy: Policy, batch: Batch | None, config: Config) -> weights_pb2.Probe:
@@ -264,14 +266,14 @@ def build_probe(policy: Policy, batch: Batch | None, config: Config) -> weights_
     logprobs = []
     adapters = []
     for name in names:
-        own = probe_sequences(
+        adapter_sequences = probe_sequences(
             parts.get(name), vocab_size=policy.vocab_size, max_tokens=max(2, min(MAX_TOKENS, room))
         )
         with policy.adapters.published(name):
-            found = sequence_logprobs(policy, own)
-        sequences += own
-        logprobs += found
-        adapters += [name] * len(own)
+            adapter_logprobs = sequence_logprobs(policy, adapter_sequences)
+        sequences += adapter_sequences
+        logprobs += adapter_logprobs
+        adapters += [name] * len(adapter_sequences)
     return weights_pb2.Probe(
         token_ids=pack_tokens(np.concatenate(sequences)),
         lengths=[len(token_ids) for token_ids in sequences],
@@ -340,14 +342,19 @@ class Published:
         by_name: dict[str, bytes] = {}
         buckets: list[bytes] = []
         for name, stream in self._parts(adapters_alone=adapters_alone):
-            held = None if name is None else self._held
+            adapters = None if name is None else self._held
             first = len(buckets)
 
-            def numbered(place: int, bucket: Bucket, data: Tensor, first: int = first) -> Release:
+            def numbered(
+                place: int,
+                bucket: Bucket,
+                data: Tensor,
+                first: int = first,
+            ) -> Release:
                 assert send is not None
                 return send(first + place, bucket, data)
 
-            with nullcontext() if held is None else held.published(name or ""):
+            with nullcontext() if adapters is None else adapters.published(name or ""):
                 part = stream.run(None if send is None else numbered)
             # Tensors of another adapter have the same names.
             prefix = f"{name}/" if name else ""
@@ -372,21 +379,21 @@ class Published:
             return self.run()
         if not self._unchanged:
             self.run()
-        held = self._held
-        if held is None or not held.are_clients:
-            found = self.run(adapters_alone=True)
-            return replace(found, by_name=self._unchanged | found.by_name)
+        adapters = self._held
+        if adapters is None or not adapters.are_clients:
+            digests = self.run(adapters_alone=True)
+            return replace(digests, by_name=self._unchanged | digests.by_name)
         # Adapters of clients are read only if they have changed.
-        for name in sorted(held.changed):
+        for name in sorted(adapters.changed):
             stream = self._adapters[name]
-            with held.active(name):
+            with adapters.active(name):
                 trained = stream.run().by_name
-            with held.published(name):
+            with adapters.published(name):
                 served = stream.run()
             by_name = {f"{name}/{key}": digest for key, digest in served.by_name.items()}
             by_name |= {f"{name}/trained/{key}": digest for key, digest in trained.items()}
             self._of_client[name] = replace(served, by_name=by_name)
-        held.changed.clear()
+        adapters.changed.clear()
         all_names = self._unchanged.copy()
         buckets = list[bytes]()
         for name in self._adapters:
@@ -405,12 +412,12 @@ def open_published(policy: Policy, config: Config) -> Published:
     if not config.lora.publishes_adapters:
         return Published(open_stream(policy, config))
     matrices = open_stream(policy, config, Kind.MATRICES)
-    held = policy.adapters
+    adapters_of_run = policy.adapters
     adapters = {}
-    for name in held.names:
-        # Each has its own memory: buckets of one may still travel when the next one's are filled.
-        with held.active(name):
+    for name in adapters_of_run.names:
+        # Adapters have memory of their own: buckets of one may travel while others are filled.
+        with adapters_of_run.active(name):
             adapters[name] = open_stream(policy, config, Kind.ADAPTERS, beside=matrices)
-    # Those of clients have the factors of their products in them.
-    scale = 1.0 if held.are_clients else config.lora.alpha / config.lora.rank
-    return Published(matrices, adapters, held=held, adapter_scale=scale)
+    # Adapters of clients have the factors of their products in them.
+    scale = 1.0 if adapters_of_run.are_clients else config.lora.alpha / config.lora.rank
+    return Published(matrices, adapters, held=adapters_of_run, adapter_scale=scale)

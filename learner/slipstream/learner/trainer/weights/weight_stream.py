@@ -55,14 +55,20 @@ class WeightStream:
     buckets before a `run` that sends, which then starts with them.
     """
 
-    def __init__(self, policy: Policy, filling: Filling, *, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        filling: Filling,
+        *,
+        bucket_bytes: int,
+    ) -> None:
         self._policy = policy
         self._filling = filling
         self.bucket_bytes = bucket_bytes
         self.tensors = filling.tensors
         self.senders = filling.senders
         rank = policy.ranks.rank
-        # This rank's index in `senders`; None if it does not send.
+        # The rank's index in `senders`; None if it does not send.
         self.sender = self.senders.index(rank) if rank in self.senders else None
         self.buckets = tuple(plan_buckets(self.tensors, bucket_bytes))
         self.num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
@@ -131,10 +137,10 @@ class WeightStream:
                     # the same stream.
                     if self._own[place]:
                         self._digests.add(place, data.data_ptr(), self._handle)
-                found = self._digests.read(self._handle)
-        # Each rank sends the digests of its own buckets, in order.
-        own = b"".join(itertools.chain(*itertools.compress(found, self._own)))
-        rest = [io.BytesIO(part) for part in self._policy.ranks.gather_bytes(own)]
+                bucket_digests = self._digests.read(self._handle)
+        # A rank sends the digests of its own buckets, in order.
+        own_digests = b"".join(itertools.chain(*itertools.compress(bucket_digests, self._own)))
+        rest = [io.BytesIO(part) for part in self._policy.ranks.gather_bytes(own_digests)]
         by_name: dict[str, bytes] = {}
         of_buckets = []
         for bucket in self.buckets:
@@ -173,7 +179,11 @@ class WeightDigests:
 
 
 def open_stream(
-    policy: Policy, config: Config, kind: Kind = Kind.MERGED, *, beside: WeightStream | None = None
+    policy: Policy,
+    config: Config,
+    kind: Kind = Kind.MERGED,
+    *,
+    beside: WeightStream | None = None,
 ) -> WeightStream:
     """Returns a stream of the weights of `kind`; collective.
 
@@ -199,7 +209,7 @@ def open_stream(
             problem = policy.ranks.broadcast_bytes(data).decode()
             if not problem:
                 return stream
-            # Its memory is freed before another stream takes as much.
+            # The stream's memory is freed before another stream takes as much.
             del stream
         if policy.ranks.is_main:
             logger.warning("weights are exported by Megatron-Bridge, tensor by tensor: %s", problem)
@@ -208,7 +218,7 @@ def open_stream(
 
 def bridge_digests(policy: Policy, kind: Kind) -> dict[str, bytes]:
     """Returns the digest of every tensor of Bridge's export, by name; collective."""
-    found = {}
+    digests_by_name = {}
     for name, tensor in exported(policy, kind):
         kind_of_element = str(tensor.dtype).removeprefix("torch.")
         spec = TensorSpec(name, kind_of_element, tuple(tensor.shape))
@@ -218,8 +228,8 @@ def bridge_digests(policy: Policy, kind: Kind) -> dict[str, bytes]:
         # A view into a parameter may begin anywhere.
         aligned = tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()
         digests.add(0, aligned.data_ptr(), handle)
-        found[name] = digests.read(handle)[0][0]
-    return found
+        digests_by_name[name] = digests.read(handle)[0][0]
+    return digests_by_name
 
 
 def difference(ours: dict[str, bytes], exported: dict[str, bytes]) -> str:
