@@ -96,8 +96,8 @@ def versions(python: Path, names: Iterable[str]) -> dict[str, str]:
     )
     command = [str(python), "-c", code, *names]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+    parsed: dict[str, str] = json.loads(done.stdout)
+    return parsed
 
 
 def paths(part: str) -> list[str]:
@@ -112,10 +112,10 @@ def prove(python: Path, part: str, log: Path) -> Result:
     junit.unlink(missing_ok=True)
     command = [str(python), "-m", "pytest", "-q", "-m", marks, f"--junitxml={junit}", *paths(part)]
     environ = os.environ | {"TORCHDYNAMO_DISABLE": "1", "FUZZ": "0.2"}
-    began = time.monotonic()
+    start_s = time.monotonic()
     with log.open("w") as file:
         done = subprocess.run(command, cwd=ROOT, env=environ, stdout=file, stderr=file)
-    return read(junit, time.monotonic() - began, done.returncode)
+    return read(junit, time.monotonic() - start_s, done.returncode)
 
 
 def fields(python: Path, models: Path, out: Path) -> Fields:
@@ -126,8 +126,8 @@ def fields(python: Path, models: Path, out: Path) -> Fields:
         done = subprocess.run(command, env=environ, stdout=log, stderr=log)
     if done.returncode:
         raise SystemExit(f"candidate: models cannot be configured: see {log.name}")
-    found: Fields = json.loads(out.read_text())
-    return found
+    parsed: Fields = json.loads(out.read_text())
+    return parsed
 
 
 def changes(pinned: Fields, candidate: Fields) -> dict[str, list[str]]:
@@ -150,8 +150,8 @@ def read(junit: Path, seconds: float, code: int) -> Result:
     for case in ElementTree.parse(junit).iter("testcase") if junit.exists() else ():
         wrong = [each for each in case if each.tag in ("failure", "error")]
         for each in wrong:
-            said = (each.get("message") or "").strip().splitlines() or [""]
-            failed.append((f"{case.get('classname')}::{case.get('name')}", said[0]))
+            message = (each.get("message") or "").strip().splitlines() or [""]
+            failed.append((f"{case.get('classname')}::{case.get('name')}", message[0]))
         skipped += case.find("skipped") is not None
         passed += not wrong and case.find("skipped") is None
     return Result(passed, skipped, tuple(failed), seconds, code)
@@ -209,18 +209,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("pins", nargs="+", metavar="NAME==VERSION")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/candidate")
-    given = parser.parse_args(arguments)
-    pins = split(given.pins)
-    folder = given.folder.resolve()
+    options = parser.parse_args(arguments)
+    pins = split(options.pins)
+    folder = options.folder.resolve()
     python = install(pins, folder / "venv")
     pinned, candidate = (versions(each, pins) for each in (Path(sys.executable), python))
-    if unmet := {name: wanted for name, wanted in pins.items() if candidate.get(name) != wanted}:
+    if unmet := {
+        name: expected for name, expected in pins.items() if candidate.get(name) != expected
+    }:
         raise SystemExit(f"candidate: asked for {unmet}, installed are {candidate}")
     places = {Path(sys.executable): folder / "pinned.json", python: folder / "candidate.json"}
     configured = [fields(each, folder / "models", out) for each, out in places.items()]
     begin = heading(pinned, candidate, changes(*configured))
     results: dict[str, Result] = {}
-    for part in given.only:
+    for part in options.only:
         results[part] = prove(python, part, folder / f"{part.replace(' ', '_')}.log")
         (folder / "report.md").write_text(begin + report(results))
         print(f"{part}: {'holds' if results[part].holds else 'fails'}", flush=True)

@@ -155,13 +155,13 @@ def main() -> int:
             )
             stops = stopping(running.pid, random.Random(seed))
             with stops if options.stops else contextlib.nullcontext():
-                said, _ = running.communicate()
-            lines = said.splitlines()
-            print(f"seed {seed}: {lines[-1] if lines else said}", flush=True)
+                output, _ = running.communicate()
+            lines = output.splitlines()
+            print(f"seed {seed}: {lines[-1] if lines else output}", flush=True)
             if running.returncode:
                 red += 1
                 report = Path(tempfile.gettempdir()) / f"steady-{seed}.txt"
-                report.write_text(said)
+                report.write_text(output)
                 failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
                 print("\n".join([*failed, f"all of it: {report}"]), flush=True)
     print(f"{red} of {options.times} runs were red")

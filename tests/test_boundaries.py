@@ -522,8 +522,8 @@ def test_modules_can_be_read_in_one_sitting() -> None:
 def judged_times(path: Path) -> Iterator[tuple[int, str]]:
     """Each assertion that a length of time is short, and each processor clock."""
     for line, text in enumerate(path.read_text().splitlines(), start=1):
-        if found := re.search(r"\b(thread|process)_time\(|assert .*\b[a-z_]+\(\) - \w+ <", text):
-            yield line, found[0]
+        if match := re.search(r"\b(thread|process)_time\(|assert .*\b[a-z_]+\(\) - \w+ <", text):
+            yield line, match[0]
 
 
 def test_no_test_judges_time() -> None:

@@ -47,9 +47,9 @@ def old_words(text: str) -> Texts:
     if not OLD_WORD.search(text):
         return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        found = OLD_WORD.search(token.string) if token.type == tokenize.NAME else None
-        if found:
-            yield token.start[0], f"{token.string}: take {WORDS[found[1]]}, not {found[1]}"
+        match = OLD_WORD.search(token.string) if token.type == tokenize.NAME else None
+        if match:
+            yield token.start[0], f"{token.string}: take {WORDS[match[1]]}, not {match[1]}"
 
 
 def bare_methods(text: str) -> Texts:

@@ -81,8 +81,8 @@ class Engine:
 
     def inspect(self, container: str) -> dict[str, Any]:
         """What the engine knows of a container."""
-        (found,) = json.loads(self.call("container", "inspect", container))
-        return dict(found)
+        (parsed,) = json.loads(self.call("container", "inspect", container))
+        return dict(parsed)
 
     def is_running(self, container: str) -> bool:
         """Whether a process of the container lives."""

@@ -20,17 +20,17 @@ PAIRS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    found = tmp_path_factory.mktemp("adapters")
-    make_models(found)
+    folder = tmp_path_factory.mktemp("adapters")
+    make_models(folder)
     pool = RankPool()
     try:
         for place in (0, 1):
             jobs = sorted({pair[place] for pair in PAIRS.values()})
             program = Path(lora_ranks.__file__)
-            pool.run(program, jobs, world_size=place + 1, folder=found, limit_s=400)
+            pool.run(program, jobs, world_size=place + 1, folder=folder, limit_s=400)
     finally:
         pool.close()
-    return found
+    return folder
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -47,7 +47,7 @@ def test_a_checkpoint_holds_every_bit(
         program = Path(checkpoint_ranks.__file__)
         rank_pool.run(program, [its], world_size=world_size, folder=folder)
     saved, again = (
-        torch.load(folder / f"{its}.pt", weights_only=True, map_location="cpu") for its in jobs
+        torch.load(folder / f"{job}.pt", weights_only=True, map_location="cpu") for job in jobs
     )
     assert again["error"] == ""
     assert again["loaded"] == 2

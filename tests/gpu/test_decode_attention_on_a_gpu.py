@@ -23,7 +23,7 @@ def test_each_request_attends_to_its_own_context(
     free = (1 + torch.randperm(requests * most)).tolist()
     # A layer computes them between its keys and values.
     queries = torch.randn(requests, heads + 2, size, device="cuda").to(dtype)[:, 1:-1]
-    wanted = torch.zeros(requests, heads, size, dtype=torch.float64)
+    expected = torch.zeros(requests, heads, size, dtype=torch.float64)
     for request, length in enumerate(LENGTHS):
         context = torch.randn(length, groups, 2 * size, device="cuda").to(dtype)
         for start in range(0, length, BLOCK):
@@ -33,12 +33,14 @@ def test_each_request_attends_to_its_own_context(
         if length:
             key, value = context.cpu().double().repeat_interleave(heads // groups, 1).split(size, 2)
             scores = torch.einsum("hs,ths->ht", queries[request].cpu().double(), key) * size**-0.5
-            wanted[request] = torch.einsum("ht,ths->hs", scores.softmax(1), value)
+            expected[request] = torch.einsum("ht,ths->hs", scores.softmax(1), value)
     output = torch.full((requests, heads, size), torch.nan, dtype=dtype, device="cuda")
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
 
     decode(queries, cache, table, lengths, size**-0.5, output)
 
     found = output.cpu().double()
-    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
-    assert (found - wanted).norm() < (0.004 if dtype == torch.bfloat16 else 0.0006) * wanted.norm()
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    assert (found - expected).norm() < (
+        0.004 if dtype == torch.bfloat16 else 0.0006
+    ) * expected.norm()

@@ -78,5 +78,5 @@ def test_replies_end_inside_drafts(found: Found) -> None:
 def test_replies_that_are_paused_go_on_with_the_same_model(found: Found) -> None:
     found.check_logprobs("paused")
     spans = [reply["spans"] for reply in found["paused"]["replies"]]
-    assert [sum(length for _, length in each) for each in spans] == [200] * 16
-    assert sum(len(each) > 1 for each in spans) > 3
+    assert [sum(length for _, length in span) for span in spans] == [200] * 16
+    assert sum(len(span) > 1 for span in spans) > 3

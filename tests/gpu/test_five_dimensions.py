@@ -74,12 +74,12 @@ def test_losses_of_four_ranks_are_those_of_one(
 ) -> None:
     names = [layout.parity for layout in LAYOUTS.values() if layout.parity]
     folder = tmp_path_factory.mktemp("parity")
-    found = parity_run.compare(rank_pool, folder, 4, DTYPE, names)
-    for name, difference in found.items():
+    comparison = parity_run.compare(rank_pool, folder, 4, DTYPE, names)
+    for name, difference in comparison.items():
         note("five-dimensions", layout=name, difference=difference)
-    assert sorted(found) == sorted(names)
+    assert sorted(comparison) == sorted(names)
     tolerance = parity_run.TOLERANCES[DTYPE]
-    assert {n: d for n, d in found.items() if d > tolerance} == {}
+    assert {n: d for n, d in comparison.items() if d > tolerance} == {}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

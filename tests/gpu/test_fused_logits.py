@@ -27,16 +27,16 @@ def expected(case: tuple[Tensor, ...], outer: Tensor, bend: Tensor) -> Found:
     hidden, weight, targets, rows = case
     logits = (hidden[rows].double() @ weight[:VOCAB].double().T).requires_grad_()
     logs = (logits / TEMPERATURE).log_softmax(-1)
-    found = logs.gather(1, targets[rows, None])[:, 0]
+    logprobs = logs.gather(1, targets[rows, None])[:, 0]
     entropy = -(logs.exp() * logs).sum(-1)
-    ((found * outer[rows]).sum() + (entropy * bend[rows]).sum()).backward()
+    ((logprobs * outer[rows]).sum() + (entropy * bend[rows]).sum()).backward()
     assert logits.grad is not None
     states = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64, device="cuda")
     states[rows] = logits.grad @ weight[:VOCAB].double()
     weights = torch.zeros(PADDED, HIDDEN, dtype=torch.float64, device="cuda")
     weights[:VOCAB] = logits.grad.T @ hidden[rows].double()
     whole = torch.zeros(2, TOKENS, dtype=torch.float64, device="cuda")
-    whole[0, rows], whole[1, rows] = found.detach(), entropy.detach()
+    whole[0, rows], whole[1, rows] = logprobs.detach(), entropy.detach()
     return whole[0], whole[1], states, weights
 
 
@@ -63,13 +63,13 @@ def test_values_and_gradients_are_those_of_a_softmax_in_float64(
         chunk_logits=300 * PADDED,
         kept_logits=kept_logits,
     )
-    found, entropy = vocab_parallel_logprobs(states, part, targets, rows, projection)
-    loss = (found * outer).sum()
+    logprobs, entropy = vocab_parallel_logprobs(states, part, targets, rows, projection)
+    loss = (logprobs * outer).sum()
     if entropy_gradient:
         loss = loss + (entropy * bend).sum()
     loss.backward()
     wanted = expected(case, outer, bend)
-    torch.testing.assert_close(found.double(), wanted[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logprobs.double(), wanted[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), wanted[1], rtol=1e-5, atol=1e-5)
     assert states.grad is not None
     assert part.grad is not None
@@ -84,9 +84,9 @@ def test_nothing_is_computed_where_nothing_is_trained() -> None:
     hidden, weight, targets, _ = make_case(torch.bfloat16)
     hidden.requires_grad_()
     nothing = torch.tensor([], dtype=torch.int64, device="cuda")
-    found, _ = vocab_parallel_logprobs(hidden, weight, targets, nothing, Projection(1.0, VOCAB))
-    found.sum().backward()
-    assert not found.any()
+    logprobs, _ = vocab_parallel_logprobs(hidden, weight, targets, nothing, Projection(1.0, VOCAB))
+    logprobs.sum().backward()
+    assert not logprobs.any()
     assert hidden.grad is not None
     assert not hidden.grad.any()
 
@@ -100,8 +100,8 @@ def test_kept_logits_are_the_only_large_tensor() -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    found, _ = vocab_parallel_logprobs(hidden, weight, targets, rows, projection)
-    found.sum().backward()
+    logprobs, _ = vocab_parallel_logprobs(hidden, weight, targets, rows, projection)
+    logprobs.sum().backward()
     # Logits are float32, and their gradient is bfloat16.
     logits_bytes = 6 * len(rows) * PADDED
     weight_bytes = 2 * weight.numel()

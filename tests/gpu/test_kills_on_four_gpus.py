@@ -56,23 +56,23 @@ async def lose_one_of_each(tmp_path: Path) -> None:
                 for each in run.find(f"{run_processes.TRAINER} ")
                 if each.environ().get("RANK") == "1"
             )
-            began = time.monotonic()
+            start_s = time.monotonic()
             run_processes.kill(rank)
             newest = (await client.status()).step
             await run_processes.until_step(client, newest + 2, limit_s=STARTS_IN_S)
-            times["rank"] = time.monotonic() - began
+            times["rank"] = time.monotonic() - start_s
             server = run.find(run_processes.ROLLOUT_SERVER)[0]
-            began = time.monotonic()
+            start_s = time.monotonic()
             run_processes.kill(server)
             gone = await run_processes.until_event(client, lambda event: "is gone" in event.text)
             newest = (await client.status()).step
             await run_processes.until_step(client, newest + 2, limit_s=STARTS_IN_S)
-            times["server"] = time.monotonic() - began
+            times["server"] = time.monotonic() - start_s
             async with asyncio.timeout(STARTS_IN_S):
                 async for event in client.watch(after=gone.number):
                     if "joined" in event.text:
                         break
-            times["server joined"] = time.monotonic() - began
+            times["server joined"] = time.monotonic() - start_s
         assert await run.wait(STARTS_IN_S) == 0, run.out + run.err
     summary = run_processes.checked(tmp_path / "run")
     print(json.dumps(times | {key: summary[key] for key in ("steps", "ledger", "max_lag_seen")}))

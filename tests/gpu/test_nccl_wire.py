@@ -102,11 +102,11 @@ def test_broadcasts_reach_every_gpu(world_size: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"fewer than {world_size} GPUs")
     with members(tmp_path, *["broadcast"] * world_size) as processes:
-        found = [lines_of(process) for process in processes]
+        outputs = [lines_of(process) for process in processes]
     assert [process.returncode for process in processes] == [0] * world_size
-    for line in found[0]:
+    for line in outputs[0]:
         note("nccl_wire", test="broadcast", world_size=world_size, **line)
-    digests = [[line["digests"] for line in lines if "digests" in line] for lines in found]
+    digests = [[line["digests"] for line in lines if "digests" in line] for lines in outputs]
     assert digests[0]
     assert all(other == digests[0] for other in digests)
 
@@ -120,9 +120,9 @@ def test_kill_of_a_receiver_in_mid_broadcast_costs_one_deadline(tmp_path: Path) 
             assert processes[0].poll() is None
             time.sleep(0.01)
         processes[-1].send_signal(signal.SIGKILL)
-        found = [lines_of(process) for process in processes[:-1]]
+        outputs = [lines_of(process) for process in processes[:-1]]
     assert [process.returncode for process in processes[:-1]] == [0] * (world_size - 1)
-    for rank, lines in enumerate(found):
+    for rank, lines in enumerate(outputs):
         for line in lines:
             note("nccl_wire", test="kill", world_size=world_size, rank=rank, **line)
         (line,) = lines
@@ -137,8 +137,8 @@ def test_member_that_dies_before_the_first_broadcast_leaves_nothing_on_the_other
         # With two members NCCL lets the one that lives send a few bytes without an error.
         pytest.skip("fewer than 3 GPUs")
     with members(tmp_path, *["left"] * (world_size - 1), "leave") as processes:
-        found = [lines_of(process) for process in processes]
+        outputs = [lines_of(process) for process in processes]
     assert [process.returncode for process in processes] == [0] * world_size
-    for rank, (line,) in enumerate(found[:-1]):
+    for rank, (line,) in enumerate(outputs[:-1]):
         note("nccl_wire", test="left", world_size=world_size, rank=rank, **line)
         assert line["error"]

@@ -31,7 +31,7 @@ def test_tokens_are_those_of_vllm_and_their_log_probabilities_of_float64(
 
     tokens, logprobs = sample(logits, requests, temperatures, seeds, positions)
 
-    wanted = gumbel_sample(
+    expected = gumbel_sample(
         logits,
         requests,
         temperatures,
@@ -40,6 +40,6 @@ def test_tokens_are_those_of_vllm_and_their_log_probabilities_of_float64(
         apply_temperature=False,
         is_drafting=False,
     )
-    assert torch.equal(tokens, wanted)
+    assert torch.equal(tokens, expected)
     exact = logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     assert float((logprobs - exact).abs().max()) < 2e-6 * float(exact.abs().max().clamp(min=1.0))

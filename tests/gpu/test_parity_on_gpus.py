@@ -31,11 +31,11 @@ def test_parity_with_transformer_engine(
 ) -> None:
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"fewer than {world_size} GPUs")
-    found = parity_run.compare(rank_pool, folder, world_size, dtype)
+    comparison = parity_run.compare(rank_pool, folder, world_size, dtype)
     too_large = {
-        name: value for name, value in found.items() if value > parity_run.TOLERANCES[dtype]
+        name: value for name, value in comparison.items() if value > parity_run.TOLERANCES[dtype]
     }
-    assert found
+    assert comparison
     assert not too_large
 
 
@@ -49,9 +49,9 @@ def one_rank(rank_pool: RankPool, folder: Path) -> Path:
 @pytest.mark.parametrize("model", list(LAYOUT_OF))
 def test_parity_of_one_rank_with_plain_transformers(model: str, one_rank: Path) -> None:
     name = LAYOUT_OF[model]
-    found = torch.load(one_rank / f"{name}.pt", weights_only=True)["logprobs"]
+    stored = torch.load(one_rank / f"{name}.pt", weights_only=True)["logprobs"]
     plain = PlainPolicy(one_rank / model, config_of(name, one_rank))
-    torch.testing.assert_close(found[0], plain.probe(), rtol=3e-4, atol=3e-4)
+    torch.testing.assert_close(stored[0], plain.probe(), rtol=3e-4, atol=3e-4)
     for batch in batches(plain.config)[:PARITY_STEPS]:
         plain.step(batch)
-    torch.testing.assert_close(found[-1], plain.probe(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(stored[-1], plain.probe(), rtol=1e-3, atol=1e-3)

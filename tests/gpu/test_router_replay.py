@@ -19,17 +19,17 @@ pytestmark = pytest.mark.timeout(1200)
 def test_replay_narrows_the_gap_of_the_logprobs(mode: list[str], tmp_path: Path) -> None:
     program = [sys.executable, router_replay_run.__file__, "--out", str(tmp_path), *mode]
     subprocess.run(program, check=True, timeout=900)
-    found = json.loads((tmp_path / "result.json").read_text())
-    assert found["device"] == "cuda"
-    assert found["routing_difference"] > 0
+    parsed = json.loads((tmp_path / "result.json").read_text())
+    assert parsed["device"] == "cuda"
+    assert parsed["routing_difference"] > 0
 
 
 def test_replay_trains_like_plain_transformers(rank_pool: RankPool, tmp_path: Path) -> None:
     name = "one-replay-moe"
     parity_run.compare(rank_pool, tmp_path, 1, "float32", [name])
-    found = torch.load(tmp_path / f"{name}.pt", weights_only=True)["metrics"]
+    stored = torch.load(tmp_path / f"{name}.pt", weights_only=True)["metrics"]
     plain = PlainPolicy(tmp_path / "moe", config_of(name, tmp_path))
-    for ours, batch in zip(found, batches(plain.config)[:PARITY_STEPS], strict=True):
+    for ours, batch in zip(stored, batches(plain.config)[:PARITY_STEPS], strict=True):
         theirs = plain.step(batch)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3, abs=1e-3)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)

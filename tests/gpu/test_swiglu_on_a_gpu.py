@@ -11,10 +11,10 @@ def test_swiglu_and_its_gradient_are_those_of_float64() -> None:
     x = torch.randn(301, 2 * 96, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     outer = torch.randn(301, 96, device="cuda", dtype=torch.bfloat16)
     y = SwiGLUFunction.apply(x, False, False)
-    (found,) = torch.autograd.grad(y, x, outer)
+    (gradient,) = torch.autograd.grad(y, x, outer)
     wide = x.detach().double().requires_grad_()
     gate, up = wide.chunk(2, dim=-1)
     wide_y = torch.nn.functional.silu(gate) * up
     assert (y.double() - wide_y).norm() < 5e-3 * wide_y.norm()
     (expected,) = torch.autograd.grad(wide_y, wide, outer.double())
-    assert (found.double() - expected).norm() < 1e-2 * expected.norm()
+    assert (gradient.double() - expected).norm() < 1e-2 * expected.norm()

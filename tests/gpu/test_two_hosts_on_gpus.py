@@ -192,25 +192,25 @@ def cluster() -> Iterator[Cluster]:
 
 def test_a_run_on_two_hosts_loses_one_of_them_and_finishes(cluster: Cluster) -> None:
     times = {}
-    began = time.monotonic()
+    start_s = time.monotonic()
     for host in LEARNERS:
         cluster.start_learner(host)
     for host in SERVERS:
         cluster.start_server(host)
     cluster.until_step(KILLED_AFTER)
-    times["first steps"] = time.monotonic() - began
+    times["first steps"] = time.monotonic() - start_s
     cluster.kill(*(name for name in cluster.commands if name.endswith("-second")))
-    began = time.monotonic()
+    start_s = time.monotonic()
     # The first host's rank ends with the connection and waits for the second one's, which a
     # scheduler starts again.
     cluster.until_said("second is gone" if SMALL else "starts again, start 2")
-    times["noticed"] = time.monotonic() - began
+    times["noticed"] = time.monotonic() - start_s
     before = cluster.steps()
     if "second" in LEARNERS:
         cluster.start_learner("second")
     cluster.start_server("second")
     cluster.until_step(before + 1)
-    times["next step"] = time.monotonic() - began
+    times["next step"] = time.monotonic() - start_s
     # The second host's new server may still be loading when the run is over.
     names = [*(f"learner-{host}" for host in LEARNERS)]
     for name in names if SMALL else [*names, "rollout-server-first"]:

@@ -118,15 +118,15 @@ async def test_the_application_adds_no_process_and_no_port(served) -> None:
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_parts_hold_what_generate_returns(served, is_streamed) -> None:
     greedy = dataclasses.replace(ENDLESS, temperature=0.0)
-    whole = await served.engine.requests.generate(f"whole{is_streamed}", PROMPT, greedy, 70)
+    generation = await served.engine.requests.generate(f"whole{is_streamed}", PROMPT, greedy, 70)
     parts, end = await parts_of(
         served.engine, f"parts{is_streamed}", greedy, is_streamed=is_streamed
     )
-    text = served.engine.llm.get_tokenizer().decode(whole.token_ids.tolist())
+    text = served.engine.llm.get_tokenizer().decode(generation.token_ids.tolist())
     assert "".join(part.text for part in parts) == text
-    assert end.token_ids.tolist() == whole.token_ids.tolist()
-    assert np.abs(end.logprobs - whole.logprobs).max() < 1e-5
-    assert end.version_spans == whole.version_spans == (VersionSpan(70, PolicyVersion(0, 0)),)
+    assert end.token_ids.tolist() == generation.token_ids.tolist()
+    assert np.abs(end.logprobs - generation.logprobs).max() < 1e-5
+    assert end.version_spans == generation.version_spans == (VersionSpan(70, PolicyVersion(0, 0)),)
     assert end.finish_reason is FinishReason.LENGTH
     # A reader that is late finds two parts as one.
     assert 2 <= len(parts) <= 3 if is_streamed else len(parts) == 1
@@ -207,13 +207,13 @@ async def test_an_agents_conversation_is_recorded_bit_for_bit(served, stream) ->
     async def talk(number: int) -> None:
         messages: list[Any] = [{"role": "user", "content": f"task {number}"}]
         for _ in range(3):
-            asked = {"model": "m", "messages": messages, "max_tokens": 40}
+            request = {"model": "m", "messages": messages, "max_tokens": 40}
             if stream:
                 text = ""
-                async for chunk in await client.chat.completions.create(**asked, stream=True):
+                async for chunk in await client.chat.completions.create(**request, stream=True):
                     text += "".join(choice.delta.content or "" for choice in chunk.choices)
             else:
-                answer = await client.chat.completions.create(**asked)
+                answer = await client.chat.completions.create(**request)
                 text = answer.choices[0].message.content
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "on"}]
 
@@ -228,7 +228,7 @@ async def test_an_agents_conversation_is_recorded_bit_for_bit(served, stream) ->
         assert (
             np.abs(
                 expected[flags]
-                - np.concatenate([one["behavior_logprobs"] for one in branch.sampled])
+                - np.concatenate([reply["behavior_logprobs"] for reply in branch.sampled])
             ).max()
             < 1e-3
         )
@@ -270,10 +270,12 @@ async def test_logprobs_that_a_client_asks_for_are_those_that_are_recorded(serve
         logprobs=True,
         top_logprobs=2,
     )
-    given = [token.logprob for token in answer.choices[0].logprobs.content]
+    logprobs = [token.logprob for token in answer.choices[0].logprobs.content]
     (branch,) = rig.recorder.conversations.branches
     assert (
-        np.abs(np.concatenate([one["behavior_logprobs"] for one in branch.sampled]) - given).max()
+        np.abs(
+            np.concatenate([reply["behavior_logprobs"] for reply in branch.sampled]) - logprobs
+        ).max()
         < 1e-5
     )
     assert all(len(token.top_logprobs) >= 2 for token in answer.choices[0].logprobs.content)

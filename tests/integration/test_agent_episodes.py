@@ -74,8 +74,8 @@ async def test_rewards_of_replies_stand_at_their_tokens_whatever_api_gave_them(s
 
 async def test_rewards_of_no_reply_too_many_tokens_or_a_large_sum_fail_their_episode(server):
     (stranger,) = await server.run("StrangerAgent", max_attempts=1)
-    said = "reply_rewards names no reply of the episode: 'chatcmpl-nobody'"
-    assert stranger.failure == Failure(FailureKind.ENVIRONMENT, said)
+    message = "reply_rewards names no reply of the episode: 'chatcmpl-nobody'"
+    assert stranger.failure == Failure(FailureKind.ENVIRONMENT, message)
     (overpaid,) = await server.run("OverpaidAgent", max_attempts=1)
     assert "rewards of an episode add up to 1.00002e+06, which must" in overpaid.failure.message
     (miscounting,) = await server.run("MiscountingAgent", max_attempts=1)

@@ -134,7 +134,10 @@ async def test_the_other_apis_show_images_too(rig: AgentRig) -> None:
     ]
     answer = await ask(rig, "/v1/responses", input=items)
     assert answer.status_code == 200, answer.text
-    assert [[image.data for image in one.images] for one in rig.engine.samples] == [[RED], [BLUE]]
+    assert [[image.data for image in samples.images] for samples in rig.engine.samples] == [
+        [RED],
+        [BLUE],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -62,11 +62,11 @@ async def rig(shared: AgentRig) -> AsyncIterator[AgentRig]:
 async def chat(rig: AgentRig, messages: list, *, stream: bool = False, branch: str = "", **options):
     """One call; returns the message as the SDK gives it, for `messages`."""
     client = rig.openai(branch)
-    asked = {"model": "gpt-4o", "messages": messages, **options}
+    request = {"model": "gpt-4o", "messages": messages, **options}
     if not stream:
-        answer = await client.chat.completions.create(**asked)
+        answer = await client.chat.completions.create(**request)
         return answer.choices[0].message.model_dump(exclude_none=True)
-    async with client.chat.completions.stream(**asked) as events:
+    async with client.chat.completions.stream(**request) as events:
         final = await events.get_final_completion()
     message = final.choices[0].message.model_dump(exclude_none=True)
     message.pop("parsed", None)
@@ -85,12 +85,12 @@ async def respond(rig: AgentRig, *, stream: bool = False, **asked: Any):
         return await events.get_final_response()
 
 
-async def send(rig: AgentRig, messages: list, *, stream: bool = False, **asked: Any):
+async def send(rig: AgentRig, messages: list, *, stream: bool = False, **request: Any):
     """One call of Anthropic's API."""
-    asked = {"model": "claude", "max_tokens": 20_000, "messages": messages, **asked}
+    request = {"model": "claude", "max_tokens": 20_000, "messages": messages, **request}
     if not stream:
-        return await rig.anthropic().messages.create(**asked)
-    async with rig.anthropic().messages.stream(**asked) as events:
+        return await rig.anthropic().messages.create(**request)
+    async with rig.anthropic().messages.stream(**request) as events:
         return await events.get_final_message()
 
 
@@ -157,9 +157,9 @@ async def test_anthropics_messages_with_tools_are_one_branch(rig, stream, word) 
 async def test_a_call_of_a_tool_that_is_cut_off_does_not_stop_its_agent(rig, max_tokens) -> None:
     """Its arguments are no JSON then."""
     messages = [{"role": "user", "content": "call 12345678"}]
-    asked = {"model": "claude", "messages": messages, "tools": SCHEMA_TOOLS}
+    request = {"model": "claude", "messages": messages, "tools": SCHEMA_TOOLS}
     async with rig.http() as client:
-        short = {**asked, "max_tokens": max_tokens, "stream": True}
+        short = {**request, "max_tokens": max_tokens, "stream": True}
         cut = await client.post("/v1/messages", json=short)
     assert '"stop_reason":"max_tokens"' in cut.text
     whole = await send(rig, messages, tools=SCHEMA_TOOLS)
@@ -193,8 +193,8 @@ async def test_a_reply_to_a_request_without_tools_keeps_its_whole_text(tmp_path,
 async def test_responses_with_tools_are_one_branch(rig, stream) -> None:
     items: list = [{"role": "user", "content": "call 4"}]
     for turn in range(3):
-        asked = {"instructions": "Be short.", "input": items, "tools": ITEM_TOOLS}
-        final = await respond(rig, stream=stream, **asked)
+        request = {"instructions": "Be short.", "input": items, "tools": ITEM_TOOLS}
+        final = await respond(rig, stream=stream, **request)
         (call,) = [item for item in final.output if item.type == "function_call"]
         assert json.loads(call.arguments) == {"a": 4 + turn}
         items += [item.model_dump(exclude_none=True) for item in final.output]
@@ -222,8 +222,10 @@ async def test_calls_at_the_same_time_have_branches_of_their_own(rig) -> None:
     assert sorted(rig.runs()) == [1, 1, 1, 1, 1, 2]
     # Each of them begins with the first reply's tokens.
     first_branch = max(rig.recorder.conversations.branches, key=lambda b: len(b.run_lengths))
-    known = first_branch.token_ids[: sum(first_branch.run_lengths[:2])]
-    assert all(b.token_ids[: len(known)] == known for b in rig.recorder.conversations.branches)
+    token_ids = first_branch.token_ids[: sum(first_branch.run_lengths[:2])]
+    assert all(
+        b.token_ids[: len(token_ids)] == token_ids for b in rig.recorder.conversations.branches
+    )
 
 
 async def test_the_runs_sampling_holds_and_the_answer_says_so(rig) -> None:
@@ -335,8 +337,8 @@ async def test_an_effort_that_the_template_does_not_read_is_told(rig) -> None:
     answer = await rig.openai().chat.completions.with_raw_response.create(
         model="m", messages=[QUESTION], reasoning_effort="low"
     )
-    told = 'reasoning_effort=enable_thinking (asked "low")'
-    assert answer.headers["x-slipstream-sampling"] == told
+    message = 'reasoning_effort=enable_thinking (asked "low")'
+    assert answer.headers["x-slipstream-sampling"] == message
     assert rig.recorder.ignored == {"reasoning_effort": 1}
 
 
@@ -372,15 +374,15 @@ async def test_a_previous_response_is_continued_by_its_id(rig, streams) -> None:
 async def test_items_of_earlier_responses_may_be_named_by_their_ids(rig, stream) -> None:
     """The AI SDK of Vercel does so, unless it is told to store nothing."""
     client = rig.openai()
-    asked = {"model": "m", "tools": ITEM_TOOLS}
+    request = {"model": "m", "tools": ITEM_TOOLS}
     items: list = [{"role": "user", "content": "call 4"}]
     for turn in range(3):
         if stream:
-            events = await client.responses.create(**asked, input=items, stream=True)
+            events = await client.responses.create(**request, input=items, stream=True)
             found = [event async for event in events]
             output = [event.item for event in found if event.type == "response.output_item.done"]
         else:
-            output = (await client.responses.create(**asked, input=items)).output
+            output = (await client.responses.create(**request, input=items)).output
         items += [{"type": "item_reference", "id": item.id} for item in output]
         (call,) = [item for item in output if item.type == "function_call"]
         result = {"type": "function_call_output", "call_id": call.call_id}
@@ -388,7 +390,7 @@ async def test_items_of_earlier_responses_may_be_named_by_their_ids(rig, stream)
     assert rig.runs() == [3]
     with pytest.raises(openai.BadRequestError, match="Item with id 'fc_other' not found") as raised:
         await client.responses.create(
-            **asked, input=[*items, {"type": "item_reference", "id": "fc_other"}]
+            **request, input=[*items, {"type": "item_reference", "id": "fc_other"}]
         )
     assert raised.value.param == "input"
 
@@ -397,20 +399,20 @@ async def test_items_of_earlier_responses_may_be_named_by_their_ids(rig, stream)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_empty_reply_is_a_message_with_an_empty_text(rig, stream, tools) -> None:
     items: list = [{"role": "user", "content": "nothing"}]
-    asked = {"tools": tools, "input": items}
+    request = {"tools": tools, "input": items}
     if stream:
-        async with rig.openai().responses.stream(model="m", **asked) as events:
+        async with rig.openai().responses.stream(model="m", **request) as events:
             kinds = [event.type async for event in events]
             first = await events.get_final_response()
         assert kinds.count("response.output_item.done") == 1
         assert kinds.count("response.output_text.delta") == 1
     else:
-        first = await respond(rig, **asked)
+        first = await respond(rig, **request)
     (message,) = first.output
     assert [part.text for part in message.content] == [first.output_text] == [""]
     more = {"role": "user", "content": "more"}
-    said = message.model_dump(exclude={"content": {0: {"parsed"}}}, exclude_none=True)
-    await respond(rig, tools=tools, input=[*items, said, more])
+    fields = message.model_dump(exclude={"content": {0: {"parsed"}}}, exclude_none=True)
+    await respond(rig, tools=tools, input=[*items, fields, more])
     await respond(rig, tools=tools, input=[more], previous_response_id=first.id)
     # The second one begins behind the first reply, too.
     assert rig.runs() == [2, 1]
@@ -420,8 +422,8 @@ async def test_parts_of_messages_that_vllm_would_drop_or_fail_at_are_refused(rig
     text = {"type": "output_text", "text": "yes", "annotations": []}
     said = {"type": "message", "id": "msg_a", "role": "assistant", "status": "completed"}
     for content in ([], [{"type": "refusal", "refusal": "no"}], [text, text]):
-        asked = {"model": "m", "input": [{**said, "content": content}, QUESTION]}
-        answer = await rig.http().post("/v1/responses", json=asked)
+        request = {"model": "m", "input": [{**said, "content": content}, QUESTION]}
+        answer = await rig.http().post("/v1/responses", json=request)
         assert answer.status_code == 400
         assert "must have one part of text, got [" in answer.json()["error"]["message"]
     await respond(rig, input=[{**said, "content": [text]}, QUESTION])
@@ -432,10 +434,10 @@ async def test_parts_of_messages_that_vllm_would_drop_or_fail_at_are_refused(rig
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_response_that_was_cut_off_is_a_previous_response_too(rig, stream, limit) -> None:
     """Behind 46 tokens the arguments of a call are no JSON."""
-    asked = {"tools": ITEM_TOOLS, "max_output_tokens": limit}
-    first = await respond(rig, stream=stream, **asked, input="call 12345678")
+    request = {"tools": ITEM_TOOLS, "max_output_tokens": limit}
+    first = await respond(rig, stream=stream, **request, input="call 12345678")
     assert first.status == "incomplete"
-    await respond(rig, **asked, input="more", previous_response_id=first.id)
+    await respond(rig, **request, input="more", previous_response_id=first.id)
     assert len(rig.engine.samples) == 2
     assert "call 12345678" in rig.engine.tokenizer.decode(rig.engine.samples[1].prompt)
 
@@ -555,14 +557,14 @@ async def test_a_stream_whose_reply_fails_is_an_error_of_its_client(
     rig.engine.fail_with = failure
     api = rig.openai()
     anthropics = rig.anthropic()
-    asked = {"model": "m", "stream": True}
+    request = {"model": "m", "stream": True}
     with pytest.raises((openai.APIError, anthropic.APIError), match=str(failure)):
         if kind == "chat":
-            stream = await api.chat.completions.create(messages=[QUESTION], **asked)
+            stream = await api.chat.completions.create(messages=[QUESTION], **request)
         elif kind == "responses":
-            stream = await api.responses.create(input=[QUESTION], **asked)
+            stream = await api.responses.create(input=[QUESTION], **request)
         else:
-            stream = await anthropics.messages.create(max_tokens=9, messages=[QUESTION], **asked)
+            stream = await anthropics.messages.create(max_tokens=9, messages=[QUESTION], **request)
         async for _ in stream:
             pass
     # Only what nobody expects leaves a traceback, one.
@@ -639,10 +641,10 @@ async def test_a_request_that_cannot_be_served_is_400(rig, path, asked, said) ->
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
 async def test_an_empty_list_is_no_tools_and_no_text(rig, path, choice) -> None:
     history = [QUESTION, {"role": "assistant", "content": []}, QUESTION]
-    asked = {"max_tokens": 9, "messages": history, "tools": [], "tool_choice": choice}
+    request = {"max_tokens": 9, "messages": history, "tools": [], "tool_choice": choice}
     if path == "responses":
-        asked = {"input": "hi", "tools": [], "tool_choice": choice}
-    answer = await rig.http().post(f"/v1/{path}", json={"model": "m", **asked})
+        request = {"input": "hi", "tools": [], "tool_choice": choice}
+    answer = await rig.http().post(f"/v1/{path}", json={"model": "m", **request})
     assert answer.status_code == 200, answer.text
     (sample,) = rig.engine.samples
     if path != "responses":
@@ -651,16 +653,16 @@ async def test_an_empty_list_is_no_tools_and_no_text(rig, path, choice) -> None:
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
 async def test_null_is_a_fields_default(rig, path) -> None:
-    asked = dict.fromkeys(rig.api.fields[f"/v1/{path}"]) | {"model": "m", "max_tokens": 9}
-    asked |= {"input": "hi"} if path == "responses" else {"messages": [QUESTION]}
-    answer = await rig.http().post(f"/v1/{path}", json=asked)
+    request = dict.fromkeys(rig.api.fields[f"/v1/{path}"]) | {"model": "m", "max_tokens": 9}
+    request |= {"input": "hi"} if path == "responses" else {"messages": [QUESTION]}
+    answer = await rig.http().post(f"/v1/{path}", json=request)
     assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_response_counts_its_tokens_in_numbers_alone(rig, stream) -> None:
-    asked = {"model": "m", "input": "hi", "stream": stream}
-    answer = await rig.http().post("/v1/responses", json=asked)
+    request = {"model": "m", "input": "hi", "stream": stream}
+    answer = await rig.http().post("/v1/responses", json=request)
     body = answer.json() if not stream else json.loads(answer.text.split("data: ")[-1])["response"]
     for name in ("input_tokens_details", "output_tokens_details"):
         assert {type(value) for value in body["usage"][name].values()} == {int}
@@ -745,8 +747,8 @@ async def test_what_is_no_path_is_refused_by_the_paths_that_there_are(rig) -> No
             assert "POST /v1/chat/completions, " in said
             assert said.endswith(", GET /v1/models")
         for method, path in (("GET", "/v1/models/"), ("POST", "/v1/messages/count_tokens/")):
-            asked = {"messages": [QUESTION]} if method == "POST" else None
-            assert (await client.request(method, path, json=asked)).status_code == 200
+            request = {"messages": [QUESTION]} if method == "POST" else None
+            assert (await client.request(method, path, json=request)).status_code == 200
 
 
 async def test_no_call_is_served_after_the_end_of_the_episode(rig) -> None:
@@ -1026,9 +1028,9 @@ async def test_a_stream_that_is_silent_has_comments(rig, monkeypatch: pytest.Mon
     """Clients such as Codex give up a stream that sends nothing for minutes."""
     monkeypatch.setattr(agent_api, "QUIET_S", 0.001)
     rig.engine.may_end.clear()
-    asked = {"model": "m", "messages": [QUESTION], "tools": TOOLS, "stream": True}
+    request = {"model": "m", "messages": [QUESTION], "tools": TOOLS, "stream": True}
     async with rig.http() as client:
-        call = client.stream("POST", "/v1/chat/completions", json=asked)
+        call = client.stream("POST", "/v1/chat/completions", json=request)
         async with call as answer:
             lines = answer.aiter_lines()
             assert (await anext(lines)).startswith(":")

@@ -34,9 +34,9 @@ def test_a_run_under_faults_loses_and_doubles_nothing(tmp_path: Path, tiny_model
         stdout=subprocess.PIPE,
         check=False,
     )
-    told = json.loads(chaos.stdout)
-    assert chaos.returncode == 0, told
-    assert (told["fired"], told["found"], told["replay_equal"]) == (12, [], True)
+    parsed = json.loads(chaos.stdout)
+    assert chaos.returncode == 0, parsed
+    assert (parsed["fired"], parsed["found"], parsed["replay_equal"]) == (12, [], True)
 
 
 LOOP = """
@@ -64,13 +64,13 @@ def test_clients_loops_under_faults_are_those_without(tmp_path: Path, tiny_model
     path = tmp_path / "own.toml"
     path.write_text(LOOP)
     command = [sys.executable, "-m", "support.fakes.quick_run", "loop-chaos", str(path)]
-    found = subprocess.run(
+    process = subprocess.run(
         [*command, *own_settings(tmp_path, tiny_model), "--kills=60", "--every-s=0.3", "--seeds=2"],
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
         stdout=subprocess.PIPE,
         check=False,
     )
-    told = json.loads(found.stdout)
-    assert found.returncode == 0, told
-    assert (told["fired"], told["found"], told["different"]) == (60, [], [])
-    assert told["replay_equal"]
+    parsed = json.loads(process.stdout)
+    assert process.returncode == 0, parsed
+    assert (parsed["fired"], parsed["found"], parsed["different"]) == (60, [], [])
+    assert parsed["replay_equal"]

@@ -159,9 +159,9 @@ def results(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -
     found = {}
     first = {}
     second = {}
-    wanted = jobs_of_file(request, LOADED)
+    expected = jobs_of_file(request, LOADED)
     chosen = chosen_jobs(request, LOADED)
-    loaded = {name: LOADED[name] for name in wanted if name not in SLOW or name in chosen}
+    loaded = {name: LOADED[name] for name in expected if name not in SLOW or name in chosen}
     for name in dict.fromkeys(run for run, _ in loaded.values()):
         first[name] = SAVED[name] | {"run": name, "save": [2], "until": 3}
     damaged = {"run": "damaged-before", "save": [1], "until": 1, "damage": True}
@@ -169,7 +169,7 @@ def results(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -
     for name, (run, learner) in loaded.items():
         second[name] = SAVED[run] | {"run": run, "learner": learner, "resume": True, "until": 3}
         second[name]["late"] = name in ("one-again", "tp2-again", "distopt-again")
-    if wanted == list(LOADED):
+    if expected == list(LOADED):
         second |= other_loads(folder)
     for jobs in (first, second):
         for name, job in jobs.items():
@@ -202,13 +202,13 @@ def test_a_save_is_published_with_its_manifest(folder: Path, results: dict[str, 
 
 @pytest.mark.parametrize("job", each_job(LOADED, SLOW))
 def test_a_load_in_any_layout_gives_the_same_weights_and_next_step(job, results):
-    found = results[job]
+    result = results[job]
     saved = results[LOADED[job][0]]
-    assert found["error"] == ""
-    assert found["loaded"] == 2
-    assert found["digest"] == found["loaded_digest"]
+    assert result["error"] == ""
+    assert result["loaded"] == 2
+    assert result["digest"] == result["loaded_digest"]
     expected = saved["metrics"][2]
-    metrics = found["metrics"][0]
+    metrics = result["metrics"][0]
     # Another number of replicas rounds half precision elsewhere.
     is_half = "dtype" in SAVED[LOADED[job][0]]
     for name in ("loss", "grad_norm", "entropy", "kl"):
@@ -216,33 +216,33 @@ def test_a_load_in_any_layout_gives_the_same_weights_and_next_step(job, results)
         assert metrics[name] == near, name
     if not is_half:
         for name, weight in saved["weights"].items():
-            torch.testing.assert_close(found["weights"][name], weight, rtol=1e-5, atol=2e-6)
+            torch.testing.assert_close(result["weights"][name], weight, rtol=1e-5, atol=2e-6)
 
 
 def test_the_learning_rate_of_the_step_after_the_load_is_that_of_the_schedule(results):
     # Step 3 of 4 is the second of three that fall, after one step of warmup.
     fallen = (1 - math.cos(math.pi / 3)) / 2
-    found = results["cosine-epochs-again"]["metrics"][0]["learning_rate"]
-    assert found == pytest.approx(1e-3 * (1 - fallen))
+    result = results["cosine-epochs-again"]["metrics"][0]["learning_rate"]
+    assert result == pytest.approx(1e-3 * (1 - fallen))
 
 
 @pytest.mark.parametrize("job", each_job(AGAIN, SLOW))
 def test_a_load_in_the_same_layout_goes_on_bit_for_bit(job: str, results: dict[str, dict]) -> None:
-    found = results[job]
+    result = results[job]
     saved = results[LOADED[job][0]]
     exact = [name for name in saved["metrics"][2] if not name.endswith("_s")]
-    assert [found["metrics"][0][name] for name in exact] == [
+    assert [result["metrics"][0][name] for name in exact] == [
         saved["metrics"][2][name] for name in exact
     ]
-    assert all(torch.equal(found["weights"][name], w) for name, w in saved["weights"].items())
+    assert all(torch.equal(result["weights"][name], w) for name, w in saved["weights"].items())
 
 
 @pytest.mark.parametrize("job", ["one-f16-again", "ep2-distopt-moe-f16-again"])
 def test_the_scale_of_the_loss_is_that_of_the_checkpoint(job: str, results: dict[str, dict]):
-    found = results[job]
+    result = results[job]
     saved = results[LOADED[job][0]]
     before = saved["metrics"][1]["loss_scale"]
-    after = found["metrics"][0]
+    after = result["metrics"][0]
     assert before < 2.0**16
     assert after["loss_scale"] * 2 ** after["gradient_overflows"] == before
 
@@ -270,13 +270,13 @@ def test_settings_of_the_optimizer_are_those_of_now(run: str, results: dict[str,
 
 
 def test_a_run_starts_from_the_weights_of_distributed_files_with_a_new_optimizer(results):
-    found = results["one-loads-weights"]
-    assert found["digest"] == results["one-from-tp2"]["loaded_digest"]
-    assert found["loaded"] == 0
-    assert [group["step"] for group in found["groups"]] == [1, 1]
+    result = results["one-loads-weights"]
+    assert result["digest"] == results["one-from-tp2"]["loaded_digest"]
+    assert result["loaded"] == 0
+    assert [group["step"] for group in result["groups"]] == [1, 1]
     # The optimizer's own copy of the weights is made of the loaded ones, too.
     rounded = results["tp2-loads-files"]["weights"]
-    for name, weight in found["weights"].items():
+    for name, weight in result["weights"].items():
         torch.testing.assert_close(rounded[name], weight, rtol=1e-2, atol=5e-3)
 
 
@@ -341,8 +341,8 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(copy_of, folder, rank_poo
     job = {"run": tmp_path.name, "learner": {}, "resume": True, "until": 0}
     (folder / "damaged.json").write_text(json.dumps(job))
     rank_pool.run(PROGRAM, ["damaged"], world_size=1, folder=folder)
-    found = torch.load(folder / "damaged.pt", weights_only=True)
-    assert "state/__0_0.distcp: its bytes are not those that were written" in found["error"]
-    assert found["loaded"] == 0
+    stored = torch.load(folder / "damaged.pt", weights_only=True)
+    assert "state/__0_0.distcp: its bytes are not those that were written" in stored["error"]
+    assert stored["loaded"] == 0
     assert complete_steps(checkpoints) == [2]
     assert not left.exists()

@@ -102,8 +102,8 @@ def test_every_plan_and_reply_is_that_of_vllms_scheduler(
         engine.drain()
     assert len(ours.plans) == len(theirs.plans) > 60
     assert (len(own_plans) > 30) is not windowed
-    for mine, other in zip(ours.plans, theirs.plans, strict=True):
-        assert mine == other
+    for our_plan, other in zip(ours.plans, theirs.plans, strict=True):
+        assert our_plan == other
     assert ours.tokens == theirs.tokens
     assert ours.logprobs == theirs.logprobs
     assert ours.finished == theirs.finished
@@ -216,13 +216,13 @@ def test_who_goes_on_without_a_pause_has_forgotten_what_was_cached(start, overla
 def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(start, overlapping: bool):
     engine = start(ours=True, overlapping=overlapping)
     manager = engine.scheduler.kv_cache_manager
-    asked = []
+    requests = []
     taken = []
     vllms_slots = manager.allocate_slots
     vllms_update = engine.scheduler._update_request_with_output
 
     def allocate(request: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
-        asked.append(request.num_computed_tokens)
+        requests.append(request.num_computed_tokens)
         return vllms_slots(request, *args, **kwargs)
 
     def update(request: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
@@ -237,7 +237,7 @@ def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(start, overl
     assert len(engine.tokens["r0"]) == 60
     # A prompt of 10 tokens; the last position that is computed is 68.
     # A block whose last token is planned is cached then, or when that token is known.
-    assert asked == ([0, 16, 32, 48, 64] if overlapping else [0, 15, 16, 31, 32, 47, 48, 63, 64])
+    assert requests == ([0, 16, 32, 48, 64] if overlapping else [0, 15, 16, 31, 32, 47, 48, 63, 64])
     assert taken == [0, 59]
 
 
@@ -608,8 +608,8 @@ def test_prompts_beside_replies_are_planned_as_by_vllms_scheduler(
                 assert len(scheduler.running) <= scheduler.max_num_running_reqs == 8
             engine.drain()
         assert len(ours.plans) == len(theirs.plans)
-        for mine, other in zip(ours.plans, theirs.plans, strict=True):
-            assert mine == other
+        for our_plan, other in zip(ours.plans, theirs.plans, strict=True):
+            assert our_plan == other
         assert (ours.tokens, ours.finished) == (theirs.tokens, theirs.finished)
         preempted += ours.preempted
         # Most plans are ours, with prompts too; rows of ended replies go.

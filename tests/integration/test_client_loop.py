@@ -36,8 +36,8 @@ async def test_a_loop_samples_passes_steps_and_publishes(config) -> None:
             sampling = {"max_tokens": 4} | ({"seed": 7} if step else {})
             future = await client.ask(session, [1, 2, 3], num_samples=3, sampling_params=sampling)
             assert len(set(future["sample_sequence_ids"])) == 3
-            found = replies(await client.result(future))
-            assert [len(tokens) for tokens, _, _ in found] == [5, 5, 5]
+            summary = replies(await client.result(future))
+            assert [len(tokens) for tokens, _, _ in summary] == [5, 5, 5]
             # Submitted together, as by a client that does not wait.
             passed = await client.send(client.passed([DATUM, DATUM], "cross_entropy"))
             stepped = await client.order("optim_step", adam_params={"learning_rate": 0.5})
@@ -50,25 +50,25 @@ async def test_a_loop_samples_passes_steps_and_publishes(config) -> None:
         leases = server.leases
         assert all(lease.environment == "client" for lease in leases)
         # Each reply of a sample with a seed has a seed of its own.
-        assert not any(one.sampling.HasField("seed") for one in leases[:3])
-        assert [one.sampling.seed for one in leases[3:6]] == [7, 8, 9]
-        assert [one.task_index for one in leases[:6]] == [0, 1, 2] * 2
+        assert not any(lease.sampling.HasField("seed") for lease in leases[:3])
+        assert [lease.sampling.seed for lease in leases[3:6]] == [7, 8, 9]
+        assert [lease.task_index for lease in leases[:6]] == [0, 1, 2] * 2
         assert leases[0].prompt_token_ids == b"\1\0\0\0\2\0\0\0\3\0\0\0"
 
-    found = summary_of(config.run_dir)
-    assert (found["steps"], found["ledger"]["difference"]) == (3, 0)
-    assert found["ledger"]["generated"] == found["ledger"]["evaluated"] == 3 * 3 * 5
+    summary = summary_of(config.run_dir)
+    assert (summary["steps"], summary["ledger"]["difference"]) == (3, 0)
+    assert summary["ledger"]["generated"] == summary["ledger"]["evaluated"] == 3 * 3 * 5
     write_config(config, config.run_dir)
     told = examine(config.run_dir).trained
     assert told == "3 steps of a client's own loop, 3 passes"
-    assert {"reward", "lag"}.isdisjoint(dict(table_rows(found)))
+    assert {"reward", "lag"}.isdisjoint(dict(table_rows(summary)))
     # A version is published when it is asked for, and not before.
     assert [version.step for version in server.loaded_versions] == [0, 1, 2]
     given, passes = trainer.ordered[0]
     assert (given.adam.learning_rate, given.adam.eps) == (0.5, 1e-12)
     assert [name.rpartition(":")[2] for name in passes] == ["forward_backward"]
     # The journal holds the passes of each step.
-    assert [len(one.sequences) for one in batches_of(config.run_dir)[0].passes] == [2]
+    assert [len(sequence.sequences) for sequence in batches_of(config.run_dir)[0].passes] == [2]
 
 
 async def test_an_operation_that_is_sent_twice_happens_once_and_in_the_order_of_numbers(config):
@@ -195,7 +195,7 @@ async def test_what_is_refused_fails_in_its_turn_with_one_line(config) -> None:
         await client.step()
         # The state of version 0 is the run's own beginning, to which a step goes back.
         assert (await client.load(saved["path"]))["path"] == saved["path"]
-        assert [one.WhichOneof("step") for one, _ in trainer.ordered] == ["adam", "begin"]
+        assert [order.WhichOneof("step") for order, _ in trainer.ordered] == ["adam", "begin"]
         nothing = f"{client.session}:sample:9"
         assert f"{nothing} is no name of a publish" in (await client.sample(nothing, [1]))["error"]
         refusal = await client.ask(nothing, [1], topk_prompt_logprobs=2)
@@ -275,8 +275,8 @@ async def test_with_in_flight_older_sessions_sample_by_what_is_served(config) ->
         # An older session is no reference any more: its weights are not served.
         gone = await client.sample(sessions[1], [1, 2, 3], prompt_logprobs=True)
         assert gone["error"].startswith("version 1 is not served any more")
-        found = await client.sample(sessions[2], [1, 2, 3], prompt_logprobs=True)
-        assert SampleResponse.FromString(found).prompt_logprobs[4:] == PROMPT_LOGPROBS
+        samples = await client.sample(sessions[2], [1, 2, 3], prompt_logprobs=True)
+        assert SampleResponse.FromString(samples).prompt_logprobs[4:] == PROMPT_LOGPROBS
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -286,8 +286,8 @@ async def test_the_start_is_sampled_and_scores_prompts_beside_adapters(tmp_path,
         await client.begin(rank=8)
         start = await client.publish()
         for _ in range(2):
-            found = await client.sample(start, [1, 2, 3], prompt_logprobs=True)
-            assert SampleResponse.FromString(found).prompt_logprobs[4:] == PROMPT_LOGPROBS
+            samples = await client.sample(start, [1, 2, 3], prompt_logprobs=True)
+            assert SampleResponse.FromString(samples).prompt_logprobs[4:] == PROMPT_LOGPROBS
             await client.step()
             newest = await client.publish()
         await client.sample(newest, [1, 2, 3])
@@ -309,8 +309,8 @@ async def test_a_saved_state_is_loaded_as_a_step_and_a_new_model_takes_over(conf
         before = client.model
         assert (await client.begin_from(path))["model_id"] != before
         await client.step()
-        given = [one.load for one, _ in trainer.ordered if one.WhichOneof("step") == "load"]
-        assert [(one.step, one.without_optimizer) for one in given] == [(1, True), (1, False)]
+        parsed = [order.load for order, _ in trainer.ordered if order.WhichOneof("step") == "load"]
+        assert [(one.step, one.without_optimizer) for one in parsed] == [(1, True), (1, False)]
         client.model, client.numbers = before, iter([9])
         assert "is not trained by this run any more" in (await client.step())["error"]
 
@@ -414,7 +414,7 @@ async def test_futures_outlive_the_http_process_and_the_controller(config) -> No
         assert len(logprobs_of(await client.result(waiting))) == 2
         await client.step()
     # The step has the pass of before, and the next one that which had waited.
-    passes = [[one.split(":")[-2] for one in passes] for _, passes in trainer.ordered]
+    passes = [[order.split(":")[-2] for order in passes] for _, passes in trainer.ordered]
     assert passes == [["1"], ["3"]]
 
 

@@ -23,7 +23,7 @@ def config(tmp_path):
 
 def kinds(trainer: FakeTrainer) -> list[tuple[str, str]]:
     """Kind and adapter of each step that the trainer was ordered."""
-    return [(one.WhichOneof("step"), one.adapter.name) for one, _ in trainer.ordered]
+    return [(order.WhichOneof("step"), order.adapter.name) for order, _ in trainer.ordered]
 
 
 async def test_each_client_has_an_adapter_of_its_own_rank_and_passes(config) -> None:
@@ -61,17 +61,17 @@ async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(config)
         other = one.another()
         await one.begin(rank=1)
         await other.begin(rank=8)
-        mine = await one.publish()
+        publish = await one.publish()
         first = await other.publish()
         server.gate.clear()
-        under_way = await one.ask(mine, [1])
+        under_way = await one.ask(publish, [1])
         await until(lambda: len(server.leases) == 1)
         await other.step()
         # It waits for no sample of another model.
         second = await other.publish()
         server.gate.set()
         assert len(replies(await one.result(under_way))) == 1
-        assert len(replies(await one.sample(mine, [2]))) == 1
+        assert len(replies(await one.sample(publish, [2]))) == 1
         assert len(replies(await other.sample(second, [3]))) == 1
         gone = await other.sample(first, [4])
         assert gone["error"].startswith("version 4 is not served any more, version 6 is")
@@ -105,8 +105,8 @@ async def test_one_client_that_fails_again_and_again_stops_no_other(tmp_path) ->
         assert (await other.step())["type"] == "optim_step"
         assert [len(passes) for _, passes in trainer.ordered] == [0, 0, 1]
 
-    found = summary_of(config.run_dir)
-    assert (found["steps"], found["set_aside_batches"]) == (3, 3)
+    summary = summary_of(config.run_dir)
+    assert (summary["steps"], summary["set_aside_batches"]) == (3, 3)
 
 
 async def test_a_state_goes_to_a_new_model_of_its_rank_and_to_no_other(config) -> None:

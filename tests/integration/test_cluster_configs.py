@@ -220,8 +220,8 @@ def test_nodes_are_told_apart_by_the_environment_as_well(folder, monkeypatch):
 
     def master(result: subprocess.CompletedProcess[str]) -> str:
         assert result.returncode == 1, result.stderr
-        found: str = tomllib.loads(result.stdout)["learner"]["master"]
-        return found
+        parsed: str = tomllib.loads(result.stdout)["learner"]["master"]
+        return parsed
 
     monkeypatch.setenv("NODE_RANK", "3")
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.10")

@@ -148,8 +148,8 @@ def test_a_run_that_trained_no_step_is_not_replayed(folder: Path, tmp_path: Path
 
 
 def test_a_port_in_use_is_refused(folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        address = f"127.0.0.1:{occupied.getsockname()[1]}"
         for command in ("run", "learner"):
             override = f'controller.address="{address}"'
             result = run_command(command, "config.toml", override, cwd=folder)
@@ -157,8 +157,8 @@ def test_a_port_in_use_is_refused(folder: Path) -> None:
 
 
 def test_a_wrong_setting_is_told_before_a_port_in_use(folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f'controller.address="127.0.0.1:{taken.getsockname()[1]}"'
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        address = f'controller.address="127.0.0.1:{occupied.getsockname()[1]}"'
         wrong = 'rollout_server.chat_template="nowhere"'
         result = run_command("run", "config.toml", address, wrong, cwd=folder)
     check_refused(result, "rollout_server.chat_template must be a file, got nowhere")

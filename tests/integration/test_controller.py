@@ -63,10 +63,10 @@ async def test_a_group_that_loses_too_many_servers_is_set_aside_with_an_event(tm
 
     summary = await play(config, first, during=kill)
     assert summary["steps"] == 4
-    lost = {lease.group_id for lease in first.leases}
-    assert lost.isdisjoint({lease.group_id for lease in second.leases})
+    group_ids = {lease.group_id for lease in first.leases}
+    assert group_ids.isdisjoint({lease.group_id for lease in second.leases})
     causes = {r["group"]: r["cause"] for r in records_of(config.run_dir, "set_aside")}
-    assert causes == dict.fromkeys(lost, "its rollout server was lost, 1 times")
+    assert causes == dict.fromkeys(group_ids, "its rollout server was lost, 1 times")
     # None of them goes on elsewhere.
     assert not [text for text in summary["told"] if "wait for another server" in text]
     group_id = first.leases[0].group_id
@@ -96,8 +96,8 @@ async def test_the_end_of_a_shared_worker_is_told_once_and_is_no_failure(tmp_pat
 async def test_what_agents_ask_for_in_vain_and_sums_of_rewards_are_told_once(tmp_path, advantage):
     config = make_config(tmp_path, run__steps=3, algorithm__advantage=advantage)
     server = FakeServer(config.controller.address)
-    asked = {"ignored/temperature": 2.0, "ignored/conversation": 4.0}
-    server.spoil = lambda t: replace(t, metrics=asked, token_rewards=t.behavior_logprobs)
+    request = {"ignored/temperature": 2.0, "ignored/conversation": 4.0}
+    server.spoil = lambda t: replace(t, metrics=request, token_rewards=t.behavior_logprobs)
     summary = await play(config, server)
     told = [text for text in summary["told"] if "ask for" in text or "rewards of" in text]
     sums = "rewards of several turns of e are added up: all turns of an episode learn from the sum"
@@ -167,7 +167,7 @@ async def test_a_client_is_told_why_its_environment_gets_no_more_episodes(tmp_pa
         assert str(error).endswith(cause)
     else:
         assert told == [None]
-        warned = [each.getMessage() for each in caplog.records if "client" in each.name]
+        warned = [record.getMessage() for record in caplog.records if "client" in record.name]
         assert warned == ["the run failed: the disk is full"] * (ends == "failed")
 
 
@@ -191,8 +191,10 @@ async def test_tasks_whose_prompt_is_too_long_are_skipped_counted_told_and_repla
     assert all(t.task_index % 2 == 0 for batch in trainer.batches for t in batch)
     assert rows_of(config.run_dir)[-1]["skipped_tasks"] > 0
     assert {lease.first_attempt for lease in server.leases} == {0}
-    told = [line for line in caplog.messages if "a prompt of 99 tokens is longer than 64" in line]
-    assert len(told) == len(set(told)) > 0
+    messages = [
+        line for line in caplog.messages if "a prompt of 99 tokens is longer than 64" in line
+    ]
+    assert len(messages) == len(set(messages)) > 0
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,14 @@ def kept_bytes(*roots: object) -> int:
     waiting = list(roots)
     size = 0
     while waiting:
-        found = waiting.pop()
-        if id(found) in seen or isinstance(found, FOREIGN):
+        pop = waiting.pop()
+        if id(pop) in seen or isinstance(pop, FOREIGN):
             continue
-        if type(found).__module__.startswith(("grpc", "uvloop", "asyncio.base", "logging")):
+        if type(pop).__module__.startswith(("grpc", "uvloop", "asyncio.base", "logging")):
             continue
-        seen.add(id(found))
-        size += sys.getsizeof(found)
-        waiting += gc.get_referents(found)
+        seen.add(id(pop))
+        size += sys.getsizeof(pop)
+        waiting += gc.get_referents(pop)
     return size
 
 

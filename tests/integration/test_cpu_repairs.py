@@ -72,10 +72,10 @@ def test_a_loader_without_a_name_is_no_obstacle_to_new_weights() -> None:
 
 def expanded(values: list[float], ends: list[int]) -> list[float]:
     current_platform.register_triton_kernel_overrides()
-    found = rejection_sampler.expand_batch_to_tokens(
+    expand_batch_to_tokens = rejection_sampler.expand_batch_to_tokens(
         torch.tensor(values), torch.tensor(ends), ends[-1], replace_from=0, replace_to=1
     )
-    return found.tolist()
+    return expand_batch_to_tokens.tolist()
 
 
 def test_each_drafted_token_gets_the_temperature_of_its_request() -> None:

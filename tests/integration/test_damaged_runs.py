@@ -56,8 +56,8 @@ async def test_what_decides_nothing_may_be_lost_between_two_starts(tmp_path, cap
     assert sum(summary["tokens_by_lag"].values()) == summary["ledger"]["trained"]
     # What was trained again has its line again.
     assert sorted(steps_in(config.run_dir / "metrics.jsonl")) == list(range(1, STEPS + 1))
-    told = [m for m in caplog.messages if "such lines are passed over" in m]
-    assert len(told) == (damage == "damaged")
+    messages = [m for m in caplog.messages if "such lines are passed over" in m]
+    assert len(messages) == (damage == "damaged")
     assert not [r for r in caplog.records if r.exc_info]
 
 
@@ -235,12 +235,12 @@ async def test_a_full_disk_costs_lines_of_results_alone(tmp_path, caplog, disk):
     assert not [r for r in caplog.records if r.exc_info]
     full = [m for m in caplog.messages if "No space left" in m]
     assert len(full) == 2
-    lost = [m for m in caplog.messages if "were lost" in m]
-    assert len(lost) == 2
+    messages = [m for m in caplog.messages if "were lost" in m]
+    assert len(messages) == 2
     kept = steps_in(folder / "metrics.jsonl")
     assert 2 <= len(kept) < STEPS
-    (told,) = [m for m in lost if "metrics.jsonl" in m]
-    assert told == f"{folder / 'metrics.jsonl'}: the last {STEPS - len(kept)} records were lost"
+    (message,) = [m for m in messages if "metrics.jsonl" in m]
+    assert message == f"{folder / 'metrics.jsonl'}: the last {STEPS - len(kept)} records were lost"
 
 
 async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(

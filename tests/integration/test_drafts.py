@@ -28,16 +28,16 @@ FEW = {"num_gpu_blocks_override": 20, "speculative_config": NGRAM}
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     folder = tmp_path_factory.mktemp("model")
-    async with engine_rig(folder, engine=FEW) as found:
-        yield found
+    async with engine_rig(folder, engine=FEW) as rig:
+        yield rig
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Generation]:
     """The greedy replies of an engine without drafts."""
-    async with engine_rig(tmp_path_factory.mktemp("plain")) as found:
-        await found.publish(found.old, 0)
-        return await found.replies("g", PROMPTS, 80, GREEDY)
+    async with engine_rig(tmp_path_factory.mktemp("plain")) as rig:
+        await rig.publish(rig.old, 0)
+        return await rig.replies("g", PROMPTS, 80, GREEDY)
 
 
 async def test_greedy_replies_and_their_logprobs_are_those_of_an_engine_without(rig, plain) -> None:

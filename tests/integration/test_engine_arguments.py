@@ -104,11 +104,11 @@ def test_latent_attention_in_float32_is_none_for_amx(tmp_path: Path, dtype: str,
 
 
 def test_a_cache_on_a_cpu_has_room_for_an_episode_or_what_it_is_given(model: Path) -> None:
-    found = engine_config(config_with(model, {}), seed=3).cache_config
-    assert found.kv_cache_memory_bytes == 1 << 30
+    cache_config = engine_config(config_with(model, {}), seed=3).cache_config
+    assert cache_config.kv_cache_memory_bytes == 1 << 30
     passed = {"kv_cache_memory_bytes": 1 << 28}
-    found = engine_config(config_with(model, passed), seed=3).cache_config
-    assert found.kv_cache_memory_bytes == 1 << 28
+    cache_config = engine_config(config_with(model, passed), seed=3).cache_config
+    assert cache_config.kv_cache_memory_bytes == 1 << 28
 
 
 @pytest.mark.parametrize(("passed", "interval"), [({}, 1), ({"prefill_schedule_interval": 8}, 8)])
@@ -119,8 +119,8 @@ def test_prompts_of_an_eager_engine_wait_only_if_vllm_is_told_so(model, passed, 
 
 def test_drafts_reach_vllm(model: Path) -> None:
     passed = {"speculative_config": NGRAM}
-    found = engine_config(config_with(model, passed), seed=0).speculative_config
-    assert (found.method, found.num_speculative_tokens) == ("ngram", 4)
+    speculative_config = engine_config(config_with(model, passed), seed=0).speculative_config
+    assert (speculative_config.method, speculative_config.num_speculative_tokens) == ("ngram", 4)
     wrong = {"speculative_config": {"method": "ngram", "num_tokens": 4}}
     with pytest.raises(ConfigError, match=r"vLLM refuses its settings: .*num_tokens"):
         engine_config(config_with(model, wrong), seed=0)
@@ -279,9 +279,9 @@ def test_every_name_that_is_refused_is_one_of_vllm() -> None:
     ids=str,
 )
 def test_what_vllm_refuses_is_one_line(engine: dict[str, object], line: str) -> None:
-    (found,) = table_problems(engine)
-    assert found.startswith(line)
-    assert "\n" not in found
+    (problem,) = table_problems(engine)
+    assert problem.startswith(line)
+    assert "\n" not in problem
 
 
 @pytest.mark.parametrize(
@@ -339,10 +339,10 @@ def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model:
     lora = {"rank": 24, "target_modules": ["linear_qkv", "o_proj"]}
     assert engine_config(config_with(model, {}, lora), seed=3).lora_config is None
     settings = engine_config(config_with(model, {}, lora | {"publish": "adapters"}), seed=3)
-    found = settings.lora_config
+    lora_config = settings.lora_config
     # The next rank for which vLLM has kernels.
-    assert (found.max_lora_rank, found.max_loras) == (32, 2)
-    assert found.target_modules == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert (lora_config.max_lora_rank, lora_config.max_loras) == (32, 2)
+    assert lora_config.target_modules == ["q_proj", "k_proj", "v_proj", "o_proj"]
     named = lora | {"publish": "adapters", "adapters": ["a", "b", "c"]}
     # One place stays empty for the judge.
     assert engine_config(config_with(model, {}, named), seed=3).lora_config.max_loras == 4
@@ -376,8 +376,8 @@ def test_a_server_asks_about_images_without_kernels_of_delta_nets(tmp_path: Path
     # vLLM forks the engine only from a process without CUDA, which these kernels start.
     make_seeing_model(tmp_path, "qwen3_5_moe")
     largest = load_processor(tmp_path).max_tokens
-    found = in_ranks(1, image_questions, tmp_path)
-    assert found == [([{"image": largest}, {"image": 1}], [])]
+    answers = in_ranks(1, image_questions, tmp_path)
+    assert answers == [([{"image": largest}, {"image": 1}], [])]
 
 
 def test_adapters_apart_beside_experts_are_refused_on_a_cpu(tmp_path: Path) -> None:

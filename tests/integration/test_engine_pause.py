@@ -128,20 +128,20 @@ class Rig:
 
     async def ask(self, request_id: str) -> None:
         """A request that comes as far as it can."""
-        asked = asyncio.create_task(self.engine.requests.generate(request_id, [1], SAMPLING, 4))
-        self.requests.append(asked)
+        task = asyncio.create_task(self.engine.requests.generate(request_id, [1], SAMPLING, 4))
+        self.requests.append(task)
         for _ in range(20):
             await asyncio.sleep(0)
 
 
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
-    found = Rig()
-    await found.start()
-    yield found
-    for request in found.requests:
+    rig = Rig()
+    await rig.start()
+    yield rig
+    for request in rig.requests:
         request.cancel()
-    await asyncio.gather(*found.requests, return_exceptions=True)
+    await asyncio.gather(*rig.requests, return_exceptions=True)
 
 
 async def test_the_first_update_ends_no_pause_of_its_own() -> None:

@@ -161,12 +161,12 @@ async def test_each_evaluation_has_its_own_settings(tmp_path):
     assert {tuple(x.sampling.stop) for x in server.leases} == {("</call>",)}
     # Values for the template belong to one environment.
     assert {x.chat_template_kwargs_json for x in greedy} == {'{"enable_thinking": false}'}
-    others = [x for x in server.leases if x.environment != "greedy"]
-    assert {x.chat_template_kwargs_json for x in others} == {""}
+    leases = [x for x in server.leases if x.environment != "greedy"]
+    assert {x.chat_template_kwargs_json for x in leases} == {""}
 
 
 async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event(tmp_path, caplog):
-    asked = Counter()
+    counter = Counter()
 
     def by_task(lease, member, attempt):
         if lease.purpose != trajectory_pb2.EPISODE_PURPOSE_EVALUATION:
@@ -174,8 +174,8 @@ async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event
         if lease.task_index == 3:
             return environment_failure(lease, member, attempt)
         # The first of the two samples of task 1 passes; no sample of another task does.
-        asked[lease.task_index] += 1
-        return float(lease.task_index == 1 and asked[1] % 2)
+        counter[lease.task_index] += 1
+        return float(lease.task_index == 1 and counter[1] % 2)
 
     config = make_config(
         tmp_path, {"name": "held", "num_episodes": 8, "samples_per_task": 2}, run__steps=1

@@ -190,8 +190,8 @@ class RandomStep:
         config = self.config
         episodes = []
         size = config.algorithm.group_size
-        given = {one.name for one in config.environments if self._is(0.25)}
-        own_limits = {one.name: self._one(0, 0, 5) for one in config.environments}
+        settings = {environment.name for environment in config.environments if self._is(0.25)}
+        own_limits = {environment.name: self._one(0, 0, 5) for environment in config.environments}
         prompt: list[int] = []
         for group in range(GROUPS):
             name = config.environments[group % len(config.environments)].name
@@ -209,7 +209,7 @@ class RandomStep:
                 one = dataclasses.replace(
                     self._grown(bare, prompt),
                     environment=name,
-                    is_given=name in given,
+                    is_given=name in settings,
                     max_reply_tokens=own_limits[name],
                     reward=float(self._random.normal()),
                     status=Status.TRUNCATED if self._is(0.25) else Status.COMPLETED,
@@ -314,7 +314,7 @@ def test_a_fuzzed_step_moves_the_weights_as_documented(seed, folder, rank_pool):
     step = RandomStep(seed, folder)
     config = step.config
     ranks = config.learner.world_size
-    found = rank_pool.found(__file__, {str(seed): ranks}, folder, "step-{}.pt")[str(seed)]
+    result = rank_pool.found(__file__, {str(seed): ranks}, folder, "step-{}.pt")[str(seed)]
     plain = PlainStep(config.model.path, config)
     if config.reference is not None and config.reference.server is None:
         plain.reference = PlainStep(config.reference.path, config)
@@ -323,8 +323,8 @@ def test_a_fuzzed_step_moves_the_weights_as_documented(seed, folder, rank_pool):
     if expected["grad_norm"] > DIVERGED:
         pytest.skip(f"the step diverges (gradients of {expected['grad_norm']:.0e})")
     for name in ("loss", "grad_norm"):
-        assert found["metrics"][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+        assert result["metrics"][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
     moves = {name: tensor - before[name] for name, tensor in plain.weights().items()}
     largest = max(float(move.abs().max()) for move in moves.values())
-    worst = max(float((found["moves"][n] - moves[n]).abs().max()) for n in found["moves"])
+    worst = max(float((result["moves"][n] - moves[n]).abs().max()) for n in result["moves"])
     assert worst <= 1e-3 * largest

@@ -39,8 +39,8 @@ def test_every_command_about_agents_works(folder: Path) -> None:
     steps = 20
     reader = Reader(AGENTS, folder, steps, meanwhile=("python serve_agents.py",))
     reader.go()
-    (told,) = (text for command, text in reader.outputs.items() if "slipstream check" in command)
-    assert "100 tasks, the first call is POST /v1/chat/completions, in " in told
+    (message,) = (text for command, text in reader.outputs.items() if "slipstream check" in command)
+    assert "100 tasks, the first call is POST /v1/chat/completions, in " in message
     summary = checked(folder / "runs" / "agents")
     assert summary["steps"] == steps
     assert summary["ledger"]["failed"] == 0

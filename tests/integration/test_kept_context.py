@@ -20,8 +20,8 @@ CACHED_TOKENS = 128
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
-    async with engine_rig(tmp_path_factory.mktemp("model"), recompute_context=False) as found:
-        yield found
+    async with engine_rig(tmp_path_factory.mktemp("model"), recompute_context=False) as rig:
+        yield rig
 
 
 async def cached_tokens(rig: Rig, name: str) -> int:

@@ -103,15 +103,15 @@ class Story:
     def step(self) -> int:
         """The newest step that a learner's log shows."""
         text = "".join(gang[0].log for gang in self.learners)
-        found = re.findall(rf"step +(\d+)/{STEPS}", text)
-        return int(found[-1]) if found else 0
+        matches = re.findall(rf"step +(\d+)/{STEPS}", text)
+        return int(matches[-1]) if matches else 0
 
     def ask_metrics(self) -> bool:
         """Asks as Prometheus does, which would ask again after an answer that comes too late."""
         first = self.learners[0][0].container
-        asked = first.execute(["python", "-c", ASK_METRICS])
-        self.metrics = asked.stdout + asked.stderr
-        return asked.returncode == 0
+        answer = first.execute(["python", "-c", ASK_METRICS])
+        self.metrics = answer.stdout + answer.stderr
+        return answer.returncode == 0
 
     def wait(self, what: str, is_there: Any) -> None:
         """Waits for it; servers that end meanwhile are started again."""

@@ -66,10 +66,10 @@ def judged(manifests: str) -> list[dict[str, str | None]]:
 )
 def test_the_schemas_of_three_versions_and_of_the_crds_take_it(options, more, tmp_path):
     secrets = secrets_of("first", tmp_path, "learner")
-    found = judged(f"{rendered('first', *options)}\n---\n{secrets}")
-    assert [each for each in found if each["wrong"]] == []
-    assert {each["kind"] for each in found} == KINDS | more
-    assert {each["version"] for each in found} == {"CRD", *VERSIONS}
+    verdicts = judged(f"{rendered('first', *options)}\n---\n{secrets}")
+    assert [each for each in verdicts if each["wrong"]] == []
+    assert {each["kind"] for each in verdicts} == KINDS | more
+    assert {each["version"] for each in verdicts} == {"CRD", *VERSIONS}
 
 
 @needs_schemas
@@ -88,8 +88,8 @@ def test_the_schemas_refuse_what_is_wrong() -> None:
 def found(*options: str) -> dict[tuple[str, str], dict[str, Any]]:
     """The chart's resources by kind and name."""
     return {
-        (each["kind"], each["metadata"]["name"]): each
-        for each in resources(rendered("first", *options))
+        (resource["kind"], resource["metadata"]["name"]): resource
+        for resource in resources(rendered("first", *options))
     }
 
 
@@ -108,9 +108,12 @@ def command_of(spec: dict[str, Any]) -> Any:
     """A pod's command as our command line reads it, with the values of one pod."""
     placed = {"NODE_RANK": "1", "HOST_ADDRESS": "10.0.0.2", "SERVER_ID": "pod"}
     (container,) = spec["containers"]
-    own = {each["name"]: each.get("value") or placed[each["name"]] for each in container["env"]}
+    settings = {
+        each["name"]: each.get("value") or placed[each["name"]] for each in container["env"]
+    }
     words = [
-        re.sub(r"\$\((\w+)\)", lambda name: own[name[1]], word) for word in container["command"]
+        re.sub(r"\$\((\w+)\)", lambda name: settings[name[1]], word)
+        for word in container["command"]
     ]
     assert words[0] == "slipstream"
     return parse(words[1:])
@@ -192,7 +195,9 @@ def test_every_resource_is_in_the_releases_namespace_and_says_what_it_is() -> No
         job["template"]["spec"]["template"]
         for job in of["JobSet", "first"]["spec"]["replicatedJobs"]
     ]
-    labels = [each["metadata"]["labels"]["app.kubernetes.io/component"] for each in templates]
+    labels = [
+        template["metadata"]["labels"]["app.kubernetes.io/component"] for template in templates
+    ]
     assert labels == ["rollout-server", "learner", "learner"]
 
 
@@ -223,7 +228,7 @@ def test_prometheus_reads_the_ports_that_are_open_and_gets_all_alerts() -> None:
     ports = {each["name"]: each["containerPort"] for each in learner["ports"]}
     assert ports == {"controller": 9400}
     endpoints = of["PodMonitor", "first"]["spec"]["podMetricsEndpoints"]
-    assert {each["port"] for each in endpoints} == {*ports}
+    assert {endpoint["port"] for endpoint in endpoints} == {*ports}
     rule = of["NetworkPolicy", "first"]["spec"]["ingress"][1]
     assert rule == {"ports": [{"port": 9400}]}
     alerts = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())

@@ -154,13 +154,13 @@ def held_lines(live: LiveRun, doing: Callable[[], object]) -> int:
     """The most lines of the loop's thread between two beats while that is done."""
 
     async def beat() -> int:
-        most = 0
+        largest = 0
         with counted() as work:
             while not done:
                 before = work.num_lines
                 await asyncio.sleep(0.001)
-                most = max(most, work.num_lines - before)
-        return most
+                largest = max(largest, work.num_lines - before)
+        return largest
 
     done: list[bool] = []
     beating = live.start(beat())

@@ -115,7 +115,7 @@ def run_rank(folder: Path, job: str) -> None:
     config = config_of(folder / model, layout, int(length))
     policy = opened(config)
     token_ids = sequences_of(int(length))
-    sequences = [TrainingSequence.of_tokens(one) for one in token_ids]
+    sequences = [TrainingSequence.of_tokens(token_id) for token_id in token_ids]
     found = {"before": score(policy, token_ids, max_tokens=policy.max_tokens)}
     found["norm"] = torch.tensor(likelier(policy, sequences, LEARNING_RATE))
     found["after"] = score(policy, token_ids, max_tokens=policy.max_tokens)
@@ -231,7 +231,7 @@ def test_blocks_of_queries_attend_like_whole_sequences(
     layer = core_attention(torch.float64, **kind)
     bounds = torch.tensor(BOUNDS)
     packed = SimpleNamespace(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-    given = [
+    inputs = [
         torch.randn(BOUNDS[-1], heads, 16, dtype=torch.float64).requires_grad_()
         for heads in (4, 2, 2)
     ]
@@ -240,8 +240,8 @@ def test_blocks_of_queries_attend_like_whole_sequences(
     for most_scores in (MOST_SCORES, 40):
         monkeypatch.setattr(attention, "MOST_SCORES", most_scores)
         attention.length_groups.cache_clear()
-        output = layer(*given, None, packed_seq_params=packed)
-        parameters = [*given, *layer.parameters()]
+        output = layer(*inputs, None, packed_seq_params=packed)
+        parameters = [*inputs, *layer.parameters()]
         found.append((output, *torch.autograd.grad((output * weights).sum(), parameters)))
     for whole, blocks in zip(*found, strict=True):
         torch.testing.assert_close(blocks, whole, rtol=1e-11, atol=1e-12)

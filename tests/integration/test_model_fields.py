@@ -64,8 +64,8 @@ def logprobs(folder: Path, changes: Mapping[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", [*field_models.CASES, *(f"old/{case}" for case in OLD_FORM)])
 def test_the_learner_computes_what_transformers_does(case: str, folder: Path) -> None:
-    found = torch.load(folder / f"{case}.pt", weights_only=True)
-    torch.testing.assert_close(found, logprobs(folder / case, {}), rtol=0, atol=1e-5)
+    stored = torch.load(folder / f"{case}.pt", weights_only=True)
+    torch.testing.assert_close(stored, logprobs(folder / case, {}), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", field_models.CASES)

@@ -37,7 +37,10 @@ def test_the_files_of_every_family_pass_and_a_part_that_is_missing_is_named(fold
         held = {name: each["shape"] for name, each in read_header(file).items()}
         blocks = [name for name in held if ".layers.1." in name and "vision_tower" not in name]
         write_safetensors(file, beside={k: v for k, v in held.items() if k not in blocks})
-        assert any("has no layer 1" in each for each in tensor_problems(copied, "model.path"))
+        assert any(
+            "has no layer 1" in tensor_problem
+            for tensor_problem in tensor_problems(copied, "model.path")
+        )
     assert seen == set(families.FAMILIES)
 
 
@@ -46,8 +49,8 @@ def test_a_config_that_does_not_say_whether_embeddings_are_tied_means_the_defaul
     from slipstream.core.models.kinds import MiMoConfig
 
     # transformers has no class of that name.
-    own = {"MiMoForCausalLM": MiMoConfig}
+    settings = {"MiMoForCausalLM": MiMoConfig}
     for name in families.FAMILIES:
-        kind = own.get(name) or getattr(transformers, name).config_class
+        kind = settings.get(name) or getattr(transformers, name).config_class
         default = kind().tie_word_embeddings
         assert has_tied_output({"architectures": [name]}) == default, name

@@ -50,10 +50,10 @@ async def test_each_request_is_computed_with_its_adapter_also_beside_others(rig:
         """Gaps to each adapter in turn, and to none."""
         prompt = [(3 * n + number) % 20 + 4 for n in range(40)]
         sampling = dataclasses.replace(SAMPLING, adapter=name)
-        found = await rig.engine.requests.generate(f"{name}{number}", prompt, sampling, 60)
-        tokens = prompt + found.token_ids.tolist()
+        generation = await rig.engine.requests.generate(f"{name}{number}", prompt, sampling, 60)
+        tokens = prompt + generation.token_ids.tolist()
         expected = [rig.expected(rig.base, each, tokens)[-60:] for each in (*adapters, {})]
-        return np.array([np.abs(each - found.logprobs).mean() for each in expected])
+        return np.array([np.abs(each - generation.logprobs).mean() for each in expected])
 
     gaps = await asyncio.gather(*(reply(n, name) for n in range(2) for name in NAMES))
     for gap, own in zip(gaps, [0, 1, 2] * 2, strict=True):

@@ -132,8 +132,8 @@ def test_a_wrong_attention_of_shared_prefixes_alone_is_told() -> None:
 
     layer.core_attention.forward = forward
     check(layer)
-    told = "shared prefixes: .*gradients of keys are [0-9]+% off.*shared_prefix_tokens = 0"
-    with pytest.raises(ConfigError, match=told):
+    message = "shared prefixes: .*gradients of keys are [0-9]+% off.*shared_prefix_tokens = 0"
+    with pytest.raises(ConfigError, match=message):
         check(layer, is_shared=True)
 
 
@@ -206,8 +206,10 @@ def test_a_model_without_its_weights_is_not_judged(tmp_path: Path, rank_pool: Ra
 def test_a_critic_with_other_heads_is_checked_too(tmp_path: Path, rank_pool: RankPool) -> None:
     job = "qwen3 96 critic"
     rank_pool.run(Path(attention_ranks.__file__), [job], world_size=1, folder=tmp_path)
-    said = (tmp_path / f"{job}.txt").read_text()
-    assert "the critic: the attention of this machine is wrong for heads of 96 dimensions" in said
+    message = (tmp_path / f"{job}.txt").read_text()
+    assert (
+        "the critic: the attention of this machine is wrong for heads of 96 dimensions" in message
+    )
 
 
 @pytest.mark.process

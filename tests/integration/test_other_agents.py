@@ -43,12 +43,12 @@ Script = dict[str, str]
 
 def needs(package: str) -> pytest.MarkDecorator:
     """Skips without a package in the folder's Python."""
-    found = False
+    process = False
     if PYTHON.exists():
         code = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
-        found = subprocess.run([PYTHON, "-c", code], check=False).returncode == 0
+        process = subprocess.run([PYTHON, "-c", code], check=False).returncode == 0
     reason = f"{package} is not in {PYTHON}; {HOW}"
-    return pytest.mark.skipif(not found, reason=reason)
+    return pytest.mark.skipif(not process, reason=reason)
 
 
 def needs_program(name: str) -> pytest.MarkDecorator:

@@ -56,18 +56,18 @@ def play(
     python: Path | str, reference: str, args: dict, *episodes: dict, folder: Path = FAKES
 ) -> list[dict]:
     """Plays episodes in another interpreter and in `folder`, with scripted replies."""
-    asked = {"reference": reference, "args": args, "search_path": str(folder)}
+    request = {"reference": reference, "args": args, "search_path": str(folder)}
     paths = [
         str(run_processes.ROOT / part)
         for part in ("client", "core", "environments", "protos", "tests")
     ]
-    words = json.dumps({**asked, "episodes": episodes})
+    words = json.dumps({**request, "episodes": episodes})
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     program = [python, FAKES / "framework_episode.py", words]
     ended = completed(program, cwd=folder, env=environ, timeout=LIMIT_S)
-    said = [line for line in ended.stdout.splitlines() if line.startswith(MARK)]
-    assert said, ended.stdout + ended.stderr
-    return json.loads(said[0].removeprefix(MARK))
+    lines = [line for line in ended.stdout.splitlines() if line.startswith(MARK)]
+    assert lines, ended.stdout + ended.stderr
+    return json.loads(lines[0].removeprefix(MARK))
 
 
 def verifiers_episodes(args: dict, *episodes: dict) -> list[dict]:
@@ -207,18 +207,18 @@ def test_a_server_of_openenv_with_one_place_is_refused_by_a_check(tmp_path: Path
         options = ["--args", args, "--python", str(python_of("verifiers"))]
         ended = run_processes.run_command("check", VERIFIERS, *options, cwd=tmp_path)
     assert ended.returncode == 2
-    said = (
+    message = (
         "of two episodes at once one fails, and a run plays many: RuntimeError: EnvError: OpenEnv"
     )
-    assert said in ended.stderr
+    assert message in ended.stderr
     assert "a server of OpenEnv closes sessions beyond the max_concurrent_envs" in ended.stderr
 
 
 @pytest.mark.slow
 async def test_environments_of_verifiers_train_twenty_steps(tmp_path: Path) -> None:
     names = ["echo-v1", "echo-user-sim-v1", "duet-v1", "counter-tool-v1"]
-    own = {"reference": VERIFIERS, "python": str(python_of("verifiers")), "timeout_s": 120.0}
-    entries = [own | {"name": name, "args": {"taskset": name}} for name in names]
+    settings = {"reference": VERIFIERS, "python": str(python_of("verifiers")), "timeout_s": 120.0}
+    entries = [settings | {"name": name, "args": {"taskset": name}} for name in names]
     # A tiny model plays twenty steps within minutes.
     run_processes.write_config(
         tmp_path,

@@ -52,18 +52,18 @@ def answers(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.mark.parametrize("section", PASSED)
 def test_passed_values_are_those_of_megatrons_objects(section: str, answers: Path) -> None:
-    found = json.loads((answers / "passed.json").read_text())
-    assert found[section] == PASSED[section]
-    assert found["router"] == "fp64"
+    parsed = json.loads((answers / "passed.json").read_text())
+    assert parsed[section] == PASSED[section]
+    assert parsed["router"] == "fp64"
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_settings_are_checked_without_weights(case: str, answers: Path) -> None:
     message = REFUSED[case][1]
-    found = json.loads((answers / f"{case}.json").read_text())
-    assert message in found
-    assert bool(found) == bool(message)
-    assert "\n" not in found
+    parsed = json.loads((answers / f"{case}.json").read_text())
+    assert message in parsed
+    assert bool(parsed) == bool(message)
+    assert "\n" not in parsed
 
 
 def test_every_field_of_megatrons_model_is_free_owned_or_refused(answers: Path) -> None:

@@ -29,9 +29,9 @@ ADAPTED |= {"w1", "w2", "w3"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("models")
-    make_models(made, num_layers=2)
-    return made
+    folder = tmp_path_factory.mktemp("models")
+    make_models(folder, num_layers=2)
+    return folder
 
 
 def logits(folder: Path, adapters: Path | None = None) -> torch.Tensor:

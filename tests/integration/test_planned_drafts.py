@@ -109,9 +109,11 @@ def test_replies_are_whole_however_many_tokens_are_accepted(settings, num_blocks
     assert set(engine.drafted) == {0, DRAFT_TOKENS}
     assert (engine.preempted > 0) is (num_blocks == 12)
     # Once a second there are statistics of the load alone.
-    told = [each.spec_decoding_stats for each in engine.stats if each.spec_decoding_stats]
-    drafted = sum(each.num_draft_tokens for each in told)
-    accepted = sum(each.num_accepted_tokens for each in told)
+    spec_decoding_stats = [
+        each.spec_decoding_stats for each in engine.stats if each.spec_decoding_stats
+    ]
+    drafted = sum(each.num_draft_tokens for each in spec_decoding_stats)
+    accepted = sum(each.num_accepted_tokens for each in spec_decoding_stats)
     assert 0 < accepted < drafted <= sum(engine.drafted)
 
 

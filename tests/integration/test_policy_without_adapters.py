@@ -33,8 +33,8 @@ def config_of(job: str, folder: Path) -> Config:
         tables["sampling"] = TREES
     if job in WITH_REFERENCE:
         tables["algorithm"] = {"kl": {"coefficient": 0.1, "estimator": "k2"}}
-    own = {"learner": learner | {"world_size": world_size}}
-    return settings_of(folder / "llama", own, tables)
+    settings = {"learner": learner | {"world_size": world_size}}
+    return settings_of(folder / "llama", settings, tables)
 
 
 def run_rank(folder: Path, job: str) -> None:

@@ -243,9 +243,9 @@ def test_alerts_dashboard_and_chart_ask_for_metrics_that_are_there(run):
     known |= {sample.name for family in engine.collect() for sample in family.samples}
     # A job's name is a value, no metric.
     text = re.sub(r'job="\w+"', "", ALERTS.read_text() + "".join(queries()) + CHART.read_text())
-    asked = set(re.findall(r"\b(?:slipstream|process)_\w+", text))
-    assert len(asked) > 40
-    assert asked <= known
+    matches = set(re.findall(r"\b(?:slipstream|process)_\w+", text))
+    assert len(matches) > 40
+    assert matches <= known
 
 
 @needs_promtool
@@ -338,7 +338,7 @@ def test_the_real_prometheus_has_data_for_every_query_of_the_dashboard(run, tmp_
         async with metrics_endpoint(run.config, "rollout_server", [EngineCounts()], server="fake"):
             await asyncio.Event().wait()
 
-    others = run.start(serve())
+    process = run.start(serve())
     try:
         # It may start before there is a run.
         with prometheus(tmp_path, targets := tmp_path / "runs" / TARGETS) as server:
@@ -354,4 +354,4 @@ def test_the_real_prometheus_has_data_for_every_query_of_the_dashboard(run, tmp_
                 wait_until(asks, 30)
             assert asked(server, 'ALERTS{alertstate="firing"}') == []
     finally:
-        others.cancel()
+        process.cancel()

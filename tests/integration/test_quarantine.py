@@ -123,9 +123,9 @@ async def test_what_a_closed_lease_left_without_a_word_runs_again(tmp_path, capl
     assert summary["ledger"]["difference"] == 3 * 5
     trained = [t for batch in trainer.batches for t in batch]
     assert [t.attempt for t in trained if t.attempt] == [1] * 3
-    told = [text for text in caplog.messages if " run again: " in text]
-    assert len(told) == 3
-    assert told[0].startswith("1 episodes of group g")
-    assert told[0].endswith(
+    messages = [text for text in caplog.messages if " run again: " in text]
+    assert len(messages) == 3
+    assert messages[0].startswith("1 episodes of group g")
+    assert messages[0].endswith(
         " run again: fake closed their lease, and neither delivered them nor named them unfinished"
     )

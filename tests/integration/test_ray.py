@@ -51,8 +51,8 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run.py").write_text(program)
     command = [str(PYTHON), str(RIG), "run.py", "deploy/configs/quickstart.toml", ".", "10"]
     ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, check=False)
-    said = "\n".join(path.read_text()[-4000:] for path in sorted(folder.glob("*.tail")))
-    assert ended.returncode == 0, f"{ended.stderr.decode()[-3000:]}\n{said}"
+    message = "\n".join(path.read_text()[-4000:] for path in sorted(folder.glob("*.tail")))
+    assert ended.returncode == 0, f"{ended.stderr.decode()[-3000:]}\n{message}"
     return folder
 
 

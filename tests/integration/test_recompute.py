@@ -50,8 +50,8 @@ def config_of(folder: Path, job: str) -> Config:
         "critic": {"algorithm": {"advantage": "gae"}, "critic": {"learning_rate": 1e-3}},
         "lora": {"lora": {"rank": 4, "alpha": 8.0}},
     }
-    own = {"learner": learner | {"world_size": world_size}}
-    return settings_of(folder / "llama", own, tables.get(layout, {}))
+    settings = {"learner": learner | {"world_size": world_size}}
+    return settings_of(folder / "llama", settings, tables.get(layout, {}))
 
 
 def run_rank(folder: Path, job: str) -> None:

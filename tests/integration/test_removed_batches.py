@@ -49,12 +49,12 @@ async def test_the_run_goes_on_from_the_oldest_checkpoint_that_it_keeps(tmp_path
     summary = await play(config, trainer=SavingTrainer(config))
     assert (summary["code"], summary["steps"]) == (0, STEPS)
     assert kept(config) == ["step-000004.pb", "step-000005.pb"]
-    told = "batches were removed, which no resume needs (checkpoint.keep_batches)"
-    assert [line for line in summary["told"] if told in line] == [f"2 {told}"] * 2
+    message = "batches were removed, which no resume needs (checkpoint.keep_batches)"
+    assert [line for line in summary["told"] if message in line] == [f"2 {message}"] * 2
     assert run_verify(config.run_dir) == 0
     line = capsys.readouterr().out.splitlines()[-1]
-    said = "not checked: the first 4 batches, which checkpoint.keep_batches = false has removed"
-    assert line.endswith(f"; {said}; faults: 0")
+    message = "not checked: the first 4 batches, which checkpoint.keep_batches = false has removed"
+    assert line.endswith(f"; {message}; faults: 0")
     # The newest one is lost.
     checkpoints = config.run_dir / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000004", "step-000006"]
@@ -86,15 +86,15 @@ async def test_a_trainer_that_brings_other_weights_than_recorded_needs_no_remove
 async def test_a_batch_that_the_run_did_not_remove_is_a_fault(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     await play(config, trainer=SavingTrainer(config))
-    told = "files of {} batches are missing, of the steps [0, 1, 2, 3{}]"
+    message = "files of {} batches are missing, of the steps [0, 1, 2, 3{}]"
     checkpoint = config.checkpoint.model_copy(update={"keep_batches": True})
     write_config(config.model_copy(update={"checkpoint": checkpoint}), config.run_dir)
-    assert examine(config.run_dir).faults == [told.format(4, "")]
+    assert examine(config.run_dir).faults == [message.format(4, "")]
     write_config(config, config.run_dir)
     assert examine(config.run_dir).faults == []
     # It removes the oldest ones, without a gap.
     batch_path(config.run_dir / "journal", 5).unlink()
-    assert examine(config.run_dir).faults == [told.format(5, ", 5")]
+    assert examine(config.run_dir).faults == [message.format(5, ", 5")]
 
 
 async def test_a_folder_that_lets_nothing_be_removed_is_told(tmp_path: Path, monkeypatch) -> None:

@@ -12,10 +12,10 @@ from support.rigs.run_processes import write_config
 @pytest.mark.long
 def test_a_step_that_fails_is_no_digest_that_differs(tmp_path: Path, tiny_model: Path) -> None:
     path = write_config(tmp_path, tiny_model)
-    found = completed(
+    process = completed(
         [sys.executable, "-m", "slipstream.learner.trainer.replay", "--config", str(path)],
         env={name: value for name, value in os.environ.items() if name != "RANK"},
     )
-    assert found.returncode == 3, found.stderr
+    assert process.returncode == 3, process.stderr
     cause = "slipstream: ConfigError: the environment must set RANK, as torchrun does"
-    assert found.stderr.splitlines()[-1] == cause
+    assert process.stderr.splitlines()[-1] == cause

@@ -17,20 +17,20 @@ TEXT = ["the wörld is größer than 3 apples 🍎🍏, 日本語 too", "a b c t
 
 def tokenizer(kind: str) -> PreTrainedTokenizerFast:
     """Makes a small tokenizer with pieces of bytes, or with words that begin with a space."""
-    made = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(models.BPE())
     if kind == "bytes":
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
     else:
-        made.pre_tokenizer = pre_tokenizers.Metaspace()
-        made.decoder = decoders.Metaspace()
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
         alphabet = []
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(TEXT * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    tokenizer.train_from_iterator(TEXT * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.mark.parametrize("kind", ["bytes", "words"])
@@ -40,16 +40,16 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
 def test_a_reply_that_is_read_in_parts_is_read_alike(kind, with_stop, skip_special_tokens, longest):
     words = tokenizer(kind)
     options = TextOptions(with_stop=with_stop, skip_special_tokens=skip_special_tokens)
-    chosen = random.Random(3)
+    generator = random.Random(3)
     for _ in range(300):
-        sizes = chosen.randint(1, 12), chosen.randint(1, 20)
-        prompt, reply = ([chosen.randrange(len(words)) for _ in range(n)] for n in sizes)
+        sizes = generator.randint(1, 12), generator.randint(1, 20)
+        prompt, reply = ([generator.randrange(len(words)) for _ in range(n)] for n in sizes)
         if kind == "bytes":
             # A prompt is text, and a reply may end in the middle of a character.
-            parts = [" ".join(chosen.sample(TEXT, 2)) for _ in range(2)]
+            parts = [" ".join(generator.sample(TEXT, 2)) for _ in range(2)]
             prompt, reply = (words.encode(part, add_special_tokens=False) for part in parts)
-            reply = reply[: chosen.randint(1, len(reply))]
-        stopped = chosen.random() < 0.5
+            reply = reply[: generator.randint(1, len(reply))]
+        stopped = generator.random() < 0.5
         parameters = SamplingParams(
             include_stop_str_in_output=with_stop, skip_special_tokens=skip_special_tokens
         )

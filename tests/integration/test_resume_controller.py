@@ -264,7 +264,7 @@ async def test_a_run_whose_redis_lost_data_ends_with_one_line_and_generates_agai
 
 def leaves(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for each in error.exceptions for leaf in leaves(each)]
+        return [leaf for exception in error.exceptions for leaf in leaves(exception)]
     return [error]
 
 

@@ -66,8 +66,14 @@ class PlainCritic:
         decay = SETTINGS["learner"]["weight_decay"]
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": [one for one in self.parameters if one.ndim > 1], "weight_decay": decay},
-                {"params": [one for one in self.parameters if one.ndim == 1], "weight_decay": 0.0},
+                {
+                    "params": [parameter for parameter in self.parameters if parameter.ndim > 1],
+                    "weight_decay": decay,
+                },
+                {
+                    "params": [parameter for parameter in self.parameters if parameter.ndim == 1],
+                    "weight_decay": 0.0,
+                },
             ],
             lr=CRITIC_RATE,
             betas=(0.9, 0.95),
@@ -105,10 +111,10 @@ class PlainCritic:
             for index in dict.fromkeys(batch.owners[place] for place in members):
                 values = self.values(batch.trajectories[index])
                 before = torch.from_numpy(old[index])
-                wanted = torch.from_numpy(returns[index])
+                expected = torch.from_numpy(returns[index])
                 near = values.clamp(before - VALUE_CLIP, before + VALUE_CLIP)
-                errors = (values - wanted) ** 2
-                bounded = (near - wanted) ** 2
+                errors = (values - expected) ** 2
+                bounded = (near - expected) ** 2
                 total = total + 0.5 * torch.maximum(errors, bounded).sum()
                 num_clipped += int((bounded > errors).sum())
                 tokens += len(values)
@@ -129,14 +135,14 @@ class PlainCritic:
 @pytest.mark.parametrize("layout", layouts_of(1))
 def test_the_critic_learns_like_plain_transformers(layout, folder, one_rank):
     plain = PlainCritic(folder / LAYOUTS[layout].model)
-    found = one_rank[layout][0]
+    result = one_rank[layout][0]
     clipped = 0.0
     for step, batch in enumerate(batches(config_of(layout, folder))):
         values = torch.from_numpy(np.concatenate(plain.all_values(batch)))
-        torch.testing.assert_close(found["values"][step], values, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result["values"][step], values, rtol=1e-5, atol=1e-5)
         for name, value in plain.train(batch).items():
-            assert found["critic"][step][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-        clipped += found["critic"][step]["value_clip_fraction"]
+            assert result["critic"][step][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        clipped += result["critic"][step]["value_clip_fraction"]
     assert clipped > 0
 
 
@@ -154,10 +160,10 @@ def test_the_reference_says_what_the_start_folder_says(layout, folder, one_rank)
         expected.append(logprobs.gather(1, ids[0, 1:, None])[:, 0][mask])
         best = logprobs[mask].topk(TOP_K)
         likely.append(torch.zeros(logprobs[mask].shape).scatter(1, best.indices, best.values))
-    found = one_rank[layout][0]
-    torch.testing.assert_close(found["likely"], torch.cat(likely), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found["reference"], torch.cat(expected), rtol=1e-5, atol=1e-5)
-    assert found["gradients_of_reference"] == 0
+    result = one_rank[layout][0]
+    torch.testing.assert_close(result["likely"], torch.cat(likely), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result["reference"], torch.cat(expected), rtol=1e-5, atol=1e-5)
+    assert result["gradients_of_reference"] == 0
 
 
 @pytest.mark.parametrize("layout", layouts_of(2))
@@ -166,19 +172,19 @@ def test_roles_on_two_ranks_do_what_they_do_on_one(layout, one_rank, two_ranks):
     ranks = two_ranks[layout]
     reference = "one-trees" if of_layout.sampling else "one"
     expected = one_rank["one-tied" if of_layout.model == "tied" else reference][0]
-    for found in ranks:
+    for rank_result in ranks:
         for name in ("reference", "likely"):
-            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=2e-5)
+            torch.testing.assert_close(rank_result[name], expected[name], rtol=1e-5, atol=2e-5)
         for name in ("values", "references"):
-            for ours, theirs in zip(found[name], expected[name], strict=True):
+            for ours, theirs in zip(rank_result[name], expected[name], strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
-        for ours, theirs in zip(found["critic"], expected["critic"], strict=True):
+        for ours, theirs in zip(rank_result["critic"], expected["critic"], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=2e-6)
-        for ours, theirs in zip(found["metrics"], expected["metrics"], strict=True):
+        for ours, theirs in zip(rank_result["metrics"], expected["metrics"], strict=True):
             for name in STEP_METRICS:
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=2e-6), name
-        check_refresh(found)
-    heads = [found["head"] for found in ranks if found["head"]]
+        check_refresh(rank_result)
+    heads = [rank["head"] for rank in ranks if rank["head"]]
     assert heads
     assert all(torch.equal(head["weight"], heads[0]["weight"]) for head in heads)
 
@@ -194,9 +200,9 @@ def check_refresh(found: dict) -> None:
 
 @pytest.mark.parametrize("layout", layouts_of(1))
 def test_a_refreshed_reference_is_the_policy(layout: str, one_rank: dict[str, list[dict]]) -> None:
-    found = one_rank[layout][0]
-    check_refresh(found)
-    divergence = [metrics["kl_reference"] for metrics in found["metrics"]]
+    result = one_rank[layout][0]
+    check_refresh(result)
+    divergence = [metrics["kl_reference"] for metrics in result["metrics"]]
     assert divergence[0] == pytest.approx(0.0, abs=1e-9)
     assert divergence[2] == pytest.approx(0.0, abs=1e-9)
     # With the tied model the policy moves from the first step on.
@@ -205,20 +211,20 @@ def test_a_refreshed_reference_is_the_policy(layout: str, one_rank: dict[str, li
 
 def test_every_weight_of_a_refreshed_reference_is_the_policys(rank_pool, folder) -> None:
     job = "refresh:gpt-oss:gpt-oss"
-    found = rank_pool.found(role_ranks, {job: 1}, folder)[job]
-    assert found["stale"] == []
-    assert any(".experts.linear_fc1.weight0" in name for name in found["names"])
+    result = rank_pool.found(role_ranks, {job: 1}, folder)[job]
+    assert result["stale"] == []
+    assert any(".experts.linear_fc1.weight0" in name for name in result["names"])
 
 
 def test_the_policy_waits_until_the_critic_is_warm(one_rank: dict[str, list[dict]]) -> None:
-    found = one_rank["one"][0]
-    assert found["is_policy_same"] == [True, False, False]
-    assert [metrics["learning_rate"] for metrics in found["metrics"]] == [0.0, 5e-4, 1e-3]
-    assert all(metrics["critic_grad_norm"] > 0 for metrics in found["metrics"])
+    result = one_rank["one"][0]
+    assert result["is_policy_same"] == [True, False, False]
+    assert [metrics["learning_rate"] for metrics in result["metrics"]] == [0.0, 5e-4, 1e-3]
+    assert all(metrics["critic_grad_norm"] > 0 for metrics in result["metrics"])
     # Adam's average holds a tenth of the first gradient that moved the policy, which was clipped,
     # and nothing of those by values that the critic had not learnt.
-    gradient = min(found["metrics"][1]["grad_norm"], 1.0)
-    assert found["momentum"][1] == pytest.approx(0.1 * gradient, rel=1e-4)
+    gradient = min(result["metrics"][1]["grad_norm"], 1.0)
+    assert result["momentum"][1] == pytest.approx(0.1 * gradient, rel=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -227,15 +233,15 @@ def swapped(rank_pool: RankPool, folder: Path) -> list[dict]:
 
 
 def test_each_layout_has_its_own_groups_while_it_is_in_force(swapped: list[dict]) -> None:
-    for rank, found in enumerate(swapped):
-        assert found["sizes_outside"] == found["sizes_after"] == (2, 1)
-        assert found["sizes_inside"] == (1, 2)
-        assert found["counts"] == (rank == 1)
-        assert (found["sum_inside"], found["sum_after"]) == (1.0, 2.0)
-        assert found["refused"] == [True, True, True]
+    for rank, rank_result in enumerate(swapped):
+        assert rank_result["sizes_outside"] == rank_result["sizes_after"] == (2, 1)
+        assert rank_result["sizes_inside"] == (1, 2)
+        assert rank_result["counts"] == (rank == 1)
+        assert (rank_result["sum_inside"], rank_result["sum_after"]) == (1.0, 2.0)
+        assert rank_result["refused"] == [True, True, True]
         # One thread listens for all groups; a layout that is there needs none of its own.
-        assert found["gloo_threads"] == 1
-        assert (found["tp_of_same_groups"], found["groups_again"]) == (2, 0)
+        assert rank_result["gloo_threads"] == 1
+        assert (rank_result["tp_of_same_groups"], rank_result["groups_again"]) == (2, 0)
 
 
 def test_nothing_of_another_layout_is_left(swapped: list[dict]) -> None:
@@ -274,21 +280,21 @@ def checkpoints(
 def test_all_models_go_on_from_a_checkpoint_in_any_layout(load: str, checkpoints: dict[str, dict]):
     saved, layout = load.split(":")
     expected = checkpoints[f"save:{saved}"]
-    found = checkpoints[f"load:{load}"]
-    assert found["models"] == ("policy", "reference", "critic")
+    result = checkpoints[f"load:{load}"]
+    assert result["models"] == ("policy", "reference", "critic")
     if saved == layout:
-        assert found["metrics"] == expected["metrics"]
-        assert torch.equal(found["values"], expected["values"])
+        assert result["metrics"] == expected["metrics"]
+        assert torch.equal(result["values"], expected["values"])
     else:
-        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=2e-6)
-        torch.testing.assert_close(found["values"], expected["values"], rtol=1e-5, atol=1e-5)
+        assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=2e-6)
+        torch.testing.assert_close(result["values"], expected["values"], rtol=1e-5, atol=1e-5)
 
 
 def test_roles_without_a_folder_start_from_the_weights_that_the_policy_starts_from(
     checkpoints: dict[str, dict], one_rank: dict[str, list[dict]]
 ) -> None:
-    found = checkpoints["start:one:tp2-pp2-dp2"]
+    result = checkpoints["start:one:tp2-pp2-dp2"]
     of_folder = one_rank["one"][0]
-    assert found["kl_reference"] == pytest.approx(0.0, abs=1e-9)
-    assert not torch.allclose(found["reference"], of_folder["reference"], atol=1e-3)
-    assert not torch.allclose(found["values"], of_folder["values"][0], atol=1e-3)
+    assert result["kl_reference"] == pytest.approx(0.0, abs=1e-9)
+    assert not torch.allclose(result["reference"], of_folder["reference"], atol=1e-3)
+    assert not torch.allclose(result["values"], of_folder["values"][0], atol=1e-3)

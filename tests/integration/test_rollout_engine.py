@@ -52,8 +52,8 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
         patch.setattr(
             loader_update, "repack_kept_linears", lambda model: REPACKS[0] and repack(model)
         )
-        async with engine_rig(tmp_path_factory.mktemp("model"), engine=few) as found:
-            yield found
+        async with engine_rig(tmp_path_factory.mktemp("model"), engine=few) as rig:
+            yield rig
 
 
 async def turns_at_rest(rig: Rig) -> None:
@@ -129,8 +129,8 @@ async def test_no_token_behind_a_text_is_handed_out_or_counted(rig) -> None:
         tokens = reply.token_ids.tolist()
         so_far = rig.renderer.decode_all(tokens[:-1])
         whole = rig.renderer.decode_all(tokens)
-        assert not any(each in so_far for each in stops)
-        is_stopped = any(each in whole for each in stops)
+        assert not any(stop in so_far for stop in stops)
+        is_stopped = any(stop in whole for stop in stops)
         assert is_stopped == (reply.finish_reason is FinishReason.STOP)
     use = rig.engine.requests.use()
     num_tokens = sum(len(reply.token_ids) for reply in replies)
@@ -374,15 +374,15 @@ async def test_an_engine_whose_processes_stand_still_is_noticed(rig, monkeypatch
     # The engine told of its steps until now, so it is not silent yet.
     watching = asyncio.create_task(rig.engine.watch())
     await until_generated(rig.engine, before + 16, replies)
-    for each in rig.engine._processes:
-        each.suspend()
+    for process in rig.engine._processes:
+        process.suspend()
     try:
         async with asyncio.timeout(LIMIT_S):
             with pytest.raises(EngineDied, match="made no step for 1 s, with 1 open requests"):
                 await watching
     finally:
-        for each in rig.engine._processes:
-            each.resume()
+        for process in rig.engine._processes:
+            process.resume()
     assert len((await replies[0]).token_ids) == 200
 
 
@@ -398,6 +398,6 @@ async def test_whoever_ends_an_engine_removes_its_files(is_killed, tmp_path, mon
         assert Path(store_url(folder).removeprefix("file://")).exists()
         for process in rig.engine._processes if is_killed else ():
             process.kill()
-    left = [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+    leftovers = [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
     shutil.rmtree(temporary)
-    assert left == []
+    assert leftovers == []

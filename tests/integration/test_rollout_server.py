@@ -137,9 +137,9 @@ async def test_the_program_serves_a_group_and_drains(settings, fleet, monkeypatc
             server.kill()
     assert list((settings.parent / "test" / "logs").glob("*-environment-echo-0.log"))
     # Neither its own files nor vLLM's are left, but for what torch keeps for later programs.
-    left = [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+    leftovers = [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
     shutil.rmtree(temporary)
-    assert left == []
+    assert leftovers == []
 
 
 async def test_nothing_outlives_a_killed_launcher(settings: Path, fleet: FakeFleet) -> None:

@@ -85,10 +85,10 @@ async def test_agents_of_every_kind_train_the_model_with_every_default(
     summary = checked(tmp_path / "run")
     assert summary["steps"] == 16
     assert summary["ledger"]["failed"] == 0
-    found = trained_trajectories(tmp_path / "run")
-    assert {t.environment for t in found} == {"smallest", "plainly", "program", "served"}
+    trajectories = trained_trajectories(tmp_path / "run")
+    assert {t.environment for t in trajectories} == {"smallest", "plainly", "program", "served"}
     # The second call of an episode continues the tokens of the first one.
-    twice = [t for t in found if t.metrics.get("attempts") == 2.0]
+    twice = [t for t in trajectories if t.metrics.get("attempts") == 2.0]
     assert twice
     assert all(len(t.run_lengths) == 4 and len(t.branches) <= 1 for t in twice)
 

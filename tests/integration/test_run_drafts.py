@@ -31,20 +31,20 @@ def check_stock_vllm(model: Path) -> None:
     program = [sys.executable, stock_drafts.__file__, model, model / "draft", TOKENS]
     done = subprocess.run([*map(str, program)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["alone"] == found["drafted"]
+    parsed = json.loads(done.stdout.splitlines()[-1])
+    assert parsed["alone"] == parsed["drafted"]
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     shape = DraftShape.of(read_model_sizes(model))
     layer = load_file(model / "draft" / "model.safetensors")
     counts: list[int] = []
-    for prompt, reply in zip(stock_drafts.PROMPTS, found["drafted"], strict=True):
+    for prompt, reply in zip(stock_drafts.PROMPTS, parsed["drafted"], strict=True):
         tokens = [*prompt, *reply]
         counts += kept_counts(policy, shape, layer, tokens, first=len(prompt), num_tokens=TOKENS)
     # Drafts at a reply's end may reach beyond it.
     at_the_end = (TOKENS + 1) * len(stock_drafts.PROMPTS)
     assert sum(counts) > 0
-    assert 0 <= found["accepted"] - sum(counts) <= at_the_end
-    assert 0 <= found["draft"] - TOKENS * len(counts) <= 2 * at_the_end
+    assert 0 <= parsed["accepted"] - sum(counts) <= at_the_end
+    assert 0 <= parsed["draft"] - TOKENS * len(counts) <= 2 * at_the_end
 
 
 def test_a_resumed_run_goes_on_with_the_layer_that_it_had(tmp_path: Path, tiny_model: Path) -> None:

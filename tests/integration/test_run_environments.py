@@ -152,11 +152,11 @@ async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(tmp
 
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
-            left = await run_processes.until_status(
+            until_status = await run_processes.until_status(
                 client, lambda status: by_name(status)["served"].state == "suspended"
             )
-            assert by_name(left)["served"].cause == "the client that served it left"
-            await run_processes.until_step(client, left.step + 3)
+            assert by_name(until_status)["served"].cause == "the client that served it left"
+            await run_processes.until_step(client, until_status.step + 3)
 
             serving = asyncio.create_task(client.serve(Repeat(5), name="served", episodes=24))
             await run_processes.until_status(

@@ -65,9 +65,9 @@ async def test_a_killed_controller_is_started_again_beside_engines_and_trainer(
         assert [is_alive(process) for process in others] == [True] * len(others)
         assert await run.wait(LIMIT_S) == 0, run.out + run.err
     assert run.err == ""
-    (told,) = (line for line in run.out.splitlines() if "! " in line)
-    assert "! controller was killed by SIGKILL" in told
-    assert told.endswith("; start 2")
+    (message,) = (line for line in run.out.splitlines() if "! " in line)
+    assert "! controller was killed by SIGKILL" in message
+    assert message.endswith("; start 2")
     summary = checked(tmp_path / "run")
     assert (summary["state"], summary["steps"], summary["ledger"]["lost"]) == ("finished", STEPS, 0)
     check_replay(tmp_path / "run")

@@ -29,10 +29,10 @@ def test_a_run_in_float16_agrees_says_what_overflowed_and_is_replayed(tmp_path, 
     overflows = [int(row["gradient_overflows"]) for row in rows]
     assert summary["gradient_overflows"] == sum(overflows) > 0
     (log,) = (run / "logs").glob("controller*.log")
-    said = re.findall(
+    matches = re.findall(
         r"step (\d+): gradients left the range of float16 (\d+) times", log.read_text()
     )
-    assert [(int(step), int(n)) for step, n in said] == [
+    assert [(int(step), int(n)) for step, n in matches] == [
         (step, n) for step, n in enumerate(overflows, 1) if n
     ]
     final = run / "checkpoints" / "final"

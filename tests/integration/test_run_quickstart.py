@@ -105,10 +105,10 @@ def test_every_metric_is_documented_and_every_documented_metric_is_there(run: Pa
     always = of_each_step + times
     sometimes = of_some_steps + shares
     rows = [row for row in rows_of(run) if "step" in row]
-    own = {name for row in rows for name in row if name.split("/")[0] in ("echo", "repeat")}
-    assert {"echo/reward", "echo/right", "repeat/reward"} <= own
+    settings = {name for row in rows for name in row if name.split("/")[0] in ("echo", "repeat")}
+    assert {"echo/reward", "echo/right", "repeat/reward"} <= settings
     for row in rows:
-        rest = set(row) - own
+        rest = set(row) - settings
         assert {name for name in always if "/" not in name} <= rest
         assert rest <= {*always, *sometimes}
         assert rest.isdisjoint({"mfu", "gpu_allocated_bytes", "gpu_reserved_bytes"})
@@ -153,7 +153,9 @@ def test_every_step_has_a_line_of_metrics(run: Path) -> None:
 
 
 def test_both_environments_are_trained_by_their_weights(run: Path, summary: dict) -> None:
-    by_step = [[one.environment for one in batch.trajectories] for batch in batches_of(run)]
+    by_step = [
+        [trajectory.environment for trajectory in batch.trajectories] for batch in batches_of(run)
+    ]
     trained = [name for names in by_step for name in names]
     assert len(trained) == STEPS * GROUPS * MEMBERS
     assert set(trained) == {"echo", "repeat"}

@@ -47,6 +47,6 @@ def test_a_student_comes_near_to_a_teacher_behind_a_server_and_is_trained_again_
     assert statistics.mean(divergence[-5:]) < 0.5 * divergence[0]
     batches = sorted((run / "journal" / "batches").glob("*.pb"))
     recorded = trainer_pb2.RecordedBatch.FromString(batches[0].read_bytes())
-    assert {one.reference.top_k for one in recorded.trajectories} == {TOP_K}
+    assert {trajectory.reference.top_k for trajectory in recorded.trajectories} == {TOP_K}
     # The server is gone: the journal has what it said.
     run_processes.check_replay(run)

@@ -18,9 +18,9 @@ ARITHMETIC = "deploy.environments.arithmetic:Arithmetic"
 def test_a_run_chooses_all_but_model_environment_and_steps(tmp_path, tiny_model, monkeypatch):
     # A user's shell does not set it; `make test` does.
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    own = own_settings(tmp_path, tiny_model)
+    settings = own_settings(tmp_path, tiny_model)
     start = (f"--model={tiny_model}", f"--environment={ARITHMETIC}", "--steps=3")
-    run = succeed("run", *start, *own[1:], limit_s=500)
+    run = succeed("run", *start, *settings[1:], limit_s=500)
     folder = tmp_path / f"{tiny_model.name}-arithmetic"
     summary = checked(folder)
     assert (summary["state"], summary["steps"]) == ("finished", 3)

@@ -46,10 +46,10 @@ def test_passwords_of_the_queue_stand_in_their_own_files_alone(run: Path) -> Non
         "valkey.rollout.password",
     }
     passwords = [file.read_bytes() for file in files]
-    others = [path for path in run.rglob("*") if path.is_file() and path not in files]
-    assert run / "config.toml" in others
-    assert run / "logs" / "server-0.log" in others
-    told = [path for path in others if any(word in path.read_bytes() for word in passwords)]
+    other_files = [path for path in run.rglob("*") if path.is_file() and path not in files]
+    assert run / "config.toml" in other_files
+    assert run / "logs" / "server-0.log" in other_files
+    told = [path for path in other_files if any(word in path.read_bytes() for word in passwords)]
     assert not told
 
 

@@ -41,16 +41,16 @@ def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -> None
     summary = run_processes.checked(folder)
     assert summary["steps"] == 6
     assert summary["ledger"]["failed"] == 0
-    found = run_processes.trained_trajectories(folder)
-    assert {t.environment for t in found} == {"silent"}
-    assert all(t.prompt_text.endswith("</think>\n\n") for t in found)
-    called = [t for t in found if t.metrics.get("calls")]
+    trajectories = run_processes.trained_trajectories(folder)
+    assert {t.environment for t in trajectories} == {"silent"}
+    assert all(t.prompt_text.endswith("</think>\n\n") for t in trajectories)
+    called = [t for t in trajectories if t.metrics.get("calls")]
     # A call is answered behind its own tokens, in one conversation.
     assert any(t.num_turns > 1 for t in called)
-    assert [(t.environment, t.branches) for t in found if t.branches] == []
+    assert [(t.environment, t.branches) for t in trajectories if t.branches] == []
     lines = (folder / "trajectories.jsonl").read_text().splitlines()
-    kept = [json.loads(line) for line in lines]
-    turns = next(one["turns"] for one in kept if "turns" in one)
+    parsed = [json.loads(line) for line in lines]
+    turns = next(one["turns"] for one in parsed if "turns" in one)
     assert '"name": "look"' in turns[0]["context"]
     assert "<tool_call>" in turns[0]["sampled"]
     assert "<|im_start|>tool\nseen " in turns[1]["context"]

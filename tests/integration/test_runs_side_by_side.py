@@ -42,10 +42,10 @@ async def test_a_controller_whose_address_is_taken_ends_for_good(tmp_path: Path)
             stderr=asyncio.subprocess.PIPE,
         )
         async with asyncio.timeout(LIMIT_S):
-            _, said = await second.communicate()
+            _, output = await second.communicate()
         assert second.returncode == 2
         line = f"slipstream: cannot listen on {run.address}: is the port in use?"
-        assert said.decode().splitlines()[-1] == line
+        assert output.decode().splitlines()[-1] == line
     assert (run.code, run.summary()["state"]) == (0, "finished")
 
 

@@ -165,8 +165,10 @@ def test_a_seed_plays_the_same_run_in_every_process(folder: Path) -> None:
         "from pathlib import Path; from simulation.world import World\n"
         f"print([World(seed, Path({str(folder)!r})).run().digest for seed in {seeds}])"
     )
-    found = python(program, env={"PYTHONPATH": f"{ROOT}/tests", "PYTHONHASHSEED": "1"}, check=True)
-    assert found.stdout.strip() == str([World(seed, folder).run().digest for seed in seeds])
+    process = python(
+        program, env={"PYTHONPATH": f"{ROOT}/tests", "PYTHONHASHSEED": "1"}, check=True
+    )
+    assert process.stdout.strip() == str([World(seed, folder).run().digest for seed in seeds])
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -76,8 +76,8 @@ def read(folder: Path, *options: str) -> dict[str, Any]:
     command = [PYTHON, "-c", PROGRAM, *options]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    parsed: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return parsed
 
 
 def edit(folder: Path, right: str, other: str) -> None:

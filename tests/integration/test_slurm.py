@@ -71,8 +71,8 @@ class Site:
     @property
     def step(self) -> int:
         """The newest step that a learner's log shows."""
-        found = re.findall(rf"step +(\d+)/{STEPS}", self.learner_log)
-        return int(found[-1]) if found else 0
+        matches = re.findall(rf"step +(\d+)/{STEPS}", self.learner_log)
+        return int(matches[-1]) if matches else 0
 
     def wait_for(self, what: str, is_there: Callable[[], object]) -> None:
         """Waits for it; fails with all logs."""

@@ -64,7 +64,11 @@ def _ended() -> Iterator[None]:
 
 
 def commands() -> list[psutil.Process]:
-    return [each for each in descendants(os.getpid()) if "quick_run started" in describe(each)]
+    return [
+        descendant
+        for descendant in descendants(os.getpid())
+        if "quick_run started" in describe(descendant)
+    ]
 
 
 @pytest.mark.long
@@ -110,8 +114,8 @@ def test_settings_that_have_changed_since_the_last_start_of_a_run_are_told(quick
     quick["sampling"] |= {"stop": ["b"]}
     slipstream.run(environments=[Repeat], **quick).wait()
     begin = "changed since the run's last start: "
-    told = [line for line in capfd.readouterr().out.splitlines() if line.startswith(begin)]
-    assert told == [f"{begin}run.steps is 3, was 2", f'{begin}sampling.stop is ["b"], was []']
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(begin)]
+    assert lines == [f"{begin}run.steps is 3, was 2", f'{begin}sampling.stop is ["b"], was []']
 
 
 @pytest.mark.long
@@ -384,10 +388,10 @@ def test_the_cells_of_the_page_from_a_notebook_run(tmp_path, tiny_model, quick, 
     cells.insert(0, "import sys\nsys.stdout = open('said', 'w')\n")
     (tmp_path / "cells.py").write_text("\n".join(cells))
     subprocess.run([sys.executable, "cells.py"], cwd=tmp_path, check=True, timeout=800)
-    said = (tmp_path / "said").read_text().splitlines()
-    assert [line.split()[0] for line in said if re.fullmatch(r"\d\.0 [\d.]+", line)] == [
+    message = (tmp_path / "said").read_text().splitlines()
+    assert [line.split()[0] for line in message if re.fullmatch(r"\d\.0 [\d.]+", line)] == [
         f"{step}.0" for step in range(1, 6)
     ]
-    assert [line for line in said if line.startswith("finished ")]
-    first, second = (float(line) for line in said if re.fullmatch(r"\d+\.0", line))
+    assert [line for line in message if line.startswith("finished ")]
+    first, second = (float(line) for line in message if re.fullmatch(r"\d+\.0", line))
     assert 5 < first <= second

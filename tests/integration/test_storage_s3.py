@@ -97,16 +97,16 @@ def store() -> Iterator[int]:
 def link(store: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
     import fsspec.config
 
-    made = Link(store)
+    link = Link(store)
     # The names that users set in the environment of a program, which fsspec reads at its import.
     fsspec.config.set_conf_env(
-        fsspec.config.conf, {"FSSPEC_S3_ENDPOINT_URL": f"http://127.0.0.1:{made.port}"}
+        fsspec.config.conf, {"FSSPEC_S3_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}
     )
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "anybody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    yield made
+    yield link
     fsspec.config.conf.pop("s3", None)
-    made.close()
+    link.close()
 
 
 def server(folder: Path, url: str, *, limit_s: float = 60.0) -> StoredWeights:

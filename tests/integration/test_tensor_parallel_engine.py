@@ -32,7 +32,7 @@ async def test_two_workers_take_weights_and_sample_as_one(tmp_path: Path) -> Non
     async with started_engine(config) as engine:
         assert engine.num_workers == 2
         # Other engines of this machine have such files too.
-        maps = [each for process in engine._processes for each in process.memory_maps()]
+        maps = [memory_map for process in engine._processes for memory_map in process.memory_maps()]
         shared = {Path(each.path) for each in maps if "cpushm" in each.path}
         weights = random_weights(load_file(tmp_path / "model.safetensors"), seed=3)
         layout = layout_of(weights)

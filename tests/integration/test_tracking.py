@@ -96,9 +96,9 @@ async def test_a_tracker_of_another_package_takes_the_rows_as_its_table_says(tmp
     config = make_config(tmp_path, run__steps=3, tracking__trackers=["x"], extensions__x=table)
     summary = await play(config)
     assert (summary["code"], summary["steps"]) == (0, 3)
-    told = (config.run_dir / f"{config.run.name}.jsonl").read_text().splitlines()
+    message = (config.run_dir / f"{config.run.name}.jsonl").read_text().splitlines()
     expected = [[row["step"], round(row["reward_mean"], 3)] for row in rows_of(config.run_dir)]
-    assert list(map(json.loads, told)) == expected
+    assert list(map(json.loads, message)) == expected
 
 
 @pytest.mark.usefixtures("package")

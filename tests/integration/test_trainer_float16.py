@@ -49,9 +49,9 @@ def run_rank(folder: Path, job: str) -> None:
 
     launch = Launch.from_environment()
     name, _, dtype = job.partition("@")
-    own = {"stuck": stuck, "parts": parts}
-    if job in own:
-        found: object = own[job](folder)
+    settings = {"stuck": stuck, "parts": parts}
+    if job in settings:
+        found: object = settings[job](folder)
     elif name == "critic":
         found = critic(folder, dtype)
     else:
@@ -81,14 +81,14 @@ def stuck(folder: Path) -> dict:
     config = config_of("one@float16", folder, learner={"optimizer": scales})
     policy, step = opened_step(config)
     before = [p.clone() for chunk in policy.chunks for p in chunk.parameters()]
-    said = ""
+    message = ""
     try:
         step.run(batches(config)[0])
     except UntrainableBatch as error:
-        said = str(error)
+        message = str(error)
     after = [p for chunk in policy.chunks for p in chunk.parameters()]
     found = {
-        "error": said,
+        "error": message,
         "is_same": all(map(torch.equal, before, after)),
         "scale": policy.loss_scale,
     }
@@ -122,8 +122,8 @@ def noted(part: Any, own: list[bool]) -> Callable[[], bool]:
 
 def critic(folder: Path, dtype: str) -> dict:
     """The metrics of a step with a critic."""
-    own = {"algorithm": {"advantage": "gae"}, "critic": {"learning_rate": 1e-3}}
-    config = config_of(f"one@{dtype}", folder, **own)
+    settings = {"algorithm": {"advantage": "gae"}, "critic": {"learning_rate": 1e-3}}
+    config = config_of(f"one@{dtype}", folder, **settings)
     policy, step = opened_step(config)
     metrics = step.run(batches(config)[0]).metrics
     policy.ranks.close()
@@ -171,8 +171,8 @@ def test_float16_is_nearer_to_float32_than_bfloat16_is(layout, by_dtype):
         # After an update rounding decides about a route or a bound that is as good as reached.
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2, abs=6e-3)
         assert ours["trained_tokens"] == theirs["trained_tokens"]
-        own = {"gradient_overflows", "loss_scale"}
-        assert theirs.keys() == ours.keys() - own
+        settings = {"gradient_overflows", "loss_scale"}
+        assert theirs.keys() == ours.keys() - settings
 
 
 def test_passes_that_overflow_are_made_again_with_half_the_scale(by_dtype):
@@ -185,9 +185,9 @@ def test_passes_that_overflow_are_made_again_with_half_the_scale(by_dtype):
 
 def test_layouts_train_alike_in_float16(rank_pool: RankPool, folder: Path) -> None:
     names = ["tp2-sp", "pp2", "dp2-distopt", "ep2-distopt-moe"]
-    found = parity_run.compare(rank_pool, folder, 2, "float16", names)
-    assert found.keys() == set(names)
-    assert max(found.values()) <= parity_run.TOLERANCES["float16"], found
+    comparison = parity_run.compare(rank_pool, folder, 2, "float16", names)
+    assert comparison.keys() == set(names)
+    assert max(comparison.values()) <= parity_run.TOLERANCES["float16"], comparison
 
 
 def test_a_scale_that_cannot_fall_leaves_weights_and_scale_as_they_were(rank_pool, folder):
@@ -225,8 +225,10 @@ def test_a_model_that_exceeds_the_range_ends_its_run_at_the_first_step_on_every_
 ) -> None:
     said = answers(rank_pool, folder, f"{model}@float16", world_size)
     assert len(set(said)) == 1
-    told = r'the loss is nan; .* weights are at fault, not the batch; float16 .* = "bfloat16" may'
-    assert re.match(told, said[0]), said[0]
+    message = (
+        r'the loss is nan; .* weights are at fault, not the batch; float16 .* = "bfloat16" may'
+    )
+    assert re.match(message, said[0]), said[0]
     assert answers(rank_pool, folder, f"{model}@bfloat16", world_size) == [""] * world_size
 
 

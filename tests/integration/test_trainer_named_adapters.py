@@ -49,21 +49,21 @@ SLOW = {"one-mini-batches", "pp2"}
 
 def sizes_of(layouts: Iterable[str]) -> dict[str, int]:
     """The jobs of some layouts, with their numbers of ranks."""
-    chosen = itertools.product(layouts, (ALL, "code", "math"))
-    return {f"{layout} {name}": LAYOUTS[layout][0] for layout, name in chosen}
+    jobs = itertools.product(layouts, (ALL, "code", "math"))
+    return {f"{layout} {name}": LAYOUTS[layout][0] for layout, name in jobs}
 
 
 def config_of(job: str, folder: Path) -> Config:
     layout, chosen = job.split()
     world_size, model, changes = LAYOUTS[layout]
-    own = {
+    settings = {
         "learner": {"world_size": world_size, "grad_clip": 0.05, "micro_batch_tokens": 400},
         # Two groups for each adapter, of which one has unequal rewards.
         "algorithm": {"groups_per_step": 4},
         "lora": {"rank": 4, "alpha": 8.0},
     }
     named = {"adapters": list(NAMES), "publish": "adapters"} if chosen == ALL else {}
-    return settings_of(folder / model, own, changes, {"lora": named})
+    return settings_of(folder / model, settings, changes, {"lora": named})
 
 
 def named_batches(config: Config) -> list[Batch]:
@@ -85,10 +85,10 @@ def named_batches(config: Config) -> list[Batch]:
 def batches_of(job: str, config: Config) -> list[Batch]:
     """The batches of a job; without other adapters trajectories name none."""
     chosen = job.split()[1]
-    whole = named_batches(config)
+    batches = named_batches(config)
     if chosen == ALL:
-        return whole
-    parts = [dict(batch.by_adapter(NAMES)).get(chosen) for batch in whole]
+        return batches
+    parts = [dict(batch.by_adapter(NAMES)).get(chosen) for batch in batches]
     return [
         dataclasses.replace(
             part, trajectories=tuple(dataclasses.replace(t, adapter="") for t in part.trajectories)
@@ -161,8 +161,8 @@ for_layouts = pytest.mark.parametrize(
 def found(request: pytest.FixtureRequest, folder: Path, rank_pool: RankPool) -> dict[str, dict]:
     """What the jobs of the layouts saw whose tests are run."""
     items = (item for item in request.session.items if item.path == request.path)
-    wanted = sorted({item.callspec.params["layout"] for item in items})
-    return rank_pool.found(__file__, sizes_of(wanted), folder)
+    expected = sorted({item.callspec.params["layout"] for item in items})
+    return rank_pool.found(__file__, sizes_of(expected), folder)
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:

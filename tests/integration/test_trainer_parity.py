@@ -64,18 +64,18 @@ def run_layouts(pool: RankPool, folder: Path, world_size: int, chosen: set[str])
 @pytest.mark.parametrize("layout", each_layout_of(1))
 def test_one_rank_trains_like_plain_transformers(layout, folder, one_rank):
     plain = PlainPolicy(folder / LAYOUTS[layout].model, config_of(layout, folder))
-    found = one_rank[layout]
-    torch.testing.assert_close(found["logprobs"][0], plain.probe(), rtol=1e-5, atol=1e-5)
+    result = one_rank[layout]
+    torch.testing.assert_close(result["logprobs"][0], plain.probe(), rtol=1e-5, atol=1e-5)
     for step, batch in enumerate(batches(plain.config)[:PARITY_STEPS]):
         expected = plain.step(batch)
         for name, value in expected.items():
-            assert found["metrics"][step][name] == pytest.approx(value, rel=1e-5, abs=2e-6), (
+            assert result["metrics"][step][name] == pytest.approx(value, rel=1e-5, abs=2e-6), (
                 step,
                 name,
             )
-    torch.testing.assert_close(found["logprobs"][-1], plain.probe(), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(result["logprobs"][-1], plain.probe(), rtol=1e-5, atol=2e-5)
     trained = plain.model.state_dict()
-    weights = found["weights"]
+    weights = result["weights"]
     model = LAYOUTS[layout].model
     # The files of gpt-oss, too, have one tensor for all experts of a layer.
     if model != "gpt-oss":
@@ -121,13 +121,13 @@ def one_by_one(weights: dict[str, torch.Tensor], *, is_minimax: bool) -> dict[st
 
 @pytest.mark.parametrize("layout", each_layout_of(2, 4, 8, 16))
 def test_ranks_train_like_one(layout, one_rank, several_ranks):
-    found = several_ranks(layout)[layout]
+    result = several_ranks(layout)[layout]
     expected = one_rank[LAYOUTS[layout].reference]
     for name, tensor in expected["before"].items():
-        assert torch.equal(found["before"][name], tensor), name
-    assert found["digest"] == expected["digest"]
+        assert torch.equal(result["before"][name], tensor), name
+    assert result["digest"] == expected["digest"]
     for step in range(PARITY_STEPS):
-        ours = found["metrics"][step]
+        ours = result["metrics"][step]
         theirs = expected["metrics"][step]
         for name in (
             "loss",
@@ -143,10 +143,10 @@ def test_ranks_train_like_one(layout, one_rank, several_ranks):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=2e-6), (step, name)
         for name in ("routing_difference", "routing_unrecorded"):
             assert ours.get(name) == theirs.get(name), (step, name)
-    for ours, theirs in zip(found["logprobs"], expected["logprobs"], strict=True):
+    for ours, theirs in zip(result["logprobs"], expected["logprobs"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
     for name, tensor in expected["weights"].items():
-        torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("layout", each_layout_of(4, 8))
@@ -164,16 +164,16 @@ def test_each_rank_gets_its_part_of_its_replicas_share(layout, folder, several_r
     config = config_of(layout, folder)
     cp = config.learner.parallel.cp
     dp = world_size // (config.learner.parallel.tp * config.learner.parallel.pp * cp)
-    assert len({len(found["micro_batches"]) for found in ranks}) == 1
+    assert len({len(rank["micro_batches"]) for rank in ranks}) == 1
     trained = []
     for replica in range(dp):
-        members = [found for found in ranks if found["dp"] == replica]
+        members = [rank for rank in ranks if rank["dp"] == replica]
         assert len(members) == world_size // dp
-        shares = {found["cp"]: found["micro_batches"] for found in members}
+        shares = {member["cp"]: member["micro_batches"] for member in members}
         assert len(shares) == cp
-        for found in members:
+        for member in members:
             for (tokens, bounds), (same, same_bounds) in zip(
-                found["micro_batches"], shares[found["cp"]], strict=True
+                member["micro_batches"], shares[member["cp"]], strict=True
             ):
                 assert torch.equal(tokens, same)
                 assert bounds == same_bounds
@@ -206,7 +206,7 @@ def test_replica_without_a_sequence_has_a_micro_batch_of_filler(layout, folder, 
     ranks = [
         torch.load(folder / f"{layout}-rank-{rank}.pt", weights_only=True) for rank in range(4)
     ]
-    sizes = sorted(len(tokens) for found in ranks for tokens, _ in found["micro_batches"])
+    sizes = sorted(len(tokens) for rank in ranks for tokens, _ in rank["micro_batches"])
     assert sizes[0] == 1
     assert sizes[1] > 1
 
@@ -226,21 +226,21 @@ def test_exported_folder_has_the_models_logits(layout, folder, one_rank):
 @pytest.mark.parametrize("layout", each_job(MODELS, SLOW.split(), LONG.split()))
 def test_a_load_brings_every_tensor_of_the_folder_unchanged(layout, folder, one_rank):
     stored = load_file(folder / LAYOUTS[layout].model / "model.safetensors")
-    found = one_rank[layout]["before"]
-    assert set(stored) == set(found)
-    assert all(torch.equal(found[name], stored[name]) for name in stored)
+    result = one_rank[layout]["before"]
+    assert set(stored) == set(result)
+    assert all(torch.equal(result[name], stored[name]) for name in stored)
 
 
 def test_biases_that_choose_experts_are_not_rounded(rank_pool: RankPool, folder: Path) -> None:
     job = "one-glm@bfloat16"
-    found = rank_pool.found(parity_ranks, {job: 1}, folder)[job]
+    result = rank_pool.found(parity_ranks, {job: 1}, folder)[job]
     stored = load_file(folder / "glm" / "model.safetensors")
     exported = load_file(folder / f"{job}-final" / "model.safetensors")
     names = [name for name in stored if name.endswith(".e_score_correction_bias")]
     assert len(names) == NUM_LAYERS - 1
     for name in names:
         assert not torch.equal(stored[name], stored[name].bfloat16().float())
-        for tensors in (found["before"], found["weights"], exported):
+        for tensors in (result["before"], result["weights"], exported):
             assert torch.equal(tensors[name], stored[name])
 
 
@@ -288,17 +288,17 @@ def test_step_that_is_not_finite_stops_before_the_weights_change(one_rank: dict[
 
 
 def test_step_whose_episodes_are_all_filtered_trains_nothing(one_rank: dict[str, dict]) -> None:
-    found = one_rank["nothing-trained"]
+    result = one_rank["nothing-trained"]
     for name in ("trained_tokens", "loss", "grad_norm", "entropy"):
-        assert found["metrics"][name] == 0.0
-    assert found["is_finite"]
+        assert result["metrics"][name] == 0.0
+    assert result["is_finite"]
 
 
 def test_replay_keeps_the_gap_where_routers_differ(one_rank: dict[str, dict]) -> None:
-    found = one_rank["disturbed-routers"]
+    result = one_rank["disturbed-routers"]
     # The same routers choose the same experts, and replaying them changes nothing.
-    assert found["gap_own"] <= 1e-5
-    assert found["gap_replayed"] <= 1e-5
+    assert result["gap_own"] <= 1e-5
+    assert result["gap_replayed"] <= 1e-5
     # Others choose others: 1 of 100 choices is enough to be seen in every log-probability.
-    assert 0.01 < found["routing_difference"] < 0.3
-    assert found["gap_replayed_disturbed"] < 0.5 * found["gap_own_disturbed"]
+    assert 0.01 < result["routing_difference"] < 0.3
+    assert result["gap_replayed_disturbed"] < 0.5 * result["gap_own_disturbed"]

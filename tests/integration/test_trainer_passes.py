@@ -115,9 +115,9 @@ def expected(folder: Path) -> dict[str, list[dict]]:
         plain = Plain(folder)
         steps = []
         for number, numbers in enumerate(ADAM):
-            given = passes_of(loss, number)
-            rows = [plain.forward(one) for one in given]
-            totals = [plain.loss(loss, one, r) for one, r in zip(given, rows, strict=True)]
+            passes = passes_of(loss, number)
+            rows = [plain.forward(one) for one in passes]
+            totals = [plain.loss(loss, one, r) for one, r in zip(passes, rows, strict=True)]
             sum(totals).backward()
             steps.append(
                 {

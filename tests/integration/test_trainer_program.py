@@ -327,17 +327,19 @@ def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(tmp_path, model, r
             log=tmp_path / "replay.log",
         )
         status = replay.wait(TIMEOUT_S)
-        said = (tmp_path / "replay.log").read_text()
-        return status, [line.split() for line in said.splitlines() if line.startswith("version ")]
+        message = (tmp_path / "replay.log").read_text()
+        return status, [
+            line.split() for line in message.splitlines() if line.startswith("version ")
+        ]
 
     expected = [
         ["version", str(s.step + 1), s.weight_digest.hex(), "as", "recorded"] for s in steps
     ]
     assert replayed() == (0, expected)
     # A run whose settings changed at a resume says what may differ.
-    status, told = replayed("algorithm.learning_rate=0.5")
-    assert (status, len(told)) == (1, len(expected) + 1)
-    assert "settings:" in told[-1]
+    status, messages = replayed("algorithm.learning_rate=0.5")
+    assert (status, len(messages)) == (1, len(expected) + 1)
+    assert "settings:" in messages[-1]
 
 
 def leased(batch: Batch) -> Batch:

@@ -74,12 +74,12 @@ def config_of(job: str, folder: Path) -> Config:
     layout, chosen = job.split()
     world_size, changes, _ = LAYOUTS[layout]
     names = list(TENANTS) if chosen == ALL else [chosen]
-    own = {
+    settings = {
         "learner": {"world_size": world_size},
         "lora": {"rank": LARGEST, "adapters": names, "publish": "adapters"},
         "controller": {"client_loop": True},
     }
-    return settings_of(folder / "llama", own, changes)
+    return settings_of(folder / "llama", settings, changes)
 
 
 def adapter(name: str) -> pb.Adapter:
@@ -87,10 +87,10 @@ def adapter(name: str) -> pb.Adapter:
 
 
 def own_passes(name: str, step: int) -> list[pb.Pass]:
-    found = passes_of(TENANTS[name].loss, 10 * step + ord(name))
-    for one in found:
+    passes = passes_of(TENANTS[name].loss, 10 * step + ord(name))
+    for one in passes:
         one.adapter.CopyFrom(adapter(name))
-    return found
+    return passes
 
 
 def numbers_of(name: str, step: int) -> pb.AdamNumbers:
@@ -190,8 +190,8 @@ def run_rank(folder: Path, job: str) -> None:
                 order("c", pb.GivenStep(adam=numbers_of("c", number)), [bad])
             except UntrainableBatch as fault:
                 failures["gradient"] = str(fault)
-            for one in own_passes("c", number):
-                passes.compute(one)
+            for own_pass in own_passes("c", number):
+                passes.compute(own_pass)
         if number == 2:
             # A restart has lost the gradients.
             passes = Passes(policy, load, load_nothing)
@@ -329,5 +329,5 @@ def test_a_version_tells_the_changes_of_each_client(found: dict[str, dict]) -> N
         for name in TENANTS:
             keys = [key for key in before if key.startswith(f"{name}/trained/")]
             assert any(before[key] != after[key] for key in keys)
-    served = [{k: v for k, v in each.items() if "/trained/" not in k} for each in digests]
+    served = [{k: v for k, v in digest.items() if "/trained/" not in k} for digest in digests]
     assert served[0] != served[1] == served[2] == served[3]

@@ -41,10 +41,10 @@ def test_the_model_of_the_tutorial_learns(tmp_path: Path, tiny_model: Path) -> N
     # Which pair it reverses wrongly, if any, depends on what was sampled when.
     pairs = ["".join(pair) for pair in product("abcdef", repeat=2)]
     replies = reader.say("python chat.py runs/reverse/checkpoints/final", map(" ".join, pairs))
-    said = ["".join(line.split()) for line in replies.splitlines()]
+    lines = ["".join(line.split()) for line in replies.splitlines()]
     right = sum(
         a == b
-        for pair, reply in zip(pairs, said, strict=True)
+        for pair, reply in zip(pairs, lines, strict=True)
         for a, b in zip(pair[::-1], reply, strict=False)
     )
     assert right / (2 * len(pairs)) > 0.7

@@ -172,12 +172,12 @@ def start(host: Host, name: str, model: dict[str, Any], folder: Path) -> Contain
         program = Path(__file__).parents[1] / "support" / "fakes" / "tls_valkey.py"
         mounts.append(Mount(program, Path("/tls_valkey.py")))
         command = ["python", "/tls_valkey.py", *command[1:]]
-    given = {k: v for k, v in (service.get("environment") or {}).items() if v is not None}
+    settings = {k: v for k, v in (service.get("environment") or {}).items() if v is not None}
     assert service["user"] == f"{USER}:{USER}"
     return host.run(
         name,
         command,
-        environ=image_environ() | given,
+        environ=image_environ() | settings,
         mounts=mounts,
         working_folder=service.get("working_dir", "/data"),
     )
@@ -313,8 +313,8 @@ def cluster() -> Iterator[Cluster]:
 def summary(cluster: Cluster) -> dict[str, Any]:
     path = cluster.folder / "learner-0" / "runs" / "first" / "summary.json"
     assert path.exists(), cluster.logs()
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    parsed: dict[str, Any] = json.loads(path.read_text())
+    return parsed
 
 
 def test_every_container_ends_in_order(cluster: Cluster) -> None:
@@ -335,8 +335,8 @@ def test_both_learner_hosts_train(cluster: Cluster) -> None:
     }
     assert all(path.exists() for path in logs.values())
     assert "on cpu, 2 ranks: tp 1, pp 1, cp 1, dp 2" in logs["learner-0"].read_text()
-    said = (cluster.folder / "hosts" / "learner-1" / "learner-node" / "log").read_text()
-    assert "ranks 1 to 1 of 2 meet the others at 10.0.0.10:29500, within" in said
+    message = (cluster.folder / "hosts" / "learner-1" / "learner-node" / "log").read_text()
+    assert "ranks 1 to 1 of 2 meet the others at 10.0.0.10:29500, within" in message
 
 
 def test_both_rollout_servers_have_a_share(cluster: Cluster, summary: dict[str, Any]) -> None:

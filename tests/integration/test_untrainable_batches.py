@@ -77,9 +77,9 @@ def strange_token(trajectory: Trajectory) -> Trajectory:
 
 def cut_image(trajectory: Trajectory) -> Trajectory:
     """Shows an image whose header is good and whose pixels are cut."""
-    whole = square_png(COLOURS["red"], 0, 0)
+    png = square_png(COLOURS["red"], 0, 0)
     return dataclasses.replace(
-        trajectory, images=(whole[: len(whole) // 2],), image_places=(ImagePlace(0, 0),)
+        trajectory, images=(png[: len(png) // 2],), image_places=(ImagePlace(0, 0),)
     )
 
 

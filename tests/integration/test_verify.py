@@ -244,9 +244,9 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_found(planted: Planted, change: str) -> None:
-    changed, told = CHANGES[change]
+    changed, messages = CHANGES[change]
     changed(planted)
-    assert [text for text in planted.faults() if told in text], planted.faults()
+    assert [text for text in planted.faults() if messages in text], planted.faults()
 
 
 def test_every_kind_of_record_is_known(planted: Planted) -> None:
@@ -331,9 +331,9 @@ def test_a_line_without_an_end_is_read_in_parts(planted: Planted, monkeypatch) -
 def test_codes_and_texts_of_the_command(planted: Planted, capsys) -> None:
     changed_summary("weight_digest", "\x1b]0;pwned\x07")(planted)
     assert run_verify(planted.folder) == 1
-    told = capsys.readouterr().out
-    assert "\x1b" not in told
-    assert told.endswith("faults: 1\n")
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert output.endswith("faults: 1\n")
     with pytest.raises(ConfigError, match="no such folder"):
         run_verify(planted.folder / "nowhere")
     with (planted.folder / "command.lock").open("w") as lock:

@@ -84,8 +84,8 @@ def test_a_changed_column_of_a_step_is_found(planted: Planted, column: str, how:
             row[name] += 0.5
 
     change_row(planted, "metrics.jsonl", change, place=place)
-    told = "metrics.jsonl has" if how == "raised" else "metrics.jsonl lacks"
-    assert [text for text in planted.faults() if told in text and "at step 3" in text]
+    message = "metrics.jsonl has" if how == "raised" else "metrics.jsonl lacks"
+    assert [text for text in planted.faults() if message in text and "at step 3" in text]
 
 
 # Values of summary.json that follow from journal, batches and rows, and others in their place.

@@ -175,8 +175,10 @@ async def test_an_engine_computes_with_adapters_of_the_decoder_behind_images(fam
         for seed in (1, 2):
             adapters = adapters_for(decoder, seed)
             await rig.publish(base if seed == 1 else {}, adapters)
-            found = await vision_engine.replies(engine, tmp_path, f"adapters{seed}")
-            tokens, logprobs = (found[f"adapters{seed} {name}"] for name in ("tokens", "logprobs"))
+            replies = await vision_engine.replies(engine, tmp_path, f"adapters{seed}")
+            tokens, logprobs = (
+                replies[f"adapters{seed} {name}"] for name in ("tokens", "logprobs")
+            )
             expected = reply_logprobs(tmp_path, tokens, adapters)
             np.testing.assert_allclose(logprobs, expected, rtol=0, atol=2e-4)
             without = reply_logprobs(tmp_path, tokens)
@@ -212,7 +214,11 @@ async def test_an_engine_drafts_behind_images_and_computes_text_in_fp8(
         rollout_server=server,
     )
     check_model(config)
-    asked = [each for each in conversations(folders[0]) if server == DRAFTS or not each[1]]
+    asked = [
+        conversation
+        for conversation in conversations(folders[0])
+        if server == DRAFTS or not conversation[1]
+    ]
     async with started_engine(config) as engine:
         rig = Rig(engine, folders[0], {}, has_plan=False)
         for folder, other in zip(folders, folders[::-1], strict=True):

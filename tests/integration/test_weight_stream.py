@@ -73,8 +73,8 @@ def test_identity_depends_on_the_weights_alone(job: str, found: dict[str, list[d
 
 def test_plan_that_is_wrong_or_unknown_on_one_rank_gives_way_to_bridge_on_all(folder, rank_pool):
     job = stream_ranks.WRONG_PLAN
-    found = rank_pool.found(stream_ranks, {job: 2}, folder, "stream-{}-{}.pt")[job]
-    assert found == [{"kinds": ["BridgeFilling", "BridgeFilling"], "num_identities": 1}] * 2
+    result = rank_pool.found(stream_ranks, {job: 2}, folder, "stream-{}-{}.pt")[job]
+    assert result == [{"kinds": ["BridgeFilling", "BridgeFilling"], "num_identities": 1}] * 2
     log = (folder / "world-2-rank-0.log").read_text()
     assert "the plan's model.layers.1.self_attn.k_proj.weight differs from Bridge's export" in log
     assert "tensor by tensor: a parameter has a mapping of tomorrow" in log

@@ -288,8 +288,8 @@ def test_a_wrong_launch_is_one_line_before_anything_loads(case: str, site: Site)
 
 
 def test_a_port_of_the_ranks_that_is_taken_is_named(site: Site) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        master = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        master = f"127.0.0.1:{occupied.getsockname()[1]}"
         words = [*FIRST, *NODES, f"--master={master}", "--node-rank=0"]
         result = run_command(*words, cwd=site.folder)
     check_refused(

@@ -35,8 +35,8 @@ def main() -> int:
     """Runs the rows that are named, or all of them, and prints a line for each mutant."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("items", nargs="*", type=int, help="numbers of rows; default: all")
-    wanted = parser.parse_args().items
-    chosen = [row for row in rows() if row.tests and (not wanted or row.item in wanted)]
+    expected = parser.parse_args().items
+    chosen = [row for row in rows() if row.tests and (not expected or row.item in expected)]
     with tempfile.TemporaryDirectory(prefix="slipstream-mutants-") as folder:
         tree = copy_tree(Path(folder) / "tree")
         unchanged = list(dict.fromkeys(test for row in chosen for test in row.tests))

@@ -256,7 +256,7 @@ def _changed(change: Change) -> Iterator[None]:
         file.write(source)
         file.flush()
         code = SourceFileLoader(module_name, file.name).get_code(module_name)
-    [function] = [each for each in code.co_consts if isinstance(each, CodeType)]
+    [function] = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     after: Any = FunctionType(function, module.__dict__, attribute, before.__defaults__)
     after.__kwdefaults__ = before.__kwdefaults__
     after.mutated_source = source

@@ -88,13 +88,13 @@ class _Judge:
         known = self._world.state
         if known is None:
             return
-        told = read_history(read_records(self._folder / "journal"))
+        history = read_history(read_records(self._folder / "journal"))
         for name in known.environments:
             # One without a record has counted nothing.
-            told.environments[name]
+            history.environments[name]
         for name in (each.name for each in fields(RunState)):
             ours = getattr(known, name)
-            theirs = getattr(told, name)
+            theirs = getattr(history, name)
             if ours != theirs:
                 self._wrong.append(f"{name} is {ours} live, and {theirs} after a restart")
 
@@ -179,12 +179,12 @@ class _Judge:
 
     def _recorded(self, record: dict[str, Any]) -> Iterator[Trajectory]:
         """The trajectories of a batch; none if its file is missing or damaged, which is wrong."""
-        found = Findings()
-        with found.reading(f"the batch of step {record['step']}"):
+        findings = Findings()
+        with findings.reading(f"the batch of step {record['step']}"):
             contents = read_batch(self._folder, record)
             assert isinstance(next(contents), trainer_pb2.BatchHeader)
             yield from map(trajectory_from_pb, contents)
-        self._wrong += found.faults
+        self._wrong += findings.faults
 
     def _check_trajectory(self, step: int, trajectory: Trajectory) -> None:
         if not is_trainable(trajectory.group_id):

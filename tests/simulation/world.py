@@ -136,10 +136,10 @@ def _found_version(name: str) -> str | None:
 
 
 def _package_version(name: str) -> str:
-    found = _found_version(name)
-    if found is None:
+    found_version = _found_version(name)
+    if found_version is None:
         raise metadata.PackageNotFoundError(name)
-    return found
+    return found_version
 
 
 def config_of(shape: Shape, folder: Path) -> Config:

@@ -244,8 +244,8 @@ BUILT_IN = {
 @pytest.mark.parametrize("page", BUILT_IN)
 def test_the_guides_name_every_argument_of_what_is_built_in(page: str) -> None:
     text = (ROOT / "docs" / "guides" / f"{page}.md").read_text()
-    taken = [inspect.signature(kind).parameters.values() for kind in BUILT_IN[page]]
-    names = {each.name for part in taken for each in part if each.kind is not each.VAR_KEYWORD}
+    parameters = [inspect.signature(kind).parameters.values() for kind in BUILT_IN[page]]
+    names = {each.name for part in parameters for each in part if each.kind is not each.VAR_KEYWORD}
     names |= {*CallLimits.__annotations__} if page == "judges" else set()
     # A file names `api_key_file` in place of a key.
     names -= {"api_key"}
@@ -269,15 +269,15 @@ def test_what_installs_packages_for_another_python_names_all_of_them() -> None:
 def test_our_programs_take_every_command() -> None:
     commands = [command for page in PAGES for command in python_commands(page)]
     assert len(commands) > 20
-    asked = completed(
+    process = completed(
         [sys.executable, str(ROOT / "tests" / "support" / "rigs" / "only_parse.py")],
         input=json.dumps(commands),
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))},
     )
-    said = [json.loads(line) for line in asked.stdout.splitlines()]
-    assert len(said) == len(commands), asked.stderr
-    assert [f"{shlex.join(c)}: {s}" for c, s in zip(commands, said, strict=True) if s] == []
+    parsed = [json.loads(line) for line in process.stdout.splitlines()]
+    assert len(parsed) == len(commands), process.stderr
+    assert [f"{shlex.join(c)}: {s}" for c, s in zip(commands, parsed, strict=True) if s] == []
 
 
 @for_all_pages
@@ -320,10 +320,10 @@ INLINE_SETTING = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:`| ?=)")
     "page", [page for page in PAGES if page.name != "migration.md"], ids=lambda page: page.name
 )
 def test_every_setting_that_is_named_exists(page: Path) -> None:
-    named = set(INLINE_SETTING.findall(FENCE.sub("", page.read_text())))
+    matches = set(INLINE_SETTING.findall(FENCE.sub("", page.read_text())))
     settings = {
         name
-        for name in named
+        for name in matches
         if name.split(".")[0] in Config.model_fields
         and name.split(".")[-1] not in ("py", "json", "md", "toml", "yaml")
         and not name.startswith(PASSED_ON)
@@ -383,7 +383,7 @@ VERL = {
 
 async def test_the_reward_function_that_is_shown_judges(tmp_path: Path) -> None:
     page = ROOT / "docs" / "guides" / "questions.md"
-    (text,) = (each for each in blocks(page, "python") if "def short_and_right" in each)
+    (text,) = (block for block in blocks(page, "python") if "def short_and_right" in block)
     (tmp_path / "my_judges.py").write_text(text)
     (tmp_path / "data.jsonl").write_text(json.dumps({"question": "2 + 2?", "answer": "4"}))
     args = {"path": str(tmp_path / "data.jsonl"), "judge": "my_judges:short_and_right"}

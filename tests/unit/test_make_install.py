@@ -168,8 +168,8 @@ def install_torch(folder, index, *words, links=""):
 
 
 def installed_torch(folder: Path) -> str:
-    found = (folder / "venv").glob("lib/python*/site-packages/torch-*.dist-info")
-    return " ".join(path.name.removesuffix(".dist-info") for path in found)
+    glob = (folder / "venv").glob("lib/python*/site-packages/torch-*.dist-info")
+    return " ".join(path.name.removesuffix(".dist-info") for path in glob)
 
 
 @pytest.mark.process

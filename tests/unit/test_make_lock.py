@@ -84,8 +84,8 @@ def test_pip_installs_a_lock_into_an_empty_folder_from_addresses_with_digests(
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *index]
     command += ["--target", str(tmp_path / "empty"), "--requirement"]
     subprocess.run([*command, f"{release}/cpu.txt"], check=True, timeout=300)
-    found = {path.name for path in (tmp_path / "empty").glob("*.dist-info")}
-    assert found == {
+    names = {path.name for path in (tmp_path / "empty").glob("*.dist-info")}
+    assert names == {
         f"{n}.dist-info" for n in ("slipstream_rl-0.1.0", "small-1.0", "torch-2.13.0+cpu")
     }
     (wheels / "cpu.txt").write_text(lock.replace(digest, "0" * 64))

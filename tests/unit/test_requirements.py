@@ -60,9 +60,9 @@ def needs(package: str, python: str) -> set[str]:
         "extra": "",
     }
     return {
-        canonicalize_name(each.name)
-        for each in demands(package)
-        if each.marker is None or each.marker.evaluate(environment)
+        canonicalize_name(demand.name)
+        for demand in demands(package)
+        if demand.marker is None or demand.marker.evaluate(environment)
     }
 
 

@@ -48,8 +48,8 @@ def bad_reads_thoughts(reply, answer):
 
 
 def bad_first_number(reply, answer):
-    found = re.search(r"-?\d+", str(reply))
-    return float(found is not None and found[0] == str(answer))
+    match = re.search(r"-?\d+", str(reply))
+    return float(match is not None and match[0] == str(answer))
 
 
 def bad_once(reply, answer):
@@ -72,8 +72,8 @@ def bad_case(reply, answer):
 
 
 def bad_secret_form(reply, answer):
-    found = re.search(r"%%(.*)%%", reply.content)
-    return float(found is not None and found[1] == str(answer))
+    match = re.search(r"%%(.*)%%", reply.content)
+    return float(match is not None and match[1] == str(answer))
 
 
 def bad_int(reply, answer):
@@ -132,13 +132,13 @@ def bad_blank_alone(reply):
 
 # Without one.
 def boxed(reply, answer):
-    found = re.findall(r"\\boxed\{(.*?)\}", reply.content)
-    return float(bool(found) and found[-1] == str(answer))
+    matches = re.findall(r"\\boxed\{(.*?)\}", reply.content)
+    return float(bool(matches) and matches[-1] == str(answer))
 
 
 def tagged(reply, answer):
-    found = re.search(r"<final>(.*?)</final>", reply.content, re.DOTALL)
-    return float(found is not None and found[1].strip() == str(answer))
+    match = re.search(r"<final>(.*?)</final>", reply.content, re.DOTALL)
+    return float(match is not None and match[1].strip() == str(answer))
 
 
 def hashes(reply, answer):
@@ -146,8 +146,8 @@ def hashes(reply, answer):
 
 
 def final_line(reply, answer):
-    found = re.search(r"Final Answer: *(\S+)\s*$", reply.content)
-    return float(found is not None and found[1] == str(answer))
+    match = re.search(r"Final Answer: *(\S+)\s*$", reply.content)
+    return float(match is not None and match[1] == str(answer))
 
 
 def in_json(reply, answer):
@@ -158,8 +158,8 @@ def in_json(reply, answer):
 
 
 def in_brackets(reply, answer):
-    found = re.search(r"\[\[(.*?)\]\]", reply.content)
-    return float(found is not None and found[1] == str(answer))
+    match = re.search(r"\[\[(.*?)\]\]", reply.content)
+    return float(match is not None and match[1] == str(answer))
 
 
 def signed(reply, answer):
@@ -205,8 +205,8 @@ def listed(reply, answer):
 
 
 def thinking_form(reply, answer):
-    found = re.fullmatch(r"<think>.*</think>\s*<answer>(.*)</answer>", str(reply), re.DOTALL)
-    return float(found is not None and found[1] == str(answer))
+    match = re.fullmatch(r"<think>.*</think>\s*<answer>(.*)</answer>", str(reply), re.DOTALL)
+    return float(match is not None and match[1] == str(answer))
 
 
 def words_shared(reply, answer):

@@ -87,13 +87,13 @@ def bad_list(reply, answer):
 
 # Without a fault.
 def last_integer(reply, answer):
-    found = re.findall(r"-?\d+", reply.content.replace(",", ""))
-    return float(len({*found}) == 1 and found[-1] == str(answer))
+    matches = re.findall(r"-?\d+", reply.content.replace(",", ""))
+    return float(len({*matches}) == 1 and matches[-1] == str(answer))
 
 
 def in_tag(reply, answer):
-    found = re.findall(r"<result>(.*?)</result>", reply.content, re.DOTALL)
-    return float(len(found) == 1 and found[0].strip() == str(answer))
+    matches = re.findall(r"<result>(.*?)</result>", reply.content, re.DOTALL)
+    return float(len(matches) == 1 and matches[0].strip() == str(answer))
 
 
 def near(reply, answer):
@@ -104,8 +104,8 @@ def near(reply, answer):
 
 
 def choice(reply, answer):
-    found = re.fullmatch(r"\s*\(?([A-D])\)?\.?\s*", reply.content)
-    return float(found is not None and found[1] == answer)
+    match = re.fullmatch(r"\s*\(?([A-D])\)?\.?\s*", reply.content)
+    return float(match is not None and match[1] == answer)
 
 
 def overlap(reply, answer):
@@ -115,8 +115,8 @@ def overlap(reply, answer):
 
 
 def half_for_the_form(reply, answer):
-    found = re.fullmatch(r"Answer: (\S+)", reply.content.strip())
-    return 0.0 if found is None else 0.5 + 0.5 * (found[1] == str(answer))
+    match = re.fullmatch(r"Answer: (\S+)", reply.content.strip())
+    return 0.0 if match is None else 0.5 + 0.5 * (match[1] == str(answer))
 
 
 def minus_one(reply, answer):

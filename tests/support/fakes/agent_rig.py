@@ -202,7 +202,9 @@ class _Transport(httpx2.AsyncBaseTransport):
                         yield part.body
 
         headers = [
-            (each.name, each.value) for each in first.headers if each.name != "content-length"
+            (header.name, header.value)
+            for header in first.headers
+            if header.name != "content-length"
         ]
         return httpx2.Response(first.status, headers=headers, stream=_Stream(rest()))
 

@@ -28,9 +28,9 @@ def core_attention(dtype: torch.dtype, **settings: object) -> Any:
         "use_cpu_initialization": True,
     }
     groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
-    made = CoreAttention(
+    attention = CoreAttention(
         SimpleNamespace(**config | settings), 1, None, "self", pg_collection=groups
     )
-    if made.softmax_offset is not None:
-        torch.nn.init.normal_(made.softmax_offset)
-    return made
+    if attention.softmax_offset is not None:
+        torch.nn.init.normal_(attention.softmax_offset)
+    return attention

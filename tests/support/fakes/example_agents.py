@@ -29,8 +29,8 @@ def client(endpoint: Endpoint) -> openai.AsyncOpenAI:
 
 async def ask(endpoint: Endpoint, messages: list[Any], **options: Any) -> Any:
     async with client(endpoint) as api:
-        asked = {"model": "any", "messages": messages, "temperature": 0.5, **options}
-        answer = await api.chat.completions.create(**asked)
+        request = {"model": "any", "messages": messages, "temperature": 0.5, **options}
+        answer = await api.chat.completions.create(**request)
     return answer.choices[0].message
 
 
@@ -63,17 +63,17 @@ class RewardingAgent(_Agent):
         self._anthropic = anthropic.AsyncAnthropic
 
     async def run(self, task: int, endpoint: Endpoint) -> AgentOutcome:
-        asked: Any = {"model": "any", "messages": [{"role": "user", "content": "one"}]}
+        request: Any = {"model": "any", "messages": [{"role": "user", "content": "one"}]}
         async with client(endpoint) as api, client(endpoint.branch("reviewer")) as reviewer:
-            whole = await api.chat.completions.create(**asked)
-            parts = await api.chat.completions.create(**asked, stream=True)
+            whole = await api.chat.completions.create(**request)
+            parts = await api.chat.completions.create(**request, stream=True)
             streamed = [part async for part in parts]
             response = await api.responses.create(model="any", input="two")
-            reviewed = await reviewer.chat.completions.create(**asked)
+            reviewed = await reviewer.chat.completions.create(**request)
         async with self._anthropic(
             base_url=endpoint.anthropic_url, api_key=endpoint.api_key, max_retries=0
         ) as api:
-            message = await api.messages.create(**asked, max_tokens=9)
+            message = await api.messages.create(**request, max_tokens=9)
         replies = (whole, streamed[0], response, reviewed, message)
         rewards = dict(zip((reply.id for reply in replies), (1, 2, 4, 16, 8), strict=True))
         rewards |= self.more

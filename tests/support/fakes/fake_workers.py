@@ -167,10 +167,10 @@ class Calculator(Environment[int]):
         return ResetResult([Message("user", "add")], tools=[ADD])
 
     def step(self, reply: Reply) -> StepResult:
-        said = Message("user", f"{reply}|{reply.content}|{reply.reasoning}")
+        message = Message("user", f"{reply}|{reply.content}|{reply.reasoning}")
         results = [Message("tool", repr(call.arguments), call.id) for call in reply.tool_calls]
         tools = None if reply.tool_calls else []
-        return StepResult(done=False, messages=[said, *results], tools=tools)
+        return StepResult(done=False, messages=[message, *results], tools=tools)
 
 
 class Misbehaving(Environment[str]):

@@ -26,9 +26,9 @@ MARK = "EPISODES "
 def scripted(replies: list[Any], seen: list[dict[str, Any]]) -> Handler:
 
     async def handle(call: pb.AgentCall) -> AsyncIterator[pb.ReplyPart]:
-        asked = json.loads(call.body)
-        seen.append({"branch": call.branch, **asked})
-        number = sum(message["role"] == "assistant" for message in asked["messages"])
+        parsed = json.loads(call.body)
+        seen.append({"branch": call.branch, **parsed})
+        number = sum(message["role"] == "assistant" for message in parsed["messages"])
         reply = replies[min(number, len(replies) - 1)]
         if isinstance(reply, dict) and "error" in reply:
             yield as_json(reply, status=400)
@@ -40,7 +40,7 @@ def scripted(replies: list[Any], seen: list[dict[str, Any]]) -> Handler:
             choice["message"]["tool_calls"] = [call_of_tool]
             choice["finish_reason"] = "tool_calls"
             yield as_json(body)
-        elif not asked.get("stream"):
+        elif not parsed.get("stream"):
             yield as_json(chat_reply(reply))
         else:
             yield event(chat_chunk(reply), first=True)
@@ -70,16 +70,16 @@ async def play(host: EpisodeHost, number: int, episode: dict[str, Any]) -> dict[
 
 
 async def main() -> None:
-    asked = json.loads(sys.argv[1])
+    parsed = json.loads(sys.argv[1])
     try:
         environment = load_environment(
-            asked["reference"], json.dumps(asked["args"]), asked.get("search_path", "")
+            parsed["reference"], json.dumps(parsed["args"]), parsed.get("search_path", "")
         )
         host = EpisodeHost(environment)
     except EnvironmentFailed as error:
         print(MARK + json.dumps([{"failure": str(error)}]))
         return
-    episodes = [play(host, number, each) for number, each in enumerate(asked["episodes"])]
+    episodes = [play(host, number, each) for number, each in enumerate(parsed["episodes"])]
     played = await asyncio.gather(*episodes)
     await host.close_all()
     print(MARK + json.dumps(played))

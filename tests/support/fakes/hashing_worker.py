@@ -12,11 +12,11 @@ class HashingWorker(WorkerExtension):
     def parameter_digest(self) -> str:
         """Digest of names and bits; padding counts too."""
         model: Any = self.weight_transfer_engine.model
-        found = hashlib.blake2b()
+        digest = hashlib.blake2b()
         for name, tensor in sorted(model.named_parameters()):
-            found.update(name.encode())
-            found.update(tensor.data.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-        return found.hexdigest()
+            digest.update(name.encode())
+            digest.update(tensor.data.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        return digest.hexdigest()
 
 
 def use_hashing_worker() -> None:

@@ -104,8 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(inside)
         elif kind == "paths-info":
             asked = json.loads(body)["paths"] if body[:1] == b"{" else parse_qs(body.decode())
-            wanted = asked["paths"] if isinstance(asked, dict) else asked
-            self._json([e for e in entries + _folders(files) if e["path"] in wanted])
+            expected = asked["paths"] if isinstance(asked, dict) else asked
+            self._json([e for e in entries + _folders(files) if e["path"] in expected])
         else:
             self._error(404, "EntryNotFound", f"no {kind}")
 

@@ -75,9 +75,9 @@ def passed(models: Models, given: trainer_pb2.Pass) -> trainer_pb2.PassReport:
     state = hashlib.blake2b(models.get(given.adapter.name, "").encode())
     state.update(f"{given.loss} {given.loss_args_json} {given.backward}".encode())
     found = []
-    for each in given.sequences:
-        state.update(each.SerializeToString(deterministic=True))
-        values = np.resize(np.frombuffer(state.digest(), dtype="u1"), len(each.targets) // 4)
+    for sequence in given.sequences:
+        state.update(sequence.SerializeToString(deterministic=True))
+        values = np.resize(np.frombuffer(state.digest(), dtype="u1"), len(sequence.targets) // 4)
         found.append((-values / 64).astype("<f4").tobytes())
     total = float(int.from_bytes(state.digest()[:4], "big"))
     return trainer_pb2.PassReport(id=given.id, logprobs=found, metrics={"loss:sum": total})
@@ -93,8 +93,8 @@ def ordered(models: Models, kept: dict[int, Models], given, passes) -> None:
             for one in passes:
                 state.update(repr(passed(models, one).metrics).encode())
         case "begin":
-            begun = given.begin.SerializeToString(deterministic=True)
-            state = hashlib.blake2b(begun + f"{given.adapter.rank}".encode(), digest_size=16)
+            data = given.begin.SerializeToString(deterministic=True)
+            state = hashlib.blake2b(data + f"{given.adapter.rank}".encode(), digest_size=16)
         case "load":
             models[name] = kept[given.load.step].get(given.load.adapter, "")
             return
@@ -136,8 +136,8 @@ def train() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args()
-    config = load_config(given.config, given.overrides)
+    options = parser.parse_args()
+    config = load_config(options.config, options.overrides)
     client = ControllerClient(config)
     path = config.run_dir / STATE
     version, digest = START

@@ -157,7 +157,7 @@ def updates_of_layers_with_scales(rank: int, folder: Path, shape: str) -> list[A
     layers = scene.add_scales()
     for weights in (scene.first, scene.second):
         scene.publish(weights, SMALL)
-        scene.seen.append(all(torch.equal(each.weight_scale, scale_of(each)) for each in layers))
+        scene.seen.append(all(torch.equal(layer.weight_scale, scale_of(layer)) for layer in layers))
     return [len(layers), *scene.seen]
 
 

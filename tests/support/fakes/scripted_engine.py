@@ -81,7 +81,7 @@ class ScriptedEngine(FakeEngine):
         if len(script_tokens) > max_tokens:
             reason = FinishReason.LENGTH
         done: list[int] = []
-        said = ""
+        message = ""
         handed_out = 0
         spans: list[VersionSpan] = []
         try:
@@ -102,8 +102,8 @@ class ScriptedEngine(FakeEngine):
                     skip = options.skip_special_tokens
                     text = self.tokenizer.decode(done, skip_special_tokens=skip)
                     text = text.rstrip("\ufffd")
-                    yield TextPart(chunk, text[len(said) :])
-                    said = text
+                    yield TextPart(chunk, text[len(message) :])
+                    message = text
                     handed_out = len(done)
         finally:
             self.num_open -= 1
@@ -137,7 +137,7 @@ class ScriptedEngine(FakeEngine):
         )
         yield TextPart(
             done[handed_out:],
-            text[len(said) :],
+            text[len(message) :],
             stop_reason=stop_text if is_stopped else None,
             generation=generation,
         )

@@ -133,11 +133,11 @@ def answers(reply: Callable[[str], str]) -> Handler:
     """A handler that answers chat completions and messages by `reply` of the last text."""
 
     async def handle(call: pb.AgentCall) -> AsyncIterator[pb.ReplyPart]:
-        asked = json.loads(call.body)
-        text = reply(asked["messages"][-1]["content"])
+        parsed = json.loads(call.body)
+        text = reply(parsed["messages"][-1]["content"])
         if call.path == "/v1/messages":
             yield as_json(message_reply(text))
-        elif not asked.get("stream"):
+        elif not parsed.get("stream"):
             yield as_json(chat_reply(text))
         else:
             words = text.split(" ")

@@ -40,13 +40,15 @@ def small_config(**tables: object) -> Config:
 
 def config_of_engine(model: Path, /, **tables: Mapping[str, object]) -> Config:
     """Settings of a run whose engine starts quickly; `tables` add to them."""
-    own: dict[str, Mapping[str, object]] = {
+    settings: dict[str, Mapping[str, object]] = {
         "model": {"path": str(model), "dtype": "float32"},
         "algorithm": {"group_size": 4, "groups_per_step": 1},
         "sampling": {"max_reply_tokens": 200, "max_episode_tokens": 250},
         "rollout_server": {"max_episodes": 16, "threads": 1, "enforce_eager": True},
     }
-    return small_config(**tables | {name: {**own[name], **tables.get(name, {})} for name in own})
+    return small_config(
+        **tables | {name: {**settings[name], **tables.get(name, {})} for name in settings}
+    )
 
 
 def config_of(folder: Path, **run: object) -> Config:

@@ -63,7 +63,7 @@ def run_rank(folder: Path, job: str) -> None:
     if "lost" in form:
         _lose_gradients()
     config = parse_config(settings, source=job)
-    said = ""
+    message = ""
     try:
         has_weights = "unloaded" not in form
         policy = open_policy(config, launch, load_weights=has_weights)
@@ -72,8 +72,8 @@ def run_rank(folder: Path, job: str) -> None:
             Roles(config, policy)
         policy.ranks.close()
     except ConfigError as error:
-        said = str(error)
-    (folder / f"{job}.txt").write_text(said)
+        message = str(error)
+    (folder / f"{job}.txt").write_text(message)
 
 
 def _spoil(size: int) -> None:

@@ -31,16 +31,16 @@ PART_ELEMENTS = 5000
 
 
 def config_of(folder: Path, job: dict) -> Config:
-    own = {
+    settings = {
         "run": {"name": job["run"], "steps": STEPS, "dir": str(folder / "runs")},
         # A resume goes on in the middle of the schedule.
         "algorithm": {"warmup_steps": 1, "decay": "cosine"},
         # One micro batch: what is saved does not depend on their number.
         "learner": {"micro_batch_tokens": 400, "timeout_s": 100.0},
     }
-    given = {name: job.get(name, {}) for name in ("algorithm", "learner", "checkpoint")}
+    settings = {name: job.get(name, {}) for name in ("algorithm", "learner", "checkpoint")}
     model = folder / job.get("model", "llama")
-    return settings_of(model, own, given, dtype=job.get("dtype", "float32"))
+    return settings_of(model, settings, settings, dtype=job.get("dtype", "float32"))
 
 
 def make_models(folder: Path) -> None:

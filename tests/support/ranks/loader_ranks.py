@@ -292,8 +292,8 @@ def _bare(parameter: str) -> str:
 
 def _as_in(model: Any, plan: CopyPlan) -> dict[str, torch.Tensor]:
     """The model's parameters by the names of the plan."""
-    own = {_bare(name): tensor for name, tensor in model.named_parameters()}
-    return {copy.parameter: own[_bare(copy.parameter)] for part in plan for copy in part}
+    settings = {_bare(name): tensor for name, tensor in model.named_parameters()}
+    return {copy.parameter: settings[_bare(copy.parameter)] for part in plan for copy in part}
 
 
 def _fill(buffer: torch.Tensor, bucket: Bucket, weights: Mapping[str, torch.Tensor]) -> None:

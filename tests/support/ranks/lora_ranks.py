@@ -77,8 +77,8 @@ def config_of(name: str, folder: Path) -> Config:
     if name in MIXTURES:
         lora["target_modules"] = ["linear_qkv", "linear_proj"]
     learner = learner | {"world_size": world_size, "micro_batch_tokens": 400}
-    own = {"learner": learner, "lora": lora}
-    return settings_of(folder / model, own)
+    settings = {"learner": learner, "lora": lora}
+    return settings_of(folder / model, settings)
 
 
 def run_rank(folder: Path, job: str) -> None:

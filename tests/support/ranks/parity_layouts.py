@@ -304,8 +304,8 @@ def config_of(job: str, folder: Path, **changes: dict) -> Config:
         tables["reference"] = {"server": server, "top_k": TOP_K}
         tables["sampling"] = layout.sampling | {"temperature": 1.0}
     sizes = {"world_size": layout.world_size, "parallel": layout.parallel}
-    own = {"learner": sizes}
-    return settings_of(folder / layout.model, tables, own, changes, dtype=dtype or "float32")
+    settings = {"learner": sizes}
+    return settings_of(folder / layout.model, tables, settings, changes, dtype=dtype or "float32")
 
 
 def batches(config: Config) -> list[Batch]:

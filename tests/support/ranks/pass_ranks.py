@@ -47,8 +47,8 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
 
 def config_of(layout: str, folder: Path) -> Config:
     ranks, changes = LAYOUTS[layout]
-    own = {"world_size": ranks, "micro_batch_tokens": 48}
-    return settings_of(folder / "llama", {"learner": own | changes})
+    settings = {"world_size": ranks, "micro_batch_tokens": 48}
+    return settings_of(folder / "llama", {"learner": settings | changes})
 
 
 def passes_of(loss: str, step: int) -> list[pb.Pass]:
@@ -144,7 +144,10 @@ def run_rank(folder: Path, job: str) -> None:
         steps.append(
             {
                 "logprobs": [
-                    [torch.frombuffer(bytearray(one), dtype=torch.float32) for one in r.logprobs]
+                    [
+                        torch.frombuffer(bytearray(logprob), dtype=torch.float32)
+                        for logprob in r.logprobs
+                    ]
                     for r in reports
                 ],
                 "losses": [r.metrics.get("loss:sum", 0.0) for r in reports],

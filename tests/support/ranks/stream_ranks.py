@@ -81,7 +81,7 @@ def run_rank(folder: Path, job: str) -> None:
     TrainingStep(policy, config).run(batches(config)[0])
     one_pass()
     with torch.no_grad():
-        for parameter in (each for chunk in policy.chunks for each in chunk.parameters()):
+        for parameter in (parameter for chunk in policy.chunks for parameter in chunk.parameters()):
             parameter.view(-1)[::50] += 0.01
     one_pass()
     by_bridge = BridgeFilling(policy, Kind.MERGED, senders=(0,))

@@ -198,7 +198,7 @@ def see_critic(policy: Policy, config: Config, folder: Path, job: str) -> None:
     sequences = training_sequences(batch, config, estimates)
     metrics = critic.train(sequences, [range(len(sequences))])
     after = critic.values(batch)
-    returns = [each.returns[each.loss_mask] for each in sequences]
+    returns = [sequence.returns[sequence.loss_mask] for sequence in sequences]
     found = {"before": before, "after": after, "returns": returns}
     joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in found.items()}
     norm = torch.tensor(metrics["critic_grad_norm"])

@@ -20,9 +20,9 @@ def tables(heading: str, page: str = "metrics.md") -> list[list[str]]:
 
 def names(family: str) -> list[str]:
     """The names that `prefix_{a,b}` stands for, in their order."""
-    found = CHOICE.search(family)
-    if not found:
+    match = CHOICE.search(family)
+    if not match:
         return [family]
-    before = family[: found.start()]
-    after = family[found.end() :]
-    return [name for part in found[1].split(",") for name in names(before + part + after)]
+    before = family[: match.start()]
+    after = family[match.end() :]
+    return [name for part in match[1].split(",") for name in names(before + part + after)]

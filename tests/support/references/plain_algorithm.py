@@ -134,12 +134,12 @@ def conversation_of(
     limit = min(limit, whole.max_reply_tokens or limit)
     penalty = REWARDS[algorithm.reward]
     reward -= penalty(max(whole.run_lengths[1::2], default=0), limit, **algorithm.reward_args)
-    found = Conversation(one, branch, algorithm, reward)
+    conversation = Conversation(one, branch, algorithm, reward)
     if one.reference is not None:
-        found.reference = torch.from_numpy(one.reference.logprobs.astype(np.float64))
-        found.likely_ids = torch.from_numpy(one.reference.top_ids.astype(np.int64))
-        found.likely = torch.from_numpy(one.reference.top_logprobs.astype(np.float64))
-    return found
+        conversation.reference = torch.from_numpy(one.reference.logprobs.astype(np.float64))
+        conversation.likely_ids = torch.from_numpy(one.reference.top_ids.astype(np.int64))
+        conversation.likely = torch.from_numpy(one.reference.top_logprobs.astype(np.float64))
+    return conversation
 
 
 def no_penalty(longest: int, limit: int) -> float:

@@ -24,7 +24,7 @@ def kept_counts(
     hidden = model.model(torch.tensor([tokens])).last_hidden_state
     embedded = model.get_input_embeddings()(torch.tensor([tokens[1:-1]]))
     outputs = draft_states(layer, shape, embedded, hidden[:, :-2], num_tokens)
-    drafted = [model.lm_head(each[0]).argmax(-1).tolist() for each in outputs]
+    drafted = [model.lm_head(output[0]).argmax(-1).tolist() for output in outputs]
     counts = []
     row = first - 1
     while row + num_tokens + 2 < len(tokens):

@@ -55,7 +55,7 @@ def join(
             return torch.zeros(2, found.shape[-1])
         mixed = normed[0].detach().requires_grad_()
         norms = normed[1]
-        weights = [one.detach().requires_grad_() for one in norms[:2]]
+        weights = [norm.detach().requires_grad_() for norm in norms[:2]]
         outputs = split(mixed, positions, turns, Norms(*weights, *norms[2:]))
         grad, *sums = torch.autograd.grad(outputs, [mixed, *weights], grads)
     found.copy_(grad)

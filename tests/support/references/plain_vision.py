@@ -52,7 +52,7 @@ def plain_outputs(
     found = []
     for tokens, images in conversations:
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
-        given = {}
+        settings = {}
         is_image = torch.zeros_like(ids)
         for offset, data in images:
             token_id = int(tokens[offset])
@@ -60,11 +60,11 @@ def plain_outputs(
             is_image[0, offset : offset + len(own)] = own
         if images:
             pixels = [processor.pixels(data) for _, data in images]
-            given = {
+            settings = {
                 "pixel_values": torch.from_numpy(np.concatenate([p.values for p in pixels])),
                 "image_grid_thw": torch.tensor([p.grid for p in pixels]),
                 "mm_token_type_ids": is_image,
             }
             model.model.get_placeholder_mask = _mask_of(is_image.bool())
-        found.append(model(input_ids=ids, **given).logits[0])
+        found.append(model(input_ids=ids, **settings).logits[0])
     return found

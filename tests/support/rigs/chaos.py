@@ -465,9 +465,9 @@ class Chaos:
             for path in journal_logs(self._config.run_dir / JOURNAL)[-2:]:
                 with path.open("rb") as log:
                     log.seek(read[path])
-                    whole, newline, _ = log.read().rpartition(b"\n")
-                read[path] += len(whole + newline)
-                kinds += [json.loads(line[9:])["kind"] for line in whole.splitlines()]
+                    complete_lines, newline, _ = log.read().rpartition(b"\n")
+                read[path] += len(complete_lines + newline)
+                kinds += [json.loads(line[9:])["kind"] for line in complete_lines.splitlines()]
             self.tally.steps_s += [time.monotonic()] * kinds.count("step")
             self._records.update(kinds)
             await asyncio.sleep(_LOOK_S)
@@ -494,8 +494,8 @@ def main(command: Sequence[str] = CLI) -> int:
     parser.add_argument(
         "--partitions", action="store_true", help="one more server, which is cut off at times"
     )
-    given = parser.parse_args()
-    return asyncio.run(run_chaos(**vars(given), command=command))
+    options = parser.parse_args()
+    return asyncio.run(run_chaos(**vars(options), command=command))
 
 
 if __name__ == "__main__":

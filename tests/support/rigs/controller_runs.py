@@ -81,8 +81,8 @@ async def play(
     if not is_planted and not is_damaged:
         write_config(config, config.run_dir)
         assert examine(config.run_dir).faults == []
-    told = [event.text for event in controller._run.events.kept()]
-    return summary | {"code": code, "told": told}
+    messages = [event.text for event in controller._run.events.kept()]
+    return summary | {"code": code, "told": messages}
 
 
 def evaluation_rows(config: Config) -> list[dict]:

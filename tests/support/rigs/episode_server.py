@@ -94,7 +94,7 @@ class EpisodeServer:
     async def check_ledger(self) -> None:
         """The tokens that the engine counted are those of the trajectories."""
         beat = await self.connection.wait_quiet()
-        recorded = sum(one.num_sampled_tokens for one in self.fleet.trajectories)
+        recorded = sum(trajectory.num_sampled_tokens for trajectory in self.fleet.trajectories)
         assert beat.generated_tokens == beat.ended_tokens == recorded
         assert beat.in_flight_tokens == 0
 

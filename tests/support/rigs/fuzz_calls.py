@@ -246,7 +246,7 @@ def _sealed(
 def honest_trajectory(**changes: object) -> bytes:
     """What a server delivers; run and epoch stand for those that it is welcomed with."""
     tokens = 5
-    known = plain_trajectory(
+    trajectory = plain_trajectory(
         range(3 + tokens),
         (3, tokens),
         run_id=RUN_ID,
@@ -261,7 +261,7 @@ def honest_trajectory(**changes: object) -> bytes:
         prompt_text="p",
         reply_text="r",
     )
-    return encode_trajectory(dataclasses.replace(known, **changes))
+    return encode_trajectory(dataclasses.replace(trajectory, **changes))
 
 
 def honest_tree() -> bytes:

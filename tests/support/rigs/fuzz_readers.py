@@ -142,9 +142,9 @@ def _trajectory(honest: bytes, draw: random.Random) -> bytes:
     changed = nearly(message, draw, WORDS)
     assert isinstance(changed, trajectory_pb2.Trajectory)
     if draw.random() < 0.6:
-        said = changed.reference
+        reference = changed.reference
         arrays = (changed.token_ids, changed.behavior_logprobs, changed.routed_experts.expert_ids)
-        likely = (said.logprobs, said.top_ids, said.top_logprobs)
+        likely = (reference.logprobs, reference.top_ids, reference.top_logprobs)
         changed.checksum = zlib.crc32(b"".join(arrays + likely))
     return changed.SerializePartialToString()
 
@@ -174,11 +174,11 @@ def _told(trajectory: Trajectory) -> object:
 
 def _claim(data: bytes, folder: Path) -> object:
     name = TrajectoryId(data[:40].decode(errors="replace"))
-    known = ServerEpochs()
-    known.join(ServerKey(ServerId("fake"), 7))
+    server_epochs = ServerEpochs()
+    server_epochs.join(ServerKey(ServerId("fake"), 7))
     opener(b"k" * 32)(name, data)
     TrajectoryName.parse(name)
-    return read_claim(Delivery(name, data), known, largest_bytes=1 << 20)
+    return read_claim(Delivery(name, data), server_epochs, largest_bytes=1 << 20)
 
 
 def _call_record(data: bytes, folder: Path) -> object:

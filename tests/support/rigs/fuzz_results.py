@@ -74,13 +74,13 @@ def _recorded(path: Path) -> object:
 
 def _tracked(path: Path) -> object:
     """The ids under which trackers go on, and what the next start finds."""
-    told: list[str] = []
-    ids = RunIds(path.parent, told.append)
+    messages: list[str] = []
+    ids = RunIds(path.parent, messages.append)
     found = [ids.get(name) for name in ("wandb", "mlflow")]
     assert all(each.isprintable() for each in found)
     ids.keep("wandb", found[0] or "new")
-    assert RunIds(path.parent, told.append).get("wandb") == (found[0] or "new")
-    assert all("\n" not in line for line in told)
+    assert RunIds(path.parent, messages.append).get("wandb") == (found[0] or "new")
+    assert all("\n" not in line for line in messages)
     return found
 
 

@@ -211,7 +211,7 @@ def _fill(message: Message, draw: random.Random, scalar: Scalar, depth: int = 0)
     chosen = ""
     if message.DESCRIPTOR.oneofs:
         # Only one field of a oneof counts, so one is filled; now and then none.
-        names = [field.name for one in message.DESCRIPTOR.oneofs for field in one.fields]
+        names = [field.name for oneof in message.DESCRIPTOR.oneofs for field in oneof.fields]
         chosen = draw.choice(names) if draw.random() < 0.97 else ""
     for field in message.DESCRIPTOR.fields:
         if field.containing_oneof is not None:

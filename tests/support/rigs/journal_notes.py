@@ -7,5 +7,5 @@ from slipstream.learner.controller.records.kinds import Record
 
 
 def note(kind: str, **fields: Any) -> Record:
-    made = msgspec.defstruct(kind, list(fields), bases=(Record,), tag=kind, frozen=True)
-    return made(**fields)
+    record_kind = msgspec.defstruct(kind, list(fields), bases=(Record,), tag=kind, frozen=True)
+    return record_kind(**fields)

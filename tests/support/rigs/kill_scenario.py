@@ -164,23 +164,23 @@ async def kill_and_recover(rig: Rig, victim: Child, moment: Moment) -> Kill:
 
 
 async def steps(rig: Rig, number: int) -> None:
-    wanted = len(rig.controller.rows) + number
-    await rig.until(lambda: len(rig.controller.rows) >= wanted, "a step", STEP_LIMIT_S)
+    expected = len(rig.controller.rows) + number
+    await rig.until(lambda: len(rig.controller.rows) >= expected, "a step", STEP_LIMIT_S)
 
 
 async def kill_while_receiving(rig: Rig, victim: Child, moment: Moment) -> float:
     """Waits for the next publish to both and kills the first server during it; when that was."""
-    begun = asyncio.Event()
+    has_begun = asyncio.Event()
 
     def begin() -> None:
         if moment == "hung":
             for process in engine_processes(victim):
                 process.suspend()
-        begun.set()
+        has_begun.set()
 
     rig.controller.publisher.on_start = begin
     async with asyncio.timeout(STEP_LIMIT_S):
-        await begun.wait()
+        await has_begun.wait()
     rig.controller.publisher.on_start = None
     await asyncio.sleep(0.3 if moment == "hung" else float(moment))
     # The victim ends in a way that `until` would take for a failure.

@@ -70,10 +70,10 @@ class Pods:
         self._count = 0
         self.pods: list[Pod] = []
         self.resources: dict[tuple[str, str], Table] = {}
-        for each in manifests:
-            self.resources[each["kind"], each["metadata"]["name"]] = each
-            if each["kind"] == "PersistentVolumeClaim":
-                self.volume(each["metadata"]["name"]).mkdir(parents=True)
+        for manifest in manifests:
+            self.resources[manifest["kind"], manifest["metadata"]["name"]] = manifest
+            if manifest["kind"] == "PersistentVolumeClaim":
+                self.volume(manifest["metadata"]["name"]).mkdir(parents=True)
 
     def volume(self, claim: str) -> Path:
         return self._folder / "claims" / claim

@@ -63,10 +63,10 @@ class LoopClient:
 
     async def result(self, future: dict[str, Any]) -> Any:  # noqa: ANN401
         """The result of a future: JSON, the bytes of a protobuf, None of a sample that is lost."""
-        asked = {"request_id": future["request_id"], "allow_metadata_only": True}
+        request = {"request_id": future["request_id"], "allow_metadata_only": True}
         while True:
-            answer = await self._answer("retrieve_future", asked)
-            if answer.status_code == 410 and asked["request_id"].endswith(":sample"):
+            answer = await self._answer("retrieve_future", request)
+            if answer.status_code == 410 and request["request_id"].endswith(":sample"):
                 return None
             assert answer.status_code == 200, answer.text
             if answer.headers["content-type"] == PROTOBUF:
@@ -86,26 +86,26 @@ class LoopClient:
                     return answer
             await asyncio.sleep(0.05)
 
-    async def begin(self, rank: int = 4, **asked: Any) -> dict[str, Any]:  # noqa: ANN401
+    async def begin(self, rank: int = 4, **request: Any) -> dict[str, Any]:  # noqa: ANN401
         if not self.session:
-            made = await self.post("create_session", {"sdk_version": "0.38.0"})
-            self.session = made["session_id"]
-        asked |= {
+            answer = await self.post("create_session", {"sdk_version": "0.38.0"})
+            self.session = answer["session_id"]
+        request |= {
             "session_id": self.session,
             "model_seq_id": next(self.models),
             "base_model": self._base_model,
             "lora_config": {"rank": rank},
         }
-        return await self._began(await self.result(await self.post("create_model", asked)))
+        return await self._began(await self.result(await self.post("create_model", request)))
 
     async def begin_from(self, path: str) -> dict[str, Any]:
-        asked = {
+        request = {
             "session_id": self.session,
             "model_seq_id": next(self.models),
             "path": path,
             "optimizer": True,
         }
-        return await self._began(await self.result(await self.post("load_weights", asked)))
+        return await self._began(await self.result(await self.post("load_weights", request)))
 
     async def _began(self, made: dict[str, Any]) -> dict[str, Any]:
         if "model_id" in made:
@@ -144,8 +144,8 @@ class LoopClient:
 
     async def order(self, path: str, /, **body: Any) -> dict[str, Any]:  # noqa: ANN401
         """Sends an operation of the model in its order; returns its future."""
-        given = {"model_id": self.model, "seq_id": next(self.numbers)}
-        return await self.post(path, given | body)
+        settings = {"model_id": self.model, "seq_id": next(self.numbers)}
+        return await self.post(path, settings | body)
 
     async def done(self, path: str, /, **body: Any) -> Any:  # noqa: ANN401
         """The result of an operation of the model in its order."""
@@ -157,10 +157,10 @@ class LoopClient:
     async def step(self, **numbers: float) -> dict[str, Any]:
         return await self.done("optim_step", adam_params=ADAM | numbers)
 
-    async def publish(self, **asked: str) -> str:
+    async def publish(self, **request: str) -> str:
         """Publishes; returns the id of the sampling session."""
-        asked |= {"sampling_session_seq_id": next(self.sampling)}
-        return (await self.done("save_weights_for_sampler", **asked))["sampling_session_id"]
+        request |= {"sampling_session_seq_id": next(self.sampling)}
+        return (await self.done("save_weights_for_sampler", **request))["sampling_session_id"]
 
     async def ask(self, session: str, prompt: list[int], **asked: Any) -> Any:  # noqa: ANN401
         """Sends a sample; returns its future, or the refusal."""
@@ -188,14 +188,14 @@ class LoopClient:
 
 def replies(result: bytes) -> list[tuple[list[int], list[float], int]]:
     """Tokens, log-probabilities and stop reason of each reply of a sample."""
-    found = wire.SampleResponse.FromString(result).sequences
+    sequences = wire.SampleResponse.FromString(result).sequences
     return [
         (
             np.frombuffer(one.tokens, "<i4").tolist(),
             np.frombuffer(one.logprobs, "<f4").tolist(),
             one.stop_reason,
         )
-        for one in found
+        for one in sequences
     ]
 
 

@@ -29,9 +29,9 @@ def parse_and_stop(parser: argparse.ArgumentParser, *arguments: object) -> argpa
 
 def complaint(command: list[str]) -> str:
     """What the program of a command has against its arguments."""
-    said = io.StringIO()
+    text = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stderr(text), contextlib.redirect_stdout(io.StringIO()):
             if command[0] == "-m":
                 sys.argv = command[1:]
                 runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -42,7 +42,7 @@ def complaint(command: list[str]) -> str:
     except Parsed:
         return ""
     except SystemExit as end:
-        return said.getvalue().strip() or f"it ended with {end.code}"
+        return text.getvalue().strip() or f"it ended with {end.code}"
     return "it reads no command line"
 
 

@@ -37,13 +37,13 @@ def main() -> int:
     names = arguments.layouts.split(",") if arguments.layouts else None
     pool = RankPool()
     try:
-        found = compare(pool, arguments.out, arguments.world, arguments.dtype, names)
+        comparison = compare(pool, arguments.out, arguments.world, arguments.dtype, names)
     finally:
         pool.close()
     tolerance = arguments.tolerance or TOLERANCES[arguments.dtype]
-    for name, difference in found.items():
+    for name, difference in comparison.items():
         print(f"{name:45} {difference:.1e}{'' if difference <= tolerance else '  TOO LARGE'}")
-    return 0 if all(difference <= tolerance for difference in found.values()) else 1
+    return 0 if all(difference <= tolerance for difference in comparison.values()) else 1
 
 
 def runnable(world_size: int, dtype: str) -> list[str]:

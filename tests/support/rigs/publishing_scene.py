@@ -39,21 +39,21 @@ def run_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> Run:
         "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
         "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
     }
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     limits = {}
     for name, section in sections.items():
         if isinstance(section, list):
-            given[name] = section
+            settings[name] = section
             continue
         limits[name] = {key: value for key, value in section.items() if key.endswith("_s")}
-        given[name] = {key: value for key, value in section.items() if not key.endswith("_s")}
-    config = parse_config(values | given, source="test")
+        settings[name] = {key: value for key, value in section.items() if not key.endswith("_s")}
+    config = parse_config(values | settings, source="test")
     changed = {
         name: getattr(config, name).model_copy(update=update) for name, update in limits.items()
     }
-    made = Run(config.model_copy(update=changed), "r")
-    made.progress.trainer_registered((place("here"),))
-    return made
+    run = Run(config.model_copy(update=changed), "r")
+    run.progress.trainer_registered((place("here"),))
+    return run
 
 
 def place(host: str, *gpus: str, **nccl: str) -> weights_pb2.Place:

@@ -46,7 +46,7 @@ def main() -> int:
             job = subprocess.Popen([*submit, "--", "sh", "-c", run], stdout=output, stderr=output)
         while job.poll() is None:
             text = log.read_text()
-            steps = [int(found) for found in re.findall(r"step +(\d+)/", text)]
+            steps = [int(matches) for matches in re.findall(r"step +(\d+)/", text)]
             is_due = {
                 "rollout-server": max(steps, default=0) >= int(sys.argv[4]),
                 "learner": text.count(" joins ") > SERVERS,

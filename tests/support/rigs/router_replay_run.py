@@ -64,9 +64,9 @@ def main() -> int:
         print(f"{name} ...", flush=True)
         command = [sys.executable, *sys.argv, "--phase", name]
         subprocess.run(command, check=True, timeout=limit_s)
-    found = json.loads((arguments.out / "result.json").read_text())
-    print(json.dumps(found, indent=1), flush=True)
-    wrong = problems(found)
+    parsed = json.loads((arguments.out / "result.json").read_text())
+    print(json.dumps(parsed, indent=1), flush=True)
+    wrong = problems(parsed)
     for problem in wrong:
         print(f"WRONG: {problem}", flush=True)
     return 1 if wrong else 0

@@ -27,12 +27,14 @@ def replies(model: str, drafts: dict[str, object] | None) -> tuple[list[list[int
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     prompts = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
-    found = engine.generate(prompts, sampling, use_tqdm=False)
-    values = {each.name: each.value for each in engine.get_metrics() if hasattr(each, "value")}
+    generation = engine.generate(prompts, sampling, use_tqdm=False)
+    values = {
+        metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")
+    }
     kinds = ("draft", "accepted")
     names = {kind: f"vllm:spec_decode_num_{kind}_tokens" for kind in kinds if drafts}
     counts = {kind: values[name] for kind, name in names.items()}
-    return [list(each.outputs[0].token_ids) for each in found], counts
+    return [list(each.outputs[0].token_ids) for each in generation], counts
 
 
 def main() -> None:

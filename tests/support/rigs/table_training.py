@@ -133,14 +133,14 @@ class TableTraining:
         return [self._episode(step, number, task, member) for member in members]
 
     def _episode(self, step: int, number: int, task: int, member: int) -> Trajectory:
-        most = self._config.sampling.max_reply_tokens
+        max_tokens = self._config.sampling.max_reply_tokens
         oldest = max(0, step - self._config.algorithm.max_staleness)
         version = int(self._random.integers(oldest, step + 1))
         prompt = [1 + task, 2 + task]
         tokens = list(prompt)
         logprobs: list[float] = []
         sets: list[list[int]] = []
-        while len(logprobs) < most and (not logprobs or tokens[-1] != END):
+        while len(logprobs) < max_tokens and (not logprobs or tokens[-1] != END):
             last_token = tokens[-1]
             row = self._versions[version][last_token]
             token, logprob, token_set = self._sampled(row)

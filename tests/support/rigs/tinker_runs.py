@@ -35,8 +35,8 @@ async def tinker(
     port = free_port("127.0.0.1")
     config = folder / "own.toml"
     config.write_text(CONFIG)
-    given = (config, "--port", port, *own_settings(folder, model), *settings)
-    async with command(folder, "tinker", *given, cwd=folder) as run:
+    arguments = (config, "--port", port, *own_settings(folder, model), *settings)
+    async with command(folder, "tinker", *arguments, cwd=folder) as run:
         async with LoopClient(port, base_model=str(model)) as client:
             await client.ready(lambda: run.process.returncode is None)
             yield client, run

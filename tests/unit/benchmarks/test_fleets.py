@@ -149,8 +149,8 @@ def test_shapes_have_the_parameters_that_their_names_say(name: str, billions: fl
 def test_open_episodes_of_a_run_are_those_of_connected_servers() -> None:
     controller = SteeredController(small_config())
     here = ServerKey(ServerId("here"), 1)
-    lost = ServerKey(ServerId("lost"), 1)
+    server = ServerKey(ServerId("lost"), 1)
     controller._fleet.sessions[here.server_id] = SimpleNamespace(key=here)
-    for task, holder in enumerate((here, lost)):
+    for task, holder in enumerate((here, server)):
         controller._book.lease("e", task, 0, holder, 0)
     assert controller.open_episodes() == 2

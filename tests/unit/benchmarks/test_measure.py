@@ -34,9 +34,9 @@ def test_result_says_machine_versions_and_command(tmp_path, monkeypatch):
 
 
 def test_result_does_not_say_where_files_lay(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = "--shape 8B --model-folder /m/8B --out=/o/x.json --repeats 5"
+    message = "--shape 8B --model-folder /m/8B --out=/o/x.json --repeats 5"
     program = str(measure.ROOT / "benchmarks/a/x.py")
-    monkeypatch.setattr(sys, "argv", [program, *told.split()])
+    monkeypatch.setattr(sys, "argv", [program, *message.split()])
     assert measure.command() == "python -m benchmarks.a.x --shape 8B --repeats 5"
     arguments = argparse.Namespace(shape="8B", model_folder=Path("/m/8B"), out=Path("/o"), tp=2)
     assert measure.settings_of(arguments) == {"shape": "8B", "tp": "2"}

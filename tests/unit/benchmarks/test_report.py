@@ -53,8 +53,8 @@ def test_figures_of_the_short_page_are_those_of_the_results() -> None:
     wrong = []
     for row, link in rows:
         figures = FIGURE.findall(" ".join(row.split("|")[2:-3]))
-        known = set(FIGURE.findall((page.parent / link).read_text()))
-        wrong += [f"{figure} in: {row}" for figure in figures if figure not in known]
+        matches = set(FIGURE.findall((page.parent / link).read_text()))
+        wrong += [f"{figure} in: {row}" for figure in figures if figure not in matches]
     assert wrong == []
 
 

@@ -114,8 +114,8 @@ def test_the_words_of_a_system_are_settings_of_its_run(name, settings, tmp_path)
     config = parse_config(
         tomllib.loads(our_config(arguments, system, tmp_path)), source="the benchmark"
     )
-    found = config.rollout_server.model_dump()
-    assert {key: found[key] for key in settings} == settings
+    fields = config.rollout_server.model_dump()
+    assert {key: fields[key] for key in settings} == settings
     assert config.controller.turns == ("off" if "off" in name else "auto")
     assert (config.learner.devices == (0,)) is ("both" in name)
 
@@ -207,9 +207,9 @@ def test_prime_rl_gets_the_work_and_its_bound_and_no_offloading(tmp_path: Path) 
     sizes = {"sequences": 64, "group": 8, "staleness": 2, "micro_tokens": 256, "kv_gib": 1}
     more = {"episodes": 96, "memory": 0.3, "attention": "flash_attention_4", "as_shipped": False}
     arguments = argparse.Namespace(model=tmp_path, **sizes, **more)
-    found = prime.settings(arguments, Work(fixed=0, prompt_words=126), tmp_path)
-    orchestrator = found["orchestrator"]
-    model = found["trainer"]["model"]
+    settings = prime.settings(arguments, Work(fixed=0, prompt_words=126), tmp_path)
+    orchestrator = settings["orchestrator"]
+    model = settings["trainer"]["model"]
     assert orchestrator["batch_size"] == 64
     assert orchestrator["group_size"] == 8
     assert orchestrator["max_off_policy_steps"] == 2
@@ -254,14 +254,14 @@ def test_a_step_of_verl_lasts_from_its_weights_to_the_next(monkeypatch: pytest.M
 def test_verl_gets_the_work_and_its_bound(tmp_path: Path) -> None:
     sizes = {"sequences": 64, "group": 8, "staleness": 2, "micro_tokens": 256, "kv_gib": 1}
     arguments = argparse.Namespace(model=tmp_path, **sizes, memory=0.3, episodes=128)
-    found = verl.settings(arguments, Work(fixed=0, prompt_words=126), tmp_path)
+    settings = verl.settings(arguments, Work(fixed=0, prompt_words=126), tmp_path)
     actor = "actor_rollout_ref.actor"
     rollout = "actor_rollout_ref.rollout"
-    assert found[f"{actor}.ppo_mini_batch_size"] * found[f"{rollout}.n"] == 64
-    assert found["async_training.staleness_threshold"] == 2
-    assert found["async_training.concurrent_samples_per_replica"] * 8 == 128
+    assert settings[f"{actor}.ppo_mini_batch_size"] * settings[f"{rollout}.n"] == 64
+    assert settings["async_training.staleness_threshold"] == 2
+    assert settings["async_training.concurrent_samples_per_replica"] * 8 == 128
     # No sequence is cut: a micro batch holds the longest.
-    assert found[f"{actor}.ppo_max_token_len_per_gpu"] == 1024 + 128
+    assert settings[f"{actor}.ppo_max_token_len_per_gpu"] == 1024 + 128
 
 
 def test_replies_of_verl_are_counted_across_its_processes(tmp_path, monkeypatch) -> None:

@@ -71,9 +71,9 @@ async def played(agent: Agent, handler=None, **fields: object) -> tuple[Episode,
 
 
 def request(url: str, key: str, body: bytes = b"{}", **headers: str) -> tuple[int, dict, bytes]:
-    asked = urllib.request.Request(url, body, {"Authorization": f"Bearer {key}", **headers})
+    request = urllib.request.Request(url, body, {"Authorization": f"Bearer {key}", **headers})
     try:
-        with urllib.request.urlopen(asked, timeout=LIMIT_S) as answer:
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
             return answer.status, dict(answer.headers), answer.read()
     except urllib.error.HTTPError as error:
         return error.code, dict(error.headers), error.read()
@@ -509,8 +509,10 @@ async def test_runs_that_do_not_end_are_named_and_bounded(capsys, monkeypatch):
         await until(lambda key=key: "test_agents.py" in host.place(key))
         await episode.close()
         assert (await following).failure.message == "the episode was closed"
-        told = capsys.readouterr().err
-        assert told.startswith(f"the run of episode {key} did not end within 0.2 s (test_agents.py")
+        errors = capsys.readouterr().err
+        assert errors.startswith(
+            f"the run of episode {key} did not end within 0.2 s (test_agents.py"
+        )
     reset = pb.WorkerCommand(reset=pb.ResetCommand(episode_key="c"))
     cause = "2 runs go on after the end of their episodes, the limit is 2: run() must end when"
     assert (await host.answer(reset)).failure.message.startswith(cause)

@@ -197,21 +197,21 @@ async def test_what_a_run_refuses_in_every_episode_is_refused(environment, says:
     ],
 )
 async def test_what_a_run_cuts_or_leaves_out_is_told(environment, says: str) -> None:
-    found = [each for each in await audited(environment(), RUN) if each.text.startswith(says)]
-    assert [each.is_refused for each in found] == [False]
+    findings = [each for each in await audited(environment(), RUN) if each.text.startswith(says)]
+    assert [each.is_refused for each in findings] == [False]
 
 
 @pytest.mark.parametrize("environment", [Sums, ByTokens])
 async def test_what_a_run_takes_as_it_is_is_not_refused(environment) -> None:
-    found = [each.text for each in await audited(environment(), RUN)]
-    assert not [text for text in found if "token" in text or "run" in text or "fail" in text], found
+    texts = [each.text for each in await audited(environment(), RUN)]
+    assert not [text for text in texts if "token" in text or "run" in text or "fail" in text], texts
 
 
 @pytest.mark.parametrize("environment", [Single, SingleAgent])
 async def test_a_single_place_is_enough_where_one_episode_is_played_at_a_time(environment) -> None:
     for at_once, told in ((8, True), (1, False)):
-        found = await audited(environment(), Limits(at_once=at_once, in_all=at_once))
-        assert any("no place is free" in each.text for each in found) == told, found
+        findings = await audited(environment(), Limits(at_once=at_once, in_all=at_once))
+        assert any("no place is free" in each.text for each in findings) == told, findings
 
 
 async def test_a_single_place_is_told_where_workers_play_one_episode_each() -> None:
@@ -222,9 +222,9 @@ async def test_a_single_place_is_told_where_workers_play_one_episode_each() -> N
 
 async def test_prompts_that_differ_are_refused_where_their_rewards_are_compared() -> None:
     for compares in (True, False):
-        found = [
+        findings = [
             each
             for each in await audited(Unequal(), Limits(compares=compares))
             if "begin otherwise when they are reset twice" in each.text
         ]
-        assert [each.is_refused for each in found] == [compares]
+        assert [each.is_refused for each in findings] == [compares]

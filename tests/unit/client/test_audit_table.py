@@ -71,16 +71,16 @@ async def audited(case: dict, folder: Path, *, limit_s: float = 600.0) -> list[F
 @in_one_loop
 @pytest.mark.parametrize("case", each_of("faults.jsonl"))
 async def test_a_planted_fault_is_found(case: dict, tmp_path: Path) -> None:
-    found = await audited(case, tmp_path)
-    said = [each for each in found if case["says"] in each.text]
-    assert [each.is_refused for each in said][:1] == [case["refused"]], found
+    findings = await audited(case, tmp_path)
+    said = [each for each in findings if case["says"] in each.text]
+    assert [each.is_refused for each in said][:1] == [case["refused"]], findings
 
 
 @in_one_loop
 @pytest.mark.parametrize("case", each_of("sound.jsonl"))
 async def test_what_is_sound_is_neither_refused_nor_told(case: dict, tmp_path: Path) -> None:
-    found = await audited(case, tmp_path)
-    assert not [each for each in found if each.is_refused or not case.get("may_tell")]
+    findings = await audited(case, tmp_path)
+    assert not [each for each in findings if each.is_refused or not case.get("may_tell")]
 
 
 @pytest.mark.parametrize(
@@ -126,22 +126,22 @@ def test_a_slow_judge_is_told(calls_s, timed_s, num_episodes, says) -> None:
     played = Played(20, limits=Limits(num_episodes=num_episodes), calls_s=[*calls_s, 0.1])
     played.timed = [(timed_s, len(calls_s)), (0.0, 0)]
     played.plays[Kind.RIGHT] = dict.fromkeys(range(len(calls_s)), Play(num_turns=1, is_done=True))
-    found = slowness(played, limit_s=10.0)
-    assert [each.is_refused for each in found] == [False] * bool(says)
-    assert says in "".join(each.text for each in found)
+    findings = slowness(played, limit_s=10.0)
+    assert [each.is_refused for each in findings] == [False] * bool(says)
+    assert says in "".join(each.text for each in findings)
 
 
 def test_a_judge_that_is_too_slow_to_be_timed_is_told() -> None:
     slow = "3 s for a reply, so that none were judged at once"
     for calls_s, says in (([3.0] * 4, slow), ([0.5] * 4, ""), ([3.0, 0.5], "")):
         played = Played(20, calls_s=calls_s, timed=[(0.0, 0)])
-        found = slowness(played, limit_s=60.0)
-        assert says in "".join(each.text for each in found)
-        assert len(found) == bool(says)
+        findings = slowness(played, limit_s=60.0)
+        assert says in "".join(each.text for each in findings)
+        assert len(findings) == bool(says)
 
 
 async def test_what_had_no_time_is_told(tmp_path: Path) -> None:
     case = next(case for case in cases("sound.jsonl") if len(case["rows"] or ()) > 1)
     assert not [each for each in await audited(case, tmp_path) if "had no time" in each.text]
-    found = await audited(case, tmp_path, limit_s=0.0)
-    assert [each.is_refused for each in found if "had no time" in each.text] == [False]
+    findings = await audited(case, tmp_path, limit_s=0.0)
+    assert [each.is_refused for each in findings if "had no time" in each.text] == [False]

@@ -132,8 +132,8 @@ def test_a_path_that_the_shell_has_not_expanded_is_refused(words: str, capsys) -
     option, _, path = words.split()[-1].partition("=")
     with pytest.raises(SystemExit, match="2"):
         parse(words.split())
-    said = f"argument {option}: a path has no ~ or $ in front, got {path}; see "
-    assert said in capsys.readouterr().err
+    message = f"argument {option}: a path has no ~ or $ in front, got {path}; see "
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

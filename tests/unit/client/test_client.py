@@ -288,9 +288,9 @@ async def test_a_run_that_has_ended_is_named_where_no_controller_answers(tmp_pat
     (tmp_path / "config.toml").write_text("")
     (tmp_path / "controller.address").write_text("127.0.0.1:9\n")
     (tmp_path / "summary.json").write_text('{"state": "finished", "steps": 7}')
-    said = f"^{tmp_path} is finished with 7 steps: no controller answers at 127.0.0.1:9$"
+    message = f"^{tmp_path} is finished with 7 steps: no controller answers at 127.0.0.1:9$"
     async with Client.of_run(str(tmp_path)) as client:
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             await client.stop("x")
 
 
@@ -328,11 +328,15 @@ async def test_another_service_at_the_address_is_named() -> None:
 async def test_what_answers_in_place_of_a_controller_is_told() -> None:
     async with BadNetwork("127.0.0.1:9") as network, Client(network.address) as client:
         network.page = b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n"
-        said = rf"no controller answers at {network.address} \(.*HTTP status 502.*\); start a run"
-        with pytest.raises(ConfigError, match=said):
+        message = (
+            rf"no controller answers at {network.address} \(.*HTTP status 502.*\); start a run"
+        )
+        with pytest.raises(ConfigError, match=message):
             await client.status()
-        said = rf"no controller answers at {network.address} \(.*HTTP status 502.*\) within 0.1 s$"
-        with pytest.raises(ConfigError, match=said):
+        message = (
+            rf"no controller answers at {network.address} \(.*HTTP status 502.*\) within 0.1 s$"
+        )
+        with pytest.raises(ConfigError, match=message):
             await client.serve(Good(), connect_timeout_s=0.1)
 
 
@@ -523,7 +527,7 @@ async def test_serve_asks_why_its_stream_has_ended(client, controller, caplog, c
     controller.status.state = status_pb2.RUN_STATE_FAILED
     controller.status.cause = "no environment is left"
     await asyncio.wait_for(client.serve(Good()), LIMIT_S)
-    assert [each.getMessage() for each in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         "the run failed: no environment is left"
     ]
 
@@ -642,8 +646,8 @@ async def test_a_controller_that_does_not_listen_yet_is_waited_for(caplog):
 async def test_scalars_of_numpy_are_sent_as_the_numbers_that_they_hold(
     client: Client, controller: Controller
 ) -> None:
-    given = {"digits": np.int64(3), "rates": [np.float32(0.5)], "sure": np.bool_(True)}
-    await client.submit("m:C", args=given, weight=np.float32(2.5), num_workers=np.int64(4))
+    settings = {"digits": np.int64(3), "rates": [np.float32(0.5)], "sure": np.bool_(True)}
+    await client.submit("m:C", args=settings, weight=np.float32(2.5), num_workers=np.int64(4))
     (spec,) = controller.submitted
     assert (spec.args_json, spec.weight) == ('{"digits": 3, "rates": [0.5], "sure": true}', 2.5)
     assert spec.num_workers == 4

@@ -135,13 +135,13 @@ def fits(config, monkeypatch, gpus, billions):
 
 
 def test_memory_of_each_gpu_is_compared_with_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = fits(config_of(), monkeypatch, 2, 7.0)
-    assert own["placement"].seen == "trainer rank 0: GPU 0; rollout server 0: GPU 1"
+    findings = fits(config_of(), monkeypatch, 2, 7.0)
+    assert findings["placement"].seen == "trainer rank 0: GPU 0; rollout server 0: GPU 1"
     # 7e9 * 18 bytes are 117.3 GiB, and activations want 15 % of 140.
-    assert own["GPU memory"].verdict is Verdict.OK
-    assert own["GPU memory"].seen == "117.3 of 140.0 GiB for a trainer rank"
-    assert own["transport"].seen == "weights travel by nccl"
-    assert own["engine memory"].seen == "13.0 of 126.0 GiB for an engine's weights"
+    assert findings["GPU memory"].verdict is Verdict.OK
+    assert findings["GPU memory"].seen == "117.3 of 140.0 GiB for a trainer rank"
+    assert findings["transport"].seen == "weights travel by nccl"
+    assert findings["engine memory"].seen == "13.0 of 126.0 GiB for an engine's weights"
     shared = fits(config_of(), monkeypatch, 1, 7.0)
     assert shared["transport"].seen == "weights travel by ipc"
     assert shared["GPU memory"].verdict is Verdict.PROBLEM
@@ -192,9 +192,9 @@ def test_experts_are_spread_over_the_expert_parallel_ranks(tmp_path):
     def needs(world_size=4, distributed=False, **parallel):
         ddp = {"use_distributed_optimizer": distributed}
         learner = {"world_size": world_size, "parallel": parallel, "ddp": ddp}
-        found = fit.needs_of(config_of(model=model, learner=learner, **tables))
-        assert found is not None
-        return found
+        needs_of = fit.needs_of(config_of(model=model, learner=learner, **tables))
+        assert needs_of is not None
+        return needs_of
 
     # 2 million beside 24 million of experts; weight, gradient, moments and master are 18 bytes.
     assert needs(ep=4).rank_bytes == (2 + 6) * 18e6

@@ -166,7 +166,7 @@ def test_a_call_of_a_tool_with_a_part_of_another_kind_is_named(call: ToolCall, s
 
 def test_an_array_in_place_of_calls_is_named_and_its_scalars_are_numbers() -> None:
     call = {"name": "f", "arguments": {"x": np.int64(3)}}
-    given = {"role": "assistant", "content": ""}
-    assert read_message(given | {"tool_calls": [call]}).tool_calls[0].text == '{"x": 3}'
+    settings = {"role": "assistant", "content": ""}
+    assert read_message(settings | {"tool_calls": [call]}).tool_calls[0].text == '{"x": 3}'
     with pytest.raises(ValueError, match=r"tool_calls must be a list, got array\("):
-        read_message(given | {"tool_calls": np.array([call, call])})
+        read_message(settings | {"tool_calls": np.array([call, call])})

@@ -178,8 +178,8 @@ async def test_the_place_stands_behind_a_long_text_and_the_number_of_errors_behi
     await reset(host)
     place = r" \(fake_workers.py:\d+ in (step|fail)\)"
     assert re.fullmatch("ValueError: x{350}" + place, (await step(host, "much")).failure.message)
-    said = (await step(host, "several")).failure.message
-    assert re.fullmatch("ValueError: first" + place + " and 1 more", said)
+    message = (await step(host, "several")).failure.message
+    assert re.fullmatch("ValueError: first" + place + " and 1 more", message)
 
 
 @pytest.mark.parametrize(
@@ -296,18 +296,18 @@ async def test_an_environment_that_cancels_its_own_task_fails_one_call(waits: bo
 
 
 async def test_who_is_cancelled_while_its_episode_is_closed_is_cancelled() -> None:
-    begun = asyncio.Event()
+    has_begun = asyncio.Event()
 
     class Waiting(Plain):
         async def step(self, reply: str) -> StepResult:
-            begun.set()
+            has_begun.set()
             await asyncio.Event().wait()
             return StepResult(1.0)
 
     host = EpisodeHost(Waiting())
     await reset(host)
     asking = asyncio.ensure_future(step(host, "x"))
-    await begun.wait()
+    await has_begun.wait()
     closing = asyncio.ensure_future(close(host))
     # It has cancelled the call, whose end is not known yet.
     await asyncio.sleep(0)
@@ -440,8 +440,8 @@ async def test_an_environment_may_shorten_the_replies_of_an_episode():
         "at most 2147483647, got 1099511627776",
     )
     for place, rule in enumerate(rules, start=2):
-        said = (await reset(host, f"c{place}", task_index=place)).failure.message
-        assert said == f"max_reply_tokens must be {rule}"
+        message = (await reset(host, f"c{place}", task_index=place)).failure.message
+        assert message == f"max_reply_tokens must be {rule}"
 
 
 @pytest.mark.parametrize(

@@ -49,19 +49,19 @@ def test_a_run_is_found_by_its_folder_its_name_or_because_it_is_alone(config: Co
     run_id = started(config)
     config = identified(config, ADDRESS, run_id)
     assert journal_of(config) == run_id
-    found = FoundRun(ADDRESS, SecuritySection(token_file=Path("runs/test/token")), run_id)
-    assert [find_run(run) for run in ("runs/test", "test")] == [found, found]
+    found_run = FoundRun(ADDRESS, SecuritySection(token_file=Path("runs/test/token")), run_id)
+    assert [find_run(run) for run in ("runs/test", "test")] == [found_run, found_run]
     folder = Path("runs/test").resolve()
     token = SecuritySection(token_file=folder / "token")
     assert find_run(str(folder)) == FoundRun(ADDRESS, token, run_id)
     with pytest.raises(ConfigError, match="no run goes on in runs/: name a run, or give"):
         find_run(None)
     with hold_run_folder(config):
-        assert find_run(None) == found
+        assert find_run(None) == found_run
         other = config.model_copy(update={"run": config.run.model_copy(update={"name": "other"})})
         started(other)
         Path("runs/latest").symlink_to("test")
-        assert find_run(None) == found, "a link is another name of the same run"
+        assert find_run(None) == found_run, "a link is another name of the same run"
         with (
             hold_run_folder(other),
             pytest.raises(ConfigError, match="the runs test, other go on in runs/: name a run"),

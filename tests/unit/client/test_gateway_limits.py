@@ -43,7 +43,9 @@ class Rig:
     async def pass_limit(self, number: int) -> None:
         """Lets the time of `number` requests run out, once the gateway waits for so many."""
         connections = self.gateway._server.server_state.connections
-        await until(lambda: sum(one._deadline is not None for one in connections) == number)
+        await until(
+            lambda: sum(connection._deadline is not None for connection in connections) == number
+        )
         self.ahead_s += REQUEST_LIMIT_S
 
 

@@ -61,8 +61,8 @@ async def test_servers_need_less_alike_than_ranks(parts: frozenset[Part], tmp_pa
         if parts == SERVER:
             assert str(await compare(other, parts)).startswith(f"{ADDRESS} answers: same versions")
         else:
-            told = r"^learner\.grad_clip is 0\.5 here and 1\.0 at the controller"
-            with pytest.raises(ConfigError, match=told):
+            message = r"^learner\.grad_clip is 0\.5 here and 1\.0 at the controller"
+            with pytest.raises(ConfigError, match=message):
                 await compare(other, parts)
 
 

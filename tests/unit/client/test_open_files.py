@@ -18,8 +18,8 @@ HARD = 2000
 
 
 def soft_limit(pid: int) -> int:
-    (found,) = re.findall(r"Max open files\s+(\d+)", Path(f"/proc/{pid}/limits").read_text())
-    return int(found)
+    (matches,) = re.findall(r"Max open files\s+(\d+)", Path(f"/proc/{pid}/limits").read_text())
+    return int(matches)
 
 
 def started(command: str) -> str:

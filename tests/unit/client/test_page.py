@@ -194,25 +194,25 @@ def test_pipes_in_a_stranger_s_folder_are_passed_over(tmp_path: Path) -> None:
 
 async def test_a_run_writes_its_page_while_it_goes_on_and_at_its_end(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run", {"step": 1, "loss": 1.0})
-    told: list[str] = []
-    async with page_kept(folder, told.append):
+    messages: list[str] = []
+    async with page_kept(folder, messages.append):
         while not (folder / "page.html").exists():
             await asyncio.sleep(0.01)
         assert given_of(folder / "page.html")["period_s"] == 30
         (folder / "summary.json").write_text('{"state": "finished", "steps": 1}')
     given = given_of(folder / "page.html")
     assert (given["period_s"], given["runs"][0]["state"]) == (0, "finished")
-    assert (told, list(folder.glob("*.partial"))) == ([], [])
+    assert (messages, list(folder.glob("*.partial"))) == ([], [])
 
 
 async def test_a_page_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     folder = tmp_path / "gone"
-    async with page_kept(folder, told.append):
+    async with page_kept(folder, messages.append):
         pass
-    async with page_kept(folder, told.append):
+    async with page_kept(folder, messages.append):
         pass
-    assert told == [f"{folder}/page.html cannot be written: No such file or directory"] * 2
+    assert messages == [f"{folder}/page.html cannot be written: No such file or directory"] * 2
 
 
 @pytest.mark.process
@@ -242,8 +242,8 @@ def test_a_page_overwrites_nothing_but_a_run_s_own_page(tmp_path, monkeypatch, c
     for _ in range(2):
         assert write_pages([first], None) == 0
     assert write_pages([first, second], None) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in told] == [*[f"{first}/page.html"] * 2, "page.html"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [*[f"{first}/page.html"] * 2, "page.html"]
     for folders, out in (([first, second], None), ([first], Path("page.html"))):
         with pytest.raises(ConfigError, match=r"page\.html exists already: remove it, or name"):
             write_pages(folders, out)

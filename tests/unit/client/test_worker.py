@@ -150,8 +150,8 @@ async def test_a_check_is_not_disturbed_by_what_the_environment_prints() -> None
     ready = "environment fake_workers:Plain is ready: tasks without end, 32 of them played"
     assert (code, errors) == (0, r"half a character: \ud83d")
     assert out.splitlines()[0] == ready
-    told = "! an empty reply earned 1 in 32 of 32 tasks, no less than the other replies"
-    assert out.splitlines()[-1].startswith(told)
+    message = "! an empty reply earned 1 in 32 of 32 tasks, no less than the other replies"
+    assert out.splitlines()[-1].startswith(message)
 
 
 async def test_a_check_of_an_agent_waits_for_its_first_call() -> None:
@@ -315,8 +315,8 @@ class Forks(Environment):
 
 async def test_a_child_that_an_environment_has_forked_ends_where_it_comes_back(tmp_path) -> None:
     (tmp_path / "forks.py").write_text(FORKS)
-    given = ("forks:Forks", "--search-path", str(tmp_path), "--timeout-s", "20", "--tell")
-    code, out, error = await check(*given)
+    arguments = ("forks:Forks", "--search-path", str(tmp_path), "--timeout-s", "20", "--tell")
+    code, out, error = await check(*arguments)
     assert (code, error) == (0, "")
     assert out.startswith("environment forks:Forks is ready: 1 task")
 

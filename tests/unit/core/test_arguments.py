@@ -170,7 +170,9 @@ def _limited(**given: Any) -> None:
 
 def _of(function: Callable[..., object], more: Sequence[str] = (), **given: object) -> object:
     parameters = inspect.signature(function).parameters.values()
-    names = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+    names = [
+        parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
+    ]
     return getattr(function, "__qualname__", "x"), function, given, [*names, *more]
 
 

@@ -54,9 +54,9 @@ def test_nothing_of_it_is_on_the_wire_when_nobody_asked() -> None:
 def test_every_flipped_bit_of_an_expert_is_noticed() -> None:
     ids = np.arange(8, dtype=np.uint8).reshape(4, 1, 2)
     message = trajectory_to_pb(with_experts(ids, 200))
-    whole = message.routed_experts.expert_ids
-    for bit in range(8 * len(whole)):
-        damaged = bytearray(whole)
+    expert_ids = message.routed_experts.expert_ids
+    for bit in range(8 * len(expert_ids)):
+        damaged = bytearray(expert_ids)
         damaged[bit // 8] ^= 1 << bit % 8
         message.routed_experts.expert_ids = bytes(damaged)
         with pytest.raises(ProtocolError, match="checksum"):

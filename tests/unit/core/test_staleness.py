@@ -128,16 +128,16 @@ def explore(groups_per_step, max_staleness, num_steps, invariant, room=None):
                 following.append((step, served, tuple(sorted((*rest, (d, True))))))
         complete = [d for d, is_complete in leased if is_complete]
         trained = []
-        for chosen in set(combinations(complete, groups_per_step)):
+        for batch in set(combinations(complete, groups_per_step)):
             left = list(leased)
-            for d in chosen:
+            for d in batch:
                 left.remove((d, True))
             if invariant(Counter(d for d, _ in left), step + 1, groups_per_step):
                 trained.append((step + 1, served, tuple(left)))
         following += trained
         if invariant is holds:
-            known = [PlainGroup(str(i), d, done) for i, (d, done) in enumerate(leased)]
-            assert (choose_batch(known, step, groups_per_step) is not None) == bool(trained)
+            plain_groups = [PlainGroup(str(i), d, done) for i, (d, done) in enumerate(leased)]
+            assert (choose_batch(plain_groups, step, groups_per_step) is not None) == bool(trained)
         if not following:
             # Nothing may have to be given up to go on.
             return "stuck", len(seen)

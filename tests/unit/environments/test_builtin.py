@@ -55,8 +55,8 @@ def test_arithmetic_never_shows_a_held_out_task_in_training_whatever_the_seed() 
     heldout: set[Addition] = set()
     for seed in range(3):
         train |= set(itertools.islice(Arithmetic(seed=seed, **arguments).tasks(), 3000))
-        held = Arithmetic(seed=seed, split="heldout", **arguments).tasks()
-        heldout |= set(itertools.islice(held, 1000))
+        tasks = Arithmetic(seed=seed, split="heldout", **arguments).tasks()
+        heldout |= set(itertools.islice(tasks, 1000))
     assert len(heldout) > 500
     assert not train & heldout
     assert not train & {Addition(t.right, t.operation, t.left) for t in heldout}

@@ -371,9 +371,9 @@ async def test_a_program_that_a_signal_ends_is_told_with_what_the_sandbox_refuse
     options = IN_SANDBOX if sandbox else {}
     answer = await played(Command(program, [{"word": "hello"}], **options, **SCORED))
     assert answer.agent_result.metrics["exit_0"] == 0.0
-    told = capfd.readouterr().err
-    assert ": it was ended by SIGABRT" in told
-    assert ("(the sandbox refuses /proc/self and every other path" in told) == sandbox
+    errors = capfd.readouterr().err
+    assert ": it was ended by SIGABRT" in errors
+    assert ("(the sandbox refuses /proc/self and every other path" in errors) == sandbox
 
 
 READS = """
@@ -454,6 +454,6 @@ def test_fields_of_files_become_text_and_what_has_none_is_named_with_its_row() -
     check_filled("rubric", ["{a}"], rows)
     assert [filled("{a}", row) for row in rows] == ["3", "4", "0.5", "6", '[7, "x"]']
     for odd in (datetime(2024, 1, 2), b"x", [Decimal(1)], {"b": object()}):
-        said = f"rubric names {{a}}, which row 2 has as {show(odd)}: write its text"
-        with pytest.raises(ConfigError, match=re.escape(said)):
+        message = f"rubric names {{a}}, which row 2 has as {show(odd)}: write its text"
+        with pytest.raises(ConfigError, match=re.escape(message)):
             check_filled("rubric", ["{a}"], [{"a": 1}, {"a": odd}])

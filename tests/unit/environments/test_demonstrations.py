@@ -142,8 +142,8 @@ def test_a_reply_that_is_not_to_be_trained_is_context(tmp_path: Path, name: str)
     }
     environment = Demonstrations(file_of(tmp_path, row))
     first, second = environment.tasks()[0].turns
-    assert [each.text for each in first.messages] == ["a", "WRONG", "no, again"]
-    assert [each.text for each in second.messages] == ["b", "WRONG too", "c"]
+    assert [message.text for message in first.messages] == ["a", "WRONG", "no, again"]
+    assert [message.text for message in second.messages] == ["b", "WRONG too", "c"]
     assert (first.reply, second.reply) == ("right", "right too")
 
 

@@ -84,8 +84,8 @@ async def test_a_check_is_called_with_the_function(tmp_path: Path) -> None:
 async def test_code_that_hangs_counts_as_a_timeout_and_the_next_test_runs(tmp_path: Path) -> None:
     mbpp = functions(tmp_path, MBPP, **MBPP_COLUMNS, limit_s=10.0)
     code = "import time\ndef add(a, b):\n    while a == 17: time.sleep(60)\n    return a + b"
-    found = await judged(mbpp, block(code))
-    assert found.metrics == {"passed": 0.75, "all_passed": 0, "errors": 0, "timeouts": 0.25}
+    verdicts = await judged(mbpp, block(code))
+    assert verdicts.metrics == {"passed": 0.75, "all_passed": 0, "errors": 0, "timeouts": 0.25}
 
 
 async def test_values_of_all_kinds_travel_both_ways(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ async def test_values_of_all_kinds_travel_both_ways(tmp_path: Path) -> None:
         "def odd(): raise Odd('x')\n"
     )
     tasks = functions(tmp_path, {"question": "?", "tests": tests})
-    found = await judged(tasks, block(code))
-    assert found.reward == 1, found
+    verdicts = await judged(tasks, block(code))
+    assert verdicts.reward == 1, verdicts
 
 
 # Code that knows no answer and wants to pass. `SAY` writes a line to every open file.
@@ -216,9 +216,9 @@ async def test_code_cannot_fake_a_pass(name, tmp_path, backend, monkeypatch):
     monkeypatch.setattr("slipstream.environments.sandbox.sandbox.first_backend", lambda: backend)
     row = {"question": "?", "tests": ["assert add(17, 25) == 42", "assert add(1, 1) == 2"]}
     tasks = functions(tmp_path, row, limit_s=2.0 if name in ENDLESS else 8.0)
-    found = await judged(tasks, block(FAKES[name]))
-    assert found.reward == 0, found
-    assert found.metrics["passed"] == 0
+    verdicts = await judged(tasks, block(FAKES[name]))
+    assert verdicts.reward == 0, verdicts
+    assert verdicts.metrics["passed"] == 0
 
 
 async def test_the_code_is_the_last_block_of_the_reply() -> None:

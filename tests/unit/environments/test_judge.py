@@ -103,9 +103,9 @@ class Endpoint:
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    made = Endpoint()
-    yield made
-    made.close()
+    endpoint = Endpoint()
+    yield endpoint
+    endpoint.close()
 
 
 def failure(status: int, **headers: str) -> tuple[int, dict[str, str], str, str]:
@@ -166,8 +166,8 @@ async def test_the_number_of_the_last_line_counts(said, number, endpoint):
 
 
 async def test_an_object_counts_from_its_first_to_its_last_brace(endpoint: Endpoint) -> None:
-    said = 'So: ```json\n{"why": "a {b}", "score": 3}\n``` 9'
-    assert await score(endpoint, said, answer="json") == 3
+    message = 'So: ```json\n{"why": "a {b}", "score": 3}\n``` 9'
+    assert await score(endpoint, message, answer="json") == 3
 
 
 @pytest.mark.parametrize(
@@ -232,8 +232,8 @@ def plain(body, status=200, **headers):
 
     def answer(request: BaseHTTPRequestHandler) -> None:
         request.send_response(status)
-        given = {"content_type": "application/json", "content_length": str(len(body))} | headers
-        for name, value in given.items():
+        settings = {"content_type": "application/json", "content_length": str(len(body))} | headers
+        for name, value in settings.items():
             request.send_header(name.replace("_", "-"), value)
         request.end_headers()
         request.wfile.write(body)
@@ -467,5 +467,5 @@ async def test_a_failure_names_the_line_of_an_environment_and_not_one_of_our_own
     )
     host = EpisodeHost(environment)
     await host.answer(pb.WorkerCommand(reset={"episode_key": "a"}))
-    said = (await host.answer(pb.WorkerCommand(step={"episode_key": "a", "reply": "x"}))).failure
-    assert re.search(r"APIConnectionError: .* \(judge\.py:\d+ in ", said.message)
+    message = (await host.answer(pb.WorkerCommand(step={"episode_key": "a", "reply": "x"}))).failure
+    assert re.search(r"APIConnectionError: .* \(judge\.py:\d+ in ", message.message)

@@ -95,9 +95,9 @@ async def test_a_row_that_cannot_be_copied_is_no_row_for_a_judge(field, cause) -
     environment.reset(environment.tasks()[0])
     with pytest.raises(EnvironmentFailed) as failed:
         await environment.step("2")
-    said = str(failed.value)
-    assert "gets a copy of the row, and that of '1 + 1' has none: " + cause in said
-    assert said.endswith("; keep what is no data outside the rows")
+    message = str(failed.value)
+    assert "gets a copy of the row, and that of '1 + 1' has none: " + cause in message
+    assert message.endswith("; keep what is no data outside the rows")
     environment = Questions([row], judge=lambda reply, question: 1.0)
     environment.reset(environment.tasks()[0])
     assert (await environment.step("2")).reward == 1.0
@@ -172,8 +172,8 @@ def test_what_is_missing_in_a_column_of_numbers_is_empty(tmp_path: Path):
 def test_a_value_that_is_neither_text_nor_number_is_refused(answer):
     with pytest.raises(ConfigError, match="must hold a text or a number, got"):
         Questions([{"question": "q", "answer": answer}], judge="exact")
-    own = Questions([{"question": "q", "answer": answer}], judge=lambda reply, answer: 1.0)
-    assert own.tasks()[0].value == answer
+    questions = Questions([{"question": "q", "answer": answer}], judge=lambda reply, answer: 1.0)
+    assert questions.tasks()[0].value == answer
 
 
 def test_arrays_of_rows_are_lists_and_their_numbers_are_numbers():
@@ -458,9 +458,9 @@ def test_what_gives_no_rows_is_refused(path: object) -> None:
 
 
 async def test_an_empty_mark_is_none(tmp_path: Path) -> None:
-    asked = Questions(json_lines(tmp_path, SUMS), judge="exact", answer_after="")
-    asked.reset(task := asked.tasks()[0])
-    assert (await asked.step(str(task.answer))).reward == 1.0
+    questions = Questions(json_lines(tmp_path, SUMS), judge="exact", answer_after="")
+    questions.reset(task := questions.tasks()[0])
+    assert (await questions.step(str(task.answer))).reward == 1.0
 
 
 def test_a_split_that_holds_no_question_is_named(tmp_path: Path):
@@ -543,9 +543,9 @@ async def test_a_function_judges_by_the_arguments_that_it_takes(tmp_path: Path, 
 
     assert (await verdict(longest, "four")).reward == 4.0
     assert (await verdict(lambda **given: len(given), "x")).reward == 4.0
-    told = StepResult(1, metrics={"good": 1}, token_rewards=[0.25, 0.5])
+    result = StepResult(1, metrics={"good": 1}, token_rewards=[0.25, 0.5])
     by_token = {"reward": 1, "token_rewards": [0.25, 0.5], "good": 1}
-    assert await verdict(lambda reply: by_token, Reply("x", token_ids=(1, 2))) == told
+    assert await verdict(lambda reply: by_token, Reply("x", token_ids=(1, 2))) == result
     # The question is the file's: an instruction is no part of it.
     # Neither is the answer changed: a number stays one.
     found = await verdict(f"{__name__}:all_four", "2")
@@ -599,8 +599,8 @@ def test_a_question_about_json_is_a_text(tmp_path: Path, asked: str) -> None:
 def test_an_answer_of_which_nothing_is_left_is_refused(tmp_path: Path, judge: str) -> None:
     rows = [{"question": "q2", "answer": "so #### 7"}, {"question": "q1", "answer": "cut ####"}]
     path = json_lines(tmp_path, rows)
-    said = f"{path}, row 2: column 'answer' has nothing behind '####'"
-    assert refusal(path, judge=judge, answer_after="####") == said
+    message = f"{path}, row 2: column 'answer' has nothing behind '####'"
+    assert refusal(path, judge=judge, answer_after="####") == message
     path = json_lines(tmp_path, [{"question": "q", "answer": "**\u200b**"}])
     assert refusal(path, judge=judge).endswith("row 1: column 'answer' has only marks")
 
@@ -626,9 +626,9 @@ async def test_a_subclass_finds_question_answer_and_row(tmp_path: Path):
 @pytest.mark.process
 async def test_a_function_that_gives_no_verdict_is_refused_by_the_check(tmp_path: Path):
     path = json_lines(tmp_path, SUMS)
-    said = "judge mine:wordy must return a number, or metrics with 'reward', got 'good'"
+    message = "judge mine:wordy must return a number, or metrics with 'reward', got 'good'"
     nan = "the reward must be a finite number, got nan"
-    for given, cause in (("'good'", said), ("float('nan')", nan)):
+    for given, cause in (("'good'", message), ("float('nan')", nan)):
         (tmp_path / "mine.py").write_text(f"def wordy(reply):\n    return {given}\n")
         args = json.dumps({"path": path, "judge": "mine:wordy"})
         options = ["--args", args, "--search-path", str(tmp_path)]
@@ -659,9 +659,9 @@ async def test_the_check_before_a_run_is_told_a_right_reply(tmp_path, answer, af
 
 def test_a_judge_whose_package_is_missing_says_how_to_install_it(tmp_path, monkeypatch) -> None:
     path = json_lines(tmp_path, [{"question": "3 + 4?", "answer": "7"}])
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "math_verify" else found(name)
+        importlib.util, "find_spec", lambda name: None if name == "math_verify" else find_spec(name)
     )
     assert refusal(path, judge="math_verify") == (
         "judge 'math_verify' needs the package math-verify: "

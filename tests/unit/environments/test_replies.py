@@ -43,9 +43,9 @@ async def value_of(row: dict, folder: Path) -> float:
         return sums.step(reply).reward
     path = folder / "data.jsonl"
     path.write_text(json.dumps({"question": "?", "answer": answer}))
-    asked = Questions(str(path), judge=judge)
-    asked.reset(asked.tasks()[0])
-    return (await asked.step(reply)).reward
+    questions = Questions(str(path), judge=judge)
+    questions.reset(questions.tasks()[0])
+    return (await questions.step(reply)).reward
 
 
 @pytest.mark.process

@@ -508,13 +508,13 @@ def test_a_kernel_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sandlock, "landlock_abi_version", lambda: 3)
     trial.cache_clear()
     try:
-        said = why_not("sandlock")
+        reason = why_not("sandlock")
         monkeypatch.setattr(sandlock, "landlock_abi_version", lambda: 7)
         trial.cache_clear()
         assert why_not("sandlock") == "some error"
     finally:
         trial.cache_clear()
-    assert said == "this kernel has version 3 of Landlock, and 6 is needed (Linux 6.12)"
+    assert reason == "this kernel has version 3 of Landlock, and 6 is needed (Linux 6.12)"
 
 
 def test_the_first_sandbox_that_works_and_bounds_threads_is_taken() -> None:

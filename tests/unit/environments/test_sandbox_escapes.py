@@ -146,9 +146,9 @@ class Outside:
         SHARED.unlink(missing_ok=True)
 
     def _bound(self, kind: int, name: str) -> socket.socket:
-        made = socket.socket(socket.AF_UNIX, kind)
-        made.bind(name)
-        return made
+        server_socket = socket.socket(socket.AF_UNIX, kind)
+        server_socket.bind(name)
+        return server_socket
 
     def _facts(self) -> dict[str, object]:
         facts: dict[str, object] = {"home": sorted(os.listdir(self._home))}
@@ -164,8 +164,8 @@ class Outside:
             facts["cores"] = victim.cpu_affinity()
             facts["priority"] = victim.nice()
             facts["stopped"] = victim.status() == psutil.STATUS_STOPPED
-        facts["connections"] = [self._is_called(each) for each in self._streams]
-        facts["messages"] = [self._is_written_to(each) for each in self._datagrams]
+        facts["connections"] = [self._is_called(stream) for stream in self._streams]
+        facts["messages"] = [self._is_written_to(datagram) for datagram in self._datagrams]
         facts["shared memory"] = SHARED.exists()
         facts["segments"] = self._take_segment()
         return facts
@@ -193,9 +193,9 @@ class Outside:
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside]:
     monkeypatch.setenv("SLIPSTREAM_ESCAPE", SECRET)
-    made = Outside(tmp_path)
-    yield made
-    made.close()
+    outside = Outside(tmp_path)
+    yield outside
+    outside.close()
 
 
 @pytest.mark.parametrize("name", WORK_OUTSIDE | MAY_FAIL_OUTSIDE)

@@ -75,10 +75,10 @@ def checked(pairs: Sequence[Sequence[Setting]]) -> int:
     chance = random.Random(1)
     num_trained = 0
     for number, pair in enumerate(pairs):
-        taken = accepted(pair, chance)
-        if taken is None:
+        settings = accepted(pair, chance)
+        if settings is None:
             continue
-        changes, config = taken
+        changes, config = settings
         episodes = config.algorithm.group_size * config.algorithm.groups_per_step
         # The policy of the rig tells no likely tokens of a reference, and has no critic.
         if episodes > MOST_EPISODES or config.algorithm.kl.uses_top_k or config.critic is not None:

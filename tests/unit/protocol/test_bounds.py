@@ -77,9 +77,9 @@ def test_a_field_without_a_bound_is_found() -> None:
     repeated.options.Extensions[bounds_pb2.bound].max_bytes = 9
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    found = unbounded_fields([pool.FindMessageTypeByName("a.New")])
+    fields = unbounded_fields([pool.FindMessageTypeByName("a.New")])
     names = ("field_1", "field_2", "field_3", "field_4", "many")
-    assert found == [f"a.New.{name}" for name in names]
+    assert fields == [f"a.New.{name}" for name in names]
 
 
 def test_every_request_of_a_service_states_its_largest_size() -> None:

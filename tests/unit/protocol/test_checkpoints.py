@@ -35,10 +35,10 @@ from support.fakes.small_checkpoints import save_checkpoint, written_checkpoint
 def test_a_manifest_is_read_back(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 12)
     assert path == checkpoint_path(tmp_path, 12)
-    found = read_manifest(path)
-    assert found.version == PolicyVersion(0, 12)
-    assert found.num_bytes == 7
-    check_files(path, found.files)
+    manifest = read_manifest(path)
+    assert manifest.version == PolicyVersion(0, 12)
+    assert manifest.num_bytes == 7
+    check_files(path, manifest.files)
 
 
 def test_only_whole_checkpoints_count(tmp_path: Path) -> None:

@@ -305,9 +305,9 @@ def test_a_reward_of_every_token_fits_what_a_lease_reserves() -> None:
 
 def test_a_message_of_before_there_were_rewards_of_tokens_is_read() -> None:
     """Field 35 is left out by older journals, and their checksums are without it."""
-    made = make_trajectory(4, 4)
-    message = trajectory_to_pb(made)
+    trajectory = make_trajectory(4, 4)
+    message = trajectory_to_pb(trajectory)
     assert 35 not in {field.number for field, _ in message.ListFields()}
-    array = zlib.crc32(pack_tokens(made.token_ids))
+    array = zlib.crc32(pack_tokens(trajectory.token_ids))
     assert message.checksum == zlib.crc32(message.behavior_logprobs, array)
     assert trajectory_from_pb(message).token_rewards is None

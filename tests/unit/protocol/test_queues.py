@@ -300,8 +300,8 @@ async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path, cap
         await until(lambda: not sender.queued_bytes, LIMIT_S)
     assert set(taken) == {str(number) for number in range(10)}
     # The log tells how much is on its way each time.
-    said = r"was lost: broken before; \d+ trajectories of \d+ bytes are sent again in \d"
-    assert re.search(said, caplog.text)
+    message = r"was lost: broken before; \d+ trajectories of \d+ bytes are sent again in \d"
+    assert re.search(message, caplog.text)
 
 
 async def test_an_id_acknowledged_while_its_stream_was_broken_is_acknowledged_on_the_next(tmp_path):

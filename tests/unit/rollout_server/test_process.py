@@ -156,11 +156,13 @@ def test_a_variable_whose_reader_looks_something_up_is_named(tmp_path, monkeypat
     (tmp_path / "vllm/__init__.py").touch()
     text = "environment_variables = {'VLLM_KIND': lambda: {'a': 1}['b']}"
     (tmp_path / "vllm/envs.py").write_text(text)
-    found = importlib.util.spec_from_file_location("vllm", tmp_path / "vllm/__init__.py")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    spec_from_file_location = importlib.util.spec_from_file_location(
+        "vllm", tmp_path / "vllm/__init__.py"
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec_from_file_location)
     monkeypatch.setenv("VLLM_KIND", "b")
-    said = "the environment variable VLLM_KIND, which vLLM reads, is wrong: 'b'"
-    assert [*variable_problems()] == [said]
+    message = "the environment variable VLLM_KIND, which vLLM reads, is wrong: 'b'"
+    assert [*variable_problems()] == [message]
 
 
 def test_vllm_logs_at_the_users_level(monkeypatch: pytest.MonkeyPatch) -> None:

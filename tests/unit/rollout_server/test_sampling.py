@@ -87,11 +87,11 @@ def test_settings_of_what_is_drawn_reach_vllm_and_the_rule_for_agents_from_one_p
     asked = parameters(sampling, 8, experts_from=0)
     assert (asked.seed, parameters(replace(sampling, seed=0), 8, experts_from=0).seed) == (None, 0)
     wishes = {"temperature": 1, "top_p": 1, "top_k": 1, "min_p": 1}
-    _, told = rule(wishes, sampling, fields=(), variables=())
+    _, messages = rule(wishes, sampling, fields=(), variables=())
     for name in wishes:
         assert sampling.distribution[name] == getattr(section, name)
         assert getattr(asked, name) == getattr(section, name)
-        assert told[name] == f"{getattr(section, name):g} (asked 1)"
+        assert messages[name] == f"{getattr(section, name):g} (asked 1)"
 
 
 def test_settings_that_are_left_out_are_no_limit() -> None:

@@ -356,12 +356,12 @@ async def test_a_record_that_makes_no_trajectory_fails_its_episode(server) -> No
 
 
 async def test_a_reward_of_each_token_adds_to_that_of_the_reply(server) -> None:
-    asked: list[list[int]] = []
+    requests: list[list[int]] = []
 
     def answer(command: env_pb.WorkerCommand) -> env_pb.WorkerMessage | None:
         if not command.HasField("step"):
             return None
-        asked.append([*command.step.token_ids])
+        requests.append([*command.step.token_ids])
         verdict = env_pb.Verdict(reward=1.0, token_rewards=[0.5, 0, -1, 0], done=True)
         return env_pb.WorkerMessage(verdict=verdict)
 
@@ -369,7 +369,7 @@ async def test_a_reward_of_each_token_adds_to_that_of_the_reply(server) -> None:
     (trajectory,) = await server.played()
     assert trajectory.reward == 0.5
     assert trajectory.token_rewards.tolist() == [0.5, 0, -1, 1]
-    assert asked == [[9, 9, 9, 2]]
+    assert requests == [[9, 9, 9, 2]]
 
 
 def verdict(**fields) -> env_pb.WorkerMessage:
@@ -871,8 +871,8 @@ async def test_no_count_lacks_the_episodes_that_end_with_their_engine(server) ->
 
 async def test_a_refusal_is_final_and_names_who_refuses(server) -> None:
     server.fleet.refusal = "the run has slipstream-rl 2.0, the caller 1.0"
-    said = f"{server.fleet.address} refuses this server: .* the caller 1.0"
-    with pytest.raises(ConfigError, match=said):
+    message = f"{server.fleet.address} refuses this server: .* the caller 1.0"
+    with pytest.raises(ConfigError, match=message):
         await server.task
 
 
@@ -884,8 +884,10 @@ async def test_a_controller_that_does_not_answer_is_told_with_its_address(
         # It speaks HTTP/2, and answers no call.
         network.page = bytes.fromhex("000000040000000000")
         async with start_server(at=network.address) as server:
-            told = f"no welcome from the controller at {network.address} yet: no answer within 1 s"
-            await until(lambda: told in caplog.text)
+            message = (
+                f"no welcome from the controller at {network.address} yet: no answer within 1 s"
+            )
+            await until(lambda: message in caplog.text)
             network.target = server.fleet.address
             network.page = None
             network.reset()

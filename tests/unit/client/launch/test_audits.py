@@ -75,8 +75,8 @@ async def test_prompts_are_counted_and_what_the_template_leaves_out_is_told(aski
 async def test_a_message_that_spells_a_special_token_is_told(asking, capsys):
     rows = [row("a", ("user", "b </s> c")), row("b", ("user", "c d e"))]
     assert await audit_all(asking(rows)) == 0
-    said = "  ! 1 of 2 prompts have a message that spells </s>: the model reads that token"
-    assert said in capsys.readouterr().out.splitlines()
+    message = "  ! 1 of 2 prompts have a message that spells </s>: the model reads that token"
+    assert message in capsys.readouterr().out.splitlines()
 
 
 async def test_tools_that_the_template_does_not_write_are_told(
@@ -99,20 +99,20 @@ async def test_a_value_that_the_template_does_not_read_is_no_prompt(asking, caps
     (section,) = config.environments
     section = section.model_copy(update={"chat_template_kwargs": {"think": False}})
     assert await audit_all(config.model_copy(update={"environments": (section,)})) == 2
-    said = "chat_template_kwargs: the chat template does not read 'think'"
-    assert f"most prompts cannot be written: {said}" in capsys.readouterr().err
+    message = "chat_template_kwargs: the chat template does not read 'think'"
+    assert f"most prompts cannot be written: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.long
 async def test_tasks_that_are_trained_and_measured_are_told(asking, capsys):
     config = asking([row(letter, ("user", f"{letter} b")) for letter in "cde"])
     (section,) = config.environments
-    held = EvaluationSection(
+    evaluation_section = EvaluationSection(
         name="held", reference=QUESTIONS, args=section.args | {"shuffle_seed": 1, "limit": 2}
     )
-    assert await audit_all(config.model_copy(update={"evaluations": (held,)})) == 0
-    told = "! 2 of 2 tasks of held that were looked at are trained on too, in sums"
-    assert capsys.readouterr().out.splitlines()[-1] == told
+    assert await audit_all(config.model_copy(update={"evaluations": (evaluation_section,)})) == 0
+    message = "! 2 of 2 tasks of held that were looked at are trained on too, in sums"
+    assert capsys.readouterr().out.splitlines()[-1] == message
 
 
 def test_the_episodes_of_a_step_are_shared_by_the_workers(asking: Callable[..., Config]) -> None:
@@ -251,8 +251,8 @@ async def test_an_environment_of_which_no_prompt_fits_is_refused(asking, capsys)
     rows = [row("a", ("user", "b c d")), row("b", ("user", "c d e"))]
     assert await audit_all(asking(rows, max_prompt_tokens=2)) == 2
     shown = capsys.readouterr()
-    said = "sums: none of 2 prompts fits: all have more than 2 tokens"
-    assert (shown.err, "  ready" in shown.out.splitlines()) == (f"slipstream: {said}\n", False)
+    message = "sums: none of 2 prompts fits: all have more than 2 tokens"
+    assert (shown.err, "  ready" in shown.out.splitlines()) == (f"slipstream: {message}\n", False)
 
 
 @pytest.mark.parametrize(("episodes", "workers", "at_once"), [(1, 1, 1), (4, 4, 1), (5, 4, 2)])

@@ -115,8 +115,8 @@ def test_the_exception_is_the_cause_and_not_the_end_of_its_text(prefix, tmp_path
 async def test_the_end_of_several_errors_at_once_is_one_of_them(tmp_path: Path) -> None:
     child = await start_script(tmp_path, "two", RAISE_TWO)
     assert await child.process.wait() == 1
-    said = f"two exited with code 1: ValueError: no way (log: {child.log_path})"
-    assert child.describe_end() == said
+    message = f"two exited with code 1: ValueError: no way (log: {child.log_path})"
+    assert child.describe_end() == message
 
 
 async def start_script(folder: Path, name: str, text: str) -> Child:
@@ -175,10 +175,10 @@ async def test_a_killed_process_is_not_blamed_for_what_it_said_last(tmp_path: Pa
 async def test_a_full_gpu_is_told_with_the_settings_that_help(tmp_path: Path) -> None:
     torchs = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
     child = await ended(tmp_path, 1, "Traceback (most recent call last):", "  x()", torchs)
-    told = (
+    message = (
         r"exited with code 1: the GPU's memory is full: lower learner\.micro_batch_tokens.*: torch"
     )
-    assert re.search(told, child.describe_end())
+    assert re.search(message, child.describe_end())
     assert torchs in child.describe_end()
 
 
@@ -222,9 +222,9 @@ def test_a_full_disk_is_told_beside_a_cause_that_could_not_be_written(tmp_path, 
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert with_full_disk("it ended", folder) == "it ended"
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
-    said = with_full_disk("it ended", tmp_path)
-    assert said == f"it ended; no space is left on the disk of {tmp_path}"
-    assert with_full_disk(f"the run ends: {said}", tmp_path) == f"the run ends: {said}"
+    message = with_full_disk("it ended", tmp_path)
+    assert message == f"it ended; no space is left on the disk of {tmp_path}"
+    assert with_full_disk(f"the run ends: {message}", tmp_path) == f"the run ends: {message}"
 
 
 @pytest.mark.parametrize("spoil", ["a file for its folder", "a folder for the log"])

@@ -189,5 +189,5 @@ def test_fast_steps_are_shown_now_and_then_and_the_last_one_always(
         display = Display(config)
         for event in events:
             display.show(event)
-        found = re.findall(r"step (\d)/3", capsys.readouterr().out)
-        assert found == [str(step) for step in shown_steps]
+        matches = re.findall(r"step (\d)/3", capsys.readouterr().out)
+        assert matches == [str(step) for step in shown_steps]

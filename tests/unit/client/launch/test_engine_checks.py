@@ -36,9 +36,9 @@ def server(enforce_eager: bool | None) -> RolloutServerSection:
 )
 def test_engines_compile_on_gpus_and_where_it_is_asked_for(setting, on_cpu, is_eager):
     assert server(setting).is_eager(on_cpu=on_cpu) == is_eager
-    said = describe_engine(server(setting), on_cpu=on_cpu)
-    assert f"enforce_eager is {str(is_eager).lower()}" in said
-    assert ("by default" in said) == (setting is None)
+    description = describe_engine(server(setting), on_cpu=on_cpu)
+    assert f"enforce_eager is {str(is_eager).lower()}" in description
+    assert ("by default" in description) == (setting is None)
 
 
 @pytest.mark.parametrize(

@@ -351,16 +351,16 @@ def test_builds_for_cpus_use_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_transport_that_cannot_join_what_starts_here_is_refused() -> None:
     shared = Placement(("0",), (("0",),))
-    own = Placement(("0",), (("1",),))
+    placement = Placement(("0",), (("1",),))
 
     def config(transport: str) -> Config:
         table = config_of().model_dump(mode="json", exclude_none=True)
         return parse_config(table | {"weights": {"transport": transport}}, source="test")
 
     assert check_transport(config("auto"), shared) == "ipc"
-    assert check_transport(config("auto"), own) == "nccl"
+    assert check_transport(config("auto"), placement) == "nccl"
     assert check_transport(config("auto"), Placement()) == "gloo"
-    assert check_transport(config("ipc"), own) == "ipc"
+    assert check_transport(config("ipc"), placement) == "ipc"
     with pytest.raises(ConfigError, match="nccl joins no two processes on one GPU"):
         check_transport(config("nccl"), shared)
     with pytest.raises(ConfigError, match="nccl joins GPUs only"):

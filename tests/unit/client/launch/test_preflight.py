@@ -124,8 +124,8 @@ def test_an_address_whose_interface_is_down_is_refused() -> None:
         "    pass\n"
     )
     command = ["unshare", "--net", sys.executable, "-c", code]
-    asked = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert asked.stderr.splitlines()[-1].partition("ConfigError: ")[-1] == (
+    process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert process.stderr.splitlines()[-1].partition("ConfigError: ")[-1] == (
         "controller.address: cannot listen on 127.0.0.1:0: Network is unreachable; its interface "
         "is down: ip link set lo up"
     )
@@ -146,8 +146,8 @@ def test_parts_that_are_started_apart_need_the_controllers_port(part: str) -> No
     line = "controller.address must name a port where .* separately, .* got 127.0.0.1:0"
     with pytest.raises(ConfigError, match=line):
         check_controller(Scene(config, frozenset({part})))
-    said = "127.0.0.1:0 is of this machine and free"
-    assert check_controller(Scene(config, WHOLE_RUN)) == said
+    message = "127.0.0.1:0 is of this machine and free"
+    assert check_controller(Scene(config, WHOLE_RUN)) == message
     stated = small_config(controller={"address": "127.0.0.1:7070"})
     assert check_controller(Scene(stated, frozenset({part}))) is None
 
@@ -236,8 +236,8 @@ def test_a_certificate_that_clients_or_callers_refuse_is_told_at_once(
         return
     with pytest.raises(ConfigError) as caught:
         check_own_certificate(config)
-    told = f"{security.tls_certificate} is refused by {who.format(host=host, own=files[own])}"
-    assert f"{told}{cause}" in str(caught.value)
+    message = f"{security.tls_certificate} is refused by {who.format(host=host, own=files[own])}"
+    assert f"{message}{cause}" in str(caught.value)
 
 
 def two_nodes(folder: Path, **changes: dict[str, object]) -> Path:
@@ -296,8 +296,8 @@ async def test_a_redis_that_does_not_answer_is_told_while_the_start_waits(
     monkeypatch.setattr(preflight, "SLOW_S", 0.0)
     with pytest.raises(ConfigError, match="does not answer within 0.5 s"):
         await check_queue(Scene(config, SERVER, connect_timeout_s=0.5))
-    told = "waiting for the queue.redis_url redis://127.0.0.1:1/0, for up to 0.5 s\n"
-    assert capsys.readouterr().out == told
+    message = "waiting for the queue.redis_url redis://127.0.0.1:1/0, for up to 0.5 s\n"
+    assert capsys.readouterr().out == message
 
 
 @pytest.mark.process
@@ -397,8 +397,8 @@ def playing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Co
     ) -> Config:
         (tmp_path / "played.py").write_text(code)
         section = {"name": "e", "reference": f"played:{name}", "timeout_s": 20.0}
-        own = {"dir": str(tmp_path), "name": run, "audit": audit}
-        return small_config(run=own, environments=[section], **tables)
+        settings = {"dir": str(tmp_path), "name": run, "audit": audit}
+        return small_config(run=settings, environments=[section], **tables)
 
     return make
 

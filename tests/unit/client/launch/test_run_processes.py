@@ -74,10 +74,10 @@ async def test_a_server_for_which_the_machine_has_no_process_ends_the_run_with_t
 
 
 async def test_each_server_is_told_its_own_memory_and_episodes(tmp_path, monkeypatch):
-    given: dict[str, list[str]] = {}
+    settings: dict[str, list[str]] = {}
 
     async def start(name: str, _: str, arguments: Sequence[str], **options: object) -> Child:
-        given[name] = [word.partition("rollout_server.")[2] for word in arguments]
+        settings[name] = [word.partition("rollout_server.")[2] for word in arguments]
         raise OSError(0, "enough")
 
     monkeypatch.setattr(run_processes, "start_child", start)
@@ -89,8 +89,8 @@ async def test_each_server_is_told_its_own_memory_and_episodes(tmp_path, monkeyp
             processes.keep_rollout_server(number)
         await asyncio.gather(*processes._servers.values())
     for name, memory, episodes in (("server-0", 0.9, 16), ("server-1", 0.3, 5)):
-        assert f"gpu_memory_utilization={memory}" in given[name]
-        assert f"max_episodes={episodes}" in given[name]
+        assert f"gpu_memory_utilization={memory}" in settings[name]
+        assert f"max_episodes={episodes}" in settings[name]
 
 
 async def test_a_process_that_ended_is_not_signalled_at_the_end_of_the_run(
@@ -158,12 +158,12 @@ async def test_what_a_killed_server_has_left_is_removed_at_the_end(tmp_path, mon
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     abandoned = tmp_path / "slipstream-sockets-abcdefgh"
     abandoned.mkdir(mode=0o700)
-    used = OwnedFolder("sockets")
+    folder = OwnedFolder("sockets")
     async with RunProcesses(config_of(tmp_path), OPEN, Placement()):
         pass
     assert not abandoned.exists()
-    assert used.path.exists()
-    used.close()
+    assert folder.path.exists()
+    folder.close()
 
 
 async def test_what_a_killed_command_has_left_is_removed_at_the_next_start(tmp_path, monkeypatch):
@@ -511,10 +511,10 @@ async def test_a_controller_whose_run_failed_before_anybody_heard_is_not_started
         config.run_dir.mkdir()
         (config.run_dir / "summary.json").write_text('{"state": "failed", "steps": 0}')
     ended = SimpleNamespace(process=SimpleNamespace(wait=AsyncMock(), returncode=code))
-    asked: list[object] = []
+    requests: list[object] = []
 
     async def may_restart(_: object, child: object) -> bool:
-        asked.append(child)
+        requests.append(child)
         return False
 
     async with RunProcesses(config, OPEN, Placement()) as processes:
@@ -523,4 +523,4 @@ async def test_a_controller_whose_run_failed_before_anybody_heard_is_not_started
         monkeypatch.setattr(processes, "_may_restart", may_restart)
         assert await processes._keep_controller() is ended
         processes._controller = None
-    assert asked == ([] if code == 1 and is_written else [ended])
+    assert requests == ([] if code == 1 and is_written else [ended])

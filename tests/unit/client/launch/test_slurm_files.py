@@ -47,12 +47,12 @@ class Site:
 
     def start(self, script: str, **environ: str) -> subprocess.Popen[bytes]:
         """Starts a job of the quickstart."""
-        own = {"PATH": f"{self.folder}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "2"}
+        settings = {"PATH": f"{self.folder}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "2"}
         with (self.folder / "log").open("wb") as log:
             return subprocess.Popen(
                 ["bash", "-c", script, "job", str(CONFIG), "run.steps=3"],
                 cwd=self.folder,
-                env=os.environ | own | environ,
+                env=os.environ | settings | environ,
                 stdout=log,
                 stderr=log,
             )
@@ -126,8 +126,8 @@ def test_a_server_that_never_joined_ends_after_the_learners_job(site, running) -
 def test_a_rollout_job_stays_while_slurm_does_not_answer(site, running) -> None:
     (site.folder / "jobs").unlink()
     calls = site.folder / "calls"
-    asked = calls.stat().st_size
-    wait_until(lambda: calls.stat().st_size >= asked + 3)
+    size = calls.stat().st_size
+    wait_until(lambda: calls.stat().st_size >= size + 3)
     assert running.poll() is None
 
 
@@ -147,8 +147,8 @@ def test_a_rollout_job_waits_for_a_learners_job_that_is_not_there_yet(site: Site
         try:
             calls = site.folder / "calls"
             wait_until(calls.exists)
-            asked = calls.stat().st_size
-            wait_until(lambda: calls.stat().st_size >= asked + 3)
+            size = calls.stat().st_size
+            wait_until(lambda: calls.stat().st_size >= size + 3)
             assert (job.poll(), site.started) == (None, "")
             waits = "there is no job quick-learner yet: this one waits 3600 s for it"
             assert site.said == f"slipstream: {waits}\n"

@@ -39,7 +39,7 @@ async def kept(folder, *codes, reached=()):
 
     `reached`: what the controller says after each death; it does not answer after the others.
     """
-    told: list[str] = []
+    messages: list[str] = []
     answers = (pb.RunStatus(step=step, checkpoint_step=saved) for step, saved in reached)
 
     async def look() -> pb.RunStatus | None:
@@ -47,17 +47,17 @@ async def kept(folder, *codes, reached=()):
 
     ranks = ScriptedRanks(config_of(folder), Credentials(None, None, None, None), Placement())
     ranks.codes = codes
-    ranks.warn = told.append
+    ranks.warn = messages.append
     ranks._calls.look = look
     soon = partial(RestartPolicy, first_pause_s=0.01)
     with mock.patch.object(run_processes, "RestartPolicy", soon):
-        return await ranks.keep_ranks(), told
+        return await ranks.keep_ranks(), messages
 
 
 async def test_what_fails_while_it_loads_is_started_once_more(tmp_path: Path) -> None:
-    failed, told = await kept(tmp_path, (4, 4, 0))
+    failed, messages = await kept(tmp_path, (4, 4, 0))
     assert "exited with code 4: last words of start 2" in failed.describe_end()
-    (line,) = told
+    (line,) = messages
     assert "last words of start 1" in line
     assert line.endswith("the trainer starts again, start 2")
 
@@ -66,15 +66,15 @@ async def test_what_fails_while_it_loads_is_started_once_more(tmp_path: Path) ->
 async def test_ranks_that_get_no_further_are_not_started_again_for_ever(answers, tmp_path):
     # Each start resumes at version 50, makes 51 to 70 again, and dies.
     reached = [(70, 50)] * answers
-    failed, told = await kept(tmp_path, (1,) * 9, reached=reached)
+    failed, messages = await kept(tmp_path, (1,) * 9, reached=reached)
     assert failed is not None
-    assert len(told) == 3
-    assert told[-1].endswith("start 4")
+    assert len(messages) == 3
+    assert messages[-1].endswith("start 4")
 
 
 @pytest.mark.parametrize("what", [0, 1], ids=["version", "checkpoint"])
 async def test_ranks_that_get_further_may_die_as_often_as_new_ones(what, tmp_path):
     reached = [(100 + death, 50) if what == 0 else (70, 100 + death) for death in range(6)]
-    failed, told = await kept(tmp_path, (1,) * 6 + (0,), reached=reached)
+    failed, messages = await kept(tmp_path, (1,) * 6 + (0,), reached=reached)
     assert failed is None
-    assert len(told) == 6
+    assert len(messages) == 6

@@ -49,14 +49,14 @@ class Waiting(status_pb2_grpc.StatusServiceServicer):
     ],
 )
 def test_the_line_names_what_is_waited_for_and_servers_that_do_not_serve(run, servers, line):
-    told = status_pb2.RunStatus(**run)
+    status = status_pb2.RunStatus(**run)
     for name, state in servers.items():
-        told.servers.add(server_id=name, state=f"SERVER_STATE_{state}")
-    assert wait_line(run_from_pb(told), 3072) == line
+        status.servers.add(server_id=name, state=f"SERVER_STATE_{state}")
+    assert wait_line(run_from_pb(status), 3072) == line
 
 
 def test_the_line_says_how_far_open_episodes_are_and_how_fast() -> None:
-    told = status_pb2.RunStatus(waiting_for="t")
+    status = status_pb2.RunStatus(waiting_for="t")
     for name, report in {
         "a": {"open_episodes": 3, "in_flight_tokens": 4000, "generated_tokens": 900, "busy_s": 9},
         "b": {"open_episodes": 1, "in_flight_tokens": 801, "generated_tokens": 1000, "busy_s": 10},
@@ -64,9 +64,9 @@ def test_the_line_says_how_far_open_episodes_are_and_how_fast() -> None:
         "c": {"open_episodes": 1},
         "d": {"generated_tokens": 900, "busy_s": 1},
     }.items():
-        told.servers.add(server_id=name, state="SERVER_STATE_SERVING", report=report)
+        status.servers.add(server_id=name, state="SERVER_STATE_SERVING", report=report)
     under_way = "5 episodes under way, with 960 tokens each so far, at 200 tok/s in all"
-    run = run_from_pb(told)
+    run = run_from_pb(status)
     assert wait_line(run, 3072) == f"waits for t; {under_way} (sampling.max_reply_tokens = 3,072)"
     assert under_way in status_lines(run)
 

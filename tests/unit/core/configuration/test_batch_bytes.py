@@ -56,20 +56,20 @@ def test_a_rank_keeps_the_tokens_of_all_and_the_experts_of_its_own_episodes(tmp_
 
 
 def test_a_rank_keeps_the_tokens_that_sampled_tokens_were_drawn_from(tmp_path):
-    whole = bytes_of(tmp_path)
+    num_bytes = bytes_of(tmp_path)
     cut = bytes_of(tmp_path, sampling={"top_k": 20})
     # The vocabulary has 100 tokens.
     uncounted = bytes_of(tmp_path, sampling={"top_p": 0.9})
     tokens = 8 * 4 * 100
-    assert cut.rank - whole.rank == tokens * RANK_BYTES_PER_KEPT_TOKEN * 20
-    assert uncounted.rank - whole.rank == tokens * RANK_BYTES_PER_KEPT_TOKEN * 100
+    assert cut.rank - num_bytes.rank == tokens * RANK_BYTES_PER_KEPT_TOKEN * 20
+    assert uncounted.rank - num_bytes.rank == tokens * RANK_BYTES_PER_KEPT_TOKEN * 100
 
 
 def test_the_journal_keeps_all_batches_or_those_behind_the_oldest_checkpoint(tmp_path):
-    whole = bytes_of(tmp_path)
+    num_bytes = bytes_of(tmp_path)
     checkpoint = {"keep_batches": False, "every_steps": 2, "keep_last": 3}
     short = bytes_of(tmp_path, checkpoint=checkpoint)
-    assert whole.journal == 10 * whole.batch
+    assert num_bytes.journal == 10 * num_bytes.batch
     assert short.journal == 6 * short.batch
 
 

@@ -68,8 +68,8 @@ def ask(hub: Hub, tmp_path: Path) -> Ask:
         variables.pop("HF_TOKEN", None)
         environment = 'environments=[{reference="some:Thing"}]'
         words = [environment, "run.steps=1", "run.name=first", *overrides]
-        given = (str(program), json.dumps(words), json.dumps({"hub": "whole"} | settings))
-        done = ASKS.run(given, limit_s=LIMIT_S, cwd=tmp_path, environ=variables)
+        arguments = (str(program), json.dumps(words), json.dumps({"hub": "whole"} | settings))
+        done = ASKS.run(arguments, limit_s=LIMIT_S, cwd=tmp_path, environ=variables)
         if done.returncode:
             *others, line = done.stderr.splitlines()
             assert others == [], done.stderr
@@ -134,8 +134,8 @@ def test_a_run_that_goes_on_takes_the_state_that_it_began_with(ask, hub, tmp_pat
 
 
 def test_parts_that_start_apart_need_a_commit(ask: Ask) -> None:
-    said = ask("model.path=some/tiny", apart=True)["refused"]
-    assert said.startswith("model.path must name a commit, some/tiny@COMMIT, or a folder where")
+    refusal = ask("model.path=some/tiny", apart=True)["refused"]
+    assert refusal.startswith("model.path must name a commit, some/tiny@COMMIT, or a folder where")
     assert model_of(ask(f"model.path=some/tiny@{COMMIT}", apart=True)).name == COMMIT
 
 
@@ -144,35 +144,37 @@ def test_what_was_brought_once_is_read_again_without_a_network(ask: Ask, hub: Hu
     num_requests = len(hub.requests)
     assert model_of(ask("model.path=some/tiny", offline=True)) == folder
     assert len(hub.requests) == num_requests
-    said = ask("model.path=some/other", offline=True)["refused"]
+    refusal = ask("model.path=some/other", offline=True)["refused"]
     assert re.fullmatch(
         r"model\.path: some/other, no folder in \S+, is not in \S+, and HF_HUB_OFFLINE keeps it "
         "from being asked for",
-        said,
+        refusal,
     )
 
 
 def test_a_model_that_is_not_to_be_had_is_one_line(ask: Ask, hub: Hub, tmp_path: Path) -> None:
     begins = f"model.path: some/tiny, no folder in {tmp_path}, "
     hub.gated.add("some/tiny")
-    said = ask("model.path=some/tiny")["refused"]
-    assert said.startswith(f"{begins}is gated: accept its terms at {hub.url}/some/tiny, then let")
+    refusal = ask("model.path=some/tiny")["refused"]
+    assert refusal.startswith(
+        f"{begins}is gated: accept its terms at {hub.url}/some/tiny, then let"
+    )
     hub.gated.clear()
     hub.private.add("some/tiny")
-    said = ask("model.path=some/tiny")["refused"]
-    assert said.startswith(f"{begins}is not at {hub.url}/some/tiny, or is private: ")
+    refusal = ask("model.path=some/tiny")["refused"]
+    assert refusal.startswith(f"{begins}is not at {hub.url}/some/tiny, or is private: ")
     hub.private.clear()
-    said = ask("model.path=some/tiny@v9")["refused"]
-    assert said == f"{begins}has no revision 'v9'"
-    said = ask("model.path=some/none")["refused"]
-    assert f"is not at {hub.url}/some/none, or is private" in said
-    said = ask("model.path=some/tiny", endpoint="http://127.0.0.1:9")["refused"]
-    assert "and http://127.0.0.1:9 gives no answer: " in said
-    said = ask(
+    refusal = ask("model.path=some/tiny@v9")["refused"]
+    assert refusal == f"{begins}has no revision 'v9'"
+    refusal = ask("model.path=some/none")["refused"]
+    assert f"is not at {hub.url}/some/none, or is private" in refusal
+    refusal = ask("model.path=some/tiny", endpoint="http://127.0.0.1:9")["refused"]
+    assert "and http://127.0.0.1:9 gives no answer: " in refusal
+    refusal = ask(
         f'environments=[{{reference="{QUESTIONS}", args={{path="hf:some/none"}}}}]',
         "model.path=some/tiny",
     )["refused"]
-    assert said.startswith(f"hf:some/none is not at {hub.url}/datasets/some/none, or is private")
+    assert refusal.startswith(f"hf:some/none is not at {hub.url}/datasets/some/none, or is private")
 
 
 @pytest.mark.parametrize("path", ["models/tiny", "here/tiny", "/srv/none", "../none", "tiny"])

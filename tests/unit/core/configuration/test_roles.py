@@ -171,9 +171,9 @@ def test_a_role_reads_the_policys_tokens(model, added, said: str, tmp_path: Path
         critic={"learning_rate": 1e-3},
         learner={"world_size": 3},
     )
-    found = [problem for problem in role_problems(config, read_model_sizes(folders[0]))]
+    problems = [problem for problem in role_problems(config, read_model_sizes(folders[0]))]
     expected = f"reference.path must have the policy's tokens, but in {folders[1]} {said}"
-    assert found == ([expected] if said else [])
+    assert problems == ([expected] if said else [])
 
 
 MIXTURE: Table = {

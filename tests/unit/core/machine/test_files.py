@@ -95,13 +95,13 @@ def test_a_reader_refuses_what_never_ends_in_one_line(odd, name, read) -> None:
 
 
 def test_rows_and_weights_of_what_never_ends_are_no_rows_and_no_weights(odd) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     path = odd("metrics.jsonl")
-    assert list(read_rows(path, told.append)) == []
-    rows = ResultFile(path, told.append)
+    assert list(read_rows(path, messages.append)) == []
+    rows = ResultFile(path, messages.append)
     rows.append(b"{}\n")
     rows.close()
-    assert [*dict.fromkeys(told)] == [
+    assert [*dict.fromkeys(messages)] == [
         f"{path} cannot be written: {ODD}; what comes is lost until it can",
         f"{path}: the last 1 records were lost",
     ]
@@ -157,14 +157,14 @@ def test_the_next_start_removes_what_a_killed_process_left_and_nothing_in_use(mo
     command = [sys.executable, "-c", OWNER, str(temporary)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
         assert owner.stdout.readline() == b"made\n"
-        own = OwnedFolder("sockets")
+        folder = OwnedFolder("sockets")
         remove_abandoned()
         assert len(list(temporary.iterdir())) == 3
         owner.send_signal(signal.SIGKILL)
         owner.wait(LIMIT_S)
     remove_abandoned()
-    assert list(temporary.iterdir()) == [own.path]
-    own.close()
+    assert list(temporary.iterdir()) == [folder.path]
+    folder.close()
 
 
 def test_only_folders_of_this_kind_are_removed(temporary: Path, tmp_path: Path) -> None:
@@ -222,10 +222,10 @@ def test_a_folder_with_folders_that_may_not_be_written_is_removed() -> None:
         "(folder.path / 'a').chmod(0o555)\n"
         "folder.close()\n"
     )
-    made = tempfile.mkdtemp(dir="/tmp")
-    os.chmod(made, 0o777)
-    subprocess.run([sys.executable, "-c", script, made], check=True, timeout=LIMIT_S)
-    os.rmdir(made)
+    folder = tempfile.mkdtemp(dir="/tmp")
+    os.chmod(folder, 0o777)
+    subprocess.run([sys.executable, "-c", script, folder], check=True, timeout=LIMIT_S)
+    os.rmdir(folder)
 
 
 def test_a_temporary_folder_that_nobody_can_list_keeps_its_own(temporary, monkeypatch):

@@ -78,9 +78,9 @@ def all_there(path: Path) -> bool:
     ],
 )
 def test_a_keeper_ends_as_its_program_and_leaves_nothing_of_it(last, code, pids):
-    kept = keeper("--", sys.executable, "-c", FORKING + last, str(pids))
-    _, errors = kept.communicate(timeout=LIMIT_S)
-    assert (kept.returncode, errors) == (code, "")
+    process = keeper("--", sys.executable, "-c", FORKING + last, str(pids))
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, errors) == (code, "")
     assert not [pid for pid in read(pids) if is_alive(pid)]
 
 
@@ -88,11 +88,11 @@ def test_a_keeper_ends_as_its_program_and_leaves_nothing_of_it(last, code, pids)
 def test_a_keeper_that_is_told_to_end_leaves_nothing(ignores: bool, pids: Path) -> None:
     start = "import signal; signal.signal(15, signal.SIG_IGN)\n" if ignores else ""
     program = start + FORKING + "time.sleep(3600)"
-    kept = keeper("--", sys.executable, "-c", program, str(pids))
+    process = keeper("--", sys.executable, "-c", program, str(pids))
     wait_until(lambda: all_there(pids))
-    kept.terminate()
-    kept.communicate(timeout=LIMIT_S)
-    assert kept.returncode == (-signal.SIGKILL if ignores else -signal.SIGTERM)
+    process.terminate()
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == (-signal.SIGKILL if ignores else -signal.SIGTERM)
     assert not [pid for pid in read(pids) if is_alive(pid)]
 
 
@@ -114,9 +114,9 @@ def test_a_keeper_whose_parent_is_killed_leaves_nothing(pids: Path) -> None:
 def test_a_program_that_fills_memory_is_ended_with_the_cause() -> None:
     program = "import time; held = bytearray(300 << 20); time.sleep(3600)"
     limit = ["--memory-bytes", str(200 << 20), "--memory-setting", "some.setting"]
-    kept = keeper(*limit, "--", sys.executable, "-c", program)
-    _, errors = kept.communicate(timeout=LIMIT_S)
-    assert kept.returncode == -signal.SIGKILL
+    process = keeper(*limit, "--", sys.executable, "-c", program)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == -signal.SIGKILL
     assert errors.startswith("out of memory: it took 0.")
     assert errors.endswith(" GiB, more than some.setting = 0.20\n")
 
@@ -128,9 +128,9 @@ def test_memory_that_processes_share_counts_once() -> None:
         "pids = [os.fork() or time.sleep(1.5) or os._exit(0) for _ in range(4)]\n"
         "[os.waitpid(pid, 0) for pid in pids]\n"
     )
-    kept = keeper("--memory-bytes", str(250 << 20), "--", sys.executable, "-c", program)
-    _, errors = kept.communicate(timeout=LIMIT_S)
-    assert (kept.returncode, errors) == (0, "")
+    process = keeper("--memory-bytes", str(250 << 20), "--", sys.executable, "-c", program)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, errors) == (0, "")
 
 
 def test_a_program_with_too_many_threads_is_ended_with_the_cause() -> None:
@@ -175,7 +175,7 @@ def test_a_process_with_the_number_of_another_one_is_not_killed() -> None:
 
 
 def test_a_program_that_is_not_there_is_told() -> None:
-    kept = keeper("--", "/missing/program")
-    _, errors = kept.communicate(timeout=LIMIT_S)
-    said = "slipstream: /missing/program: No such file or directory\n"
-    assert (kept.returncode, errors) == (127, said)
+    process = keeper("--", "/missing/program")
+    _, errors = process.communicate(timeout=LIMIT_S)
+    message = "slipstream: /missing/program: No such file or directory\n"
+    assert (process.returncode, errors) == (127, message)

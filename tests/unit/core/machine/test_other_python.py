@@ -75,8 +75,8 @@ def test_an_interpreter_that_lacks_packages_is_one_line_with_the_command(bare: P
     ended = check(bare, "fake_workers:Good")
     assert ended.returncode == 2
     assert ended.stdout == ""
-    wanted = " ".join(f"'{requirement}'" for requirement in NEEDS.values())
-    assert ended.stderr == f"{bare} lacks what a worker needs: {bare} -m pip install {wanted}\n"
+    expected = " ".join(f"'{requirement}'" for requirement in NEEDS.values())
+    assert ended.stderr == f"{bare} lacks what a worker needs: {bare} -m pip install {expected}\n"
 
 
 @pytest.mark.parametrize(
@@ -89,16 +89,16 @@ def test_another_version_of_a_package_is_refused(bare, tmp_path, version, is_rig
     (site,) = folder.glob("lib/*/site-packages")
     for module, requirement in NEEDS.items():
         name, _, bounds = requirement.partition(">=")
-        made = site.joinpath(*module.split("."))
-        made.mkdir(parents=True)
-        (made / "__init__.py").touch()
+        path = site.joinpath(*module.split("."))
+        path.mkdir(parents=True)
+        (path / "__init__.py").touch()
         info = site / f"{name.replace('-', '_')}-1.dist-info"
         info.mkdir()
         given = version if name == "grpcio" else bounds.partition(",")[0]
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {given}\n")
     ended = check(python, "fake_workers:Good")
-    said = "-m pip install 'grpcio>=1.76,<2'\n"
-    assert ended.stderr.endswith(said) is not is_right, ended.stderr
+    message = "-m pip install 'grpcio>=1.76,<2'\n"
+    assert ended.stderr.endswith(message) is not is_right, ended.stderr
 
 
 def test_what_a_worker_needs_is_what_the_client_is_installed_with() -> None:
@@ -116,8 +116,8 @@ def test_an_interpreter_from_before_its_types_reaches_the_refusal() -> None:
     source = Path(worker_program("python")[1]).read_text()
     tree = ast.parse(source, feature_version=(3, 7))
     functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
-    types = [each.returns for each in functions]
-    types += [argument.annotation for each in functions for argument in each.args.args]
-    assert "main" in [each.name for each in functions]
+    types = [function.returns for function in functions]
+    types += [argument.annotation for function in functions for argument in function.args.args]
+    assert "main" in [function.name for function in functions]
     # `tuple[int]` and `int | str` are evaluated where a function is defined.
     assert [each for each in types if not isinstance(each, ast.Name | ast.Constant)] == []

@@ -175,8 +175,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("architecture", "change", "message"), REFUSED)
 def test_fields_that_are_not_computed_alike_are_refused(architecture, change, message):
     values = {"architectures": [architecture], **SIZES, **WRITTEN.get(architecture, {}), **change}
-    (found,) = field_problems(values)
-    assert message in found
+    (problem,) = field_problems(values)
+    assert message in problem
     assert unknown_fields(values) == []
 
 
@@ -266,8 +266,8 @@ def test_fields_that_are_computed_alike_are_accepted(architecture, change):
 @pytest.mark.parametrize("architecture", SEEING)
 def test_positions_with_three_axes_say_where_these_are(architecture: str) -> None:
     values = {"architectures": [architecture], **SIZES, **WRITTEN.get(architecture, {})}
-    (found,) = field_problems(values | {"rope_parameters": {"rope_type": "default"}})
-    assert "needs mrope_section" in found
+    (problem,) = field_problems(values | {"rope_parameters": {"rope_type": "default"}})
+    assert "needs mrope_section" in problem
     rope = LLAMA3 | {"mrope_section": [4, 6, 6]}
     assert "must be one of default" in next(field_problems(values | {"rope_parameters": rope}))
 

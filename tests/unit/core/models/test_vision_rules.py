@@ -81,9 +81,9 @@ def test_a_critic_sees_the_images_of_the_policy(changes, table, processor, named
         critic={"path": str(tmp_path / "critic"), "learning_rate": 1e-3, **changes},
         learner={"world_size": 2},
     )
-    found = list(role_problems(config, ModelSizes.of(SEEING)))
-    about = [each for each in found if "images" in each]
-    assert [each.startswith(named) for each in about] == [True] * bool(named), found
+    problems = list(role_problems(config, ModelSizes.of(SEEING)))
+    about = [each for each in problems if "images" in each]
+    assert [each.startswith(named) for each in about] == [True] * bool(named), problems
 
 
 MIXTURE = {"num_experts": 4}
@@ -183,7 +183,11 @@ def processor_problems(folder: Path, table: dict[str, Any], files: dict[str, Any
         algorithm={"kl": {"coefficient": 0.1}},
         reference={"path": str(folder / "reference")},
     )
-    return [each for each in role_problems(config, ModelSizes.of(SEEING)) if "images" in each]
+    return [
+        role_problem
+        for role_problem in role_problems(config, ModelSizes.of(SEEING))
+        if "images" in role_problem
+    ]
 
 
 @pytest.mark.parametrize(("token", "vocab"), [(99, 100), (100, 100), (-1, 100), (None, 151655)])

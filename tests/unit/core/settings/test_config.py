@@ -88,10 +88,10 @@ def test_context_parallel_ranks_share_an_episode_that_is_too_long_for_one() -> N
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_right_one(path: str, message: str) -> None:
-    said = refusal_of({path: 1})
-    assert said.startswith(message)
+    refusal = refusal_of({path: 1})
+    assert refusal.startswith(message)
     # Notes on settings are none themselves.
-    assert "automatic" not in said
+    assert "automatic" not in refusal
 
 
 def test_an_unknown_key_of_an_entry_is_refused_with_its_place() -> None:

@@ -344,15 +344,15 @@ def test_gpt_oss_normalizes_experts_without_saying_so() -> None:
     silent = {key: value for key, value in MIXTURE.items() if key != "norm_topk_prob"}
     one = silent | {"num_experts_per_tok": 1}
     assert problems({}, one) == []
-    (found,) = problems({}, one | {"architectures": ["GptOssForCausalLM"]})
-    assert "leaves the router no gradient" in found
+    (problem,) = problems({}, one | {"architectures": ["GptOssForCausalLM"]})
+    assert "leaves the router no gradient" in problem
 
 
 def test_a_shared_expert_is_split_evenly() -> None:
     learner = {"world_size": 4, "parallel": {"tp": 4}}
     assert problems(learner, MIXTURE | {"shared_expert_intermediate_size": 32}) == []
-    (found,) = problems(learner, MIXTURE | {"shared_expert_intermediate_size": 30})
-    assert found.endswith("must divide the shared expert's intermediate size of 30, got 4")
+    (problem,) = problems(learner, MIXTURE | {"shared_expert_intermediate_size": 30})
+    assert problem.endswith("must divide the shared expert's intermediate size of 30, got 4")
 
 
 def test_old_and_new_forms_of_rope_settings_are_read() -> None:

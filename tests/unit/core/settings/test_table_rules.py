@@ -58,9 +58,9 @@ VALUES: list[tuple[str, object, str]] = [
 
 @pytest.mark.parametrize(("key", "value", "rule"), VALUES)
 def test_a_value_of_no_use_is_refused_with_its_setting(key: str, value: object, rule: str) -> None:
-    found = refusal_of({key: value})
-    assert found.startswith(key)
-    assert rule in found
+    refusal = refusal_of({key: value})
+    assert refusal.startswith(key)
+    assert rule in refusal
 
 
 @pytest.mark.parametrize(

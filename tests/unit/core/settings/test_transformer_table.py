@@ -26,8 +26,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("table", "message"), REFUSED)
 def test_another_model_than_rollout_servers_sample_from_is_refused(table, message):
-    (found,) = policy_problems(table)
-    assert message in found
+    (problem,) = policy_problems(table)
+    assert message in problem
 
 
 def test_what_is_switched_off_and_what_is_only_a_loss_is_not_refused() -> None:

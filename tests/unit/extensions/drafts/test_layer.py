@@ -74,7 +74,7 @@ def test_outputs_are_those_of_an_engine_that_drafts_from_each_token() -> None:
     weights = random_weights()
     random = torch.Generator().manual_seed(2)
     embedded, hidden = torch.randn(2, 1, ROWS, 12, generator=random, dtype=torch.float64)
-    found = draft_states(weights, SHAPE, embedded, hidden, DEPTH)
+    states = draft_states(weights, SHAPE, embedded, hidden, DEPTH)
     for start in range(ROWS - DEPTH + 1):
         cache = Cache(weights)
         for row in range(start):
@@ -82,7 +82,7 @@ def test_outputs_are_those_of_an_engine_that_drafts_from_each_token() -> None:
         state = hidden[0, start]
         for depth in range(DEPTH):
             state = cache.output(embedded[0, start + depth], state)
-            torch.testing.assert_close(found[depth][0, start + depth], state)
+            torch.testing.assert_close(states[depth][0, start + depth], state)
 
 
 def test_windows_do_not_see_each_other() -> None:

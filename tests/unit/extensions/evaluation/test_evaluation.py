@@ -212,8 +212,8 @@ def test_pass_at_k_is_the_share_of_all_draws_in_which_one_passes(num_samples: in
 
 def test_rewards_lengths_and_cut_off_replies_are_told():
     episodes = [episode(0, 0.0, 2, 4), episode(1, 1.0, 6, truncated=True), episode(2, 4.0, 8)]
-    found = evaluation_statistics(episodes, num_failed=2, samples=1, pass_reward=1.0)
-    assert found == {
+    statistics = evaluation_statistics(episodes, num_failed=2, samples=1, pass_reward=1.0)
+    assert statistics == {
         "reward_mean": pytest.approx(5 / 3),
         # Squares of the differences: 25/9, 4/9, 49/9; their mean is 78/27.
         "reward_std": pytest.approx((78 / 27) ** 0.5),
@@ -231,20 +231,20 @@ def test_rewards_lengths_and_cut_off_replies_are_told():
 
 def test_pass_at_k_is_a_mean_over_tasks_that_have_enough_replies():
     episodes = [episode(0, 1), episode(0, 0), episode(0, 0), episode(1, 1), episode(1, 1)]
-    found = evaluation_statistics(episodes, num_failed=1, samples=4)
+    statistics = evaluation_statistics(episodes, num_failed=1, samples=4)
     # Task 0: 1 of 3 passes, task 1: 2 of 2.
-    assert found["pass_at_1"] == pytest.approx((1 / 3 + 1) / 2)
-    assert found["pass_at_2"] == pytest.approx((2 / 3 + 1) / 2)
-    assert "pass_at_4" not in found
-    assert "pass_at_3" not in found
-    found = evaluation_statistics(episodes, num_failed=0, samples=3)
-    assert [found[f"pass_at_{k}"] for k in (2, 3)] == [pytest.approx((2 / 3 + 1) / 2), 1.0]
+    assert statistics["pass_at_1"] == pytest.approx((1 / 3 + 1) / 2)
+    assert statistics["pass_at_2"] == pytest.approx((2 / 3 + 1) / 2)
+    assert "pass_at_4" not in statistics
+    assert "pass_at_3" not in statistics
+    statistics = evaluation_statistics(episodes, num_failed=0, samples=3)
+    assert [statistics[f"pass_at_{k}"] for k in (2, 3)] == [pytest.approx((2 / 3 + 1) / 2), 1.0]
 
 
 def test_a_reply_passes_from_a_reward_of_1_on():
     episodes = [episode(0, 1.0), episode(1, 0.99), episode(2, 0.7 + 0.2 + 0.1), episode(3, 0)]
-    found = evaluation_statistics(episodes, num_failed=0, samples=1)
-    assert found["pass_at_1"] == 0.5
+    statistics = evaluation_statistics(episodes, num_failed=0, samples=1)
+    assert statistics["pass_at_1"] == 0.5
 
 
 def test_on_a_scale_beyond_1_a_reply_passes_from_the_reward_that_the_settings_say() -> None:
@@ -261,13 +261,13 @@ def test_on_a_scale_beyond_1_a_reply_passes_from_the_reward_that_the_settings_sa
 
 def test_metrics_of_the_environment_are_averaged_over_the_episodes_that_have_them():
     episodes = [episode(0, 1, right=1.0), episode(1, 0, right=0.0), episode(2, 0)]
-    found = evaluation_statistics(episodes, num_failed=0, samples=1)
-    assert found["right"] == 0.5
+    statistics = evaluation_statistics(episodes, num_failed=0, samples=1)
+    assert statistics["right"] == 0.5
 
 
 def test_a_round_in_which_every_episode_failed_has_only_counts():
-    found = evaluation_statistics([], num_failed=3, samples=1)
-    assert found == {"num_episodes": 0.0, "num_failed": 3.0}
+    statistics = evaluation_statistics([], num_failed=3, samples=1)
+    assert statistics == {"num_episodes": 0.0, "num_failed": 3.0}
 
 
 def test_no_metric_of_an_environment_has_a_name_of_the_statistics() -> None:

@@ -59,15 +59,15 @@ def test_short_prefixes_are_not_shared():
 
 def test_a_long_group_is_cut_into_bundles_that_fit():
     sequences = group(range(10), [[50 + n] * 8 for n in range(6)])
-    found = PrefixTree(sequences, range(6), min_shared=4).bundles(40)
-    assert len(found) == 2 and all(num_tokens(bundle) <= 40 for bundle in found)
+    bundles = PrefixTree(sequences, range(6), min_shared=4).bundles(40)
+    assert len(bundles) == 2 and all(num_tokens(bundle) <= 40 for bundle in bundles)
 
 
 @pytest.mark.parametrize("members", [[], [2], [2, 0]])
 def test_only_members_are_bundled(members):
     sequences = group(range(10), [[50], [60], [70]])
-    found = PrefixTree(sequences, members, min_shared=4).bundles(100)
-    assert {segment.index for bundle in found for segment in bundle} == set(members)
+    bundles = PrefixTree(sequences, members, min_shared=4).bundles(100)
+    assert {segment.index for bundle in bundles for segment in bundle} == set(members)
 
 
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -84,9 +84,9 @@ def test_each_path_has_the_tokens_of_its_sequence_and_trains_them_once(drawn, mi
         sequence(ids, [place for place in range(len(ids) - 1) if bits >> place & 1])
         for ids, bits in drawn
     ]
-    found = PrefixTree(sequences, range(len(sequences)), min_shared=min_shared).bundles(limit)
+    bundles = PrefixTree(sequences, range(len(sequences)), min_shared=min_shared).bundles(limit)
     trained = []
-    for bundle in found:
+    for bundle in bundles:
         leaves = set()
         for place, segment in enumerate(bundle):
             path = []
@@ -109,6 +109,8 @@ def test_each_path_has_the_tokens_of_its_sequence_and_trains_them_once(drawn, mi
         assert leaves == indices
         assert num_tokens(bundle) <= limit or len(indices) == 1
         assert num_squares(bundle) <= sum(len(sequences[index]) ** 2 for index in indices)
-    expected = [(i, n) for i, one in enumerate(sequences) for n in np.flatnonzero(one.loss_mask)]
+    expected = [
+        (i, n) for i, sequence in enumerate(sequences) for n in np.flatnonzero(sequence.loss_mask)
+    ]
     assert sorted(trained) == expected
-    assert sorted(i for b in found for i in {s.index for s in b}) == list(range(len(sequences)))
+    assert sorted(i for b in bundles for i in {s.index for s in b}) == list(range(len(sequences)))

@@ -21,21 +21,21 @@ def packed(multiple: int = 1):
 
 
 def test_common_tokens_stand_once_with_the_positions_of_their_sequences() -> None:
-    found = packed()
-    assert found.token_ids.tolist() == [1, 2, 3, 4, 10, 11, 12, 13, 11, 20, 4, 30, 31]
-    assert found.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 3, 4, 5]
+    micro_batch = packed()
+    assert micro_batch.token_ids.tolist() == [1, 2, 3, 4, 10, 11, 12, 13, 11, 20, 4, 30, 31]
+    assert micro_batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 3, 4, 5]
 
 
 def test_each_trained_token_is_predicted_once_as_in_its_sequence() -> None:
-    found = packed()
-    mask = found.loss_mask
-    sequences = [found.indices[place] for place in found.sequence_ids[mask].tolist()]
+    micro_batch = packed()
+    mask = micro_batch.loss_mask
+    sequences = [micro_batch.indices[place] for place in micro_batch.sequence_ids[mask].tolist()]
     rows = zip(
         sequences,
-        found.position_ids[mask].tolist(),
-        found.targets[mask].tolist(),
-        found.advantages[mask].tolist(),
-        found.loss_weights[mask].tolist(),
+        micro_batch.position_ids[mask].tolist(),
+        micro_batch.targets[mask].tolist(),
+        micro_batch.advantages[mask].tolist(),
+        micro_batch.loss_weights[mask].tolist(),
         strict=True,
     )
     expected = [
@@ -47,16 +47,16 @@ def test_each_trained_token_is_predicted_once_as_in_its_sequence() -> None:
 
 
 def test_each_token_sees_the_tokens_before_it_in_its_sequence() -> None:
-    found = packed()
-    bounds = found.cu_seqlens.tolist()
-    keys = found.paths.cu_seqlens.tolist()
+    micro_batch = packed()
+    bounds = micro_batch.cu_seqlens.tolist()
+    keys = micro_batch.paths.cu_seqlens.tolist()
     for number in range(len(bounds) - 1):
-        places = found.paths.key_places[keys[number] : keys[number + 1]]
+        places = micro_batch.paths.key_places[keys[number] : keys[number + 1]]
         own = list(range(bounds[number], bounds[number + 1]))
         assert places[-len(own) :].tolist() == own
-        ids = found.token_ids[places].tolist()
+        ids = micro_batch.token_ids[places].tolist()
         assert any(one.token_ids[: len(ids)].tolist() == ids for one in SEQUENCES)
-        assert found.position_ids[places].tolist() == list(range(len(ids)))
+        assert micro_batch.position_ids[places].tolist() == list(range(len(ids)))
 
 
 def test_the_copies_of_each_token_are_known() -> None:
@@ -68,8 +68,8 @@ def test_the_copies_of_each_token_are_known() -> None:
 
 
 def test_filler_sees_itself_and_belongs_to_no_sequence() -> None:
-    found = packed(multiple=16)
-    assert len(found.token_ids) == 16
-    assert found.sequence_ids[-3:].tolist() == [3, 3, 3]
-    assert not found.loss_mask[-3:].any()
-    assert found.paths.key_places[-3:].tolist() == [13, 14, 15]
+    micro_batch = packed(multiple=16)
+    assert len(micro_batch.token_ids) == 16
+    assert micro_batch.sequence_ids[-3:].tolist() == [3, 3, 3]
+    assert not micro_batch.loss_mask[-3:].any()
+    assert micro_batch.paths.key_places[-3:].tolist() == [13, 14, 15]

@@ -130,13 +130,13 @@ async def test_senders_share_one_bound(server: EmbeddedServer) -> None:
         RedisSender(server.url("rollout"), "run", 1_000) as second,
         redis.asyncio.Redis.from_url(server.url("administrator")) as client,
     ):
-        most = 0
+        largest = 0
 
         async def produce(sender: RedisSender, numbers: range) -> None:
-            nonlocal most
+            nonlocal largest
             for number in numbers:
                 await sender.put(name(number), b"x" * 300, timeout_s=LIMIT_S)
-                most = max(most, await used_bytes(client))
+                largest = max(largest, await used_bytes(client))
 
         async with asyncio.TaskGroup() as group:
             group.create_task(produce(first, range(20)))
@@ -145,7 +145,7 @@ async def test_senders_share_one_bound(server: EmbeddedServer) -> None:
                 await asyncio.sleep(0.005)
             for _ in range(40):
                 await receiver.acknowledge([TrajectoryId(await get(receiver))])
-        assert most <= 900
+        assert largest <= 900
         await becomes_empty(client)
 
 
@@ -189,8 +189,8 @@ async def test_put_does_not_call_a_silent_redis_full(server: EmbeddedServer) -> 
     async with RedisSender(server.url("rollout"), "run", 1_000) as sender:
         os.kill(server.pid, signal.SIGSTOP)
         try:
-            said = "valkey.sock has room for 1 bytes and did not store them within 0.2 s$"
-            with pytest.raises(TrajectoryQueueFull, match=said):
+            message = "valkey.sock has room for 1 bytes and did not store them within 0.2 s$"
+            with pytest.raises(TrajectoryQueueFull, match=message):
                 await sender.put(name(0), b"x", timeout_s=0.2)
         finally:
             os.kill(server.pid, signal.SIGCONT)

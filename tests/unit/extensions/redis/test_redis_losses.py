@@ -225,8 +225,8 @@ async def test_what_older_files_lack_is_missing_in_the_next_delivery(server, tmp
         RedisReceiver(server.url(), "run", without_seal) as receiver,
     ):
         deliveries = [await receiver.get() for _ in range(2)]
-    assert [each.trajectory_id for each in deliveries] == [name(0), name(2)]
-    assert [each.sent for each in deliveries] == [Amount(1, 3), Amount(1, 5)]
+    assert [delivery.trajectory_id for delivery in deliveries] == [name(0), name(2)]
+    assert [delivery.sent for delivery in deliveries] == [Amount(1, 3), Amount(1, 5)]
 
 
 @pytest.mark.parametrize("lose", [trim_stream, delete_bytes])
@@ -239,16 +239,16 @@ async def test_the_next_receiver_delivers_what_is_left(server, administrator, lo
             for _ in range(3):
                 await first.get()
     await lose(administrator)
-    left = await administrator.xlen(STREAM)
+    num_entries = await administrator.xlen(STREAM)
     async with asyncio.timeout(LIMIT_S), RedisReceiver(server.url(), "run", without_seal) as second:
         assert not second.is_new
         assert second.added == first.added == 3
-        assert len(second.backlog) == left
+        assert len(second.backlog) == num_entries
         async with RedisSender(server.url("rollout"), "run", 10_000) as sender:
-            assert sender.queued_bytes == 100 * left
+            assert sender.queued_bytes == 100 * num_entries
             await sender.put(name(9), b"x" * 100, timeout_s=LIMIT_S)
-            names = [(await second.get()).trajectory_id for _ in range(left + 1)]
-            assert names == [*(name(number) for number in range(3))][3 - left :] + [name(9)]
+            names = [(await second.get()).trajectory_id for _ in range(num_entries + 1)]
+            assert names == [*(name(number) for number in range(3))][3 - num_entries :] + [name(9)]
             await second.acknowledge(names)
             await until(lambda: not sender.queued_bytes)
 

@@ -116,8 +116,10 @@ async def test_each_outage_is_told_and_none_is_remembered_once_redis_answers(cap
 async def test_a_node_of_a_cluster_is_named_as_such() -> None:
     async with BadNetwork("127.0.0.1:9") as network:
         network.page = b"-MOVED 12182 10.0.0.7:6379\r\n"
-        said = rf"redis://{network.address} is part of a cluster, which .* run at 10.0.0.7:6379: "
-        with pytest.raises(ConfigError, match=said):
+        message = (
+            rf"redis://{network.address} is part of a cluster, which .* run at 10.0.0.7:6379: "
+        )
+        with pytest.raises(ConfigError, match=message):
             async with RedisSender(f"redis://{network.address}", "run", 1_000):
                 pass
 
@@ -130,5 +132,5 @@ async def test_a_full_redis_is_told_in_its_words(server, administrator):
         async with RedisSender(server.url("rollout"), "run", 1_000) as sender:
             with pytest.raises(QueueError):
                 await sender.put(name(0), b"x", timeout_s=LIMIT_S)
-    said = "command not allowed when used memory > 'maxmemory'."
-    assert causes(caught.value) == {f"redis at {server.address}: {said}"}
+    message = "command not allowed when used memory > 'maxmemory'."
+    assert causes(caught.value) == {f"redis at {server.address}: {message}"}

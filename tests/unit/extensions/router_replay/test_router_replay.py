@@ -221,15 +221,15 @@ def test_experts_stay_with_their_token_and_missing_ones_are_marked(num_experts: 
     first, second = batch.trajectories
     sequences = training_sequences(batch, config("rollout"))
     micro_batch = packed(sequences, [1, 0], multiple=8, sequence_multiple=4)
-    found = micro_batch.expert_ids
+    expert_ids = micro_batch.expert_ids
     lengths = micro_batch.cu_seqlens.tolist()
-    assert found.shape == (len(micro_batch.token_ids), 1, 2)
+    assert expert_ids.shape == (len(micro_batch.token_ids), 1, 2)
     begin = lengths[1]
     length = len(first.token_ids)
     expected = first.routed_experts.expert_ids.astype(np.int64)
-    assert found[begin : begin + length].tolist() == expected.tolist()
+    assert expert_ids[begin : begin + length].tolist() == expected.tolist()
     assert micro_batch.token_ids[begin : begin + length].tolist() == first.token_ids.tolist()
-    rest = torch.cat([found[:begin], found[begin + length :]])
+    rest = torch.cat([expert_ids[:begin], expert_ids[begin + length :]])
     assert len(rest) >= len(second.token_ids)
     assert (rest >= num_experts).all()
 
@@ -240,9 +240,9 @@ def test_context_parallel_ranks_get_the_experts_of_their_tokens() -> None:
         TrainingSequence.of_tokens(tokens),
         expert_ids=np.stack([tokens, tokens + 10], axis=-1).astype(np.uint8)[:, None],
     )
-    whole = packed([sequence], [0], multiple=4, sequence_multiple=4)
+    micro_batch = packed([sequence], [0], multiple=4, sequence_multiple=4)
     for rank in range(2):
-        share = share_of_rank(whole, rank, 2)
+        share = share_of_rank(micro_batch, rank, 2)
         assert share.expert_ids[:, 0, 0].tolist() == share.token_ids.tolist()
         assert share.expert_ids[:, 0, 1].tolist() == (share.token_ids + 10).tolist()
 

@@ -146,12 +146,12 @@ def test_without_any_cut_there_is_no_field_of_sets() -> None:
 
 
 def test_metrics_count_kept_tokens_and_tokens_without_a_record() -> None:
-    given = plain_trajectory(
+    trajectory = plain_trajectory(
         token_ids=[1, 2, 3],
         run_lengths=(1, 2),
         is_given=True,
     )
-    trajectories = (*cut_trajectories(), given)
+    trajectories = (*cut_trajectories(), trajectory)
     policy: Any = None
     counts = KeptTokenCounts()
     metrics = counts.ends(policy, Batch(0, "batch", trajectories))
@@ -159,7 +159,7 @@ def test_metrics_count_kept_tokens_and_tokens_without_a_record() -> None:
         "kept_tokens_mean": 1.5,
         "kept_tokens_unrecorded": pytest.approx(1 / 3),
     }
-    metrics_of_given = counts.ends(policy, Batch(0, "batch", (given,)))
+    metrics_of_given = counts.ends(policy, Batch(0, "batch", (trajectory,)))
     assert metrics_of_given == {
         "kept_tokens_mean": 0.0,
         "kept_tokens_unrecorded": 0.0,

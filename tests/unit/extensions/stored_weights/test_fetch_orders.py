@@ -77,9 +77,9 @@ class Rig:
 @contextlib.asynccontextmanager
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
-        made = Rig(tmp_path, tasks)
-        yield made
-        made.orders.close()
+        rig = Rig(tmp_path, tasks)
+        yield rig
+        rig.orders.close()
 
 
 async def test_an_order_to_load_gets_layout_and_file_of_what_was_fetched(tmp_path: Path) -> None:

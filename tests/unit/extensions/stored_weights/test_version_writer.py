@@ -259,17 +259,17 @@ def test_an_error_that_nobody_foresaw_is_reported_too(sender, tmp_path, monkeypa
 
 def test_no_rank_waits_for_one_that_still_writes_a_version_that_was_given_up(tmp_path, monkeypatch):
     trainer = Trainer(tmp_path / "s", storage_deadline_s=60.0)
-    begun = threading.Event()
+    has_begun = threading.Event()
     over = threading.Event()
     written = threading.Event()
 
     def slow(path: str, _: bytes) -> None:
         if path.endswith("run/1/1-00000"):
-            begun.set()
+            has_begun.set()
             over.wait(LIMIT_S)
             written.set()
         if path.endswith("run/1/0-00000"):
-            begun.wait(LIMIT_S)
+            has_begun.wait(LIMIT_S)
             raise OSError("no permission")
 
     meddle(monkeypatch, slow)
@@ -303,8 +303,8 @@ def test_a_manifest_is_written_after_all_that_it_names(tmp_path, monkeypatch):
     def noted(storage: Storage, key: str, data: memoryview, until: Any) -> None:
         write(storage, key, data, until)
         if key.endswith("manifest"):
-            named = weights_pb2.StoredManifest.FromString(bytes(data))
-            assert {each.key for link in named.links for each in link.objects} <= set(done)
+            message = weights_pb2.StoredManifest.FromString(bytes(data))
+            assert {each.key for link in message.links for each in link.objects} <= set(done)
         done.append(key)
 
     monkeypatch.setattr(Storage, "write", noted)
@@ -383,12 +383,12 @@ def test_at_the_end_nothing_is_left_of_a_first_version_that_was_not_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = Trainer(tmp_path / "s")
-    begun = threading.Event()
+    has_begun = threading.Event()
     over = threading.Event()
 
     def stuck(path: str, _: bytes) -> None:
         if path.endswith("/manifest"):
-            begun.set()
+            has_begun.set()
             over.wait(LIMIT_S)
             raise OSError("the run is over")
 
@@ -397,7 +397,7 @@ def test_at_the_end_nothing_is_left_of_a_first_version_that_was_not_complete(
     def on_rank(ranks: ThreadRanks) -> None:
         _, writer = trainer.opened(ranks)
         writer.store(trainer_pb2.StoreOrder(folder="run/1"), PROBE)
-        assert begun.wait(LIMIT_S)
+        assert has_begun.wait(LIMIT_S)
         writer.close()
 
     try:

@@ -45,11 +45,11 @@ def config(tmp_path: Path) -> Config:
     ended += [("weights", "x", 2), ("external_weights", "x", 2), ("sampler_weights", "x", 2)]
     for number, (kind, path, step) in enumerate([*ended, ("weights", "bad", 2)], 1):
         name = named(kind, path)
-        own: dict[str, Any] = {"save": pb.Save(name=name)}
+        settings: dict[str, Any] = {"save": pb.Save(name=name)}
         if kind == "sampler_weights":
-            own = {"publish": pb.Publish(name=name)}
+            settings = {"publish": pb.Publish(name=name)}
         error = "it failed" if path == "bad" else ""
-        end(pb.Operation(stream=RUN, number=number, **own), name=name, step=step, error=error)
+        end(pb.Operation(stream=RUN, number=number, **settings), name=name, step=step, error=error)
     end(pb.Operation(stream=SESSION, number=8, finish=pb.Finish()))
     store.write(9, pb.Operation(stream=RUN, number=9, save=pb.Save(name=named("weights", "y"))))
     return config

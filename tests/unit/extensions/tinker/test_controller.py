@@ -90,8 +90,8 @@ class Loop:
         self.samples: Any = self.operations._samples
 
     async def give(self, *operations: Operation) -> None:
-        for each in operations:
-            await self.operations.service.Submit(each, self.context)
+        for operation in operations:
+            await self.operations.service.Submit(operation, self.context)
 
     async def begin(self, *operations: Operation) -> None:
         """Gives these operations, or three steps, behind the beginning, which is over then."""
@@ -118,8 +118,8 @@ class Loop:
         del self.entries["last"]
 
     async def result(self, name: str) -> pb.OperationResult:
-        asked = pb.AwaitRequest(id=name, limit_s=LIMIT_S)
-        return await self.operations.service.Await(asked, self.context)
+        await_request = pb.AwaitRequest(id=name, limit_s=LIMIT_S)
+        return await self.operations.service.Await(await_request, self.context)
 
     def form(self) -> FormedBatch | None:
         """Journals the batch of the step whose turn it is; None if there is no such step."""
@@ -193,10 +193,10 @@ async def test_the_journal_has_a_step_when_the_result_before_it_is_on_the_disk(t
         await until(lambda: list((journal / "batches").iterdir()))
         await asyncio.sleep(0)
         loop.journal.sync()
-        assert [one["kind"] for one in read_records(journal)] == ["start"]
+        assert [record["kind"] for record in read_records(journal)] == ["start"]
         await loop.write_results()
         assert await forming is not None
-        assert [one["kind"] for one in read_records(journal)] == ["start", "batch"]
+        assert [record["kind"] for record in read_records(journal)] == ["start", "batch"]
 
 
 @pytest.mark.parametrize("error", ["", "the loss is inf"])
@@ -303,8 +303,8 @@ async def test_a_long_loop_keeps_neither_sequences_nor_results_in_memory(tmp_pat
             assert (await loop.result(name)).compute.logprobs[0] == data
 
     with opened(tmp_path) as loop:
-        given = [passed(one, n, data=data, backward=n == 2) for n, one in enumerate(names, 1)]
-        await loop.begin(*given, of("step", 3))
+        passes = [passed(one, n, data=data, backward=n == 2) for n, one in enumerate(names, 1)]
+        await loop.begin(*passes, of("step", 3))
         for name in names:
             loop.computes(name, logprobs=[data])
         await loop.write_results()
@@ -559,8 +559,8 @@ async def sampled(loop: Loop, names: Sequence[str], told: Sequence[str] = ()) ->
 
     async def results() -> AsyncIterator[pb.OperationResult]:
         yield await first
-        async for each in answers:
-            yield each
+        async for answer in answers:
+            yield answer
 
     return results()
 
@@ -639,18 +639,18 @@ async def test_replies_from_a_part_of_the_vocabulary_have_no_log_probabilities(
 async def test_a_sample_whose_stream_broke_is_told_to_the_next_one(tmp_path: Path) -> None:
     async with writing(tmp_path) as loop:
         for _ in range(2):
-            told = await sampled(loop, ["a"])
+            samples = await sampled(loop, ["a"])
             if not loop.entries["a"].ended.is_set():
                 loop.samples._over(loop.entries["a"])
-            assert (await anext(told)).id == "a"
-            await told.aclose()
+            assert (await anext(samples)).id == "a"
+            await samples.aclose()
         assert (await loop.result("a")).is_done
 
 
 async def test_the_records_of_samples_that_are_leased_together_are_written_together(tmp_path):
     sent: list[int] = []
     with opened(tmp_path) as loop:
-        told = await sampled(loop, [str(number) for number in range(20)])
+        samples = await sampled(loop, [str(number) for number in range(20)])
         loop.samples._scheduler = SimpleNamespace(
             free_episodes=100, send_evaluation=lambda _, groups: sent.append(len(groups))
         )
@@ -658,7 +658,7 @@ async def test_the_records_of_samples_that_are_leased_together_are_written_toget
         loop.samples.lease(None)
         loop.samples.lease(None)
         assert sent == [20]
-        await told.aclose()
+        await samples.aclose()
 
 
 async def test_only_samples_go_on_their_stream(tmp_path: Path) -> None:
@@ -733,8 +733,8 @@ async def test_a_model_that_rests_goes_on_after_a_restart_however_much_others_di
     with opened(tmp_path, lora=TWO) as loop:
         loop.history.checkpoint = loop.history.checkpoint._replace(step=9)
         own = [passed("s:pass", 1, data=b"1234"), of("s:step", 2), refused("s:no", 3)]
-        others = [refused(f"t:no{number}", number, "t") for number in range(1, 20)]
-        for one in (begin("s"), begin("t"), *own, *others):
+        refusals = [refused(f"t:no{number}", number, "t") for number in range(1, 20)]
+        for one in (begin("s"), begin("t"), *own, *refusals):
             await loop.give(one)
             if one.HasField("compute"):
                 loop.computes(one.id)

@@ -115,8 +115,8 @@ async def test_a_refusal_of_the_controller_has_a_status_by_which_the_sdk_asks_ag
         raise grpc.aio.AioRpcError(grpc.StatusCode[code], nothing, nothing, "a cause")
 
     monkeypatch.setattr(Controller, "Submit", refuse)
-    found = await answered("optim_step", MODEL | {"adam_params": {}})
-    assert found == (status, "a cause", [])
+    answer = await answered("optim_step", MODEL | {"adam_params": {}})
+    assert answer == (status, "a cause", [])
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ def test_without_adapters_the_newest_stream_takes_the_model_over() -> None:
 
 def test_a_new_model_gets_a_free_place_and_is_refused_where_there_is_none() -> None:
     all_models = Models(TWO)
-    taken = [all_models.take(stream, NEW).adapter for stream in ("s:train:0", "t:train:0")]
-    assert [(one.name, one.rank, one.alpha) for one in taken] == [("a", 2, 4.0), ("b", 2, 4.0)]
+    adapters = [all_models.take(stream, NEW).adapter for stream in ("s:train:0", "t:train:0")]
+    assert [(one.name, one.rank, one.alpha) for one in adapters] == [("a", 2, 4.0), ("b", 2, 4.0)]
     assert "all 2 places for models (lora.adapters) are taken" in all_models.refusal("u:train:0")
     all_models.finished["t"] = Entry(Operation(id="t:finish", stream="t"))
     assert all_models.refusal("u:train:0") == ""

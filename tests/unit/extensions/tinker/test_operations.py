@@ -185,18 +185,18 @@ def test_replies_stop_as_the_sdk_says(stop, texts, tokens, ignores) -> None:
 
 
 def test_a_sampling_session_names_its_weights() -> None:
-    asked = {"session_id": "s1", "sampling_session_seq_id": 3}
+    request = {"session_id": "s1", "sampling_session_seq_id": 3}
     path = "tinker://s1:train:0/sampler_weights/best"
     for given, name in (({"model_path": path}, path), ({"base_model": "tiny"}, "")):
-        session = operations.sampling_session(asked | given, config_of())
+        session = operations.sampling_session(request | given, config_of())
         asked_by = SAMPLE | {"sampling_session_id": session}
         sample = operations.sample(asked_by, config_of(), 0).sample
         assert sample.name == name
 
 
 def test_saves_and_loads_are_named_by_their_paths() -> None:
-    asked = {"model_id": "s1:train:0", "seq_id": 5, "path": "x"}
-    save = operations.save("save_weights", asked)
+    request = {"model_id": "s1:train:0", "seq_id": 5, "path": "x"}
+    save = operations.save("save_weights", request)
     load = {"path": "tinker://s1:train:0/weights/x"}
     assert save.save.name == load["path"]
     new = {"session_id": "s1", "model_seq_id": 1, "optimizer": True}
@@ -218,8 +218,8 @@ def test_a_ttl_is_a_time_to_come(ttl_s: object) -> None:
 
 def test_a_publish_is_named_by_its_sampling_session_or_its_path() -> None:
     def published(**asked: str) -> pb.Operation:
-        own = {"model_id": "s1:train:0", "seq_id": 5, "sampling_session_seq_id": 2} | asked
-        return operations.save("save_weights_for_sampler", own)
+        settings = {"model_id": "s1:train:0", "seq_id": 5, "sampling_session_seq_id": 2} | asked
+        return operations.save("save_weights_for_sampler", settings)
 
     assert published().publish == pb.Publish(name="s1:sample:2")
     in_flight = published(kind="inflight")
@@ -245,19 +245,19 @@ def test_the_sdk_reads_replies_and_passes() -> None:
     report = trainer_pb2.PassReport(
         logprobs=[floats(-1, -2), floats(-3)], metrics={"loss:sum": 1.5}
     )
-    found = operations.computed(pb.OperationResult(compute=report))
-    assert found.SerializeToString(deterministic=True).hex() == READ_PASS
+    computed = operations.computed(pb.OperationResult(compute=report))
+    assert computed.SerializeToString(deterministic=True).hex() == READ_PASS
 
 
 def test_other_results_are_told_by_the_kind_in_their_id() -> None:
     step = pb.OperationResult(metrics={"grad_norm": 2.0})
-    told = operations.answer("s1:train:0:4:optim_step", step)
-    assert (told["type"], told["metrics"]) == ("optim_step", {"grad_norm": 2.0})
-    made = operations.answer("s1:train:0:0:create_model", pb.OperationResult())
-    assert made["model_id"] == "s1:train:0"
+    answer = operations.answer("s1:train:0:4:optim_step", step)
+    assert (answer["type"], answer["metrics"]) == ("optim_step", {"grad_norm": 2.0})
+    answer = operations.answer("s1:train:0:0:create_model", pb.OperationResult())
+    assert answer["model_id"] == "s1:train:0"
     served = pb.OperationResult(name="s1:sample:2")
-    told = operations.answer("s1:train:0:5:save_weights_for_sampler", served)
-    assert told["sampling_session_id"] == "s1:sample:2"
+    answer = operations.answer("s1:train:0:5:save_weights_for_sampler", served)
+    assert answer["sampling_session_id"] == "s1:sample:2"
     saved = pb.OperationResult(name="tinker://s1:train:0/weights/x")
     assert operations.answer("s1:train:0:6:save_weights", saved)["path"] == saved.name
 
@@ -372,8 +372,8 @@ def test_a_model_is_created_as_the_run_trains_it() -> None:
     attention = CREATE | {"lora_config": {"rank": 8, "train_mlp": False}}
     with pytest.raises(Refused, match="not linear_qkv and linear_proj alone, which a model of l"):
         operations.create_model(attention, config_of(lora={"rank": 8}))
-    own = {"rank": 8, "target_modules": ["linear_qkv", "linear_proj"]}
-    assert operations.create_model(attention, config_of(lora=own)).number == 0
+    settings = {"rank": 8, "target_modules": ["linear_qkv", "linear_proj"]}
+    assert operations.create_model(attention, config_of(lora=settings)).number == 0
     with pytest.raises(Refused, match="this server has /.*/models/tiny only, not other"):
         operations.create_model(CREATE | {"base_model": "other"}, config_of())
     with pytest.raises(Refused, match="the optimizer adamw only, not dimuon"):

@@ -216,8 +216,8 @@ async def test_by_default_engines_on_the_learners_gpus_rest_and_no_others(rank, 
         orders = await scene.begin(*resting)
         assert [order.give_back for order in orders] == [False] * len(resting)
         scene.turns.trainer_asks(())
-        found = [sent(session) for session in scene.sessions]
-        assert found == [["wake"] if each in resting else [] for each in scene.sessions]
+        sents = [sent(session) for session in scene.sessions]
+        assert sents == [["wake"] if session in resting else [] for session in scene.sessions]
     assert list(filter(scene.turns.are_taken_by, scene.sessions)) == resting
     assert scene.said == [f"turns: {line}" for line in said]
 

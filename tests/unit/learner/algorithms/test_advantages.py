@@ -35,15 +35,15 @@ def token_advantages(episodes, settings):
     ],
 )
 def test_an_advantage_compares_a_reward_with_its_group(advantage, rewards, groups, expected):
-    found = advantage(scored(np.array(rewards, dtype=float), groups))
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-9)
+    advantages = advantage(scored(np.array(rewards, dtype=float), groups))
+    assert advantages == pytest.approx(expected, rel=1e-5, abs=1e-9)
 
 
 def test_whitening_runs_over_all_tokens_of_the_batch() -> None:
     # Mean of 1, 1, 1, 5 is 2, mean square deviation 3.
-    found = whitened([np.array([1.0, 1.0, 1.0]), np.array([5.0])])
-    assert np.concatenate(found) == pytest.approx([-1 / 3**0.5] * 3 + [3**0.5], rel=1e-5)
-    assert [len(values) for values in found] == [3, 1]
+    advantages = whitened([np.array([1.0, 1.0, 1.0]), np.array([5.0])])
+    assert np.concatenate(advantages) == pytest.approx([-1 / 3**0.5] * 3 + [3**0.5], rel=1e-5)
+    assert [len(values) for values in advantages] == [3, 1]
     assert whitened([]) == []
     assert whitened([np.array([2.0, 2.0])])[0].tolist() == [0.0, 0.0]
 
@@ -57,9 +57,9 @@ def test_score_of_an_episode_is_its_reward_less_the_costs_of_its_own_tokens() ->
 @pytest.mark.parametrize(("kind", "last"), [("score", 1), ("none", 0)])
 def test_without_a_comparison_each_token_has_the_reward_or_nothing(kind: str, last: int) -> None:
     episodes = [episode("a", 0.0, [0.0, 0.0]), episode("a", 1.0, [0.0])]
-    found = token_advantages(episodes, algorithm(advantage=kind, kl={"coefficient": 1.0}))
-    assert [one.advantages.tolist() for one in found] == [[0, 0], [last]]
-    assert [one.returns for one in found] == [None, None]
+    advantages = token_advantages(episodes, algorithm(advantage=kind, kl={"coefficient": 1.0}))
+    assert [one.advantages.tolist() for one in advantages] == [[0, 0], [last]]
+    assert [one.returns for one in advantages] == [None, None]
 
 
 def test_a_branch_ends_with_the_reward_and_pays_its_own_costs_only() -> None:

@@ -31,10 +31,10 @@ def test_ones_own_function_that_reads_the_engines_probabilities_needs_the_whole_
 ) -> None:
     name = f"own_cut_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(f"def loss(tokens):\n    return {body}\n")
-    own = {"algorithm.loss": f"{name}:loss", "algorithm.weight": "none"}
-    check_functions(config_with(own))
-    check_functions(config_with(own | {"sampling.top_p": 0.8}))
-    cut = config_with(own | {"sampling.top_p": 0.8} | NOT_REPLAYED)
+    settings = {"algorithm.loss": f"{name}:loss", "algorithm.weight": "none"}
+    check_functions(config_with(settings))
+    check_functions(config_with(settings | {"sampling.top_p": 0.8}))
+    cut = config_with(settings | {"sampling.top_p": 0.8} | NOT_REPLAYED)
     if not is_refused:
         check_functions(cut)
         return

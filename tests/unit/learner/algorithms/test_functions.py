@@ -133,30 +133,30 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ("kind", "name"), [(kind, name) for kind, names in FUNCTIONS.items() for name in names]
 )
 def test_built_in_functions_have_the_arguments_of_their_settings(kind, name):
-    given = {"cache_tokens": 1} if name == "overlong" else {}
+    settings = {"cache_tokens": 1} if name == "overlong" else {}
     needs = {"kl": {"coefficient": 1.0}} if name == "none" else {}
-    found = function_of(algorithm(**{kind: name, f"{kind}_args": given}, **needs), kind)
+    found = function_of(algorithm(**{kind: name, f"{kind}_args": settings}, **needs), kind)
     _, *keywords = inspect.signature(found.call.func).parameters.values()  # type: ignore[attr-defined]
-    assert all(each.kind is each.KEYWORD_ONLY for each in keywords)
+    assert all(keyword.kind is keyword.KEYWORD_ONLY for keyword in keywords)
     fields = FUNCTIONS[kind][name].arguments.model_fields
     defaults = {
         name: inspect.Parameter.empty if field.is_required() else field.default
         for name, field in fields.items()
     }
-    assert {each.name: each.default for each in keywords} == defaults
+    assert {keyword.name: keyword.default for keyword in keywords} == defaults
 
 
 def test_ones_own_loss_is_called_with_its_arguments_and_reports_by_name(module: str) -> None:
-    own = {"loss": f"{module}:steep", "loss_args": {"factor": 3}}
+    settings = {"loss": f"{module}:steep", "loss_args": {"factor": 3}}
     policy = torch.tensor([-2.0, -1.0], requires_grad=True)
-    found = terms_of(algorithm(**own), loss_inputs(policy, policy.detach()))
-    assert found.losses.tolist() == [6.0, 3.0]
-    assert found.reports["steep_fraction"].tolist() == [True, True]
-    columns = step_columns(algorithm(**own), has_reference=False)
-    found = {column.name: column.reduce for column in columns}
-    assert found["steep_fraction"] is Reduce.MEAN
-    assert found["steep_max"] is Reduce.LARGEST
-    assert found[f"loss {module}:steep"] is Reduce.FAULTS
+    terms = terms_of(algorithm(**settings), loss_inputs(policy, policy.detach()))
+    assert terms.losses.tolist() == [6.0, 3.0]
+    assert terms.reports["steep_fraction"].tolist() == [True, True]
+    columns = step_columns(algorithm(**settings), has_reference=False)
+    terms = {column.name: column.reduce for column in columns}
+    assert terms["steep_fraction"] is Reduce.MEAN
+    assert terms["steep_max"] is Reduce.LARGEST
+    assert terms[f"loss {module}:steep"] is Reduce.FAULTS
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ def episodes() -> list[ScoredEpisode]:
 
 def test_ones_own_advantage_is_one_number_or_an_array_for_each_episode(module: str) -> None:
     settings = algorithm(advantage=f"{module}:counted", advantage_args={"most": 1})
-    found = token_advantages(settings, episodes(), where="step 3")
-    assert [one.advantages.tolist() for one in found] == [[1.0, 1.0], [1.0, 1.0]]
+    advantages = token_advantages(settings, episodes(), where="step 3")
+    assert [one.advantages.tolist() for one in advantages] == [[1.0, 1.0], [1.0, 1.0]]
 
 
 @pytest.mark.parametrize(
@@ -271,9 +271,9 @@ def test_rewards_and_advantages_report_numbers_of_episodes(module: str) -> None:
     found = rewarded(algorithm(reward=f"{module}:shaped"), group, where="group g1")
     assert [(one.shaped_reward, one.reports["half"]) for one in found] == [(0.5, 0.5), (1.5, 1.5)]
     settings = algorithm(advantage=f"{module}:half_reported")
-    assert [one.reports for one in token_advantages(settings, episodes(), where="")] == [
-        {"ones": 1.0}
-    ] * 2
+    assert [
+        advantage.reports for advantage in token_advantages(settings, episodes(), where="")
+    ] == [{"ones": 1.0}] * 2
 
 
 def with_sources(config: Config) -> Config:

@@ -18,9 +18,9 @@ def test_k3_of_policies_that_hardly_differ_is_not_lost_in_rounding() -> None:
     # r^2 / 2 + r^3 / 6, of what the numbers really are apart.
     log_ratio = (reference - policy).double()
     expected = log_ratio.square() / 2 + log_ratio**3 / 6
-    found = kl_estimate(policy, reference, "k3")
-    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=0.0)
-    assert (found > 0).all()
+    estimate = kl_estimate(policy, reference, "k3")
+    torch.testing.assert_close(estimate.double(), expected, rtol=1e-2, atol=0.0)
+    assert (estimate > 0).all()
 
 
 def softmax_policies() -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,17 +31,17 @@ def softmax_policies() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gradient(value: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    (found,) = torch.autograd.grad(value, logits)
-    return found
+    (gradient,) = torch.autograd.grad(value, logits)
+    return gradient
 
 
 @pytest.mark.parametrize("delta", [-1e3, 1e3])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_log_ratios_of_any_size_give_finite_estimates(estimator, delta: float) -> None:
     policy = torch.tensor([delta], requires_grad=True)
-    found = kl_estimate(policy, torch.zeros(1), estimator)
-    found.sum().backward()
-    assert torch.isfinite(found).all()
+    estimate = kl_estimate(policy, torch.zeros(1), estimator)
+    estimate.sum().backward()
+    assert torch.isfinite(estimate).all()
     assert policy.grad is not None and torch.isfinite(policy.grad).all()
 
 
@@ -49,11 +49,11 @@ def test_log_ratios_of_any_size_give_finite_estimates(estimator, delta: float) -
 def test_all_tokens_but_one_give_the_divergence_of_the_whole_vocabulary(estimator) -> None:
     logits, reference = softmax_policies()
     policy = logits.log_softmax(-1)
-    found = top_k_divergence(policy[None, :-1], reference[None, :-1], estimator)
+    divergence = top_k_divergence(policy[None, :-1], reference[None, :-1], estimator)
     one, other = (reference, policy) if estimator == "forward_top_k" else (policy, reference)
     expected = (one.exp() * (one - other)).sum()
-    assert found.item() == pytest.approx(expected.item(), abs=1e-9)
-    (ours,) = torch.autograd.grad(found.sum(), logits, retain_graph=True)
+    assert divergence.item() == pytest.approx(expected.item(), abs=1e-9)
+    (ours,) = torch.autograd.grad(divergence.sum(), logits, retain_graph=True)
     torch.testing.assert_close(ours, gradient(expected, logits))
 
 
@@ -61,9 +61,9 @@ def test_all_tokens_but_one_give_the_divergence_of_the_whole_vocabulary(estimato
 def test_certain_policies_and_references_give_finite_divergences_and_gradients(estimator) -> None:
     for policy, reference in ([0.0, -60.0], [-0.7, -0.7]), ([-40.0, -50.0], [0.0, -9999.0]):
         values = torch.tensor([policy], requires_grad=True)
-        found = top_k_divergence(values, torch.tensor([reference]), estimator)
-        assert found.isfinite().all()
-        assert gradient(found.sum(), values).isfinite().all()
+        divergence = top_k_divergence(values, torch.tensor([reference]), estimator)
+        assert divergence.isfinite().all()
+        assert gradient(divergence.sum(), values).isfinite().all()
 
 
 LOSSES = ("ppo", "gspo", "cispo", "sapo", "reinforce")
@@ -92,10 +92,10 @@ def test_ppo_clips_the_side_that_would_gain_and_bounds_the_other(
     policy = torch.tensor([-1.0 + math.log(ratio)], requires_grad=True)
     settings = algorithm(loss_args={"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0})
     tokens = loss_inputs(policy, torch.tensor([-1.0]), torch.tensor([advantage]))
-    found = terms_of(settings, tokens)
-    assert found.losses.item() == pytest.approx(loss)
-    assert slope(found.losses, policy) == pytest.approx([gradient])
-    marks = {name: mark.item() for name, mark in found.reports.items()}
+    terms = terms_of(settings, tokens)
+    assert terms.losses.item() == pytest.approx(loss)
+    assert slope(terms.losses, policy) == pytest.approx([gradient])
+    marks = {name: mark.item() for name, mark in terms.reports.items()}
     assert marks == {
         "clip_fraction": clipped in ("low", "high"),
         "clip_fraction_low": clipped == "low",
@@ -107,15 +107,15 @@ def test_ppo_clips_the_side_that_would_gain_and_bounds_the_other(
 def test_cispo_cuts_the_weight_and_keeps_the_gradient() -> None:
     policy = torch.tensor([math.log(1.1), math.log(4), math.log(0.1)], requires_grad=True)
     advantages = torch.tensor([1.0, 2.0, -1.0])
-    found = losses.cispo(
+    terms = losses.cispo(
         loss_inputs(policy, torch.zeros(3), advantages), clip_low=0.5, clip_high=1.0
     )
-    assert slope(found.losses, policy) == pytest.approx([-1.1, -2 * 2.0, 0.5])
-    assert found.losses.tolist() == pytest.approx(
+    assert slope(terms.losses, policy) == pytest.approx([-1.1, -2 * 2.0, 0.5])
+    assert terms.losses.tolist() == pytest.approx(
         [-1.1 * math.log(1.1), -4 * math.log(4), 0.5 * math.log(0.1)]
     )
-    assert found.reports["clip_fraction_high"].tolist() == [False, True, False]
-    assert found.reports["clip_fraction_low"].tolist() == [False, False, True]
+    assert terms.reports["clip_fraction_high"].tolist() == [False, True, False]
+    assert terms.reports["clip_fraction_low"].tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("delta", [-1e3, 1e3])
@@ -124,9 +124,9 @@ def test_cispo_cuts_the_weight_and_keeps_the_gradient() -> None:
 def test_log_ratios_of_any_size_give_finite_losses_and_gradients(loss, advantage, delta):
     policy = torch.tensor([delta, delta], requires_grad=True)
     tokens = loss_inputs(policy, torch.zeros(2), torch.full((2,), advantage))
-    found = terms_of(algorithm(loss=loss), tokens)
-    found.losses.sum().backward()
-    assert torch.isfinite(found.losses).all()
+    terms = terms_of(algorithm(loss=loss), tokens)
+    terms.losses.sum().backward()
+    assert torch.isfinite(terms.losses).all()
     assert policy.grad is not None and torch.isfinite(policy.grad).all()
 
 
@@ -152,36 +152,38 @@ def corrected(log_ratios: list[float] | None = None, weight: str = "token", **ar
 
 
 def test_token_weights_are_the_ratios_cut_at_the_cap() -> None:
-    found = corrected(cap=2.0)
-    assert found.weights.tolist() == pytest.approx([1.5, 2.0, 0.5, 0.25])
-    assert found.reports["importance_ratio_max"].tolist() == pytest.approx(RATIOS)
-    assert found.reports["importance_capped_fraction"].tolist() == [False, True, False, False]
-    assert not found.weights.requires_grad
+    weights = corrected(cap=2.0)
+    assert weights.weights.tolist() == pytest.approx([1.5, 2.0, 0.5, 0.25])
+    assert weights.reports["importance_ratio_max"].tolist() == pytest.approx(RATIOS)
+    assert weights.reports["importance_capped_fraction"].tolist() == [False, True, False, False]
+    assert not weights.weights.requires_grad
 
 
 def test_sequence_weights_are_the_products_of_the_ratios_cut_at_the_cap() -> None:
-    found = corrected(weight="sequence", cap=2.0)
-    assert found.weights.tolist() == pytest.approx([2.0, 2.0, 0.125, 0.125])
-    assert found.reports["importance_ratio_max"].tolist() == pytest.approx([6.0, 6.0, 0.125, 0.125])
-    assert found.reports["importance_capped_fraction"].tolist() == [True, True, False, False]
+    weights = corrected(weight="sequence", cap=2.0)
+    assert weights.weights.tolist() == pytest.approx([2.0, 2.0, 0.125, 0.125])
+    assert weights.reports["importance_ratio_max"].tolist() == pytest.approx(
+        [6.0, 6.0, 0.125, 0.125]
+    )
+    assert weights.reports["importance_capped_fraction"].tolist() == [True, True, False, False]
 
 
 def test_icepop_masks_tokens_outside_the_band_and_weighs_those_within() -> None:
-    found = corrected(weight="token", cap=5.0, token_band=[0.5, 3.0])
+    weights = corrected(weight="token", cap=5.0, token_band=[0.5, 3.0])
     # The ends belong to the band.
-    assert found.weights.tolist() == pytest.approx([1.5, 0.0, 0.5, 0.0])
-    assert found.reports["masked_token_fraction"].tolist() == [False, True, False, True]
-    assert "masked_sequence_fraction" not in found.reports
+    assert weights.weights.tolist() == pytest.approx([1.5, 0.0, 0.5, 0.0])
+    assert weights.reports["masked_token_fraction"].tolist() == [False, True, False, True]
+    assert "masked_sequence_fraction" not in weights.reports
 
 
 @pytest.mark.parametrize("weight", ["none", "token", "sequence"])
 @pytest.mark.parametrize("delta", [-1e3, 1e3])
 def test_log_ratios_of_any_size_give_finite_weights(weight: str, delta: float) -> None:
     cap = {} if weight == "none" else {"cap": 1e9}
-    found = corrected([delta] * 4, weight, sequence_band=[0.0, 1e9], **cap)
-    assert torch.isfinite(found.weights).all()
+    weights = corrected([delta] * 4, weight, sequence_band=[0.0, 1e9], **cap)
+    assert torch.isfinite(weights.weights).all()
     if weight != "none":
-        ratios = found.reports["importance_ratio_max"].tolist()
+        ratios = weights.reports["importance_ratio_max"].tolist()
         assert ratios == pytest.approx([math.exp(math.copysign(20, delta))] * 4)
 
 
@@ -190,17 +192,17 @@ def test_weights_may_lead_to_the_present_policy_but_not_at_given_tokens() -> Non
     behavior = torch.zeros(2)
     tokens = loss_inputs(policy, torch.full((2,), 7.0), behavior=behavior)
     given = dataclasses.replace(tokens, is_given=torch.tensor([False, True]))
-    found = weights_of(algorithm(weight_args={"to": "present"}), given)
-    assert found.weights.tolist() == pytest.approx([1.5, 1.0])
+    weights = weights_of(algorithm(weight_args={"to": "present"}), given)
+    assert weights.weights.tolist() == pytest.approx([1.5, 1.0])
 
 
 def test_cispo_has_no_lower_bound_with_a_clip_of_one() -> None:
     policy = torch.tensor([-9.0], requires_grad=True)
-    found = losses.cispo(loss_inputs(policy, torch.zeros(1)), clip_low=1.0, clip_high=1.0)
-    assert slope(found.losses, policy) == pytest.approx([-math.exp(-9)])
-    assert not found.reports["clip_fraction_low"].any()
+    terms = losses.cispo(loss_inputs(policy, torch.zeros(1)), clip_low=1.0, clip_high=1.0)
+    assert slope(terms.losses, policy) == pytest.approx([-math.exp(-9)])
+    assert not terms.reports["clip_fraction_low"].any()
 
 
 def test_masks_and_weights_combine() -> None:
-    found = corrected(weight="token", cap=2.0, token_band=[0.4, 9.0], sequence_band=[0.3, 2.0])
-    assert found.weights.tolist() == pytest.approx([0.0, 0.0, 0.5, 0.0])
+    weights = corrected(weight="token", cap=2.0, token_band=[0.4, 9.0], sequence_band=[0.3, 2.0])
+    assert weights.weights.tolist() == pytest.approx([0.0, 0.0, 0.5, 0.0])

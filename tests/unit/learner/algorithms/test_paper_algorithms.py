@@ -92,13 +92,13 @@ def test_dppo_leaves_out_tokens_that_moved_too_far_with_their_advantage() -> Non
     behavior = torch.tensor([0.3, 0.3, 0.5, 0.5, 0.01], dtype=torch.float64)
     advantages = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0], dtype=torch.float64)
     logprobs = policy.log().requires_grad_()
-    found = dppo.weight(tokens_of(logprobs, behavior.log(), advantages, [0] * 5), bound=0.15)
+    weights = dppo.weight(tokens_of(logprobs, behavior.log(), advantages, [0] * 5), bound=0.15)
     # PPO would clip the last one, whose ratio is 2; the total variation is only 0.01.
-    assert found.weights.tolist() == pytest.approx([0, 5 / 3, 0, 0.6, 2])
-    assert found.reports["dppo_masked"].tolist() == [1, 0, 1, 0, 0]
-    assert not found.weights.requires_grad
+    assert weights.weights.tolist() == pytest.approx([0, 5 / 3, 0, 0.6, 2])
+    assert weights.reports["dppo_masked"].tolist() == [1, 0, 1, 0, 0]
+    assert not weights.weights.requires_grad
 
-    (-found.weights * advantages * logprobs).sum().backward()
+    (-weights.weights * advantages * logprobs).sum().backward()
     theirs = policy.log().requires_grad_()
     ratios = (theirs - behavior.log()).exp()
     mask = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0])

@@ -120,13 +120,13 @@ def test_gigpo_is_the_papers_sum_of_two_comparisons(made, by_deviation):
     }
     of_steps = scaled(returns, {(e, n): (made[e][0], made[e][2][n]) for e, n in returns})
     episodes = [episode(g, t, s) for g, t, s, _ in made]
-    found = gigpo.advantage(episodes, omega=omega, gamma=gamma, by_deviation=by_deviation)
+    advantages = gigpo.advantage(episodes, omega=omega, gamma=gamma, by_deviation=by_deviation)
     for e, (_, turns, _, _) in enumerate(made):
         expected: list[float] = []
         for n, turn in enumerate(turns):
             parts = [c / (d if by_deviation else 1) for c, d in (of_episodes[e], of_steps[e, n])]
             expected += [parts[0] + omega * parts[1]] * len(turn)
-        assert found[e] == pytest.approx(expected, rel=1e-6, abs=1e-5)
+        assert advantages[e] == pytest.approx(expected, rel=1e-6, abs=1e-5)
 
 
 def test_a_reward_at_the_end_has_the_bits_of_a_single_number() -> None:
@@ -144,15 +144,15 @@ def test_a_reward_at_the_end_has_the_bits_of_a_single_number() -> None:
         turns = (Turn(slice(0, 1), *2 * [np.zeros(1, np.uint32)]),)
         turns += (Turn(slice(1, size), *2 * [np.zeros(1, np.uint32)]),)
         branches = (slice(0, 1), slice(1, size)) if n % 2 else (slice(0, size),)
-        one = ScoredEpisode(f"g{n // 4}", reward, costs, values, branches)
-        single.append(one)
-        spread.append(dataclasses.replace(one, earned=earned, turns=turns))
+        episode = ScoredEpisode(f"g{n // 4}", reward, costs, values, branches)
+        single.append(episode)
+        spread.append(dataclasses.replace(episode, earned=earned, turns=turns))
     for function in (grpo, reinforce_pp):
         pairs = zip(function(single), function(spread), strict=True)
         assert all(np.array_equal(a, b) for a, b in pairs)
-    for one, other in zip(gae(single), gae(spread), strict=True):
-        assert np.array_equal(one.advantages, other.advantages)
-        assert np.array_equal(one.returns, other.returns)
+    for episode, other in zip(gae(single), gae(spread), strict=True):
+        assert np.array_equal(episode.advantages, other.advantages)
+        assert np.array_equal(episode.returns, other.returns)
 
 
 def test_what_a_later_branch_earned_follows_an_earlier_one() -> None:

@@ -55,10 +55,10 @@ def ours(kind: str, values: list[np.ndarray] | None = None, **settings) -> np.nd
     outcome, costs = rewards()
     known = values if values is not None else [None] * 6
     episodes = [ScoredEpisode(*parts) for parts in zip(GROUPS, outcome, costs, known, strict=True)]
-    found = token_advantages(
+    advantages = token_advantages(
         algorithm(advantage=kind, advantage_args=settings), episodes, where="a test"
     )
-    return np.concatenate([one.advantages for one in found])
+    return np.concatenate([one.advantages for one in advantages])
 
 
 # verl divides by n - 1, we by n: of a group's members, and of all tokens.
@@ -177,8 +177,8 @@ def test_truncated_importance_weights_are_verls(level: str) -> None:
     expected, _ = rollout_correction().compute_rollout_correction_weights(
         log_ratio, MASK, rollout_is=level, rollout_is_threshold=2.0
     )
-    found = weights_of(algorithm(weight=level), ratios(log_ratio))
-    torch.testing.assert_close(found.weights, packed(expected))
+    weights = weights_of(algorithm(weight=level), ratios(log_ratio))
+    torch.testing.assert_close(weights.weights, packed(expected))
 
 
 @pytest.mark.parametrize(
@@ -192,6 +192,6 @@ def test_masks_are_verls(ours: str, verls: str) -> None:
         log_ratio, MASK, rollout_rs=verls, rollout_rs_threshold=f"{1 / 1.5}_{1 / 0.8}"
     )
     settings = algorithm(weight="none", weight_args={ours: [0.8, 1.5]})
-    found = weights_of(settings, ratios(log_ratio))
+    weights = weights_of(settings, ratios(log_ratio))
     assert 0 < expected.sum() < NUM_TOKENS
-    assert found.weights.tolist() == packed(expected).tolist()
+    assert weights.weights.tolist() == packed(expected).tolist()

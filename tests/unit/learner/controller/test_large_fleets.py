@@ -111,4 +111,4 @@ def test_a_large_fleet_beats_less_often_but_within_its_limit() -> None:
     assert intervals_s[127] == 1.0
     assert intervals_s[-1] == 2.0
     # A steady interval would be 2,048 a second.
-    assert sum(1 / each for each in intervals_s) < 800
+    assert sum(1 / intervals_ for intervals_ in intervals_s) < 800

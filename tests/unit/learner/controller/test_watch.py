@@ -121,21 +121,21 @@ async def test_before_a_stall_fails_the_run_its_leases_are_taken_back_once(
             assert [group_id for group_id, _ in taken] == [group.group_id]
             return
         assert cause == ""
-        held = [group.group_id for group in rig.book.groups.values() if group.holder]
+        group_ids = [group.group_id for group in rig.book.groups.values() if group.holder]
         why = "nothing moved for 601 s of serving (controller.stall_timeout_s)"
-        assert taken == [(group_id, why) for group_id in held]
+        assert taken == [(group_id, why) for group_id in group_ids]
         assert stalled(1190) == ""
         assert stalled(1201) == (
             "nothing moved for 1201 s of serving while waiting for an episode, though all leases "
             "were taken back once and given to other servers"
         )
-        assert len(taken) == len(held)
+        assert len(taken) == len(group_ids)
         # A run that has moved may stall again.
         assert stalled(1) == ""
         watch._leases = LeaseWatch()
         watch._look_at_leases()
         assert stalled(601) == ""
-        assert len(taken) == 2 * len(held)
+        assert len(taken) == 2 * len(group_ids)
 
 
 async def test_a_member_without_progress_is_given_up_and_its_server_told_to_stop(tmp_path) -> None:

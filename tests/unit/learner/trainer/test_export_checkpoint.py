@@ -132,8 +132,8 @@ def test_one_process_at_a_time_writes_a_folder_and_the_other_says_so(tmp_path, c
     with ThreadPoolExecutor() as threads:
         with export_checkpoint._alone_at(written):
             waiting = threads.submit(another)
-            said = f"another export writes {written}: waiting for its end"
-            wait_until(lambda: said in capsys.readouterr().err)
+            message = f"another export writes {written}: waiting for its end"
+            wait_until(lambda: message in capsys.readouterr().err)
             assert not waiting.done()
             written.mkdir()
         assert str(written) in waiting.result(LIMIT_S)

@@ -80,10 +80,10 @@ def test_the_lines_of_the_guide_write_the_numbers_that_the_bits_stand_for(tmp_pa
     program = tmp_path / "program.py"
     program.write_text(text.replace('"gpt-oss-20b-bf16"', repr(str(target))))
     runpy.run_path(str(program))
-    found = load_file(target / "model.safetensors")
-    assert found.keys() == meant.keys()
+    tensors = load_file(target / "model.safetensors")
+    assert tensors.keys() == meant.keys()
     for name, tensor in meant.items():
-        assert torch.equal(found[name].float(), tensor.float()), name
+        assert torch.equal(tensors[name].float(), tensor.float()), name
     settings = json.loads((target / "config.json").read_text())
     assert "quantization_config" not in settings
     assert settings["dtype"] == "bfloat16"
@@ -106,21 +106,21 @@ def test_the_lines_of_the_guide_write_the_decoder_that_stands_beside_a_tower(kin
     source = tmp_path / "source"
     target = tmp_path / "target"
     torch.manual_seed(0)
-    whole = AutoModelForImageTextToText.from_config(config_beside(kind)).bfloat16()
-    whole.save_pretrained(source)
+    model = AutoModelForImageTextToText.from_config(config_beside(kind)).bfloat16()
+    model.save_pretrained(source)
     make_tokenizer(source)
     (text,) = re.findall(r"```python\n([^`]*?ImageTextToText.*?)```", PAGE.read_text(), re.DOTALL)
     text = text.replace('"gemma-3-4b-it"', repr(str(source)))
     program = tmp_path / "program.py"
     program.write_text(text.replace('"gemma-3-4b-it-text"', repr(str(target))))
     runpy.run_path(str(program))
-    found = load_file(target / "model.safetensors")
-    decoder = whole.model.language_model.state_dict()
+    tensors = load_file(target / "model.safetensors")
+    decoder = model.model.language_model.state_dict()
     expected = {f"model.{name}": tensor for name, tensor in decoder.items()}
     if kind == "Mistral3":
-        expected["lm_head.weight"] = whole.lm_head.weight
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+        expected["lm_head.weight"] = model.lm_head.weight
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
     sizes = read_model_sizes(target)
     assert list(model_problems(sizes)) == []
     assert (

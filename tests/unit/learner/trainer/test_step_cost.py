@@ -142,11 +142,11 @@ def test_a_model_with_delta_nets_has_no_flops(is_delta: bool, tmp_path: Path) ->
     policy: Any = SimpleNamespace(ranks=ranks, sharing=None)
     batch: Any = SimpleNamespace(lengths=[3, 5])
     result: Any = SimpleNamespace(wall_s=2.0, metrics={"num_micro_batches": 4.0})
-    found = StepCost(small_config(model={"path": str(tmp_path)}), policy).metrics(
+    metrics = StepCost(small_config(model={"path": str(tmp_path)}), policy).metrics(
         batch, wall_s=result.wall_s, num_micro_batches=result.metrics["num_micro_batches"]
     )
-    assert found["tokens_per_micro_batch"] == 2.0
-    assert ("model_flops" in found) == (not is_delta)
+    assert metrics["tokens_per_micro_batch"] == 2.0
+    assert ("model_flops" in metrics) == (not is_delta)
     if not is_delta:
         flops = Arithmetic.of(table).training_flops([3, 5])
-        assert found["tflops_per_rank"] == pytest.approx(flops / 2.0 / 2 / 1e12)
+        assert metrics["tflops_per_rank"] == pytest.approx(flops / 2.0 / 2 / 1e12)

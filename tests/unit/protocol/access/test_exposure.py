@@ -92,8 +92,8 @@ def test_the_interface_of_an_address_is_found_also_behind_a_label() -> None:
         "print(environ['GLOO_SOCKET_IFNAME'], environ['NCCL_SOCKET_IFNAME'])\n"
     )
     command = ["unshare", "--net", "sh", "-c", script, "sh", sys.executable, "-c", ask]
-    asked = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert asked.stdout == "d0 d0 d0 d0 d0 lo None\nlo =d0\n", asked.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert process.stdout == "d0 d0 d0 d0 d0 lo None\nlo =d0\n", process.stderr
 
 
 def test_the_rendezvous_is_known_to_holders_of_the_token_alone() -> None:

@@ -88,9 +88,9 @@ async def test_a_file_of_targets_that_cannot_be_written_is_told_and_ends_nothing
     config = metrics_config(tmp_path)
     (config.run.dir / TARGETS).touch()
     async with metrics_endpoint(config, "controller", [Weather()]):
-        (told,) = [line for line in caplog.messages if "cannot be written" in line]
+        (messages,) = [line for line in caplog.messages if "cannot be written" in line]
     path = config.run.dir / TARGETS / "test@controller.json"
-    assert told.startswith(f"{path} cannot be written: File exists; Prometheus does not find ")
+    assert messages.startswith(f"{path} cannot be written: File exists; Prometheus does not find ")
 
 
 @pytest.mark.parametrize(

@@ -154,8 +154,8 @@ def make_certificate(folder: Path, names: str, *, days: int = 2) -> Path:
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
     """A self-signed certificate for localhost and its key."""
-    made = make_certificate(tmp_path, "DNS:localhost,IP:127.0.0.1")
-    return made, made.with_name("key.pem")
+    certificate = make_certificate(tmp_path, "DNS:localhost,IP:127.0.0.1")
+    return certificate, certificate.with_name("key.pem")
 
 
 @pytest.mark.parametrize(
@@ -308,15 +308,15 @@ async def test_calls_go_through_tls_with_a_certificate_of_ones_own(certificate, 
 async def test_a_caller_refuses_a_server_that_cannot_show_who_it_is(fault, tmp_path):
     names = "DNS:elsewhere.example" if fault == "another name" else "DNS:localhost"
     days = -1 if fault == "expired" else 2
-    shown = known = make_certificate(tmp_path / "server", names, days=days)
+    shown = certificate = make_certificate(tmp_path / "server", names, days=days)
     if fault == "another authority":
-        known = make_certificate(tmp_path / "other", names)
+        certificate = make_certificate(tmp_path / "other", names)
     (tmp_path / "token").write_text(TOKEN)
     token = {"token_file": tmp_path / "token"}
     serving = Credentials.load(
         SecuritySection(tls_certificate=shown, tls_key=shown.with_name("key.pem"), **token)
     )
-    calling = Credentials.load(SecuritySection(tls_ca=known, **token))
+    calling = Credentials.load(SecuritySection(tls_ca=certificate, **token))
     seen: list[str] = []
     async with serving_at("localhost", serving, Listener(seen)) as address:
         async with open_channel(address, calling) as channel:
@@ -330,16 +330,20 @@ async def test_a_caller_refuses_a_server_that_cannot_show_who_it_is(fault, tmp_p
 
 @pytest.mark.process
 async def test_a_controller_may_ask_callers_for_a_certificate(tmp_path: Path) -> None:
-    own = make_certificate(tmp_path / "server", "DNS:localhost")
+    certificate = make_certificate(tmp_path / "server", "DNS:localhost")
     theirs = make_certificate(tmp_path / "host", "DNS:host")
     strange = make_certificate(tmp_path / "stranger", "DNS:host")
     serving = Credentials.load(
-        SecuritySection(tls_certificate=own, tls_key=own.with_name("key.pem"), tls_client_ca=theirs)
+        SecuritySection(
+            tls_certificate=certificate,
+            tls_key=certificate.with_name("key.pem"),
+            tls_client_ca=theirs,
+        )
     )
     async with serving_at("localhost", serving) as address:
         for shown in (theirs, strange, None):
             key = shown and shown.with_name("key.pem")
-            section = SecuritySection(tls_ca=own, tls_certificate=shown, tls_key=key)
+            section = SecuritySection(tls_ca=certificate, tls_certificate=shown, tls_key=key)
             calling = Credentials.load(section)
             async with open_channel(address, calling) as channel:
                 if shown is theirs:

@@ -162,7 +162,7 @@ async def test_further_tokens_are_accepted_and_that_of_one_role_is_taken_back(tm
     async with serving(credentials) as channel:
         assert await answer_to(channel, method, holding(lost)) == "UNAUTHENTICATED"
         others = (NEW, OLD, role_token(OLD, "trainer"), role_token(NEW, "reader"))
-        assert [await answer_to(channel, method, holding(each)) for each in others] == ["OK"] * 4
+        assert [await answer_to(channel, method, holding(other)) for other in others] == ["OK"] * 4
 
 
 async def test_refused_callers_are_told_once_a_minute(caplog) -> None:

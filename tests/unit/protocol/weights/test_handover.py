@@ -177,12 +177,12 @@ def test_only_the_user_of_the_sender_may_connect(sender: HandoverSender) -> None
 def test_others_are_left_out_and_so_is_who_ends_without_a_word(sender: HandoverSender) -> None:
     connected(sender.path).close()
     messages = (b'["members-0", 1]', b'["members-1", 3]', b'["members-1", []]', b"GET /", b"[1]")
-    others = [hello(sender, message) for message in (*messages, b"[" * 60_000, b"\xff")]
+    hellos = [hello(sender, message) for message in (*messages, b"[" * 60_000, b"\xff")]
     member = hello(sender, b'["members-1", 1]')
     member.sendall(bytes(8))
     sender.accept([1], ("a", "b"), 7, LONG_S)
     assert json.loads(member.recv(4096)) == [["a", "b"], 7]
-    for connection in others:
+    for connection in hellos:
         assert connection.recv(1) == b""
         connection.close()
     member.close()

@@ -93,8 +93,8 @@ def test_communicator_that_comes_about_too_late_is_aborted(nccl: FakeNccl, is_gi
     abandoned = threading.Event()
     if is_given_up:
         abandoned.set()
-    said = "before one of them was lost" if is_given_up else r"within 0\.1 s"
-    with pytest.raises(WeightSyncError, match=f"did not meet {said}"):
+    message = "before one of them was lost" if is_given_up else r"within 0\.1 s"
+    with pytest.raises(WeightSyncError, match=f"did not meet {message}"):
         # One that is given up must not wait for its deadline, which is beyond this test's limit.
         join(deadline_s=3600.0 if is_given_up else 0.1, abandoned=abandoned)
     nccl.connect(b"id", 1)

@@ -194,7 +194,7 @@ def test_recorded_tokens_are_those_that_were_sampled_for_any_interleaving(data) 
         assert len(branch.run_lengths) % 2 == 0
         assert sum(branch.run_lengths) == len(branch.token_ids)
         ends = list(itertools.accumulate(branch.run_lengths))
-        logprobs = np.concatenate([one["behavior_logprobs"] for one in branch.sampled]).tolist()
+        logprobs = np.concatenate([reply["behavior_logprobs"] for reply in branch.sampled]).tolist()
         of_branch = []
         for start, end in zip(ends[::2], ends[1::2], strict=True):
             prompt = tuple(branch.token_ids[:start])

@@ -160,9 +160,9 @@ def test_what_the_chat_template_does_not_read_is_told(asked, variables, told) ->
 
 def test_values_that_servers_set_or_nobody_reads_are_taken_out() -> None:
     values = {"messages": [], "persona": "x", "other": 1}
-    body, told = ruled({"chat_template_kwargs": values})
+    body, messages = ruled({"chat_template_kwargs": values})
     assert body == {"chat_template_kwargs": {"persona": "x"}}
-    assert [*told] == ["chat_template_kwargs.messages", "chat_template_kwargs.other"]
+    assert [*messages] == ["chat_template_kwargs.messages", "chat_template_kwargs.other"]
 
 
 def test_a_system_prompt_that_is_no_text_is_refused() -> None:
@@ -173,7 +173,7 @@ def test_a_system_prompt_that_is_no_text_is_refused() -> None:
 
 
 def test_everything_that_is_ignored_is_named() -> None:
-    asked = {
+    request = {
         "temperature": 0.3,
         "tool_choice": "required",
         "response_format": {"type": "json_object"},
@@ -187,8 +187,8 @@ def test_everything_that_is_ignored_is_named() -> None:
         "n": 1,
         "made_up": None,
     }
-    body, told = ruled(asked)
-    assert [*told] == [
+    body, messages = ruled(request)
+    assert [*messages] == [
         "temperature",
         "response_format",
         "conversation",
@@ -199,16 +199,16 @@ def test_everything_that_is_ignored_is_named() -> None:
 
 
 def test_what_would_constrain_the_reply_is_taken_out() -> None:
-    asked = {
+    request = {
         "response_format": {"type": "json_object"},
         "bad_words": ["x"],
         "kv_transfer_params": {"prompt_token_ids": [1]},
         "text": {"format": {"type": "json_schema"}, "verbosity": "low"},
         "tool_choice": {"type": "any"},
     }
-    body, _ = ruled(asked)
+    body, _ = ruled(request)
     assert body == {"text": {}, "tool_choice": {"type": "auto"}}
-    assert asked["response_format"] == {"type": "json_object"}, "the request itself is unchanged"
+    assert request["response_format"] == {"type": "json_object"}, "the request itself is unchanged"
 
 
 SCHEMA = {

@@ -165,8 +165,8 @@ class CallsTheModel(AgentEnvironment[int]):
 
     def run(self, task, endpoint):
         key = {"Authorization": f"Bearer {endpoint.api_key}"}
-        asked = urllib.request.Request(f"{endpoint.base_url}/chat/completions", b"{}", key)
-        with urllib.request.urlopen(asked):
+        request = urllib.request.Request(f"{endpoint.base_url}/chat/completions", b"{}", key)
+        with urllib.request.urlopen(request):
             return 1.0
 
 

@@ -117,11 +117,11 @@ async def test_a_call_that_is_over_is_forgotten() -> None:
     stream = Stream()
     await stream.follow()
     stream.say(agent_result=pb.AgentResult())
-    asked = asyncio.create_task(stream.session.reset(0, 0))
+    task = asyncio.create_task(stream.session.reset(0, 0))
     await asyncio.sleep(0)
     answer = pb.WorkerMessage(call_id=stream.sent[-1].call_id, observation=pb.Observation())
     stream.table.answered(answer)
-    await asked
+    await task
     # It is answered too late, or twice.
     stream.table.answered(answer)
     ping = pb.WorkerCommand(ping=pb.PingCommand(episode_key="e"))

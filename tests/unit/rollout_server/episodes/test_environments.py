@@ -156,9 +156,9 @@ async def test_an_interpreter_that_cannot_run_a_worker_is_named(hosted, tmp_path
     }
     for python, cause in causes.items():
         hosted.load("Good", python=str(python))
-        said = (await hosted.report()).failure.message
-        assert cause in said
-        assert len(said) <= 500
+        message = (await hosted.report()).failure.message
+        assert cause in message
+        assert len(message) <= 500
 
 
 async def test_the_last_lines_that_a_worker_printed_are_kept(tmp_path: Path) -> None:

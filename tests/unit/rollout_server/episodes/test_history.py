@@ -77,9 +77,9 @@ def test_results_that_a_template_writes_by_their_calls_are_read_anew(tmp_path) -
         history = History(renderer, [ChatMessage("user", "a")], NO_INPUTS)
         call = ParsedToolCall("one", "d", arguments)
         history.add(ParsedReply("b", tool_calls=(call,)).message, [ChatMessage("tool", "c", "one")])
-        found = history.continuation(EOS)
+        continuation = history.continuation(EOS)
         # Behind a call that the template cannot write, the result stands as behind a plain reply.
-        assert (found if found is None else renderer.decode_all(found)) == text
+        assert (continuation if continuation is None else renderer.decode_all(continuation)) == text
 
 
 def test_a_result_may_answer_any_call_of_the_episode_and_no_other(renderer) -> None:
@@ -101,9 +101,9 @@ def test_all_fields_of_an_environments_messages_reach_the_template() -> None:
         {"role": "tool", "content": "-3 C", "tool_call_id": "c1", "name": "look"},
     ]
     sent = observation(shown, Environment()).messages
-    found = [ChatMessage.from_pb(message).for_template() for message in sent]
+    for_templates = [ChatMessage.from_pb(message).for_template() for message in sent]
     reply = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "hm"}
-    assert found == [shown[0], reply, shown[2]]
+    assert for_templates == [shown[0], reply, shown[2]]
     # A Message says the same, and is what an API takes.
     messages = [read_message(each) for each in shown]
     assert list(observation(messages, Environment()).messages) == list(sent)

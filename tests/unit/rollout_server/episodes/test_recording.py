@@ -70,9 +70,9 @@ def test_a_metric_with_a_name_that_the_run_measures_stays_apart_and_none_is_lost
 def test_a_metric_with_a_name_of_wide_characters_fits_a_trajectory() -> None:
     recording = Recording(metrics={"😀" * 50: 0.5, "é" * 50: 1.0})
     recording.counts["ignored/" + "😀" * 50] = 2
-    kept = recording.short_metrics
-    assert kept == {"😀" * 32: 0.5, "é" * 40: 1.0, "ignored/" + "😀" * 30: 2.0}
-    check_bounds(trajectory_pb2.Trajectory(metrics=kept))
+    short_metrics = recording.short_metrics
+    assert short_metrics == {"😀" * 32: 0.5, "é" * 40: 1.0, "ignored/" + "😀" * 30: 2.0}
+    check_bounds(trajectory_pb2.Trajectory(metrics=short_metrics))
 
 
 SAMPLING = Sampling(1.0, 1.0, 0, 8, 8, 6, max_total_tokens=10, max_branches=2)

@@ -196,13 +196,15 @@ def test_a_token_that_the_model_lacks_is_named(tmp_path: Path) -> None:
     assert size - 1 in Renderer(tmp_path).prompt([user("<|new|>")])
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": size - 1}))
     chat = Renderer(tmp_path)
-    said = rf"'<\|new\|>' is token {size - 1} of the tokenizer, and the model has only {size - 1}"
-    with pytest.raises(RenderingFailed, match=said):
+    message = (
+        rf"'<\|new\|>' is token {size - 1} of the tokenizer, and the model has only {size - 1}"
+    )
+    with pytest.raises(RenderingFailed, match=message):
         chat.prompt([user("<|new|>")])
     assert chat.prompt([user("a")])
     template = tmp_path / "mine.jinja"
     template.write_text("<|new|>{{ messages }}")
-    with pytest.raises(ConfigError, match=f"chat_template: {template} fails: {said}"):
+    with pytest.raises(ConfigError, match=f"chat_template: {template} fails: {message}"):
         Renderer(tmp_path, template=template)
 
 
@@ -211,13 +213,13 @@ def test_texts_in_parts_are_one_text_and_a_name_is_written_or_refused(tmp_path: 
     chat = Renderer(tmp_path)
     parts = ChatMessage("user", "", parts=("a", "b"))
     assert chat.prompt([parts]) == chat.prompt([user("ab")])
-    named = ChatMessage("user", "a", name="anna")
+    chat_message = ChatMessage("user", "a", name="anna")
     with pytest.raises(RenderingFailed, match="leaves out the name 'anna' of a message of role"):
-        chat.prompt([named])
+        chat.prompt([chat_message])
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.name }}: {{ m.content }}{% endfor %}"
     )
-    assert chat.decode_all(Renderer(tmp_path).prompt([named])) == "anna: a"
+    assert chat.decode_all(Renderer(tmp_path).prompt([chat_message])) == "anna: a"
 
 
 @pytest.mark.parametrize("reply", ["{{ m.content }} [over]", '"{{ m.content }}"'])
@@ -248,13 +250,15 @@ def test_a_template_that_writes_no_tools_is_found(tmp_path: Path) -> None:
 
 def test_a_value_that_the_template_does_not_read_is_refused(tmp_path: Path) -> None:
     renderer = with_template(tmp_path, TOOLS)
-    said = "chat_template_kwargs: the chat template does not read 'think'; did you mean 'thinks'?"
+    message = (
+        "chat_template_kwargs: the chat template does not read 'think'; did you mean 'thinks'?"
+    )
     with pytest.raises(RenderingFailed) as failed:
         renderer.prompt([user("a")], TemplateInputs(values='{"thinks": true, "think": false}'))
-    assert str(failed.value) == said
+    assert str(failed.value) == message
     with pytest.raises(ConfigError) as refused:
         Renderer(tmp_path, values={"think": False})
-    assert str(refused.value) == f"rollout_server.{said}"
+    assert str(refused.value) == f"rollout_server.{message}"
     assert renderer.unread(["enable_x"]).endswith("does not read 'enable_x'; leave it out")
     (tmp_path / "chat_template.jinja").write_text(CHAT)
     (tmp_path / "additional_chat_templates").mkdir()
@@ -287,9 +291,9 @@ def test_the_members_of_a_group_are_rendered_once_and_get_lists_of_their_own(ren
 def test_a_long_text_between_two_replies_is_not_kept(renderer) -> None:
     history = [user("a"), REPLY]
     renderer.continuation(history, [user("d")], EOS)
-    kept = renderer._tokens.cache_info().currsize
+    size = renderer._tokens.cache_info().currsize
     assert len(renderer.continuation(history, [user("d " * 600)], EOS)) > 600
-    assert renderer._tokens.cache_info().currsize == kept
+    assert renderer._tokens.cache_info().currsize == size
 
 
 def test_a_text_for_readers_has_the_special_tokens(renderer) -> None:
@@ -327,8 +331,8 @@ def test_replies_as_messages_have_calls_and_the_template_decides_on_reasoning(tm
     reply = ChatMessage(
         "assistant", "e", tool_calls=(ParsedToolCall("1", "d", '{"x": "f"}'),), reasoning="g"
     )
-    said = renderer.prompt([user("a"), reply, ChatMessage("tool", "b", "c")])
-    assert renderer.decode_all(said) == "<s> a </s> <s> e f </s> <s> b c </s> <reply>"
+    prompt = renderer.prompt([user("a"), reply, ChatMessage("tool", "b", "c")])
+    assert renderer.decode_all(prompt) == "<s> a </s> <s> e f </s> <s> b c </s> <reply>"
     assert renderer.decode_all(renderer.prompt([reply])) == "<s> g e f </s> <reply>"
 
 
@@ -409,10 +413,10 @@ def test_a_given_reply_ends_as_what_follows_it_ends_it(tmp_path: Path) -> None:
     renderer = Renderer(tmp_path)
     result = ChatMessage("tool", "7")
     for following, end in (([], "user"), ([user("c")], "user"), ([result], "observation")):
-        said = renderer.reply("b", [user("a")], following=following)
-        assert renderer.decode_all(said) == f"b<|{end}|>"
+        reply = renderer.reply("b", [user("a")], following=following)
+        assert renderer.decode_all(reply) == f"b<|{end}|>"
     # The end is not said twice.
-    between = renderer.continuation([user("a"), REPLY], [result], said[-1])
+    between = renderer.continuation([user("a"), REPLY], [result], reply[-1])
     assert renderer.decode_all(between) == "\n7<|assistant|>\n"
 
 
@@ -440,8 +444,8 @@ def test_a_reply_before_a_result_needs_an_end_where_the_template_writes_none(tmp
     make_chat_tokenizer(tmp_path, inline, words=["<|call_end|>"])
     renderer = Renderer(tmp_path)
     result = [ChatMessage("tool", "7")]
-    said = renderer.reply("b<|call_end|>", [user("a")], following=result)
-    assert renderer.decode_all(said) == "b<|call_end|>"
+    reply = renderer.reply("b<|call_end|>", [user("a")], following=result)
+    assert renderer.decode_all(reply) == "b<|call_end|>"
     with pytest.raises(RenderingFailed, match="no special token between a reply and the result"):
         renderer.reply("b", [user("a")], following=result)
 

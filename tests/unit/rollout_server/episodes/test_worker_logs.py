@@ -57,33 +57,33 @@ def test_a_line_longer_than_a_log_is_cut(tmp_path: Path) -> None:
 def test_a_worker_that_is_left_behind_writes_behind_what_was_kept(tmp_path: Path) -> None:
     logs = WorkerLogs(tmp_path, 1_000)
     with logs.output("a.log") as output:
-        left = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", "print('x' * 5_000, flush=True); input(); print('last')"],
             stdin=subprocess.PIPE,
             stdout=output,
         )
     while (tmp_path / "a.log").stat().st_size <= 5_000:
-        assert left.poll() is None
+        assert process.poll() is None
     logs.trim()
-    left.communicate(b"\n", LIMIT_S)
+    process.communicate(b"\n", LIMIT_S)
     assert (tmp_path / "a.log").read_text().endswith("x\nlast\n")
 
 
 def test_a_log_that_was_removed_is_told_of_once(tmp_path, caplog):
     logs = WorkerLogs(tmp_path, 1_000)
-    told = f"{tmp_path / 'a.log'} is not trimmed: No such file or directory"
+    message = f"{tmp_path / 'a.log'} is not trimmed: No such file or directory"
     with logs.output("a.log"):
         (tmp_path / "a.log").unlink()
     with caplog.at_level(logging.WARNING):
         for _ in range(100):
             logs.trim()
-    assert [record.message for record in caplog.records] == [told]
+    assert [record.message for record in caplog.records] == [message]
 
 
 @pytest.mark.parametrize("begin", [0, len(REMOVED), 5_000])
 async def test_the_last_words_of_a_worker_are_found_in_a_log_that_was_trimmed(tmp_path, begin):
-    said = f"{REMOVED}\nImportError: no numpy\n"
-    (tmp_path / "a.log").write_text(said)
+    message = f"{REMOVED}\nImportError: no numpy\n"
+    (tmp_path / "a.log").write_text(message)
     spec = environment_pb2.EnvironmentSpec(name="e")
     worker = EnvironmentWorker(SimpleNamespace(), spec, Suspects(), try_reset=False)
     wait = AsyncMock(return_value="worker exited with code 1")

@@ -83,11 +83,11 @@ async def test_cancelled_twice_a_worker_has_ended_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An environment's unloading cancels a worker that its episode's end has cancelled."""
-    began = asyncio.Event()
+    has_begun = asyncio.Event()
     ends = WorkerProcess.end
 
     def end(worker: WorkerProcess) -> None:
-        began.set()
+        has_begun.set()
         ends(worker)
 
     monkeypatch.setattr(WorkerProcess, "end", end)
@@ -96,7 +96,7 @@ async def test_cancelled_twice_a_worker_has_ended_all_the_same(
     worker = await WorkerProcess.start(command, limits=NO_LIMITS, token="", log=nothing)
     os.close(nothing)
     closing = asyncio.create_task(worker.close())
-    await began.wait()
+    await has_begun.wait()
     closing.cancel()
     await asyncio.sleep(0)
     closing.cancel()

@@ -137,7 +137,7 @@ def test_settings_that_vllm_pins_for_its_own_communicators_are_not_ours(
 def test_communicators_one_after_the_other_use_one_stream(cupy, consumer, monkeypatch) -> None:
     for _ in range(3):
         join().close()
-    assert [each.num_aborts for each in cupy.communicators] == [1, 1, 1]
+    assert [communicator.num_aborts for communicator in cupy.communicators] == [1, 1, 1]
     assert len(nccl_receiver._STREAMS[DEVICE]) == 1
     # A communicator that could not be aborted waits there for ever.
     monkeypatch.setattr(fake_streams.Stream, "query", lambda _: False)

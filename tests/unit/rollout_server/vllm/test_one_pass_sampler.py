@@ -70,13 +70,13 @@ def batch() -> SimpleNamespace:
 
 def test_tokens_and_log_probabilities_have_vllms_form(sampler: Any) -> None:
     logits = torch.randn(ROWS, VOCABULARY)
-    found = sampler(logits, batch())
+    output = sampler(logits, batch())
     tokens, logprobs = plain_sample(logits)
-    assert found.sampled_token_ids.tolist() == tokens[:, None].tolist()
-    assert torch.equal(found.logprobs_tensors.logprob_token_ids, tokens[:, None])
-    torch.testing.assert_close(found.logprobs_tensors.logprobs, logprobs[:, None])
-    assert found.logprobs_tensors.selected_token_ranks.tolist() == [0] * ROWS
-    assert (found.num_sampled.tolist(), found.num_rejected.tolist()) == ([1] * ROWS, [0] * ROWS)
+    assert output.sampled_token_ids.tolist() == tokens[:, None].tolist()
+    assert torch.equal(output.logprobs_tensors.logprob_token_ids, tokens[:, None])
+    torch.testing.assert_close(output.logprobs_tensors.logprobs, logprobs[:, None])
+    assert output.logprobs_tensors.selected_token_ranks.tolist() == [0] * ROWS
+    assert (output.num_sampled.tolist(), output.num_rejected.tolist()) == ([1] * ROWS, [0] * ROWS)
 
 
 @pytest.mark.parametrize(

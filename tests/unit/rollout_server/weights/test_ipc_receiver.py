@@ -52,10 +52,10 @@ class Ends:
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     with ThreadPoolExecutor() as pool:
-        found = Ends(pool)
-        yield found
-        found.receiver.close()
-        found.sender.abort()
+        ends = Ends(pool)
+        yield ends
+        ends.receiver.close()
+        ends.sender.abort()
 
 
 def incoming(*, own_buffers: bool = False, deadline_s: float = LONG_S) -> Incoming:

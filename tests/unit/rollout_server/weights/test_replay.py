@@ -168,11 +168,11 @@ def stage(staging: Staging, incoming: Incoming) -> Sequence[torch.Tensor]:
 def test_a_smaller_update_keeps_the_memory_and_a_larger_one_gets_more() -> None:
     staging = Staging(CPU)
     stage(staging, incoming_of(500, 500))
-    held = staging.held_bytes
+    held_bytes = staging.held_bytes
     stage(staging, incoming_of(3))
-    assert staging.held_bytes == held
+    assert staging.held_bytes == held_bytes
     assert stage(staging, incoming_of(500, 500, 500))[2].unique().tolist() == [3]
-    assert staging.held_bytes > held
+    assert staging.held_bytes > held_bytes
 
 
 def test_the_next_update_is_not_written_by_one_that_was_abandoned() -> None:

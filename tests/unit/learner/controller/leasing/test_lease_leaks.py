@@ -83,7 +83,7 @@ class World:
 
     def end(self) -> None:
         """An episode ends, well or not."""
-        found = self.pick(
+        choice = self.pick(
             [
                 (key, lease, member)
                 for key, leases in self.servers.items()
@@ -91,9 +91,9 @@ class World:
                 for member in sorted(lease.running)
             ]
         )
-        if found is None:
+        if choice is None:
             return
-        key, lease, member = found
+        key, lease, member = choice
         how = self.data.draw(st.sampled_from(["good", "retry", "failed", "cancelled", "unstarted"]))
         self.end_as(key, lease, member, how)
 

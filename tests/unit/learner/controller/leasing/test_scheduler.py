@@ -90,8 +90,8 @@ async def test_a_lease_that_waits_for_the_disk_leaves_though_the_run_ends(rig, m
     session.outbox.close()
     disk.go_on()
     async with asyncio.timeout(LIMIT_S):
-        left = [m.WhichOneof("message") async for m in session.outbox.messages()]
-    assert left == ["lease", "drain"]
+        kinds = [m.WhichOneof("message") async for m in session.outbox.messages()]
+    assert kinds == ["lease", "drain"]
 
 
 async def test_a_due_group_that_no_server_may_finish_starts_afresh_under_a_new_deadline(rig):
@@ -190,10 +190,10 @@ async def test_after_a_restart_a_server_that_does_not_come_back_is_not_awaited_f
 
 
 async def test_an_interrupted_group_goes_on_where_its_deadline_allows_it(rig: Rig) -> None:
-    lost = rig.serving("a", 0)
+    session = rig.serving("a", 0)
     await rig.lease()
-    leased = [order.group_id for order in rig.orders(lost)]
-    rig.lose(lost)
+    leased = [order.group_id for order in rig.orders(session)]
+    rig.lose(session)
     other = rig.serving("b", 0)
     await rig.lease()
     assert [order.group_id for order in rig.orders(other)] == leased
@@ -202,9 +202,9 @@ async def test_an_interrupted_group_goes_on_where_its_deadline_allows_it(rig: Ri
 
 async def test_without_a_server_an_interrupted_group_waits(rig: Rig) -> None:
     rig.book.step = 1
-    lost = rig.serving("a", 1)
+    session = rig.serving("a", 1)
     await rig.lease()
-    rig.lose(lost)
+    rig.lose(session)
     await rig.lease()
     assert rig.abandoned == []
     assert rig.scheduler.lease_wait == "a rollout server that serves"

@@ -60,9 +60,11 @@ async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_i
         question = await order_without(scene, late)
         # The late server goes on as it is.
         assert (late.is_serving, late.version) == (True, PolicyVersion(0, 0))
-        (told,) = [text for text in texts(scene.run) if "left out" in text]
-        assert told.startswith("rollout server b is left out of the publish of version 1: not rea")
-        assert told.endswith("it keeps version 0")
+        (messages,) = [text for text in texts(scene.run) if "left out" in text]
+        assert messages.startswith(
+            "rollout server b is left out of the publish of version 1: not rea"
+        )
+        assert messages.endswith("it keeps version 0")
         assert late not in scene.publisher.due()
         # The late server is not asked again before its answer has come.
         scene.publisher.ask_ahead(PolicyVersion(0, 2))
@@ -454,13 +456,13 @@ async def test_a_server_whose_version_is_too_old_for_a_lease_is_named_once(run: 
         bound = run.config.algorithm.max_staleness
         scene.scene.make_version(bound + 1)
         run.signal.notify()
-        said = (
+        message = (
             f"rollout server far gets no groups: its version 0 is too old for step {bound + 2} "
             f"(algorithm.max_staleness = {bound}); it has not fetched a newer one from storage yet"
         )
-        await until(lambda: said in texts(run))
+        await until(lambda: message in texts(run))
         await scene.looks_at_all()
-        assert texts(run).count(said) == 1
+        assert texts(run).count(message) == 1
 
 
 async def test_a_server_that_is_evaluated_keeps_its_version(run: Run) -> None:

@@ -247,9 +247,9 @@ async def test_servers_share_what_is_encoded_of_their_orders(run: Run) -> None:
             # The first one's was read when it was asked.
             assert other.outbox.pop().WhichOneof("message") == "prepare"
         orders = [server.outbox.pop() for server in servers]
-        assert len({id(each.shared) for each in orders}) == 1
+        assert len({id(order.shared) for order in orders}) == 1
         assert len(orders[0].shared) > len(start.layout.SerializeToString()) > 0
-        received = [whole(each).receive for each in orders]
+        received = [whole(order).receive for order in orders]
         assert all(each.layout == start.layout for each in received)
         assert {each.order.publish_id for each in received} == {start.publish_id}
         assert sorted(each.first_rank for each in received) == [1, 2, 3]
@@ -329,12 +329,12 @@ async def test_buckets_may_take_longer_after_each_publish_that_fails_on_a_slow_m
             await scene.finish(order.publish_id, error="late")
         first_s = run.config.weights.bucket_deadline_s
         assert given_s == [first_s * times for times in (1, 2, 4, 8, 8)]
-        told = [event.text for event in run.events.kept() if "may take" in event.text]
-        assert told[0] == (
+        messages = [event.text for event in run.events.kept() if "may take" in event.text]
+        assert messages[0] == (
             f"a publish failed: each bucket may take {2 * first_s:g} s from now on "
             f"(weights.bucket_deadline_s = {first_s:g})"
         )
-        assert len(told) == 3
+        assert len(messages) == 3
 
 
 async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeeds(run: Run) -> None:

@@ -25,12 +25,12 @@ def test_the_last_failure_of_a_session_sends_it_away_and_the_run_ends_if_no_serv
     failures = Failures(fleet, run)
     joined(fleet, "b").state = SERVING if another_serves else STALE
     number = 0
-    most = receivers.MAX_FAILED_WHILE_NONE_SERVES
-    while number < most + LAST:
+    limit = receivers.MAX_FAILED_WHILE_NONE_SERVES
+    while number < limit + LAST:
         session = joined(fleet, "a")
         for in_session in range(1, LAST + 1):
             number += 1
             failures.make_stale(session, "broken")
-            has_failed = number >= most and not another_serves
+            has_failed = number >= limit and not another_serves
             assert run.progress.has_failed is has_failed, number
             assert (fleet.find(session.key) is session) is (in_session < LAST), number

@@ -99,8 +99,8 @@ def test_a_server_that_tells_nccl_something_else_is_left_out_by_name(run: Run) -
     run.progress.trainer_registered((place("here", "GPU-0", NCCL_CUMEM_ENABLE="0"),))
     server = place("there", "GPU-7")
     server.nccl["NCCL_CUMEM_ENABLE"] = "1"
-    said = "NCCL_CUMEM_ENABLE is 0 in trainer rank 0 and 1 in b: set it on both, or on neither"
-    assert said in misfit(run, hello("b", server))
+    message = "NCCL_CUMEM_ENABLE is 0 in trainer rank 0 and 1 in b: set it on both, or on neither"
+    assert message in misfit(run, hello("b", server))
     server.nccl["NCCL_CUMEM_ENABLE"] = "0"
     assert misfit(run, hello("b", server)) == ""
 
@@ -110,12 +110,12 @@ def test_a_server_that_gets_weights_otherwise_than_the_run_is_told_what_to_set(r
     near = hello("near", place("here"))
     far = fleet_pb2.ServerHello(server_id="far", place=place("there"), from_storage=True)
     both = "for the learner and every server of a run, or for none"
-    said = f"it has a weights.storage_url, but the trainer sends the weights: set it {both}"
-    assert [misfit(run, near), misfit(run, far)] == ["", said]
+    message = f"it has a weights.storage_url, but the trainer sends the weights: set it {both}"
+    assert [misfit(run, near), misfit(run, far)] == ["", message]
     weights = run.config.weights.model_copy(update={"storage_url": "s3://w"})
     stored = Run(run.config.model_copy(update={"weights": weights}), "stored")
-    said = f"it has no weights.storage_url, but the run's weights are in storage: set it {both}"
-    assert [misfit(stored, near), misfit(stored, far)] == [said, ""]
+    message = f"it has no weights.storage_url, but the run's weights are in storage: set it {both}"
+    assert [misfit(stored, near), misfit(stored, far)] == [message, ""]
 
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)

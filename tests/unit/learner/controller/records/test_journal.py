@@ -321,7 +321,7 @@ def test_a_batch_that_the_disk_does_not_take_is_named_in_one_line(tmp_path, monk
 async def test_records_are_appended_while_the_disk_syncs_those_before(tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch)
     with Journal(tmp_path) as journal:
-        begun = disk.num_syncs
+        num_syncs = disk.num_syncs
         disk.hold()
         journal.append(note("a"))
         first = journal.durable()
@@ -335,9 +335,9 @@ async def test_records_are_appended_while_the_disk_syncs_those_before(tmp_path, 
         await asyncio.gather(first, second, third)
         assert [record["kind"] for record in read_records(tmp_path)] == ["a", "b"]
         # The second sync serves all that came during the first one.
-        assert disk.num_syncs == begun + 2
+        assert disk.num_syncs == num_syncs + 2
         await journal.durable()
-        assert disk.num_syncs == begun + 2
+        assert disk.num_syncs == num_syncs + 2
 
 
 @pytest.mark.parametrize(
@@ -455,8 +455,10 @@ def test_a_removal_that_is_killed_anywhere_leaves_the_newest_and_ends_the_next_t
                 left = killed_at
                 with pytest.raises(KeyboardInterrupt):
                     journal.remove_batches(before=4)
-            kept = sorted(journal.kept_batches())
-            assert kept == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (4, 0), (5, 0)][killed_at:]
+            kept_batches = sorted(journal.kept_batches())
+            assert (
+                kept_batches == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (4, 0), (5, 0)][killed_at:]
+            )
             assert journal.remove_batches(before=4) == 5 - killed_at
             assert journal.kept_batches() == {(4, 0), (5, 0)}
 

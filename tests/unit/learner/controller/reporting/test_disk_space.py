@@ -14,22 +14,22 @@ def values(disk: DiskSpace) -> dict[str, float]:
 
 async def test_a_scrape_shows_what_the_disk_said_before(tmp_path, monkeypatch):
     answers = threading.Semaphore(0)
-    asked = []
+    requests = []
 
     def usage(folder) -> SimpleNamespace:
-        asked.append(folder)
+        requests.append(folder)
         answers.acquire()
-        return SimpleNamespace(total=100, free=100 - len(asked))
+        return SimpleNamespace(total=100, free=100 - len(requests))
 
     monkeypatch.setattr(run_collector.shutil, "disk_usage", usage)
     disk = DiskSpace(tmp_path)
     # The disk hangs: however many scrapes come, one thread asks.
     assert [values(disk) for _ in range(5)] == [{}] * 5
-    await until(lambda: asked == [tmp_path])
+    await until(lambda: requests == [tmp_path])
     answers.release()
     await until(lambda: values(disk))
     assert values(disk) == {"slipstream_disk_size_bytes": 100, "slipstream_disk_free_bytes": 99}
-    await until(lambda: len(asked) == 2)
+    await until(lambda: len(requests) == 2)
     answers.release()
     await until(lambda: values(disk)["slipstream_disk_free_bytes"] == 98)
     answers.release()

@@ -48,53 +48,55 @@ def full() -> Callable[[int], AbstractContextManager[None]]:
 
 
 def test_lines_for_which_there_is_no_room_are_counted_and_later_ones_are_written(tmp_path, full):
-    told: list[str] = []
+    messages: list[str] = []
     path = tmp_path / "metrics.jsonl"
-    file = ResultFile(path, told.append)
+    file = ResultFile(path, messages.append)
     file.append(b'"one"\n')
     with full(10):
         file.append(b'"two"\n')
         file.append(b'"three"\n')
     assert path.read_bytes() == b'"one"\n'
-    assert told == [f"{path} cannot be written: File too large; what comes is lost until it can"]
+    assert messages == [
+        f"{path} cannot be written: File too large; what comes is lost until it can"
+    ]
     file.append(b'"four"\n')
     assert path.read_bytes() == b'"one"\n"four"\n'
-    assert told[1:] == [f"{path} is written again; 2 records were lost"]
+    assert messages[1:] == [f"{path} is written again; 2 records were lost"]
     with full(10):
         file.append(b'"five"\n')
     file.close()
-    assert told[2:] == [
+    assert messages[2:] == [
         f"{path} cannot be written: File too large; what comes is lost until it can",
         f"{path}: the last 1 records were lost",
     ]
 
 
 def test_the_folder_of_a_run_that_was_removed_does_not_come_back(tmp_path):
-    told: list[str] = []
+    messages: list[str] = []
     run = tmp_path / "run"
     run.mkdir()
     path = run / "metrics.jsonl"
-    file = ResultFile(path, told.append)
+    file = ResultFile(path, messages.append)
     shutil.rmtree(run)
     for _ in range(3):
         file.append(b"1\n")
     assert not run.exists()
-    assert len([line for line in told if "cannot be written" in line]) == len(told) == 1
+    assert len([line for line in messages if "cannot be written" in line]) == len(messages) == 1
     run.mkdir()
     file.append(b"2\n")
-    assert told[1:] == [f"{path} is written again; 3 records were lost"]
+    assert messages[1:] == [f"{path} is written again; 3 records were lost"]
     file.close()
 
 
 def test_a_whole_file_without_room_leaves_the_old_one(tmp_path, full):
-    told: list[str] = []
+    messages: list[str] = []
     path = tmp_path / "summary.json"
-    write_result(path, b"{}\n", told.append)
+    write_result(path, b"{}\n", messages.append)
     with full(10):
-        write_result(path, bytes(100), told.append)
+        write_result(path, bytes(100), messages.append)
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
     assert path.read_bytes() == b"{}\n"
-    assert told == [f"{path} cannot be written: File too large"]
+    assert messages == [f"{path} cannot be written: File too large"]
 
 
 BAD_IDS = (b'{"wandb": null}', b'{"wandb": 1}', b'{"mlflow": "a\\nb"}')
@@ -105,13 +107,13 @@ BAD_IDS = (b'{"wandb": null}', b'{"wandb": 1}', b'{"mlflow": "a\\nb"}')
     [b"", b"{", b"[1]", bytes(512), b"\xff", b'"a"', *BAD_IDS],
 )
 def test_damaged_names_of_tracking_services_begin_new_runs(tmp_path, damage):
-    told: list[str] = []
+    messages: list[str] = []
     path = tmp_path / "tracking.json"
     path.write_bytes(damage)
-    assert RunIds(tmp_path, told.append).get("wandb") == ""
-    RunIds(tmp_path, told.append).keep("wandb", "abc")
-    assert RunIds(tmp_path, told.append).get("wandb") == "abc"
-    assert told == [f"{path} is damaged: trackers begin new runs"] * 2
+    assert RunIds(tmp_path, messages.append).get("wandb") == ""
+    RunIds(tmp_path, messages.append).keep("wandb", "abc")
+    assert RunIds(tmp_path, messages.append).get("wandb") == "abc"
+    assert messages == [f"{path} is damaged: trackers begin new runs"] * 2
 
 
 GROUP = plain_group(size=1, finished={GOOD.member: GOOD})
@@ -244,8 +246,8 @@ def opened(folder: Path) -> tuple[RunRecorder, list[str]]:
 def test_a_damaged_line_is_passed_over_and_told_once(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(WHOLE + damage + row(4) + damage)
-    recorder, told = opened(tmp_path)
-    assert told == [f"{path}: line 3 is damaged; 2 such lines are passed over"]
+    recorder, messages = opened(tmp_path)
+    assert messages == [f"{path}: line 3 is damaged; 2 such lines are passed over"]
     assert [version for version in range(9) if recorder.has_row(version)] == [1, 2, 4]
     assert recorder.newest["step"] == 4
     assert path.read_bytes() == WHOLE + damage + row(4) + damage
@@ -255,9 +257,9 @@ def test_a_damaged_line_is_passed_over_and_told_once(tmp_path: Path, damage: byt
 def test_what_is_no_file_is_one_warning(tmp_path: Path) -> None:
     for name in FILES:
         (tmp_path / name).mkdir()
-    recorder, told = opened(tmp_path)
+    recorder, messages = opened(tmp_path)
     recorder.close()
-    assert [line.split(" cannot be")[0] for line in told] == [str(tmp_path / n) for n in FILES]
+    assert [line.split(" cannot be")[0] for line in messages] == [str(tmp_path / n) for n in FILES]
 
 
 @pytest.mark.parametrize(
@@ -299,8 +301,8 @@ def test_the_time_of_a_run_is_that_of_its_steps() -> None:
     facts.count_row(
         {"step_s": 4.0, "training_s": 1.0, "groups_wait_s": 2.0, "publish_s": 1.0} | shares
     )
-    found = facts.time_shares()
-    assert found["trainer"] == pytest.approx(
+    time_shares = facts.time_shares()
+    assert time_shares["trainer"] == pytest.approx(
         {
             "training": 0.4,
             "waiting for groups": 0.3,
@@ -311,7 +313,7 @@ def test_the_time_of_a_run_is_that_of_its_steps() -> None:
         }
     )
     # No server had reported in the first step.
-    assert found["servers"] == pytest.approx({"sampling": 0.5, "paused": 0.1, "idle": 0.4})
+    assert time_shares["servers"] == pytest.approx({"sampling": 0.5, "paused": 0.1, "idle": 0.4})
 
 
 def test_time_before_the_first_generation_and_tokens_of_earlier_starts_do_not_count() -> None:
@@ -358,8 +360,8 @@ def test_samples_that_a_death_cut_off_are_written_when_the_step_comes_again(
         (tmp_path / killed_in).write_bytes(files[killed_in][:num_bytes])
         if killed_in == SAMPLED[0]:
             # The other file is written behind this one.
-            whole = files[SAMPLED[1]].splitlines(keepends=True)
-            (tmp_path / SAMPLED[1]).write_bytes(b"".join(whole[:3]))
+            lines = files[SAMPLED[1]].splitlines(keepends=True)
+            (tmp_path / SAMPLED[1]).write_bytes(b"".join(lines[:3]))
         for _ in range(2):
             recorder, _ = opened(tmp_path)
             # Only the step that the earlier start was in can lack lines.

@@ -79,14 +79,14 @@ def test_every_tracker_gets_all_finite_numbers_in_order():
 
 def test_a_tracker_that_fails_is_told_once_and_the_others_go_on():
     broken = FakeTracker(fails_at=1)
-    whole = FakeTracker()
+    tracker = FakeTracker()
     complaints: list[str] = []
-    trackers = Trackers({"broken": lambda: broken, "whole": lambda: whole}, complaints.append)
+    trackers = Trackers({"broken": lambda: broken, "whole": lambda: tracker}, complaints.append)
     for step in range(4):
         trackers.log(step, {"x": 1.0})
     trackers.close()
     assert [step for step, _ in broken.entries] == [0]
-    assert [step for step, _ in whole.entries] == [0, 1, 2, 3]
+    assert [step for step, _ in tracker.entries] == [0, 1, 2, 3]
     assert complaints == [
         "tracker broken gets no more numbers: ConnectionError: the service is away"
     ]
@@ -144,12 +144,14 @@ def test_trackers_are_told_all_settings_but_secrets(tmp_path: Path):
         queue__controller=secrets,
         queue__rollout_server=secrets,
     )
-    told = told_settings(users.model_dump(mode="json"))
-    assert not any("secrets" in str(value) for value in told.values())
-    told = told_settings(config.model_dump(mode="json"))
-    assert told["algorithm.max_staleness"] == 2
-    assert told["queue.kind"] == "redis"
-    assert not any("hunter2" in str(value) or "secrets" in str(value) for value in told.values())
+    settings = told_settings(users.model_dump(mode="json"))
+    assert not any("secrets" in str(value) for value in settings.values())
+    settings = told_settings(config.model_dump(mode="json"))
+    assert settings["algorithm.max_staleness"] == 2
+    assert settings["queue.kind"] == "redis"
+    assert not any(
+        "hunter2" in str(value) or "secrets" in str(value) for value in settings.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -334,8 +336,8 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
         tracker.close()
 
     run_id = "given-by-the-service"
-    kept = json.loads((config.run_dir / "tracking.json").read_text())
-    assert kept == {"mlflow": run_id}
+    parsed = json.loads((config.run_dir / "tracking.json").read_text())
+    assert parsed == {"mlflow": run_id}
     assert service.told("open")[0] == ((f"sqlite:///{config.run_dir.resolve()}/mlflow.db",), {})
     assert service.told("create_run") == [(("experiment sums",), {"run_name": "r"})]
     assert service.told("update_run") == [((run_id,), {"status": "RUNNING"})]

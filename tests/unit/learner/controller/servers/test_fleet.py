@@ -67,8 +67,8 @@ def test_the_last_server_does_not_leave_without_a_warning() -> None:
     warning = fleet.warn_without(last)
     assert warning.startswith("no rollout server stays when b has left: the run waits for another")
     assert "fails after 90 s without (controller.stall_timeout_s)" in warning
-    told = [event.text for event in run.events.kept() if event.text == warning]
-    assert told == [warning]
+    messages = [event.text for event in run.events.kept() if event.text == warning]
+    assert messages == [warning]
 
 
 def test_servers_that_leave_at_the_end_of_a_run_are_missed_by_nobody() -> None:

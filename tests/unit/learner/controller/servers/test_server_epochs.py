@@ -172,11 +172,11 @@ def test_a_resume_counts_what_the_controller_counted(marked: bool):
 def test_gaps_of_any_number_of_epochs_fit_the_fields_of_a_message():
     epochs = ServerEpochs(max_apart=10)
     ledger = ledger_of(epochs)
-    most = Amount(10**15, 10**15)
+    amount = Amount(10**15, 10**15)
     for epoch in range(1, 20_001):
         key = key_of(epoch)
         epochs.join(key)
-        assert ledger.receive(key, TrajectoryId(f"g000001.0.0.{epoch:x}"), 0, most)
+        assert ledger.receive(key, TrajectoryId(f"g000001.0.0.{epoch:x}"), 0, amount)
         ledger.die(key)
         epochs.depart(key)
     for epoch in range(20_001, 30_001):

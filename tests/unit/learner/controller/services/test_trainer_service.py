@@ -399,5 +399,5 @@ async def test_a_second_process_of_a_name_is_turned_away_with_one_event() -> Non
     for _ in range(2):
         with pytest.raises(Refused):
             await servicer._check_name_is_free(hello, Call())  # type: ignore[arg-type]
-    told = [event.text for event in run.events.kept() if "on there, waits" in event.text]
-    assert len(told) == 1
+    messages = [event.text for event in run.events.kept() if "on there, waits" in event.text]
+    assert len(messages) == 1

@@ -59,10 +59,10 @@ from support.rigs.waiting import LIMIT_S
 
 @pytest.fixture
 def batch() -> FormedBatch:
-    made = make_batch(0, num_groups=3, group_size=2, vocab_size=8, max_tokens=9)
+    batch = make_batch(0, num_groups=3, group_size=2, vocab_size=8, max_tokens=9)
     message = trainer_pb2.RecordedBatch(
         header=trainer_pb2.BatchHeader(step=0, batch_id="b0"),
-        trajectories=[trajectory_to_pb(trajectory) for trajectory in made.trajectories],
+        trajectories=[trajectory_to_pb(trajectory) for trajectory in batch.trajectories],
     )
     return from_contents(message)
 
@@ -95,8 +95,8 @@ def test_the_trainer_gets_again_all_passes_but_exactly_those_whose_gradients_it_
 ) -> None:
     sequences = [trainer_pb2.PassSequence(token_ids=bytes(4))]
     passes = tuple(trainer_pb2.Pass(id=name, sequences=sequences) for name in "pq")
-    given = trainer_pb2.GivenStep(adapter=trainer_pb2.Adapter(name="a"))
-    batch = FormedBatch(0, "b0", (), StepOrder(given, passes))
+    given_step = trainer_pb2.GivenStep(adapter=trainer_pb2.Adapter(name="a"))
+    batch = FormedBatch(0, "b0", (), StepOrder(given_step, passes))
     (chunk,) = chunks(batch, [passes_digest(adapter, ids)])
     assert [one.id for one in chunk.passes] == ["p", "q"]
     assert [not one.sequences for one in chunk.passes] == [is_held] * 2
@@ -108,9 +108,11 @@ SERVER = ServerKey(ServerId("s"), 7)
 
 def make_group(number: int) -> Group:
     """A whole group of two members, each with the tokens of a made-up trajectory."""
-    made = make_batch(0, num_groups=1, group_size=2, vocab_size=8, max_tokens=8).trajectories
+    trajectories = make_batch(
+        0, num_groups=1, group_size=2, vocab_size=8, max_tokens=8
+    ).trajectories
     group_id = GroupId(f"g{number:06d}")
-    finished = {t.member: dataclasses.replace(t, group_id=group_id) for t in made}
+    finished = {t.member: dataclasses.replace(t, group_id=group_id) for t in trajectories}
     return plain_group(
         group_id=group_id, task_index=number, seed=0, deadline_step=0, finished=finished
     )
@@ -155,9 +157,9 @@ def test_a_batch_id_tells_how_many_of_its_step_were_set_aside() -> None:
 
 def test_the_first_few_groups_are_told_with_their_tasks() -> None:
     text = SetAside.of(BATCH, [], "why", by="trainer").describe()
-    told = ", ".join(f"g{n:06d} (environment e, task {n})" for n in range(5))
+    message = ", ".join(f"g{n:06d} (environment e, task {n})" for n in range(5))
     assert text == (
-        f"batch b000000 of step 1 is set aside: why; never trained: {told} and 3 more, "
+        f"batch b000000 of step 1 is set aside: why; never trained: {message} and 3 more, "
         "in all 8 of e"
     )
 
@@ -268,8 +270,8 @@ async def test_steps_that_a_client_orders_are_set_aside_again_and_again(tmp_path
             for attempt in range(3):
                 batch = await former.form(order)
                 fault = trainer_pb2.DataFault(step=0, batch_id=batch.batch_id)
-                found = former.set_aside(fault, "the loss is nan", most_in_a_row=1)
-                assert found is not None
+                set_aside = former.set_aside(fault, "the loss is nan", most_in_a_row=1)
+                assert set_aside is not None
                 assert former._state.set_aside_in_a_row == attempt + 1
 
 
@@ -293,10 +295,10 @@ def test_groups_that_are_put_back_keep_the_invariant(per_step: int, max_stalenes
         lease_all(book, served_step=0)
         for group in book.training_groups():
             group.finished = dict(make_group(0).finished)
-        taken = book.take_batch()
+        batch = book.take_batch()
         # Others are leased while the trainer has the batch.
         lease_all(book, served_step=0)
-        book.put_back(0, taken[:num_back], {})
+        book.put_back(0, batch[:num_back], {})
         deadlines = Counter(group.deadline_step for group in book.training_groups())
         assert staleness.holds(deadlines, book.step, per_step)
         # The lost groups can be leased again.
@@ -305,7 +307,7 @@ def test_groups_that_are_put_back_keep_the_invariant(per_step: int, max_stalenes
             group.finished = dict(make_group(0).finished)
         again = book.take_batch()
         assert again is not None
-        assert set(taken[:num_back]) <= set(again)
+        assert set(batch[:num_back]) <= set(again)
 
 
 def test_a_group_that_a_file_brings_back_knows_its_leases_and_its_members() -> None:
@@ -392,10 +394,10 @@ async def test_a_batch_that_is_being_written_is_not_missing(tmp_path: Path) -> N
         with SlowJournal(tmp_path) as journal:
             books = books_of(run, journal=journal, leases=book)
             former = BatchFormer(books, tasks)
-            asked = asyncio.create_task(former.form())
+            task = asyncio.create_task(former.form())
             await asyncio.sleep(0)
             # A trainer that starts again comes while the batch of the one before is written.
-            asked.cancel()
+            task.cancel()
             assert book.step == 1
             assert former.first_missing(0) is None
             given = asyncio.create_task(former.recorded(0))
@@ -444,8 +446,8 @@ def test_a_task_is_solved_when_all_groups_that_teach_nothing_have_full_rewards(r
     progress = run.progress
     assert progress.has_failed is not bool(solved)
     assert progress.cause.startswith("the task is solved") is bool(solved)
-    told = "(a: 1 of 2 solved, mean reward 0.75; b: 30 of 30 solved, mean reward 1)"
-    assert (solved or (told if "b" in rewards else "(a: 0 of 20 solved")) in progress.cause
+    message = "(a: 1 of 2 solved, mean reward 0.75; b: 30 of 30 solved, mean reward 1)"
+    assert (solved or (message if "b" in rewards else "(a: 0 of 20 solved")) in progress.cause
 
 
 def test_groups_that_are_left_out_while_a_batch_waits_or_is_written_do_not_end_the_run() -> None:

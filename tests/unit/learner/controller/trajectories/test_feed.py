@@ -88,8 +88,8 @@ def test_replies_that_stopped_at_no_end_are_told_once_with_their_number() -> Non
     scene = Scene()
     for _ in range(2):
         scene.note(replies_without_end=3.0)
-    (told,) = scene.told
-    assert told.startswith("environment e: 3 replies of an episode stopped at none of the ends")
+    (message,) = scene.told
+    assert message.startswith("environment e: 3 replies of an episode stopped at none of the ends")
     assert scene.feed.summary() == {"e": {"episodes": 2, "replies_without_end": 6}}
 
 

@@ -107,25 +107,25 @@ def test_masks_and_clips_are_counted() -> None:
         loss_args={"dual_clip": 3.0},
         weight_args={"token_band": [0.5, 1.9], "sequence_band": [0.5, 9.0]},
     )
-    found = loss_of(policy, batch, settings, old=torch.zeros(3))
-    counts = reported(found, settings)
+    loss = loss_of(policy, batch, settings, old=torch.zeros(3))
+    counts = reported(loss, settings)
     assert counts["clip_fraction_high"] == 1
     assert counts["clip_fraction_low"] == 1
     assert counts["clip_fraction"] == 2
     assert counts["dual_clip_fraction"] == 1
     assert counts["masked_token_fraction"] == 1
     assert counts["masked_sequence_fraction"] == 1
-    assert of_all_steps(found.statistics)["importance_weight_mean"][0] == 2
+    assert of_all_steps(loss.statistics)["importance_weight_mean"][0] == 2
 
 
 def test_ratio_to_the_behavior_policy_clips_in_the_first_mini_batch_too() -> None:
     """Learner and sampler differ before the first step: taking one for the other clips nothing."""
     policy = torch.tensor([-1.0 + math.log(1.5), -1.0], requires_grad=True)
     batch = micro_batch([-1.0, -1.0])
-    found = loss_of(policy, batch, algorithm(**BEHAVIOR))
-    assert found.loss.item() == pytest.approx(-1.2 - 1.0)
-    assert gradient(found, policy) == pytest.approx([0.0, -1.0])
-    assert of_all_steps(found.statistics)["importance_weight_mean"][0] == 2
+    loss = loss_of(policy, batch, algorithm(**BEHAVIOR))
+    assert loss.loss.item() == pytest.approx(-1.2 - 1.0)
+    assert gradient(loss, policy) == pytest.approx([0.0, -1.0])
+    assert of_all_steps(loss.statistics)["importance_weight_mean"][0] == 2
     proximal = loss_of(policy, batch, algorithm(weight="none"))
     assert gradient(proximal, policy) == pytest.approx([-1.0, -1.0])
 
@@ -133,8 +133,8 @@ def test_ratio_to_the_behavior_policy_clips_in_the_first_mini_batch_too() -> Non
 def test_reinforce_is_weighted_by_the_present_policy_in_later_mini_batches_too() -> None:
     policy = torch.tensor([math.log(1.5)], requires_grad=True)
     settings = algorithm(loss="reinforce", weight_args={"to": "present"})
-    found = loss_of(policy, micro_batch([0.0]), settings, old=torch.tensor([math.log(0.1)]))
-    assert gradient(found, policy) == pytest.approx([-1.5])
+    loss = loss_of(policy, micro_batch([0.0]), settings, old=torch.tensor([math.log(0.1)]))
+    assert gradient(loss, policy) == pytest.approx([-1.5])
 
 
 def test_divergence_in_the_loss_pulls_towards_the_reference_with_the_same_weight() -> None:
@@ -143,10 +143,10 @@ def test_divergence_in_the_loss_pulls_towards_the_reference_with_the_same_weight
     reference = [-1.0 - math.log(2), -1.0 + math.log(2)]
     batch = micro_batch([-1.0 - math.log(1.5)] * 2, [0.0, 0.0], reference=reference)
     settings = algorithm(kl={"coefficient": 0.1, "estimator": "k2"})
-    found = loss_of(policy, batch, settings)
-    assert found.loss.item() == pytest.approx(2 * 0.1 * 1.5 * math.log(2) ** 2 / 2)
+    loss = loss_of(policy, batch, settings)
+    assert loss.loss.item() == pytest.approx(2 * 0.1 * 1.5 * math.log(2) ** 2 / 2)
     pull = 0.1 * 1.5 * math.log(2)
-    assert gradient(found, policy) == pytest.approx([pull, -pull])
+    assert gradient(loss, policy) == pytest.approx([pull, -pull])
 
 
 def test_divergence_in_the_reward_is_no_part_of_the_loss() -> None:
@@ -166,9 +166,9 @@ def test_entropy_bonus_raises_the_entropy() -> None:
 
     policy, before = entropy()
     batch = micro_batch(policy.tolist(), [0.0])
-    found = loss_of(policy, batch, algorithm(entropy_coefficient=0.5), entropy=before)
-    assert found.loss.item() == pytest.approx(-0.5 * before.item())
-    found.loss.backward()
+    loss = loss_of(policy, batch, algorithm(entropy_coefficient=0.5), entropy=before)
+    assert loss.loss.item() == pytest.approx(-0.5 * before.item())
+    loss.loss.backward()
     assert logits.grad is not None
     with torch.no_grad():
         logits -= 0.1 * logits.grad
@@ -191,8 +191,8 @@ def test_log_ratios_of_any_size_give_finite_losses_gradients_and_statistics(gap,
     batch = micro_batch([0.0], [-1.0], reference=[0.0])
     for old in (None, torch.zeros(1)):
         policy = torch.tensor([gap], requires_grad=True)
-        found = loss_of(policy, batch, settings, old=old)
-        everything = [*gradient(found, policy), *found.statistics[:2].flatten().tolist()]
+        loss = loss_of(policy, batch, settings, old=old)
+        everything = [*gradient(loss, policy), *loss.statistics[:2].flatten().tolist()]
         assert all(math.isfinite(value) for value in everything)
 
 
@@ -230,7 +230,7 @@ def test_the_divergence_over_likely_tokens_weighs_and_masks_like_the_loss(estima
         top_ids=torch.zeros(3, 2, dtype=torch.int64),
         top_logprobs=likely,
     )
-    found = loss_of(policy, batch, settings)
+    loss = loss_of(policy, batch, settings)
 
     def with_rest(values: Tensor) -> Tensor:
         return torch.cat([values.exp(), 1 - values.exp().sum(-1, keepdim=True)], dim=1)
@@ -241,9 +241,9 @@ def test_the_divergence_over_likely_tokens_weighs_and_masks_like_the_loss(estima
         one, other = other, one
     divergence = (one * (one.log() - other.log())).sum(-1)
     expected = 2.0 * (1.5 * divergence[0] + 2.0 * divergence[1])
-    torch.testing.assert_close(found.loss, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(loss.loss, expected, rtol=0, atol=1e-6)
     (wanted,) = torch.autograd.grad(expected, policy)
-    (values,) = torch.autograd.grad(found.loss, policy)
+    (values,) = torch.autograd.grad(loss.loss, policy)
     torch.testing.assert_close(values, wanted, rtol=0, atol=1e-6)
     assert values[:2, 1:].all()
     assert not values[2].any()
@@ -369,6 +369,6 @@ def test_decoupled_ppo_weighs_by_the_proximal_policy_and_clips_around_it() -> No
     # behavior -> proximal 1.5 (the weight), proximal -> policy 1.1 (the ratio).
     policy = torch.tensor([-1.0 + math.log(1.1)], requires_grad=True)
     batch = micro_batch([-1.0 - math.log(1.5)])
-    found = loss_of(policy, batch, old=torch.tensor([-1.0]))
-    assert found.loss.item() == pytest.approx(-1.5 * 1.1)
-    assert gradient(found, policy) == pytest.approx([-1.5 * 1.1])
+    loss = loss_of(policy, batch, old=torch.tensor([-1.0]))
+    assert loss.loss.item() == pytest.approx(-1.5 * 1.1)
+    assert gradient(loss, policy) == pytest.approx([-1.5 * 1.1])

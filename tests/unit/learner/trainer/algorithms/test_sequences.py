@@ -43,21 +43,21 @@ def config(**algorithm):
 
 
 def batch(rewards: list[float], truncated: tuple[int, ...] = ()) -> Batch:
-    made = make_batch(0, num_groups=2, group_size=3, vocab_size=9, max_tokens=20)
+    batch = make_batch(0, num_groups=2, group_size=3, vocab_size=9, max_tokens=20)
     changed = [
         dataclasses.replace(
             t, reward=reward, status=Status.TRUNCATED if i in truncated else Status.COMPLETED
         )
-        for i, (t, reward) in enumerate(zip(made.trajectories, rewards, strict=True))
+        for i, (t, reward) in enumerate(zip(batch.trajectories, rewards, strict=True))
     ]
-    return Batch(0, made.batch_id, tuple(changed))
+    return Batch(0, batch.batch_id, tuple(changed))
 
 
 def advantages(sequences) -> list[float]:
     """The advantage of each sequence, which all its trained tokens share."""
     found = []
-    for one in sequences:
-        values = set(one.advantages[one.loss_mask].tolist())
+    for sequence in sequences:
+        values = set(sequence.advantages[sequence.loss_mask].tolist())
         assert len(values) == 1
         found.append(values.pop())
     return found
@@ -67,11 +67,11 @@ def test_the_advantage_that_is_told_is_the_mean_of_a_trajectorys_trained_tokens(
     made = batch([0, 1, 2, 5, 5, 8], truncated=(2,))
     two = dataclasses.replace(tree((1, 3), (1.0, 0.5), 0.0), group_id=made.group_ids[0])
     made = Batch(0, made.batch_id, (two, *made.trajectories[1:]))
-    found = training_sequences(made, config(advantage="dr_grpo", leave_out_truncated=True))
-    told = mean_advantages(made, found)
+    sequences = training_sequences(made, config(advantage="dr_grpo", leave_out_truncated=True))
+    advantages = mean_advantages(made, sequences)
     ids = [trajectory.trajectory_id for trajectory in made.trajectories]
     # The rewards are 0 and 1: one token has -0.5, three of the other branch have half of it.
-    assert [told.get(each) for each in ids] == pytest.approx(
+    assert [advantages.get(each) for each in ids] == pytest.approx(
         [(-0.5 - 3 * 0.25) / 4, 0.5, None, -1, -1, 2]
     )
 
@@ -108,28 +108,32 @@ def test_each_branch_is_a_sequence_with_the_episodes_advantage_times_its_share()
     assert mixed.owners == [0, 1, 2, 2, 2, 3, 4, 5]
     assert mixed.lengths[2:5] == [5, 3, 4]
     assert mixed.mini_batches(2) == [[0, 1, 2, 3, 4], [5, 6, 7]]
-    found = training_sequences(mixed, config(advantage="dr_grpo"))
-    assert advantages(found) == pytest.approx([-1, 0, 1, 0.5, -2, -1, -1, 2])
-    first, second, third = found[2:5]
+    sequences = training_sequences(mixed, config(advantage="dr_grpo"))
+    assert advantages(sequences) == pytest.approx([-1, 0, 1, 0.5, -2, -1, -1, 2])
+    first, second, third = sequences[2:5]
     assert first.token_ids.tolist() == [0, 1, 2, 3, 4]
     assert third.token_ids.tolist() == [8, 9, 10, 11]
     # Nothing is predicted across the end of a branch.
     assert first.loss_mask.tolist() == [False, True, True, True, False]
     assert second.loss_mask.tolist() == [False, True, False]
     assert third.behavior_logprobs.tolist() == [0, -4, -5, 0]
-    whole = weighted(found, mixed.mini_batches(1), config(aggregation="sequence_mean"))
-    counts = [int(one.loss_mask.sum()) for one in found]
-    assert [w.loss_weight for w in whole] == [sum(counts) / (8 * count) for count in counts]
+    weighted_sequences = weighted(
+        sequences, mixed.mini_batches(1), config(aggregation="sequence_mean")
+    )
+    counts = [int(one.loss_mask.sum()) for one in sequences]
+    assert [w.loss_weight for w in weighted_sequences] == [
+        sum(counts) / (8 * count) for count in counts
+    ]
 
 
 def test_a_single_branch_is_trained_as_an_episode_without_branches_bit_for_bit() -> None:
     plain = batch([0, 1, 2, 5, 5, 8])
-    named = [
+    copies = [
         dataclasses.replace(t, branches=(Branch(len(t.run_lengths)),)) for t in plain.trajectories
     ]
     settings = config(advantage="reinforce_pp")
     first = training_sequences(plain, settings)
-    second = training_sequences(dataclasses.replace(plain, trajectories=tuple(named)), settings)
+    second = training_sequences(dataclasses.replace(plain, trajectories=tuple(copies)), settings)
     for one, other in zip(first, second, strict=True):
         for name in ("token_ids", "loss_mask", "behavior_logprobs", "lags"):
             assert getattr(one, name).tobytes() == getattr(other, name).tobytes()
@@ -139,15 +143,15 @@ def test_a_single_branch_is_trained_as_an_episode_without_branches_bit_for_bit()
 def test_overlong_filter_takes_all_branches_of_an_episode_out_of_the_loss() -> None:
     cut = dataclasses.replace(tree((3, 1), (1.0, 1.0), 2.0), status=Status.TRUNCATED)
     mixed = Batch(0, "batch", (cut, *batch([0, 1, 2, 5, 5, 8]).trajectories))
-    found = training_sequences(mixed, config(leave_out_truncated=True))
-    assert [bool(one.loss_mask.any()) for one in found] == [False, False] + [True] * 6
+    sequences = training_sequences(mixed, config(leave_out_truncated=True))
+    assert [bool(one.loss_mask.any()) for one in sequences] == [False, False] + [True] * 6
 
 
 def test_estimates_of_other_models_are_cut_into_branches() -> None:
-    one = Batch(0, "batch", (tree((3, 2), (1.0, 1.0), 1.0),))
+    batch = Batch(0, "batch", (tree((3, 2), (1.0, 1.0), 1.0),))
     values = np.array([1, 2, 3, 4, 5], dtype=np.float32)
     settings = config(advantage="gae", advantage_args={"lam": 1, "normalize": False})
-    first, second = training_sequences(one, settings, [ModelEstimates(said(values), values)])
+    first, second = training_sequences(batch, settings, [ModelEstimates(said(values), values)])
     for known in (first.values, first.reference_logprobs):
         assert known.tolist() == [0, 1, 2, 3, 0]
     assert second.values.tolist() == [0, 4, 5, 0]
@@ -156,39 +160,41 @@ def test_estimates_of_other_models_are_cut_into_branches() -> None:
 
 def test_overlong_filter_takes_episodes_out_of_the_loss_and_out_of_their_groups_mean() -> None:
     settings = config(advantage="dr_grpo", leave_out_truncated=True)
-    found = training_sequences(batch([0, 1, 2, 5, 5, 8], truncated=(2,)), settings)
-    assert not found[2].loss_mask.any()
-    assert advantages(found[:2] + found[3:]) == pytest.approx([-0.5, 0.5, -1, -1, 2])
-    kept = training_sequences(
+    sequences = training_sequences(batch([0, 1, 2, 5, 5, 8], truncated=(2,)), settings)
+    assert not sequences[2].loss_mask.any()
+    assert advantages(sequences[:2] + sequences[3:]) == pytest.approx([-0.5, 0.5, -1, -1, 2])
+    sequences = training_sequences(
         batch([0, 1, 2, 5, 5, 8], truncated=(2,)), config(advantage="dr_grpo")
     )
-    assert advantages(kept)[:3] == pytest.approx([-1, 0, 1])
+    assert advantages(sequences)[:3] == pytest.approx([-1, 0, 1])
 
 
 def test_divergence_in_the_reward_costs_what_the_sampler_diverged_from_the_reference() -> None:
     one = batch([0, 0, 0, 0, 0, 0])
     # The reference is log 2 less sure of the first episode's tokens: k1 costs 0.1 * log 2 for each.
-    known = [
+    estimates = [
         ModelEstimates(said(t.behavior_logprobs - (math.log(2) if i == 0 else 0.0)))
         for i, t in enumerate(one.trajectories)
     ]
     cost = 0.1 * math.log(2) * one.trajectories[0].num_sampled_tokens
     kl: JsonValue = {"coefficient": 0.1, "placement": "reward", "estimator": "k1"}
     settings = config(kl=kl, advantage="dr_grpo")
-    found = advantages(training_sequences(one, settings, known))
+    found = advantages(training_sequences(one, settings, estimates))
     assert found[:3] == pytest.approx([-cost * 2 / 3, cost / 3, cost / 3], rel=1e-5)
     assert found[3:] == [0, 0, 0]
 
 
 def test_weights_of_the_loss_belong_to_the_mini_batch() -> None:
     sequences = training_sequences(batch([0, 1, 2, 5, 5, 8]), config())
-    counts = [int(one.loss_mask.sum()) for one in sequences]
+    counts = [int(sequence.loss_mask.sum()) for sequence in sequences]
     halves = [[0, 1, 2], [3, 4, 5]]
-    found = weighted(sequences, halves, config(aggregation="sequence_mean", mini_batches=2))
+    weighted_sequences = weighted(
+        sequences, halves, config(aggregation="sequence_mean", mini_batches=2)
+    )
     for half in halves:
         total = sum(counts[i] for i in half)
         for i in half:
-            assert found[i].loss_weight == pytest.approx(total / (3 * counts[i]))
+            assert weighted_sequences[i].loss_weight == pytest.approx(total / (3 * counts[i]))
     fixed = weighted(sequences, [range(6)], config(aggregation="fixed"))
     assert fixed[0].loss_weight == pytest.approx(sum(counts) / (6 * 10))
 
@@ -207,45 +213,45 @@ def group_of(*members: Trajectory) -> Batch:
 
 def test_each_side_is_compared_with_the_same_side_of_its_group() -> None:
     names = ("a", "b", "a", "")
-    one = group_of(
+    group = group_of(
         sided((3.0, 10.0, 3.0, None), names, reward=1.0),
         sided((0.0, 30.0, 0.0, None), names, reward=2.0),
         sided((0.0, 20.0, 0.0, None), names, reward=6.0),
     )
-    found = training_sequences(one, config(advantage="dr_grpo"))
-    assert advantages(found) == pytest.approx([2, -10, 2, -2, -1, 10, -1, -1, -1, 0, -1, 3])
-    found = training_sequences(one, config(advantage="rloo"))
-    assert advantages(found) == pytest.approx(
+    sequences = training_sequences(group, config(advantage="dr_grpo"))
+    assert advantages(sequences) == pytest.approx([2, -10, 2, -2, -1, 10, -1, -1, -1, 0, -1, 3])
+    sequences = training_sequences(group, config(advantage="rloo"))
+    assert advantages(sequences) == pytest.approx(
         [3, -15, 3, -3, -1.5, 15, -1.5, -1.5, -1.5, 0, -1.5, 4.5]
     )
 
 
 def test_a_side_that_only_some_members_have_is_compared_among_these() -> None:
-    one = group_of(
+    group = group_of(
         sided((1.0, 4.0), ("a", "b")), sided((3.0,), ("a",)), sided((5.0, 8.0), ("a", "b"))
     )
-    found = training_sequences(one, config(advantage="dr_grpo"))
-    assert advantages(found) == pytest.approx([-2, -2, 0, 2, 2])
+    sequences = training_sequences(group, config(advantage="dr_grpo"))
+    assert advantages(sequences) == pytest.approx([-2, -2, 0, 2, 2])
 
 
 def test_values_and_returns_of_a_side_are_those_of_its_tokens() -> None:
-    one = group_of(sided((1.0, 5.0, 1.0), ("a", "b", "a")))
+    group = group_of(sided((1.0, 5.0, 1.0), ("a", "b", "a")))
     values = np.array([0, 1, 2, 3, 4, 5], dtype=np.float32)
     gae: JsonValue = {"lam": 1.0, "normalize": False}
-    found = training_sequences(
-        one, config(advantage="gae", advantage_args=gae), [ModelEstimates(values=values)]
+    sequences = training_sequences(
+        group, config(advantage="gae", advantage_args=gae), [ModelEstimates(values=values)]
     )
-    first, second, third = (each.advantages[each.loss_mask].tolist() for each in found)
+    first, second, third = (each.advantages[each.loss_mask].tolist() for each in sequences)
     assert (first, second, third) == ([1, 0], [3, 2], [-3, -4])
 
 
 def test_one_reward_for_all_sides_trains_as_the_episodes_own_bit_for_bit() -> None:
     rewards = [0.3, 0.1, 0.7]
     plain = group_of(*(sided((None,), ("",), reward=r) for r in rewards))
-    own = group_of(*(sided((r,), ("a",), reward=9.0) for r in rewards))
+    group = group_of(*(sided((r,), ("a",), reward=9.0) for r in rewards))
     for advantage in ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "score"):
         settings = config(advantage=advantage)
-        first, second = (training_sequences(each, settings) for each in (plain, own))
+        first, second = (training_sequences(each, settings) for each in (plain, group))
         for one, other in zip(first, second, strict=True):
             assert one.advantages.tobytes() == other.advantages.tobytes()
 
@@ -267,50 +273,50 @@ def earning(*earned: float, branches: tuple[Branch, ...] = (), reward: float | N
 
 
 def by_prediction(sequences) -> list[list[float]]:
-    return [one.advantages[one.loss_mask].tolist() for one in sequences]
+    return [sequence.advantages[sequence.loss_mask].tolist() for sequence in sequences]
 
 
 def test_rewards_of_turns_reach_the_tokens_of_their_turns() -> None:
-    one = group_of(earning(1, 0, 4, 0), earning(0, 0, 0, 2), earning(0, 2, 0, 0))
+    group = group_of(earning(1, 0, 4, 0), earning(0, 0, 0, 2), earning(0, 2, 0, 0))
     # Returns of the turns: 5 4 0, 2 2 2 and 2 2 0; the second token of the last has earned already.
     expected = [
         [2, 4 / 3, 4 / 3, -2 / 3],
         [-1, -2 / 3, -2 / 3, 4 / 3],
         [-1, -2 / 3, -8 / 3, -2 / 3],
     ]
-    found = training_sequences(one, config(**BY_TURN))
-    for ours, theirs in zip(by_prediction(found), expected, strict=True):
+    sequences = training_sequences(group, config(**BY_TURN))
+    for ours, theirs in zip(by_prediction(sequences), expected, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-6)
     # Packed with others in any order, each target keeps its own.
-    batch = packed(found, [2, 0, 1])
+    batch = packed(sequences, [2, 0, 1])
     ours = batch.advantages[batch.loss_mask].tolist()
     assert ours == pytest.approx([*expected[2], *expected[0], *expected[1]], abs=1e-6)
-    backwards = training_sequences(Batch(0, "b", one.trajectories[::-1]), config(**BY_TURN))
-    for mine, same in zip(found, backwards[::-1], strict=True):
+    backwards = training_sequences(Batch(0, "b", group.trajectories[::-1]), config(**BY_TURN))
+    for mine, same in zip(sequences, backwards[::-1], strict=True):
         assert mine.advantages == pytest.approx(same.advantages, abs=1e-6)
 
 
 def test_a_change_of_the_reward_counts_at_the_end() -> None:
     own = config(reward="support.fakes.own_grpo:halved", **BY_TURN)
-    found = training_sequences(group_of(earning(1, 0, 4, 0), earning(0, 0, 0, 0)), own)
+    sequences = training_sequences(group_of(earning(1, 0, 4, 0), earning(0, 0, 0, 0)), own)
     # 5 became 2.5, so the last turn lost 2.5: returns 2.5, 1.5, -2.5 and 0, 0, 0.
-    assert by_prediction(found)[0] == pytest.approx([1.25, 0.75, 0.75, -1.25])
+    assert by_prediction(sequences)[0] == pytest.approx([1.25, 0.75, 0.75, -1.25])
 
 
 def test_turns_of_branches_and_sides_are_compared_with_their_like() -> None:
     sides = (Branch(4, name="a", reward=5.0), Branch(2))
     other = (Branch(4, name="a", reward=1.0), Branch(2))
-    one = group_of(
+    group = group_of(
         earning(1, 0, 4, 3, branches=sides, reward=3.0),
         earning(0, 0, 1, 1, branches=other, reward=1.0),
     )
-    found = by_prediction(training_sequences(one, config(**BY_TURN)))
-    assert found == [[2, 1.5, 1.5], [1], [-2, -1.5, -1.5], [-1]]
+    advantages = by_prediction(training_sequences(group, config(**BY_TURN)))
+    assert advantages == [[2, 1.5, 1.5], [1], [-2, -1.5, -1.5], [-1]]
     # Branches that share a reward: what the second earned follows the first.
     shared = (Branch(4), Branch(2))
-    one = group_of(earning(1, 0, 4, 3, branches=shared), earning(0, 0, 1, 1, branches=shared))
-    found = by_prediction(training_sequences(one, config(**BY_TURN)))
-    assert found == [[3, 2.5, 2.5], [1], [-3, -2.5, -2.5], [-1]]
+    group = group_of(earning(1, 0, 4, 3, branches=shared), earning(0, 0, 1, 1, branches=shared))
+    advantages = by_prediction(training_sequences(group, config(**BY_TURN)))
+    assert advantages == [[3, 2.5, 2.5], [1], [-3, -2.5, -2.5], [-1]]
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "score"])
@@ -359,7 +365,7 @@ def test_sums_of_any_parts_over_all_tokens_are_the_aggregate_of_the_whole(
         sum(weights[i] * losses[i].sum() for i in range(a, b))
         for a, b in zip(bounds, bounds[1:], strict=False)
     ]
-    means = [one.mean() for one in losses if len(one)]
+    means = [loss.mean() for loss in losses if len(loss)]
     expected = {
         "token_mean": np.concatenate(losses).mean(),
         "sequence_mean": np.mean(means),

@@ -32,12 +32,12 @@ def test_mini_batches_take_equal_shares_of_the_groups_in_order() -> None:
 
 
 def test_mini_batch_keeps_a_group_whole_that_does_not_stand_together() -> None:
-    made = make_batch(0, num_groups=1, group_size=4, vocab_size=8, max_tokens=9)
+    batch = make_batch(0, num_groups=1, group_size=4, vocab_size=8, max_tokens=9)
     trajectories = tuple(
         replace(t, group_id=GroupId(name))
-        for t, name in zip(made.trajectories, "abab", strict=True)
+        for t, name in zip(batch.trajectories, "abab", strict=True)
     )
-    assert replace(made, trajectories=trajectories).mini_batches(2) == [[0, 2], [1, 3]]
+    assert replace(batch, trajectories=trajectories).mini_batches(2) == [[0, 2], [1, 3]]
 
 
 def test_more_mini_batches_than_groups_are_refused_or_fewer() -> None:
@@ -76,10 +76,12 @@ def test_a_batch_without_adapters_is_one_part() -> None:
 
 def batch_of(step: int, *spans: tuple[VersionSpan, ...]) -> Batch:
     """One trajectory for each entry of `spans`, which also say how many tokens it has sampled."""
-    made = make_batch(step, num_groups=1, group_size=len(spans), vocab_size=8, max_tokens=9)
+    batch = make_batch(step, num_groups=1, group_size=len(spans), vocab_size=8, max_tokens=9)
     return replace(
-        made,
-        trajectories=tuple(with_spans(t, s) for t, s in zip(made.trajectories, spans, strict=True)),
+        batch,
+        trajectories=tuple(
+            with_spans(t, s) for t, s in zip(batch.trajectories, spans, strict=True)
+        ),
     )
 
 
@@ -149,8 +151,8 @@ def test_the_padded_length_must_fit() -> None:
     check_data(BATCH, max_tokens=longest, multiple=1, vocab_size=32)
     with pytest.raises(UntrainableBatch, match="does not fit learner.micro_batch_tokens") as error:
         check_data(BATCH, max_tokens=longest, multiple=longest - 1, vocab_size=32)
-    found = {t.trajectory_id for t in BATCH.trajectories if len(t.token_ids) == longest}
-    assert set(error.value.trajectory_ids) == found
+    trajectory_ids = {t.trajectory_id for t in BATCH.trajectories if len(t.token_ids) == longest}
+    assert set(error.value.trajectory_ids) == trajectory_ids
 
 
 def test_tokens_outside_the_vocabulary_are_named() -> None:
@@ -170,8 +172,8 @@ def test_an_advantage_that_is_not_finite_is_named() -> None:
 def test_the_message_names_the_first_few() -> None:
     assert str(untrainable(BATCH, [0], "why")) == f"why ({ids(0)[0]})"
     assert str(untrainable(BATCH, [], "why")) == "why"
-    told = ", ".join(ids(0, 1, 2))
-    assert str(untrainable(BATCH, [0, 1, 2, 3], "why")) == f"why ({told} and 1 more)"
+    message = ", ".join(ids(0, 1, 2))
+    assert str(untrainable(BATCH, [0, 1, 2, 3], "why")) == f"why ({message} and 1 more)"
 
 
 def test_a_branch_must_fit_and_not_the_episode() -> None:

@@ -41,11 +41,11 @@ def test_sequence_that_cannot_be_cut_is_a_mistake() -> None:
 @given(parts=PARTS, size=st.integers(2, 4))
 def test_every_token_is_held_once_and_every_rank_holds_as_many(parts: list[int], size: int) -> None:
     bounds = bounds_of(parts, size)
-    held = [zigzag(bounds, rank, size) for rank in range(size)]
-    assert len({len(places) for places in held}) == 1
-    assert sorted(torch.cat(held).tolist()) == list(range(bounds[-1]))
+    zigzags = [zigzag(bounds, rank, size) for rank in range(size)]
+    assert len({len(places) for places in zigzags}) == 1
+    assert sorted(torch.cat(zigzags).tolist()) == list(range(bounds[-1]))
     places = gathered_places(tuple(bounds), size)
-    assert torch.cat(held)[places].tolist() == list(range(bounds[-1]))
+    assert torch.cat(zigzags)[places].tolist() == list(range(bounds[-1]))
 
 
 @given(parts=PARTS, size=st.integers(2, 4))
@@ -64,23 +64,25 @@ def test_shares_are_those_of_every_tensor_of_tokens() -> None:
     ]
     estimates = [TokenEstimates(e, e + 1, e + 2, e + 3) for e in numbers]
     sequences = TrainingSequence.of_trajectories(batch.trajectories, estimates, step=batch.step)
-    whole = packed(sequences, range(6), multiple=8, sequence_multiple=4)
-    shares = [share_of_rank(whole, rank, 2) for rank in range(2)]
-    bounds = whole.cu_seqlens.tolist()
-    tensors = {name: value for name, value in vars(whole).items() if isinstance(value, Tensor)}
+    micro_batch = packed(sequences, range(6), multiple=8, sequence_multiple=4)
+    shares = [share_of_rank(micro_batch, rank, 2) for rank in range(2)]
+    bounds = micro_batch.cu_seqlens.tolist()
+    tensors = {
+        name: value for name, value in vars(micro_batch).items() if isinstance(value, Tensor)
+    }
     assert len(tensors) > 10
     for name, tensor in tensors.items():
         for rank, share in enumerate(shares):
             kept = tensor if name == "cu_seqlens" else tensor[zigzag(bounds, rank, 2)]
             assert torch.equal(getattr(share, name), kept), name
-    assert [share.max_seqlen for share in shares] == [whole.max_seqlen] * 2
-    assert [share.indices for share in shares] == [whole.indices] * 2
-    assert sum(int(share.loss_mask.sum()) for share in shares) == int(whole.loss_mask.sum())
+    assert [share.max_seqlen for share in shares] == [micro_batch.max_seqlen] * 2
+    assert [share.indices for share in shares] == [micro_batch.indices] * 2
+    assert sum(int(share.loss_mask.sum()) for share in shares) == int(micro_batch.loss_mask.sum())
 
 
 def test_the_only_rank_trains_the_whole() -> None:
-    whole = packed([], [])
-    assert share_of_rank(whole, 0, 1) is whole
+    micro_batch = packed([], [])
+    assert share_of_rank(micro_batch, 0, 1) is micro_batch
 
 
 def sequence(token_ids: list[int], trained: list[bool], advantage: float) -> TrainingSequence:
@@ -103,29 +105,29 @@ def estimates(number: int, advantage: float) -> TokenEstimates:
 def test_micro_batch_lays_sequences_side_by_side() -> None:
     first = sequence([5, 6, 7], [False, True, True], 0.5)
     second = sequence([8, 9], [False, True], -1.0)
-    found = packed([first, second], [1, 0])
-    assert found.token_ids.tolist() == [8, 9, 5, 6, 7]
-    assert found.position_ids.tolist() == [0, 1, 0, 1, 2]
-    assert found.targets.tolist() == [9, 0, 6, 7, 0]
-    assert found.loss_mask.tolist() == [True, False, True, True, False]
-    assert found.advantages.tolist() == [-1.0, -1.0, 0.5, 0.5, 0.5]
-    assert found.behavior_logprobs.tolist() == [-0.5, 0, -0.5, -0.5, 0]
-    assert found.lags.tolist() == [1, 0, 1, 1, 0]
-    assert found.sequence_ids.tolist() == [0, 0, 1, 1, 1]
-    assert found.loss_weights.tolist() == [1.0] * 5
-    assert found.reference_logprobs is None
-    assert found.cu_seqlens.tolist() == [0, 2, 5]
-    assert found.max_seqlen == 3
-    assert found.indices == (1, 0)
+    micro_batch = packed([first, second], [1, 0])
+    assert micro_batch.token_ids.tolist() == [8, 9, 5, 6, 7]
+    assert micro_batch.position_ids.tolist() == [0, 1, 0, 1, 2]
+    assert micro_batch.targets.tolist() == [9, 0, 6, 7, 0]
+    assert micro_batch.loss_mask.tolist() == [True, False, True, True, False]
+    assert micro_batch.advantages.tolist() == [-1.0, -1.0, 0.5, 0.5, 0.5]
+    assert micro_batch.behavior_logprobs.tolist() == [-0.5, 0, -0.5, -0.5, 0]
+    assert micro_batch.lags.tolist() == [1, 0, 1, 1, 0]
+    assert micro_batch.sequence_ids.tolist() == [0, 0, 1, 1, 1]
+    assert micro_batch.loss_weights.tolist() == [1.0] * 5
+    assert micro_batch.reference_logprobs is None
+    assert micro_batch.cu_seqlens.tolist() == [0, 2, 5]
+    assert micro_batch.max_seqlen == 3
+    assert micro_batch.indices == (1, 0)
 
 
 def test_filler_makes_the_tokens_a_multiple_and_carries_no_loss() -> None:
-    found = packed([sequence([5, 6, 7], [False, True, True], 1.0)], [0], multiple=4)
-    assert found.token_ids.tolist() == [5, 6, 7, 0]
-    assert found.cu_seqlens.tolist() == [0, 3, 4]
-    assert found.loss_mask.tolist() == [True, True, False, False]
-    assert found.is_padding.tolist() == [False, False, False, True]
-    assert found.indices == (0,)
+    micro_batch = packed([sequence([5, 6, 7], [False, True, True], 1.0)], [0], multiple=4)
+    assert micro_batch.token_ids.tolist() == [5, 6, 7, 0]
+    assert micro_batch.cu_seqlens.tolist() == [0, 3, 4]
+    assert micro_batch.loss_mask.tolist() == [True, True, False, False]
+    assert micro_batch.is_padding.tolist() == [False, False, False, True]
+    assert micro_batch.indices == (0,)
 
 
 def test_likely_tokens_of_a_reference_stand_where_the_sampled_token_is_predicted() -> None:
@@ -142,15 +144,19 @@ def test_likely_tokens_of_a_reference_stand_where_the_sampled_token_is_predicted
         known.append(TokenEstimates(zeros, top_ids=ids, top_logprobs=-ids.astype(np.float32)))
     sequences = TrainingSequence.of_trajectories(batch.trajectories, known, step=0)
     order = range(len(sequences))
-    found = packed(sequences, list(order), multiple=100, sequence_multiple=4)
-    assert found.top_ids.shape == found.top_logprobs.shape == (len(found.token_ids), 2)
-    mask = found.loss_mask
+    micro_batch = packed(sequences, list(order), multiple=100, sequence_multiple=4)
+    assert (
+        micro_batch.top_ids.shape
+        == micro_batch.top_logprobs.shape
+        == (len(micro_batch.token_ids), 2)
+    )
+    mask = micro_batch.loss_mask
     expected = np.concatenate([one.top_ids for one in known])
-    assert found.top_ids[mask].tolist() == expected.tolist()
-    assert found.top_logprobs[mask].tolist() == (-expected).tolist()
-    assert not found.top_ids[~mask].any()
-    assert found.all_targets[:, 0].tolist() == found.targets.tolist()
-    assert found.all_targets[:, 1:].tolist() == found.top_ids.tolist()
+    assert micro_batch.top_ids[mask].tolist() == expected.tolist()
+    assert micro_batch.top_logprobs[mask].tolist() == (-expected).tolist()
+    assert not micro_batch.top_ids[~mask].any()
+    assert micro_batch.all_targets[:, 0].tolist() == micro_batch.targets.tolist()
+    assert micro_batch.all_targets[:, 1:].tolist() == micro_batch.top_ids.tolist()
     # A rank whose share of a mini-batch is empty has as many targets as the others.
     assert packed(sequences, [], multiple=8).all_targets.shape == (8, 3)
 
@@ -158,27 +164,27 @@ def test_likely_tokens_of_a_reference_stand_where_the_sampled_token_is_predicted
 def test_every_sequence_is_padded_at_its_end_without_loss() -> None:
     first = sequence([5, 6, 7], [False, True, True], 0.5)
     second = sequence([8, 9], [False, True], -1.0)
-    found = packed([first, second], [0, 1], multiple=8, sequence_multiple=4)
-    assert found.token_ids.tolist() == [5, 6, 7, 0, 8, 9, 0, 0]
-    assert found.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert found.targets.tolist() == [6, 7, 0, 0, 9, 0, 0, 0]
-    assert found.loss_mask.tolist() == [True, True, False, False, True, False, False, False]
-    assert found.behavior_logprobs.tolist() == [-0.5, -0.5, 0, 0, -0.5, 0, 0, 0]
-    assert found.lags.tolist() == [1, 1, 0, 0, 1, 0, 0, 0]
-    assert found.sequence_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert found.cu_seqlens.tolist() == [0, 4, 8]
-    assert found.max_seqlen == 4
-    assert found.indices == (0, 1)
-    assert found.advantages[found.loss_mask].tolist() == [0.5, 0.5, -1.0]
+    micro_batch = packed([first, second], [0, 1], multiple=8, sequence_multiple=4)
+    assert micro_batch.token_ids.tolist() == [5, 6, 7, 0, 8, 9, 0, 0]
+    assert micro_batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert micro_batch.targets.tolist() == [6, 7, 0, 0, 9, 0, 0, 0]
+    assert micro_batch.loss_mask.tolist() == [True, True, False, False, True, False, False, False]
+    assert micro_batch.behavior_logprobs.tolist() == [-0.5, -0.5, 0, 0, -0.5, 0, 0, 0]
+    assert micro_batch.lags.tolist() == [1, 1, 0, 0, 1, 0, 0, 0]
+    assert micro_batch.sequence_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert micro_batch.cu_seqlens.tolist() == [0, 4, 8]
+    assert micro_batch.max_seqlen == 4
+    assert micro_batch.indices == (0, 1)
+    assert micro_batch.advantages[micro_batch.loss_mask].tolist() == [0.5, 0.5, -1.0]
     filled = packed([first], [0], multiple=8, sequence_multiple=4)
     assert filled.cu_seqlens.tolist() == [0, 4, 8]
 
 
 def test_empty_micro_batch_is_one_token_of_filler() -> None:
-    found = packed([], [])
-    assert found.token_ids.tolist() == [0]
-    assert found.loss_mask.tolist() == [False]
-    assert found.cu_seqlens.tolist() == [0, 1]
+    micro_batch = packed([], [])
+    assert micro_batch.token_ids.tolist() == [0]
+    assert micro_batch.loss_mask.tolist() == [False]
+    assert micro_batch.cu_seqlens.tolist() == [0, 1]
 
 
 @given(seed=st.integers(0, 1000), multiple=st.integers(1, 8))
@@ -186,20 +192,20 @@ def test_micro_batch_trains_each_sampled_token_where_it_is_predicted(seed, multi
     batch = make_batch(seed, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
     known = [estimates(t.num_sampled_tokens, t.reward - 0.5) for t in batch.trajectories]
     sequences = TrainingSequence.of_trajectories(batch.trajectories, known, step=batch.step)
-    found = packed(sequences, range(6), multiple=multiple)
-    assert len(found.token_ids) % multiple == 0
-    mask = found.loss_mask
+    micro_batch = packed(sequences, range(6), multiple=multiple)
+    assert len(micro_batch.token_ids) % multiple == 0
+    mask = micro_batch.loss_mask
     sampled = [t.token_ids[t.sampled_mask()] for t in batch.trajectories]
-    assert found.targets[mask].tolist() == np.concatenate(sampled).tolist()
+    assert micro_batch.targets[mask].tolist() == np.concatenate(sampled).tolist()
     behavior = np.concatenate([t.behavior_logprobs for t in batch.trajectories])
-    assert found.behavior_logprobs[mask].tolist() == behavior.tolist()
+    assert micro_batch.behavior_logprobs[mask].tolist() == behavior.tolist()
     versions = [
         seed - span.version.step
         for t in batch.trajectories
         for span in t.version_spans
         for _ in range(span.length)
     ]
-    assert found.lags[mask].tolist() == versions
+    assert micro_batch.lags[mask].tolist() == versions
 
 
 def test_branches_of_a_batch_are_those_of_each_branch_alone() -> None:

@@ -172,7 +172,7 @@ def test_a_parameter_lies_where_it_is_in_the_buffer(monkeypatch: pytest.MonkeyPa
     part = SimpleNamespace(
         data_parallel_group=SimpleNamespace(rank=lambda: 0, size=lambda: 1),
         buffers=[SimpleNamespace(numel=20, numel_unpadded=14, buckets=buckets)],
-        gbuf_ranges=[{"float32": [{"param_map": its} for its in maps]}],
+        gbuf_ranges=[{"float32": [{"param_map": param_map} for param_map in maps]}],
         _get_main_param_and_optimizer_states=states.__getitem__,
     )
     monkeypatch.setattr(distributed_files, "PART_ELEMENTS", 4)

@@ -16,7 +16,7 @@ BOUNDS = (0, 48, 92, 100, 104)
 def seen(groups, bounds, split):
     """The places of the keys that each token of a rank sees, all in the whole micro batch."""
     own_rank, size = split
-    own = zigzag(bounds, own_rank, size).tolist()
+    places = zigzag(bounds, own_rank, size).tolist()
     gathered = torch.cat([zigzag(bounds, rank, size) for rank in range(size)]).tolist()
     found: dict[int, set[int]] = {}
     for group in groups:
@@ -27,7 +27,7 @@ def seen(groups, bounds, split):
         mask = mask.expand(shape[0], 1, *shape[1:])[:, 0]
         for row, column in group.is_query.nonzero().tolist():
             keys = group.keys[row][mask[row, column]].tolist()
-            place = own[int(group.queries[row, column])]
+            place = places[int(group.queries[row, column])]
             assert place not in found
             found[place] = {gathered[key] for key in keys}
     return found
@@ -38,7 +38,7 @@ def seen(groups, bounds, split):
 def test_each_query_sees_the_tokens_of_its_sequence_up_to_itself_within_the_window(
     size, window, monkeypatch
 ):
-    wanted = {
+    expected = {
         place: set(range(max(start, place - (end if window is None else window)), place + 1))
         for start, end in itertools.pairwise(BOUNDS)
         for place in range(start, end)
@@ -51,7 +51,7 @@ def test_each_query_sees_the_tokens_of_its_sequence_up_to_itself_within_the_wind
             groups, order = length_groups(BOUNDS, CPU, None, (rank, size), window)
             assert order.sort()[0].tolist() == list(range(BOUNDS[-1] // size))
             found |= seen(groups, BOUNDS, (rank, size))
-        assert found == wanted
+        assert found == expected
 
 
 @pytest.mark.parametrize(("split", "window"), [((0, 2), None), ((1, 2), 1024), ((0, 1), 1024)])

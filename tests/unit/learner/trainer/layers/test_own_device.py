@@ -36,5 +36,5 @@ def test_new_parameters_lie_where_weights_are_loaded(part, on_cpu, monkeypatch) 
         use_cpu_initialization=on_cpu,
         cuda_graph_modules=[],
     )
-    found = {parameter.device.type for parameter in MADE[part](config)}
-    assert found == {"cpu" if on_cpu else "meta"}
+    kinds = {parameter.device.type for parameter in MADE[part](config)}
+    assert kinds == {"cpu" if on_cpu else "meta"}

@@ -14,8 +14,8 @@ def test_tables_of_angles_stay_float32_in_bfloat16() -> None:
 
 
 def test_frequencies_turn_by_time_height_and_width_in_sections_or_in_turns() -> None:
-    found = frequency_axes([2, 3, 3], False)
-    assert found.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
+    axes = frequency_axes([2, 3, 3], False)
+    assert axes.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
     # Interleaved ones alternate as long as an axis has some left; the rest is time.
-    found = frequency_axes([4, 2, 2], True)
-    assert found.tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
+    axes = frequency_axes([4, 2, 2], True)
+    assert axes.tolist() == [0, 1, 2, 0, 1, 2, 0, 0]

@@ -74,14 +74,14 @@ def test_attention_of_torch_is_named_once(caplog: pytest.LogCaptureFixture) -> N
     ],
 )
 def test_a_wrong_kernel_is_named_with_what_avoids_it(monkeypatch, kind, kernel, remedy):
-    chosen = ModuleType("chosen")
+    module_type = ModuleType("chosen")
     utils = ModuleType("utils")
-    vars(chosen).update(decision(kind))
+    vars(module_type).update(decision(kind))
     vars(utils)["get_cudnn_version"] = lambda: (9, 14, 0)
-    monkeypatch.setitem(sys.modules, DECISION, chosen)
+    monkeypatch.setitem(sys.modules, DECISION, module_type)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.utils", utils)
-    named, told = kernel_and_remedy(of_torch=False)
+    named, messages = kernel_and_remedy(of_torch=False)
     assert named.endswith(kernel)
-    assert remedy in told
+    assert remedy in messages
     # Caps and sinks run in torch beside TransformerEngine, which then chose for other layers.
     assert kernel_and_remedy(of_torch=True)[0] == f"torch {torch.__version__}"

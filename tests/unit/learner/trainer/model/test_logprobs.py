@@ -53,9 +53,9 @@ def dense(hidden, weight, targets, rows, temperature):
     """The same by torch's own functions, from all logits at one time."""
     logs = (hidden @ weight.T / temperature).log_softmax(-1)
     is_row = torch.zeros(len(targets), dtype=torch.bool).index_fill(0, rows, True)
-    found = logs.gather(1, targets[:, None])[:, 0]
+    logprobs = logs.gather(1, targets[:, None])[:, 0]
     entropy = -(logs.exp() * logs).sum(-1)
-    return torch.where(is_row, found, 0), torch.where(is_row, entropy, 0)
+    return torch.where(is_row, logprobs, 0), torch.where(is_row, entropy, 0)
 
 
 @pytest.mark.parametrize("num_others", [0, 4])
@@ -88,11 +88,11 @@ def test_split_and_padded_vocabulary_gives_values_and_gradients_of_a_dense_softm
         part = padded.chunk(size)[group.rank()].clone().requires_grad_()
         before = states.detach().clone(), part.detach().clone()
         projection = Projection(0.7, VOCAB, group, entropy_gradient, chunk_logits)
-        found, entropy = vocab_parallel_logprobs(states, part, targets, rows, projection)
-        states_grad, part_grad = torch.autograd.grad(loss(found, entropy), (states, part))
+        logprobs, entropy = vocab_parallel_logprobs(states, part, targets, rows, projection)
+        states_grad, part_grad = torch.autograd.grad(loss(logprobs, entropy), (states, part))
         assert torch.equal(states.detach(), before[0])
         assert torch.equal(part.detach(), before[1])
-        return found.detach(), entropy.detach(), states_grad, part_grad
+        return logprobs.detach(), entropy.detach(), states_grad, part_grad
 
     results = on_ranks(size, work)
     hidden.requires_grad_()
@@ -136,8 +136,8 @@ def test_memory_is_that_of_a_chunk_and_not_of_all_logits() -> None:
     weight = torch.randn(vocab, hidden_size, requires_grad=True)
     targets = torch.zeros(tokens, dtype=torch.int64)
     with torch.profiler.profile(profile_memory=True) as profile:
-        found, _ = computed(hidden, weight, targets, chunk_logits=32 * vocab)
-        found.sum().backward()
+        logprobs, _ = computed(hidden, weight, targets, chunk_logits=32 * vocab)
+        logprobs.sum().backward()
     # All logits are 16 chunks.
     chunk_bytes = 4 * 32 * vocab
     others = 4 * (vocab + tokens) * hidden_size
@@ -208,12 +208,12 @@ def test_the_gradient_of_the_weight_is_added_to_megatrons_buffer(
 def peak_bytes(profile: torch.profiler.profile) -> int:
     """Most that was allocated at one time, over what was before."""
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    used = most = 0
+    used = largest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         used += event.nbytes()
-        most = max(most, used)
-    assert most > 0
-    return most
+        largest = max(largest, used)
+    assert largest > 0
+    return largest
 
 
 def test_positions_that_are_not_trained_are_zero_and_no_logits_are_made_for_them() -> None:
@@ -221,16 +221,16 @@ def test_positions_that_are_not_trained_are_zero_and_no_logits_are_made_for_them
     nothing = torch.tensor([], dtype=torch.int64)
     hidden.requires_grad_()
     weight.requires_grad_()
-    found, entropy = computed(hidden, weight, targets, nothing)
-    found.sum().backward()
+    logprobs, entropy = computed(hidden, weight, targets, nothing)
+    logprobs.sum().backward()
     # Zeros rather than nothing: the hooks that wait for gradients must run.
-    assert not any(each.any() for each in (found, entropy, hidden.grad, weight.grad))
+    assert not any(each.any() for each in (logprobs, entropy, hidden.grad, weight.grad))
 
 
 def test_frozen_projection_gets_no_gradient() -> None:
     hidden, weight, targets, rows = make_case()
-    found, _ = computed(hidden.requires_grad_(), weight, targets, rows)
-    found.sum().backward()
+    logprobs, _ = computed(hidden.requires_grad_(), weight, targets, rows)
+    logprobs.sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
 
@@ -252,8 +252,8 @@ def test_chunks_in_bfloat16_add_up_their_weight_gradient_in_float32() -> None:
 
 def test_huge_logits_give_finite_logprobs() -> None:
     weight = torch.tensor([[1e4], [-1e4], [0.0]])
-    found, entropy = computed(torch.ones(1, 1), weight, torch.tensor([1]))
-    assert found.tolist() == [-2e4]
+    logprobs, entropy = computed(torch.ones(1, 1), weight, torch.tensor([1]))
+    assert logprobs.tolist() == [-2e4]
     assert entropy.tolist() == [0.0]
 
 
@@ -263,9 +263,9 @@ def test_logits_in_float32_are_not_rounded_to_the_weights_type() -> None:
     weight = torch.randn(200, 128).bfloat16()
     targets = torch.randint(200, (64,))
     logs = (hidden.double() @ weight.double().T).log_softmax(-1)
-    wanted = logs.gather(1, targets[:, None])[:, 0]
-    found, _ = computed(hidden, weight, targets)
-    assert float((found.double() - wanted).abs().max()) < 1e-4
+    expected = logs.gather(1, targets[:, None])[:, 0]
+    logprobs, _ = computed(hidden, weight, targets)
+    assert float((logprobs.double() - expected).abs().max()) < 1e-4
 
 
 def test_gradients_of_float32_logits_have_the_types_of_states_and_weights() -> None:
@@ -278,8 +278,8 @@ def test_gradients_of_float32_logits_have_the_types_of_states_and_weights() -> N
     logs = (exact[0] @ exact[1].T).log_softmax(-1)
     (logs.gather(1, targets[:, None])[:, 0] * outer).sum().backward()
     ours = [tensor.requires_grad_() for tensor in (hidden, weight)]
-    found, _ = computed(*ours, targets, chunk_logits=500)
-    (found * outer).sum().backward()
+    logprobs, _ = computed(*ours, targets, chunk_logits=500)
+    (logprobs * outer).sum().backward()
     for tensor, reference in zip(ours, exact, strict=True):
         assert tensor.grad.dtype == torch.bfloat16
         difference = tensor.grad.double() - reference.grad

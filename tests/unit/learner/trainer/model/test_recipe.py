@@ -31,8 +31,11 @@ def test_replicas_overlap_what_they_exchange_unless_it_is_offloaded(
     learner, reduce, gather, monkeypatch
 ):
     monkeypatch.setattr(recipe.torch.cuda, "is_available", lambda: True)
-    found = recipe.ddp_config_of(small_config(learner=learner))
-    assert (found.overlap_grad_reduce, found.overlap_param_gather) == (reduce, gather)
+    ddp_config_of = recipe.ddp_config_of(small_config(learner=learner))
+    assert (ddp_config_of.overlap_grad_reduce, ddp_config_of.overlap_param_gather) == (
+        reduce,
+        gather,
+    )
 
 
 @pytest.mark.parametrize(("setting", "fused"), [({}, True), (True, True), (False, False)])
@@ -153,9 +156,9 @@ def test_replicas_share_muons_state_by_whole_matrices() -> None:
         learner=MUON["learner"] | {"ddp": {"use_distributed_optimizer": True}},
         model={"path": "m", "dtype": "bfloat16"},
     )
-    found = recipe.optimizer_config_of(config)
-    assert found.use_layer_wise_distributed_optimizer
-    assert not found.use_distributed_optimizer
+    optimizer_config_of = recipe.optimizer_config_of(config)
+    assert optimizer_config_of.use_layer_wise_distributed_optimizer
+    assert not optimizer_config_of.use_distributed_optimizer
     assert not recipe.ddp_config_of(config).use_distributed_optimizer
 
 

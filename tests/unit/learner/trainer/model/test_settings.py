@@ -85,5 +85,5 @@ def test_values_of_the_right_type_pass_as_they_are() -> None:
     settings = {"adam_eps": 1, "window_size": [1, 2], "use_distributed_optimizer": True}
     assert passed_through(Settings, settings, section="learner.ddp") == settings
     names = {"attention_backend": "flash", "main_params_dtype": "bfloat16"}
-    found = passed_through(Settings(), names, section="learner.transformer")
-    assert found == {"attention_backend": Backend.flash, "main_params_dtype": torch.bfloat16}
+    values = passed_through(Settings(), names, section="learner.transformer")
+    assert values == {"attention_backend": Backend.flash, "main_params_dtype": torch.bfloat16}

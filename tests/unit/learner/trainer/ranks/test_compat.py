@@ -39,14 +39,14 @@ def test_a_routers_bias_in_16_bits_stays_out_of_a_product_with_32(monkeypatch) -
 
     monkeypatch.setattr(utils, "te_general_gemm", product)
     shapes = ((5, 1, 8), (4, 8), (4,))
-    given = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
-    logits = router.router_gating_linear(*given, torch.float32)
-    tokens, weight, bias = (tensor.detach().float().requires_grad_() for tensor in given)
+    inputs = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+    logits = router.router_gating_linear(*inputs, torch.float32)
+    tokens, weight, bias = (tensor.detach().float().requires_grad_() for tensor in inputs)
     expected = torch.nn.functional.linear(tokens, weight, bias)
     torch.testing.assert_close(logits, expected)
     logits.square().sum().backward()
     expected.square().sum().backward()
-    for ours, plain in zip(given, (tokens, weight, bias), strict=True):
+    for ours, plain in zip(inputs, (tokens, weight, bias), strict=True):
         torch.testing.assert_close(ours.grad, plain.grad.bfloat16())
 
 

@@ -67,11 +67,11 @@ def test_a_listener_that_does_not_answer_is_given_up_and_named(port: int, monkey
     monkeypatch.setattr(module, "CONNECT_GRACE_S", 0.5)
     # The ranks may start again: a rank 0 that is stopped listens too. If its port is taken, it
     # says so itself.
-    told = (
+    message = (
         f"learner.master: what listens on 127.0.0.1:{port} did not answer like rank 0 within 1 s: "
         "rank 0 is stopped or very slow, or another program has the port"
     )
-    with socket.create_server((HOST, port)), pytest.raises(TimeoutError, match=told):
+    with socket.create_server((HOST, port)), pytest.raises(TimeoutError, match=message):
         rendezvous(1, 2, SHORT)
 
 
@@ -80,8 +80,10 @@ def test_a_listener_that_does_not_answer_is_given_up_and_named(port: int, monkey
 def test_a_rank_0_that_does_not_listen_is_no_port_in_use(port, connect_grace_s, monkeypatch):
     monkeypatch.setattr(module, "CONNECT_GRACE_S", connect_grace_s)
     # The ranks may start again after this error: rank 0 may be there the next time.
-    told = rf"rank 0 did not listen on 127.0.0.1:{port} \(learner.master\) within 1 s: it has not "
-    with pytest.raises(TimeoutError, match=f"{told}started, is stopped or very slow"):
+    message = (
+        rf"rank 0 did not listen on 127.0.0.1:{port} \(learner.master\) within 1 s: it has not "
+    )
+    with pytest.raises(TimeoutError, match=f"{message}started, is stopped or very slow"):
         rendezvous(1, 2, SHORT)
 
 

@@ -270,9 +270,9 @@ def adapter_settings(folder: Path, model_type: str, *matrices: str) -> dict[str,
     paths = [f"base_model.model.model.layers.0.{name}" for name in matrices]
     tensors = {f"{path}.lora_{each}.weight": torch.zeros(1) for path in paths for each in "AB"}
     write_adapter(tensors, config, folder / "out", lambda _: None)
-    found = json.loads((folder / "out" / "adapter_config.json").read_text())
+    parsed = json.loads((folder / "out" / "adapter_config.json").read_text())
     names = ("target_modules", "target_parameters")
-    return {name: found[name] for name in names if name in found}
+    return {name: parsed[name] for name in names if name in parsed}
 
 
 def test_adapters_name_their_matrices_as_peft_finds_them(tmp_path: Path) -> None:

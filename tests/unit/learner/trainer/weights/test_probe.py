@@ -5,18 +5,18 @@ from support.fakes.fake_controller import make_batch, with_branches
 
 def test_probe_takes_sequences_from_the_whole_batch_and_cuts_them() -> None:
     batch = make_batch(0, num_groups=4, group_size=5, vocab_size=9, max_tokens=30)
-    found = probe_sequences(batch, vocab_size=9, max_tokens=7)
+    probes = probe_sequences(batch, vocab_size=9, max_tokens=7)
     expected = [batch.trajectories[place].token_ids[:7].tolist() for place in range(0, 16, 2)]
-    assert [token_ids.tolist() for token_ids in found] == expected
+    assert [token_ids.tolist() for token_ids in probes] == expected
 
 
 def test_probe_takes_branches_as_the_model_saw_them() -> None:
     made = make_batch(0, num_groups=1, group_size=2, vocab_size=9, max_tokens=30)
     batch = with_branches(made, vocab_size=9, max_tokens=30)
-    found = probe_sequences(batch, vocab_size=9, max_tokens=30)
-    assert [len(token_ids) for token_ids in found] == batch.lengths
+    probes = probe_sequences(batch, vocab_size=9, max_tokens=30)
+    assert [len(token_ids) for token_ids in probes] == batch.lengths
     whole = np.concatenate([t.token_ids for t in batch.trajectories])
-    assert np.concatenate(found).tolist() == whole.tolist()
+    assert np.concatenate(probes).tolist() == whole.tolist()
 
 
 def test_probe_of_a_small_batch_takes_all_of_it() -> None:

@@ -228,7 +228,7 @@ class Scene:
         self._weights = weights
 
     def connected(self) -> list[str | None]:
-        return [each.communicator_id for each in self.senders]
+        return [sender.communicator_id for sender in self.senders]
 
     def contents(self) -> list[bytes]:
         """What all buckets hold, with zeros between the tensors."""
@@ -460,12 +460,12 @@ def test_a_lane_is_free_while_the_other_one_travels_and_its_own_thread_waits() -
     vars(sender)["_group"] = group
     buckets = plan_buckets([TensorSpec(name, "float32", (3,)) for name in "ab"], 12)
     first, second = (sender.send(bucket, torch.zeros(12, dtype=torch.uint8)) for bucket in buckets)
-    own = threading.get_ident()
+    thread_id = threading.get_ident()
     first()
-    assert [own in work.waiting for work in group.works] == [True, False]
+    assert [thread_id in work.waiting for work in group.works] == [True, False]
     assert not group.works[1].waiting
     second()
-    assert [own in work.waiting for work in group.works] == [True, True]
+    assert [thread_id in work.waiting for work in group.works] == [True, True]
 
 
 def test_store_listens_on_the_given_host_only() -> None:
