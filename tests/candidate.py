@@ -65,12 +65,12 @@ class Result:
 
 def split(pins: Iterable[str]) -> dict[str, str]:
     """Returns version by package; ends the program for what is no exact pin."""
-    found = {}
+    fields_of_modules = {}
     for pin in pins:
         if (match := PIN.fullmatch(pin)) is None:
             raise SystemExit(f"candidate: a pin must be NAME==VERSION, got {pin!r}")
-        found[match[1]] = match[2]
-    return found
+        fields_of_modules[match[1]] = match[2]
+    return fields_of_modules
 
 
 def install(pins: Mapping[str, str], folder: Path) -> Path:
@@ -132,14 +132,14 @@ def fields(python: Path, models: Path, out: Path) -> Fields:
 
 def changes(pinned: Fields, candidate: Fields) -> dict[str, list[str]]:
     """Returns the models of each change of a field; a test need not notice one."""
-    found: dict[str, list[str]] = {}
+    names_by_cause: dict[str, list[str]] = {}
     for model, before in pinned.items():
         after = candidate[model]
         for name in sorted({*before, *after}):
             if before.get(name) != after.get(name):
                 change = f"{name}: {before.get(name, 'none')} -> {after.get(name, 'none')}"
-                found.setdefault(change, []).append(model)
-    return found
+                names_by_cause.setdefault(change, []).append(model)
+    return names_by_cause
 
 
 def read(junit: Path, seconds: float, code: int) -> Result:
@@ -148,9 +148,9 @@ def read(junit: Path, seconds: float, code: int) -> Result:
     skipped = 0
     passed = 0
     for case in ElementTree.parse(junit).iter("testcase") if junit.exists() else ():
-        wrong = [each for each in case if each.tag in ("failure", "error")]
-        for each in wrong:
-            message = (each.get("message") or "").strip().splitlines() or [""]
+        wrong = [test for test in case if test.tag in ("failure", "error")]
+        for test in wrong:
+            message = (test.get("message") or "").strip().splitlines() or [""]
             failed.append((f"{case.get('classname')}::{case.get('name')}", message[0]))
         skipped += case.find("skipped") is not None
         passed += not wrong and case.find("skipped") is None
@@ -195,11 +195,11 @@ def report(results: Mapping[str, Result]) -> str:
 def _grouped(failed: Iterable[tuple[str, str]]) -> list[str]:
     """Returns a line for each cause, with the first of its tests."""
     causes: dict[str, list[str]] = {}
-    for name, said in failed:
-        causes.setdefault(said, []).append(name)
+    for name, cause in failed:
+        causes.setdefault(cause, []).append(name)
     return [
-        f"- `{names[0]}`{f' and {len(names) - 1} more' if names[1:] else ''}: {said}"
-        for said, names in causes.items()
+        f"- `{names[0]}`{f' and {len(names) - 1} more' if names[1:] else ''}: {cause}"
+        for cause, names in causes.items()
     ]
 
 
@@ -213,13 +213,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pins = split(options.pins)
     folder = options.folder.resolve()
     python = install(pins, folder / "venv")
-    pinned, candidate = (versions(each, pins) for each in (Path(sys.executable), python))
+    pinned, candidate = (
+        versions(interpreter, pins) for interpreter in (Path(sys.executable), python)
+    )
     if unmet := {
         name: expected for name, expected in pins.items() if candidate.get(name) != expected
     }:
         raise SystemExit(f"candidate: asked for {unmet}, installed are {candidate}")
     places = {Path(sys.executable): folder / "pinned.json", python: folder / "candidate.json"}
-    configured = [fields(each, folder / "models", out) for each, out in places.items()]
+    configured = [
+        fields(folder_of_fields, folder / "models", out) for folder_of_fields, out in places.items()
+    ]
     begin = heading(pinned, candidate, changes(*configured))
     results: dict[str, Result] = {}
     for part in options.only:
@@ -227,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (folder / "report.md").write_text(begin + report(results))
         print(f"{part}: {'holds' if results[part].holds else 'fails'}", flush=True)
     print((folder / "report.md").read_text())
-    return 0 if all(each.holds for each in results.values()) else 1
+    return 0 if all(result.holds for result in results.values()) else 1
 
 
 if __name__ == "__main__":

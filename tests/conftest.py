@@ -102,9 +102,9 @@ def pytest_collection_modifyitems(
     yield
     part, _, parts = config.getoption("--part").partition("/")
     files = list(dict.fromkeys(item.path for item in items))
-    chosen = set(files[int(part) - 1 :: int(parts)])
-    config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
-    items[:] = [item for item in items if item.path in chosen]
+    files_of_part = set(files[int(part) - 1 :: int(parts)])
+    config.hook.pytest_deselected(items=[item for item in items if item.path not in files_of_part])
+    items[:] = [item for item in items if item.path in files_of_part]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -144,12 +144,12 @@ def seed_by(name: str) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says why tests were skipped, by cause, and how to run one alone that failed."""
-    found = terminalreporter.stats
+    stats = terminalreporter.stats
     say = terminalreporter.write_line
-    causes = [report.longrepr[2].removeprefix("Skipped: ") for report in found.get("skipped", ())]
+    causes = [report.longrepr[2].removeprefix("Skipped: ") for report in stats.get("skipped", ())]
     for cause, number in Counter(causes).most_common():
         say(f"skipped {number}: {cause}")
-    for name in dict.fromkeys(r.nodeid for key in ("failed", "error") for r in found.get(key, ())):
+    for name in dict.fromkeys(r.nodeid for key in ("failed", "error") for r in stats.get(key, ())):
         say(f"run it alone: {alone(name)}")
 
 

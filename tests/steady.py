@@ -135,16 +135,16 @@ def main() -> int:
     parser.add_argument("--no-ipv6", action="store_true", help="needs root")
     parser.add_argument("--user", help="such as nobody; whoever starts it must be root")
     parser.add_argument("--once", action="store_true", help="in this process")
-    options, others = parser.parse_known_args()
-    given = [*options.tests, *(other for other in others if other != "--")]
+    options, options_of_pytest = parser.parse_known_args()
+    tests = [*options.tests, *(other for other in options_of_pytest if other != "--")]
     if options.once:
-        return run_once(options.seed, given, delays=options.delays)
+        return run_once(options.seed, tests, delays=options.delays)
     # A network of its own, since the setting is the whole machine's otherwise.
     alone = ["unshare", "--net", "sh", "-c", WITHOUT_IPV6] if options.no_ipv6 else []
     red = 0
     with busy(options.load):
         for seed in range(options.seed, options.seed + options.times):
-            words = [*alone, sys.executable, __file__, "--once", f"--seed={seed}", *given]
+            words = [*alone, sys.executable, __file__, "--once", f"--seed={seed}", *tests]
             running = subprocess.Popen(
                 words + ["--delays"] * options.delays,
                 stdout=subprocess.PIPE,

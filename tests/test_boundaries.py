@@ -193,12 +193,12 @@ def package_sources() -> list[Path]:
 
 
 def all_sources() -> list[Path]:
-    others = [
+    other_parts = [
         path
         for folder in ("deploy", "benchmarks", "tests")
         for path in (ROOT / folder).rglob("*.py")
     ]
-    return [*package_sources(), ROOT / "protos" / "generate.py", *sorted(others)]
+    return [*package_sources(), ROOT / "protos" / "generate.py", *sorted(other_parts)]
 
 
 @functools.cache
@@ -272,12 +272,12 @@ def test_an_extension_imports_no_other_one_and_each_process_its_own_part_only() 
         module = module_name(path)
         if not within(module, EXTENSIONS) or module == EXTENSIONS:
             continue
-        own = ".".join(module.split(".")[:3])
+        package = ".".join(module.split(".")[:3])
         part = part_of(module)
-        others = PARTS.keys() - {part} if part in PARTS else ()
+        foreign = PARTS.keys() - {part} if part in PARTS else ()
         for line, name in imports(path):
-            is_foreign = within(name, EXTENSIONS) and not within(name, own)
-            if is_foreign or any(within(name, f"{own}.{other}") for other in others):
+            is_foreign = within(name, EXTENSIONS) and not within(name, package)
+            if is_foreign or any(within(name, f"{package}.{other}") for other in foreign):
                 wrong.append(f"{where(path, line)}: {name}")
     assert not wrong
 
@@ -316,37 +316,37 @@ def test_the_kernel_imports_no_extension() -> None:
 def own_imports(sources: Sequence[Path]) -> dict[str, set[str]]:
     """Returns for each of these modules those among them that it imports, at any depth."""
     modules = {module_name(path): path for path in sources}
-    found = {}
+    imports_by_module = {}
     for module, path in modules.items():
         names = {name for _, name in imports(path)}
         parents = {name.rpartition(".")[0] for name in names - modules.keys()}
-        found[module] = ((names | parents) & modules.keys()) - {module}
-    return found
+        imports_by_module[module] = ((names | parents) & modules.keys()) - {module}
+    return imports_by_module
 
 
 def circle(graph: dict[str, set[str]]) -> set[str]:
     """Returns the nodes that lie on a circle of the graph or lead to one."""
-    left = dict(graph)
-    while free := [node for node, others in left.items() if not others & left.keys()]:
+    remaining = dict(graph)
+    while free := [node for node, imports in remaining.items() if not imports & remaining.keys()]:
         for node in free:
-            del left[node]
-    return set(left)
+            del remaining[node]
+    return set(remaining)
 
 
 def stairs(package: str) -> dict[str, set[str]]:
     """Returns for each module or folder of a package those of the package that it imports."""
-    found: dict[str, set[str]] = {}
-    for module, others in own_imports(package_sources()).items():
+    arrows: dict[str, set[str]] = {}
+    for module, imports in own_imports(package_sources()).items():
         if not within(module, package) or module == package:
             continue
         step = module.removeprefix(f"{package}.").split(".")[0]
         below = {
             other.removeprefix(f"{package}.").split(".")[0]
-            for other in others
+            for other in imports
             if within(other, package) and other != package
         }
-        found.setdefault(step, set()).update(below - {step})
-    return found
+        arrows.setdefault(step, set()).update(below - {step})
+    return arrows
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -354,9 +354,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_no_benchmarks_import_each_other_in_a_circle() -> None:
-    found = own_imports(sorted((ROOT / "benchmarks").rglob("*.py")))
-    assert "benchmarks.common.measure" in found["benchmarks.common.report"]
-    assert circle(found) == set()
+    imports_of_benchmarks = own_imports(sorted((ROOT / "benchmarks").rglob("*.py")))
+    assert "benchmarks.common.measure" in imports_of_benchmarks["benchmarks.common.report"]
+    assert circle(imports_of_benchmarks) == set()
 
 
 @pytest.mark.parametrize("package", FLIGHTS)
@@ -365,12 +365,12 @@ def test_no_folders_import_each_other_in_a_circle(package: str) -> None:
 
 
 def test_the_controllers_folders_import_downwards_only() -> None:
-    found = stairs("slipstream.learner.controller")
-    assert found.keys() == set(STAIRS)
+    steps = stairs("slipstream.learner.controller")
+    assert steps.keys() == set(STAIRS)
     upwards = {
         (step, other)
-        for step, others in found.items()
-        for other in others
+        for step, imports in steps.items()
+        for other in imports
         if STAIRS.index(other) > STAIRS.index(step)
     }
     assert upwards == set()
@@ -402,9 +402,9 @@ def test_heavy_packages_are_imported_by_their_owners_only(package: str) -> None:
         for line, name in imports(path)
         if within(name, package)
         and not any(
-            within(each, owner)
+            within(name, owner)
             for owner in OWNERS[package]
-            for each in (module_name(path), process_of(path))
+            for name in (module_name(path), process_of(path))
         )
     ]
     assert not wrong
@@ -566,7 +566,7 @@ def test_the_rules_notice_what_they_forbid(tmp_path: Path) -> None:
     assert list(imports(file)) == [(1, "pickle"), (3, "vllm.LLM")]
     assert [dotted(call.func) for call in calls(file)] == ["eval"]
     assert [what for _, what in unpickling(file)] == ["pickle", "eval("]
-    for text, found in (
+    for text, expected in (
         ("import dill.source", "dill.source"),
         ("from cloudpickle import loads", "cloudpickle.loads"),
         ("yaml.load(x)", "yaml.load("),
@@ -576,7 +576,7 @@ def test_the_rules_notice_what_they_forbid(tmp_path: Path) -> None:
         ("np.load(x, allow_pickle=True)", "np.load may unpickle"),
     ):
         file.write_text(text)
-        assert [what for _, what in unpickling(file)] == [found]
+        assert [what for _, what in unpickling(file)] == [expected]
     file.write_text("a = time.process_time()\nassert time.monotonic() - a < 3\nb() - a < 3\n")
     assert [line for line, _ in judged_times(file)] == [1, 2]
     file.write_text(

@@ -63,7 +63,9 @@ def bare_methods(text: str) -> Texts:
         for method in node.body:
             if not isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
-            is_property = any("property" in ast.unparse(each) for each in method.decorator_list)
+            is_property = any(
+                "property" in ast.unparse(decorator) for decorator in method.decorator_list
+            )
             if not (method.name.startswith("_") or is_property or ast.get_docstring(method)):
                 yield method.lineno, method.name
 

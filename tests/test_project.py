@@ -64,8 +64,10 @@ def test_every_part_of_the_tests_has_a_runner(path: Path) -> None:
 def test_the_versions_of_python_are_those_of_the_workflows() -> None:
     (checks,) = (yaml.safe_load(path.read_text()) for path in WORKFLOWS if path.stem == "checks")
     pythons = checks["jobs"]["quick"]["strategy"]["matrix"]["python"]
-    named = [text.rpartition(" ")[2] for text in PROJECT["classifiers"] if "Python :: 3." in text]
-    assert named == pythons
+    versions = [
+        text.rpartition(" ")[2] for text in PROJECT["classifiers"] if "Python :: 3." in text
+    ]
+    assert versions == pythons
     assert PROJECT["requires-python"] == f">={pythons[0]},<3.{int(pythons[-1][2:]) + 1}"
 
 

@@ -37,10 +37,10 @@ class Site:
 
     def prepare(self, *certified: str) -> None:
         """Makes the model and the secrets, with the programs of deploy/ inside the image."""
-        made = self.folder / "made"
-        made.mkdir(parents=True)
-        give_away(self.folder, made)
-        mounts = {DEPLOY: "/deploy:ro", made: "/made"}
+        folder = self.folder / "made"
+        folder.mkdir(parents=True)
+        give_away(self.folder, folder)
+        mounts = {DEPLOY: "/deploy:ro", folder: "/made"}
         make_model = ("python", "-m", "slipstream.learner.trainer.tiny_model", "/made/policy")
         self.engine.run(*make_model, user=USER, mounts=mounts)
         make_certificates = ("bash", "/deploy/make_certificates.sh", "/made/secrets")

@@ -110,8 +110,8 @@ def main() -> int:
         tell(f"FAILED: {error}")
         engine.keep_logs(arguments.logs)
         for runs in folder.glob("**/runs"):
-            kept = arguments.logs / runs.relative_to(folder)
-            shutil.copytree(runs, kept, dirs_exist_ok=True)
+            target = arguments.logs / runs.relative_to(folder)
+            shutil.copytree(runs, target, dirs_exist_ok=True)
         tell(f"logs of the containers and folders of the runs are kept in {arguments.logs}")
         return 1
     finally:

@@ -128,11 +128,11 @@ def one_host(site: Site) -> None:
 
 def free_ports(count: int) -> list[int]:
     """Ports of loopback that nothing listens on now, and that the kernel gives to nobody."""
-    found: list[int] = []
+    steps: list[int] = []
     for port in random.sample(range(10000, 32768), 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.append(port)
-    return found[:count]
+            steps.append(port)
+    return steps[:count]
 
 
 class SeveralHosts:
@@ -292,7 +292,7 @@ class SeveralHosts:
         learner = self._learners[0].container("learner")
         test = self._engine.inspect(learner)["Config"]["Healthcheck"]["Test"]
         status = json.loads(self._engine.call("exec", learner, *test[1:], "--json"))
-        return {each["server_id"] for each in status["servers"] if each["state"] == "serving"}
+        return {server["server_id"] for server in status["servers"] if server["state"] == "serving"}
 
 
 def several_hosts(site: Site, subnet: str) -> None:

@@ -75,7 +75,7 @@ def test_a_checkpoint_of_four_gpus_goes_on_on_one_and_on_two(
         f"{name}-one": {},
         f"{name}-two": {"world_size": 2, "parallel": {"tp": 2}},
     }
-    found = {}
+    weights = {}
     for its, layout in layouts.items():
         job = {"run": name, "learner": layout | distributed, "until": 3}
         job |= {"dtype": "float32" if REHEARSAL else "bfloat16"}
@@ -83,9 +83,9 @@ def test_a_checkpoint_of_four_gpus_goes_on_on_one_and_on_two(
         (folder / f"{its}.json").write_text(json.dumps(job))
         program = Path(checkpoint_ranks.__file__)
         rank_pool.run(program, [its], world_size=layout.get("world_size", 1), folder=folder)
-        found[its] = torch.load(folder / f"{its}.pt", weights_only=True, map_location="cpu")
-    saved = found.pop(name)
-    for its, again in found.items():
+        weights[its] = torch.load(folder / f"{its}.pt", weights_only=True, map_location="cpu")
+    saved = weights.pop(name)
+    for its, again in weights.items():
         assert (again["error"], again["loaded"]) == ("", 2), its
         # That of the saved weights is in the manifest.
         assert again["digest"] == again["loaded_digest"], its

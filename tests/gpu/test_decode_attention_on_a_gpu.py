@@ -16,11 +16,13 @@ def test_each_request_attends_to_its_own_context(
 ) -> None:
     torch.manual_seed(0)
     requests = len(LENGTHS)
-    most = -(-max(LENGTHS) // BLOCK)
+    num_blocks = -(-max(LENGTHS) // BLOCK)
     # Blocks that no context holds are no numbers, nor are the tokens behind a context's end.
-    cache = torch.full((requests * most + 1, groups, BLOCK, 2 * size), torch.nan).to(dtype).cuda()
-    table = torch.zeros(requests, most, dtype=torch.int32, device="cuda")
-    free = (1 + torch.randperm(requests * most)).tolist()
+    cache = (
+        torch.full((requests * num_blocks + 1, groups, BLOCK, 2 * size), torch.nan).to(dtype).cuda()
+    )
+    table = torch.zeros(requests, num_blocks, dtype=torch.int32, device="cuda")
+    free = (1 + torch.randperm(requests * num_blocks)).tolist()
     # A layer computes them between its keys and values.
     queries = torch.randn(requests, heads + 2, size, device="cuda").to(dtype)[:, 1:-1]
     expected = torch.zeros(requests, heads, size, dtype=torch.float64)
@@ -39,8 +41,8 @@ def test_each_request_attends_to_its_own_context(
 
     decode(queries, cache, table, lengths, size**-0.5, output)
 
-    found = output.cpu().double()
-    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
-    assert (found - expected).norm() < (
+    output_on_host = output.cpu().double()
+    torch.testing.assert_close(output_on_host, expected, atol=2e-2, rtol=2e-2)
+    assert (output_on_host - expected).norm() < (
         0.004 if dtype == torch.bfloat16 else 0.0006
     ) * expected.norm()

@@ -116,9 +116,9 @@ def test_rollouts_follow_the_weights(name: str, tmp_path: Path, model: Path, mix
     gaps = [
         row["logprob_gap_mean"] for row in rows_of(tmp_path / "run") if "logprob_gap_mean" in row
     ]
-    kept = ("steps", "publishes", "publishes_verified", "probe_gap_max")
-    told = {key: summary[key] for key in kept}
-    note("five-dimensions", layout=name, gaps=gaps, **told)
+    names = ("steps", "publishes", "publishes_verified", "probe_gap_max")
+    facts = {key: summary[key] for key in names}
+    note("five-dimensions", layout=name, gaps=gaps, **facts)
     assert summary["steps"] == STEPS
     # The first weights, and those of every step.
     assert summary["publishes_verified"] == summary["publishes"] == STEPS + 1

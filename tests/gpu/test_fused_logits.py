@@ -35,9 +35,9 @@ def expected(case: tuple[Tensor, ...], outer: Tensor, bend: Tensor) -> Found:
     states[rows] = logits.grad @ weight[:VOCAB].double()
     weights = torch.zeros(PADDED, HIDDEN, dtype=torch.float64, device="cuda")
     weights[:VOCAB] = logits.grad.T @ hidden[rows].double()
-    whole = torch.zeros(2, TOKENS, dtype=torch.float64, device="cuda")
-    whole[0, rows], whole[1, rows] = logprobs.detach(), entropy.detach()
-    return whole[0], whole[1], states, weights
+    sums = torch.zeros(2, TOKENS, dtype=torch.float64, device="cuda")
+    sums[0, rows], sums[1, rows] = logprobs.detach(), entropy.detach()
+    return sums[0], sums[1], states, weights
 
 
 @pytest.mark.parametrize("has_buffer", [False, True])
@@ -68,14 +68,14 @@ def test_values_and_gradients_are_those_of_a_softmax_in_float64(
     if entropy_gradient:
         loss = loss + (entropy * bend).sum()
     loss.backward()
-    wanted = expected(case, outer, bend)
-    torch.testing.assert_close(logprobs.double(), wanted[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy.double(), wanted[1], rtol=1e-5, atol=1e-5)
+    expected_values = expected(case, outer, bend)
+    torch.testing.assert_close(logprobs.double(), expected_values[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected_values[1], rtol=1e-5, atol=1e-5)
     assert states.grad is not None
     assert part.grad is not None
     part_grad = part.main_grad - 1 if has_buffer else part.grad
     limit = 1e-5 if dtype == torch.float32 else 1e-2
-    for ours, theirs in ((states.grad, wanted[2]), (part_grad, wanted[3])):
+    for ours, theirs in ((states.grad, expected_values[2]), (part_grad, expected_values[3])):
         assert (ours.double() - theirs).norm() / theirs.norm() < limit
     assert not part_grad[VOCAB:].any()
 

@@ -46,23 +46,23 @@ def test_heads_and_their_gradients_are_those_of_float64(
     # What is not written would be NaN.
     waste = [torch.full_like(mixed, torch.nan) for _ in range(4)]
     del waste
-    found = split(mixed, positions, turns, norms)
-    grads = tuple(torch.randn_like(one) for one in found)
+    outputs = split(mixed, positions, turns, norms)
+    grads = tuple(torch.randn_like(output) for output in outputs)
     grad = torch.full_like(mixed, torch.nan)
     sums = join(grads, positions, turns, None if norms is None else (mixed, norms), grad)
-    assert all(part.is_contiguous() for part in found)
+    assert all(part.is_contiguous() for part in outputs)
     if not tokens:
         assert not sums.any()
         return
     exact = mixed.double()
     limit = LIMITS[dtype]
     expected = plain_heads.split(exact, positions, turns.double(), plain)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(outputs, expected, strict=True):
         assert error(ours, theirs) < limit
-    wide = tuple(one.double() for one in grads)
-    wanted = torch.empty_like(exact)
+    wide = tuple(grad.double() for grad in grads)
+    expected_grad = torch.empty_like(exact)
     normed = None if plain is None else (exact, plain)
-    weights_wanted = plain_heads.join(wide, positions, turns.double(), normed, wanted)
-    assert error(grad, wanted) < limit
+    weights_wanted = plain_heads.join(wide, positions, turns.double(), normed, expected_grad)
+    assert error(grad, expected_grad) < limit
     if norms is not None:
         assert error(sums, weights_wanted) < 1e-5

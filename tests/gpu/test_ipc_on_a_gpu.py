@@ -49,11 +49,11 @@ def join(learner: Learner, name: str, workers: int, device: torch.device) -> lis
     learner.tell(f"announce {name} {workers}")
     where = weights_pb2.Communicator(transport="ipc", **json.loads(learner.line()))
     learner.tell("connect")
-    found: dict[int, IpcReceiver] = {}
+    receivers: dict[int, IpcReceiver] = {}
 
     def open_one(rank: int) -> None:
         torch.cuda.set_device(device)
-        found[rank] = IpcReceiver(where, rank, 60.0, device)
+        receivers[rank] = IpcReceiver(where, rank, 60.0, device)
 
     threads = [threading.Thread(target=open_one, args=(1 + n,)) for n in range(workers)]
     for thread in threads:
@@ -61,7 +61,7 @@ def join(learner: Learner, name: str, workers: int, device: torch.device) -> lis
     for thread in threads:
         thread.join(90)
     assert learner.line() == "connected"
-    return [found[rank] for rank in sorted(found)]
+    return [receivers[rank] for rank in sorted(receivers)]
 
 
 def expected_digests(seed: int) -> list[bytes]:
@@ -69,7 +69,7 @@ def expected_digests(seed: int) -> list[bytes]:
     for place in range(len(BUCKETS)):
         data = ipc_learner.content(seed, place, FACTOR)
         digests.add(place, data.data_ptr())
-    return [bucket_digest(each) for each in digests.read()]
+    return [bucket_digest(bucket_digests) for bucket_digests in digests.read()]
 
 
 @pytest.mark.parametrize("gpu", [0, 1])
@@ -84,8 +84,8 @@ def test_what_is_read_is_what_was_sent(gpu: int) -> None:
     note("ipc", test="join", gpu=gpu, seconds=round(time.perf_counter() - started_s, 3))
     copies = [torch.empty(b.num_bytes, dtype=torch.uint8, device=device) for b in BUCKETS]
     for seed in range(1, 6):
-        own = seed == 1
-        incoming = Incoming(BUCKETS, DEADLINE_S, own)
+        is_first = seed == 1
+        incoming = Incoming(BUCKETS, DEADLINE_S, is_first)
         transport.prepare(incoming)
         learner.tell(f"send {seed}")
         buckets = transport.receive(incoming)

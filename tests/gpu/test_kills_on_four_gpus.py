@@ -52,9 +52,9 @@ async def lose_one_of_each(tmp_path: Path) -> None:
         async with run_processes.connection(config, run) as client:
             await run_processes.until_step(client, 5, limit_s=STARTS_IN_S)
             (rank,) = (
-                each
-                for each in run.find(f"{run_processes.TRAINER} ")
-                if each.environ().get("RANK") == "1"
+                process
+                for process in run.find(f"{run_processes.TRAINER} ")
+                if process.environ().get("RANK") == "1"
             )
             start_s = time.monotonic()
             run_processes.kill(rank)

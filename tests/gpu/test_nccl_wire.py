@@ -40,8 +40,8 @@ def test_digests_on_the_gpu_are_those_of_the_host() -> None:
     for _ in range(2):
         for place, data in enumerate(on_gpu):
             digests.add(place, data.data_ptr(), stream.cuda_stream)
-        found = digests.read(stream.cuda_stream)
-        assert found == [
+        bucket_digests = digests.read(stream.cuda_stream)
+        assert bucket_digests == [
             bucket_tensor_digests(bucket, data.numpy().data)
             for bucket, data in zip(buckets, memory, strict=True)
         ]

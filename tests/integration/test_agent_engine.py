@@ -35,14 +35,14 @@ PROMPT = [1, 90, 91, 92]
 def listening() -> set[tuple[str, int]]:
     """Addresses at which this process and its children listen."""
     here = psutil.Process()
-    found = set()
+    names = set()
     for process in (here, *here.children(recursive=True)):
         # A process may end while it is looked at.
         with contextlib.suppress(psutil.NoSuchProcess):
             for connection in process.net_connections(kind="inet"):
                 if connection.status == psutil.CONN_LISTEN:
-                    found.add((connection.laddr.ip, connection.laddr.port))
-    return found
+                    names.add((connection.laddr.ip, connection.laddr.port))
+    return names
 
 
 def processes() -> set[int]:
@@ -145,10 +145,10 @@ async def test_more_logprobs_change_nothing_that_is_recorded(served, is_streamed
     _, plain = await parts_of(served.engine, f"none{is_streamed}", seed=4)
     assert end.token_ids.tolist() == plain.token_ids.tolist()
     assert np.abs(end.logprobs - plain.logprobs).max() < 1e-5
-    given = [part.top_logprobs[n] for part in parts for n in range(len(part.token_ids))]
-    assert [len(each) in (3, 4) for each in given] == [True] * 70
-    for token, value, each in zip(end.token_ids.tolist(), end.logprobs, given, strict=True):
-        assert abs(each[token].logprob - value) < 1e-5
+    top_logprobs = [part.top_logprobs[n] for part in parts for n in range(len(part.token_ids))]
+    assert [len(tops) in (3, 4) for tops in top_logprobs] == [True] * 70
+    for token, value, tops in zip(end.token_ids.tolist(), end.logprobs, top_logprobs, strict=True):
+        assert abs(tops[token].logprob - value) < 1e-5
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -23,9 +23,9 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Epis
     config = agent_config(make_chat_model(tmp_path_factory.mktemp("model"), with_weights=False))
     engine = scripted_engine(config, script)
     logs = tmp_path_factory.mktemp("logs")
-    async with serving(config, engine, logs) as found:
-        found.load("example_agents", *(f"{agent}Agent" for agent in AGENTS))
-        yield found
+    async with serving(config, engine, logs) as server:
+        server.load("example_agents", *(f"{agent}Agent" for agent in AGENTS))
+        yield server
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
@@ -86,9 +86,9 @@ async def test_rewards_of_no_reply_too_many_tokens_or_a_large_sum_fail_their_epi
 
 
 async def test_the_members_of_a_group_run_side_by_side(server) -> None:
-    found = await server.run("ToolAgent", members=8)
-    assert [one.status for one in found] == [Status.COMPLETED] * 8
-    assert {len(one.branches) for one in found} == {3}
+    trajectories = await server.run("ToolAgent", members=8)
+    assert [trajectory.status for trajectory in trajectories] == [Status.COMPLETED] * 8
+    assert {len(trajectory.branches) for trajectory in trajectories} == {3}
 
 
 async def test_an_agent_that_blocks_its_thread_is_served(server) -> None:

@@ -103,9 +103,9 @@ async def test_the_template_of_the_settings_shows_images(tmp_path: Path) -> None
 
 async def test_another_branch_keeps_the_images_that_it_has_read(rig: AgentRig) -> None:
     await ask(rig, "/v1/chat/completions", messages=[user(RED, "colour")])
-    begun = [user(RED, "colour"), {"role": "assistant", "content": "red"}]
+    history = [user(RED, "colour"), {"role": "assistant", "content": "red"}]
     for part in ("colour", BLUE):
-        answer = await ask(rig, "/v1/chat/completions", messages=[*begun, user(part)])
+        answer = await ask(rig, "/v1/chat/completions", messages=[*history, user(part)])
         assert answer.status_code == 200, answer.text
     assert rig.runs() == [2, 1]
     recording = Recording()

@@ -105,10 +105,10 @@ async def test_a_chunk_has_a_part_of_the_text_or_of_one_call(tmp_path: Path) -> 
     parts = [choice.delta for choice in choices]
     assert all(bool(part.content) + len(part.tool_calls or ()) <= 1 for part in parts)
     assert "".join(part.content or "" for part in parts) == "I call."
-    said = ["", ""]
+    texts = ["", ""]
     for call in [call for part in parts for call in part.tool_calls or ()]:
-        said[call.index] += (call.function.name or "") + (call.function.arguments or "")
-    assert said == ['add{"a": 1}', 'add{"a": 2}']
+        texts[call.index] += (call.function.name or "") + (call.function.arguments or "")
+    assert texts == ['add{"a": 1}', 'add{"a": 2}']
     assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
     assert choices[-1].finish_reason == "tool_calls"
 
@@ -162,8 +162,8 @@ async def test_a_call_of_a_tool_that_is_cut_off_does_not_stop_its_agent(rig, max
         short = {**request, "max_tokens": max_tokens, "stream": True}
         cut = await client.post("/v1/messages", json=short)
     assert '"stop_reason":"max_tokens"' in cut.text
-    whole = await send(rig, messages, tools=SCHEMA_TOOLS)
-    assert whole.content[-1].input == {"a": 12345678}
+    answer = await send(rig, messages, tools=SCHEMA_TOOLS)
+    assert answer.content[-1].input == {"a": 12345678}
     assert rig.runs() == [1, 1]
 
 
@@ -179,9 +179,9 @@ async def test_a_reply_to_a_request_without_tools_keeps_its_whole_text(tmp_path,
         {"tools": ITEM_TOOLS, "tool_choice": "none"},
     ]
     auto = {"tool_choice": {"type": "auto"}}
-    for chosen, messages, items in (none, ({}, {}, {}), ({}, auto, {})):
+    for choice, messages, items in (none, ({}, {}, {}), ({}, auto, {})):
         for stream in (False, True):
-            assert (await chat(rig, [QUESTION], stream=stream, **chosen))["content"] == text
+            assert (await chat(rig, [QUESTION], stream=stream, **choice))["content"] == text
             (block,) = (await send(rig, [QUESTION], stream=stream, **messages)).content
             assert block.text == text
             answer = await respond(rig, stream=stream, input=[QUESTION], **items)
@@ -239,8 +239,8 @@ async def test_the_runs_sampling_holds_and_the_answer_says_so(rig) -> None:
         seed=5,
         max_tokens=300,
     )
-    told = answer.headers["x-slipstream-sampling"]
-    assert told == (
+    header = answer.headers["x-slipstream-sampling"]
+    assert header == (
         "presence_penalty=0 (asked 1); temperature=1 (asked 0.2); response_format=none (asked)"
     )
     (sample,) = rig.engine.samples
@@ -296,8 +296,8 @@ async def test_no_field_is_dropped_without_a_word(rig, path, asked, told) -> Non
         f"/v1/{path}", json={"model": "m", "messages": [QUESTION], **asked}
     )
     assert answer.status_code == 200
-    found = answer.headers.get("x-slipstream-sampling", "")
-    assert found == "; ".join(f"{name}=none (asked)" for name in told.split())
+    header = answer.headers.get("x-slipstream-sampling", "")
+    assert header == "; ".join(f"{name}=none (asked)" for name in told.split())
     assert rig.recorder.ignored == dict.fromkeys(told.split(), 1)
 
 
@@ -379,8 +379,10 @@ async def test_items_of_earlier_responses_may_be_named_by_their_ids(rig, stream)
     for turn in range(3):
         if stream:
             events = await client.responses.create(**request, input=items, stream=True)
-            found = [event async for event in events]
-            output = [event.item for event in found if event.type == "response.output_item.done"]
+            all_events = [event async for event in events]
+            output = [
+                event.item for event in all_events if event.type == "response.output_item.done"
+            ]
         else:
             output = (await client.responses.create(**request, input=items)).output
         items += [{"type": "item_reference", "id": item.id} for item in output]
@@ -420,13 +422,13 @@ async def test_an_empty_reply_is_a_message_with_an_empty_text(rig, stream, tools
 
 async def test_parts_of_messages_that_vllm_would_drop_or_fail_at_are_refused(rig) -> None:
     text = {"type": "output_text", "text": "yes", "annotations": []}
-    said = {"type": "message", "id": "msg_a", "role": "assistant", "status": "completed"}
+    message = {"type": "message", "id": "msg_a", "role": "assistant", "status": "completed"}
     for content in ([], [{"type": "refusal", "refusal": "no"}], [text, text]):
-        request = {"model": "m", "input": [{**said, "content": content}, QUESTION]}
+        request = {"model": "m", "input": [{**message, "content": content}, QUESTION]}
         answer = await rig.http().post("/v1/responses", json=request)
         assert answer.status_code == 400
         assert "must have one part of text, got [" in answer.json()["error"]["message"]
-    await respond(rig, input=[{**said, "content": [text]}, QUESTION])
+    await respond(rig, input=[{**message, "content": [text]}, QUESTION])
     assert "yes" in rig.engine.tokenizer.decode(rig.engine.samples[-1].prompt)
 
 
@@ -721,9 +723,9 @@ async def test_models_and_the_count_of_tokens_are_answered_and_not_recorded(rig)
     for client in (rig.openai(), rig.anthropic()):
         for name in ("policy", "model-4:free"):
             assert (await client.models.retrieve(name)).id == name
-    for asked in ({"messages": [QUESTION]}, {"messages": [QUESTION], "tools": SCHEMA_TOOLS}):
-        counted = await rig.anthropic().messages.count_tokens(model="claude", **asked)
-        await send(rig, **asked, max_tokens=9)
+    for body in ({"messages": [QUESTION]}, {"messages": [QUESTION], "tools": SCHEMA_TOOLS}):
+        counted = await rig.anthropic().messages.count_tokens(model="claude", **body)
+        await send(rig, **body, max_tokens=9)
         assert counted.input_tokens == len(rig.engine.samples[-1].prompt)
     assert rig.runs() == [1, 1]
 
@@ -741,11 +743,13 @@ async def test_what_is_no_path_is_refused_by_the_paths_that_there_are(rig) -> No
             ("GET", "/v1/files/v1/models/policy"),
         ):
             answer = await client.request(method, path)
-            said = answer.json()["error"]["message"]
+            message = answer.json()["error"]["message"]
             assert answer.status_code == 404
-            assert said.startswith(f"{method} {path.rstrip('/')} is no path of agents; there are ")
-            assert "POST /v1/chat/completions, " in said
-            assert said.endswith(", GET /v1/models")
+            assert message.startswith(
+                f"{method} {path.rstrip('/')} is no path of agents; there are "
+            )
+            assert "POST /v1/chat/completions, " in message
+            assert message.endswith(", GET /v1/models")
         for method, path in (("GET", "/v1/models/"), ("POST", "/v1/messages/count_tokens/")):
             request = {"messages": [QUESTION]} if method == "POST" else None
             assert (await client.request(method, path, json=request)).status_code == 200
@@ -866,10 +870,10 @@ async def test_thoughts_are_told_apart_in_every_turn(shared, template_values, st
     settings = agent_config(Path("models/any"), reasoning_parser="deepseek_r1").rollout_server
     rig = AgentRig(shared.engine, await agent_services(shared.engine, settings).api())
     rig.begin(template_values=template_values)
-    asked = "hi" if template_values else "think"
+    question = "hi" if template_values else "think"
     messages: list = []
     for _ in range(3):
-        messages.append({"role": "user", "content": asked})
+        messages.append({"role": "user", "content": question})
         message = await chat(rig, messages, stream=stream)
         reasoning = message.get("reasoning")
         content = message["content"]

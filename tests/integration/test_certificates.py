@@ -31,8 +31,8 @@ def make(folder: Path, *hosts: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("secrets")
-    made = make(folder, "127.0.0.1", "learner-0.example", "fd00::1")
-    assert made.returncode == 0, made.stderr
+    process = make(folder, "127.0.0.1", "learner-0.example", "fd00::1")
+    assert process.returncode == 0, process.stderr
     return folder
 
 
@@ -74,9 +74,9 @@ def test_a_second_call_keeps_all_but_the_server_certificate(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("host", ["a,DNS:b", "a b", "*", "a:b"])
 def test_something_else_than_a_name_or_an_address_is_refused(host: str, tmp_path: Path) -> None:
-    made = make(tmp_path / "secrets", host)
-    assert made.returncode != 0
-    assert made.stderr
+    process = make(tmp_path / "secrets", host)
+    assert process.returncode != 0
+    assert process.stderr
     assert not (tmp_path / "secrets" / "server.pem").exists()
 
 

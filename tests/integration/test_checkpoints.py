@@ -160,8 +160,10 @@ def results(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -
     first = {}
     second = {}
     expected = jobs_of_file(request, LOADED)
-    chosen = chosen_jobs(request, LOADED)
-    loaded = {name: LOADED[name] for name in expected if name not in SLOW or name in chosen}
+    jobs_of_request = chosen_jobs(request, LOADED)
+    loaded = {
+        name: LOADED[name] for name in expected if name not in SLOW or name in jobs_of_request
+    }
     for name in dict.fromkeys(run for run, _ in loaded.values()):
         first[name] = SAVED[name] | {"run": name, "save": [2], "until": 3}
     damaged = {"run": "damaged-before", "save": [1], "until": 1, "damage": True}
@@ -300,16 +302,16 @@ def test_the_other_kind_of_optimizer_is_refused_with_the_setting_to_change(
 
 
 def test_replicas_that_share_muons_state_by_matrices_train_like_those_that_do_not(results):
-    whole = results["dp2-muon-bf16"]
+    metrics_of_run = results["dp2-muon-bf16"]
     split = results["dp2-split-muon-bf16"]
     # An update of 1e-3 is missed in neither; the norm of the gradient is summed in another order.
-    for name, weight in whole["weights"].items():
+    for name, weight in metrics_of_run["weights"].items():
         torch.testing.assert_close(split["weights"][name], weight, rtol=1e-2, atol=3e-4)
     ours = split["saved_optimizer"]
-    theirs = whole["saved_optimizer"]
+    theirs = metrics_of_run["saved_optimizer"]
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=2e-2, atol=1e-4)
-    elements = [sum(tensor.numel() for tensor in found.values()) for found in (ours, theirs)]
+    elements = [sum(tensor.numel() for tensor in state.values()) for state in (ours, theirs)]
     assert elements[0] == pytest.approx(elements[1] / 2, rel=0.1)
 
 
@@ -336,8 +338,8 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(copy_of, folder, rank_poo
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    left = checkpoints / "step-000003.partial"
-    left.mkdir()
+    partial = checkpoints / "step-000003.partial"
+    partial.mkdir()
     job = {"run": tmp_path.name, "learner": {}, "resume": True, "until": 0}
     (folder / "damaged.json").write_text(json.dumps(job))
     rank_pool.run(PROGRAM, ["damaged"], world_size=1, folder=folder)
@@ -345,4 +347,4 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(copy_of, folder, rank_poo
     assert "state/__0_0.distcp: its bytes are not those that were written" in stored["error"]
     assert stored["loaded"] == 0
     assert complete_steps(checkpoints) == [2]
-    assert not left.exists()
+    assert not partial.exists()

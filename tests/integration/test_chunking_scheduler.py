@@ -116,8 +116,8 @@ def test_every_plan_and_reply_is_that_of_vllms_scheduler(
     assert len(ours.tokens["r5"]) == len(ours.tokens["r6"]) - 2 == 20
     assert len(ours.tokens["later0"]) == ours.scheduler.max_model_len - len(PROMPT) - 12
     if num_blocks == 100:
-        found = {name: computed for plan in ours.plans for name, _, computed in plan[0]}
-        assert found["later0"] == found["later1"] == BLOCK
+        computed_by_name = {name: computed for plan in ours.plans for name, _, computed in plan[0]}
+        assert computed_by_name["later0"] == computed_by_name["later1"] == BLOCK
     elif not windowed:
         assert ours.preempted > 0
 
@@ -172,7 +172,9 @@ def test_prompts_are_vllms_to_place_where_requests_may_have_adapters(start, over
 
 
 def test_every_step_is_vllms_with_another_scheduler_and_with_windows(start) -> None:
-    full, windowed = (start(ours=True, overlapping=True, windowed=each) for each in (False, True))
+    full, windowed = (
+        start(ours=True, overlapping=True, windowed=is_windowed) for is_windowed in (False, True)
+    )
     assert decodes_plainly(full.scheduler)
     assert not decodes_plainly(full.scheduler, "of another source")
     assert not decodes_plainly(windowed.scheduler)
@@ -195,7 +197,9 @@ def test_a_pause_finds_the_same_blocks_in_the_cache(pair, overlapping: bool, ste
         assert ours.state() == theirs.state()
     assert len(ours.tokens["r0"]) > 22
     # The older runner is told all tokens of a request that was not in the step before.
-    after_nothing = [plan[1] for one, plan in pairwise(ours.plans) if plan[2] and not one[2]]
+    after_nothing = [
+        plan[1] for plan_before, plan in pairwise(ours.plans) if plan[2] and not plan_before[2]
+    ]
     assert bool(after_nothing) is not (overlapping and steps == 1)
     assert all(list(cached.all_token_ids) == ["r0"] for cached in after_nothing)
 
@@ -217,7 +221,7 @@ def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(start, overl
     engine = start(ours=True, overlapping=overlapping)
     manager = engine.scheduler.kv_cache_manager
     requests = []
-    taken = []
+    takes = []
     vllms_slots = manager.allocate_slots
     vllms_update = engine.scheduler._update_request_with_output
 
@@ -226,7 +230,7 @@ def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(start, overl
         return vllms_slots(request, *args, **kwargs)
 
     def update(request: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
-        taken.append(request.num_output_tokens)
+        takes.append(request.num_output_tokens)
         return vllms_update(request, *args, **kwargs)
 
     manager.allocate_slots = allocate
@@ -238,7 +242,7 @@ def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(start, overl
     # A prompt of 10 tokens; the last position that is computed is 68.
     # A block whose last token is planned is cached then, or when that token is known.
     assert requests == ([0, 16, 32, 48, 64] if overlapping else [0, 15, 16, 31, 32, 47, 48, 63, 64])
-    assert taken == [0, 59]
+    assert takes == [0, 59]
 
 
 def gathering(engine: Engine, most_steps: int) -> Engine:
@@ -354,10 +358,10 @@ def test_members_of_a_group_that_waited_share_their_prompt(start, overlapping: b
 def test_replies_are_the_same_however_long_prompts_wait(pair, overlapping, num_blocks, most_steps):
     for seed in range(SEEDS):
         waiting, theirs = pair(overlapping=overlapping, num_blocks=num_blocks)
-        left = disturbed(gathering(waiting, most_steps), seed)
+        lengths = disturbed(gathering(waiting, most_steps), seed)
         # Which requests are cancelled depends on which have ended by then.
-        both_left = left & disturbed(theirs, seed)
-        assert left <= set(waiting.finished)
+        both_left = lengths & disturbed(theirs, seed)
+        assert lengths <= set(waiting.finished)
         assert len(both_left) > 5
         assert {name: waiting.tokens[name] for name in both_left} == {
             name: theirs.tokens[name] for name in both_left
@@ -404,7 +408,7 @@ def test_the_load_is_told_once_in_a_while_and_not_with_each_step(start, monkeypa
     now_s[0] += chunking_scheduler.STATS_S
     stats += [engine.scheduler.make_stats() for _ in range(2)]
     # The first step has told the load already.
-    assert [each is None for each in stats] == [True, True, False, True]
+    assert [entry is None for entry in stats] == [True, True, False, True]
     assert stats[2].num_running_reqs == 3
     assert 0 < stats[2].kv_cache_usage <= 1
 
@@ -526,24 +530,24 @@ def disturbed(engine: Engine, seed: int) -> set[str]:
     """
     rng = random.Random(seed)
     scheduler = engine.scheduler
-    left: set[str] = set()
+    names: set[str] = set()
     for number in range(150):
         kind = rng.random()
         if kind < 0.12 and len(scheduler.requests) < 8:
             prompt = [*PROMPT, *range(110, 110 + rng.choice([0, 5, 6, 7, 20]))]
             add(engine, f"r{number}", rng.randrange(1, 60), prompt=prompt)
-            left.add(f"r{number}")
-        elif kind < 0.16 and (open_ones := sorted(left - set(engine.finished))):
+            names.add(f"r{number}")
+        elif kind < 0.16 and (open_ones := sorted(names - set(engine.finished))):
             gone = rng.choice(open_ones)
             scheduler.finish_requests([gone], RequestStatus.FINISHED_ABORTED)
-            left.discard(gone)
+            names.discard(gone)
         elif kind < 0.2:
             scheduler.set_pause_state(PauseState.PAUSED_ALL)
             if rng.random() < 0.5 and scheduler.requests:
                 gone = rng.choice(sorted(scheduler.requests))
                 engine.step()
                 scheduler.finish_requests([gone], RequestStatus.FINISHED_ABORTED)
-                left.discard(gone)
+                names.discard(gone)
             engine.drain()
             assert scheduler.reset_prefix_cache(reset_running_requests=True)
             engine.drain()
@@ -551,7 +555,7 @@ def disturbed(engine: Engine, seed: int) -> set[str]:
         else:
             engine.step()
     engine.drain()
-    return left
+    return names
 
 
 @both
@@ -564,18 +568,18 @@ def test_whatever_disturbs_it_every_plan_and_reply_is_that_of_vllms_scheduler(
     for seed in range(SEEDS):
         ours, theirs = pair(overlapping=overlapping, **kinds)
         own_plans = counted_plans(ours)
-        left = disturbed(ours, seed)
-        assert left == disturbed(theirs, seed)
-        assert left <= set(ours.finished)
-        assert {name: ours.tokens[name] for name in left} == {
-            name: theirs.tokens[name] for name in left
+        lengths = disturbed(ours, seed)
+        assert lengths == disturbed(theirs, seed)
+        assert lengths <= set(ours.finished)
+        assert {name: ours.tokens[name] for name in lengths} == {
+            name: theirs.tokens[name] for name in lengths
         }
         assert not ours.scheduler.requests
         # At the end of a pause our scheduler has one more, empty step: it hands out what is held.
-        mine, others = ([p for p in each.plans if p[2]] for each in (ours, theirs))
-        assert len(mine) == len(others)
-        for one, other in zip(mine, others, strict=True):
-            assert one[:3] == other[:3]
+        our_plans, their_plans = ([p for p in loop.plans if p[2]] for loop in (ours, theirs))
+        assert len(our_plans) == len(their_plans)
+        for ours_of_step, other in zip(our_plans, their_plans, strict=True):
+            assert ours_of_step[:3] == other[:3]
         assert len(own_plans) > 20
 
 

@@ -59,13 +59,13 @@ async def test_a_loop_samples_passes_steps_and_publishes(config) -> None:
     assert (summary["steps"], summary["ledger"]["difference"]) == (3, 0)
     assert summary["ledger"]["generated"] == summary["ledger"]["evaluated"] == 3 * 3 * 5
     write_config(config, config.run_dir)
-    told = examine(config.run_dir).trained
-    assert told == "3 steps of a client's own loop, 3 passes"
+    trained_tokens = examine(config.run_dir).trained
+    assert trained_tokens == "3 steps of a client's own loop, 3 passes"
     assert {"reward", "lag"}.isdisjoint(dict(table_rows(summary)))
     # A version is published when it is asked for, and not before.
     assert [version.step for version in server.loaded_versions] == [0, 1, 2]
-    given, passes = trainer.ordered[0]
-    assert (given.adam.learning_rate, given.adam.eps) == (0.5, 1e-12)
+    header, passes = trainer.ordered[0]
+    assert (header.adam.learning_rate, header.adam.eps) == (0.5, 1e-12)
     assert [name.rpartition(":")[2] for name in passes] == ["forward_backward"]
     # The journal holds the passes of each step.
     assert [len(sequence.sequences) for sequence in batches_of(config.run_dir)[0].passes] == [2]
@@ -156,11 +156,11 @@ async def test_a_state_takes_a_name_in_use_only_if_it_is_told_to(config) -> None
 
 
 async def test_status_names_the_operation_that_a_loop_waits_for(config) -> None:
-    async with started(config) as (client, *_), Client(config.controller.address) as asked:
+    async with started(config) as (client, *_), Client(config.controller.address) as status_client:
 
         async def said(words: str) -> None:
             async with asyncio.timeout(LIMIT_S):
-                while (status := await asked.status()).waiting_for != words:
+                while (status := await status_client.status()).waiting_for != words:
                     await asyncio.sleep(0.01)
             assert not status.lease_wait
 
@@ -174,8 +174,8 @@ async def test_what_is_refused_fails_in_its_turn_with_one_line(config) -> None:
     async with started(config) as (client, server, trainer):
         await client.begin()
         other = {"session_id": client.session, "model_seq_id": 7, "base_model": "x"}
-        made = await client.result(await client.post("create_model", other))
-        assert made["error"].endswith("/nowhere only, not x")
+        created = await client.result(await client.post("create_model", other))
+        assert created["error"].endswith("/nowhere only, not x")
         bad = await client.result(await client.send(client.passed([DATUM], "stable_reinforce")))
         assert bad["error"].startswith("loss_fn stable_reinforce is not served, since its formula")
         assert bad["category"] == "user"
@@ -310,7 +310,7 @@ async def test_a_saved_state_is_loaded_as_a_step_and_a_new_model_takes_over(conf
         assert (await client.begin_from(path))["model_id"] != before
         await client.step()
         parsed = [order.load for order, _ in trainer.ordered if order.WhichOneof("step") == "load"]
-        assert [(one.step, one.without_optimizer) for one in parsed] == [(1, True), (1, False)]
+        assert [(load.step, load.without_optimizer) for load in parsed] == [(1, True), (1, False)]
         client.model, client.numbers = before, iter([9])
         assert "is not trained by this run any more" in (await client.step())["error"]
 
@@ -346,7 +346,7 @@ async def test_a_saved_state_stays_until_its_ttl_is_over_or_it_is_deleted(config
         assert (await client.http.delete(x)).status_code == 404
         assert "is no state that this run saved" in (await client.load(paths[0]))["error"]
         listed = (await client.http.get("checkpoints")).json()["checkpoints"]
-        assert [one["tinker_path"] for one in listed] == [paths[1]]
+        assert [checkpoint["tinker_path"] for checkpoint in listed] == [paths[1]]
         assert listed[0]["expires_at"]
         assert (await client.load(paths[1]))["path"] == paths[1]
         assert (await client.http.delete(y)).json() == {}

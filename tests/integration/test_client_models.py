@@ -43,8 +43,8 @@ async def test_each_client_has_an_adapter_of_its_own_rank_and_passes(config) -> 
         await other.step()
         await one.step()
         assert kinds(trainer) == [("begin", "a"), ("begin", "b"), ("adam", "b"), ("adam", "a")]
-        used = [(given.adapter.rank, given.adapter.alpha) for given, _ in trainer.ordered]
-        assert used == [(1, 16.0), (8, 4.0), (8, 4.0), (1, 16.0)]
+        sizes = [(header.adapter.rank, header.adapter.alpha) for header, _ in trainer.ordered]
+        assert sizes == [(1, 16.0), (8, 4.0), (8, 4.0), (1, 16.0)]
         for client, (_, passes) in zip((other, one), trainer.ordered[2:], strict=True):
             assert [name.rpartition(":")[0] for name in passes] == [
                 f"{client.model}:{number}" for number in (1, 2)
@@ -84,8 +84,8 @@ async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(config)
             },
         )
         await one.sample(start["sampling_session_id"], [5])
-        asked = [(lease.sampling.adapter, lease.sampling.by_start) for lease in server.leases]
-        assert asked == [("a", False), ("a", False), ("b", False), ("", True)]
+        samplings = [(lease.sampling.adapter, lease.sampling.by_start) for lease in server.leases]
+        assert samplings == [("a", False), ("a", False), ("b", False), ("", True)]
         environments = [lease.environment for lease in server.leases]
         assert environments == ["client-a", "client-a", "client-b", "client"]
 
@@ -122,7 +122,7 @@ async def test_a_state_goes_to_a_new_model_of_its_rank_and_to_no_other(config) -
         await other.post(f"sessions/{other.session}/finish", {})
         await one.begin_from(path)
         assert kinds(trainer)[-2:] == [("load", "a"), ("load", "b")]
-        loads = [(given.load.adapter, given.adapter.rank) for given, _ in trainer.ordered[-2:]]
+        loads = [(header.load.adapter, header.adapter.rank) for header, _ in trainer.ordered[-2:]]
         assert loads == [("a", 2), ("a", 2)]
         await one.step()
         assert trainer.ordered[-1][0].adapter.name == "b"
@@ -151,8 +151,8 @@ async def test_all_models_go_on_after_kills_of_controller_and_trainer(config) ->
             await client.sample(served, [1])
             assert server.leases[-1].sampling.adapter == adapter
         await other.step()
-        began = [("begin", "a"), ("begin", "b"), ("serve", "a")]
-        assert kinds(trainer) == [*began, ("adam", "a"), ("serve", "b"), ("adam", "b")]
+        events = [("begin", "a"), ("begin", "b"), ("serve", "a")]
+        assert kinds(trainer) == [*events, ("adam", "a"), ("serve", "b"), ("adam", "b")]
         # Each step has its own passes alone.
         assert [len(passes) for _, passes in trainer.ordered] == [0, 0, 0, 1, 0, 1]
 

@@ -110,8 +110,8 @@ def test_a_shipped_configuration_passes_its_dry_run(name: str, folder: Path) -> 
     address = f'controller.address="127.0.0.1:{free_port("127.0.0.1")}"'
     transport = "nccl" if name == "smollm2-two-gpus" else ""
     result = run_command("run", CONFIGS / f"{name}.toml", address, "--dry-run", cwd=folder)
-    named = {"smallest": "tiny-echo"}.get(name, name)
-    assert tomllib.loads(result.stdout)["run"]["name"] == named
+    model = {"smallest": "tiny-echo"}.get(name, name)
+    assert tomllib.loads(result.stdout)["run"]["name"] == model
     if name in SMALL:
         assert (result.returncode, result.stderr) == (0, "")
         return
@@ -119,10 +119,10 @@ def test_a_shipped_configuration_passes_its_dry_run(name: str, folder: Path) -> 
     lacking = result.stderr.strip().removeprefix(
         "slipstream: the settings are right, but nothing can start here: "
     )
-    weights, tokenizer, *others = lacking.split("; ")
+    weights, tokenizer, *rest = lacking.split("; ")
     assert "must hold safetensors weights" in weights
     assert "must hold the tokenizer" in tokenizer
-    assert [transport in other for other in others] == [True] * bool(transport)
+    assert [transport in other for other in rest] == [True] * bool(transport)
 
 
 @pytest.mark.parametrize("name", [*SMALL, *MIDDLE])
@@ -200,8 +200,8 @@ def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(name: 
         "qwen3-8b": 177,
         "qwen3-8b-128k": 32,
     }.get(name)
-    found = tuple(weights[key] for key in ("bucket_mib", "bucket_deadline_s", "join_deadline_s"))
-    assert found == (512, 60.0, 120.0)
+    numbers = tuple(weights[key] for key in ("bucket_mib", "bucket_deadline_s", "join_deadline_s"))
+    assert numbers == (512, 60.0, 120.0)
     assert len([line for line in lines_of(name) if line and not line.startswith("#")]) < 15
     lines = result.stdout.splitlines()
     assert f"# {sizes}" in lines

@@ -293,7 +293,7 @@ def test_the_settings_name_only_secrets_that_are_mounted(name: str) -> None:
     security = config.security
     queue = config.queue
     users = [user for user in (queue.controller, queue.rollout_server) if user is not None]
-    named = {
+    variables = {
         path
         for path in (
             security.tls_ca,
@@ -305,8 +305,8 @@ def test_the_settings_name_only_secrets_that_are_mounted(name: str) -> None:
         )
         if path is not None
     }
-    assert named
-    assert named <= mounted
+    assert variables
+    assert variables <= mounted
     # Trainer ranks never open the queue.
     assert len(users) == (name != "learner-node")
 

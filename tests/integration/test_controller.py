@@ -99,9 +99,9 @@ async def test_what_agents_ask_for_in_vain_and_sums_of_rewards_are_told_once(tmp
     request = {"ignored/temperature": 2.0, "ignored/conversation": 4.0}
     server.spoil = lambda t: replace(t, metrics=request, token_rewards=t.behavior_logprobs)
     summary = await play(config, server)
-    told = [text for text in summary["told"] if "ask for" in text or "rewards of" in text]
+    messages = [text for text in summary["told"] if "ask for" in text or "rewards of" in text]
     sums = "rewards of several turns of e are added up: all turns of an episode learn from the sum"
-    assert sorted(told) == [
+    assert sorted(messages) == [
         "agents of e ask for conversation, temperature, which changes nothing: "
         "docs/guides/agents.md says what holds",
         *([sums] if advantage == "grpo" else []),
@@ -125,8 +125,8 @@ async def test_a_broken_environment_is_suspended_and_the_other_trains_on(tmp_pat
     server = FakeServer(config.controller.address, judge=half)
 
     async def look(controller, tasks):
-        kept = controller._run.events.kept
-        await until(lambda: any("bad is suspended" in event.text for event in kept()))
+        kept_events = controller._run.events.kept
+        await until(lambda: any("bad is suspended" in event.text for event in kept_events()))
         trainer.gate.set()
 
     summary = await play(config, server, trainer=trainer, during=look)
@@ -144,29 +144,29 @@ async def test_a_client_is_told_why_its_environment_gets_no_more_episodes(tmp_pa
 
     config = make_config(tmp_path, run__steps=10_000, controller__max_failed_groups=1)
     server = FakeServer(config.controller.address, judge=judge)
-    told = []
+    messages = []
 
     async def serve(controller, tasks):
         async with Client(config.controller.address) as client:
             serving = asyncio.ensure_future(client.serve(Good()))
             served = controller._run.events.kept
-            await until(lambda: any("a client serves" in each.text for each in served()))
+            await until(lambda: any("a client serves" in event.text for event in served()))
             if ends == "failed":
                 controller._progress.fail("the disk is full")
             elif ends == "stopped":
                 controller.stop("enough")
-            told.extend(await asyncio.gather(serving, return_exceptions=True))
+            messages.extend(await asyncio.gather(serving, return_exceptions=True))
             controller.stop("enough")
 
     summary = await play(config, server, during=serve, wait_for_trainer=False)
     if ends == "suspended":
-        (error,) = told
+        (error,) = messages
         assert isinstance(error, EnvironmentFailed)
         assert str(error).startswith("environment good is suspended: its last group failed, the ")
         (cause,) = summary["suspended_environments"].values()
         assert str(error).endswith(cause)
     else:
-        assert told == [None]
+        assert messages == [None]
         warned = [record.getMessage() for record in caplog.records if "client" in record.name]
         assert warned == ["the run failed: the disk is full"] * (ends == "failed")
 
@@ -433,9 +433,9 @@ async def test_a_refused_call_says_why_to_programs_too(tmp_path):
             other = environment_pb2.SubmitEnvironmentRequest(spec=spec)
             other.spec.name = "f"
             other.spec.adapter = "math"
-            for each in (request, other):
+            for call in (request, other):
                 try:
-                    await stub.SubmitEnvironment(each, timeout=60, wait_for_ready=True)
+                    await stub.SubmitEnvironment(call, timeout=60, wait_for_ready=True)
                 except grpc.aio.AioRpcError as error:
                     is_told = has_reason(error, Reason.BAD_ARGUMENT)
                     seen.append((error.code(), error.details(), is_told))
@@ -472,8 +472,8 @@ async def test_health_and_reflection_tell_what_the_controller_serves(tmp_path):
             answer = await health.Check(request, timeout=60, wait_for_ready=True)
             seen["health"] = answer.status
             reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-            asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
-            async for message in reflection.ServerReflectionInfo(iter(asked), timeout=60):
+            requests = [reflection_pb2.ServerReflectionRequest(list_services="")]
+            async for message in reflection.ServerReflectionInfo(iter(requests), timeout=60):
                 seen["services"] = {s.name for s in message.list_services_response.service}
         trainer.gate.set()
 

@@ -50,15 +50,15 @@ async def call(channel: grpc.aio.Channel, method: MethodDescriptor, token: str |
         (True, True): channel.stream_stream,
     }
     kind = shapes[method.client_streaming, method.server_streaming]
-    made = kind(f"/{method.containing_service.full_name}/{method.name}")(
+    method_call = kind(f"/{method.containing_service.full_name}/{method.name}")(
         requests() if method.client_streaming else b"",
         metadata=call_metadata(with_token(token)),
         timeout=LIMIT_S,
     )
     if method.server_streaming:
-        await made.read()
+        await method_call.read()
     else:
-        await made
+        await method_call
 
 
 async def test_no_method_answers_without_the_token(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Outcome]:
-    (found,) = outcomes(folder, 1, SHAPES)
-    return found
+    (outcome,) = outcomes(folder, 1, SHAPES)
+    return outcome
 
 
 @pytest.fixture(scope="module")

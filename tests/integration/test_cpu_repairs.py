@@ -30,12 +30,14 @@ def test_each_head_of_latent_attention_is_rotated(heads: int) -> None:
     # vLLM rotates a part of each head and of the latent vector.
     query = torch.randn(5, heads, 192)
     latent = torch.randn(5, 576)
-    own = query[..., 128:]
+    rotated_part = query[..., 128:]
     key = latent[:, None, 512:]
     places = torch.arange(5)
-    expected = rope.forward_native(places, own.clone(), key.clone())
-    for found, one in zip(rope.forward_cpu(places, own, key), expected, strict=True):
-        torch.testing.assert_close(found, one)
+    expected = rope.forward_native(places, rotated_part.clone(), key.clone())
+    for rotated, expected_heads in zip(
+        rope.forward_cpu(places, rotated_part, key), expected, strict=True
+    ):
+        torch.testing.assert_close(rotated, expected_heads)
 
 
 def test_heads_in_one_dimension_are_rotated_by_the_kernel() -> None:
@@ -46,21 +48,21 @@ def test_heads_in_one_dimension_are_rotated_by_the_kernel() -> None:
     key = torch.randn(5, 128)
     places = torch.arange(5)
     expected = rope.forward_native(places, query.clone(), key.clone())
-    for found, one in zip(rope.forward_cpu(places, query, key), expected, strict=True):
-        torch.testing.assert_close(found, one)
+    for rotated, expected_heads in zip(rope.forward_cpu(places, query, key), expected, strict=True):
+        torch.testing.assert_close(rotated, expected_heads)
 
 
 def test_experts_without_groups_are_chosen_by_sigmoid_scores_and_biases() -> None:
     bias = torch.randn(6)
     logits = torch.randn(7, 6)
     router = CPURouter(2, 6, scoring_func="sigmoid", e_score_correction_bias=bias)
-    weights, chosen = router._compute_routing(torch.randn(7, 4), logits, None)
+    weights, experts = router._compute_routing(torch.randn(7, 4), logits, None)
     scores = logits.sigmoid()
     best = (scores + bias).topk(2).indices
-    assert torch.equal(chosen.long().sort()[0], best.sort()[0])
-    found = torch.zeros_like(scores).scatter(1, chosen.long(), weights)
-    own = torch.zeros_like(scores).scatter(1, best, scores.gather(1, best))
-    torch.testing.assert_close(found, own / own.sum(-1, keepdim=True))
+    assert torch.equal(experts.long().sort()[0], best.sort()[0])
+    routed = torch.zeros_like(scores).scatter(1, experts.long(), weights)
+    plain_routed = torch.zeros_like(scores).scatter(1, best, scores.gather(1, best))
+    torch.testing.assert_close(routed, plain_routed / plain_routed.sum(-1, keepdim=True))
 
 
 def test_a_loader_without_a_name_is_no_obstacle_to_new_weights() -> None:
@@ -86,5 +88,5 @@ def test_each_drafted_token_gets_the_temperature_of_its_request() -> None:
 def test_top_k_alone_takes_a_step_without_drafts() -> None:
     for number in (0, 2):
         logits = torch.arange(number * 3.0).view(number, 3)
-        kept = apply_top_k_top_p(logits, torch.full((number,), 2, dtype=torch.int32), None)
-        assert kept.isfinite().tolist() == [[False, True, True]] * number
+        cut_logits = apply_top_k_top_p(logits, torch.full((number,), 2, dtype=torch.int32), None)
+        assert cut_logits.isfinite().tolist() == [[False, True, True]] * number

@@ -101,10 +101,10 @@ async def test_a_batch_that_is_lost_when_it_is_asked_for_fails_the_run_until_it_
 ):
     config = make_config(tmp_path, run__steps=STEPS)
     batch = config.run_dir / "journal" / "batches" / "step-000001.pb"
-    kept = tmp_path / "kept.pb"
+    copy = tmp_path / "kept.pb"
 
     def keep_and_spoil(path: Path) -> None:
-        shutil.copy(path, kept)
+        shutil.copy(path, copy)
         spoil(path)
 
     with caplog.at_level(logging.ERROR):
@@ -114,7 +114,7 @@ async def test_a_batch_that_is_lost_when_it_is_asked_for_fails_the_run_until_it_
     assert reason.startswith(line)
     assert [m for m in caplog.messages if m.startswith(f"the run failed: {line}")]
     assert not [r for r in caplog.records if r.exc_info]
-    shutil.copy(kept, batch)
+    shutil.copy(copy, batch)
     summary = await play(config)
     assert (summary["code"], summary["steps"], summary["state"]) == (0, STEPS, "finished")
 
@@ -237,10 +237,10 @@ async def test_a_full_disk_costs_lines_of_results_alone(tmp_path, caplog, disk):
     assert len(full) == 2
     messages = [m for m in caplog.messages if "were lost" in m]
     assert len(messages) == 2
-    kept = steps_in(folder / "metrics.jsonl")
-    assert 2 <= len(kept) < STEPS
+    steps = steps_in(folder / "metrics.jsonl")
+    assert 2 <= len(steps) < STEPS
     (message,) = [m for m in messages if "metrics.jsonl" in m]
-    assert message == f"{folder / 'metrics.jsonl'}: the last {STEPS - len(kept)} records were lost"
+    assert message == f"{folder / 'metrics.jsonl'}: the last {STEPS - len(steps)} records were lost"
 
 
 async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(
@@ -254,7 +254,7 @@ async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(
     monkeypatch.setattr(application, "DRAIN_LIMIT_S", 1.0)
     controller = Controller(config, OPEN)
     running = asyncio.ensure_future(controller.run())
-    others = [asyncio.ensure_future(server.run()), asyncio.ensure_future(trainer.run())]
+    tasks = [asyncio.ensure_future(server.run()), asyncio.ensure_future(trainer.run())]
     try:
         await asyncio.wait_for(trainer.until_held(), LIMIT_S)
         filling = fill(disk)
@@ -265,9 +265,9 @@ async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(
                 with pytest.raises(RunFailed, match="make room and run the same command again"):
                     await running
     finally:
-        for task in (running, *others):
+        for task in (running, *tasks):
             task.cancel()
-        await asyncio.gather(running, *others, return_exceptions=True)
+        await asyncio.gather(running, *tasks, return_exceptions=True)
     assert not [r for r in caplog.records if r.exc_info]
     (failed,) = [m for m in caplog.messages if m.startswith("the run failed")]
     assert "No space left on device; make room and run the same command again" in failed

@@ -88,10 +88,10 @@ def test_states_of_delta_nets_are_kept_in_float32_as_the_learner_computes_them(m
     assert own_values(config, seed=3)["mamba_ssm_cache_dtype"] == "float32"
     assert "mamba_ssm_cache_dtype" not in own_values(config_with(model, {}), seed=3)
     assert engine_config(config, seed=3).cache_config.mamba_ssm_cache_dtype == "float32"
-    chosen = in_bfloat16(config_with(delta_nets, {"mamba_ssm_cache_dtype": "bfloat16"}))
+    setting = in_bfloat16(config_with(delta_nets, {"mamba_ssm_cache_dtype": "bfloat16"}))
     with pytest.raises(ConfigError, match='model.dtype must be "bfloat16" .* delta nets .* CPU'):
         engine_config(config_with(delta_nets, {}), seed=3)
-    assert engine_config(chosen, seed=3).cache_config.mamba_ssm_cache_dtype == "bfloat16"
+    assert engine_config(setting, seed=3).cache_config.mamba_ssm_cache_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(("dtype", "is_told"), [("float32", True), ("bfloat16", False)])
@@ -214,9 +214,9 @@ def test_the_kernel_takes_steps_of_one_token_each_that_fill_the_gpu(
 
 @pytest.mark.parametrize(("async_scheduling", "name"), [(True, "Async"), (False, "")])
 def test_the_scheduler_is_ours_with_and_without_async_scheduling(async_scheduling: bool, name: str):
-    found = scheduler_class(async_scheduling=async_scheduling)
-    assert found.__name__ == f"{name}ChunkingScheduler"
-    assert issubclass(found, AsyncScheduler) is async_scheduling
+    scheduler = scheduler_class(async_scheduling=async_scheduling)
+    assert scheduler.__name__ == f"{name}ChunkingScheduler"
+    assert issubclass(scheduler, AsyncScheduler) is async_scheduling
 
 
 def test_the_engine_is_started_with_our_scheduler(model: Path) -> None:
@@ -243,10 +243,10 @@ def test_settings_that_cannot_be_are_refused_in_one_line(model, engine, line):
 
 
 def test_few_arguments_have_a_type_that_only_vllm_knows() -> None:
-    known = argument_types()
+    kinds = argument_types()
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs) if field.init}
-    assert known.keys() == {name for name in fields if not name.startswith("_")}
-    assert sum(kind is None for kind in known.values()) < 5
+    assert kinds.keys() == {name for name in fields if not name.startswith("_")}
+    assert sum(kind is None for kind in kinds.values()) < 5
 
 
 def test_every_name_that_is_refused_is_one_of_vllm() -> None:
@@ -330,9 +330,9 @@ def test_defaults_of_vllm_have_the_types_of_their_arguments() -> None:
     ids=str,
 )
 def test_a_parser_that_vllm_lacks_is_one_line(model: Path, settings: dict[str, object], line: str):
-    found = list(parser_problems(config_with(model, {}, settings=settings).rollout_server))
-    assert bool(found) == bool(line)
-    assert line in "".join(found)
+    problems = list(parser_problems(config_with(model, {}, settings=settings).rollout_server))
+    assert bool(problems) == bool(line)
+    assert line in "".join(problems)
 
 
 def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model: Path) -> None:
@@ -343,9 +343,9 @@ def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model:
     # The next rank for which vLLM has kernels.
     assert (lora_config.max_lora_rank, lora_config.max_loras) == (32, 2)
     assert lora_config.target_modules == ["q_proj", "k_proj", "v_proj", "o_proj"]
-    named = lora | {"publish": "adapters", "adapters": ["a", "b", "c"]}
+    with_adapters = lora | {"publish": "adapters", "adapters": ["a", "b", "c"]}
     # One place stays empty for the judge.
-    assert engine_config(config_with(model, {}, named), seed=3).lora_config.max_loras == 4
+    assert engine_config(config_with(model, {}, with_adapters), seed=3).lora_config.max_loras == 4
 
 
 def test_a_model_that_takes_no_adapters_in_vllm_is_refused(model: Path, tmp_path: Path) -> None:

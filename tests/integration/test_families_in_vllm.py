@@ -67,15 +67,15 @@ def test_an_engine_computes_what_transformers_does(case: str, tmp_path: Path) ->
     sizes = WIDER_EXPERTS.get(case.split(".")[0], {})
     if case.startswith(("olmo", "mimo", "smollm3")):
         sizes = sizes | WIDER_HEADS
-    found, expected, apart = computed(tmp_path, case, **sizes)
+    logprobs, expected, apart = computed(tmp_path, case, **sizes)
     assert apart > 0.1
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+    np.testing.assert_allclose(logprobs, expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("case", ["qwen3-next.glm", "qwen35.glm", "qwen35-moe.glm"])
 def test_an_engine_in_bfloat16_computes_delta_nets_as_transformers_does(case: str, tmp_path: Path):
-    found, expected, apart = computed(tmp_path, case, **DELTA_NETS)
-    gaps = np.abs(found - expected).mean(axis=1)
+    logprobs, expected, apart = computed(tmp_path, case, **DELTA_NETS)
+    gaps = np.abs(logprobs - expected).mean(axis=1)
     print(f"mean gaps {gaps}, {apart} between the models")
     assert gaps.max() < 0.02 * apart
 

@@ -88,8 +88,8 @@ async def rig(
     folder = tmp_path_factory.mktemp("models") / "model"
     old = make_folder(folder, request.param)
     # vLLM's first choice for latent attention knows no float32.
-    chosen = {"attention_backend": "CPU_MLA"} if "latent" in request.param else {}
-    engine = {"speculative_config": MTP} | chosen
+    backend = {"attention_backend": "CPU_MLA"} if "latent" in request.param else {}
+    engine = {"speculative_config": MTP} | backend
     config = config_of_engine(folder, rollout_server={"engine": engine})
     async with started_engine(config) as started:
         new = other_weights(old, seed=2)

@@ -68,8 +68,8 @@ def changed(**fields) -> bytes:
 
 def submitted(**fields) -> Case:
     spec = {"name": "x", "reference": "m:E", "weight": 1.0, "timeout_s": 1.0, "num_workers": 1}
-    made = environment_pb2.EnvironmentSpec(purpose=1, **(spec | fields))
-    return said("SubmitEnvironment", environment_pb2.SubmitEnvironmentRequest(spec=made))
+    environment = environment_pb2.EnvironmentSpec(purpose=1, **(spec | fields))
+    return said("SubmitEnvironment", environment_pb2.SubmitEnvironmentRequest(spec=environment))
 
 
 def reported(**fields) -> Case:

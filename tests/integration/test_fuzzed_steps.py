@@ -162,8 +162,8 @@ class RandomStep:
             arguments["ratio"] = "behavior"
         else:
             weight = {"weight": self._one("token", "sequence")}, {"cap": self._one(1.1, 2.0)}
-            chosen, cap = self._one(weight, ({"weight": "none"}, {}))
-            table |= chosen
+            weighting, cap = self._one(weight, ({"weight": "none"}, {}))
+            table |= weighting
             bands |= cap
         if self._is(0.3):
             bands["token_band"] = [0.5, 1.6]
@@ -206,7 +206,7 @@ class RandomStep:
                     vocab_size=VOCAB,
                     max_tokens=MOST_TOKENS,
                 )
-                one = dataclasses.replace(
+                trajectory = dataclasses.replace(
                     self._grown(bare, prompt),
                     environment=name,
                     is_given=name in settings,
@@ -214,7 +214,9 @@ class RandomStep:
                     reward=float(self._random.normal()),
                     status=Status.TRUNCATED if self._is(0.25) else Status.COMPLETED,
                 )
-                episodes.append(self._with_sets(one) if config.replays_sampling else one)
+                episodes.append(
+                    self._with_sets(trajectory) if config.replays_sampling else trajectory
+                )
         return Batch(STEP, "batch", tuple(episodes))
 
     def _with_sets(self, one: Trajectory) -> Trajectory:

@@ -34,10 +34,10 @@ async def test_replies_go_on_with_the_context_that_older_weights_computed(rig: R
     await rig.publish(rig.new, 2)
     crossed = 0
     for reply in await asyncio.gather(*replies):
-        first, *others = reply.version_spans
+        first, *later_spans = reply.version_spans
         assert first.version == PolicyVersion(0, 1)
         assert rig.gap(rig.old, PROMPT, reply)[: first.length].mean() <= 1e-4
-        for span in others:
+        for span in later_spans:
             crossed += 1
             assert span.version == PolicyVersion(0, 2)
             # The reply fits neither the old nor the new weights alone.

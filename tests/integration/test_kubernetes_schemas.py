@@ -67,9 +67,9 @@ def judged(manifests: str) -> list[dict[str, str | None]]:
 def test_the_schemas_of_three_versions_and_of_the_crds_take_it(options, more, tmp_path):
     secrets = secrets_of("first", tmp_path, "learner")
     verdicts = judged(f"{rendered('first', *options)}\n---\n{secrets}")
-    assert [each for each in verdicts if each["wrong"]] == []
-    assert {each["kind"] for each in verdicts} == KINDS | more
-    assert {each["version"] for each in verdicts} == {"CRD", *VERSIONS}
+    assert [verdict for verdict in verdicts if verdict["wrong"]] == []
+    assert {verdict["kind"] for verdict in verdicts} == KINDS | more
+    assert {verdict["version"] for verdict in verdicts} == {"CRD", *VERSIONS}
 
 
 @needs_schemas
@@ -82,7 +82,7 @@ def test_the_schemas_refuse_what_is_wrong() -> None:
     }
     for right, other in wrong.items():
         assert right in manifests
-        assert any(each["wrong"] for each in judged(manifests.replace(right, other)))
+        assert any(verdict["wrong"] for verdict in judged(manifests.replace(right, other)))
 
 
 def found(*options: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -109,7 +109,8 @@ def command_of(spec: dict[str, Any]) -> Any:
     placed = {"NODE_RANK": "1", "HOST_ADDRESS": "10.0.0.2", "SERVER_ID": "pod"}
     (container,) = spec["containers"]
     settings = {
-        each["name"]: each.get("value") or placed[each["name"]] for each in container["env"]
+        variable["name"]: variable.get("value") or placed[variable["name"]]
+        for variable in container["env"]
     }
     words = [
         re.sub(r"\$\((\w+)\)", lambda name: settings[name[1]], word)
@@ -144,17 +145,17 @@ def test_the_command_of_a_pod_is_one_of_ours(name: str) -> None:
 
 
 def test_each_pod_reads_the_secrets_that_its_command_names(tmp_path: Path) -> None:
-    made = resources(secrets_of("first", tmp_path, "learner"))
-    data = {each["metadata"]["name"]: each["data"] for each in made}
+    secrets_made = resources(secrets_of("first", tmp_path, "learner"))
+    data = {secret["metadata"]["name"]: secret["data"] for secret in secrets_made}
     assert data["first-learner-node"].keys() == {"ca.pem", "token"}
     tokens = {name: data[f"first-{name}"]["token"] for name in pods(*GANG)}
     assert len({*tokens.values()}) == 3
     for name, spec in pods(*GANG, *QUEUE, *METRICS).items():
-        (secret,) = [each["secret"] for each in spec["volumes"] if "secret" in each]
+        (secret,) = [volume["secret"] for volume in spec["volumes"] if "secret" in volume]
         assert secret["secretName"] == f"first-{name}"
         words = json.dumps(spec)
-        named = {*re.findall(r"/run/slipstream/([\w.]+)", words)}
-        assert named == {*data[secret["secretName"]]}
+        file_names = {*re.findall(r"/run/slipstream/([\w.]+)", words)}
+        assert file_names == {*data[secret["secretName"]]}
 
 
 def test_a_pod_is_a_restricted_one_with_bounded_memory() -> None:
@@ -189,7 +190,7 @@ def test_the_values_size_the_pods() -> None:
 
 def test_every_resource_is_in_the_releases_namespace_and_says_what_it_is() -> None:
     of = found("--namespace=research", *GANG, *QUEUE, *OPERATORS)
-    assert {each["metadata"]["namespace"] for each in of.values()} == {"research"}
+    assert {manifest["metadata"]["namespace"] for manifest in of.values()} == {"research"}
     templates = [of[kind]["spec"]["template"] for kind in of if kind[0] == "Deployment"]
     templates += [
         job["template"]["spec"]["template"]
@@ -203,8 +204,8 @@ def test_every_resource_is_in_the_releases_namespace_and_says_what_it_is() -> No
 
 def test_a_volume_that_is_named_takes_the_place_of_an_empty_one() -> None:
     claim = {"persistentVolumeClaim": {"claimName": "models"}}
-    named = pods(f"--set-json=models={json.dumps(claim)}")
-    for of, other in zip(pods().values(), named.values(), strict=True):
+    pods_by_name = pods(f"--set-json=models={json.dumps(claim)}")
+    for of, other in zip(pods().values(), pods_by_name.values(), strict=True):
         before, after = ({v["name"]: v for v in spec["volumes"]} for spec in (of, other))
         assert before["models"] == {"name": "models", "emptyDir": {}}
         assert after["models"] == {"name": "models", **claim}
@@ -225,7 +226,7 @@ def test_the_queue_asks_itself_whether_it_is_ready_and_is_durable() -> None:
 def test_prometheus_reads_the_ports_that_are_open_and_gets_all_alerts() -> None:
     of = found(*OPERATORS)
     (learner,) = pods(*OPERATORS)["learner"]["containers"]
-    ports = {each["name"]: each["containerPort"] for each in learner["ports"]}
+    ports = {port["name"]: port["containerPort"] for port in learner["ports"]}
     assert ports == {"controller": 9400}
     endpoints = of["PodMonitor", "first"]["spec"]["podMetricsEndpoints"]
     assert {endpoint["port"] for endpoint in endpoints} == {*ports}

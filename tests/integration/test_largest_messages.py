@@ -211,8 +211,8 @@ def test_no_message_holds_the_interpreter_for_long_while_it_is_parsed(kind: Desc
 
 def test_what_is_decoded_in_the_loop_is_small() -> None:
     for kind in (*REQUESTS, trajectory_pb2.Trajectory.DESCRIPTOR):
-        most = min(max_message_bytes(type(new(kind))), SMALL_BYTES)
-        for field, message in largest(kind, most):
+        max_bytes = min(max_message_bytes(type(new(kind))), SMALL_BYTES)
+        for field, message in largest(kind, max_bytes):
             data = message.SerializeToString()
             lines = num_lines(lambda: decode(type(message), data))  # noqa: B023
             assert lines < MOST_LINES, f"{kind.name}.{field}: {lines}"

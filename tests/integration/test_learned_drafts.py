@@ -101,8 +101,8 @@ async def test_a_published_layer_replaces_the_one_before_and_replies_stay(rig: D
     after = await rig.replies("wrong", PROMPTS, 48, GREEDY)
     drafted, accepted = rig.drafted_since(start)
     assert accepted < 0.1 * drafted
-    for one, other in zip(before, after, strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
+    for state, other in zip(before, after, strict=True):
+        assert state.token_ids.tolist() == other.token_ids.tolist()
 
 
 async def test_replies_are_distributed_as_the_model_says(rig: DraftingRig) -> None:

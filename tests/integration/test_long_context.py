@@ -116,10 +116,10 @@ def run_rank(folder: Path, job: str) -> None:
     policy = opened(config)
     token_ids = sequences_of(int(length))
     sequences = [TrainingSequence.of_tokens(token_id) for token_id in token_ids]
-    found = {"before": score(policy, token_ids, max_tokens=policy.max_tokens)}
-    found["norm"] = torch.tensor(likelier(policy, sequences, LEARNING_RATE))
-    found["after"] = score(policy, token_ids, max_tokens=policy.max_tokens)
-    kept(policy, found | {"weights": weights_of(policy)}, folder / f"{job}.pt")
+    scores = {"before": score(policy, token_ids, max_tokens=policy.max_tokens)}
+    scores["norm"] = torch.tensor(likelier(policy, sequences, LEARNING_RATE))
+    scores["after"] = score(policy, token_ids, max_tokens=policy.max_tokens)
+    kept(policy, scores | {"weights": weights_of(policy)}, folder / f"{job}.pt")
 
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
@@ -195,10 +195,10 @@ def test_one_rank_trains_a_long_sequence_like_plain_transformers(model, folder, 
 
 
 def test_sinks_and_windows_are_those_of_plain_transformers_far_away(folder: Path, trained: Trained):
-    found = trained("gpt-oss", "one", LENGTH)
+    outputs = trained("gpt-oss", "one", LENGTH)
     with torch.no_grad():
         expected = plain_logprobs(plain_model(folder / "gpt-oss", "eager"), LENGTH)
-    torch.testing.assert_close(found["before"], expected, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(outputs["before"], expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral", "gpt-oss"])
@@ -210,11 +210,11 @@ def test_context_parallel_ranks_train_a_long_sequence_like_one_rank(model: str, 
 @pytest.mark.timeout(2400)
 def test_131072_tokens_on_two_ranks_are_those_of_one_and_of_plain_transformers(folder, trained):
     length = 131072
-    one = trained("llama-1", "one", length)
-    assert_alike(trained("llama-1", "cp2", length), one)
+    one_rank = trained("llama-1", "one", length)
+    assert_alike(trained("llama-1", "cp2", length), one_rank)
     with torch.no_grad():
         expected = plain_logprobs(plain_model(folder / "llama-1"), length)
-    torch.testing.assert_close(one["before"], expected, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(one_rank["before"], expected, rtol=1e-5, atol=2e-5)
 
 
 # Packed sequences of several lengths; the first two are of one length class.
@@ -243,5 +243,5 @@ def test_blocks_of_queries_attend_like_whole_sequences(
         output = layer(*inputs, None, packed_seq_params=packed)
         parameters = [*inputs, *layer.parameters()]
         found.append((output, *torch.autograd.grad((output * weights).sum(), parameters)))
-    for whole, blocks in zip(*found, strict=True):
-        torch.testing.assert_close(blocks, whole, rtol=1e-11, atol=1e-12)
+    for whole_gradient, blocks in zip(*found, strict=True):
+        torch.testing.assert_close(blocks, whole_gradient, rtol=1e-11, atol=1e-12)

@@ -86,8 +86,10 @@ def test_the_models_of_these_tests_show_every_field(case: str, folder: Path) -> 
         }
     elif field_models.ROPES[rope]["rope_type"] != "default":
         ropes["unscaled"] = field_models.ROPES[rope] | {"rope_type": "default"}
-    others = OTHER_ROPE.get(rope, {})
-    ropes |= {name: field_models.ROPES[rope] | {name: value} for name, value in others.items()}
+    other_values = OTHER_ROPE.get(rope, {})
+    ropes |= {
+        name: field_models.ROPES[rope] | {name: value} for name, value in other_values.items()
+    }
     choices = field_models.CHOICES | field_models.FAMILIES[family].choices
     for name, value in {**choices, **ropes}.items():
         field = "rope_parameters" if name in ropes else name

@@ -34,9 +34,9 @@ def test_the_files_of_every_family_pass_and_a_part_that_is_missing_is_named(fold
         copied = tmp_path / folder.name
         shutil.copytree(folder, copied)
         (file,) = copied.glob("*.safetensors")
-        held = {name: each["shape"] for name, each in read_header(file).items()}
-        blocks = [name for name in held if ".layers.1." in name and "vision_tower" not in name]
-        write_safetensors(file, beside={k: v for k, v in held.items() if k not in blocks})
+        shapes = {name: facts["shape"] for name, facts in read_header(file).items()}
+        blocks = [name for name in shapes if ".layers.1." in name and "vision_tower" not in name]
+        write_safetensors(file, beside={k: v for k, v in shapes.items() if k not in blocks})
         assert any(
             "has no layer 1" in tensor_problem
             for tensor_problem in tensor_problems(copied, "model.path")

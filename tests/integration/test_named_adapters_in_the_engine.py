@@ -52,13 +52,13 @@ async def test_each_request_is_computed_with_its_adapter_also_beside_others(rig:
         sampling = dataclasses.replace(SAMPLING, adapter=name)
         generation = await rig.engine.requests.generate(f"{name}{number}", prompt, sampling, 60)
         tokens = prompt + generation.token_ids.tolist()
-        expected = [rig.expected(rig.base, each, tokens)[-60:] for each in (*adapters, {})]
-        return np.array([np.abs(each - generation.logprobs).mean() for each in expected])
+        expected = [rig.expected(rig.base, adapter, tokens)[-60:] for adapter in (*adapters, {})]
+        return np.array([np.abs(logprobs - generation.logprobs).mean() for logprobs in expected])
 
     gaps = await asyncio.gather(*(reply(n, name) for n in range(2) for name in NAMES))
-    for gap, own in zip(gaps, [0, 1, 2] * 2, strict=True):
-        assert gap[own] < 1e-4
-        assert np.delete(gap, own).min() > 1e-2
+    for gap, place in zip(gaps, [0, 1, 2] * 2, strict=True):
+        assert gap[place] < 1e-4
+        assert np.delete(gap, place).min() > 1e-2
 
 
 async def test_a_probe_scores_each_sequence_with_its_adapter(rig: NamedRig) -> None:
@@ -66,8 +66,8 @@ async def test_a_probe_scores_each_sequence_with_its_adapter(rig: NamedRig) -> N
     await rig.publish_all(rig.base, adapters)
     scored = await rig.engine.teacher_forced_logprobs([SEQUENCE] * 3, ["math", "code", "prose"])
     parts = scored.reshape(3, -1)
-    for part, each in zip(parts, (adapters[1], adapters[0], adapters[2]), strict=True):
-        assert np.abs(part - rig.expected(rig.base, each, SEQUENCE)).mean() < 1e-4
+    for part, adapter in zip(parts, (adapters[1], adapters[0], adapters[2]), strict=True):
+        assert np.abs(part - rig.expected(rig.base, adapter, SEQUENCE)).mean() < 1e-4
 
 
 async def test_adapters_alone_replace_all_and_no_cached_prefix_crosses_them(rig: NamedRig) -> None:
@@ -90,11 +90,11 @@ async def test_the_start_replies_beside_several_adapters(rig: NamedRig) -> None:
     math = dataclasses.replace(SAMPLING, adapter="math")
     generate = rig.engine.requests.generate
     by_start = dataclasses.replace(math, by_start=True)
-    found, _ = await asyncio.gather(
+    generation, _ = await asyncio.gather(
         generate("start", SEQUENCE, by_start, 40), generate("policy", SEQUENCE, math, 40)
     )
-    tokens = SEQUENCE + found.token_ids.tolist()
-    assert np.abs(rig.expected(rig.base, {}, tokens)[-40:] - found.logprobs).mean() < 1e-4
+    tokens = SEQUENCE + generation.token_ids.tolist()
+    assert np.abs(rig.expected(rig.base, {}, tokens)[-40:] - generation.logprobs).mean() < 1e-4
 
 
 async def test_a_request_of_no_adapter_fails(rig: NamedRig) -> None:

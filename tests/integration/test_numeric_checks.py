@@ -73,9 +73,9 @@ def with_gradients(place: int, change: Callable[[Tensor], Tensor]) -> Attention:
     right = layer.core_attention.forward
 
     def forward(*arguments: Any, **named: Any) -> Tensor:
-        given = list(arguments)
-        given[place] = Changed.apply(given[place], change)
-        return right(*given, **named)
+        inputs = list(arguments)
+        inputs[place] = Changed.apply(inputs[place], change)
+        return right(*inputs, **named)
 
     layer.core_attention.forward = forward
     return layer
@@ -171,10 +171,10 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, Tensor):
-            self.elements = max(self.elements, found.numel())
-        return found
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
 
 
 def test_scores_of_many_heads_are_not_held_together() -> None:

@@ -66,8 +66,8 @@ class Model:
 
     def __call__(self, prompt: str) -> str:
         self.prompts.append(prompt)
-        said = prompt.count(CALLED) - 1
-        return self.replies[min(said, len(self.replies) - 1)]
+        num_calls = prompt.count(CALLED) - 1
+        return self.replies[min(num_calls, len(self.replies) - 1)]
 
 
 @pytest.fixture(scope="module")

@@ -75,9 +75,9 @@ def verifiers_episodes(args: dict, *episodes: dict) -> list[dict]:
 
 
 def test_rewards_of_verifiers_are_those_of_its_taskset() -> None:
-    said = {"taskset": {"id": "echo-v1", "phrases": ["one", "two"]}}
+    taskset = {"taskset": {"id": "echo-v1", "phrases": ["one", "two"]}}
     right, wrong = verifiers_episodes(
-        said, {"task": 1, "replies": ["two"]}, {"task": 0, "replies": ["two"]}
+        taskset, {"task": 1, "replies": ["two"]}, {"task": 0, "replies": ["two"]}
     )
     assert (right["failure"], right["reward"], wrong["reward"]) == ("", 1.0, 0.0)
     assert right["metrics"] == {"echoed": 1.0, "turns": 1.0, "truncated": 0.0}
@@ -110,15 +110,15 @@ def test_each_agent_of_verifiers_is_a_branch_and_an_untrained_one_has_no_share()
 
 def test_tools_of_verifiers_are_called_and_keep_their_state() -> None:
     bump = {"name": "counter_bump", "arguments": {}}
-    two, one = verifiers_episodes(
+    two, single = verifiers_episodes(
         {"taskset": "counter-tool-v1"},
         {"replies": [bump, bump, "done"]},
         {"replies": [{"name": "no_tool", "arguments": {}}, bump, "done"]},
     )
-    assert (two["failure"], two["reward"], one["reward"]) == ("", 1.0, 0.0)
+    assert (two["failure"], two["reward"], single["reward"]) == ("", 1.0, 0.0)
     results = [m["content"] for m in two["requests"][-1]["messages"] if m["role"] == "tool"]
     assert results == ["count=1", "count=2"]
-    assert "unknown tool 'no_tool'" in str(one["requests"][1]["messages"])
+    assert "unknown tool 'no_tool'" in str(single["requests"][1]["messages"])
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_the_taskset_of_the_guide_trains(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def echoing(folder: Path, *, places: int = 100) -> Iterator[str]:
     """Yields the address of the server that `openenv init` makes, for sessions at `places`."""
-    made = [FOLDER / "verifiers" / "bin" / "openenv", "init", "echoing"]
-    subprocess.run(made, cwd=folder, check=True, capture_output=True, timeout=LIMIT_S)
+    command = [FOLDER / "verifiers" / "bin" / "openenv", "init", "echoing"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=LIMIT_S)
     app = folder / "echoing" / "server" / "app.py"
     text = app.read_text()
     assert "max_concurrent_envs=1," in text

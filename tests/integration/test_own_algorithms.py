@@ -64,11 +64,11 @@ def config(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_run_proves_its_own_functions(config: Path) -> None:
-    own = load_config(
+    settings = load_config(
         config, [f"algorithm.{kind}={json.dumps(name)}" for kind, name in OWN.items()]
     )
     message = f"own functions are proved: {', '.join(sorted(OWN.values()))}"
-    assert await check_proofs(Scene(own, LEARNER)) == message
+    assert await check_proofs(Scene(settings, LEARNER)) == message
     wrong = load_config(config, [f"algorithm.loss={json.dumps(WRONG)}"])
     with pytest.raises(ConfigError, match=f"^loss {WRONG}: layout: padding: loss of token 0 is "):
         await check_proofs(Scene(wrong, LEARNER))

@@ -42,7 +42,7 @@ def with_sound(config: Config) -> Config:
 
 def trained(config: Config) -> dict[str, list[int]]:
     """The trained members of each trained group, from the files of the batches."""
-    found: dict[str, list[int]] = {}
+    members_by_group: dict[str, list[int]] = {}
     folder = config.run_dir / "journal"
     for batch in read_history(read_records(folder)).batches.values():
         stored = read_batch(folder, batch.step, batch.crc32, batch.attempt)
@@ -50,8 +50,8 @@ def trained(config: Config) -> dict[str, list[int]]:
         assert message.header.num_trajectories == len(message.trajectories)
         assert message.header.num_groups == GROUPS
         for trajectory in message.trajectories:
-            found.setdefault(trajectory.group_id, []).append(trajectory.member)
-    return found
+            members_by_group.setdefault(trajectory.group_id, []).append(trajectory.member)
+    return members_by_group
 
 
 def check(config: Config, summary: dict) -> dict[str, list[int]]:
@@ -124,7 +124,10 @@ async def test_partial_groups_go_on_as_they_were_after_a_crash(tmp_path):
         summary = await play(again, *servers, trainer=FakeTrainer(address, checkpoint=checkpoint))
         check(again, summary)
         leased = {
-            (lease.group_id, m) for each in servers for lease in each.leases for m in lease.members
+            (lease.group_id, m)
+            for server in servers
+            for lease in server.leases
+            for m in lease.members
         }
         assert not leased & given_up
 

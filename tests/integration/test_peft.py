@@ -41,8 +41,8 @@ def logits(folder: Path, adapters: Path | None = None) -> torch.Tensor:
     if adapters is not None:
         model = peft.PeftModel.from_pretrained(model, adapters)
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(torch.arange(5, 45).view(2, 20)).logits
-    return found
+        logits: torch.Tensor = model.eval()(torch.arange(5, 45).view(2, 20)).logits
+    return logits
 
 
 @pytest.mark.parametrize(

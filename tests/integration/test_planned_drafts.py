@@ -33,10 +33,10 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 -
             "engine": {"block_size": BLOCK, "speculative_config": NGRAM},
         },
     )
-    found = engine_config(config, seed=0)
+    engine = engine_config(config, seed=0)
     # vLLM plans ahead on GPUs, and with other methods.
-    found.scheduler_config.async_scheduling = True
-    return found
+    engine.scheduler_config.async_scheduling = True
+    return engine
 
 
 @dataclass
@@ -59,10 +59,10 @@ class Drafting(Engine):
             assert drafts == [-1] * len(drafts)
             end = self._computed[name] + plan.num_scheduled_tokens[name] - len(drafts)
             self.drafted.append(len(drafts))
-            known = end >= len(PROMPT)
-            taken = self._chance.randint(0, len(drafts)) if known else 0
-            sampled.append([100 + end + n for n in range(taken + 1)] if known else [])
-            self._computed[name] = end + taken
+            is_reply = end >= len(PROMPT)
+            num_accepted = self._chance.randint(0, len(drafts)) if is_reply else 0
+            sampled.append([100 + end + n for n in range(num_accepted + 1)] if is_reply else [])
+            self._computed[name] = end + num_accepted
             # vLLM returns a row for each token that it verified.
             ids += [100 + end + n for n in range(len(drafts) + 1)]
             starts.append(len(ids))
@@ -110,10 +110,10 @@ def test_replies_are_whole_however_many_tokens_are_accepted(settings, num_blocks
     assert (engine.preempted > 0) is (num_blocks == 12)
     # Once a second there are statistics of the load alone.
     spec_decoding_stats = [
-        each.spec_decoding_stats for each in engine.stats if each.spec_decoding_stats
+        stats.spec_decoding_stats for stats in engine.stats if stats.spec_decoding_stats
     ]
-    drafted = sum(each.num_draft_tokens for each in spec_decoding_stats)
-    accepted = sum(each.num_accepted_tokens for each in spec_decoding_stats)
+    drafted = sum(stats.num_draft_tokens for stats in spec_decoding_stats)
+    accepted = sum(stats.num_accepted_tokens for stats in spec_decoding_stats)
     assert 0 < accepted < drafted <= sum(engine.drafted)
 
 

@@ -46,24 +46,26 @@ def run_rank(folder: Path, job: str) -> None:
     config = config_of(job, folder)
     policy = opened(config)
     parts = step_parts(config, policy)
-    own = next((part.reference for part in parts if isinstance(part, Roles)), None)
+    reference = next((part.reference for part in parts if isinstance(part, Roles)), None)
     step = TrainingStep(policy, config, parts)
     first, second = batches(config)[:2]
     metrics = [step.run(first).metrics]
-    found = {}
-    if own is not None:
+    logprobs = {}
+    if reference is not None:
         # A table of its own makes the reference another model.
         other = config.model_copy(update={"reference": ReferenceSection(path=config.model.path)})
         settings = role_settings(other)["reference"]
-        found["bare"] = PolicyWithoutAdapters(policy, config).logprobs(second)
-        found["own"] = Reference(settings, policy.ranks).logprobs(second)
+        logprobs["bare"] = PolicyWithoutAdapters(policy, config).logprobs(second)
+        logprobs["own"] = Reference(settings, policy.ranks).logprobs(second)
     # The adapters are on again.
     metrics.append(step.run(second).metrics)
     joined = {
-        name: torch.from_numpy(np.concatenate([one.logprobs for one in each]))
-        for name, each in found.items()
+        name: torch.from_numpy(
+            np.concatenate([estimates.logprobs for estimates in estimates_of_batch])
+        )
+        for name, estimates_of_batch in logprobs.items()
     }
-    kind = type(own).__name__
+    kind = type(reference).__name__
     kept(policy, {"metrics": metrics, "kind": kind, **joined}, folder / f"{job}.pt")
 
 

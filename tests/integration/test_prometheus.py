@@ -126,21 +126,21 @@ def test_the_numbers_are_those_of_the_status_and_the_newest_row(run):
         return is_served and is_told and status.leased_groups == status.complete_groups
 
     wait_until(is_settled)
-    status, (_, found) = status_of(run), scrape(run)
-    assert found["slipstream_steps_total",] == status.step == 2
-    assert found["slipstream_run_state", "running"] == 1
-    assert found["slipstream_run_state", "failed"] == 0
-    assert found["slipstream_generated_tokens_total",] == status.ledger.generated > 0
-    fates = {fate: found["slipstream_ledger_tokens", fate] for fate in FATES}
+    status, (_, samples) = status_of(run), scrape(run)
+    assert samples["slipstream_steps_total",] == status.step == 2
+    assert samples["slipstream_run_state", "running"] == 1
+    assert samples["slipstream_run_state", "failed"] == 0
+    assert samples["slipstream_generated_tokens_total",] == status.ledger.generated > 0
+    fates = {fate: samples["slipstream_ledger_tokens", fate] for fate in FATES}
     assert fates == {fate: getattr(status.ledger, fate) for fate in FATES}
     assert sum(fates.values()) == status.ledger.generated
-    assert found["slipstream_servers", "serving"] == 1
+    assert samples["slipstream_servers", "serving"] == 1
     (server,) = status.servers
     for field, (name, _) in SERVER_COUNTERS.items():
-        got = found[f"slipstream_server_{name}_total", server.server_id]
+        got = samples[f"slipstream_server_{name}_total", server.server_id]
         assert got == pytest.approx(getattr(server.report, field))
-    assert found["slipstream_step_lag_mean_versions",] == status.metrics["lag_mean"]
-    assert found["slipstream_environment_reward_mean", "e"] == status.metrics["e/reward"]
+    assert samples["slipstream_step_lag_mean_versions",] == status.metrics["lag_mean"]
+    assert samples["slipstream_environment_reward_mean", "e"] == status.metrics["e/reward"]
     usage = shutil.disk_usage(run.config.run_dir)
     wait_until(lambda: ("slipstream_disk_size_bytes",) in scrape(run)[1])
     assert scrape(run)[1]["slipstream_disk_size_bytes",] == usage.total
@@ -163,7 +163,7 @@ def test_every_metric_has_a_meaning_a_base_unit_and_only_few_labels(run):
         for sample in family.samples:
             if sample.name == "slipstream_build_info":
                 continue
-            others = sample.labels.keys() - {
+            labels = sample.labels.keys() - {
                 "run",
                 "server",
                 "environment",
@@ -172,7 +172,7 @@ def test_every_metric_has_a_meaning_a_base_unit_and_only_few_labels(run):
                 "cause",
                 "setting",
             }
-            assert not others
+            assert not labels
             assert sample.name.endswith("_total") == (family.type == "counter")
 
 
@@ -238,14 +238,14 @@ def queries() -> list[str]:
 def test_alerts_dashboard_and_chart_ask_for_metrics_that_are_there(run):
     text, samples = scrape(run)
     # A family without a sample, such as that of an evaluation, is known too.
-    known = {name for name, *_ in samples} | set(re.findall(r"# TYPE (\w+)", text))
+    metric_names = {name for name, *_ in samples} | set(re.findall(r"# TYPE (\w+)", text))
     engine = EngineCounts()
-    known |= {sample.name for family in engine.collect() for sample in family.samples}
+    metric_names |= {sample.name for family in engine.collect() for sample in family.samples}
     # A job's name is a value, no metric.
     text = re.sub(r'job="\w+"', "", ALERTS.read_text() + "".join(queries()) + CHART.read_text())
     matches = set(re.findall(r"\b(?:slipstream|process)_\w+", text))
     assert len(matches) > 40
-    assert matches <= known
+    assert matches <= metric_names
 
 
 @needs_promtool

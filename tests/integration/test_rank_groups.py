@@ -33,5 +33,7 @@ def test_groups_are_those_of_megatrons_generator_of_ranks(layout: str) -> None:
         "ep": expert.get_ranks("ep"),
         "expert_dp": expert.get_ranks("dp"),
     }
-    found = RankLayout.of(ParallelSection(**sizes), world_size).groups()
-    assert {name: [list(group) for group in groups] for name, groups in found.items()} == expected
+    layout_groups = RankLayout.of(ParallelSection(**sizes), world_size).groups()
+    assert {
+        name: [list(group) for group in groups] for name, groups in layout_groups.items()
+    } == expected

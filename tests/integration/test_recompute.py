@@ -85,9 +85,9 @@ def run_rank(folder: Path, job: str) -> None:
         recomputed.append(model.recompute.num_layers if model.recompute is not None else 0)
     layers = len(model.chunks[0].module.decoder.layers)
     weights = [p.detach().clone() for p in model.chunks[0].parameters()]
-    found = {"weights": weights, "recomputed": recomputed, "layers": layers, "metrics": metrics}
+    facts = {"weights": weights, "recomputed": recomputed, "layers": layers, "metrics": metrics}
     patch.undo()
-    kept(policy, found, folder / f"{job}.pt")
+    kept(policy, facts, folder / f"{job}.pt")
 
 
 # Other metrics may be no number.

@@ -114,8 +114,8 @@ async def test_turns_add_up_over_cached_prefixes(rig) -> None:
     tokens = [1, *(4 + n % 28 for n in range(150)), 3]
     parts = []
     for turn in range(3):
-        known = sum(map(len, parts))
-        reply = await rig.generate("turns", tokens, 30, experts_from=known)
+        num_tokens = sum(map(len, parts))
+        reply = await rig.generate("turns", tokens, 30, experts_from=num_tokens)
         assert (reply.cached_tokens >= 128) == (turn > 0)
         parts.append(reply.expert_ids)
         tokens = tokens + reply.token_ids.tolist() + [5 + turn, 3]

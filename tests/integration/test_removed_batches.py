@@ -78,9 +78,9 @@ async def test_a_trainer_that_brings_other_weights_than_recorded_needs_no_remove
     # The manifests of these checkpoints are all of incarnation 0.
     await play(more, trainer=trainer, is_damaged=True)
     steps = records_of(config.run_dir, "step")
-    found = next(record for record in steps if record["digest"] == bytes(16).hex())
-    assert (found["step"], found["version"]) == (3, [1, 4])
-    assert found["lags"] == next(record for record in steps if record["step"] == 3)["lags"] != []
+    step = next(record for record in steps if record["digest"] == bytes(16).hex())
+    assert (step["step"], step["version"]) == (3, [1, 4])
+    assert step["lags"] == next(record for record in steps if record["step"] == 3)["lags"] != []
 
 
 async def test_a_batch_that_the_run_did_not_remove_is_a_fault(tmp_path: Path) -> None:

@@ -97,27 +97,31 @@ def train(folder: Path, model: Path, removed: list[str], settings: list[str]) ->
     hook = folder / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(HOOK.format(removed=(*removed,)))
-    own = (*own_settings(folder, model), *SHORT, f"run.steps={STEPS}", *settings)
-    command = ("-m", "slipstream.client.cli", "run", SMALLEST, *own)
+    arguments = (*own_settings(folder, model), *SHORT, f"run.steps={STEPS}", *settings)
+    command = ("-m", "slipstream.client.cli", "run", SMALLEST, *arguments)
     run(*command, hook=hook, cwd=folder, limit_s=500)
     summary = checked(folder / "smallest")
     assert (summary["state"], summary["steps"]) == ("finished", STEPS)
 
 
 def test_every_extension_has_a_row_and_every_row_its_modules() -> None:
-    named = [module for modules, _ in capabilities().values() for module in modules]
-    assert all(map(sources, named))
+    modules_of_all = [module for modules, _ in capabilities().values() for module in modules]
+    assert all(map(sources, modules_of_all))
     modules = (ROOT / "extensions" / "slipstream" / "extensions").glob("*/*.py")
     extensions = {f"slipstream.extensions.{file.parent.name}" for file in modules}
     assert len(extensions) >= 14
-    assert extensions == {name for name in named if name.startswith("slipstream.extensions.")}
+    assert extensions == {
+        name for name in modules_of_all if name.startswith("slipstream.extensions.")
+    }
 
 
 @pytest.mark.long
 def test_a_run_trains_without_any_of_them(tmp_path: Path, tiny_model: Path) -> None:
-    found = capabilities().values()
-    modules = [module for own, _ in found for module in own]
-    settings = [setting for _, own in found for setting in own]
+    pairs = capabilities().values()
+    modules = [module for own_modules, _ in pairs for module in own_modules]
+    settings = [
+        setting for _, own_settings_of_extension in pairs for setting in own_settings_of_extension
+    ]
     train(tmp_path, tiny_model, modules, settings)
 
 
@@ -131,6 +135,6 @@ def test_the_kernel_works_without(name: str, tmp_path: Path, tiny_model: Path) -
     files = [file for place in tests for file in [*place.rglob("test_*.py")] or [place]]
     names = re.compile("|".join(re.escape(module) for module in modules))
     # Tests of the capability itself.
-    own = [f"--ignore={file}" for file in files if names.search(file.read_text())]
-    command = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, *own)
+    ignored_files = [f"--ignore={file}" for file in files if names.search(file.read_text())]
+    command = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, *ignored_files)
     run(*command, hook=tmp_path / "hook", cwd=ROOT, limit_s=600)

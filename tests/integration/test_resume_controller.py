@@ -142,8 +142,8 @@ async def test_a_step_that_comes_out_different_begins_a_new_timeline(tmp_path):
     server = FakeServer(address, "s0")
     await play(config, server, trainer=trainer, during=crash_behind_a_checkpoint)
     again, (checkpoint,) = moved(config, folder), left
-    known = [r["step"] for r in records_of(again.run_dir, "step")]
-    assert known[-1] >= checkpoint[0].step == 3
+    steps = [r["step"] for r in records_of(again.run_dir, "step")]
+    assert steps[-1] >= checkpoint[0].step == 3
     summary, trainer, fleet = await resume(again, checkpoint, noise=b"rounding")
     records = check_run(again, summary)
     assert trainer.version == PolicyVersion(1, STEPS)

@@ -30,7 +30,7 @@ async def test_scores_are_those_of_the_model_in_transformers(tmp_path: Path, tin
     more = ["--runner", "pooling", "--convert", "classify", "--dtype", "float32"]
     with teacher_server(folder, tmp_path / "log", more=more) as url:
         judge = RewardModel(url, NAME)
-        found = [await judge.score(conversation(reply)) for reply in REPLIES]
+        scores = [await judge.score(conversation(reply)) for reply in REPLIES]
         likely = await RewardModel(url, NAME, as_probability=True).score(conversation("a"))
     expected = []
     for reply in REPLIES:
@@ -39,6 +39,6 @@ async def test_scores_are_those_of_the_model_in_transformers(tmp_path: Path, tin
         )["input_ids"]
         with torch.no_grad():
             expected.append(model(ids).logits.item())
-    assert found == pytest.approx(expected, abs=1e-4)
-    assert len(set(found)) == len(REPLIES)
-    assert likely == pytest.approx(1 / (1 + 2.718281828 ** -found[0]), abs=1e-4)
+    assert scores == pytest.approx(expected, abs=1e-4)
+    assert len(set(scores)) == len(REPLIES)
+    assert likely == pytest.approx(1 / (1 + 2.718281828 ** -scores[0]), abs=1e-4)

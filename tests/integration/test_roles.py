@@ -82,7 +82,9 @@ class PlainCritic:
 
     def values(self, trajectory: Trajectory) -> torch.Tensor:
         """What stands before each sampled token, in one conversation after the other."""
-        return torch.cat([self._values(one) for one, _ in conversations(trajectory)])
+        return torch.cat(
+            [self._values(conversation) for conversation, _ in conversations(trajectory)]
+        )
 
     def _values(self, trajectory: Trajectory) -> torch.Tensor:
         ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
@@ -245,9 +247,9 @@ def test_each_layout_has_its_own_groups_while_it_is_in_force(swapped: list[dict]
 
 
 def test_nothing_of_another_layout_is_left(swapped: list[dict]) -> None:
-    for found in swapped:
-        assert found["unknown_globals"] == found["changed"] == []
-        assert found["filled"] == {}
+    for result in swapped:
+        assert result["unknown_globals"] == result["changed"] == []
+        assert result["filled"] == {}
 
 
 SAVED = ("one", "tp2-pp2-dp2", "sp2-pp2-pp2-tied", "sp2-sp2-dp2-offload", "dp2-dp2-dp2-overlap")

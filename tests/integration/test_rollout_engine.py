@@ -82,9 +82,9 @@ async def test_sampled_logprobs_equal_those_of_transformers(rig) -> None:
 
 async def replies_of(rig: Rig, count: int, **sampling: object) -> list[Generation]:
     """Replies of up to 60 tokens, short and long ones, each with its values for every token."""
-    chosen = dataclasses.replace(ENDLESS, temperature=2.0, **sampling)
+    settings = dataclasses.replace(ENDLESS, temperature=2.0, **sampling)
     replies = await asyncio.gather(
-        *(rig.generate(f"r{n}", num_tokens=60, sampling=chosen) for n in range(count))
+        *(rig.generate(f"r{n}", num_tokens=60, sampling=settings) for n in range(count))
     )
     assert {len(reply.token_ids) > CHUNK_TOKENS for reply in replies} == {True, False}
     for reply in replies:
@@ -138,9 +138,11 @@ async def test_no_token_behind_a_text_is_handed_out_or_counted(rig) -> None:
     assert use.returned_tokens - before.returned_tokens == num_tokens
     gaps = np.concatenate(
         [
-            np.abs(rig.reference.logprobs(rig.old, [*PROMPT, *tokens], temperature=2.0)[4:] - own)
+            np.abs(
+                rig.reference.logprobs(rig.old, [*PROMPT, *tokens], temperature=2.0)[4:] - logprobs
+            )
             for reply in replies
-            for tokens, own in [(reply.token_ids.tolist(), reply.logprobs)]
+            for tokens, logprobs in [(reply.token_ids.tolist(), reply.logprobs)]
         ]
     )
     assert gaps.max() <= 1e-2
@@ -184,8 +186,8 @@ async def test_chunks_hold_exactly_what_vllm_hands_out_token_by_token(rig, param
     ours = await sample_as(rig, "FINAL_ONLY", parameters)
     theirs = await sample_as(rig, "CUMULATIVE", parameters)
     assert sum(output.metrics.num_preemptions for output in ours) >= 2
-    for mine, other in zip(ours, theirs, strict=True):
-        (chunked,), (streamed,) = mine.outputs, other.outputs
+    for our_reply, other in zip(ours, theirs, strict=True):
+        (chunked,), (streamed,) = our_reply.outputs, other.outputs
         assert len(chunked.token_ids) == len(chunked.logprobs) > 1
         assert chunked.token_ids == streamed.token_ids
         assert chunked.logprobs.token_ids == streamed.logprobs.token_ids
@@ -193,7 +195,7 @@ async def test_chunks_hold_exactly_what_vllm_hands_out_token_by_token(rig, param
         assert chunked.logprobs.logprobs == streamed.logprobs.logprobs
         assert chunked.weight_versions == streamed.weight_versions
         assert chunked.finish_reason == streamed.finish_reason
-        assert mine.num_cached_tokens == other.num_cached_tokens
+        assert our_reply.num_cached_tokens == other.num_cached_tokens
 
 
 async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
@@ -214,11 +216,11 @@ async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
 
 
 async def test_outputs_of_another_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = set(EngineCoreOutput.__struct_fields__)
+    fields = set(EngineCoreOutput.__struct_fields__)
     assert scheduler_class(async_scheduling=False)
-    for handled, named in ((known | {"old_thing"}, "old_thing"), (known - {"events"}, "events")):
+    for handled, name in ((fields | {"old_thing"}, "old_thing"), (fields - {"events"}, "events")):
         monkeypatch.setattr(chunking_scheduler, "_FIELDS", handled)
-        with pytest.raises(ConfigError, match=rf"differ from 0\.32\.0's in: {named}"):
+        with pytest.raises(ConfigError, match=rf"differ from 0\.32\.0's in: {name}"):
             scheduler_class(async_scheduling=False)
 
 

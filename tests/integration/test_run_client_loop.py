@@ -14,16 +14,18 @@ async def test_a_client_teaches_the_model_a_reply_and_samples_it(tmp_path, tiny_
         assert "model_id" in await client.begin()
         session = await client.publish()
         future = await client.ask(session, PROMPT, num_samples=4)
-        found = replies(await client.result(future))
+        sampled_replies = replies(await client.result(future))
         # The trainer gives what the engine has sampled the same log-probabilities.
         data = []
-        for tokens, _, _ in found:
-            whole = [*PROMPT, *tokens]
-            data.append((whole[:-1], whole[1:], {"weights": [0.0] * (len(whole) - 1)}))
+        for tokens, _, _ in sampled_replies:
+            conversation = [*PROMPT, *tokens]
+            data.append(
+                (conversation[:-1], conversation[1:], {"weights": [0.0] * (len(conversation) - 1)})
+            )
         forward = client.passed(data, "cross_entropy", forward_only=True)
         ours = logprobs_of(await client.result(await client.send(forward)))
-        for (_, sampled, _), mine in zip(found, ours, strict=True):
-            assert mine[len(PROMPT) - 1 :] == pytest.approx(sampled, abs=1e-4)
+        for (_, sampled, _), our_logprobs in zip(sampled_replies, ours, strict=True):
+            assert our_logprobs[len(PROMPT) - 1 :] == pytest.approx(sampled, abs=1e-4)
         losses = []
         for _ in range(30):
             passed = await client.send(client.passed([taught(TAUGHT)], "cross_entropy"))

@@ -53,18 +53,20 @@ async def test_two_models_that_are_killed_twice_are_those_of_runs_alone(tmp_path
     places = 'lora.adapters=["a","b","unused"]'
     async with tinker(tmp_path / "both", tiny_model, *SETTINGS, places) as (client, run):
         both = [Seen(name, client.another()) for name in CLIENTS]
-        await asyncio.gather(*(one.begin() for one in both))
+        await asyncio.gather(*(looper.begin() for looper in both))
         for phase in range(PHASES):
-            training = [asyncio.ensure_future(one.train()) for one in both]
+            training = [asyncio.ensure_future(looper.train()) for looper in both]
             if phase:
-                most = phase * STEPS
-                await until(lambda most=most: any(len(one.logprobs) > most for one in both))
+                least_steps = phase * STEPS
+                await until(
+                    lambda most=least_steps: any(len(looper.logprobs) > most for looper in both)
+                )
                 (process,) = run.find(CONTROLLER if phase == 2 else f"{TRAINER} ")
                 kill(process)
             await asyncio.gather(*training)
-            await asyncio.gather(*(one.sample() for one in both))
-        for one in both:
-            await one.finish()
+            await asyncio.gather(*(looper.sample() for looper in both))
+        for looper in both:
+            await looper.finish()
     summary = checked(tmp_path / "both" / "own")
     assert summary["steps"] == 2 * (1 + PHASES * (STEPS + 1))
     check_replay(tmp_path / "both" / "own", cwd=tmp_path)

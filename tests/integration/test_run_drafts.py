@@ -64,13 +64,13 @@ def test_a_resumed_run_goes_on_with_the_layer_that_it_had(tmp_path: Path, tiny_m
     for name in ("model.safetensors", "draft/model.safetensors", "draft/config.json"):
         assert (exported / name).read_bytes() == (final / name).read_bytes()
     succeed("export", run, "--step", 4, "--out", older, limit_s=200)
-    first, last = (load_file(each / "draft" / "model.safetensors") for each in (older, final))
+    first, last = (load_file(folder / "draft" / "model.safetensors") for folder in (older, final))
     assert all(not torch.equal(first[name], last[name]) for name in last)
     check_stock_vllm(exported)
     # The digests are those of all published weights, the layer's among them.
     check_replay(run)
     # A further run begins with the layer, which such a rate leaves as it is.
-    kept = ("drafts.learning_rate=1e-30", "run.name=further", "run.steps=1")
-    run_smallest(tmp_path, exported, *SETTINGS[:2], *kept)
+    overrides = ("drafts.learning_rate=1e-30", "run.name=further", "run.steps=1")
+    run_smallest(tmp_path, exported, *SETTINGS[:2], *overrides)
     further = load_file(tmp_path / "further" / "checkpoints" / "final" / "draft/model.safetensors")
     assert all(torch.equal(further[name], last[name]) for name in last)

@@ -70,8 +70,8 @@ async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_le
     set_aside = {r["task"]: r["cause"] for r in records}
     assert set(set_aside) == bad
     causes = [set_aside[task] for task in sorted(bad)]
-    for cause, said in zip(causes, SABOTAGE, strict=True):
-        assert said in cause
+    for cause, expected in zip(causes, SABOTAGE, strict=True):
+        assert expected in cause
     assert {t.task_index for t in run_processes.trained_trajectories(tmp_path / "run")} == set(
         range(25)
     ) - bad
@@ -81,13 +81,13 @@ async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_le
 
 async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(tmp_path, tiny_model):
     folder = run_processes.copy_environments(tmp_path)
-    mine = {"name": "configured", "reference": "user_environments:Repeat", "timeout_s": 5.0}
+    environment = {"name": "configured", "reference": "user_environments:Repeat", "timeout_s": 5.0}
     other = tmp_path / "other"
     config = run_processes.write_config(
         folder,
         tiny_model,
         run__steps=10_000,
-        environments=[mine],
+        environments=[environment],
         security__submitted_paths=[str(other)],
         **SIZES,
     )

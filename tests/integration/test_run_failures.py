@@ -94,11 +94,11 @@ async def test_a_run_whose_rank_dies_again_and_again_ends_with_the_cause(tmp_pat
         everything = run_processes.descendants(run.process.pid)
         async with asyncio.timeout(RUN_LIMIT_S):
             while run.process.returncode is None:
-                for found in run.find(f"{run_processes.TRAINER} "):
+                for process in run.find(f"{run_processes.TRAINER} "):
                     # A process may end while it is looked at.
                     with contextlib.suppress(psutil.Error):
-                        if found.environ().get("RANK") == "1":
-                            found.kill()
+                        if process.environ().get("RANK") == "1":
+                            process.kill()
                 await asyncio.sleep(0.05)
         assert await run.wait(END_LIMIT_S) == 1
         await run_processes.until_gone(everything)

@@ -59,10 +59,10 @@ async def test_a_killed_controller_is_started_again_beside_engines_and_trainer(
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         await until_row(tmp_path, run, 1)
         (controller,) = run.find(CONTROLLER)
-        others = run.find(ROLLOUT_SERVER) + run.engines() + run.find(f"{TRAINER} ")
+        processes = run.find(ROLLOUT_SERVER) + run.engines() + run.find(f"{TRAINER} ")
         kill(controller)
         await until_row(tmp_path, run, 3)
-        assert [is_alive(process) for process in others] == [True] * len(others)
+        assert [is_alive(process) for process in processes] == [True] * len(processes)
         assert await run.wait(LIMIT_S) == 0, run.out + run.err
     assert run.err == ""
     (message,) = (line for line in run.out.splitlines() if "! " in line)

@@ -38,11 +38,11 @@ def test_two_adapters_learn_opposite_tasks_and_go_on_and_are_replayed(tmp_path, 
     # Learner and engine round differently in bfloat16.
     assert summary["probe_gap_max"] <= 0.05
     assert summary["logprob_gap_mean"] <= 0.02
-    echo, others = (
+    echo, other_names = (
         load_file(final / name / "adapter_model.safetensors") for name in ("echo", "others")
     )
-    assert echo.keys() == others.keys()
-    assert not any(torch.equal(echo[name], others[name]) for name in echo)
+    assert echo.keys() == other_names.keys()
+    assert not any(torch.equal(echo[name], other_names[name]) for name in echo)
 
     # The checkpoint of the end, and no merged model.
     succeed("export", folder, "--step", "40", cwd=tmp_path, limit_s=100)

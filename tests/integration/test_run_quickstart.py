@@ -115,11 +115,11 @@ def test_every_metric_is_documented_and_every_documented_metric_is_there(run: Pa
 
 
 def test_every_number_of_an_evaluation_is_documented(run: Path) -> None:
-    shared, own = tables("An evaluation round in metrics.jsonl")
+    shared, own_names = tables("An evaluation round in metrics.jsonl")
     (row, *_) = (row for row in rows_of(run) if "evaluation_step" in row)
     measured = {name.split("/", 1)[1] for name in row if "/" in name}
     assert {name for name in row if "/" not in name} == set(shared)
-    assert {name.replace("_K", "_1") for name in own} <= measured
+    assert {name.replace("_K", "_1") for name in own_names} <= measured
 
 
 def test_the_summary_is_documented(summary: dict) -> None:
@@ -147,9 +147,9 @@ def test_every_step_has_a_line_of_metrics(run: Path) -> None:
     for name in ("loss", "reward_mean", "grad_norm", "entropy", "lag_max", "queued_tokens"):
         assert all(math.isfinite(row[name]) for row in steps)
     assert all(row["ledger_difference"] == 0 for row in steps)
-    held = [row for row in rows if "evaluation_step" in row]
-    assert held[-1]["evaluation_step"] == STEPS
-    assert all(row["num_episodes"] == 52 and row["num_failed"] == 0 for row in held)
+    evaluation_rows = [row for row in rows if "evaluation_step" in row]
+    assert evaluation_rows[-1]["evaluation_step"] == STEPS
+    assert all(row["num_episodes"] == 52 and row["num_failed"] == 0 for row in evaluation_rows)
 
 
 def test_both_environments_are_trained_by_their_weights(run: Path, summary: dict) -> None:
@@ -239,9 +239,9 @@ def test_the_files_of_the_run_have_no_fault(run: Path) -> None:
 
 
 def test_the_run_has_written_its_page(run: Path) -> None:
-    given = given_of(run / "page.html")
-    (shown,) = given["runs"]
-    assert (given["period_s"], shown["name"], shown["state"]) == (0, "run", "finished")
+    page_data = given_of(run / "page.html")
+    (shown,) = page_data["runs"]
+    assert (page_data["period_s"], shown["name"], shown["state"]) == (0, "run", "finished")
     # A step whose groups are all of the other environment has no point.
     points = [(row["step"], row["echo/right"]) for row in rows_of(run) if "echo/right" in row]
     assert shown["curves"]["echo/right"] == [

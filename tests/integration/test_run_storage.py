@@ -34,9 +34,9 @@ def test_a_run_whose_server_reads_a_folder(tmp_path: Path, tiny_model: Path) -> 
     assert summary["versions_fetched"] >= 2
     assert summary["publishes_verified"] >= 1
     assert summary["probe_gap_max"] < 0.16
-    whole = summary["stored_whole_bytes"] / summary["versions_stored"]
+    bytes_of_version = summary["stored_whole_bytes"] / summary["versions_stored"]
     # The first version is whole, the others are what a step changes.
-    others = summary["versions_stored"] - 1
-    assert summary["stored_bytes"] < whole * (1 + others / 10)
+    num_later = summary["versions_stored"] - 1
+    assert summary["stored_bytes"] < bytes_of_version * (1 + num_later / 10)
     assert rows[-1]["publish_copied"] == 1
     assert not [p for p in (tmp_path / "storage").rglob("*") if p.is_file()]

@@ -49,8 +49,8 @@ def test_passwords_of_the_queue_stand_in_their_own_files_alone(run: Path) -> Non
     other_files = [path for path in run.rglob("*") if path.is_file() and path not in files]
     assert run / "config.toml" in other_files
     assert run / "logs" / "server-0.log" in other_files
-    told = [path for path in other_files if any(word in path.read_bytes() for word in passwords)]
-    assert not told
+    leaks = [path for path in other_files if any(word in path.read_bytes() for word in passwords)]
+    assert not leaks
 
 
 def test_each_batch_holds_the_groups_that_were_leased_for_it(run, batches):
@@ -58,8 +58,8 @@ def test_each_batch_holds_the_groups_that_were_leased_for_it(run, batches):
     assert leased == [f"g{number:06d}" for number in range(STEPS * GROUPS)]
     for step, batch in enumerate(batches):
         expected = leased[step * GROUPS : (step + 1) * GROUPS]
-        found = [(t.group_id, t.member) for t in batch.trajectories]
-        assert found == [(group, member) for group in expected for member in range(MEMBERS)]
+        members = [(t.group_id, t.member) for t in batch.trajectories]
+        assert members == [(group, member) for group in expected for member in range(MEMBERS)]
 
 
 def test_every_token_is_sampled_by_the_version_that_is_trained(run, batches):

@@ -50,7 +50,7 @@ def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -> None
     assert [(t.environment, t.branches) for t in trajectories if t.branches] == []
     lines = (folder / "trajectories.jsonl").read_text().splitlines()
     parsed = [json.loads(line) for line in lines]
-    turns = next(one["turns"] for one in parsed if "turns" in one)
+    turns = next(row["turns"] for row in parsed if "turns" in row)
     assert '"name": "look"' in turns[0]["context"]
     assert "<tool_call>" in turns[0]["sampled"]
     assert "<|im_start|>tool\nseen " in turns[1]["context"]

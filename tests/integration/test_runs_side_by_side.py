@@ -69,5 +69,5 @@ async def test_three_runs_that_start_together_all_end_right(tmp_path, tiny_model
             runs.create_task(run(folder))
     for folder in folders:
         checked(folder / "smallest")
-    found = [find_run(str(folder / "smallest")) for folder in folders]
-    assert len({each.address for each in found}) == len({each.run_id for each in found}) == 3
+    all_runs = [find_run(str(folder / "smallest")) for folder in folders]
+    assert len({run.address for run in all_runs}) == len({run.run_id for run in all_runs}) == 3

@@ -64,16 +64,16 @@ def check_put_back(config: Config, record: dict) -> None:
     folder = config.run_dir / "journal"
     second = history.batches[record["step"]]
     assert (first.attempt, second.attempt) == (0, 1)
-    kept = {group for group, *_ in record["put_back"]}
+    group_ids = {group for group, *_ in record["put_back"]}
     before, after = (
         [
             trajectory
             for trajectory in read_batch(folder, b.step, b.crc32, b.attempt).trajectories
-            if trajectory.group_id in kept
+            if trajectory.group_id in group_ids
         ]
         for b in (first, second)
     )
-    assert len(before) == len(kept) * MEMBERS
+    assert len(before) == len(group_ids) * MEMBERS
     assert sorted(map(str, before)) == sorted(map(str, after))
 
 
@@ -156,8 +156,8 @@ async def test_a_run_that_failed_at_a_batch_goes_on_without_it(failed_run):
 async def test_a_user_sets_the_batch_aside_at_which_a_run_fails(failed_run, groups):
     config, before = failed_run
     step = int(before.refused[0].removeprefix("b")) + 1
-    found = set_batch_aside(config.run_dir, step, groups)
-    assert found.describe().startswith(f"batch {before.refused[0]} of step {step} is set aside")
+    set_aside = set_batch_aside(config.run_dir, step, groups)
+    assert set_aside.describe().startswith(f"batch {before.refused[0]} of step {step} is set aside")
     again = anew(config, max_set_aside_batches=0)
     summary, trainer = await run(again, group_of(17), before.newest_checkpoint)
     assert trainer.refused == []

@@ -64,9 +64,11 @@ def folder() -> Iterator[Path]:
 
 def broken_rules(folder: Path, seeds: Iterable[int]) -> list[str]:
     """The first rule that each of these runs broke, with the command that plays it again."""
-    found = ((seed, World(seed, folder).run().violations) for seed in seeds)
+    violations_by_seed = ((seed, World(seed, folder).run().violations) for seed in seeds)
     again = "play it again: python tests/simulation/run.py --seeds"
-    return [f"{broken[0]}; {again} {seed}:{seed + 1}" for seed, broken in found if broken]
+    return [
+        f"{broken[0]}; {again} {seed}:{seed + 1}" for seed, broken in violations_by_seed if broken
+    ]
 
 
 @pytest.mark.parametrize(
@@ -147,9 +149,9 @@ class FailingWorld:
 
 def test_a_schedule_that_ends_its_process_is_named_and_the_rest_played(folder, monkeypatch) -> None:
     monkeypatch.setattr(run, "World", FailingWorld)
-    found = list(run.Schedules(folder, verbose=False).play(range(12), 2))
-    assert sorted(result.seed for result in found) == list(range(12))
-    failed = {result.seed: result.violations for result in found if result.violations}
+    plays = list(run.Schedules(folder, verbose=False).play(range(12), 2))
+    assert sorted(result.seed for result in plays) == list(range(12))
+    failed = {result.seed: result.violations for result in plays if result.violations}
     assert failed == {3: ["the rig failed: ValueError: odd"], 4: ["its process ended with 9"]}
 
 

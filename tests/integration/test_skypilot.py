@@ -113,9 +113,9 @@ def test_the_commands_of_the_tasks_are_ours() -> None:
 
 @needs_skypilot
 def test_the_group_is_read_and_validated(folder: Path) -> None:
-    found = read(folder, "--validate")
-    assert (found["is_group"], found["primary"]) == (True, ["learner"])
-    learner, server = (found["tasks"][name] for name in ("learner", "rollout-server-0"))
+    validation = read(folder, "--validate")
+    assert (validation["is_group"], validation["primary"]) == (True, ["learner"])
+    learner, server = (validation["tasks"][name] for name in ("learner", "rollout-server-0"))
     assert (learner["spot"], learner["volumes"]) == ([False], {"/runs": "first-runs"})
     assert (server["nodes"], server["spot"]) == (1, [True])
     assert server["recovery"][0]["max_restarts_on_errors"] == 20

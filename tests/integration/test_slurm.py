@@ -99,9 +99,9 @@ def carry_out(site: Site) -> None:
     # A job of the other partition needs the node.
     node = f"--nodelist={cluster.node_of(second)}"
     site.submit(node, "--output=/dev/null", "--wrap=true")
-    left = "rollout server server-1 has left"
+    message = "rollout server server-1 has left"
     site.wait_for(
-        "the preempted server drains", lambda: left in site.log(f"rollout-server-{second}")
+        "the preempted server drains", lambda: message in site.log(f"rollout-server-{second}")
     )
     site.wait_for("the run goes on with the other", lambda: site.step >= 20)
     site.nodes.append(cluster.node_of(first))
@@ -163,7 +163,7 @@ def test_a_job_that_is_cancelled_does_not_come_back(site: Site) -> None:
     site.wait_for("the rollout job waits", lambda: site.cluster.state(server) == "RUNNING")
     site.slurm("scancel", server, job)
     site.wait_for("both jobs end", lambda: not site.slurm("squeue", "--noheader").strip())
-    assert {site.cluster.state(each) for each in (server, job)} == {"CANCELLED"}
+    assert {site.cluster.state(job_id) for job_id in (server, job)} == {"CANCELLED"}
 
 
 def test_a_learner_whose_time_limit_leaves_no_step_fails_with_a_line(site: Site) -> None:

@@ -226,8 +226,8 @@ def test_what_a_check_refuses_is_refused_before_anything_starts(quick, capfd) ->
     class Tools(Repeat):
         def reset(self, task: str) -> ResetResult:
             tool = {"name": "look", "parameters": {"type": "object", "properties": {}}}
-            asked = [{"role": "user", "content": task}]
-            return ResetResult(asked, tools=[{"type": "function", "function": tool}])
+            messages = [{"role": "user", "content": task}]
+            return ResetResult(messages, tools=[{"type": "function", "function": tool}])
 
     numbers = itertools.count()
     judged = Questions(ROWS, answer="sum", judge=wrong)

@@ -140,12 +140,12 @@ def test_a_slow_link_takes_its_time_and_a_dead_one_its_limit(link: Link, tmp_pat
     url = "s3://weights/slow"
     versions = StoredVersions(url)
     content = first_content()
-    whole = versions.write(0, content, whole=True)
+    whole_bytes = versions.write(0, content, whole=True)
     content = changed_content(content, share=0.01, seed=1)
     delta = versions.write(1, content, whole=False)
     reader = server(tmp_path / "a", url, limit_s=20.0)
     link.bytes_per_s = 100_000.0
-    slow = reader.fetch(whole, NEVER)
+    slow = reader.fetch(whole_bytes, NEVER)
     quick = reader.fetch(delta, NEVER)
     print(f"whole {slow.num_bytes} B in {slow.seconds:.2f} s, ", end="")
     print(f"changes {quick.num_bytes} B in {quick.seconds:.2f} s")

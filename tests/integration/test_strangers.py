@@ -165,15 +165,22 @@ while closed > 0:
 
 
 async def test_a_crowd_leaves_a_controller_files_to_open(tmp_path: Path) -> None:
-    most = 512
+    max_connections = 512
     count = 600
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_connections, limits[1]))
     try:
         async with serving(tmp_path) as address:
             port = address.rpartition(":")[2]
-            asked = [sys.executable, "-c", CROWD, port, str(count), str(count - most // 2)]
-            crowd = await asyncio.create_subprocess_exec(*asked)
+            command = [
+                sys.executable,
+                "-c",
+                CROWD,
+                port,
+                str(count),
+                str(count - max_connections // 2),
+            ]
+            crowd = await asyncio.create_subprocess_exec(*command)
             assert await asyncio.wait_for(crowd.wait(), LIMIT_S) == 0
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -39,8 +39,8 @@ async def serving(
     (model / "chat_template.jinja").write_text(template)
     config = agent_config(model, **rollout_server)
     engine = scripted_engine(config, script)
-    async with episode_server.serving(config, engine, folder / "logs") as found:
-        yield found
+    async with episode_server.serving(config, engine, folder / "logs") as server:
+        yield server
 
 
 async def run(server: EpisodeServer, environment: str, **lease: Any) -> Trajectory:  # noqa: ANN401
@@ -132,8 +132,11 @@ def ask_and_answer(prompt: str) -> str:
     *_, last = prompt.removesuffix("<|im_start|>assistant\n").split("<|im_start|>")
     if last.startswith("tool"):
         return "Rome"
-    asked = ({"town": "Rome"}, {"town": "Oslo"}, {"city": 3})
-    calls = [json.dumps({"name": "temperature", "arguments": each}) for each in asked]
+    all_arguments = ({"town": "Rome"}, {"town": "Oslo"}, {"city": 3})
+    calls = [
+        json.dumps({"name": "temperature", "arguments": call_arguments})
+        for call_arguments in all_arguments
+    ]
     return "".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
 
 

@@ -93,29 +93,29 @@ def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
 @pytest.mark.parametrize("layout", ["one-away", "tp2", "tp2-sequences", "dp2"])
 def test_layouts_train_the_layer_like_one_rank(layout: str, found: dict[str, dict]) -> None:
     ours = found[layout]
-    one = found["one"]
-    assert torch.equal(ours["values"][0], one["values"][0])
-    for mine, expected in zip(ours["metrics"], one["metrics"], strict=True):
+    one_rank = found["one"]
+    assert torch.equal(ours["values"][0], one_rank["values"][0])
+    for our_metrics, expected in zip(ours["metrics"], one_rank["metrics"], strict=True):
         for depth in (1, 2):
             name = f"draft_loss_{depth}"
-            assert mine[name] == pytest.approx(expected[name], rel=1e-4)
-    moved = (one["values"][-1] - one["values"][0]).norm()
-    assert (ours["values"][-1] - one["values"][-1]).norm() < 1e-2 * moved
+            assert our_metrics[name] == pytest.approx(expected[name], rel=1e-4)
+    moved = (one_rank["values"][-1] - one_rank["values"][0]).norm()
+    assert (ours["values"][-1] - one_rank["values"][-1]).norm() < 1e-2 * moved
 
 
 def test_deferred_gathers_of_parameters_change_nothing(found: dict[str, dict]) -> None:
     """The layer is trained with embeddings and output weights of the whole new policy."""
-    one = found["dp2-sharded"]["values"]
+    one_rank = found["dp2-sharded"]["values"]
     other = found["dp2-overlapping"]["values"]
-    for step, (ours, expected) in enumerate(zip(other, one, strict=True)):
+    for step, (ours, expected) in enumerate(zip(other, one_rank, strict=True)):
         assert (ours - expected).norm() <= 1e-5 * expected.norm(), step
 
 
 @pytest.mark.parametrize("layout", ["one", "one-shared", "cp2", "ep2"])
 def test_the_layer_learns(layout: str, found: dict[str, dict]) -> None:
     ours = found[layout]
-    for mine in ours["metrics"]:
-        assert {"draft_loss_1", "draft_loss_2"} <= mine.keys()
+    for metrics in ours["metrics"]:
+        assert {"draft_loss_1", "draft_loss_2"} <= metrics.keys()
     assert not torch.equal(ours["values"][-1], ours["values"][0])
 
 

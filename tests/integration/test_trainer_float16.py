@@ -35,8 +35,8 @@ def make_large(folder: Path) -> None:
         target = folder / name
         target.mkdir()
         (target / "config.json").write_text((folder / "llama" / "config.json").read_text())
-        own = tensors | {matrix: tensors[matrix] * factor for matrix, factor in factors.items()}
-        save_file(own, target / "model.safetensors", metadata={"format": "pt"})
+        scaled = tensors | {matrix: tensors[matrix] * factor for matrix, factor in factors.items()}
+        save_file(scaled, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def run_rank(folder: Path, job: str) -> None:
@@ -51,20 +51,20 @@ def run_rank(folder: Path, job: str) -> None:
     name, _, dtype = job.partition("@")
     settings = {"stuck": stuck, "parts": parts}
     if job in settings:
-        found: object = settings[job](folder)
+        values: object = settings[job](folder)
     elif name == "critic":
-        found = critic(folder, dtype)
+        values = critic(folder, dtype)
     else:
         layout = "one" if launch.world_size == 1 else "pp2"
         config = config_of(f"{layout}@{dtype}", folder, model={"path": str(folder / name)})
         policy, step = opened_step(config)
-        found = ""
+        values = ""
         try:
             step.run(batches(config)[0])
         except RunFailed as error:
-            found = str(error)
+            values = str(error)
         policy.ranks.close()
-    (folder / f"{job}-{launch.rank}.json").write_text(json.dumps(found))
+    (folder / f"{job}-{launch.rank}.json").write_text(json.dumps(values))
 
 
 def opened_step(config: Config) -> tuple[Policy, TrainingStep]:
@@ -87,13 +87,13 @@ def stuck(folder: Path) -> dict:
     except UntrainableBatch as error:
         message = str(error)
     after = [p for chunk in policy.chunks for p in chunk.parameters()]
-    found = {
+    facts = {
         "error": message,
         "is_same": all(map(torch.equal, before, after)),
         "scale": policy.loss_scale,
     }
     policy.ranks.close()
-    return found
+    return facts
 
 
 def parts(folder: Path) -> dict:
@@ -102,9 +102,9 @@ def parts(folder: Path) -> dict:
     policy, step = opened_step(config)
     overflows: list[list[bool]] = []
     for part in policy.optimizer.chained_optimizers:
-        own: list[bool] = []
-        overflows.append(own)
-        part._unscale_main_grads_and_check_for_nan = noted(part, own)
+        is_finite: list[bool] = []
+        overflows.append(is_finite)
+        part._unscale_main_grads_and_check_for_nan = noted(part, is_finite)
     metrics = step.run(batches(config)[0]).metrics
     policy.ranks.close()
     return {"overflows": overflows, "metrics": metrics}
@@ -163,7 +163,8 @@ def test_float16_is_nearer_to_float32_than_bfloat16_is(layout, by_dtype):
     exact, fine, coarse = (by_dtype[d][layout] for d in ("float32", "float16", "bfloat16"))
     # Rounding decides about a route that is as good as another, so a mean would hang on one token.
     gaps = [
-        float((one["logprobs"][0] - exact["logprobs"][0]).abs().median()) for one in (fine, coarse)
+        float((rank_values["logprobs"][0] - exact["logprobs"][0]).abs().median())
+        for rank_values in (fine, coarse)
     ]
     assert gaps[0] < gaps[1] / 4
     for ours, theirs in zip(fine["metrics"], exact["metrics"], strict=True):
@@ -191,23 +192,23 @@ def test_layouts_train_alike_in_float16(rank_pool: RankPool, folder: Path) -> No
 
 
 def test_a_scale_that_cannot_fall_leaves_weights_and_scale_as_they_were(rank_pool, folder):
-    (found,) = answers(rank_pool, folder, "stuck")
-    assert found["error"].startswith("the gradient norm is ")
-    assert found["error"].endswith("; the weights were not changed")
-    assert found["is_same"]
-    assert found["scale"] == 2.0**24
+    (answer,) = answers(rank_pool, folder, "stuck")
+    assert answer["error"].startswith("the gradient norm is ")
+    assert answer["error"].endswith("; the weights were not changed")
+    assert answer["is_same"]
+    assert answer["scale"] == 2.0**24
 
 
 def test_an_overflow_of_one_part_lowers_the_scale_of_all_parameters(rank_pool, folder, by_dtype):
-    (found,) = answers(rank_pool, folder, "parts")
-    dense, experts = found["overflows"]
+    (answer,) = answers(rank_pool, folder, "parts")
+    dense, experts = answer["overflows"]
     # Megatron gives each part a scale of its own, which would be others now.
     assert dense != experts
     assert not dense[-1]
     assert not experts[-1]
     exact = by_dtype["float32"]["one-moe"]["metrics"][0]
-    assert found["metrics"]["grad_norm"] == pytest.approx(exact["grad_norm"], rel=2e-3)
-    assert found["metrics"]["gradient_overflows"] == len(dense) - 1
+    assert answer["metrics"]["grad_norm"] == pytest.approx(exact["grad_norm"], rel=2e-3)
+    assert answer["metrics"]["gradient_overflows"] == len(dense) - 1
 
 
 def test_a_critic_trains_in_float16(rank_pool: RankPool, folder: Path) -> None:
@@ -223,12 +224,12 @@ def test_a_critic_trains_in_float16(rank_pool: RankPool, folder: Path) -> None:
 def test_a_model_that_exceeds_the_range_ends_its_run_at_the_first_step_on_every_rank(
     model: str, world_size: int, rank_pool: RankPool, folder: Path
 ) -> None:
-    said = answers(rank_pool, folder, f"{model}@float16", world_size)
-    assert len(set(said)) == 1
+    all_answers = answers(rank_pool, folder, f"{model}@float16", world_size)
+    assert len(set(all_answers)) == 1
     message = (
         r'the loss is nan; .* weights are at fault, not the batch; float16 .* = "bfloat16" may'
     )
-    assert re.match(message, said[0]), said[0]
+    assert re.match(message, all_answers[0]), all_answers[0]
     assert answers(rank_pool, folder, f"{model}@bfloat16", world_size) == [""] * world_size
 
 

@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.long_but("one"), pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def found(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -> dict[str, dict]:
     """What rank 0 of each job saw."""
-    others = chosen_jobs(request, MIXTURES | EXPERTS)
-    jobs = dict.fromkeys([*jobs_of_file(request, JOBS), *map(reference, others), *others])
+    other_jobs = chosen_jobs(request, MIXTURES | EXPERTS)
+    jobs = dict.fromkeys([*jobs_of_file(request, JOBS), *map(reference, other_jobs), *other_jobs])
     sizes = {job: lora_ranks.ALL[job][0] for job in jobs}
     return rank_pool.found(lora_ranks, sizes, folder, "lora-{}.pt")
 
@@ -46,12 +46,12 @@ def reference(job: str) -> str:
 )
 def test_adapters_train_alike_in_every_layout(job, folder, found):
     check_alike(found[job], found[reference(job)])
-    mine, other = (
-        load_file(folder / f"lora-{each}-first" / "adapter_model.safetensors")
-        for each in (job, reference(job))
+    ours, other = (
+        load_file(folder / f"lora-{case}-first" / "adapter_model.safetensors")
+        for case in (job, reference(job))
     )
-    assert set(mine) == set(other)
-    assert all(torch.equal(mine[name], tensor) for name, tensor in other.items())
+    assert set(ours) == set(other)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in other.items())
 
 
 def check_alike(ours: dict, theirs: dict) -> None:
@@ -166,13 +166,13 @@ def check_sent(job: str, folder: Path, stored: dict[str, torch.Tensor]) -> None:
         assert rank["announced"] == rank["alone"]["buckets"]
         assert rank["alone"]["scale"] == rank["whole"]["scale"] == SCALE
         assert sorted(rank["alone"]["adapters"]) == sorted(adapters)
-    whole = {n: t for rank in ranks for n, t in rank["whole"]["tensors"].items()}
+    whole_tensors = {n: t for rank in ranks for n, t in rank["whole"]["tensors"].items()}
     alone = {n: t for rank in ranks for n, t in rank["alone"]["tensors"].items()}
     assert set(alone) == set(adapters)
     assert all(torch.equal(alone[name], adapters[name]) for name in adapters)
-    assert set(whole) >= set(stored) | set(adapters)
-    assert all(torch.equal(whole[name], tensor) for name, tensor in stored.items())
-    assert all(torch.equal(whole[name], tensor) for name, tensor in adapters.items())
+    assert set(whole_tensors) >= set(stored) | set(adapters)
+    assert all(torch.equal(whole_tensors[name], tensor) for name, tensor in stored.items())
+    assert all(torch.equal(whole_tensors[name], tensor) for name, tensor in adapters.items())
 
 
 @pytest.mark.parametrize("job", list(JOBS))
@@ -238,9 +238,17 @@ def test_merged_matrices_are_those_of_the_files_and_products_of_the_adapter_fold
     assert latent <= set(settings["target_modules"])
     for name in set(settings["target_modules"]):
         # Each named matrix has adapters in every layer that has the matrix.
-        held = [each for each in stored if each.endswith(f".{name}.weight")]
-        lora = [each for each in tensors if each.endswith(f".{name}.lora_B.weight")]
-        assert len(held) == len(lora) > 0
+        weights = [
+            name_of_tensor
+            for name_of_tensor in stored
+            if name_of_tensor.endswith(f".{name}.weight")
+        ]
+        lora = [
+            name_of_tensor
+            for name_of_tensor in tensors
+            if name_of_tensor.endswith(f".{name}.lora_B.weight")
+        ]
+        assert len(weights) == len(lora) > 0
     model = AutoModelForCausalLM.from_pretrained(folder / f"lora-{job}-merged", dtype=torch.float32)
     with torch.no_grad():
         merged = [target_logprobs(model, ids, 1.0) for ids in probe(config_of(job, folder))]

@@ -39,10 +39,10 @@ def test_offloaded_bytes_are_gone_between_steps_and_back_inside(name: str, found
 
 
 def test_distributed_optimizer_divides_its_bytes_by_the_replicas(found: dict[str, dict]) -> None:
-    whole = found["replicated"]["inside"]
+    replicated = found["replicated"]["inside"]
     # float32 weights are their own master weights, in the whole case and in the divided one.
-    assert whole["optimizer"] == 2 * whole["parameters"]
-    share = found["distributed"]["inside"]["optimizer"] / whole["optimizer"]
+    assert replicated["optimizer"] == 2 * replicated["parameters"]
+    share = found["distributed"]["inside"]["optimizer"] / replicated["optimizer"]
     assert 0.5 <= share < 0.55
     half = found["bf16-distributed"]["inside"]
     # Two moments and master weights, 12 bytes for each 2 of a parameter, divided by two replicas.

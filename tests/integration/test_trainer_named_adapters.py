@@ -54,7 +54,7 @@ def sizes_of(layouts: Iterable[str]) -> dict[str, int]:
 
 
 def config_of(job: str, folder: Path) -> Config:
-    layout, chosen = job.split()
+    layout, adapter = job.split()
     world_size, model, changes = LAYOUTS[layout]
     settings = {
         "learner": {"world_size": world_size, "grad_clip": 0.05, "micro_batch_tokens": 400},
@@ -62,8 +62,8 @@ def config_of(job: str, folder: Path) -> Config:
         "algorithm": {"groups_per_step": 4},
         "lora": {"rank": 4, "alpha": 8.0},
     }
-    named = {"adapters": list(NAMES), "publish": "adapters"} if chosen == ALL else {}
-    return settings_of(folder / model, settings, changes, {"lora": named})
+    lora_settings = {"adapters": list(NAMES), "publish": "adapters"} if adapter == ALL else {}
+    return settings_of(folder / model, settings, changes, {"lora": lora_settings})
 
 
 def named_batches(config: Config) -> list[Batch]:
@@ -84,11 +84,11 @@ def named_batches(config: Config) -> list[Batch]:
 
 def batches_of(job: str, config: Config) -> list[Batch]:
     """The batches of a job; without other adapters trajectories name none."""
-    chosen = job.split()[1]
+    adapter = job.split()[1]
     batches = named_batches(config)
-    if chosen == ALL:
+    if adapter == ALL:
         return batches
-    parts = [dict(batch.by_adapter(NAMES)).get(chosen) for batch in batches]
+    parts = [dict(batch.by_adapter(NAMES)).get(adapter) for batch in batches]
     return [
         dataclasses.replace(
             part, trajectories=tuple(dataclasses.replace(t, adapter="") for t in part.trajectories)

@@ -56,8 +56,12 @@ def several_ranks(
 
 def run_layouts(pool: RankPool, folder: Path, world_size: int, chosen: set[str]) -> dict[str, dict]:
     """Results by name: layouts of `chosen` with `world_size` ranks, in turn in the same ranks."""
-    known = LAYOUTS | EXTRAORDINARY
-    names = [name for name in known if name in chosen and known[name].world_size == world_size]
+    all_layouts = LAYOUTS | EXTRAORDINARY
+    names = [
+        name
+        for name in all_layouts
+        if name in chosen and all_layouts[name].world_size == world_size
+    ]
     return pool.found(parity_ranks, dict.fromkeys(names, world_size), folder)
 
 
@@ -85,19 +89,19 @@ def test_one_rank_trains_like_plain_transformers(layout, folder, one_rank):
 
 
 def test_grpo_written_down_again_gives_the_same_bits(one_rank: dict[str, dict]) -> None:
-    own = one_rank["own"]
+    own_result = one_rank["own"]
     built_in = one_rank["one-mini-batches"]
     for step, metrics in enumerate(built_in["metrics"]):
-        found = own["metrics"][step]
+        found = own_result["metrics"][step]
         assert {name: found[name] for name in ("loss", "grad_norm", "importance_weight_mean")} == {
             name: metrics[name] for name in ("loss", "grad_norm", "importance_weight_mean")
         }
         assert 0 <= found["own_reward"] <= 1
         assert found["own_clip_fraction"] == metrics["clip_fraction"]
         assert found["own_ratio_max"] == metrics["importance_ratio_max"]
-    assert own["weights"].keys() == built_in["weights"].keys()
+    assert own_result["weights"].keys() == built_in["weights"].keys()
     for name, tensor in built_in["weights"].items():
-        assert torch.equal(own["weights"][name], tensor), name
+        assert torch.equal(own_result["weights"][name], tensor), name
 
 
 def one_by_one(weights: dict[str, torch.Tensor], *, is_minimax: bool) -> dict[str, torch.Tensor]:
@@ -109,8 +113,8 @@ def one_by_one(weights: dict[str, torch.Tensor], *, is_minimax: bool) -> dict[st
             name = name.replace(".mlp.", ".block_sparse_moe.")
         if name.endswith(".experts.gate_up_proj"):
             for expert, both in enumerate(tensor):
-                for part, own in zip(names, both.chunk(2), strict=False):
-                    found[name.replace("gate_up_proj", f"{expert}.{part}.weight")] = own
+                for part, own_logprobs in zip(names, both.chunk(2), strict=False):
+                    found[name.replace("gate_up_proj", f"{expert}.{part}.weight")] = own_logprobs
         elif name.endswith(".experts.down_proj"):
             for expert, down in enumerate(tensor):
                 found[name.replace("down_proj", f"{expert}.{names[2]}.weight")] = down
@@ -193,11 +197,11 @@ def test_each_rank_gets_its_part_of_its_replicas_share(layout, folder, several_r
 def whole_sequences(cp_ranks: list[int], shares: tuple) -> list[list[int]]:
     """The sequences of one micro batch, put together from its context parallel shares."""
     bounds = shares[0][1]
-    whole = torch.full((bounds[-1],), -1)
+    all_tokens = torch.full((bounds[-1],), -1)
     for cp_rank, (tokens, same_bounds) in zip(cp_ranks, shares, strict=True):
         assert same_bounds == bounds
-        whole[zigzag(bounds, cp_rank, len(cp_ranks))] = tokens
-    return [whole[start:end].tolist() for start, end in itertools.pairwise(bounds)]
+        all_tokens[zigzag(bounds, cp_rank, len(cp_ranks))] = tokens
+    return [all_tokens[start:end].tolist() for start, end in itertools.pairwise(bounds)]
 
 
 @pytest.mark.parametrize("layout", ["dp4-few"])
@@ -212,7 +216,7 @@ def test_replica_without_a_sequence_has_a_micro_batch_of_filler(layout, folder, 
 
 
 # One for each model.
-MODELS = ["one", *(name for name, own in LAYOUTS.items() if name == f"one-{own.model}")]
+MODELS = ["one", *(name for name, layout in LAYOUTS.items() if name == f"one-{layout.model}")]
 
 
 @pytest.mark.parametrize("layout", each_job(MODELS, SLOW.split(), LONG.split()))
@@ -262,9 +266,9 @@ def test_algorithms_that_are_compared_clip_cut_and_mask_a_part(one_rank: dict[st
     }
     for layout, names in expected.items():
         for name in names:
-            found = [metrics[name] for metrics in one_rank[layout]["metrics"]]
-            assert all(0 <= value < 1 for value in found)
-            assert max(found) > 0.01, (layout, name)
+            values = [metrics[name] for metrics in one_rank[layout]["metrics"]]
+            assert all(0 <= value < 1 for value in values)
+            assert max(values) > 0.01, (layout, name)
 
 
 def test_trees_that_are_compared_have_several_branches_of_different_shares(folder: Path) -> None:

@@ -86,12 +86,12 @@ class Plain:
     @torch.no_grad()
     def step(self, numbers) -> float:
         """Updates the weights by the summed gradients; returns their norm."""
-        named = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         self._steps += 1
-        norm = float(sum(p.grad.square().sum() for p in named.values()).sqrt())
+        norm = float(sum(p.grad.square().sum() for p in parameters.values()).sqrt())
         scale = min(1.0, numbers.max_grad_norm / norm) if numbers.max_grad_norm else 1.0
         betas = (numbers.beta1, numbers.beta2)
-        for name, parameter in named.items():
+        for name, parameter in parameters.items():
             gradient = parameter.grad * scale
             first, second = self._moments[name]
             first = betas[0] * first + (1 - betas[0]) * gradient
@@ -116,12 +116,15 @@ def expected(folder: Path) -> dict[str, list[dict]]:
         steps = []
         for number, numbers in enumerate(ADAM):
             passes = passes_of(loss, number)
-            rows = [plain.forward(one) for one in passes]
-            totals = [plain.loss(loss, one, r) for one, r in zip(passes, rows, strict=True)]
+            rows = [plain.forward(sequence_pass) for sequence_pass in passes]
+            totals = [
+                plain.loss(loss, sequence_pass, r)
+                for sequence_pass, r in zip(passes, rows, strict=True)
+            ]
             sum(totals).backward()
             steps.append(
                 {
-                    "logprobs": [[row.detach() for row in each] for each in rows],
+                    "logprobs": [[row.detach() for row in rows_of_pass] for rows_of_pass in rows],
                     "losses": [float(total.detach()) for total in totals],
                     "grad_norm": plain.step(numbers),
                     "weights": {n: p.clone().detach() for n, p in plain.model.named_parameters()},
@@ -135,10 +138,10 @@ def expected(folder: Path) -> dict[str, list[dict]]:
 def test_log_probabilities_and_losses_are_those_of_plain_pytorch(job, found, expected):
     for ours, theirs in zip(found[job]["steps"], expected[job.split()[1]], strict=True):
         for place, number in ((FIRST, 0), (FORWARD, 0), (SECOND, 1)):
-            for mine, plain in zip(
+            for our_logprobs, plain in zip(
                 ours["logprobs"][place], theirs["logprobs"][number], strict=True
             ):
-                torch.testing.assert_close(mine.double(), plain, rtol=0, atol=1e-5)
+                torch.testing.assert_close(our_logprobs.double(), plain, rtol=0, atol=1e-5)
             assert ours["losses"][place] == pytest.approx(theirs["losses"][number], rel=1e-4)
 
 

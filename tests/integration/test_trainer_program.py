@@ -168,12 +168,12 @@ def trained(
 ) -> FakeController:
     """A controller whose `orders` a trainer has followed until it ended with these `statuses`."""
     hooks = {"on_start_publish": on_start_publish, "on_stored": on_stored}
-    given = {name: hook for name, hook in hooks.items() if hook is not None}
+    own_hooks = {name: hook for name, hook in hooks.items() if hook is not None}
     folder.mkdir(exist_ok=True)
-    with FakeController(orders, **given) as controller:
+    with FakeController(orders, **own_hooks) as controller:
         ranks = start_trainer(folder, model, controller.address, **settings)
-        found = finish(ranks, folder)
-    assert found == list(statuses), (folder / "rank-0.log").read_text()[-3000:]
+        codes = finish(ranks, folder)
+    assert codes == list(statuses), (folder / "rank-0.log").read_text()[-3000:]
     return controller
 
 
@@ -256,7 +256,7 @@ def test_two_ranks_write_versions_to_storage_while_they_train(tmp_path, model, r
     found = list[bytes]()
     settings = {"storage_url": str(root)}
     server = StoredWeights(WeightsSection(storage_url=str(root)), tmp_path / "server")
-    told = [threading.Event(), threading.Event()]
+    signals = [threading.Event(), threading.Event()]
 
     def fetch(report: trainer_pb2.StoredReport) -> None:
         # In a real run the controller answers at once, and a server fetches later.
@@ -271,7 +271,7 @@ def test_two_ranks_write_versions_to_storage_while_they_train(tmp_path, model, r
                 names = (span.tensor.name for span in bucket.spans)
                 by_name |= zip(names, bucket_tensor_digests(bucket, part), strict=True)
             found.append(weight_digest(by_name))
-        told[len(reports) - 1].set()
+        signals[len(reports) - 1].set()
 
     def orders() -> Iterator[list[trainer_pb2.Directive]]:
         for step in range(2):
@@ -281,7 +281,7 @@ def test_two_ranks_write_versions_to_storage_while_they_train(tmp_path, model, r
             yield [trainer_pb2.Directive(store=order)]
             yield batch_order(BATCHES[step])
             # A controller orders no version before it knows the end of the last one.
-            told[step].wait(TIMEOUT_S)
+            signals[step].wait(TIMEOUT_S)
         yield stop_order()
 
     stages = {"world_size": 2, "parallel": {"pp": 2}, "statuses": (0, 0), "pool": rank_pool}

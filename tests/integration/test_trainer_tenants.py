@@ -71,9 +71,9 @@ JOBS = {
 
 
 def config_of(job: str, folder: Path) -> Config:
-    layout, chosen = job.split()
+    layout, tenant = job.split()
     world_size, changes, _ = LAYOUTS[layout]
-    names = list(TENANTS) if chosen == ALL else [chosen]
+    names = list(TENANTS) if tenant == ALL else [tenant]
     settings = {
         "learner": {"world_size": world_size},
         "lora": {"rank": LARGEST, "adapters": names, "publish": "adapters"},
@@ -88,8 +88,8 @@ def adapter(name: str) -> pb.Adapter:
 
 def own_passes(name: str, step: int) -> list[pb.Pass]:
     passes = passes_of(TENANTS[name].loss, 10 * step + ord(name))
-    for one in passes:
-        one.adapter.CopyFrom(adapter(name))
+    for sent_pass in passes:
+        sent_pass.adapter.CopyFrom(adapter(name))
     return passes
 
 
@@ -146,9 +146,9 @@ def run_rank(folder: Path, job: str) -> None:
     def step(name: str, number: int) -> None:
         adam = pb.GivenStep(adam=numbers_of(name, number))
         of = own_passes(name, number)
-        if passes_digest(name, [one.id for one in of]) in passes.held():
+        if passes_digest(name, [sent_pass.id for sent_pass in of]) in passes.held():
             # The controller sends their names alone then.
-            of = [pb.Pass(id=one.id) for one in of]
+            of = [pb.Pass(id=sent_pass.id) for sent_pass in of]
         seen[name]["norms"].append(order(name, adam, of)["grad_norm"])
         seen[name].setdefault("by name", []).append(not of[0].sequences)
         seen[name]["trained"].append(factors_of(policy, name))
@@ -253,8 +253,10 @@ def test_a_client_among_others_is_trained_bit_for_bit_as_alone(layout, name, fou
     assert ours["norms"] == alone["norms"]
     for key in ("begun", "served"):
         assert same(ours[key], alone[key]), key
-    for step, (mine, own) in enumerate(zip(ours["trained"], alone["trained"], strict=True)):
-        assert same(mine, own), step
+    for step, (our_step, own_step) in enumerate(
+        zip(ours["trained"], alone["trained"], strict=True)
+    ):
+        assert same(our_step, own_step), step
     assert not same(ours["trained"][0], ours["trained"][1])
 
 
@@ -287,8 +289,8 @@ def test_files_have_a_clients_newest_values_at_its_rank_on_its_matrices(layout, 
         path = folder / f"tenants-{layout}-{ALL}-adapters" / name
         settings = json.loads((path / "adapter_config.json").read_text())
         parts = sorted(part for target in tenant.targets for part in PARTS[target])
-        told = settings["r"], settings["lora_alpha"], settings["target_modules"]
-        assert told == (tenant.rank, tenant.alpha, parts)
+        adapter_facts = settings["r"], settings["lora_alpha"], settings["target_modules"]
+        assert adapter_facts == (tenant.rank, tenant.alpha, parts)
         assert not same(seen["after"], seen["served"])
         own = {
             key: (tensor[: tenant.rank] if "lora_A" in key else tensor[:, : tenant.rank])

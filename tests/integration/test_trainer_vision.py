@@ -91,12 +91,12 @@ def trained(rank_pool: RankPool, folder: Path) -> Callable[[str, str], dict]:
 def logprobs_of(
     model: torch.nn.Module, folder: Path, forced: ForcedExperts | None = None
 ) -> torch.Tensor:
-    whole = conversations(folder)
+    all_conversations = conversations(folder)
     if forced is None:
-        return torch.cat(plain_logprobs(model, folder, whole))
-    experts = experts_of(len(tokens) for tokens, _ in whole)
+        return torch.cat(plain_logprobs(model, folder, all_conversations))
+    experts = experts_of(len(tokens) for tokens, _ in all_conversations)
     found = []
-    for conversation, ids in zip(whole, experts, strict=True):
+    for conversation, ids in zip(all_conversations, experts, strict=True):
         forced.expert_ids = ids
         found += plain_logprobs(model, folder, [conversation])
     return torch.cat(found)
@@ -107,17 +107,17 @@ def logprobs_of(
     [*((family, "one") for family in FAMILIES), *((family, f"one{REPLAY}") for family in MIXTURES)],
 )
 def test_one_rank_trains_images_like_plain_transformers(family, layout, folder, trained):
-    found = trained(family, layout)
+    outputs = trained(family, layout)
     model = plain_model(folder / family)
     forced = ForcedExperts(model) if REPLAY in layout else None
     logprobs = logprobs_of(model, folder / family, forced)
-    torch.testing.assert_close(found["before"], logprobs.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outputs["before"], logprobs.detach(), rtol=1e-5, atol=1e-5)
     norm = adam_step(model, -logprobs.mean(), LEARNING_RATE, eps=ADAM_EPS)
-    assert found["norm"].item() == pytest.approx(norm, rel=1e-5)
+    assert outputs["norm"].item() == pytest.approx(norm, rel=1e-5)
     with torch.no_grad():
         expected = logprobs_of(model, folder / family, forced)
-    assert (found["after"] - found["before"]).abs().mean() > 0.05
-    torch.testing.assert_close(found["after"], expected, rtol=1e-4, atol=1e-4)
+    assert (outputs["after"] - outputs["before"]).abs().mean() > 0.05
+    torch.testing.assert_close(outputs["after"], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", QWEN35)
@@ -127,7 +127,7 @@ def test_a_published_qwen35_is_loaded_whole_and_exported_as_it_was(family, folde
         load_file(folder / name / "model.safetensors") for name in (family, f"{family}-final")
     )
     assert torch.equal(exported.pop(MTP), published.pop(MTP))
-    shapes = ({name: x.shape for name, x in each.items()} for each in (published, exported))
+    shapes = ({name: x.shape for name, x in tensors.items()} for tensors in (published, exported))
     assert next(shapes) == next(shapes)
     model = plain_model(folder / f"{family}-final").state_dict()
     assert weights.keys() == exported.keys() == model.keys()
@@ -144,10 +144,10 @@ def test_layouts_train_images_like_one_rank(family: str, layout: str, trained) -
 @pytest.mark.parametrize("job", each_job(REPLAYED, REPLAYED[1:]))
 def test_layouts_send_tokens_of_images_to_the_experts_of_the_rollout(job: str, trained) -> None:
     family, layout = job.split(".")
-    one = trained(family, f"one{REPLAY}")
-    check_alike(trained(family, layout), one)
+    one_rank = trained(family, f"one{REPLAY}")
+    check_alike(trained(family, layout), one_rank)
     # The routers themselves choose others.
-    assert (one["before"] - trained(family, "one")["before"]).abs().mean() > 1e-3
+    assert (one_rank["before"] - trained(family, "one")["before"]).abs().mean() > 1e-3
 
 
 def check_alike(found: dict, one: dict) -> None:
@@ -161,11 +161,13 @@ def check_alike(found: dict, one: dict) -> None:
 
 @pytest.mark.parametrize("family", WITHOUT_DELTA_NETS)
 def test_adapters_of_a_decoder_train_behind_a_frozen_tower(family: str, folder: Path, trained):
-    found = trained(family, f"one{LORA}")
+    outputs = trained(family, f"one{LORA}")
     model = plain_model(folder / family)
     before = logprobs_of(model, folder / family)
-    torch.testing.assert_close(found["before"], before.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found["first"]["switched_off"], found["before"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(outputs["before"], before.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        outputs["first"]["switched_off"], outputs["before"], rtol=0, atol=1e-6
+    )
     (-before.mean()).backward()
     first = load_file(folder / f"{family}.one{LORA}-first/adapter_model.safetensors")
     squares = 0.0
@@ -176,12 +178,12 @@ def test_adapters_of_a_decoder_train_behind_a_frozen_tower(family: str, folder: 
             squares += (SCALE * parameter.grad @ factor.T).square().sum().item()
     # Each matrix with an adapter is one of transformers' model.
     assert not [name for name in first if "lora_A" in name]
-    assert found["norm"].item() == pytest.approx(squares**0.5, rel=1e-5)
-    assert (found["after"] - found["before"]).abs().mean() > 0.01
-    model.load_state_dict(in_memory(family, found["weights"]))
+    assert outputs["norm"].item() == pytest.approx(squares**0.5, rel=1e-5)
+    assert (outputs["after"] - outputs["before"]).abs().mean() > 0.01
+    model.load_state_dict(in_memory(family, outputs["weights"]))
     with torch.no_grad():
         after = logprobs_of(model, folder / family)
-    torch.testing.assert_close(found["after"], after, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(outputs["after"], after, rtol=1e-4, atol=1e-4)
 
 
 def in_memory(family: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -194,12 +196,12 @@ def in_memory(family: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.
 
 @pytest.mark.parametrize("family", WITHOUT_DELTA_NETS)
 def test_adapters_are_exported_and_sent_as_what_was_merged(family: str, folder: Path, trained):
-    found = trained(family, f"one{LORA}")
+    outputs = trained(family, f"one{LORA}")
     path = folder / f"{family}.one{LORA}-adapters"
     adapters = load_file(path / "adapter_model.safetensors")
     settings = json.loads((path / "adapter_config.json").read_text())
-    first = in_memory(family, found["first"]["weights"])
-    weights = in_memory(family, found["weights"])
+    first = in_memory(family, outputs["first"]["weights"])
+    weights = in_memory(family, outputs["weights"])
     modules = [name for name, _ in plain_model(folder / family).named_modules()]
     targets = [name for name in modules if re.fullmatch(settings["target_modules"], name)]
     assert len(targets) == 2 * (4 if family == MIXTURE else 7)
@@ -214,25 +216,25 @@ def test_adapters_are_exported_and_sent_as_what_was_merged(family: str, folder: 
             expected = base + SCALE * b @ a
             assert not torch.equal(weights[name], base)
         torch.testing.assert_close(weights[name], expected, rtol=1e-6, atol=1e-7)
-    sent = found["first"]["sent"]
-    assert sent.keys() == {*found["weights"], *adapters}
-    for name, tensor in (found["first"]["weights"] | adapters).items():
+    sent = outputs["first"]["sent"]
+    assert sent.keys() == {*outputs["weights"], *adapters}
+    for name, tensor in (outputs["first"]["weights"] | adapters).items():
         assert torch.equal(sent[name], tensor), name
 
 
 @pytest.mark.parametrize(("family", "layout"), ADAPTED)
 def test_layouts_train_adapters_behind_images_like_one_rank(family, layout, folder, trained):
     check_alike(trained(family, f"{layout}{LORA}"), trained(family, f"one{LORA}"))
-    ours, one = (
+    ours, one_rank = (
         load_file(folder / f"{family}.{name}{LORA}-adapters/adapter_model.safetensors")
         for name in (layout, "one")
     )
-    torch.testing.assert_close(ours, one, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours, one_rank, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_critic_values_replies_behind_images_like_plain_transformers(family, folder, trained):
-    found = trained(family, f"one{CRITIC}")
+    outputs = trained(family, f"one{CRITIC}")
     config = config_of(folder / family, f"one{CRITIC}")
     model = plain_model(folder / family)
     head = torch.nn.Linear(model.lm_head.in_features, 1)
@@ -244,23 +246,23 @@ def test_a_critic_values_replies_behind_images_like_plain_transformers(family, f
 
     def values() -> torch.Tensor:
         # The value before a token is that of the token before it.
-        found = plain_outputs(model, folder / family, conversations(folder / family))
-        return torch.cat([each[-1 - SAMPLED : -1, 0] for each in found])
+        expected_outputs = plain_outputs(model, folder / family, conversations(folder / family))
+        return torch.cat([output[-1 - SAMPLED : -1, 0] for output in expected_outputs])
 
     before = values()
-    torch.testing.assert_close(found["before"], before.detach(), rtol=1e-5, atol=1e-5)
-    loss = (0.5 * (before - found["returns"]).square()).mean()
+    torch.testing.assert_close(outputs["before"], before.detach(), rtol=1e-5, atol=1e-5)
+    loss = (0.5 * (before - outputs["returns"]).square()).mean()
     norm = adam_step(model, loss, LEARNING_RATE, eps=ADAM_EPS)
-    assert found["norm"].item() == pytest.approx(norm, rel=1e-5)
+    assert outputs["norm"].item() == pytest.approx(norm, rel=1e-5)
     # Features of images reach the values: the tower has gradients.
     assert any(p.grad.abs().max() > 1e-6 for n, p in model.named_parameters() if "visual" in n)
     with torch.no_grad():
-        torch.testing.assert_close(found["after"], values(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(outputs["after"], values(), rtol=1e-4, atol=1e-4)
 
 
 def test_ranks_of_a_critic_value_replies_behind_images_like_one_rank(trained) -> None:
-    ours, one = (trained("qwen3_vl", f"{name}{CRITIC}") for name in ("sp2", "one"))
-    for name, tensor in one.items():
+    ours, one_rank = (trained("qwen3_vl", f"{name}{CRITIC}") for name in ("sp2", "one"))
+    for name, tensor in one_rank.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=2e-5)
 
 

@@ -46,7 +46,7 @@ async def test_no_engine_samples_while_a_step_is_trained_beside_it(tmp_path, tur
     assert (summary["code"], summary["steps"]) == (0, 12)
     assert trainer.resting[-1] == [True, True]
     # A server that joins in a step has rested in all later ones.
-    assert sum(not all(each) for each in trainer.resting) <= 1
+    assert sum(not all(are_resting) for are_resting in trainer.resting) <= 1
     # The last checkpoint takes the memory of the optimizer's state again.
     assert trainer.resting_at_the_end == [turns == "sleep"] * 2
     assert {give_back for server in servers for give_back in server.rests} == {turns == "sleep"}

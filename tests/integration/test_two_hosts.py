@@ -193,8 +193,8 @@ def healthy(container: Container, service: dict[str, Any]) -> bool:
 def ask(container: Container, service: dict[str, Any], *, token: str, ca: str) -> Any:
     """`slipstream status` inside a container with other secrets than its own."""
     _, *command = service["healthcheck"]["test"]
-    kept = [word for word in command if not word.startswith(("--token", "--tls"))]
-    return container.execute([*kept, f"--token-file={token}", f"--tls-ca={ca}"])
+    words = [word for word in command if not word.startswith(("--token", "--tls"))]
+    return container.execute([*words, f"--token-file={token}", f"--tls-ca={ca}"])
 
 
 def make_foreign_secrets(folder: Path) -> None:

@@ -236,7 +236,7 @@ def run_rank(folder: Path, name: str) -> None:
             trainer.run()
         except (RunFailed, StartAgain) as raised:
             error = f"{type(raised).__name__}: {raised}"
-    told = {
+    facts = {
         "error": error,
         "state": state_of(trainer),
         "biases": [
@@ -251,7 +251,7 @@ def run_rank(folder: Path, name: str) -> None:
             for f in controller.failures
         ],
     }
-    torch.save(told, folder / f"{name}-{launch.rank}.pt")
+    torch.save(facts, folder / f"{name}-{launch.rank}.pt")
     policy.ranks.close()
 
 
@@ -403,10 +403,10 @@ def test_nothing_is_left_of_a_bad_batch(kind: str, one_rank: dict[str, list[dict
 
 @pytest.mark.parametrize("kind", ["biases", "rounded"])
 def test_biases_move_once_with_each_step(kind: str, one_rank: dict[str, list[dict]]) -> None:
-    found = np.float32(one_rank[f"{kind}-plain"][0]["biases"])
+    biases = np.float32(one_rank[f"{kind}-plain"][0]["biases"])
     steps = np.float32([-0.002, -0.001, 0.0, 0.001, 0.002])
-    assert np.isin(found, steps).all()
-    assert found.any()
+    assert np.isin(biases, steps).all()
+    assert biases.any()
 
 
 @pytest.mark.long
@@ -414,8 +414,8 @@ def test_biases_move_once_with_each_step(kind: str, one_rank: dict[str, list[dic
 def test_biases_move_alike_on_ranks_that_share_a_batch(
     layout: str, one_rank: dict[str, list[dict]], two_ranks: dict[str, list[dict]]
 ) -> None:
-    found = [told["biases"] for told in two_ranks[f"biases-{layout}"]]
-    assert found == [one_rank["biases-plain"][0]["biases"]] * 2
+    biases = [rank_facts["biases"] for rank_facts in two_ranks[f"biases-{layout}"]]
+    assert biases == [one_rank["biases-plain"][0]["biases"]] * 2
 
 
 @pytest.mark.long
@@ -431,40 +431,40 @@ def test_the_faulty_episode_is_a_tree() -> None:
 
 
 def test_a_batch_without_a_sampled_token_is_reported(one_rank: dict[str, list[dict]]) -> None:
-    told = one_rank["empty"][0]
-    assert told["error"] == ""
-    (failure,) = told["failures"]
+    facts = one_rank["empty"][0]
+    assert facts["error"] == ""
+    (failure,) = facts["failures"]
     assert failure[0].startswith("no trajectory has a sampled token")
     assert len(failure[3]) == len(set(good_batch(1).group_ids))
-    assert told["digests"] == one_rank["plain"][0]["digests"]
+    assert facts["digests"] == one_rank["plain"][0]["digests"]
 
 
 def test_parameters_without_a_finite_gradient_are_named(one_rank: dict[str, list[dict]]) -> None:
-    told = one_rank["gradient"][0]
+    facts = one_rank["gradient"][0]
     plain = one_rank["plain"][0]
-    (failure,) = told["failures"]
+    (failure,) = facts["failures"]
     assert failure[0].startswith("the gradient norm is nan, not finite in 1 of ")
     assert " parameters, first in decoder.final_layernorm.weight; the weights were" in failure[0]
     # Nothing of it is left.
-    assert told["digests"] == plain["digests"]
+    assert facts["digests"] == plain["digests"]
 
 
 def test_a_step_that_changed_weights_before_it_failed_starts_again(one_rank: dict[str, list[dict]]):
-    told = one_rank["second-mini-batch"][0]
-    (failure,) = told["failures"]
+    facts = one_rank["second-mini-batch"][0]
+    (failure,) = facts["failures"]
     assert failure[3] == [GROUP]
-    assert told["error"].startswith("StartAgain: step 2 changed weights before it failed")
-    assert told["steps"] == ["batch-0"]
+    assert facts["error"].startswith("StartAgain: step 2 changed weights before it failed")
+    assert facts["steps"] == ["batch-0"]
 
 
 def test_weights_that_are_no_numbers_are_not_the_batchs_fault(one_rank: dict[str, list[dict]]):
-    told = one_rank["broken-weights"][0]
-    assert told["failures"] == []
-    assert told["error"].startswith("RunFailed: ")
-    assert "weights" in told["error"]
+    facts = one_rank["broken-weights"][0]
+    assert facts["failures"] == []
+    assert facts["error"].startswith("RunFailed: ")
+    assert "weights" in facts["error"]
 
 
 def test_without_another_batch_the_trainer_fails_with_the_cause(one_rank: dict[str, list[dict]]):
-    told = one_rank["for-good"][0]
-    assert told["error"] == f"UntrainableBatch: {CAUSES['loss']}"
-    assert told["steps"] == ["batch-0"]
+    facts = one_rank["for-good"][0]
+    assert facts["error"] == f"UntrainableBatch: {CAUSES['loss']}"
+    assert facts["steps"] == ["batch-0"]

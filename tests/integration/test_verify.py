@@ -38,8 +38,11 @@ def test_a_whole_run_has_no_fault(planted: Planted, capsys: pytest.CaptureFixtur
 
 
 def ended_name(planted: Planted) -> str:
-    each = planted.batch(1).trajectories[0]
-    return f"{each.group_id}.{each.member}.{each.attempt}.{each.server_epoch:x}"
+    trajectory = planted.batch(1).trajectories[0]
+    return (
+        f"{trajectory.group_id}.{trajectory.member}.{trajectory.attempt}."
+        f"{trajectory.server_epoch:x}"
+    )
 
 
 def lease_of_nobody(planted: Planted) -> dict:

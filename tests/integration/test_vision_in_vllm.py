@@ -32,7 +32,7 @@ FP8 = {"quantization": "fp8_per_channel"}
 DELTA_NETS = [family for family in FAMILIES if family.startswith("qwen3_5")]
 
 
-@pytest.fixture(scope="module", params=[each for each in FAMILIES if each not in DELTA_NETS])
+@pytest.fixture(scope="module", params=[family for family in FAMILIES if family not in DELTA_NETS])
 def seen(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[Path], dict[str, np.ndarray]]:
@@ -48,22 +48,22 @@ def run_family(family: str, folder: Path) -> tuple[list[Path], dict[str, np.ndar
             write_as_published(each)
     files = map(str, (*folders, folder / "found.npz"))
     run_program(vision_engine.__file__, *files, limit_s=400)
-    with np.load(folder / "found.npz", allow_pickle=False) as found:
-        return folders, {name: found[name] for name in found.files}
+    with np.load(folder / "found.npz", allow_pickle=False) as arrays:
+        return folders, {name: arrays[name] for name in arrays.files}
 
 
 def test_an_engine_sees_images_as_transformers_does(seen) -> None:
-    folders, found = seen
+    folders, arrays = seen
     for folder in folders:
-        expected = reply_logprobs(folder, found[f"{folder.name} tokens"])
-        np.testing.assert_allclose(found[f"{folder.name} logprobs"], expected, rtol=0, atol=2e-4)
+        expected = reply_logprobs(folder, arrays[f"{folder.name} tokens"])
+        np.testing.assert_allclose(arrays[f"{folder.name} logprobs"], expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("family", DELTA_NETS)
 def test_an_engine_in_bfloat16_sees_images_as_transformers_does(family: str, tmp_path: Path):
-    folders, found = run_family(family, tmp_path)
+    folders, arrays = run_family(family, tmp_path)
     for folder, other in zip(folders, folders[::-1], strict=True):
-        tokens, logprobs = (found[f"{folder.name} {name}"] for name in ("tokens", "logprobs"))
+        tokens, logprobs = (arrays[f"{folder.name} {name}"] for name in ("tokens", "logprobs"))
         expected = reply_logprobs(folder, tokens)
         gaps = np.abs(logprobs - expected).mean(axis=1)
         apart = np.abs(reply_logprobs(other, tokens) - expected).mean(axis=1)
@@ -72,9 +72,9 @@ def test_an_engine_in_bfloat16_sees_images_as_transformers_does(family: str, tmp
         assert gaps.mean() < 0.03 * apart.mean()
         # The last conversation has images that are not one colour.
         assert gaps[-1] < 0.2 * turned[-1]
-        if f"{folder.name} experts 0" in found:
+        if f"{folder.name} experts 0" in arrays:
             # Rounding sends a token elsewhere now and then.
-            assert min(found_experts(folder, found)) > 0.9
+            assert min(found_experts(folder, arrays)) > 0.9
 
 
 def upside_down(image: bytes) -> bytes:
@@ -86,14 +86,14 @@ def upside_down(image: bytes) -> bytes:
 
 
 def test_an_engine_says_to_which_experts_it_sent_tokens_of_images(seen) -> None:
-    folders, found = seen
-    if f"{NAMES[0]} experts 0" not in found:
+    folders, arrays = seen
+    if f"{NAMES[0]} experts 0" not in arrays:
         assert "moe" not in folders[0].parent.name
         return
     for folder in folders:
         # The second turn behind two images: their experts come from the cache.
-        assert found[f"{folder.name} cached"][-1] == 32
-        assert set(found_experts(folder, found)) == {1.0}
+        assert arrays[f"{folder.name} cached"][-1] == 32
+        assert set(found_experts(folder, arrays)) == {1.0}
 
 
 def found_experts(folder: Path, found: dict[str, np.ndarray]) -> list[float]:
@@ -101,11 +101,11 @@ def found_experts(folder: Path, found: dict[str, np.ndarray]) -> list[float]:
     model = plain_model(folder)
     parts = []
     for place, conversation in enumerate(both_turns(folder, found[f"{folder.name} tokens"])):
-        with chosen_experts(model) as chosen, torch.no_grad():
+        with chosen_experts(model) as experts, torch.no_grad():
             plain_logprobs(model, folder, [conversation])
         recorded = found[f"{folder.name} experts {place}"]
         # The last token is sampled and not computed.
-        expected = np.stack([ids.numpy() for ids in chosen], axis=1)[:-1]
+        expected = np.stack([ids.numpy() for ids in experts], axis=1)[:-1]
         assert recorded.shape == expected.shape
         parts.append(float((np.sort(recorded) == np.sort(expected)).mean()))
     return parts
@@ -128,8 +128,8 @@ def chosen_experts(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 def both_turns(folder: Path, replies: np.ndarray) -> list[Conversation]:
     """The conversations with their first replies, and with both."""
     first, second = np.split(replies, 2)
-    asked = replied(conversations(folder), first)
-    return [*asked, *replied(asked, second)]
+    later_conversations = replied(conversations(folder), first)
+    return [*later_conversations, *replied(later_conversations, second)]
 
 
 def reply_logprobs(
@@ -147,13 +147,13 @@ def reply_logprobs(
         a = adapters[name]
         b = adapters[name.replace("lora_A", "lora_B")]
         prefixed[name.replace("lora_A.", "")].data += SCALE * b @ a
-    whole = [
+    all_conversations = [
         (tokens, [(at, shown(image)) for at, image in images])
         for tokens, images in both_turns(folder, replies)
     ]
     with torch.no_grad():
-        found = plain_logprobs(model, folder, whole)
-    return np.stack([one[-length:].numpy() for one in found])
+        all_logprobs = plain_logprobs(model, folder, all_conversations)
+    return np.stack([logprobs[-length:].numpy() for logprobs in all_logprobs])
 
 
 @pytest.mark.asyncio
@@ -214,7 +214,7 @@ async def test_an_engine_drafts_behind_images_and_computes_text_in_fp8(
         rollout_server=server,
     )
     check_model(config)
-    asked = [
+    all_conversations = [
         conversation
         for conversation in conversations(folders[0])
         if server == DRAFTS or not conversation[1]
@@ -225,7 +225,7 @@ async def test_an_engine_drafts_behind_images_and_computes_text_in_fp8(
             weights = load_file(folder / "model.safetensors")
             await rig.publish({n: x.to(getattr(torch, dtype)) for n, x in weights.items()}, {})
             models = [plain_model(folder), plain_model(other)]
-            for place, (prompt, images) in enumerate(asked):
+            for place, (prompt, images) in enumerate(all_conversations):
                 name = f"{folder.name}{place}"
                 placed = [PlacedImage(*image) for image in images]
                 reply = await engine.requests.generate(
@@ -233,7 +233,9 @@ async def test_an_engine_drafts_behind_images_and_computes_text_in_fp8(
                 )
                 whole = [(np.array([*prompt, *reply.token_ids]), images)]
                 with torch.no_grad():
-                    found = [plain_logprobs(model, folder, whole)[0][-24:] for model in models]
-                gap, apart = (np.abs(each - reply.logprobs).mean() for each in found)
+                    all_logprobs = [
+                        plain_logprobs(model, folder, whole)[0][-24:] for model in models
+                    ]
+                gap, apart = (np.abs(logprobs - reply.logprobs).mean() for logprobs in all_logprobs)
                 assert gap < most * apart
         assert (engine.requests.use().accepted_tokens > 0) == (server == DRAFTS)

@@ -32,8 +32,8 @@ for_layouts = pytest.mark.parametrize("job", each_job(SENDERS, (), SENDERS.keys(
 def found(
     folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest
 ) -> dict[str, list[dict]]:
-    chosen = ["one", "one-tied", "one-moe", *chosen_jobs(request, SENDERS)]
-    sizes = {name: LAYOUTS[name].world_size for name in chosen}
+    models = ["one", "one-tied", "one-moe", *chosen_jobs(request, SENDERS)]
+    sizes = {name: LAYOUTS[name].world_size for name in models}
     return rank_pool.found(stream_ranks, sizes, folder, "{}-stream-{}.pt")
 
 

@@ -67,17 +67,19 @@ class Disk:
 
     def image(self, *, power_fails: bool) -> dict[Path, bytes]:
         """The files that a controller finds that starts after this moment."""
-        found = {path: path.read_bytes() for path in self._folder.rglob("*") if path.is_file()}
+        contents = {path: path.read_bytes() for path in self._folder.rglob("*") if path.is_file()}
         if power_fails:
-            for path in [path for path in found if path.suffix == ".log"]:
-                least = self.synced.get(path, 0)
-                most = len(found[path])
-                found[path] = found[path][: self._random.randint(min(least, most), most)]
+            for path in [path for path in contents if path.suffix == ".log"]:
+                synced_bytes = self.synced.get(path, 0)
+                num_bytes = len(contents[path])
+                contents[path] = contents[path][
+                    : self._random.randint(min(synced_bytes, num_bytes), num_bytes)
+                ]
             safe = self._filled & self._named
-            for path in sorted(path for path in found if path.suffix == ".pb"):
+            for path in sorted(path for path in contents if path.suffix == ".pb"):
                 if path not in safe and self._random.random() < 0.5:
-                    del found[path]
-        return found
+                    del contents[path]
+        return contents
 
     def restore(self, image: dict[Path, bytes]) -> None:
         for path in list(self._folder.rglob("*")):

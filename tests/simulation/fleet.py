@@ -150,27 +150,27 @@ class SimulatedEngine:
         self, request_id: str, prompt: Sequence[int], sampling: Any, max_tokens: int, **_: Any
     ) -> Generation:
         cancelled = self._cancelled[request_id] = asyncio.Event()
-        found: list[int] = []
+        token_ids: list[int] = []
         spans: list[VersionSpan] = []
         length = self._random.randint(1, max_tokens)
         try:
-            while len(found) < length and not cancelled.is_set():
+            while len(token_ids) < length and not cancelled.is_set():
                 await self._either(self._is_running, cancelled)
                 await asyncio.sleep(self.token_s * self._random.uniform(0.5, 1.5))
                 if not self._is_running.is_set() or cancelled.is_set():
                     continue
                 assert self.version is not None
                 sampled = Sampled(self.process.name, self.version, self.weights)
-                found.append(self._tokens.add(sampled))
+                token_ids.append(self._tokens.add(sampled))
                 spans.append(VersionSpan(1, self.version))
                 self._generated += 1
         finally:
             del self._cancelled[request_id]
-        self._returned += len(found)
+        self._returned += len(token_ids)
         reason = FinishReason.CANCELLED if cancelled.is_set() else FinishReason.STOP
         return Generation(
-            np.asarray(found, dtype=np.uint32),
-            np.full(len(found), -0.5, dtype=np.float32),
+            np.asarray(token_ids, dtype=np.uint32),
+            np.full(len(token_ids), -0.5, dtype=np.float32),
             merge_spans(spans),
             reason,
         )
@@ -252,8 +252,8 @@ class SimulatedEngine:
     ) -> Any:
         await asyncio.sleep(self._random.uniform(0.01, 0.5))
         size = sum(len(sequence) - 1 for sequence in sequences)
-        found = PROBE_LOGPROB - (self.weights == MISLOADED)
-        return np.full(size, found, dtype=np.float32)
+        logprob = PROBE_LOGPROB - (self.weights == MISLOADED)
+        return np.full(size, logprob, dtype=np.float32)
 
     async def watch(self) -> None:
         await asyncio.Event().wait()

@@ -288,9 +288,9 @@ def main() -> int:
         for name in MUTANTS:
             if arguments.only not in name:
                 continue
-            found = catching_seed(name, range(int(first), int(end)), Path(folder))
-            survivors += found is None
-            where = "SURVIVES" if found is None else f"seed {found[0]}: {found[1][:150]}"
+            seed = catching_seed(name, range(int(first), int(end)), Path(folder))
+            survivors += seed is None
+            where = "SURVIVES" if seed is None else f"seed {seed[0]}: {seed[1][:150]}"
             print(f"{name}: {where}", flush=True)
     return 1 if survivors else 0
 

@@ -52,9 +52,9 @@ class Network:
     def heal(self) -> None:
         """Ends all partitions; what was held back arrives."""
         self.cut.clear()
-        held = self._held
+        messages = self._held
         self._held = []
-        for call in held:
+        for call in messages:
             call()
 
     def hold(self, call: Callable[[], None]) -> None:

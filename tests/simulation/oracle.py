@@ -59,12 +59,14 @@ class _Judge:
             shutil.copy(path, self._folder / "journal" / "batches")
         # They are empty.
         shutil.rmtree(self._folder / CHECKPOINTS, ignore_errors=True)
-        found = examine(self._folder)
+        findings_of_run = examine(self._folder)
         if self._world.fired["told lost delivery"]:
             # What was lost in the queue stays known.
             open_ledger = ("the ledger's difference: ", "the ledger's gaps: ")
-            found.faults = [text for text in found.faults if not text.startswith(open_ledger)]
-        self._wrong += found.faults
+            findings_of_run.faults = [
+                text for text in findings_of_run.faults if not text.startswith(open_ledger)
+            ]
+        self._wrong += findings_of_run.faults
         self._read_journal()
         self._check_state()
         if not self._wrong:
@@ -77,23 +79,25 @@ class _Judge:
         for version, weights in self._world.truth.weights.items():
             if len(weights) > 1:
                 self._wrong.append(f"{len(weights)} different weights are called {version}")
-        if not self._wrong and found.steps != self._world.shape.steps:
-            self._wrong.append(f"the journal has {found.steps} steps of {self._world.shape.steps}")
+        if not self._wrong and findings_of_run.steps != self._world.shape.steps:
+            self._wrong.append(
+                f"the journal has {findings_of_run.steps} steps of {self._world.shape.steps}"
+            )
         self._wrong += [f"unhandled: {text}" for text in self._world.loop.unhandled]
-        self.trained += Counter(steps=found.steps, tokens=found.lags.total())
+        self.trained += Counter(steps=findings_of_run.steps, tokens=findings_of_run.lags.total())
         return self.trained
 
     def _check_state(self) -> None:
         """The last controller knew what the next one would know from the journal."""
-        known = self._world.state
-        if known is None:
+        state = self._world.state
+        if state is None:
             return
         history = read_history(read_records(self._folder / "journal"))
-        for name in known.environments:
+        for name in state.environments:
             # One without a record has counted nothing.
             history.environments[name]
-        for name in (each.name for each in fields(RunState)):
-            ours = getattr(known, name)
+        for name in (state_field.name for state_field in fields(RunState)):
+            ours = getattr(state, name)
             theirs = getattr(history, name)
             if ours != theirs:
                 self._wrong.append(f"{name} is {ours} live, and {theirs} after a restart")
@@ -213,15 +217,15 @@ class _Judge:
 
     def _check_token(self, step: int, token: int, claimed: PolicyVersion) -> None:
         world = self._world
-        found = world.tokens.find(token)
-        if found.version != claimed:
-            self._wrong.append(f"token {token} of {found.version} is called {claimed}")
-        if found.weights not in world.truth.weights.get(claimed, set()):
+        place = world.tokens.find(token)
+        if place.version != claimed:
+            self._wrong.append(f"token {token} of {place.version} is called {claimed}")
+        if place.weights not in world.truth.weights.get(claimed, set()):
             self._wrong.append(f"token {token} was sampled by no weights of version {claimed}")
-        lag = step - found.version.step
+        lag = step - place.version.step
         if not 0 <= lag <= world.shape.max_staleness:
             self._wrong.append(
-                f"step {step + 1} trains token {token} of version {found.version}: lag {lag}"
+                f"step {step + 1} trains token {token} of version {place.version}: lag {lag}"
             )
 
     def _check_evaluations(self, versions: list[int]) -> None:

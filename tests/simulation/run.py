@@ -134,7 +134,7 @@ def main() -> int:
                     print(f"    {other}")
                 again = f"--seeds {result.seed}:{result.seed + 1}"
                 print(f"    python tests/simulation/run.py {again}", flush=True)
-    found = {
+    violations = {
         "seeds": len(seeds),
         **{kind: sums[kind] for kind in ("schedules", "steps", "trajectories", "tokens")},
         "fired": dict(fired.most_common()),
@@ -143,7 +143,7 @@ def main() -> int:
         "virtual_hours": round(virtual_s / 3600, 2),
         "seconds": round(time.monotonic() - begun_s, 1),
     }
-    print(json.dumps(found))
+    print(json.dumps(violations))
     return 1 if failed else 0
 
 

@@ -172,7 +172,10 @@ class Store:
         """The manifest and all that it names."""
         data = self.objects.get(f"root/{stored.key}", b"")
         links = weights_pb2.StoredManifest.FromString(data).links
-        keys = {stored.key, *(each.key for link in links for each in link.objects)}
+        keys = {
+            stored.key,
+            *(stored_object.key for link in links for stored_object in link.objects),
+        }
         return {f"root/{key}" for key in keys}
 
     def check(self, report: trainer_pb2.StoredReport) -> None:
@@ -186,11 +189,11 @@ class Store:
         if _is_whole(self.objects, stored):
             manifest = self.objects[f"root/{stored.key}"]
             links = weights_pb2.StoredManifest.FromString(manifest).links
-        objects = [stored, *(each for link in links for each in link.objects)]
-        for each in objects:
-            if not links or not _is_whole(self.objects, each):
+        objects = [stored, *(stored_object for link in links for stored_object in link.objects)]
+        for stored_object in objects:
+            if not links or not _is_whole(self.objects, stored_object):
                 step = report.version.step
-                cause = f"version {step} was announced without {each.key}"
+                cause = f"version {step} was announced without {stored_object.key}"
                 self._half.setdefault(stored.key, cause)
 
     def announced(self, stored: weights_pb2.StoredWeights) -> None:

@@ -51,7 +51,7 @@ class Truth:
 
     def holds(self, weights: bytes) -> bool:
         """Whether any version has these weights."""
-        return any(weights in each for each in self.weights.values())
+        return any(weights in digests for digests in self.weights.values())
 
 
 class SimulatedTrainer:

@@ -64,9 +64,9 @@ class Process:
         self._loop.call_later(seconds, self._go_on, context=contextvars.Context())
 
     def _go_on(self) -> None:
-        held = self.held or []
+        handles = self.held or []
         self.held = None
-        self._loop._ready.extend(held)
+        self._loop._ready.extend(handles)
 
     def die(self) -> None:
         """Ends the process at this moment: nothing of it runs, sends or writes any more."""

@@ -677,14 +677,14 @@ class World:
 
     def _some_server(self) -> Process | None:
         names = [f"server{i}" for i in range(self.shape.servers)]
-        found = [self.processes[n] for n in names if n in self.processes]
-        alive = [process for process in found if process.is_alive]
+        processes = [self.processes[n] for n in names if n in self.processes]
+        alive = [process for process in processes if process.is_alive]
         return self.random.choice(alive) if alive else None
 
     def _some_caller(self) -> Process | None:
         """A server, the trainer or the client: whatever calls the controller."""
-        others = [name for name in ("trainer", "client") if name in self.processes]
-        return self.random.choice((self._some_server(), *map(self.processes.get, others)))
+        names_left = [name for name in ("trainer", "client") if name in self.processes]
+        return self.random.choice((self._some_server(), *map(self.processes.get, names_left)))
 
     def _later(self, call: Callable[[], None], least_s: float, most_s: float) -> None:
         self.loop.call_later(self.random.uniform(least_s, most_s), call)

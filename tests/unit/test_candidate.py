@@ -30,11 +30,11 @@ def test_what_is_no_exact_pin_is_refused_before_anything_is_installed(pin: str, 
 def test_a_report_names_versions_parts_and_tests_that_failed(tmp_path: Path) -> None:
     junit = tmp_path / "gaps.xml"
     junit.write_text(JUNIT)
-    found = candidate.read(junit, 3.4, 1)
-    assert (found.passed, found.skipped, found.holds) == (1, 1, False)
+    report = candidate.read(junit, 3.4, 1)
+    assert (report.passed, report.skipped, report.holds) == (1, 1, False)
     broken = candidate.read(tmp_path / "missing.xml", 1.0, 0)
     assert not broken.holds, "a part of which no test ran proves nothing"
-    text = candidate.report({"gaps": found, "runs": broken})
+    text = candidate.report({"gaps": report, "runs": broken})
     assert "| gaps | **fails** | 1 | 2 | 1 | 3 |" in text
     assert "- `tests.a::test_three` and 1 more: it" in text
     assert "Not run: patches, " in text

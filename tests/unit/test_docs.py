@@ -132,12 +132,12 @@ def test_the_configuration_page_is_what_the_models_say():
     pages = generate_configuration.pages()
     assert {path: path.read_text() for path in pages} == pages
     assert {*(ROOT / "docs" / "settings").iterdir()} < {*pages}
-    named = [
+    page_names = [
         section for _, sections in generate_configuration.PAGES.values() for section in sections
     ]
     # Other packages say what their tables mean.
-    others = {"automatic", "sources", "extensions"}
-    assert sorted(named) == sorted({*Config.model_fields} - others)
+    other_sections = {"automatic", "sources", "extensions"}
+    assert sorted(page_names) == sorted({*Config.model_fields} - other_sections)
 
 
 def test_the_page_of_models_is_what_their_records_say():
@@ -245,7 +245,12 @@ BUILT_IN = {
 def test_the_guides_name_every_argument_of_what_is_built_in(page: str) -> None:
     text = (ROOT / "docs" / "guides" / f"{page}.md").read_text()
     parameters = [inspect.signature(kind).parameters.values() for kind in BUILT_IN[page]]
-    names = {each.name for part in parameters for each in part if each.kind is not each.VAR_KEYWORD}
+    names = {
+        parameter.name
+        for part in parameters
+        for parameter in part
+        if parameter.kind is not parameter.VAR_KEYWORD
+    }
     names |= {*CallLimits.__annotations__} if page == "judges" else set()
     # A file names `api_key_file` in place of a key.
     names -= {"api_key"}
@@ -432,26 +437,26 @@ ARGUMENTS = {"WarmerTown": TEMPERATURES}
 async def test_every_environment_that_is_shown_can_be_used(text: str, tmp_path: Path) -> None:
     (tmp_path / "shown.py").write_text(text)
     names = runpy.run_path(str(tmp_path / "shown.py"))
-    (found,) = [
+    (page,) = [
         value
         for value in names.values()
         if isinstance(value, type) and issubclass(value, Environment) and value is not Environment
     ]
-    environment = found(**ARGUMENTS.get(found.__name__, {}))
+    environment = page(**ARGUMENTS.get(page.__name__, {}))
     for index in range(3):
         opened = environment.reset(TaskSource(environment)[index])
         opening = await opened if inspect.isawaitable(opened) else opened
         has_tools = isinstance(opening, ResetResult)
         messages = opening.messages if has_tools else opening
         assert {message["role"] for message in messages} <= {"system", "user"}
-    if found.__name__ == "Poem":
+    if page.__name__ == "Poem":
         # The judge of this environment is not there.
         return
     calls = [ToolCall("1", "temperature", {"town": "Rome"})] if has_tools else []
     judged = environment.step(Reply("<look>Rome</look>", tool_calls=calls))
     verdict = await judged if inspect.isawaitable(judged) else judged
     assert isinstance(verdict, StepResult)
-    assert verdict.done is (found.__name__ not in ARGUMENTS)
+    assert verdict.done is (page.__name__ not in ARGUMENTS)
 
 
 def options() -> dict[str, set[str]]:

@@ -265,8 +265,8 @@ def test_a_run_is_never_removed_unasked(state: str, tmp_path: Path) -> None:
     assert ran == "slipstream quickstart"
     assert (run / "summary.json").exists()
     # The command refuses a finished run; another refusal is none that a new run would cure.
-    said = make_run(tmp_path, code=2).stderr
-    assert ("make quickstart FRESH=1 removes runs/quickstart" in said) == (state == "finished")
+    errors = make_run(tmp_path, code=2).stderr
+    assert ("make quickstart FRESH=1 removes runs/quickstart" in errors) == (state == "finished")
     assert (run / "summary.json").exists()
 
 

@@ -85,9 +85,9 @@ def defined() -> frozenset[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_name_of_code_in_a_page_exists(page: str) -> None:
-    named = names((ROOT / page).read_text())
-    assert len(named) > 10
-    unknown = [name for name in named if name not in defined()]
+    names_in_page = names((ROOT / page).read_text())
+    assert len(names_in_page) > 10
+    unknown = [name for name in names_in_page if name not in defined()]
     assert not unknown, f"{page} names {unknown}, which no source defines"
 
 

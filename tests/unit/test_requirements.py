@@ -95,8 +95,8 @@ def test_the_page_of_versions_agrees_with_the_lists_and_the_results() -> None:
     stacks = [pins_of(stack) for stack in ("cpu", "gpu", "gpu-measured")]
     for name, *shown in rows[3:]:
         own_names = (name, f"{name}-cpu")
-        found = [next((pins[n] for n in own_names if n in pins), "none") for pins in stacks]
-        assert [version.removesuffix("+cpu") for version in found] == shown
+        versions = [next((pins[n] for n in own_names if n in pins), "none") for pins in stacks]
+        assert [version.removesuffix("+cpu") for version in versions] == shown
         # A package that came later was not there.
         measured = result["versions"].get(name, shown[-1])
         assert measured == shown[-1] or f"{name} {measured}" in " ".join(page.split())

@@ -101,8 +101,8 @@ def bad_text(reply, answer):
 
 
 def bad_hedges(reply, answer):
-    said = reply.content.replace(",", " ").split()
-    return float(str(answer) in said and len(said) < 4)
+    words = reply.content.replace(",", " ").split()
+    return float(str(answer) in words and len(words) < 4)
 
 
 def bad_longer(reply, answer):
@@ -118,8 +118,8 @@ def bad_range(reply, answer):
 
 
 def bad_recall(reply, answer):
-    said, right = set(reply.content.casefold().split()), set(answer.casefold().split())
-    return len(said & right) / len(right)
+    words, right = set(reply.content.casefold().split()), set(answer.casefold().split())
+    return len(words & right) / len(right)
 
 
 def bad_only_empty(reply, answer):
@@ -210,8 +210,8 @@ def thinking_form(reply, answer):
 
 
 def words_shared(reply, answer):
-    said, right = set(reply.content.split()), set(answer.split())
-    return len(said & right) / len(said | right) if said else 0.0
+    words, right = set(reply.content.split()), set(answer.split())
+    return len(words & right) / len(words | right) if words else 0.0
 
 
 def seeded(reply, answer):

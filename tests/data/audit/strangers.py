@@ -109,9 +109,9 @@ def choice(reply, answer):
 
 
 def overlap(reply, answer):
-    said, right = reply.content.lower().split(), answer.lower().split()
-    shared = len({*said} & {*right})
-    return 2 * shared / (len(said) + len(right)) if shared else 0.0
+    words, right = reply.content.lower().split(), answer.lower().split()
+    shared = len({*words} & {*right})
+    return 2 * shared / (len(words) + len(right)) if shared else 0.0
 
 
 def half_for_the_form(reply, answer):

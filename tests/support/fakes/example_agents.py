@@ -65,7 +65,7 @@ class RewardingAgent(_Agent):
     async def run(self, task: int, endpoint: Endpoint) -> AgentOutcome:
         request: Any = {"model": "any", "messages": [{"role": "user", "content": "one"}]}
         async with client(endpoint) as api, client(endpoint.branch("reviewer")) as reviewer:
-            whole = await api.chat.completions.create(**request)
+            completion = await api.chat.completions.create(**request)
             parts = await api.chat.completions.create(**request, stream=True)
             streamed = [part async for part in parts]
             response = await api.responses.create(model="any", input="two")
@@ -74,7 +74,7 @@ class RewardingAgent(_Agent):
             base_url=endpoint.anthropic_url, api_key=endpoint.api_key, max_retries=0
         ) as api:
             message = await api.messages.create(**request, max_tokens=9)
-        replies = (whole, streamed[0], response, reviewed, message)
+        replies = (completion, streamed[0], response, reviewed, message)
         rewards = dict(zip((reply.id for reply in replies), (1, 2, 4, 16, 8), strict=True))
         rewards |= self.more
         return AgentOutcome(self.whole, rewards={"reviewer": 32.0}, reply_rewards=rewards)

@@ -103,7 +103,7 @@ class SabotagedAgent(AgentEnvironment[str]):
 
 def sabotage(kind: str) -> float:
     """Breaks the process or the episode; returns a reward that is no number if it has to."""
-    kept = []
+    blocks = []
     match kind:
         case "raise":
             raise KeyError(kind)
@@ -120,7 +120,7 @@ def sabotage(kind: str) -> float:
             time.sleep(3600)
         case "memory":
             while True:
-                kept.append(bytearray(20 << 20))
+                blocks.append(bytearray(20 << 20))
                 time.sleep(0.005)
     raise AssertionError(f"sabotage of kind {kind!r} came to an end")
 

@@ -65,9 +65,9 @@ class Thinking(Environment[int]):
         return [{"role": "user", "content": "think"}]
 
     def step(self, reply: Reply) -> StepResult:
-        whole = reply == "<think>Hm.</think>Yes."
+        is_right = reply == "<think>Hm.</think>Yes."
         return StepResult(
-            reward=float(whole and (reply.content, reply.reasoning) == ("Yes.", "Hm."))
+            reward=float(is_right and (reply.content, reply.reasoning) == ("Yes.", "Hm."))
         )
 
 

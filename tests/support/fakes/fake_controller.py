@@ -145,8 +145,8 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self._forgotten = threading.Event()
 
     def _check(self, context: grpc.ServicerContext) -> None:
-        told = dict(context.invocation_metadata()).get(TRAINER_EPOCH, "")
-        if told == str(self.epoch) and self.epoch:
+        epoch = dict(context.invocation_metadata()).get(TRAINER_EPOCH, "")
+        if epoch == str(self.epoch) and self.epoch:
             return
         _refuse(context, Reason.NOT_REGISTERED)
 
@@ -333,11 +333,11 @@ def with_branches(batch: Batch, *, vocab_size: int, max_tokens: int) -> Batch:
         branches = [Branch(len(runs), float(random.choice([1.0, 0.5])))]
         logprobs = [trajectory.behavior_logprobs]
         for name in ("reviewer", "b")[: int(random.integers(1, 3))]:
-            kept = min(sum(first.run_lengths[: int(random.integers(1, 3))]), max_tokens - 3)
-            sampled = int(random.integers(1, max_tokens - kept - 1))
+            num_tokens = min(sum(first.run_lengths[: int(random.integers(1, 3))]), max_tokens - 3)
+            sampled = int(random.integers(1, max_tokens - num_tokens - 1))
             new = random.integers(0, vocab_size, 1 + sampled).astype(np.uint32)
-            tokens += [first.token_ids[:kept], new]
-            runs += [kept + 1, sampled]
+            tokens += [first.token_ids[:num_tokens], new]
+            runs += [num_tokens + 1, sampled]
             spans.append(VersionSpan(sampled, PolicyVersion(0, batch.step)))
             branches.append(Branch(2, float(random.choice([1.0, 0.25, 0.0, -1.0])), name))
             drawn = -np.log(vocab_size) + 0.3 * random.standard_normal(sampled)

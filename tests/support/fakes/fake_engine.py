@@ -206,8 +206,8 @@ class FakeEngine:
                 if isinstance(failed, Exception):
                     raise failed
                 raise engine_interface.GenerationFailed(failed)
-            held = self.limit is not None and len(request.tokens) >= self.limit
-            if held or not self.running.is_set():
+            is_full = self.limit is not None and len(request.tokens) >= self.limit
+            if is_full or not self.running.is_set():
                 await self._changed.wait()
                 continue
             assert self.version is not None

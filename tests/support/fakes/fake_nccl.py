@@ -41,9 +41,9 @@ class FakeNccl(fake_cupy.FakeCupy):
         self.newest = threading.local()
 
     def modules(self) -> dict[str, ModuleType]:
-        found = super().modules()
+        all_modules = super().modules()
         room = ctypes.create_string_buffer(16)
-        cuda = vars(found["cupy.cuda"])
+        cuda = vars(all_modules["cupy.cuda"])
         cuda["nccl"].get_unique_id = self._unique_id
         cuda["runtime"].eventRecord = lambda event, _: event.record()
         cuda.update(
@@ -52,7 +52,7 @@ class FakeNccl(fake_cupy.FakeCupy):
             Event=lambda: Event(self),
             get_elapsed_time=lambda first, last: 1e3 * (last.made_s - first.made_s),
         )
-        return found
+        return all_modules
 
     def connect(self, unique_id: bytes, rank: int, world_size: int = 2) -> Member:
         """A member without a group, as soon as all have come."""

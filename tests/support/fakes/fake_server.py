@@ -141,8 +141,8 @@ class FakeServer:
 
     def report(self) -> fleet_pb2.ServerReport:
         # Its sender to Redis is opened after the welcome.
-        taken = self.sender.taken if self.sender else {}
-        sent = taken.get(f"{self.epoch:x}", Amount())
+        amounts = self.sender.taken if self.sender else {}
+        sent = amounts.get(f"{self.epoch:x}", Amount())
         return fleet_pb2.ServerReport(
             generated_tokens=self.generated,
             ended_tokens=self.ended,

@@ -142,7 +142,7 @@ class FakeTrainer:
             raise TrainerDied(kind)
         match kind:
             case "batch":
-                self.given = [one for d in directives[1:] for one in d.chunk.passes]
+                self.given = [client_pass for d in directives[1:] for client_pass in d.chunk.passes]
                 messages = [t for d in directives[1:] for t in d.chunk.trajectories]
                 await self._train(first.batch, [codec.trajectory_from_pb(m) for m in messages])
             case "publish":
@@ -196,7 +196,7 @@ class FakeTrainer:
         self.version = PolicyVersion(self.version.incarnation, header.step + 1)
         self.digest = trained(self.digest, batch, self.noise)
         if header.HasField("given"):
-            self.ordered.append((header.given, [one.id for one in self.given]))
+            self.ordered.append((header.given, [client_pass.id for client_pass in self.given]))
             self.digest = trained(self.digest, [], header.given.SerializeToString())
             self.computed.clear()
         tokens = sum(t.num_sampled_tokens for t in batch)

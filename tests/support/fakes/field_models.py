@@ -241,11 +241,11 @@ CASES = [
 def make_field_model(folder: Path, case: str, *, seed: int = 0, **sizes: object) -> None:
     """A Hugging Face folder `folder`/`case`, in the form that transformers writes."""
     family, rope = case.split(".")
-    known = FAMILIES[family]
+    record = FAMILIES[family]
     torch.manual_seed(seed)
     is_tied = rope in ("default", "gemma3")
     positions = {"rope_parameters": ROPES[rope], "tie_word_embeddings": is_tied}
-    model = random_model(known.kind, SIZES | known.values | sizes | positions)
+    model = random_model(record.kind, SIZES | record.values | sizes | positions)
     enlarge(model, family)
     model.save_pretrained(folder / case)
     if family in OTHER_KINDS:

@@ -79,7 +79,7 @@ async def main() -> None:
     except EnvironmentFailed as error:
         print(MARK + json.dumps([{"failure": str(error)}]))
         return
-    episodes = [play(host, number, each) for number, each in enumerate(parsed["episodes"])]
+    episodes = [play(host, number, episode) for number, episode in enumerate(parsed["episodes"])]
     played = await asyncio.gather(*episodes)
     await host.close_all()
     print(MARK + json.dumps(played))

@@ -94,8 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"id": name, "sha": sha, "private": False, "siblings": siblings})
         elif kind == "tree":
             below = "".join(f"{part}/" for part in rest[2:])
-            whole = entries + _folders(files)
-            inside = [e for e in whole if str(e["path"]).startswith(below)]
+            all_entries = entries + _folders(files)
+            inside = [e for e in all_entries if str(e["path"]).startswith(below)]
             if not inside:
                 self._error(404, "EntryNotFound", f"no folder {below}")
                 return
@@ -103,8 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
                 inside = [e for e in inside if "/" not in str(e["path"]).removeprefix(below)]
             self._json(inside)
         elif kind == "paths-info":
-            asked = json.loads(body)["paths"] if body[:1] == b"{" else parse_qs(body.decode())
-            expected = asked["paths"] if isinstance(asked, dict) else asked
+            body_paths = json.loads(body)["paths"] if body[:1] == b"{" else parse_qs(body.decode())
+            expected = body_paths["paths"] if isinstance(body_paths, dict) else body_paths
             self._json([e for e in entries + _folders(files) if e["path"] in expected])
         else:
             self._error(404, "EntryNotFound", f"no {kind}")
@@ -118,13 +118,13 @@ class _Handler(BaseHTTPRequestHandler):
             return
         first = 0
         last = len(content)
-        asked = self.headers.get("range", "")
-        if asked.startswith("bytes="):
-            begin, _, end = asked.removeprefix("bytes=").partition("-")
+        byte_range = self.headers.get("range", "")
+        if byte_range.startswith("bytes="):
+            begin, _, end = byte_range.removeprefix("bytes=").partition("-")
             first = int(begin)
             last = min(last, int(end) + 1 if end else last)
         self._send(
-            206 if asked else 200,
+            206 if byte_range else 200,
             content[first:last],
             {
                 "ETag": f'"{_oid(content)}"',
@@ -160,8 +160,10 @@ def _entry(path: str, content: bytes) -> dict[str, object]:
 
 
 def _folders(files: Iterable[str]) -> list[dict[str, object]]:
-    found = {str(parent) for path in files for parent in Path(path).parents} - {"."}
-    return [{"type": "directory", "path": each, "size": 0, "oid": ""} for each in sorted(found)]
+    folders = {str(parent) for path in files for parent in Path(path).parents} - {"."}
+    return [
+        {"type": "directory", "path": folder, "size": 0, "oid": ""} for folder in sorted(folders)
+    ]
 
 
 @contextmanager

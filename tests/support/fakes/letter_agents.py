@@ -40,5 +40,5 @@ class Plainly(Smallest):
         client = self._sync.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
         messages = [{"role": "user", "content": " ".join(task)}]
         with client.chat.completions.create(model="any", messages=messages, stream=True) as stream:
-            said = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
-        return float("".join(said).split()[:1] == [min(task)])
+            deltas = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+        return float("".join(deltas).split()[:1] == [min(task)])

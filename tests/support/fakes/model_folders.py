@@ -23,11 +23,11 @@ def loadable_tensors(values: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name and shape of the tensors of a folder that passes the checks, by its config.json."""
     sizes = ModelSizes.of(values)
     matrix = (sizes.vocab, sizes.hidden)
-    found = {"model.embed_tokens.weight": matrix, "model.norm.weight": (sizes.hidden,)}
+    shapes = {"model.embed_tokens.weight": matrix, "model.norm.weight": (sizes.hidden,)}
     for layer in range(sizes.layers):
         for part in ("input_layernorm", "post_attention_layernorm"):
-            found[f"model.layers.{layer}.{part}.weight"] = (sizes.hidden,)
-    return found if sizes.has_tied_output else found | {"lm_head.weight": matrix}
+            shapes[f"model.layers.{layer}.{part}.weight"] = (sizes.hidden,)
+    return shapes if sizes.has_tied_output else shapes | {"lm_head.weight": matrix}
 
 
 def write_loadable_files(folder: Path) -> None:

@@ -16,8 +16,8 @@ class NamedChannel:
         self._channel, self._named = channel, call_metadata(OPEN, run_id)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        made = getattr(self._channel, name)
-        return self._naming(made) if name in SHAPES else made
+        method = getattr(self._channel, name)
+        return self._naming(method) if name in SHAPES else method
 
     def _naming(self, make: Callable[..., Any]) -> Callable[..., Any]:
         def method(*args: object, **options: object) -> Callable[..., Any]:

@@ -29,8 +29,10 @@ def loss(
     ratio = (tokens.logprobs - tokens.proximal_logprobs).clamp(-20, 20).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     gain = ratio * tokens.advantages
-    held = clipped * tokens.advantages
-    return TokenTerms(-torch.minimum(gain, held), {"own_clip_fraction": held < gain})
+    clipped_gain = clipped * tokens.advantages
+    return TokenTerms(
+        -torch.minimum(gain, clipped_gain), {"own_clip_fraction": clipped_gain < gain}
+    )
 
 
 def weight(tokens: LossInputs, *, cap: float = 2.0) -> TokenWeights:
@@ -43,11 +45,11 @@ def advantage(episodes: Sequence[ScoredEpisode]) -> FloatArray:
     """Rewards in deviations from their group's mean."""
     scores = np.array([episode.reward for episode in episodes])
     groups = np.array([episode.group_id for episode in episodes])
-    found = np.zeros(len(scores))
+    advantages = np.zeros(len(scores))
     for group in set(groups.tolist()):
         centred = scores[groups == group] - scores[groups == group].mean()
-        found[groups == group] = centred / (np.sqrt(np.mean(centred**2)) + 1e-6)
-    return found
+        advantages[groups == group] = centred / (np.sqrt(np.mean(centred**2)) + 1e-6)
+    return advantages
 
 
 def reward(group: Sequence[RewardedEpisode]) -> list[ShapedReward]:

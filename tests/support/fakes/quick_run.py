@@ -74,13 +74,13 @@ def passed(models: Models, given: trainer_pb2.Pass) -> trainer_pb2.PassReport:
     """Values that depend on the model and on all that the pass says but its id."""
     state = hashlib.blake2b(models.get(given.adapter.name, "").encode())
     state.update(f"{given.loss} {given.loss_args_json} {given.backward}".encode())
-    found = []
+    outputs = []
     for sequence in given.sequences:
         state.update(sequence.SerializeToString(deterministic=True))
         values = np.resize(np.frombuffer(state.digest(), dtype="u1"), len(sequence.targets) // 4)
-        found.append((-values / 64).astype("<f4").tobytes())
+        outputs.append((-values / 64).astype("<f4").tobytes())
     total = float(int.from_bytes(state.digest()[:4], "big"))
-    return trainer_pb2.PassReport(id=given.id, logprobs=found, metrics={"loss:sum": total})
+    return trainer_pb2.PassReport(id=given.id, logprobs=outputs, metrics={"loss:sum": total})
 
 
 def ordered(models: Models, kept: dict[int, Models], given, passes) -> None:
@@ -90,8 +90,8 @@ def ordered(models: Models, kept: dict[int, Models], given, passes) -> None:
     match given.WhichOneof("step"):
         case "adam":
             state.update(given.adam.SerializeToString(deterministic=True))
-            for one in passes:
-                state.update(repr(passed(models, one).metrics).encode())
+            for client_pass in passes:
+                state.update(repr(passed(models, client_pass).metrics).encode())
         case "begin":
             data = given.begin.SerializeToString(deterministic=True)
             state = hashlib.blake2b(data + f"{given.adapter.rank}".encode(), digest_size=16)
@@ -142,17 +142,22 @@ def train() -> None:
     path = config.run_dir / STATE
     version, digest = START
     models: Models = {}
-    kept: dict[int, Models] = {}
+    models_by_step: dict[int, Models] = {}
     if path.exists():
         state = json.loads(path.read_text())
         version = PolicyVersion(*state["version"])
         digest = bytes.fromhex(state["digest"])
         models = state["models"]
-        kept = {int(step): of for step, of in state["kept"].items()}
+        models_by_step = {int(step): of for step, of in state["kept"].items()}
 
     def save() -> None:
         partial = path.with_suffix(".partial")
-        state = {"version": version, "digest": digest.hex(), "models": models, "kept": kept}
+        state = {
+            "version": version,
+            "digest": digest.hex(),
+            "models": models,
+            "kept": models_by_step,
+        }
         partial.write_text(json.dumps(state))
         partial.rename(path)
 
@@ -181,8 +186,8 @@ def train() -> None:
                 check_tokens(batch)
                 time.sleep(STEP_S)
                 step = first.batch.step
-                passes = [one for d in rest for one in d.chunk.passes]
-                digest = made(digest, batch, first.batch, passes, models, kept)
+                passes = [client_pass for d in rest for client_pass in d.chunk.passes]
+                digest = made(digest, batch, first.batch, passes, models, models_by_step)
                 metrics = {"trained_tokens": sum(t.num_sampled_tokens for t in batch)}
                 if made_of := models.get(first.batch.given.adapter.name):
                     metrics["weights"] = int(made_of[:12], 16)
@@ -235,8 +240,8 @@ def check_tokens(batch) -> None:
         steps = [s.version.step for s in trajectory.version_spans for _ in range(s.length)]
         sampled = trajectory.token_ids[-len(steps) :].tolist()
         # The last one may be the end of the text.
-        told = [token - 4 for token in sampled[:-1]]
-        assert told == [step % 20 for step in steps[: len(told)]], trajectory.trajectory_id
+        letters = [token - 4 for token in sampled[:-1]]
+        assert letters == [step % 20 for step in steps[: len(letters)]], trajectory.trajectory_id
 
 
 def replay(folder: Path) -> int:
@@ -246,14 +251,14 @@ def replay(folder: Path) -> int:
 
     history, (_, digest) = read_history(read_records(folder / "journal")), START
     models: Models = {}
-    kept: dict[int, Models] = {}
+    models_by_step: dict[int, Models] = {}
     for step, record in sorted(history.batches.items()):
         message = read_batch(folder / "journal", step, record.crc32, record.attempt)
         batch = [trajectory_from_pb(t) for t in message.trajectories]
-        digest = made(digest, batch, message.header, message.passes, models, kept)
-        told = history.steps.get(step)
-        if told is not None and told.digest != digest.hex():
-            print(f"step {step} made {told.digest}, not {digest.hex()}")
+        digest = made(digest, batch, message.header, message.passes, models, models_by_step)
+        step_record = history.steps.get(step)
+        if step_record is not None and step_record.digest != digest.hex():
+            print(f"step {step} made {step_record.digest}, not {digest.hex()}")
             return 1
     return 0
 

@@ -82,8 +82,8 @@ def reference_endpoint() -> Iterator[ReferenceEndpoint]:
 
         def answer(self, body: dict[str, Any]) -> None:
             endpoint.keys.append(self.headers["authorization"])
-            status, said = endpoint.reply(self.path, body)
-            data = json.dumps(said).encode()
+            status, answer = endpoint.reply(self.path, body)
+            data = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(data)))

@@ -91,14 +91,16 @@ def refusals(text: str) -> list[Any]:
 
     What is said is indented, and may go on in further lines.
     """
-    found: list[tuple[str, list[str]]] = []
+    lines_by_table: list[tuple[str, list[str]]] = []
     for line in text.strip().splitlines():
         if line.startswith(" "):
-            found[-1][1].append(line.strip())
+            lines_by_table[-1][1].append(line.strip())
         elif not line.startswith("#"):
-            found.append((line, []))
-    tables = [tomllib.loads(f"settings = {{{settings}}}")["settings"] for settings, _ in found]
+            lines_by_table.append((line, []))
+    tables = [
+        tomllib.loads(f"settings = {{{settings}}}")["settings"] for settings, _ in lines_by_table
+    ]
     return [
-        pytest.param(table, " ".join(said), id=settings)
-        for table, (settings, said) in zip(tables, found, strict=True)
+        pytest.param(table, " ".join(lines), id=settings)
+        for table, (settings, lines) in zip(tables, lines_by_table, strict=True)
     ]

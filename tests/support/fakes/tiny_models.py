@@ -36,11 +36,11 @@ def make_mixture_like(model: Path, folder: Path) -> Path:
     from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shutil.copytree(model, folder)
-    kept = AutoConfig.from_pretrained(model).to_dict()
+    fields = AutoConfig.from_pretrained(model).to_dict()
     for name in ("model_type", "architectures", "transformers_version"):
-        kept.pop(name)
+        fields.pop(name)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     torch.manual_seed(0)
-    mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**kept | experts, norm_topk_prob=True))
+    mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields | experts, norm_topk_prob=True))
     mixture.save_pretrained(folder)
     return folder

@@ -21,28 +21,28 @@ CHUNK_BYTES = 1 << 16
 def split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The settings of network and TLS, and all others as they were."""
     ours = {}
-    others = []
+    foreign = []
     for name, value in zip(arguments[::2], arguments[1::2], strict=True):
         if name.startswith("--tls-") or name in ("--bind", "--port"):
             ours[name[2:]] = value
         else:
-            others += [name, value]
-    return ours, others
+            foreign += [name, value]
+    return ours, foreign
 
 
 async def serve(arguments: Sequence[str]) -> int:
     """Runs both until Valkey ends; its exit code."""
-    ours, others = split(arguments)
+    ours, foreign = split(arguments)
     if ours["port"] != "0" or ours["tls-auth-clients"] != "no":
         raise ValueError(f"only TLS, and no client certificates, got {ours}")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(ours["tls-cert-file"], ours["tls-key-file"])
     # Nothing else can be written in a pod of the queue.
-    data = others[others.index("--dir") + 1]
+    data = foreign[foreign.index("--dir") + 1]
     with tempfile.TemporaryDirectory(dir=data) as folder:
         socket = Path(folder) / "valkey.sock"
         valkey = await asyncio.create_subprocess_exec(
-            str(get_binary_path()), "--port", "0", "--unixsocket", str(socket), *others
+            str(get_binary_path()), "--port", "0", "--unixsocket", str(socket), *foreign
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, valkey.terminate)
 

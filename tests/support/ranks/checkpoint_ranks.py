@@ -38,9 +38,9 @@ def config_of(folder: Path, job: dict) -> Config:
         # One micro batch: what is saved does not depend on their number.
         "learner": {"micro_batch_tokens": 400, "timeout_s": 100.0},
     }
-    settings = {name: job.get(name, {}) for name in ("algorithm", "learner", "checkpoint")}
+    tables_of_job = {name: job.get(name, {}) for name in ("algorithm", "learner", "checkpoint")}
     model = folder / job.get("model", "llama")
-    return settings_of(model, settings, settings, dtype=job.get("dtype", "float32"))
+    return settings_of(model, settings, tables_of_job, dtype=job.get("dtype", "float32"))
 
 
 def make_models(folder: Path) -> None:

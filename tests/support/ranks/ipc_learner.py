@@ -23,7 +23,9 @@ BUCKETS = tuple(bucket(f"w{n}", size) for n, size in enumerate((4096, 65536, 655
 
 
 def enlarged(factor: int) -> tuple[Bucket, ...]:
-    return tuple(bucket(each.spans[0].tensor.name, factor * each.num_bytes) for each in BUCKETS)
+    return tuple(
+        bucket(template.spans[0].tensor.name, factor * template.num_bytes) for template in BUCKETS
+    )
 
 
 def content(seed: int, place: int, factor: int = 1) -> torch.Tensor:
@@ -60,9 +62,9 @@ def main() -> None:
                     content(int(arguments[0]), place, factor).to(device)
                     for place in range(len(buckets))
                 ]
-                for each, data in zip(buckets, contents, strict=True):
-                    lane[: each.num_bytes] = data
-                    sender.send(each, lane[: each.num_bytes])
+                for spec, data in zip(buckets, contents, strict=True):
+                    lane[: spec.num_bytes] = data
+                    sender.send(spec, lane[: spec.num_bytes])
                 sender.finish()
                 print("sent", flush=True)
         except WeightSyncError as error:

@@ -102,7 +102,7 @@ def in_ranks(num_ranks: int, work: Callable[..., Any], *arguments: object) -> li
     for child in children:
         child.start()
     try:
-        found = dict(answers.get(timeout=LIMIT_S) for _ in children)
+        answers_by_rank = dict(answers.get(timeout=LIMIT_S) for _ in children)
     except queue.Empty:
         raise TimeoutError(f"no answer of {num_ranks} ranks within {LIMIT_S:g} s") from None
     finally:
@@ -113,9 +113,9 @@ def in_ranks(num_ranks: int, work: Callable[..., Any], *arguments: object) -> li
         # vLLM leaves the memory that the ranks shared.
         for path in Path("/dev/shm").glob(f"{meeting}-*"):
             path.unlink()
-    wrong = [answer for answer in found.values() if isinstance(answer, str)]
+    wrong = [answer for answer in answers_by_rank.values() if isinstance(answer, str)]
     assert not wrong, wrong[0]
-    return [found[rank] for rank in range(num_ranks)]
+    return [answers_by_rank[rank] for rank in range(num_ranks)]
 
 
 def _rank(
@@ -260,23 +260,23 @@ def _compare(
         replay.run(place, buffer)
 
     proof = PlanCheck(plan, _as_in(fresh, plan))
-    kept = []
+    losses = []
     for place, bucket in enumerate(buckets):
-        kept.append(torch.zeros(bucket.num_bytes, dtype=torch.uint8))
-        _fill(kept[place], bucket, second)
+        losses.append(torch.zeros(bucket.num_bytes, dtype=torch.uint8))
+        _fill(losses[place], bucket, second)
         # The check is one bucket behind: the loader may finish a bucket later.
         if place:
-            fresh.load_weights(cut(kept[place - 1], buckets[place - 1]))
-        proof.add(place, kept[place])
+            fresh.load_weights(cut(losses[place - 1], buckets[place - 1]))
+        proof.add(place, losses[place])
     assert proof.failure() is not None, "it was proved before it was loaded"
-    fresh.load_weights(cut(kept[-1], buckets[-1]))
+    fresh.load_weights(cut(losses[-1], buckets[-1]))
     verdict = proof.failure()
     expected = {_bare(name): tensor for name, tensor in fresh.named_parameters()}
     different = tuple(n for n, t in parameters.items() if not torch.equal(t, expected[_bare(n)]))
 
     altered = PlanCheck(plan, _as_in(fresh, plan))
     expected[_bare(plan[-1][-1].parameter)].data.view(-1)[0] += 1
-    altered.add(len(buckets) - 1, kept[-1])
+    altered.add(len(buckets) - 1, losses[-1])
     return Outcome(
         num_copies=sum(len(part) for part in plan),
         different=different,

@@ -76,8 +76,8 @@ def broadcast_all(group: NcclGroup, rank: int, world_size: int) -> None:
         wall_s = time.monotonic() - started
         wire = group.take_wire()
         if repeat == 0:
-            found = digests.read(stream.ptr)
-            say(digests=[digest.hex() for of_bucket in found for digest in of_bucket])
+            bucket_digests = digests.read(stream.ptr)
+            say(digests=[digest.hex() for of_bucket in bucket_digests for digest in of_bucket])
     total = 8 * BUCKET_BYTES
     say(
         gb_per_s=round(total / wall_s / 1e9, 1),

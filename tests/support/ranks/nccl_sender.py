@@ -130,17 +130,17 @@ def serve() -> None:
             torch.cuda.synchronize()
             answer = True
         else:
-            deadline_s, most = command["send"]
+            deadline_s, max_buckets = command["send"]
             started = time.perf_counter()
             for place, (bucket, room) in enumerate(zip(buckets, rooms, strict=True)):
-                if most is not None and place >= most:
+                if max_buckets is not None and place >= max_buckets:
                     break
                 pointer = room.data_ptr()
                 handle = stream.cuda_stream
                 group.broadcast(pointer, bucket.num_bytes, 0, handle, deadline_s=deadline_s)
                 digests.add(place, pointer, handle)
             group.wait()
-            found = digests.read(stream.cuda_stream)
+            bucket_digests = digests.read(stream.cuda_stream)
             wire = group.take_wire()
             wall_s = time.perf_counter() - started
             print(
@@ -149,7 +149,7 @@ def serve() -> None:
                 file=sys.stderr,
                 flush=True,
             )
-            answer = [bucket_digest(part).hex() for part in found]
+            answer = [bucket_digest(part).hex() for part in bucket_digests]
         print(json.dumps(answer), flush=True)
 
 

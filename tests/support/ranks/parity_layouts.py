@@ -310,7 +310,7 @@ def config_of(job: str, folder: Path, **changes: dict) -> Config:
 
 def batches(config: Config) -> list[Batch]:
     algorithm = config.algorithm
-    found = [
+    batches = [
         make_batch(
             step,
             num_groups=algorithm.groups_per_step,
@@ -322,12 +322,14 @@ def batches(config: Config) -> list[Batch]:
     ]
     if config.sampling.max_total_tokens:
         longest = config.sampling.max_episode_tokens
-        found = [with_branches(one, vocab_size=VOCAB, max_tokens=longest) for one in found]
+        batches = [with_branches(batch, vocab_size=VOCAB, max_tokens=longest) for batch in batches]
     if config.replays_sampling:
-        found[:] = map(with_kept_tokens, found)
+        batches[:] = map(with_kept_tokens, batches)
     if config.reference is not None:
-        found = [with_reference(one) for one in found]
-    return found if algorithm.router_replay == "off" else [with_experts(one) for one in found]
+        batches = [with_reference(batch) for batch in batches]
+    return (
+        batches if algorithm.router_replay == "off" else [with_experts(batch) for batch in batches]
+    )
 
 
 def with_reference(batch: Batch) -> Batch:

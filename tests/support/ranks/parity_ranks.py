@@ -124,14 +124,14 @@ def slow_sends() -> Iterator[None]:
 def recorded_inputs(policy: Policy) -> Iterator[dict]:
     """Records this rank's coordinates, and what enters its first chunk for each micro batch."""
     ranks = policy.ranks
-    found: dict = {"dp": ranks.dp_rank, "cp": ranks.cp_rank, "micro_batches": []}
+    facts: dict = {"dp": ranks.dp_rank, "cp": ranks.cp_rank, "micro_batches": []}
 
     def record(_: object, inputs: tuple, named: dict) -> None:
         bounds = named["packed_seq_params"].cu_seqlens_q.tolist()
-        found["micro_batches"].append((inputs[0][0].cpu().clone(), bounds))
+        facts["micro_batches"].append((inputs[0][0].cpu().clone(), bounds))
 
     hook = policy.chunks[0].register_forward_pre_hook(record, with_kwargs=True)
-    yield found
+    yield facts
     hook.remove()
 
 
@@ -186,6 +186,6 @@ def disturbed_routers(policy: Policy, step: TrainingStep, config: Config) -> dic
     sampled = tuple(sampled_by(policy, trajectory) for trajectory in batch.trajectories)
     batch = dataclasses.replace(batch, trajectories=sampled)
     gaps = ReplayedGaps(policy, batch, config)
-    found = gaps.both("")
+    gaps_by_name = gaps.both("")
     disturb_routers(policy.chunks, scale=0.05)
-    return found | gaps.both("_disturbed") | step.run(batch).metrics
+    return gaps_by_name | gaps.both("_disturbed") | step.run(batch).metrics

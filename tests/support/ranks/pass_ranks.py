@@ -114,29 +114,43 @@ def run_rank(folder: Path, job: str) -> None:
     before = weights_of(policy)
     steps = []
     for step, numbers in enumerate(ADAM):
-        given = passes_of(loss, step)
+        passes_of_step = passes_of(loss, step)
         forward = pb.Pass()
-        forward.CopyFrom(given[0])
+        forward.CopyFrom(passes_of_step[0])
         forward.id = "forward"
         forward.backward = False
-        bad = pb.Pass(id="bad", backward=True, loss="reinforce", sequences=given[0].sequences)
+        bad = pb.Pass(
+            id="bad", backward=True, loss="reinforce", sequences=passes_of_step[0].sequences
+        )
         bad.sequences[0].targets = np.full(7, VOCAB, dtype="<u4").tobytes()
         # No micro batch has room for it, and it comes when gradients are held.
         tokens, zeros = (np.zeros(127, dtype=dtype).tobytes() for dtype in ("<u4", "<f4"))
         sequence = pb.PassSequence(token_ids=tokens, targets=tokens, advantages=zeros)
         long = pb.Pass(id="long", backward=True, loss="reinforce", sequences=[sequence])
         # The clipping function of torch refuses a number that float32 does not hold.
-        overflow = pb.Pass(id="overflow", backward=True, loss="ppo", sequences=given[0].sequences)
+        overflow = pb.Pass(
+            id="overflow", backward=True, loss="ppo", sequences=passes_of_step[0].sequences
+        )
         overflow.loss_args_json = json.dumps({"ratio": "behavior", "clip_high": 1e308})
         # The loss fails at one sequence: other ranks see nothing of it.
-        raises = pb.Pass(id="raises", backward=True, sequences=given[0].sequences)
+        raises = pb.Pass(id="raises", backward=True, sequences=passes_of_step[0].sequences)
         raises.loss = "support.ranks.pass_ranks:raising"
         raises.sequences[2].advantages = np.full(1, MARKED, "<f4").tobytes()
         unknown = pb.Pass(id="unknown", backward=True, loss="none_such")
-        unknown.sequences.extend(given[0].sequences)
-        order = (given[0], given[0], forward, bad, long, overflow, raises, unknown, given[1])
-        reports = [passes.compute(one) for one in order]
-        batch = Batch(step, f"b{step}", (), pb.GivenStep(adam=numbers), tuple(given))
+        unknown.sequences.extend(passes_of_step[0].sequences)
+        order = (
+            passes_of_step[0],
+            passes_of_step[0],
+            forward,
+            bad,
+            long,
+            overflow,
+            raises,
+            unknown,
+            passes_of_step[1],
+        )
+        reports = [passes.compute(client_pass) for client_pass in order]
+        batch = Batch(step, f"b{step}", (), pb.GivenStep(adam=numbers), tuple(passes_of_step))
         if step == 1:
             # A restart has lost the gradients.
             passes = Passes(policy, _no_load, begin_again)

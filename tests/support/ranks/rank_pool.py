@@ -94,7 +94,7 @@ class RankPool:
 
         path = Path(program if isinstance(program, str) else str(program.__file__))
         for size in sorted(set(sizes.values())):
-            jobs = [job for job, own in sizes.items() if own == size]
+            jobs = [job for job, job_size in sizes.items() if job_size == size]
             self.run(path, jobs, world_size=size, folder=folder)
 
         def load(job: str, rank: int) -> Any:
@@ -171,14 +171,18 @@ def start_ranks(
     program = ("slipstream.learner.trainer", "--config", str(config))
     processes: list[Rank] = []
     for rank in range(world_size):
-        own = os.environ | dict(environ) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environ_of_rank = (
+            os.environ | dict(environ) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
         log = config.with_name(f"rank-{rank}.log")
         if pool is not None:
-            processes.append(pool.start(*program, environ=own, log=log))
+            processes.append(pool.start(*program, environ=environ_of_rank, log=log))
             continue
         with log.open("w") as file:
             command = [sys.executable, "-m", *program]
-            processes.append(subprocess.Popen(command, env=own, stdout=file, stderr=file))
+            processes.append(
+                subprocess.Popen(command, env=environ_of_rank, stdout=file, stderr=file)
+            )
     return processes
 
 
@@ -215,10 +219,10 @@ def _ports(host: str, count: int) -> list[int]:
     """Free ones, each for one job: what an earlier job listened on may be open until the end."""
     from slipstream.core.machine.address import free_port
 
-    found: set[int] = set()
-    while len(found) < count:
-        found.add(free_port(host))
-    return list(found)
+    places: set[int] = set()
+    while len(places) < count:
+        places.add(free_port(host))
+    return list(places)
 
 
 def _start() -> subprocess.Popen[str]:
@@ -329,8 +333,8 @@ def _refuse_what_nccl_refuses() -> None:
         @functools.wraps(collective)
         def call(*args: object, **named: object) -> object:
             for value in (*args, *named.values()):
-                for each in value if isinstance(value, list) else [value]:
-                    if isinstance(each, torch.Tensor) and not each.is_contiguous():
+                for item in value if isinstance(value, list) else [value]:
+                    if isinstance(item, torch.Tensor) and not item.is_contiguous():
                         raise ValueError(f"{collective.__name__}: tensors must be contiguous")
             return collective(*args, **named)
 
@@ -368,8 +372,8 @@ def _run(request: dict, start: Start) -> str:
     shared |= {"MASTER_ADDR": request["host"]}
     ranks = {}
     for rank in range(request["world_size"]):
-        own = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks[start(request, _log(request, rank), own)] = rank
+        environ_of_rank = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks[start(request, _log(request, rank), environ_of_rank)] = rank
     until = time.monotonic() + request["limit_s"]
     failure = ""
     watched = {os.pidfd_open(pid): pid for pid in ranks}

@@ -77,8 +77,8 @@ def score(policy: Policy, sequences: Sequence[np.ndarray], *, max_tokens: int = 
     """Log-probabilities of all tokens, in one row."""
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
 
-    found = sequence_logprobs(dataclasses.replace(policy, max_tokens=max_tokens), sequences)
-    return torch.from_numpy(np.concatenate(found))
+    all_logprobs = sequence_logprobs(dataclasses.replace(policy, max_tokens=max_tokens), sequences)
+    return torch.from_numpy(np.concatenate(all_logprobs))
 
 
 def likelier(policy: Policy, sequences: Sequence[TrainingSequence], rate: float) -> float:

@@ -101,9 +101,9 @@ def mixture(config: Config) -> dict:
     policy = open_policy(config, Launch.from_environment())
     router = policy.chunks[0].module.decoder.layers[0].mlp.router
     names = ("moe_router_dtype", "moe_aux_loss_coeff", "moe_router_pre_softmax")
-    found = {name: getattr(router.config, name) for name in names}
+    values = {name: getattr(router.config, name) for name in names}
     policy.ranks.close()
-    return found
+    return values
 
 
 def names_of_fields() -> dict[str, list[str]]:
@@ -123,8 +123,8 @@ def names_of_fields() -> dict[str, list[str]]:
         "transformer": [GPTModelProvider, MLAModelProvider],
     }
     return {
-        table: sorted({f.name for kind in own for f in dataclasses.fields(kind) if f.init})
-        for table, own in kinds.items()
+        table: sorted({f.name for kind in own_kinds for f in dataclasses.fields(kind) if f.init})
+        for table, own_kinds in kinds.items()
     }
 
 
@@ -138,13 +138,13 @@ def built(config: Config) -> dict:
         "optimizer": policy.optimizer.config,
         "transformer": policy.chunks[0].config,
     }
-    found = {
+    facts = {
         section: {key: getattr(objects[section], key) for key in PASSED[section]}
         for section in PASSED
     }
     # Megatron's router really takes it from there.
-    found["router"] = str(
+    facts["router"] = str(
         policy.chunks[0].module.decoder.layers[0].mlp.router.config.moe_router_dtype
     )
     policy.ranks.close()
-    return found
+    return facts

@@ -41,7 +41,7 @@ def run_rank(folder: Path, job: str) -> None:
     assert isinstance(whole._filling, PlannedFilling)
     filling = plan_filling(policy, Kind.MERGED)
     stream = WeightStream(policy, filling, bucket_bytes=BUCKET_BYTES)
-    found: dict = {
+    facts: dict = {
         "senders": list(stream.senders),
         "passes": [],
         "num_buckets": len(stream.buckets),
@@ -57,9 +57,9 @@ def run_rank(folder: Path, job: str) -> None:
                 # What another sender's bucket leaves there.
                 data.fill_(0xFF)
                 return lambda: released.append(place)
-            whole = data.clone()
+            copy = data.clone()
             for span in bucket.spans:
-                raw = whole[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes].clone()
+                raw = copy[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes].clone()
                 dtype = getattr(torch, span.tensor.dtype)
                 tensors[span.tensor.name] = raw.view(dtype).view(span.tensor.shape).cpu()
             return lambda: released.append(place)
@@ -69,7 +69,7 @@ def run_rank(folder: Path, job: str) -> None:
         exported = {name: t.cpu().clone() for name, t in hf_tensors(policy, policy.dtype)}
         assert alone.identity == digests.identity
         assert whole.run().identity == digests.identity
-        found["passes"].append(
+        facts["passes"].append(
             {
                 "tensors": tensors,
                 "exported": exported if policy.ranks.is_main else {},
@@ -87,8 +87,8 @@ def run_rank(folder: Path, job: str) -> None:
     by_bridge = BridgeFilling(policy, Kind.MERGED, senders=(0,))
     slow = WeightStream(policy, by_bridge, bucket_bytes=BUCKET_BYTES)
     assert slow.senders == (0,)
-    assert slow.run().identity.hex() == found["passes"][-1]["identity"]
-    torch.save(found, folder / f"{job}-stream-{policy.ranks.rank}.pt")
+    assert slow.run().identity.hex() == facts["passes"][-1]["identity"]
+    torch.save(facts, folder / f"{job}-stream-{policy.ranks.rank}.pt")
     policy.ranks.close()
 
 
@@ -124,6 +124,6 @@ def see_wrong_plan(folder: Path) -> None:
         stream = open_stream(policy, config)
         kinds.append(type(stream._filling).__name__)
         identities.append(stream.run().identity)
-    found = {"kinds": kinds, "num_identities": len(set(identities))}
-    torch.save(found, folder / f"stream-{WRONG_PLAN}-{policy.ranks.rank}.pt")
+    facts = {"kinds": kinds, "num_identities": len(set(identities))}
+    torch.save(facts, folder / f"stream-{WRONG_PLAN}-{policy.ranks.rank}.pt")
     policy.ranks.close()

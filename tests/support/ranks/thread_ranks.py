@@ -41,9 +41,9 @@ class ThreadRanks:
     def gather_bytes(self, data: bytes) -> list[bytes]:
         self._meeting.given[self.rank] = data
         self._meeting.barrier.wait()
-        found = list(self._meeting.given)
+        parts = list(self._meeting.given)
         self._meeting.barrier.wait()
-        return found
+        return parts
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         assert (data is not None) == self.is_main

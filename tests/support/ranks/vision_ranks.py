@@ -61,16 +61,16 @@ def conversations(folder: Path) -> list[Conversation]:
     red = square_png(COLOURS["red"], 0, 14)
     wide = noise(112, 56)
     high = noise(60, 100)
-    made = [
+    models = [
         ([1, *[8, 9, 10, 11, 12] * 7, 3, 8, 2], []),
         ([1, 8, 9, 10, 3, 8, 2], []),
         ([1, 4, 5, 7, 12, 3, 9, 2], [red]),
         ([1, 4, 5, 7, 12, 4, 5, 7, 3, 10, 9, 8, 2], [wide, high]),
     ]
     found = []
-    for ids, images in made:
-        whole, placed = tokens.expanded(ids, images)
-        found.append((np.asarray(whole, dtype=np.uint32), [tuple(image) for image in placed]))
+    for ids, images in models:
+        expanded, placed = tokens.expanded(ids, images)
+        found.append((np.asarray(expanded, dtype=np.uint32), [tuple(image) for image in placed]))
     return found
 
 
@@ -161,7 +161,7 @@ def run_rank(folder: Path, job: str) -> None:
     before = np.concatenate(outputs())
     norm = likelier(policy, sequences, LEARNING_RATE)
     after = np.concatenate(outputs())
-    found = {
+    facts = {
         "before": torch.from_numpy(before),
         "after": torch.from_numpy(after),
         "norm": torch.tensor(norm),
@@ -174,13 +174,13 @@ def run_rank(folder: Path, job: str) -> None:
         with without_adapters(policy.chunks):
             first["switched_off"] = torch.from_numpy(np.concatenate(outputs()))
         first["sent"] = sent_apart(policy, config)
-        found["first"] = first
+        facts["first"] = first
     if layout == "one":
         from slipstream.learner.trainer.weights.export import save_hf_folder
         from slipstream.learner.trainer.weights.run_chat import RunChat
 
         save_hf_folder(policy, folder / family, folder / f"{family}-final", RunChat())
-    kept(policy, found, folder / f"{job}.pt")
+    kept(policy, facts, folder / f"{job}.pt")
 
 
 def see_critic(policy: Policy, config: Config, folder: Path, job: str) -> None:
@@ -199,8 +199,8 @@ def see_critic(policy: Policy, config: Config, folder: Path, job: str) -> None:
     metrics = critic.train(sequences, [range(len(sequences))])
     after = critic.values(batch)
     returns = [sequence.returns[sequence.loss_mask] for sequence in sequences]
-    found = {"before": before, "after": after, "returns": returns}
-    joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in found.items()}
+    facts = {"before": before, "after": after, "returns": returns}
+    joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in facts.items()}
     norm = torch.tensor(metrics["critic_grad_norm"])
     kept(policy, joined | {"norm": norm}, folder / f"{job}.pt")
 

@@ -11,11 +11,11 @@ CHOICE = re.compile(r"\{([^{}]*)\}")
 def tables(heading: str, page: str = "metrics.md") -> list[list[str]]:
     """The names in the first column of each table below a heading."""
     section = (DOCS / page).read_text().split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    found: list[list[str]] = []
+    rows: list[list[str]] = []
     for block in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
         cells = [line.split("|")[1] for line in block.splitlines()[2:]]
-        found.append([one for cell in cells for name in NAME.findall(cell) for one in names(name)])
-    return found
+        rows.append([one for cell in cells for name in NAME.findall(cell) for one in names(name)])
+    return rows
 
 
 def names(family: str) -> list[str]:

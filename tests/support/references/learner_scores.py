@@ -24,10 +24,10 @@ def gaps_of(folder: Path, report: dict[str, list[dict[str, Any]]], *, device: st
 
     (scored,) = report["scored"]
     got = np.asarray(scored["logprobs"], dtype=np.float32)
-    own = _scores(folder, scored["weights"], device)
+    own_scores = _scores(folder, scored["weights"], device)
     return Gaps(
-        own=logit_gap(own, got),
-        own_mean=float(np.abs(own - got).mean()),
+        own=logit_gap(own_scores, got),
+        own_mean=float(np.abs(own_scores - got).mean()),
         other=logit_gap(_scores(folder, "c", device), got),
     )
 
@@ -47,6 +47,6 @@ def _scores(folder: Path, label: str, device: str) -> np.ndarray:
     with torch.no_grad():
         for sequence in SEQUENCES:
             logits = model(torch.tensor([sequence], device=device)).logits[0, :-1].float()
-            chosen = torch.tensor(sequence[1:], device=device)[:, None]
-            scores.append(logits.log_softmax(-1).gather(1, chosen)[:, 0].cpu().numpy())
+            targets = torch.tensor(sequence[1:], device=device)[:, None]
+            scores.append(logits.log_softmax(-1).gather(1, targets)[:, 0].cpu().numpy())
     return np.concatenate(scores)

@@ -92,7 +92,7 @@ def conversations(trajectory: Trajectory) -> list[tuple[Trajectory, Branch]]:
     """Each branch as an episode by itself."""
     if not trajectory.branches:
         return [(trajectory, Branch(len(trajectory.run_lengths)))]
-    found = []
+    conversations = []
     run = 0
     token = 0
     sampled = 0
@@ -101,7 +101,7 @@ def conversations(trajectory: Trajectory) -> list[tuple[Trajectory, Branch]]:
         end = token + sum(lengths)
         last = sampled + sum(lengths[1::2])
         routed = trajectory.routed_experts
-        one = dataclasses.replace(
+        single = dataclasses.replace(
             trajectory,
             token_ids=trajectory.token_ids[token:end],
             run_lengths=lengths,
@@ -117,11 +117,11 @@ def conversations(trajectory: Trajectory) -> list[tuple[Trajectory, Branch]]:
             branches=(),
             kept_tokens=sets_between(trajectory, sampled, last),
         )
-        found.append((one, branch))
+        conversations.append((single, branch))
         run = run + branch.num_runs
         token = end
         sampled = last
-    return found
+    return conversations
 
 
 def conversation_of(
@@ -424,8 +424,8 @@ def ppo(
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantage, clipped * advantage)
     if dual_clip is not None:
-        most = -dual_clip * advantage
-        loss = torch.where(advantage < 0, torch.minimum(loss, most), loss)
+        largest_loss = -dual_clip * advantage
+        loss = torch.where(advantage < 0, torch.minimum(loss, largest_loss), loss)
     return loss
 
 
@@ -455,10 +455,10 @@ def _likely_divergence(vocabulary: Tensor, one: Conversation, estimator: str) ->
     rest = policy.masked_fill(is_likely, 0.0).sum(-1, keepdim=True)
     policy = torch.cat([policy.gather(1, one.likely_ids), rest], dim=1)
     likely = one.likely.exp()
-    known = torch.cat([likely, 1 - likely.sum(-1, keepdim=True)], dim=1)
+    probabilities = torch.cat([likely, 1 - likely.sum(-1, keepdim=True)], dim=1)
     if estimator == "forward_top_k":
-        return torch.nn.functional.kl_div(policy.log(), known, reduction="none").sum(-1)
-    return torch.nn.functional.kl_div(known.log(), policy, reduction="none").sum(-1)
+        return torch.nn.functional.kl_div(policy.log(), probabilities, reduction="none").sum(-1)
+    return torch.nn.functional.kl_div(probabilities.log(), policy, reduction="none").sum(-1)
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

@@ -60,8 +60,8 @@ def train(config: Config) -> None:
     training = TrainingStep(policy, config)
     stream = open_stream(policy, config)
     for step in range(config.run.steps):
-        chosen = groups[step * size : (step + 1) * size]
-        batch = tuple(trajectory for group in chosen for trajectory in group)
+        groups_of_step = groups[step * size : (step + 1) * size]
+        batch = tuple(trajectory for group in groups_of_step for trajectory in group)
         result = training.run(Batch(step, f"plain-{step}", batch))
         line = {
             "ids": [trajectory.trajectory_id for trajectory in batch],

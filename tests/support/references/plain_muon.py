@@ -69,14 +69,14 @@ def orthogonal(matrix: Tensor, coefficients: list, steps: int) -> Tensor:
 def matrices(model: torch.nn.Module, *, split_qkv: bool) -> list[list[Part]]:
     """What is made orthogonal: parts that are one matrix together."""
     together = _TOGETHER if split_qkv else (*_TOGETHER, _ATTENTION)
-    found: list[list[Part]] = []
+    matrices: list[list[Part]] = []
     for module in model.modules():
         layers = {
             name: layer
             for name, layer in module.named_children()
             if isinstance(layer, torch.nn.Linear) and name != "lm_head"
         }
-        found += [
+        matrices += [
             [whole(layers.pop(name).weight) for name in names]
             for names in together
             if names[0] in layers
@@ -86,15 +86,17 @@ def matrices(model: torch.nn.Module, *, split_qkv: bool) -> list[list[Part]]:
             if name == "q_proj" and len(layer.weight) == heads * model.config.head_dim:
                 # Each head's queries, then its gate.
                 rows = torch.arange(len(layer.weight)).view(-1, 2, model.config.head_dim)
-                found += [[(layer.weight, rows[:, kind].flatten())] for kind in (0, 1)]
+                matrices += [[(layer.weight, rows[:, kind].flatten())] for kind in (0, 1)]
             else:
-                found.append([whole(layer.weight)])
+                matrices.append([whole(layer.weight)])
         for parameter in module.parameters(recurse=False):
             if parameter.dim() == 3 and hasattr(module, "gate_up_proj"):
-                found += [[(parameter, torch.tensor(expert))] for expert in range(len(parameter))]
+                matrices += [
+                    [(parameter, torch.tensor(expert))] for expert in range(len(parameter))
+                ]
             elif parameter.dim() == 2 and hasattr(module, "top_k"):
-                found.append([whole(parameter)])
-    return found
+                matrices.append([whole(parameter)])
+    return matrices
 
 
 def whole(parameter: torch.nn.Parameter) -> Part:

@@ -26,8 +26,8 @@ def _mask_of(is_image: torch.Tensor):
     """Says where images are: transformers also takes such tokens that a model has sampled."""
 
     def mask(_ids, inputs_embeds: torch.Tensor, **_: object) -> object:
-        found = is_image[..., None].expand_as(inputs_embeds)
-        return found, torch.zeros_like(found)
+        mask = is_image[..., None].expand_as(inputs_embeds)
+        return mask, torch.zeros_like(mask)
 
     return mask
 
@@ -56,8 +56,8 @@ def plain_outputs(
         is_image = torch.zeros_like(ids)
         for offset, data in images:
             token_id = int(tokens[offset])
-            own = torch.tensor(processor.tokens(token_id, data)) == token_id
-            is_image[0, offset : offset + len(own)] = own
+            is_image_token = torch.tensor(processor.tokens(token_id, data)) == token_id
+            is_image[0, offset : offset + len(is_image_token)] = is_image_token
         if images:
             pixels = [processor.pixels(data) for _, data in images]
             settings = {

@@ -41,11 +41,11 @@ class ReplayedGaps:
 
         share = self._share
         if not replayed:
-            share = [dataclasses.replace(one, expert_ids=None) for one in share]
-        found = forward_logprobs(self._policy, share, temperature=1.0)
+            share = [dataclasses.replace(micro_batch, expert_ids=None) for micro_batch in share]
+        all_logprobs = forward_logprobs(self._policy, share, temperature=1.0)
         gaps = [
-            (logprobs.float().cpu() - one.behavior_logprobs).abs()[one.loss_mask]
-            for logprobs, one in zip(found, share, strict=True)
+            (logprobs.float().cpu() - micro_batch.behavior_logprobs).abs()[micro_batch.loss_mask]
+            for logprobs, micro_batch in zip(all_logprobs, share, strict=True)
         ]
         return float(torch.cat(gaps).mean())
 
@@ -67,7 +67,9 @@ def sampled_by(policy: Policy, trajectory: Trajectory) -> Trajectory:
     for hook in hooks:
         hook.remove()
     top_k = policy.chunks[0].config.moe_router_topk
-    experts = torch.stack([chosen[:length].float().topk(top_k).indices for chosen in maps], dim=1)
+    experts = torch.stack(
+        [expert_map[:length].float().topk(top_k).indices for expert_map in maps], dim=1
+    )
     return dataclasses.replace(
         trajectory,
         behavior_logprobs=logprobs[trajectory.sampled_mask()[1:]],

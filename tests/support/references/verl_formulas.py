@@ -62,8 +62,8 @@ def _enter() -> None:
         sys.modules[name] = shell
     for name, classes in ANNOTATIONS.items():
         sys.modules[name] = ModuleType(name)
-        for one in classes:
-            setattr(sys.modules[name], one, type(one, (), {}))
+        for node in classes:
+            setattr(sys.modules[name], node, type(node, (), {}))
     sys.modules["verl.workers.config"] = ModuleType("verl.workers.config")
     sys.modules["verl.workers.config"].ActorConfig = ActorConfig
     groupwise = importlib.import_module("verl.utils.groupwise")

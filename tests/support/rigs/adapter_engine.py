@@ -24,15 +24,15 @@ SEQUENCE = [1, 4, 9, 13, 22, 30, 5, 7, 7, 8]
 def adapters_for(weights: Weights, seed: int) -> Weights:
     """Factors of which both matter, by PEFT's names."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    tensors = {}
     for name, matrix in weights.items():
         if name.split(".")[-2] in MATRICES:
             prefix = f"base_model.model.{name.removesuffix('.weight')}"
             outputs, inputs = matrix.shape
             for factor, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
                 values = torch.randn(shape, generator=generator) * 0.1
-                found[f"{prefix}.lora_{factor}.weight"] = values.to(matrix.dtype)
-    return found
+                tensors[f"{prefix}.lora_{factor}.weight"] = values.to(matrix.dtype)
+    return tensors
 
 
 def merged(weights: Weights, adapters: Weights) -> Weights:

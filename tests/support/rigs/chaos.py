@@ -65,18 +65,18 @@ _CHUNK = 1 << 16
 
 def process_table(command: int) -> dict[str, list[psutil.Process]]:
     """Returns the process `command` (a pid) and its descendants, by their role in the run."""
-    found: dict[str, list[psutil.Process]] = {}
+    processes: dict[str, list[psutil.Process]] = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(command)
-        found["command"] = [root]
+        processes["command"] = [root]
         for process in root.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 line = " ".join(process.cmdline())
                 role = next((role for mark, role in _PARTS.items() if mark in line), None)
                 # Between fork and exec a process still has the command line of its parent.
                 if role is not None and "slipstream.core.machine.process" not in line:
-                    found.setdefault(role, []).append(process)
-    return found
+                    processes.setdefault(role, []).append(process)
+    return processes
 
 
 async def stop(process: psutil.Process, for_s: float) -> bool:
@@ -181,8 +181,8 @@ class Proxy:
             await asyncio.wait(map(asyncio.ensure_future, ways), return_when="FIRST_COMPLETED")
         finally:
             self._pairs.discard(pair)
-            for each in pair:
-                each.transport.abort()
+            for process in pair:
+                process.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
@@ -232,8 +232,8 @@ async def run_chaos(
     RunFailed if the run does not begin or makes no more steps. `command` is the program to which
     `run`, `rollout-server` or `replay` is appended.
     """
-    chosen = roles.split(",") if roles else list(ROLES)
-    if kills < 0 or every_s < 0 or not set(chosen) <= set(ROLES):
+    chosen_roles = roles.split(",") if roles else list(ROLES)
+    if kills < 0 or every_s < 0 or not set(chosen_roles) <= set(ROLES):
         raise ConfigError(
             f"--kills {kills}, --every-s {every_s:g} and --roles {roles}: no number below 0, and "
             f"roles of {','.join(ROLES)}"
@@ -245,10 +245,10 @@ async def run_chaos(
     become_reaper()
     began_s = time.monotonic()
     chaos = Chaos(config, command, [str(path), *overrides], random.Random(seed))
-    code = await chaos.run(kills, every_s, chosen, partitions=partitions)
+    code = await chaos.run(kills, every_s, chosen_roles, partitions=partitions)
     if not journal_logs(config.run_dir / JOURNAL):
         raise RunFailed(f"the run did not begin: {chaos.last_line()}")
-    found = await asyncio.to_thread(examine, config.run_dir)
+    findings = await asyncio.to_thread(examine, config.run_dir)
     replay = await chaos.start("replay", str(config.run_dir))
     is_equal = await replay.wait() == 0
     tally = chaos.tally
@@ -259,7 +259,7 @@ async def run_chaos(
     answer = {
         "kills": kills,
         "fired": tally.fired.total(),
-        "max_lag": max(found.lags, default=0),
+        "max_lag": max(findings.lags, default=0),
         "replay_equal": is_equal,
         "exit_code": code,
         "commands": tally.commands,
@@ -269,11 +269,11 @@ async def run_chaos(
         "effective_time": tally.effective_time,
         "recovery_s": recovery,
         "by_fault": dict(sorted(tally.fired.items())),
-        "faults": len(found.faults),
-        "found": found.faults[:10],
+        "faults": len(findings.faults),
+        "found": findings.faults[:10],
     }
     say(json.dumps(answer))
-    return int(code != 0 or bool(found.faults) or not is_equal or tally.fired.total() < kills)
+    return int(code != 0 or bool(findings.faults) or not is_equal or tally.fired.total() < kills)
 
 
 class Chaos:

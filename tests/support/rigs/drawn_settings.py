@@ -151,5 +151,5 @@ def _number(metadata: list[object], default: object, chance: random.Random) -> f
         chance.uniform(low, min(high, 8)),
     ]
     values = [value for value in candidates if low <= value <= high]
-    others = [value for value in values if value != default]
-    return chance.choice(others)
+    other_values = [value for value in values if value != default]
+    return chance.choice(other_values)

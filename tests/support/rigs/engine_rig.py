@@ -49,8 +49,8 @@ class Reference:
         self.model.load_state_dict(weights, strict=False)
         self.model.tie_weights()
         logits = self.model(torch.tensor([token_ids])).logits[0, :-1] / temperature
-        chosen = torch.tensor(token_ids[1:])[:, None]
-        return logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
+        targets = torch.tensor(token_ids[1:])[:, None]
+        return logits.log_softmax(-1).gather(1, targets)[:, 0].numpy()
 
     @torch.no_grad()
     def surprise(

@@ -78,9 +78,9 @@ class EpisodeServer:
 
     async def ended(self, group: str, number: int = 1) -> list[Trajectory]:
         """The trajectories of a group, when so many of them have come."""
-        while len(found := [t for t in self.fleet.trajectories if t.group_id == group]) < number:
+        while len(members := [t for t in self.fleet.trajectories if t.group_id == group]) < number:
             await self.fleet.wait_trajectories(len(self.fleet.trajectories) + 1)
-        return found
+        return members
 
     async def run(self, environment: str, **lease: Any) -> list[Trajectory]:  # noqa: ANN401
         """The trajectories of a new group, when all of them have come."""
@@ -101,7 +101,7 @@ class EpisodeServer:
 
 def recorded(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
     """The prompt and the reply of each turn."""
-    found = []
+    trajectories = []
     for sequence in trajectory.sequences:
         tokens = trajectory.token_ids[sequence.tokens].tolist()
         end = 0
@@ -109,8 +109,8 @@ def recorded(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
         for context, sampled in zip(lengths[::2], lengths[1::2], strict=True):
             start = end + context
             end = end + context + sampled
-            found.append((tokens[:start], tokens[start:end]))
-    return found
+            trajectories.append((tokens[:start], tokens[start:end]))
+    return trajectories
 
 
 @contextlib.asynccontextmanager

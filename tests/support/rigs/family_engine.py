@@ -15,18 +15,18 @@ async def main() -> None:
     # float32.
     dtype = "bfloat16" if any(family in name for family in ("qwen3-next", "qwen35")) else "float32"
     is_latent = any(family in name for family in ("deepseek", "kimi", "glm-lite"))
-    chosen = {"engine": {"attention_backend": "CPU_MLA"}} if is_latent else {}
+    settings = {"engine": {"attention_backend": "CPU_MLA"}} if is_latent else {}
     # The last token has no room after it.
     sequences = [tokens[:-1].tolist() for tokens in probe()]
-    found, _ = await seen_each_time(
+    replies, _ = await seen_each_time(
         options,
         lambda engine, _: engine.teacher_forced_logprobs(sequences),
         [options.sent, options.folder],
         model={"dtype": dtype},
         sampling={"max_reply_tokens": 8, "max_episode_tokens": LENGTH},
-        rollout_server=chosen,
+        rollout_server=settings,
     )
-    np.save(options.output, np.stack(found))
+    np.save(options.output, np.stack(replies))
 
 
 if __name__ == "__main__":

@@ -189,12 +189,12 @@ class Forks:
     def _begin(self) -> None:
         # Threads of numpy or torch would not survive the forks.
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its:
+        self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_socket:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(its.fileno()), self._entry, *self._modules],
+                [sys.executable, __file__, str(child_socket.fileno()), self._entry, *self._modules],
                 env=os.environ | threads | {"PYTHONPATH": os.pathsep.join(sys.path)},
-                pass_fds=[its.fileno()],
+                pass_fds=[child_socket.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )

@@ -51,5 +51,8 @@ def image_questions(_rank: int, folder: Path) -> tuple[list[dict[str, int]], lis
     values = tower_values(read_model_table(folder), sampling)
     model = AsyncEngineArgs(model=str(folder), max_model_len=256, **values).create_model_config()
     info = MULTIMODAL_REGISTRY.create_processor(model).info
-    said = [dict(info.get_mm_max_tokens_per_item(256, {"image": 1})), dict(info.allowed_mm_limits)]
-    return said, [name for name in sys.modules if KERNELS in name]
+    limits = [
+        dict(info.get_mm_max_tokens_per_item(256, {"image": 1})),
+        dict(info.allowed_mm_limits),
+    ]
+    return limits, [name for name in sys.modules if KERNELS in name]

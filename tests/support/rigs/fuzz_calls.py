@@ -239,8 +239,8 @@ def _sealed(
     data = message.trajectory.replace(RUN_ID.encode(), welcome.run_id.encode())
     data = data.replace(EPOCH.to_bytes(8, "little"), epoch)
     sealed = seal(welcome.delivery_key, name, data)
-    made = trajectory_pb2.DeliverRequest(trajectory=sealed, trajectory_id=name)
-    return made.SerializeToString()
+    delivery = trajectory_pb2.DeliverRequest(trajectory=sealed, trajectory_id=name)
+    return delivery.SerializeToString()
 
 
 def honest_trajectory(**changes: object) -> bytes:

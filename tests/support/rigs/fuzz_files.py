@@ -130,7 +130,7 @@ def changed_table(honest: bytes, draw: random.Random) -> bytes:
         place = values
         while draw.random() < 0.5:
             inner = place.values() if isinstance(place, dict) else place
-            below = [each for each in inner if isinstance(each, dict | list) and each]
+            below = [part for part in inner if isinstance(part, dict | list) and part]
             if not below:
                 break
             place = draw.choice(below)

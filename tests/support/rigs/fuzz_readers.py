@@ -122,14 +122,14 @@ def message_reader(
 
 def request_readers() -> list[Reader]:
     """The check of every request that the controller takes."""
-    made = []
+    records = []
     for name, messages in HONEST.items():
         kind = message_factory.GetMessageClass(METHODS[name].input_type)
         reader = message_reader(name, messages[0], lambda message: None)
         honest = tuple(message.SerializeToString() for message in messages)
         read = _decoding(kind)
-        made.append(Reader(f"request {name}", honest, read, (ProtocolError,), reader.make))
-    return made
+        records.append(Reader(f"request {name}", honest, read, (ProtocolError,), reader.make))
+    return records
 
 
 def _decoding(kind: type[Message]) -> Callable[[bytes, Path], object]:
@@ -316,17 +316,17 @@ def _judged(message: environment_pb2.WorkerMessage) -> object:
         session = StreamSession(
             table, "g1.0", 5.0, on_timeout=timed_out, on_close=lambda was_judged: None
         )
-        found: list[object] = []
+        values: list[object] = []
         for call in (session.reset(0, 1), session.step("a", truncated=False)):
             asking = asyncio.ensure_future(call)
             await asyncio.sleep(0)
             message.call_id = sent[-1].call_id
             table.answered(message)
             try:
-                found.append(await asking)
+                values.append(await asking)
             except EnvironmentFailed as error:
-                found.append(str(error))
-        return found
+                values.append(str(error))
+        return values
 
     return asyncio.run(judged())
 

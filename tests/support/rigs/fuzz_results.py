@@ -76,12 +76,12 @@ def _tracked(path: Path) -> object:
     """The ids under which trackers go on, and what the next start finds."""
     messages: list[str] = []
     ids = RunIds(path.parent, messages.append)
-    found = [ids.get(name) for name in ("wandb", "mlflow")]
-    assert all(each.isprintable() for each in found)
-    ids.keep("wandb", found[0] or "new")
-    assert RunIds(path.parent, messages.append).get("wandb") == (found[0] or "new")
+    run_ids = [ids.get(name) for name in ("wandb", "mlflow")]
+    assert all(run_id.isprintable() for run_id in run_ids)
+    ids.keep("wandb", run_ids[0] or "new")
+    assert RunIds(path.parent, messages.append).get("wandb") == (run_ids[0] or "new")
     assert all("\n" not in line for line in messages)
-    return found
+    return run_ids
 
 
 def result_readers() -> list[Reader]:

@@ -112,8 +112,8 @@ def random_request(kind: Descriptor, draw: random.Random, words: Sequence[str] =
     way = draw.random()
     if way < 0.1:
         return draw.randbytes(draw.choice((0, 1, 10, 1000)))
-    made = wild(kind, draw) if way < 0.5 else bounded(kind, draw, words)
-    data = made.SerializePartialToString()
+    message = wild(kind, draw) if way < 0.5 else bounded(kind, draw, words)
+    data = message.SerializePartialToString()
     return mutated(data, draw) if draw.random() < 0.25 else data
 
 
@@ -182,10 +182,10 @@ def _within(
     if field.type == FieldDescriptor.TYPE_DOUBLE:
         inside = (bound.min, bound.max, bound.min / 2 + bound.max / 2, 0.0, 1.0, 5e-324)
         return min(max(draw.choice(inside), bound.min), bound.max)
-    least = int(bound.min)
-    most = int(bound.max)
-    inside = (least, most, most - 1, (least + most) // 2, least + 1, least + 7, 1, 2)
-    return _fitting(field, min(max(draw.choice(inside), least), most))
+    lowest = int(bound.min)
+    highest = int(bound.max)
+    inside = (lowest, highest, highest - 1, (lowest + highest) // 2, lowest + 1, lowest + 7, 1, 2)
+    return _fitting(field, min(max(draw.choice(inside), lowest), highest))
 
 
 def _text(bound: bounds_pb2.Bound, draw: random.Random, words: Sequence[str]) -> str:
@@ -208,14 +208,14 @@ def _fitting(field: FieldDescriptor, value: int) -> int:
 
 
 def _fill(message: Message, draw: random.Random, scalar: Scalar, depth: int = 0) -> None:
-    chosen = ""
+    name = ""
     if message.DESCRIPTOR.oneofs:
         # Only one field of a oneof counts, so one is filled; now and then none.
         names = [field.name for oneof in message.DESCRIPTOR.oneofs for field in oneof.fields]
-        chosen = draw.choice(names) if draw.random() < 0.97 else ""
+        name = draw.choice(names) if draw.random() < 0.97 else ""
     for field in message.DESCRIPTOR.fields:
         if field.containing_oneof is not None:
-            if field.name == chosen:
+            if field.name == name:
                 _fill_field(message, field, draw, scalar, depth)
         elif draw.random() < 0.6 and (depth <= DEPTH or field.message_type is None):
             _fill_field(message, field, draw, scalar, depth)

@@ -42,4 +42,4 @@ def secrets_of(run: str, folder: Path, *hosts: str) -> str:
 
 
 def resources(manifests: str) -> list[dict[str, Any]]:
-    return [each for each in yaml.safe_load_all(manifests) if each]
+    return [manifest for manifest in yaml.safe_load_all(manifests) if manifest]

@@ -178,7 +178,9 @@ class Pods:
     def _run(
         self, pod: Pod, container: Table, mounts: list[Mount], *, keep: bool = True
     ) -> Container:
-        environ = {each["name"]: self._value(each, pod) for each in container.get("env", [])}
+        environ = {
+            variable["name"]: self._value(variable, pod) for variable in container.get("env", [])
+        }
         command = [
             re.sub(r"\$\$|\$\((\w+)\)", lambda found: environ[found[1]] if found[1] else "$", word)
             for word in container["command"]

@@ -60,15 +60,15 @@ def crd(path: Path) -> Iterator[tuple[tuple[str, str], Any]]:
             # These are every resource's, and the API server checks them.
             for name in ("apiVersion", "kind", "metadata"):
                 schema["properties"][name] = {}
-            named = (f"{spec['group']}/{version['name']}", spec["names"]["kind"])
-            yield named, jsonschema.Draft202012Validator(schema)
+            kind = (f"{spec['group']}/{version['name']}", spec["names"]["kind"])
+            yield kind, jsonschema.Draft202012Validator(schema)
 
 
 def forbid_others(schema: Any) -> None:
     """Makes unknown fields wrong, as `kubectl apply --validate=strict` does."""
     if isinstance(schema, list):
-        for each in schema:
-            forbid_others(each)
+        for property_schema in schema:
+            forbid_others(property_schema)
     if not isinstance(schema, dict):
         return
     if schema.pop("x-kubernetes-int-or-string", False):
@@ -78,8 +78,8 @@ def forbid_others(schema: Any) -> None:
         is_open = schema.get("x-kubernetes-preserve-unknown-fields")
         if not is_open and "additionalProperties" not in schema:
             schema["additionalProperties"] = False
-        for each in schema["properties"].values():
-            forbid_others(each)
+        for property_schema in schema["properties"].values():
+            forbid_others(property_schema)
     for name in ("items", "additionalProperties"):
         forbid_others(schema.get(name))
 

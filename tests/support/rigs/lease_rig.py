@@ -59,8 +59,8 @@ def books_of(run: Run, **given: object) -> Books:
     }
     made |= given
     epochs = made["fleet"].epochs
-    held = made["leases"].held
-    ledger = TokenLedger(epochs, held, made["journal"], made["queue"], made["state"])
+    held_by = made["leases"].held
+    ledger = TokenLedger(epochs, held_by, made["journal"], made["queue"], made["state"])
     books = Books(ledger=ledger, **made)
     if books.journal is not None:
         books.journal.state = books.state

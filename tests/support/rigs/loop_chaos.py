@@ -102,8 +102,10 @@ class UnrulyProxy:
         await Response(answer.content, answer.status_code, kind)(scope, receive, send)
 
     async def _forward(self, scope: dict[str, Any], body: bytes) -> httpx.Response:
-        kept = [pair for pair in scope["headers"] if pair[0] not in (b"host", b"content-length")]
-        return await self.http.request(scope["method"], scope["path"], content=body, headers=kept)
+        headers = [pair for pair in scope["headers"] if pair[0] not in (b"host", b"content-length")]
+        return await self.http.request(
+            scope["method"], scope["path"], content=body, headers=headers
+        )
 
 
 class Looper:
@@ -119,8 +121,8 @@ class Looper:
 
     async def run(self, rounds: int = sys.maxsize) -> None:
         """Runs so many rounds, or until `is_over`."""
-        made = await self.client.begin(rank=self.rank)
-        assert "model_id" in made, made
+        session = await self.client.begin(rank=self.rank)
+        assert "model_id" in session, session
         for number in range(rounds):
             if self.is_over:
                 break
@@ -144,26 +146,28 @@ class Looper:
         for future in futures:
             result = await client.result(future)
             found.append((logprobs_of(result), metrics_of(result)))
-        made = await client.result(stepped)
-        assert "error" not in made, made
-        found.append({name: one for name, one in made["metrics"].items() if name[-2:] != "_s"})
+        answer = await client.result(stepped)
+        assert "error" not in answer, answer
+        found.append(
+            {name: value for name, value in answer["metrics"].items() if name[-2:] != "_s"}
+        )
         if number % 4 == 1:
             saved = await client.done("save_weights", path=f"r{number}")
             assert "error" not in saved, saved
             assert "error" not in (await client.load(saved["path"]))
-        return found, [await one for one in sampling]
+        return found, [await sampled for sampled in sampling]
 
     async def _sampled(self, session: str) -> int:
         while True:
             future = await self.client.ask(session, PROMPT)
-            found = await self.client.result(future)
+            answer = await self.client.result(future)
             # None: the controller has lost it, and the SDK samples anew.
-            if found is not None:
-                assert isinstance(found, bytes), found
+            if answer is not None:
+                assert isinstance(answer, bytes), answer
                 again = await self.client.result(future)
-                assert again in (None, found), (again, found)
+                assert again in (None, answer), (again, answer)
                 # What they say, and so their lengths, is drawn anew in each run.
-                return len(replies(found))
+                return len(replies(answer))
 
 
 class LoopChaos(chaos.Chaos):
@@ -265,15 +269,18 @@ async def run_loop_chaos(
         config = load_config(path, [*loop, *own])
         settings = [str(path), *own]
         harmed.append(await harmed_rounds(config, command, settings, kills, seed, every_s))
-    most = [max(map(len, each)) for each in zip(*(rounds for _, rounds in harmed), strict=True)]
-    calm = await calm_rounds(config, command, [str(path), *overrides], most)
+    longest = [
+        max(map(len, rounds_of_place))
+        for rounds_of_place in zip(*(rounds for _, rounds in harmed), strict=True)
+    ]
+    calm = await calm_rounds(config, command, [str(path), *overrides], longest)
     is_bad = False
     for answer, rounds in harmed:
         answer["different"] = [
             (client, number)
             for client, (ours, theirs) in enumerate(zip(rounds, calm, strict=True))
-            for number, one in enumerate(ours)
-            if one != theirs[number]
+            for number, looper in enumerate(ours)
+            if looper != theirs[number]
         ][:10]
         say(json.dumps(answer))
         is_bad |= bool(answer["exit_code"] or answer["different"] or answer["found"])
@@ -293,14 +300,14 @@ async def harmed_rounds(
     port = free_port("127.0.0.1")
     async with proxied(port) as (proxy, own):
         number = len(config.lora.adapters) or 1
-        loopers = [Looper(own, str(config.model.path), each) for each in range(number)]
+        loopers = [Looper(own, str(config.model.path), number) for number in range(number)]
         harmed = LoopChaos(
             config, command, [*settings, "--port", str(port)], random.Random(seed), proxy, loopers
         )
         code = await harmed.run(kills, every_s, chaos.ROLES, partitions=False)
     if not journal_logs(config.run_dir / JOURNAL):
         raise RunFailed(f"the run did not begin: {harmed.last_line()}")
-    found = await asyncio.to_thread(examine, config.run_dir)
+    findings = await asyncio.to_thread(examine, config.run_dir)
     replay = await harmed.start("replay", str(config.run_dir))
     is_equal = await replay.wait() == 0
     rounds = [looper.rounds for looper in loopers]
@@ -308,9 +315,9 @@ async def harmed_rounds(
     return {
         "fired": fired.total(),
         "by_fault": dict(sorted(fired.items())),
-        "rounds": [len(each) for each in rounds],
+        "rounds": [len(rounds_of_looper) for rounds_of_looper in rounds],
         "replay_equal": is_equal,
-        "found": found.faults[:10],
+        "found": findings.faults[:10],
         "exit_code": code,
         "commands": harmed.tally.commands,
         "seed": seed,

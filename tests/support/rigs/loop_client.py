@@ -38,8 +38,8 @@ class LoopClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for each in (*self._others, self):
-            await each.http.aclose()
+        for client in (*self._others, self):
+            await client.http.aclose()
 
     def another(self) -> "LoopClient":
         """One more client of the same HTTP process, which is closed with this one."""
@@ -191,20 +191,20 @@ def replies(result: bytes) -> list[tuple[list[int], list[float], int]]:
     sequences = wire.SampleResponse.FromString(result).sequences
     return [
         (
-            np.frombuffer(one.tokens, "<i4").tolist(),
-            np.frombuffer(one.logprobs, "<f4").tolist(),
-            one.stop_reason,
+            np.frombuffer(sequence.tokens, "<i4").tolist(),
+            np.frombuffer(sequence.logprobs, "<f4").tolist(),
+            sequence.stop_reason,
         )
-        for one in sequences
+        for sequence in sequences
     ]
 
 
 def logprobs_of(result: bytes) -> list[list[float]]:
     """The log-probabilities of each datum of a pass."""
     (record,) = wire.ForwardBackwardOutput.FromString(result).loss_fn_outputs
-    found = record.fields["logprobs"]
-    values = np.frombuffer(found.data, "<f4")
-    ends = np.frombuffer(found.offsets, "<i8") // 4
+    logprobs = record.fields["logprobs"]
+    values = np.frombuffer(logprobs.data, "<f4")
+    ends = np.frombuffer(logprobs.offsets, "<i8") // 4
     return [values[a:b].tolist() for a, b in itertools.pairwise(ends)]
 
 

@@ -68,11 +68,11 @@ def compare(
     names = names or runnable(world_size, dtype)
     references = {LAYOUTS[name].reference for name in names}
     expected = run(pool, folder, 1, dtype, sorted(references))
-    found = run(pool, folder, world_size, dtype, names) if world_size > 1 else expected
+    ours = run(pool, folder, world_size, dtype, names) if world_size > 1 else expected
     return {
-        name: difference(found[name], expected[LAYOUTS[name].reference], dtype)
+        name: difference(ours[name], expected[LAYOUTS[name].reference], dtype)
         for name in names
-        if name in found
+        if name in ours
     }
 
 

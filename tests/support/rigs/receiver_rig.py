@@ -324,12 +324,12 @@ async def story(rig: Rig, bucket_mib: float) -> None:
         for prompt, reply in zip(prompts, replies, strict=True)
         if len(reply.version_spans) > 1
     ]
-    own, other = await rig.gaps(crossed[:4], bucket_mib=1.5 * bucket_mib)
+    own_gap, other = await rig.gaps(crossed[:4], bucket_mib=1.5 * bucket_mib)
     say(
         "in_flight",
         tokens=sorted({len(reply.token_ids) for reply in replies}),
         most_versions=max(len(reply.version_spans) for reply in replies),
-        gap=own,
+        gap=own_gap,
         gap_of_others=other,
     )
     warm = [(3 * n) % 90 + 2 for n in range(200)]

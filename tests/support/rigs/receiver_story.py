@@ -22,8 +22,8 @@ def run_program(*command: str, limit_s: float) -> str:
     Without GPUs it is forked by a process that has imported vLLM.
     """
     if not uses_gpus():
-        ((said,),) = in_ranks(1, _forked, command)
-        return str(said)
+        ((text,),) = in_ranks(1, _forked, command)
+        return str(text)
     paths = os.pathsep.join(sys.path)
     done = completed(
         [sys.executable, *command], env=os.environ | {"PYTHONPATH": paths}, timeout=limit_s
@@ -45,9 +45,9 @@ def _forked(_rank: int, command: tuple[str, ...]) -> list[str]:
 def run_rig(folder: Path, *arguments: str, limit_s: float) -> dict[str, list[dict[str, Any]]]:
     """The lines of its report by their kind."""
     program = str(RIGS / "receiver_rig.py")
-    said = run_program(program, str(folder), *arguments, limit_s=limit_s)
+    ended = run_program(program, str(folder), *arguments, limit_s=limit_s)
     report: dict[str, list[dict[str, Any]]] = {}
-    for line in said.splitlines():
+    for line in ended.splitlines():
         if line.startswith('{"what"'):
             fact = json.loads(line)
             report.setdefault(fact["what"], []).append(fact)

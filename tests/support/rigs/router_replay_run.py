@@ -199,16 +199,16 @@ def learn(folder: Path, config: Config) -> None:
     batch = Batch(0, "batch", tuple(trajectories))
     policy = open_policy(config, Launch.from_environment())
     gaps = ReplayedGaps(policy, batch, config)
-    found = gaps.both("")
+    facts = gaps.both("")
     weights = disturb_routers(policy.chunks, scale=0.01)
-    found |= gaps.both("_disturbed")
+    facts |= gaps.both("_disturbed")
     for weight, before in weights:
         weight.data.copy_(before)
     metrics = TrainingStep(policy, config, step_parts(config, policy)).run(batch).metrics
     names = ("routing_difference", "routing_unrecorded", "logprob_gap_mean", "loss", "grad_norm")
-    found |= {name: metrics[name] for name in names}
-    found |= {"device": policy.ranks.device.type, "dtype": config.model.dtype}
-    (folder / "result.json").write_text(json.dumps(found, indent=1) + "\n")
+    facts |= {name: metrics[name] for name in names}
+    facts |= {"device": policy.ranks.device.type, "dtype": config.model.dtype}
+    (folder / "result.json").write_text(json.dumps(facts, indent=1) + "\n")
     policy.ranks.close()
 
 

@@ -10,5 +10,5 @@ OF_MAKE = ("FUZZ", "TORCHDYNAMO_DISABLE")
 
 def alone(nodeid: str) -> str:
     """The words for a shell that run the test as it ran here."""
-    given = [f"{name}={os.environ[name]}" for name in OF_MAKE if name in os.environ]
-    return shlex.join([*given, sys.executable, "-m", "pytest", nodeid])
+    settings = [f"{name}={os.environ[name]}" for name in OF_MAKE if name in os.environ]
+    return shlex.join([*settings, sys.executable, "-m", "pytest", nodeid])

@@ -86,11 +86,11 @@ def nothing_survives() -> Iterator[None]:
     yield
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     now = [p for p in descendants(os.getpid()) if p.pid != COMMANDS.pid]
-    left = {p: describe(p) for p in now if p not in before}
-    for process in left:
+    survivors = {p: describe(p) for p in now if p not in before}
+    for process in survivors:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    assert not left, f"still running: {list(left.values())}"
+    assert not survivors, f"still running: {list(survivors.values())}"
 
 
 def empty_model(folder: Path) -> Path:
@@ -198,13 +198,13 @@ class Command:
         Not those that such a process forked: they have its command line until they rename
         themselves.
         """
-        found = [
+        processes = [
             process
             for process in descendants(self.process.pid)
             if all(text in describe(process) for text in texts)
         ]
-        pids = {process.pid for process in found}
-        return [process for process in found if parent_pid(process) not in pids]
+        pids = {process.pid for process in processes}
+        return [process for process in processes if parent_pid(process) not in pids]
 
     def engines(self) -> list[psutil.Process]:
         """vLLM's own processes: all below the rollout servers but environment workers.

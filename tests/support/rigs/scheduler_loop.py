@@ -70,7 +70,10 @@ class Engine:
         (blocks,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         pool = blocks.block_pool
         return (
-            {name: [b.block_id for b in held] for name, held in blocks.req_to_blocks.items()},
+            {
+                name: [b.block_id for b in blocks_of_request]
+                for name, blocks_of_request in blocks.req_to_blocks.items()
+            },
             dict(blocks.num_cached_block),
             [(b.block_id, b.block_hash) for b in pool.blocks],
             [b.block_id for b in pool.free_block_queue.get_all_free_blocks()],
@@ -176,7 +179,7 @@ def add(
 ) -> None:
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)
-    chosen = {"logprobs": 0, "output_kind": RequestOutputKind.FINAL_ONLY} | parameters
-    sampling = SamplingParams(max_tokens=limit, ignore_eos=eos is None, **chosen)
+    settings = {"logprobs": 0, "output_kind": RequestOutputKind.FINAL_ONLY} | parameters
+    sampling = SamplingParams(max_tokens=limit, ignore_eos=eos is None, **settings)
     sampling.update_from_generation_config({}, eos)
     engine.scheduler.add_request(Request(name, list(prompt), sampling, None, block_hasher=hasher))

@@ -38,8 +38,8 @@ def own_settings(folder: Path, model: Path) -> list[str]:
 
 def run_smallest(folder: Path, model: Path, *settings: str) -> tuple[dict, list[dict]]:
     """The summary and the rows of a run, which has succeeded and lost no token."""
-    own = (*own_settings(folder, model), *SHORT)
-    run = run_command("run", SMALLEST, *own, *settings, limit_s=500)
+    arguments = (*own_settings(folder, model), *SHORT)
+    run = run_command("run", SMALLEST, *arguments, *settings, limit_s=500)
     assert run.returncode == 0, run.stdout + run.stderr
     summary = checked(folder / "smallest")
     return summary, rows_of(folder / "smallest")

@@ -34,7 +34,7 @@ def replies(model: str, drafts: dict[str, object] | None) -> tuple[list[list[int
     kinds = ("draft", "accepted")
     names = {kind: f"vllm:spec_decode_num_{kind}_tokens" for kind in kinds if drafts}
     counts = {kind: values[name] for kind, name in names.items()}
-    return [list(each.outputs[0].token_ids) for each in generation], counts
+    return [list(reply.outputs[0].token_ids) for reply in generation], counts
 
 
 def main() -> None:

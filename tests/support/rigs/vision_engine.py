@@ -45,13 +45,13 @@ async def replies(engine, folder: Path, name: str) -> dict[str, np.ndarray]:
                 for place, (tokens, images) in enumerate(asked)
             )
         )
-        asked = replied(asked, [one.token_ids for one in found[-len(asked) :]])
+        asked = replied(asked, [reply.token_ids for reply in found[-len(asked) :]])
     seen = {
-        f"{name} tokens": np.stack([one.token_ids for one in found]),
-        f"{name} logprobs": np.stack([one.logprobs for one in found]),
-        f"{name} cached": np.array([one.cached_tokens for one in found]),
+        f"{name} tokens": np.stack([reply.token_ids for reply in found]),
+        f"{name} logprobs": np.stack([reply.logprobs for reply in found]),
+        f"{name} cached": np.array([reply.cached_tokens for reply in found]),
     }
-    experts = {f"{name} experts {n}": one.expert_ids for n, one in enumerate(found)}
+    experts = {f"{name} experts {n}": reply.expert_ids for n, reply in enumerate(found)}
     return seen | {key: ids for key, ids in experts.items() if ids is not None}
 
 

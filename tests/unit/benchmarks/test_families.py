@@ -58,8 +58,8 @@ def test_a_family_that_fails_leaves_the_reason_and_its_logs(tmp_path, monkeypatc
         (log.parent / "run" / "logs").mkdir(parents=True)
         (log.parent / "run" / "logs" / "server-0.log").write_text("out of memory\n")
         failures = {"the run": "Traceback\nRuntimeError: server-0 a|b\n"}
-        found = json.dumps({"figures": {}, "failures": failures})
-        Path(command[command.index("--out") + 1]).write_text(found)
+        report = json.dumps({"figures": {}, "failures": failures})
+        Path(command[command.index("--out") + 1]).write_text(report)
         return "exit code 1"
 
     monkeypatch.setattr(families, "run", fail)
@@ -80,10 +80,10 @@ def test_every_family_has_a_shape_that_is_trained(name, *, tiny, tmp_path, monke
     model = family.config(tiny=tiny)
     model.architectures = [family.architecture]
     model.save_pretrained(tmp_path / "model")
-    asked = ["logprob_gap.py", "--device", "cuda", "--replies", "--model", str(tmp_path)]
-    asked += ["--images"] if family.tower else []
-    asked += ["--replay"] if family.replays else []
-    monkeypatch.setattr(sys, "argv", asked)
+    command = ["logprob_gap.py", "--device", "cuda", "--replies", "--model", str(tmp_path)]
+    command += ["--images"] if family.tower else []
+    command += ["--replay"] if family.replays else []
+    monkeypatch.setattr(sys, "argv", command)
     check_sizes(config_of(parse_arguments(), tmp_path))
 
 

@@ -36,12 +36,12 @@ def test_speed_up_and_ceiling_are_those_of_the_same_repeat() -> None:
     def step(seconds: float) -> dict[str, float]:
         return {"step_s": seconds, "lag_mean": 1.0, "generated": 90.0, "tokens": 100.0}
 
-    found = {
+    times = {
         "alone": [{"generation_s": 2.0, "training_s": 1.0}] * 2,
         "0": [step(4.0), step(8.0)],
         "2": [step(2.5), step(2.5)],
     }
-    lines, shares = asynchrony.summary(found)
+    lines, shares = asynchrony.summary(times)
     # 4 / 2.5 and 8 / 2.5; at best 4 / 2 and 8 / 2; 2 / 2.5 of it both times.
     expected = {"speedup": 2.4, "ceiling": 3.0, "share": 0.8, "step_s": 2.5}
     assert shares["2"] == pytest.approx(expected)
@@ -71,16 +71,16 @@ def test_a_window_that_failed_leaves_what_was_measured_before(tmp_path, monkeypa
     arguments = argparse.Namespace(device="cpu", shape="small", out=tmp_path / "result.json")
     alone = {"generation_s": 2.0, "training_s": 1.0}
     step = {"step_s": 4.0, "lag_mean": 1.0, "generated": 9.0, "tokens": 9.0}
-    found = asynchrony.Found({"alone": [alone, alone], "0": [step, step], "2": [step]})
-    found.failures["repeat 2"] = "it took too long"
-    lines = asynchrony.write(arguments, found)
+    figures = asynchrony.Found({"alone": [alone, alone], "0": [step, step], "2": [step]})
+    figures.failures["repeat 2"] = "it took too long"
+    lines = asynchrony.write(arguments, figures)
     assert lines[-1] == "best share of the ceiling 0.50, target 0.80"
     written = json.loads(arguments.out.read_text())
     assert written["results"]["0"] == [step, step]
     assert written["failures"] == {"repeat 2": "it took too long"}
     # A setting without any window leaves nothing to compare.
-    found.rows["2"] = []
-    assert asynchrony.write(arguments, found) == []
+    figures.rows["2"] = []
+    assert asynchrony.write(arguments, figures) == []
     assert json.loads(arguments.out.read_text())["results"]["alone"] == [alone, alone]
 
 
@@ -100,11 +100,11 @@ def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
             "server-1": {"paused_s": 0.011, "wire_s": 0.005, "receive_s": 0.0054},
         },
     }
-    found = weight_broadcast.Found(
+    figures = weight_broadcast.Found(
         num_bytes=1_000_000_000, raw_wire=[0.003, 0.003, 0.004], raw=[0.004, 0.004, 0.005]
     )
-    found.ours["idle"] = [row]
-    lines, ratios = weight_broadcast.summary(found)
+    figures.ours["idle"] = [row]
+    lines, ratios = weight_broadcast.summary(figures)
     assert lines[2] == (
         "| ours, idle | 200.0 | 5.00 (5.00-5.00) | 0.60 | 6.40 (6.40-6.40) | 0.62 "
         "| 10.0 (10.0-10.0) | 0.40 | 12.0 (12.0-12.0) | 2.4 | 11.0 (11.0-11.0) |"
@@ -127,11 +127,11 @@ def test_stages_of_an_idle_and_a_busy_engine_stand_side_by_side() -> None:
         servers = {f"server-{at}": {"load_s": 0.002, "copied": c} for at, c in enumerate(copied)}
         return {**times, "sent_s": sent_s, "trainer": {"bytes_sent": 5.0}, "servers": servers}
 
-    found = weight_broadcast.Found()
-    found.ours["idle"] = [row(0.006, 1, 1), row(0.008, 1, 0)]
-    assert weight_broadcast.stages(found)[0] == "| stage | idle, ms |"
-    found.ours["busy"] = [row(0.030, 1)]
-    lines = weight_broadcast.stages(found)
+    figures = weight_broadcast.Found()
+    figures.ours["idle"] = [row(0.006, 1, 1), row(0.008, 1, 0)]
+    assert weight_broadcast.stages(figures)[0] == "| stage | idle, ms |"
+    figures.ours["busy"] = [row(0.030, 1)]
+    lines = weight_broadcast.stages(figures)
     assert lines[0] == "| stage | idle, ms | busy, ms |"
     assert lines[3] == "| controller: sent | 7.00 (6.00-8.00) | 30.00 (30.00-30.00) |"
     assert lines[-2:] == [

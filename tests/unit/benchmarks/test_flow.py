@@ -10,16 +10,16 @@ from benchmarks.rollout.flow_engine import LEVERS, Board
 def test_a_flow_begins_in_the_middle_of_replies() -> None:
     turn = Turn(1000, 4000, 2000, 256, 768, staggered=True)
     lengths = [reply_tokens(seed, turn) for seed in range(1000, 5000)]
-    left = lengths[:2000]
-    whole = lengths[2000:]
-    assert min(left) < 20
+    first_lengths = lengths[:2000]
+    later_lengths = lengths[2000:]
+    assert min(first_lengths) < 20
     assert max(lengths) <= 768
-    assert min(whole) >= 256
+    assert min(later_lengths) >= 256
     # What is left of a reply that is found under way: E[n * n] / (2 * E[n]).
-    assert abs(statistics.mean(left) - 277) < 15
-    assert abs(statistics.mean(whole) - 512) < 15
+    assert abs(statistics.mean(first_lengths) - 277) < 15
+    assert abs(statistics.mean(later_lengths) - 512) < 15
     unstaggered = Turn(1000, 4000, 2000, 256, 768)
-    assert [reply_tokens(seed, unstaggered) for seed in range(3000, 5000)] == whole
+    assert [reply_tokens(seed, unstaggered) for seed in range(3000, 5000)] == later_lengths
 
 
 def test_a_board_tells_what_was_counted_since_a_copy() -> None:
@@ -33,11 +33,11 @@ def test_a_board_tells_what_was_counted_since_a_copy() -> None:
     board.count(1, "FULL", 2)
     for seconds in (0.1, 0.2, 0.3):
         board.first_token(seconds)
-    found = board.since(before)
-    assert found["decoding"]["steps"] == 3
-    assert found["prompts"] == {**dict.fromkeys(found["prompts"], 0), "FULL": 2}
-    assert found["first_token_s"]["number"] == 3
-    assert found["first_token_s"]["p50"] == 0.2
+    flow = board.since(before)
+    assert flow["decoding"]["steps"] == 3
+    assert flow["prompts"] == {**dict.fromkeys(flow["prompts"], 0), "FULL": 2}
+    assert flow["first_token_s"]["number"] == 3
+    assert flow["first_token_s"]["p50"] == 0.2
 
 
 def test_the_table_compares_with_the_wave() -> None:

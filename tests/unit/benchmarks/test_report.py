@@ -26,8 +26,8 @@ def test_a_result_that_is_not_there_is_not_measured_yet(tmp_path: Path) -> None:
 
 def test_every_result_with_a_table_is_shown() -> None:
     shown = set(re.findall(r"<!-- results (\S+) -->", "".join(page.read_text() for page in PAGES)))
-    made = {path.stem: json.loads(path.read_text()) for path in report.RESULTS.glob("*.json")}
-    assert {name for name, result in made.items() if result.get("table")} == shown
+    results = {path.stem: json.loads(path.read_text()) for path in report.RESULTS.glob("*.json")}
+    assert {name for name, result in results.items() if result.get("table")} == shown
 
 
 ROW = re.compile(r"^\|.*\]\((\S+/results/[\w-]+\.md)[#\w-]*\) \|$", re.MULTILINE)
@@ -61,9 +61,9 @@ def test_figures_of_the_short_page_are_those_of_the_results() -> None:
 def test_plots_are_drawn_from_the_results(tmp_path: Path) -> None:
     plots.draw(tmp_path)
     for name in plots.PLOTS:
-        made = tmp_path / f"plot-{name}.svg"
-        assert made.stat().st_size < 40_000
-        assert made.read_text() == (plots.IMAGES / made.name).read_text(), "run make plots"
+        plot = tmp_path / f"plot-{name}.svg"
+        assert plot.stat().st_size < 40_000
+        assert plot.read_text() == (plots.IMAGES / plot.name).read_text(), "run make plots"
 
 
 @pytest.mark.parametrize("name", plots.PLOTS)

@@ -50,8 +50,11 @@ def test_steps_that_settle_or_hold_replies_of_both_lengths_do_not_count(
     ahead, wave, steps, fixed, lognormal, monkeypatch
 ):
     system, _ = system_of(monkeypatch, ahead, *steps)
-    found = windows(dataclasses.replace(system, wave=wave))
-    assert (numbers(found["fixed"]), numbers(found["lognormal"])) == ([*fixed], [*lognormal])
+    all_windows = windows(dataclasses.replace(system, wave=wave))
+    assert (numbers(all_windows["fixed"]), numbers(all_windows["lognormal"])) == (
+        [*fixed],
+        [*lognormal],
+    )
 
 
 @pytest.mark.parametrize(("ahead", "wave", "fewest"), [(4, 2, 24), (4, 1, 20), (0, 1, 2)])
@@ -76,9 +79,9 @@ def test_replies_of_the_first_lengths_that_come_late_count_for_no_lengths(monkey
     system = dataclasses.replace(system, work=Work(fixed=20 * 16, tokens=512))
     for row in [*rows[:20], rows[25]]:
         row["trained_tokens"] = 512.0 * 16
-    found = windows(system)
-    assert numbers(found["fixed"]) == list(range(11, 16))
-    assert numbers(found["lognormal"]) == list(range(32, 37))
+    all_windows = windows(system)
+    assert numbers(all_windows["fixed"]) == list(range(11, 16))
+    assert numbers(all_windows["lognormal"]) == list(range(32, 37))
 
 
 def test_a_figure_is_tokens_over_time_and_not_the_mean_of_speeds() -> None:
@@ -86,10 +89,10 @@ def test_a_figure_is_tokens_over_time_and_not_the_mean_of_speeds() -> None:
         {"step": 1, "step_s": 1.0, "trained_tokens": 100.0, "training_s": 0.5},
         {"step": 2, "step_s": 3.0, "trained_tokens": 100.0, "training_s": 1.5},
     ]
-    found = figures(rows, 1)
-    assert found["tokens_per_s"] == 50.0
-    assert found["windows"] == [100.0, 100.0 / 3]
-    assert found["training_s"] == 1.0
+    numbers = figures(rows, 1)
+    assert numbers["tokens_per_s"] == 50.0
+    assert numbers["windows"] == [100.0, 100.0 / 3]
+    assert numbers["training_s"] == 1.0
 
 
 FLASH = {"attention_config": {"backend": "FLASH_ATTN"}}
@@ -163,14 +166,14 @@ def test_every_system_draws_the_same_lengths(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_the_first_episode_of_a_process_is_a_trial_and_does_not_wait(tmp_path: Path) -> None:
-    asked = tmp_path / "asked"
+    folder = tmp_path / "asked"
     gate = tmp_path / "gate"
-    environment = Replies({"fixed": 10, "tokens": 7}, str(asked), str(gate))
+    environment = Replies({"fixed": 10, "tokens": 7}, str(folder), str(gate))
     assert await environment.reset(0)
-    assert not asked.exists()
+    assert not folder.exists()
     gate.touch()
     await environment.reset(1)
-    assert asked.exists()
+    assert folder.exists()
     assert environment.max_reply_tokens == 7
 
 

@@ -149,8 +149,8 @@ async def test_many_episodes_at_once_do_not_see_each_other() -> None:
     class Counts(Agent):
         async def run(self, task, endpoint):
             async with chat(endpoint) as client:
-                said = await asyncio.gather(*(say(client, f"{self.seed}-{i}") for i in range(3)))
-            return float(sorted(said) == [f"{self.seed}-{i}" for i in range(3)])
+                replies = await asyncio.gather(*(say(client, f"{self.seed}-{i}") for i in range(3)))
+            return float(sorted(replies) == [f"{self.seed}-{i}" for i in range(3)])
 
     host = EpisodeHost(Counts())
 
@@ -174,11 +174,11 @@ async def test_many_episodes_at_once_do_not_see_each_other() -> None:
 
 async def test_calls_without_the_secret_of_an_open_episode_are_refused() -> None:
     seen: dict[str, int] = {}
-    kept: list[Endpoint] = []
+    endpoints: list[Endpoint] = []
 
     class Tries(Agent):
         def run(self, task, endpoint):
-            kept.append(endpoint)
+            endpoints.append(endpoint)
             url = f"{endpoint.base_url}/chat/completions"
             seen["right"] = request(url, endpoint.api_key)[0]
             seen["wrong"] = request(url, "sk-slipstream-guess")[0]
@@ -200,8 +200,8 @@ async def test_calls_without_the_secret_of_an_open_episode_are_refused() -> None
             "right": 200, "wrong": 401, "none": 401, "path": 401, "outside": 404, "packed": 415,
             "branch": 404,
         }  # fmt: skip
-        url = f"{kept[0].base_url}/chat/completions"
-        status, _, body = await asyncio.to_thread(request, url, kept[0].api_key)
+        url = f"{endpoints[0].base_url}/chat/completions"
+        status, _, body = await asyncio.to_thread(request, url, endpoints[0].api_key)
     assert status == 401
     error = json.loads(body)
     assert (error["type"], error["error"]["type"]) == ("error", "authentication_error")
@@ -437,15 +437,15 @@ async def test_a_thread_with_the_number_of_one_that_has_ended_is_not_interrupted
         except SystemExit as error:
             raised.append(error)
 
-    others: list[threading.Thread] = []
-    while not any(thread.ident == ended._thread.ident for thread in others):
-        assert len(others) < 50
-        others.append(threading.Thread(target=other))
-        others[-1].start()
+    threads: list[threading.Thread] = []
+    while not any(thread.ident == ended._thread.ident for thread in threads):
+        assert len(threads) < 50
+        threads.append(threading.Thread(target=other))
+        threads[-1].start()
     assert await ended.end()
     time.sleep(0.1)
     stop.set()
-    for thread in others:
+    for thread in threads:
         thread.join()
     assert not raised
     await gateway.close()

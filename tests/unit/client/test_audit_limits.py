@@ -182,7 +182,7 @@ RUN = Limits(has_tools=False, max_images=0, max_turns=3, max_reply_tokens=16)
     ],
 )
 async def test_what_a_run_refuses_in_every_episode_is_refused(environment, says: str) -> None:
-    refused = [each.text for each in await audited(environment(), RUN) if each.is_refused]
+    refused = [finding.text for finding in await audited(environment(), RUN) if finding.is_refused]
     assert [text[: len(says)] for text in refused] == [says]
 
 
@@ -197,34 +197,36 @@ async def test_what_a_run_refuses_in_every_episode_is_refused(environment, says:
     ],
 )
 async def test_what_a_run_cuts_or_leaves_out_is_told(environment, says: str) -> None:
-    findings = [each for each in await audited(environment(), RUN) if each.text.startswith(says)]
-    assert [each.is_refused for each in findings] == [False]
+    findings = [
+        finding for finding in await audited(environment(), RUN) if finding.text.startswith(says)
+    ]
+    assert [finding.is_refused for finding in findings] == [False]
 
 
 @pytest.mark.parametrize("environment", [Sums, ByTokens])
 async def test_what_a_run_takes_as_it_is_is_not_refused(environment) -> None:
-    texts = [each.text for each in await audited(environment(), RUN)]
+    texts = [finding.text for finding in await audited(environment(), RUN)]
     assert not [text for text in texts if "token" in text or "run" in text or "fail" in text], texts
 
 
 @pytest.mark.parametrize("environment", [Single, SingleAgent])
 async def test_a_single_place_is_enough_where_one_episode_is_played_at_a_time(environment) -> None:
-    for at_once, told in ((8, True), (1, False)):
+    for at_once, is_told in ((8, True), (1, False)):
         findings = await audited(environment(), Limits(at_once=at_once, in_all=at_once))
-        assert any("no place is free" in each.text for each in findings) == told, findings
+        assert any("no place is free" in finding.text for finding in findings) == is_told, findings
 
 
 async def test_a_single_place_is_told_where_workers_play_one_episode_each() -> None:
     # It may be a place of each worker, or one for all of them.
-    (found,) = await audited(SingleAgent(), Limits(at_once=1, in_all=4))
-    assert ("no place is free" in found.text, found.is_refused) == (True, False)
+    (finding,) = await audited(SingleAgent(), Limits(at_once=1, in_all=4))
+    assert ("no place is free" in finding.text, finding.is_refused) == (True, False)
 
 
 async def test_prompts_that_differ_are_refused_where_their_rewards_are_compared() -> None:
     for compares in (True, False):
         findings = [
-            each
-            for each in await audited(Unequal(), Limits(compares=compares))
-            if "begin otherwise when they are reset twice" in each.text
+            finding
+            for finding in await audited(Unequal(), Limits(compares=compares))
+            if "begin otherwise when they are reset twice" in finding.text
         ]
-        assert [each.is_refused for each in findings] == [compares]
+        assert [finding.is_refused for finding in findings] == [compares]

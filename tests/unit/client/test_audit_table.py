@@ -72,15 +72,15 @@ async def audited(case: dict, folder: Path, *, limit_s: float = 600.0) -> list[F
 @pytest.mark.parametrize("case", each_of("faults.jsonl"))
 async def test_a_planted_fault_is_found(case: dict, tmp_path: Path) -> None:
     findings = await audited(case, tmp_path)
-    said = [each for each in findings if case["says"] in each.text]
-    assert [each.is_refused for each in said][:1] == [case["refused"]], findings
+    matching = [finding for finding in findings if case["says"] in finding.text]
+    assert [finding.is_refused for finding in matching][:1] == [case["refused"]], findings
 
 
 @in_one_loop
 @pytest.mark.parametrize("case", each_of("sound.jsonl"))
 async def test_what_is_sound_is_neither_refused_nor_told(case: dict, tmp_path: Path) -> None:
     findings = await audited(case, tmp_path)
-    assert not [each for each in findings if each.is_refused or not case.get("may_tell")]
+    assert not [finding for finding in findings if finding.is_refused or not case.get("may_tell")]
 
 
 @pytest.mark.parametrize(
@@ -97,15 +97,15 @@ def test_a_question_is_the_same_in_other_words_around_it_and_other_spaces_and_ca
     instruction: str, change: Callable[[str], str]
 ) -> None:
     def keys(rows: list[tuple[str, int]], form: str) -> list[tuple[str, str]]:
-        return [(key_of(form.format(asked)), str(answer)) for asked, answer in rows]
+        return [(key_of(form.format(question)), str(answer)) for question, answer in rows]
 
     sums = [(f"What is {a} + {a + 9}?", 2 * a + 9) for a in range(3, 13)]
     trained = keys(sums, "{} Only the number.")
-    others = [(f"What is {a} + 20?", a + 20) for a in (3, 5, 7)]
-    assert {str(answer) for _, answer in others} & {answer for _, answer in trained}
-    for rows, shared in ((sums[2:5], 3), (others, 0), (others + sums[:1], 1)):
-        held = keys([(change(asked), answer) for asked, answer in rows], instruction)
-        assert shared_questions(held, trained) == (len(rows), shared)
+    other_rows = [(f"What is {a} + 20?", a + 20) for a in (3, 5, 7)]
+    assert {str(answer) for _, answer in other_rows} & {answer for _, answer in trained}
+    for rows, shared in ((sums[2:5], 3), (other_rows, 0), (other_rows + sums[:1], 1)):
+        heldout = keys([(change(question), answer) for question, answer in rows], instruction)
+        assert shared_questions(heldout, trained) == (len(rows), shared)
 
 
 def test_many_rows_are_compared_on_both_sides() -> None:
@@ -127,8 +127,8 @@ def test_a_slow_judge_is_told(calls_s, timed_s, num_episodes, says) -> None:
     played.timed = [(timed_s, len(calls_s)), (0.0, 0)]
     played.plays[Kind.RIGHT] = dict.fromkeys(range(len(calls_s)), Play(num_turns=1, is_done=True))
     findings = slowness(played, limit_s=10.0)
-    assert [each.is_refused for each in findings] == [False] * bool(says)
-    assert says in "".join(each.text for each in findings)
+    assert [finding.is_refused for finding in findings] == [False] * bool(says)
+    assert says in "".join(finding.text for finding in findings)
 
 
 def test_a_judge_that_is_too_slow_to_be_timed_is_told() -> None:
@@ -136,12 +136,14 @@ def test_a_judge_that_is_too_slow_to_be_timed_is_told() -> None:
     for calls_s, says in (([3.0] * 4, slow), ([0.5] * 4, ""), ([3.0, 0.5], "")):
         played = Played(20, calls_s=calls_s, timed=[(0.0, 0)])
         findings = slowness(played, limit_s=60.0)
-        assert says in "".join(each.text for each in findings)
+        assert says in "".join(finding.text for finding in findings)
         assert len(findings) == bool(says)
 
 
 async def test_what_had_no_time_is_told(tmp_path: Path) -> None:
     case = next(case for case in cases("sound.jsonl") if len(case["rows"] or ()) > 1)
-    assert not [each for each in await audited(case, tmp_path) if "had no time" in each.text]
+    assert not [
+        finding for finding in await audited(case, tmp_path) if "had no time" in finding.text
+    ]
     findings = await audited(case, tmp_path, limit_s=0.0)
-    assert [each.is_refused for each in findings if "had no time" in each.text] == [False]
+    assert [finding.is_refused for finding in findings if "had no time" in finding.text] == [False]

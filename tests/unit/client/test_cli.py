@@ -23,10 +23,10 @@ def test_the_example_of_a_command_is_one_that_it_takes(name, capsys):
     assert (program, command) == ("slipstream", name)
     arguments = parse([command, *rest])
     if isinstance(arguments.execute, partial):
-        reference, whole = arguments.execute.args
+        reference, takes_all = arguments.execute.args
         module, _, function = reference.partition(":")
         signature = inspect.signature(getattr(importlib.import_module(module), function))
-        signature.bind(*[arguments] * whole, **({} if whole else named(arguments)))
+        signature.bind(*[arguments] * takes_all, **({} if takes_all else named(arguments)))
     with pytest.raises(SystemExit, match="0"):
         parse([name, "--help"])
     assert (
@@ -108,7 +108,7 @@ def test_a_run_is_named_by_its_folder_or_below_runs(tmp_path, monkeypatch) -> No
     for folder in ("runs/letters", "runs/both", "runs/code", "runs/a/name", "both", "copy", "code"):
         Path(folder).mkdir(parents=True)
     Path("both/config.toml").touch()
-    for said, meant in (
+    for argument, meant in (
         ("letters", "runs/letters"),
         ("runs/letters", "runs/letters"),
         ("both", "both"),
@@ -118,10 +118,10 @@ def test_a_run_is_named_by_its_folder_or_below_runs(tmp_path, monkeypatch) -> No
         ("a/name", "runs/a/name"),
     ):
         with pytest.raises(ConfigError, match=f"^{meant}[:/ ]"):
-            find_run(said)
+            find_run(argument)
         for command in ("replay", "verify", "export"):
-            assert parse([command, said]).folder == Path(meant)
-        assert parse(["page", said, "copy"]).folders == [Path(meant), Path("copy")]
+            assert parse([command, argument]).folder == Path(meant)
+        assert parse(["page", argument, "copy"]).folders == [Path(meant), Path("copy")]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,9 @@ async def test_a_server_of_a_wrong_name_is_refused_before_anything_is_read() -> 
 
 def test_every_argument_says_what_it_is_for() -> None:
     commands = next(a.choices for a in _parser()._actions if isinstance(a.choices, dict))
-    assert not [(n, a.dest) for n, each in commands.items() for a in each._actions if not a.help]
+    assert not [
+        (n, a.dest) for n, command in commands.items() for a in command._actions if not a.help
+    ]
 
 
 @pytest.mark.parametrize("line", ["submit m:E", "drain server-1 --reason x", "status --json"])

@@ -578,8 +578,8 @@ async def test_serve_tells_the_first_few_different_failures_on_stderr(client, co
     controller.streams = [stream]
     await asyncio.wait_for(client.serve(Broken()), LIMIT_S)
     place = f"{Path(__file__).name}:{Broken.reset.__code__.co_firstlineno + 1} in reset"
-    told = [f"reset failed: ValueError: {cause} ({place})" for cause in "abcde"]
-    assert capsys.readouterr().err.splitlines() == told
+    messages = [f"reset failed: ValueError: {cause} ({place})" for cause in "abcde"]
+    assert capsys.readouterr().err.splitlines() == messages
 
 
 async def test_serve_refuses_an_environment_without_tasks(client: Client) -> None:

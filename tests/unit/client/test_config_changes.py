@@ -258,9 +258,9 @@ def test_the_likely_tokens_of_a_reference_stay_and_its_address_may_change() -> N
 def test_an_environment_keeps_its_adapter() -> None:
     def with_adapter(name: str) -> Config:
         lora = {"rank": 8, "publish": "adapters", "adapters": ["code", "math"]}
-        found = config(**{f"lora__{key}": value for key, value in lora.items()})
+        changed = config(**{f"lora__{key}": value for key, value in lora.items()})
         section = EnvironmentSection(name="e", reference="m:E", adapter=name)
-        return found.model_copy(update={"environments": (section,)})
+        return changed.model_copy(update={"environments": (section,)})
 
     check_resumable(with_adapter("code"), with_adapter("code"))
     with pytest.raises(ConfigError, match="adapter of e must stay 'code' when .*, got 'math': "):

@@ -93,9 +93,9 @@ def test_the_page_shows_what_is_whole_of_a_run(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     folder.mkdir()
     metrics = folder / "metrics.jsonl"
-    one = b'{"step": 1, "x": 3}\n'
+    line = b'{"step": 1, "x": 3}\n'
     two = b'{"step": 2, "x": 4}\n'
-    metrics.write_bytes(one + bytes(512) + b"\n[1]\n\xff\n{\n" + two)
+    metrics.write_bytes(line + bytes(512) + b"\n[1]\n\xff\n{\n" + two)
     for name in ("summary.json", "trajectories.jsonl"):
         (folder / name).write_bytes(bytes(512))
     write_page([folder], tmp_path / "page.html", period_s=0)

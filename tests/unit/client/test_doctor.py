@@ -109,7 +109,7 @@ def test_this_machine_can_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     starting = {"imports", "sandbox"}
     monkeypatch.setattr(checks, "CHECKS", [each for each in CHECKS if each.area not in starting])
     findings = asyncio.run(find_all(Scene()))
-    verdicts = {finding.area: finding.verdict for finding in findings}
+    verdicts = {found.area: found.verdict for found in findings}
     for area in ("python", "processors", "memory", "shared memory", "open files", "disk"):
         assert verdicts[area] is not Verdict.PROBLEM, findings
 
@@ -130,9 +130,9 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 def stack_of(monkeypatch: pytest.MonkeyPatch, on_gpus: bool, **versions: str) -> machine.Finding:
     install(monkeypatch, **versions)
     monkeypatch.setattr(machine, "uses_gpus", lambda: on_gpus)
-    finding = machine.check_stack(Scene())
-    assert finding is not None
-    return finding
+    found = machine.check_stack(Scene())
+    assert found is not None
+    return found
 
 
 MEGATRON = {"megatron_core": "0.19.2", "megatron_bridge": "0.6.2"}
@@ -235,17 +235,17 @@ def test_more_main_memory_than_there_is_is_a_hint(tmp_path: Path) -> None:
     ],
 )
 def test_what_vllm_answers_is_told(tmp_path, monkeypatch, refusal, verdict, seen):
-    requests = []
+    asked = []
 
     async def answer(program: str, config: Config, *, late: str) -> Ended:
-        requests.append(config.rollout_server.engine)
+        asked.append(config.rollout_server.engine)
         return Ended(2 if refusal else 0, refusal)
 
     monkeypatch.setattr(preflight, "ask", answer)
     config = config_of(tmp_path, rollout_server={"engine": {"block_size": 16}})
     (finding,) = look(config, "for vLLM")
     assert (finding.verdict, finding.seen) == (verdict, seen)
-    assert requests == [{"block_size": 16}]
+    assert asked == [{"block_size": 16}]
 
 
 def test_megatron_is_not_asked_about_a_model_that_is_not_there(tmp_path: Path) -> None:
@@ -257,8 +257,8 @@ def test_megatron_is_not_asked_about_a_model_that_is_not_there(tmp_path: Path) -
 
 def test_a_metrics_port_in_use_is_a_problem(tmp_path: Path) -> None:
     # The ports beside it may be another program's on an address that all use.
-    with socket.create_server((host := own_loopback(), 0)) as occupied:
-        port = occupied.getsockname()[1]
+    with socket.create_server((host := own_loopback(), 0)) as taken:
+        port = taken.getsockname()[1]
         address = f"{host}:{port}"
         config = config_of(tmp_path, tracking={"prometheus": address})
         cause = (

@@ -77,8 +77,8 @@ def test_driver_and_gpus_are_named(nvml: FakeNvml) -> None:
 def test_a_gpu_that_another_program_holds_is_named(nvml: FakeNvml) -> None:
     assert "GPU in use" not in found(2)
     nvml.taken = 1
-    taken = found(2)["GPU in use"]
-    assert (taken.verdict, taken.seen) == (Verdict.ADVICE, "1: 30 of 140 GiB are free")
+    finding = found(2)["GPU in use"]
+    assert (finding.verdict, finding.seen) == (Verdict.ADVICE, "1: 30 of 140 GiB are free")
 
 
 def test_entry_that_names_no_gpu_is_a_problem(nvml: FakeNvml) -> None:
@@ -150,8 +150,8 @@ def test_memory_of_each_gpu_is_compared_with_the_need(monkeypatch: pytest.Monkey
     assert 'controller.turns = "sleep"' in shared["GPU memory"].remedy
     offload = {"offload": {"gradients": True, "optimizer": True}}
     in_turn = config_of(controller={"turns": "sleep"}, learner=offload)
-    found = fits(in_turn, monkeypatch, 1, 7.0)["GPU memory"]
-    assert found.seen == "117.3 of 140.0 GiB for a trainer rank"
+    finding = fits(in_turn, monkeypatch, 1, 7.0)["GPU memory"]
+    assert finding.seen == "117.3 of 140.0 GiB for a trainer rank"
     tight = fits(config_of(), monkeypatch, 2, 7.5)
     assert tight["GPU memory"].verdict is Verdict.ADVICE
 

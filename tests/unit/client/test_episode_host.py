@@ -383,10 +383,10 @@ async def test_what_cannot_be_loaded_is_a_failure_with_the_cause(reference, args
 
 async def test_a_search_path_that_is_no_folder_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for folder, said in ((tmp_path / "none", ", which is no folder here,"), (tmp_path, "")):
+    for folder, place in ((tmp_path / "none", ", which is no folder here,"), (tmp_path, "")):
         spec = {"reference": "no_such:X", "search_path": str(folder)}
         answer = await asked(EpisodeHost(), load={"spec": spec})
-        cause = f"there is no module 'no_such' in {folder}{said} or Python's path"
+        cause = f"there is no module 'no_such' in {folder}{place} or Python's path"
         assert answer.failure.message == cause
 
 

@@ -94,9 +94,9 @@ def test_a_run_that_goes_on_keeps_its_id_and_a_new_one_has_its_own(config: Confi
 def test_a_torn_first_line_has_no_id_and_the_next_log_has(config: Config) -> None:
     run_id = journal_of(config)
     folder = config.run_dir / "journal"
-    whole = (folder / "journal.log").read_bytes()
-    (folder / "journal-2.log").write_bytes(whole)
-    (folder / "journal.log").write_bytes(whole[:40])
+    journal = (folder / "journal.log").read_bytes()
+    (folder / "journal-2.log").write_bytes(journal)
+    (folder / "journal.log").write_bytes(journal[:40])
     assert journaled_run_id(config.run_dir) == run_id
     (folder / "journal-2.log").write_bytes(b"00000000 [3]\n")
     assert journaled_run_id(config.run_dir) is None
@@ -132,8 +132,8 @@ def test_a_command_takes_the_credentials_of_the_run_unless_it_is_told_others(con
     started(config.model_copy(update={"security": security}))
 
     def of(*arguments: str) -> tuple[str | None, bytes | None]:
-        used = connect(parse(["status", *arguments]))._credentials
-        return used.token, used.ca
+        credentials = connect(parse(["status", *arguments]))._credentials
+        return credentials.token, credentials.ca
 
     assert of("test") == ("first" * 10, b"ca" * 10)
     assert of("test", "--token-file", str(files["second"])) == ("second" * 10, b"ca" * 10)

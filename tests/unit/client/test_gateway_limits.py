@@ -111,11 +111,13 @@ async def test_a_head_without_end_is_refused_at_its_limit(beginning: bytes, more
 
 async def test_a_body_that_is_read_counts_as_a_call() -> None:
     async with opened() as rig:
-        begun = [await rig.connected(rig.begun(2) + b"{") for _ in range(MAX_OPEN_CALLS)]
+        connections_begun = [
+            await rig.connected(rig.begun(2) + b"{") for _ in range(MAX_OPEN_CALLS)
+        ]
         await until(lambda: rig.exchange.num_reading >= MAX_OPEN_CALLS)
         reader, writer = await rig.connected(rig.begun(2) + b"{}")
         assert await status(reader) == 429
-        begun[0][1].close()
+        connections_begun[0][1].close()
         await until(lambda: rig.exchange.num_reading != MAX_OPEN_CALLS)
         writer.write(rig.begun(2) + b"{}")
         assert (await rig.exchange.next()).body == b"{}"
@@ -123,17 +125,17 @@ async def test_a_body_that_is_read_counts_as_a_call() -> None:
 
 async def test_bodies_of_one_episode_are_counted_before_they_are_whole() -> None:
     async with opened() as rig:
-        most = MAX_WAITING_BYTES // MAX_BODY_BYTES
-        held = []
-        for _ in range(most):
-            held.append(await rig.connected(rig.begun(MAX_BODY_BYTES)))
-            assert await flooded(held[-1][1], b"z" * (MAX_BODY_BYTES - 1), 1)
-        await until(lambda: rig.exchange.num_waiting_bytes >= most * (MAX_BODY_BYTES - 1))
+        max_bodies = MAX_WAITING_BYTES // MAX_BODY_BYTES
+        connections_held = []
+        for _ in range(max_bodies):
+            connections_held.append(await rig.connected(rig.begun(MAX_BODY_BYTES)))
+            assert await flooded(connections_held[-1][1], b"z" * (MAX_BODY_BYTES - 1), 1)
+        await until(lambda: rig.exchange.num_waiting_bytes >= max_bodies * (MAX_BODY_BYTES - 1))
         reader, _ = await rig.connected(rig.begun(100) + b"z" * 100)
         assert await status(reader) == 429
         # One is whole: it counts until the server has it.
-        held[0][1].write(b"z")
-        await until(lambda: rig.exchange.num_reading != most)
+        connections_held[0][1].write(b"z")
+        await until(lambda: rig.exchange.num_reading != max_bodies)
         reader, _ = await rig.connected(rig.begun(100) + b"z" * 100)
         assert await status(reader) == 429
         assert len((await rig.exchange.next()).body) == MAX_BODY_BYTES
@@ -186,8 +188,8 @@ async def test_the_connection_that_rests_longest_makes_room_for_a_new_one(
         call = await rig.exchange.next()
         resting = []
         for number in range(6):
-            begun = b"GET /x HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
-            resting.append(await rig.connected(begun if is_refused else b"G"))
+            head = b"GET /x HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+            resting.append(await rig.connected(head if is_refused else b"G"))
             if is_refused:
                 assert await status(resting[-1][0]) == 401
             elif number >= 3:

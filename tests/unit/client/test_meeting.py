@@ -132,5 +132,5 @@ async def test_a_rollout_server_that_comes_first_waits_for_the_controller(tmp_pa
             waiting = asyncio.create_task(compare(config, SERVER))
             await came.wait()
         async with answering(config):
-            told = await waiting
-    assert str(told).startswith(f"{ADDRESS} answers: same versions")
+            message = await waiting
+    assert str(message).startswith(f"{ADDRESS} answers: same versions")

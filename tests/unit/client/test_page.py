@@ -52,9 +52,9 @@ def test_curves_of_several_runs_are_on_one_page(tmp_path: Path) -> None:
         # A run that was resumed may have written a step again.
         {"step": 2, "reward_mean": 0.75, "logprob_gap_mean": 0.0, "logprob_gap_tokens": 0},
     )
-    one, two = page_of(first, a_run(tmp_path / "second", {"step": 1, "own/<b>": 3.0}))["runs"]
-    assert (one["name"], two["name"]) == ("first", "second")
-    assert one["curves"] == {
+    first_run, two = page_of(first, a_run(tmp_path / "second", {"step": 1, "own/<b>": 3.0}))["runs"]
+    assert (first_run["name"], two["name"]) == ("first", "second")
+    assert first_run["curves"] == {
         "reward_mean": [[1, 0.25], [2, 0.75]],
         "echo/right": [[1, 0.12346]],
         "reward_heldout": [[0, 0.5]],
@@ -89,15 +89,15 @@ def test_settings_that_differ_have_the_names_of_overrides_and_no_secrets(tmp_pat
         evaluations=[{"name": "held", "reference": "x:Y", "num_episodes": 4}],
         algorithm={"learning_rate": 2e-5},
     )
-    given = page_of(first, second)
-    assert "hunter2" not in json.dumps(given)
-    told = {name: texts for name, texts in given["settings"]}
-    assert told["environments.1.weight"] == ["1.0", "2.0"]
-    assert told["algorithm.learning_rate"] == ["1e-05", "2e-05"]
-    assert told["queue.kind"] == ["redis", "grpc"]
+    data = page_of(first, second)
+    assert "hunter2" not in json.dumps(data)
+    texts_by_name = {name: texts for name, texts in data["settings"]}
+    assert texts_by_name["environments.1.weight"] == ["1.0", "2.0"]
+    assert texts_by_name["algorithm.learning_rate"] == ["1e-05", "2e-05"]
+    assert texts_by_name["queue.kind"] == ["redis", "grpc"]
     # A table that only one run has is one line.
-    assert told["evaluations"] == ["–", "there"]
-    assert {name.split(".")[0] for name in told} <= {
+    assert texts_by_name["evaluations"] == ["–", "there"]
+    assert {name.split(".")[0] for name in texts_by_name} <= {
         "environments",
         "algorithm",
         "queue",
@@ -121,11 +121,11 @@ def test_texts_of_models_are_no_markup(tmp_path: Path) -> None:
     assert "alert(1)</script>" not in text
     assert "<img" not in text
     # The policy of the page runs its own script alone, and loads nothing.
-    given, own = re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
+    script_data, script = re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert "default-src 'none'" in text
     assert f"script-src 'sha256-{digest}'" in text
-    assert "innerHTML" not in own
+    assert "innerHTML" not in script
 
 
 def test_the_newest_replies_are_shown_with_texts_of_limited_length(tmp_path: Path) -> None:
@@ -200,8 +200,8 @@ async def test_a_run_writes_its_page_while_it_goes_on_and_at_its_end(tmp_path: P
             await asyncio.sleep(0.01)
         assert given_of(folder / "page.html")["period_s"] == 30
         (folder / "summary.json").write_text('{"state": "finished", "steps": 1}')
-    given = given_of(folder / "page.html")
-    assert (given["period_s"], given["runs"][0]["state"]) == (0, "finished")
+    data = given_of(folder / "page.html")
+    assert (data["period_s"], data["runs"][0]["state"]) == (0, "finished")
     assert (messages, list(folder.glob("*.partial"))) == ([], [])
 
 

@@ -123,17 +123,17 @@ def test_a_suspended_environment_shows_its_cause() -> None:
 def test_evaluations_show_what_their_newest_round_measured() -> None:
     trained = environment("trained", environment_pb2.ENVIRONMENT_STATE_READY, 3)
     trained.spec.purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
-    held, new, failed = (
+    served, new, failed = (
         environment(name, environment_pb2.ENVIRONMENT_STATE_READY, 3)
         for name in ("held", "new", "failed")
     )
-    for entry in (held, new, failed):
+    for entry in (served, new, failed):
         entry.spec.purpose = trajectory_pb2.EPISODE_PURPOSE_EVALUATION
-    held.newest_round.step = 50
+    served.newest_round.step = 50
     numbers = {"reward_mean": 0.25, "pass_at_10": 0.75, "pass_at_2": 0.5}
-    held.newest_round.numbers.update(numbers | {"num_episodes": 1256, "num_failed": 3})
+    served.newest_round.numbers.update(numbers | {"num_episodes": 1256, "num_failed": 3})
     failed.newest_round.numbers.update({"num_episodes": 0, "num_failed": 4})
-    entries = [environment_from_pb(entry) for entry in (held, trained, new, failed)]
+    entries = [environment_from_pb(entry) for entry in (served, trained, new, failed)]
     lines = [" ".join(line.split()) for line in environment_lines(entries)]
     assert lines[1] == "trained ready 3 1 0 0 -"
     assert lines[2] == ""

@@ -29,8 +29,8 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_two_threads_that_start_their_first_runs_share_one_loop(monkeypatch) -> None:
     monkeypatch.setattr(started_run, "_loops", {})
-    found: list[asyncio.AbstractEventLoop] = []
-    second = threading.Thread(target=lambda: found.append(started_run._loop("one")))
+    loops: list[asyncio.AbstractEventLoop] = []
+    second = threading.Thread(target=lambda: loops.append(started_run._loop("one")))
     make = asyncio.new_event_loop
 
     def slow() -> asyncio.AbstractEventLoop:
@@ -41,13 +41,13 @@ def test_two_threads_that_start_their_first_runs_share_one_loop(monkeypatch) -> 
         return make()
 
     monkeypatch.setattr(asyncio, "new_event_loop", slow)
-    found.append(started_run._loop("one"))
+    loops.append(started_run._loop("one"))
     second.join()
-    assert len({*found}) == 1
-    (running,) = (each for each in threading.enumerate() if each.name == "one")
-    found[0].call_soon_threadsafe(found[0].stop)
+    assert len({*loops}) == 1
+    (running,) = (thread for thread in threading.enumerate() if thread.name == "one")
+    loops[0].call_soon_threadsafe(loops[0].stop)
     running.join()
-    found[0].close()
+    loops[0].close()
 
 
 def test_rows_come_behind_a_damaged_line_and_in_a_file_that_was_cut(tmp_path, monkeypatch) -> None:

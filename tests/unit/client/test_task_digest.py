@@ -39,9 +39,11 @@ TASKS = {
 
 @pytest.mark.parametrize("tasks", TASKS.values(), ids=TASKS)
 def test_a_digest_tells_order_number_and_content(tasks: list[Any]) -> None:
-    own = digest(tasks)
-    assert len({own, digest(tasks[::-1]), digest(tasks[:1]), digest([*tasks, "z"])}) == 4
-    assert digest(list(tasks)) == own
+    digest_of_tasks = digest(tasks)
+    assert (
+        len({digest_of_tasks, digest(tasks[::-1]), digest(tasks[:1]), digest([*tasks, "z"])}) == 4
+    )
+    assert digest(list(tasks)) == digest_of_tasks
 
 
 def test_objects_count_by_their_type_and_sets_have_no_order() -> None:

@@ -45,13 +45,13 @@ def test_a_command_is_told_as_a_shell_takes_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin")
     words = ["run", "my runs/a.toml", 'controller.address="127.0.0.1:1"']
     as_typed = "run 'my runs/a.toml' 'controller.address=\"127.0.0.1:1\"'"
-    for given, shown in (
+    for text, shown in (
         ("./slipstream", "./slipstream"),
         (str(program), shlex.quote(str(program))),
         # `python -m` gives the path of the module.
         ("/src/slipstream/client/cli.py", f"{sys.executable} -m slipstream.client.cli"),
     ):
-        monkeypatch.setattr(sys, "argv", [given, *words])
+        monkeypatch.setattr(sys, "argv", [text, *words])
         assert this_command() == f"{shown} {as_typed}"
     # A shell that finds the program by its name is given the path.
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -64,7 +64,7 @@ def test_nobody_has_to_read_what_is_said() -> None:
     read, write = os.pipe()
     os.close(read)
     code = "from slipstream.client.terminal import say\nfor _ in range(3): say('x' * 100_000)"
-    said = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         stdout=write,
         stderr=subprocess.PIPE,
@@ -72,7 +72,7 @@ def test_nobody_has_to_read_what_is_said() -> None:
         timeout=LIMIT_S,
     )
     os.close(write)
-    assert (said.returncode, said.stderr) == (0, "")
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 @pytest.mark.process

@@ -28,8 +28,10 @@ CHECKS = Forks(
 
 async def check(*arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout and last line of stderr of a check."""
-    given = ("--check", *arguments)
-    done = await asyncio.to_thread(CHECKS.run, given, limit_s=LIMIT_S, environ={"PATH": ""})
+    arguments_of_check = ("--check", *arguments)
+    done = await asyncio.to_thread(
+        CHECKS.run, arguments_of_check, limit_s=LIMIT_S, environ={"PATH": ""}
+    )
     lines = done.stderr.splitlines()
     return done.returncode, done.stdout, lines[-1] if lines else ""
 
@@ -230,9 +232,9 @@ async def test_a_check_plays_a_step(tmp_path: Path) -> None:
     assert (code, out) == (2, "")
     assert errors.startswith(f"environment steps:Picky: {FAILED_STEPS['NaN']}")
     code, out, _ = await check("steps:Given", *options)
-    ready, _, own = out.splitlines()
+    ready, _, last_line = out.splitlines()
     assert (code, ready) == (0, "environment steps:Given is ready: 1 task, 1 of them played")
-    assert own.split() == ["its", "own", "reply", "1", "1"]
+    assert last_line.split() == ["its", "own", "reply", "1", "1"]
 
 
 async def test_a_check_tells_who_needs_more_than_one_reply(tmp_path: Path) -> None:
@@ -244,12 +246,12 @@ async def test_a_check_tells_who_needs_more_than_one_reply(tmp_path: Path) -> No
         ("agents_for_checks:Calls", FAKES, 0, ""),
         ("steps:Given", str(tmp_path), 0, ""),
     ):
-        code, _, told = await check(
+        code, _, errors = await check(
             name, "--search-path", folder, "--limits", f'{{"max_turns": {limit}}}'
         )
         assert code == 0
-        assert told.startswith(f"slipstream: warning: {cause}") == bool(cause)
-        assert bool(told) == bool(cause)
+        assert errors.startswith(f"slipstream: warning: {cause}") == bool(cause)
+        assert bool(errors) == bool(cause)
 
 
 FAILED_CHECKS = [
@@ -278,7 +280,7 @@ async def test_a_failed_check_says_why_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "mistyped.py").write_text("class X:\n    def y(self) return 1\n")
     (tmp_path / "broken.py").write_text("raise SystemExit(4)\n")
     options = ("--search-path", str(tmp_path))
-    ends = await asyncio.gather(*(check(*given, *options) for given, _ in FAILED_CHECKS))
+    ends = await asyncio.gather(*(check(*arguments, *options) for arguments, _ in FAILED_CHECKS))
     for (_, cause), (code, out, error) in zip(FAILED_CHECKS, ends, strict=True):
         assert (code, out) == (2, "")
         assert error.startswith(cause)

@@ -127,7 +127,13 @@ def test_values_of_the_signature_and_scalars_of_numpy_and_torch_are_passed_on() 
         call=print,
     )
     assert (path, limit, rate, sure, text, options) == ("x", 3, 0.5, True, "é", {"most": 2})
-    assert [type(each) for each in (path, limit, rate, sure, text)] == [str, int, float, bool, str]
+    assert [type(value) for value in (path, limit, rate, sure, text)] == [
+        str,
+        int,
+        float,
+        bool,
+        str,
+    ]
 
 
 def test_names_and_number_of_arguments_are_pythons_own_matter() -> None:

@@ -35,7 +35,7 @@ def holds_from_step(leased: Counter[int], step: int, groups_per_step: int) -> bo
 @given(deadlines, st.integers(0, 12), sizes)
 def test_the_invariant_is_what_its_definition_says(leased, step, groups_per_step):
     by_definition = all(
-        sum(each <= d for each in leased) <= (d - step + 1) * groups_per_step
+        sum(deadline <= d for deadline in leased) <= (d - step + 1) * groups_per_step
         for d in range(-1, 30)
         if d >= step - 1
     )
@@ -129,11 +129,11 @@ def explore(groups_per_step, max_staleness, num_steps, invariant, room=None):
         complete = [d for d, is_complete in leased if is_complete]
         trained = []
         for batch in set(combinations(complete, groups_per_step)):
-            left = list(leased)
+            deadlines = list(leased)
             for d in batch:
-                left.remove((d, True))
-            if invariant(Counter(d for d, _ in left), step + 1, groups_per_step):
-                trained.append((step + 1, served, tuple(left)))
+                deadlines.remove((d, True))
+            if invariant(Counter(d for d, _ in deadlines), step + 1, groups_per_step):
+                trained.append((step + 1, served, tuple(deadlines)))
         following += trained
         if invariant is holds:
             plain_groups = [PlainGroup(str(i), d, done) for i, (d, done) in enumerate(leased)]

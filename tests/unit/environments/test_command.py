@@ -359,8 +359,8 @@ async def test_memory_in_the_sandbox_is_what_is_used_not_what_is_reserved(scores
             program = python(CALL, "{word}")
             options["score_command"] = taking
         answer = await played(Command(program, [{"word": "hello"}], **options))
-        told = capfd.readouterr().err if not scores else answer.failure.message
-        assert ("out of memory: it took" in told and "memory_gib = 0.50" in told) == is_ended
+        errors = capfd.readouterr().err if not scores else answer.failure.message
+        assert ("out of memory: it took" in errors and "memory_gib = 0.50" in errors) == is_ended
         assert answer.agent_result.metrics["exit_0"] == (not is_ended)
 
 
@@ -391,17 +391,17 @@ open("score.txt", "w").write(str(seen))
 @pytest.mark.process
 @pytest.mark.parametrize("readable", [(), ("/proc/self",)])
 async def test_certificates_and_where_it_is_named_its_own_process_are_read_in_the_sandbox(readable):
-    known = [path for path in ("/etc/ssl/openssl.cnf",) if os.path.exists(path)]
-    known += [str(path) for path in Path("/etc/ssl/certs").glob("*.crt")][:1]
+    certificates = [path for path in ("/etc/ssl/openssl.cnf",) if os.path.exists(path)]
+    certificates += [str(path) for path in Path("/etc/ssl/certs").glob("*.crt")][:1]
     program = Command(
-        python(CALL + READS, "{word}", *known),
+        python(CALL + READS, "{word}", *certificates),
         [{"word": "hello"}],
         score_file="score.txt",
         readable=readable,
         **IN_SANDBOX,
     )
     # The process above it stays unread.
-    assert (await played(program)).agent_result.reward == len(known) + len(readable)
+    assert (await played(program)).agent_result.reward == len(certificates) + len(readable)
 
 
 @pytest.mark.process

@@ -222,9 +222,9 @@ async def test_code_cannot_fake_a_pass(name, tmp_path, backend, monkeypatch):
 
 
 async def test_the_code_is_the_last_block_of_the_reply() -> None:
-    one = "```python\na = 1\n```"
+    block_of_code = "```python\na = 1\n```"
     two = "```\nb = 2\n```"
-    assert code_of(f"first\n{one}\nthen\n{two}\nend") == "b = 2\n"
+    assert code_of(f"first\n{block_of_code}\nthen\n{two}\nend") == "b = 2\n"
     assert code_of("a = 1") == "a = 1"
     assert code_of("```py\na = 1") == "a = 1"
     assert code_of("  ```python\n  a = 1\n  ```") == "a = 1\n"

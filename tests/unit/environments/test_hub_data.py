@@ -97,8 +97,8 @@ def ask(hub: Hub, tmp_path: Path) -> Callable[..., list[str] | str]:
 
 def test_a_function_judges_rows_of_the_hub(ask: Callable[..., object], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def judge(reply, row):\n    return reply == row['answer']\n")
-    found = ask("hf:openai/sums", hub_config="main", hub_split="test", judge="mine:judge")
-    assert found == rows(5, 7)
+    facts = ask("hf:openai/sums", hub_config="main", hub_split="test", judge="mine:judge")
+    assert facts == rows(5, 7)
 
 
 @pytest.mark.long
@@ -117,27 +117,27 @@ def test_what_was_read_once_is_read_again_without_a_network(ask: Callable, hub: 
     assert ask("hf:openai/sums", hub_config="main", offline=True) == read
     assert len(hub.requests) == num_requests
     # Another split was not read, and is not taken for an empty one.
-    said = ask("hf:some/lines", offline=True)
-    assert isinstance(said, str)
-    assert said.startswith("hf:some/lines")
+    answer = ask("hf:some/lines", offline=True)
+    assert isinstance(answer, str)
+    assert answer.startswith("hf:some/lines")
 
 
 def test_a_hub_that_does_not_answer_is_one_line(ask: Callable) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        said = ask("hf:openai/sums", hub_config="main", endpoint=endpoint)
-    assert isinstance(said, str)
-    assert said.startswith("hf:openai/sums is not in ")
-    assert f"{endpoint} gives no answer" in said
+        answer = ask("hf:openai/sums", hub_config="main", endpoint=endpoint)
+    assert isinstance(answer, str)
+    assert answer.startswith("hf:openai/sums is not in ")
+    assert f"{endpoint} gives no answer" in answer
 
 
 def test_what_is_missing_or_gated_is_named_with_what_to_do(ask: Callable, hub: Hub) -> None:
     assert "hf:openai/summs is not at " in ask("hf:openai/summs")
     hub.gated.add("openai/sums")
-    said = ask("hf:openai/sums", hub_config="main")
-    assert "hf:openai/sums is gated: accept its terms at" in said
-    assert "hf auth login" in said
+    answer = ask("hf:openai/sums", hub_config="main")
+    assert "hf:openai/sums is gated: accept its terms at" in answer
+    assert "hf auth login" in answer
     hub.gated.clear()
     assert ask("hf:openai/sums", hub_config="main", hub_revision="v9") == (
         "hf:openai/sums has no revision 'v9'"

@@ -123,12 +123,12 @@ async def score(endpoint: Endpoint, said: Any, **options: Any) -> float:
 
 async def test_a_judge_reads_the_prompt_with_its_fields_and_gives_a_number(endpoint):
     assert await score(endpoint, "It is good.\nScore: 7.5\n", api_key="a key") == 7.5
-    (asked,) = endpoint.asked
+    (request,) = endpoint.asked
     # What a reply says is no field of the prompt.
-    assert asked["messages"] == [
+    assert request["messages"] == [
         {"role": "user", "content": "From 0 to 10, how good is {score} {reply}?"}
     ]
-    assert (asked["model"], asked["temperature"]) == ("judge", 0)
+    assert (request["model"], request["temperature"]) == ("judge", 0)
     assert endpoint.keys == ["Bearer a key"]
     # Few compressed bytes may stand for any number of others.
     assert endpoint.encodings == ["identity"]
@@ -152,10 +152,10 @@ async def test_a_judge_reads_the_prompt_with_its_fields_and_gives_a_number(endpo
 )
 async def test_fields_of_the_request_are_the_users(options: dict, fields: dict, endpoint) -> None:
     assert await score(endpoint, "7", **options) == 7
-    (asked,) = endpoint.asked
-    assert {name: value for name, value in asked.items() if name not in ("model", "messages")} == (
-        fields
-    )
+    (request,) = endpoint.asked
+    assert {
+        name: value for name, value in request.items() if name not in ("model", "messages")
+    } == (fields)
 
 
 @pytest.mark.parametrize(
@@ -303,8 +303,8 @@ async def test_a_redirection_is_not_followed(endpoint: Endpoint) -> None:
 async def test_a_judge_has_no_more_calls_open_than_it_may(endpoint: Endpoint) -> None:
     endpoint.answers = ["5"]
     endpoint.hold.clear()
-    one = judge(endpoint, max_open=3)
-    calls = [asyncio.create_task(one.score({"reply": str(number)})) for number in range(12)]
+    one_judge = judge(endpoint, max_open=3)
+    calls = [asyncio.create_task(one_judge.score({"reply": str(number)})) for number in range(12)]
     await until(lambda: endpoint.open >= 3, 60)
     endpoint.hold.set()
     assert await asyncio.gather(*calls) == [5] * 12
@@ -352,8 +352,8 @@ async def test_a_judged_environment_gives_the_judges_score_from_0_to_1(tmp_path,
     )
     (message,) = judged.reset(judged.tasks()[0])
     assert message.content == "Name a colour."
-    found = await judged.step("red")
-    assert (found.reward, found.metrics) == (0.5, {"score": 4})
+    result = await judged.step("red")
+    assert (result.reward, result.metrics) == (0.5, {"score": 4})
     content = endpoint.asked[0]["messages"][0]["content"]
     assert content == 'Name a colour. Allowed: ["red", "blue"]. Reply: red. From 2 to 6?'
     assert endpoint.keys == ["Bearer a key"]
@@ -369,8 +369,8 @@ async def test_a_judge_sees_the_answer_alone_and_nothing_is_asked_of_an_empty_on
     assert (await judged.step("<think>blue?</think>\n\nred")).reward == 0.5
     assert endpoint.asked[0]["messages"][0]["content"] == "red. From 2 to 6?"
     for reply in ("", " \n", "<think>red", "<think>red</think>"):
-        found = await judged.step(reply)
-        assert (found.reward, found.metrics) == (0.0, {"score": 2})
+        result = await judged.step(reply)
+        assert (result.reward, result.metrics) == (0.0, {"score": 2})
     assert len(endpoint.asked) == 1
 
 
@@ -395,9 +395,9 @@ async def test_thoughts_of_a_judge_are_no_score(endpoint: Endpoint) -> None:
     ],
 )
 def test_an_environment_with_a_judge_says_what_cannot_work(kind, options, said, tmp_path):
-    given = options if kind is Rewarded else {"rubric": "{reply}", **options}
+    arguments = options if kind is Rewarded else {"rubric": "{reply}", **options}
     with pytest.raises(ConfigError) as refused:
-        kind(questions(tmp_path), "http://127.0.0.1:1/v1", "m", **given)
+        kind(questions(tmp_path), "http://127.0.0.1:1/v1", "m", **arguments)
     assert said in str(refused.value)
 
 
@@ -453,8 +453,8 @@ async def test_a_rewarded_environment_scores_question_and_reply(endpoint, tmp_pa
         str(path), endpoint.url, "reward", question="topic", instruction="What is {question}?"
     )
     (message,) = environment.reset(environment.tasks()[0])
-    found = await environment.step(Reply("<think>hm</think>a colour", content="a colour"))
-    assert (found.reward, found.done, message.content) == (1.25, True, "What is red?")
+    result = await environment.step(Reply("<think>hm</think>a colour", content="a colour"))
+    assert (result.reward, result.done, message.content) == (1.25, True, "What is red?")
     assert endpoint.asked[0]["messages"] == [
         {"role": "user", "content": "What is red?"},
         {"role": "assistant", "content": "a colour"},

@@ -94,11 +94,11 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("character", ["\x00", "\x07", "\x1b", "\x7f", "\x9b"])
 def test_a_control_character_is_refused(tmp_path: Path, character: str) -> None:
-    held = f"holds the control character {character!a}: take it out"
+    fault = f"holds the control character {character!a}: take it out"
     path = json_lines(tmp_path, {"question": f"a{character}b", "answer": "1"})
-    assert refusal(path) == f"{path}, row 1: column 'question' {held}"
+    assert refusal(path) == f"{path}, row 1: column 'question' {fault}"
     path = json_lines(tmp_path, {"question": "q", "answer": f"1{character}"})
-    assert refusal(path) == f"{path}, row 1: column 'answer' {held}"
+    assert refusal(path) == f"{path}, row 1: column 'answer' {fault}"
     path = json_lines(tmp_path, {"prompt": "q", "reply": f"a{character}"})
     with pytest.raises(ConfigError, match="column 'reply' holds the control character"):
         Demonstrations(path, prompt="prompt", reply="reply")

@@ -178,8 +178,8 @@ def test_a_value_that_is_neither_text_nor_number_is_refused(answer):
 
 def test_arrays_of_rows_are_lists_and_their_numbers_are_numbers():
     numpy = pytest.importorskip("numpy")
-    asked = numpy.array([{"role": "user", "content": "q"}], dtype=object)
-    rows = [{"question": asked, "answer": numpy.int64(7)}]
+    messages = numpy.array([{"role": "user", "content": "q"}], dtype=object)
+    rows = [{"question": messages, "answer": numpy.int64(7)}]
     (task,) = Questions(rows, judge="exact").tasks()
     assert (task.messages, task.answer) == ((Message("user", "q"),), "7")
 
@@ -548,8 +548,8 @@ async def test_a_function_judges_by_the_arguments_that_it_takes(tmp_path: Path, 
     assert await verdict(lambda reply: by_token, Reply("x", token_ids=(1, 2))) == result
     # The question is the file's: an instruction is no part of it.
     # Neither is the answer changed: a number stays one.
-    found = await verdict(f"{__name__}:all_four", "2")
-    assert (found.reward, found.metrics) == (0.5, {"right": True, "level": 3, "asked": 6})
+    answer = await verdict(f"{__name__}:all_four", "2")
+    assert (answer.reward, answer.metrics) == (0.5, {"right": True, "level": 3, "asked": 6})
     assert (await verdict(all_four, "so 2", answer_after="so ")).metrics["right"]
     marked = Reply("<think>so 3</think>so 2", token_ids=(1, 2))
     parts = await verdict(
@@ -612,8 +612,8 @@ class Lengths(Questions):
         super().__init__(path, judge="exact")
 
     async def step(self, reply):
-        known = (self.question.text, self.question.answer, self.question.row["level"])
-        return StepResult(float(known == ("What is 3?", "three", 7)))
+        facts = (self.question.text, self.question.answer, self.question.row["level"])
+        return StepResult(float(facts == ("What is 3?", "three", 7)))
 
 
 async def test_a_subclass_finds_question_answer_and_row(tmp_path: Path):
@@ -628,15 +628,15 @@ async def test_a_function_that_gives_no_verdict_is_refused_by_the_check(tmp_path
     path = json_lines(tmp_path, SUMS)
     message = "judge mine:wordy must return a number, or metrics with 'reward', got 'good'"
     nan = "the reward must be a finite number, got nan"
-    for given, cause in (("'good'", message), ("float('nan')", nan)):
-        (tmp_path / "mine.py").write_text(f"def wordy(reply):\n    return {given}\n")
+    for value, cause in (("'good'", message), ("float('nan')", nan)):
+        (tmp_path / "mine.py").write_text(f"def wordy(reply):\n    return {value}\n")
         args = json.dumps({"path": path, "judge": "mine:wordy"})
         options = ["--args", args, "--search-path", str(tmp_path)]
         async with worker_process("--check", REFERENCE, *options) as process:
             _, errors = await process.communicate()
         assert process.returncode == 2
-        told = errors.decode().splitlines()[-1]
-        assert told.startswith(f"environment {REFERENCE}: {cause} (in ")
+        line = errors.decode().splitlines()[-1]
+        assert line.startswith(f"environment {REFERENCE}: {cause} (in ")
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,9 @@ async def run(backend: str, program: str, **limits: float) -> Finished:
 def marked(mark: str, name: str = "") -> list[str]:
     """Processes of the machine with an argument, and perhaps a name."""
     return [
-        str(each)
-        for each in psutil.process_iter(["cmdline", "name"])
-        if mark in (each.info["cmdline"] or []) and name in each.info["name"]
+        str(process)
+        for process in psutil.process_iter(["cmdline", "name"])
+        if mark in (process.info["cmdline"] or []) and name in process.info["name"]
     ]
 
 
@@ -150,10 +150,10 @@ ENDED = {
 @pytest.mark.long
 async def test_a_program_at_a_limit_is_ended_and_the_limit_named(backend: str) -> None:
     # Side by side: most of them wait for a second.
-    found = await asyncio.gather(
+    results = await asyncio.gather(
         *(run(backend, program, **limits) for program, limits, _ in ENDED.values())
     )
-    for name, (_, _, ended_by), finished in zip(ENDED, ENDED.values(), found, strict=True):
+    for name, (_, _, ended_by), finished in zip(ENDED, ENDED.values(), results, strict=True):
         assert finished.ended_by in ended_by, (name, finished)
         assert finished.status != 0, name
 

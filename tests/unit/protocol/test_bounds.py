@@ -130,14 +130,14 @@ def beyond(message: Message, field: FieldDescriptor, bound: bounds_pb2.Bound) ->
     ("message", "field"), [pytest.param(m, f, id=f.full_name[14:]) for m, f in bounded_fields()]
 )
 def test_a_value_beyond_the_bound_of_a_field_is_refused_by_name(message, field):
-    made = message_factory.GetMessageClass(message)()
+    empty_message = message_factory.GetMessageClass(message)()
     bound = bound_of(field)
     assert bound is not None
-    if not beyond(made, field, bound):
-        check_bounds(made)
+    if not beyond(empty_message, field, bound):
+        check_bounds(empty_message)
         return
     with pytest.raises(ProtocolError, match=rf"^{message.name}\.{field.name}[^ ]* must "):
-        check_bounds(made)
+        check_bounds(empty_message)
 
 
 @pytest.mark.parametrize(

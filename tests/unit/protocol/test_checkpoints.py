@@ -159,18 +159,18 @@ def test_a_kill_at_any_moment_of_a_publication_leaves_the_newest_checkpoint_whol
             return publish_and_retain(partial, keep_last=2, keep_every=0)
 
         ended = crashing_at(change, publish)
-        found = complete_steps(folder)
+        steps = complete_steps(folder)
         # The new checkpoint is there from the first change on: the rename.
-        assert found[-1] == (4 if change else 3)
-        assert len(found) >= 2
-        for step in found:
+        assert steps[-1] == (4 if change else 3)
+        assert len(steps) >= 2
+        for step in steps:
             path = checkpoint_path(folder, step)
             check_files(path, read_manifest(path).files)
         # The next start removes the rest; the next save removes what is too many.
         remove_partial(folder)
-        assert {path.name for path in folder.iterdir()} == {f"step-{s:06d}" for s in found}
+        assert {path.name for path in folder.iterdir()} == {f"step-{s:06d}" for s in steps}
         if ended:
-            assert found == [3, 4]
+            assert steps == [3, 4]
             # The new folder is one change; each of two old ones is one, too, and each of its files.
             assert change >= 1 + 2 * 4
             return

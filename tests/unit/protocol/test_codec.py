@@ -91,9 +91,9 @@ def test_every_flipped_bit_in_the_arrays_is_noticed() -> None:
     earned = np.array([0, 0.5, 0, 1], np.float32)
     message = trajectory_to_pb(dataclasses.replace(make_trajectory(4, 4), token_rewards=earned))
     for name in ("token_ids", "behavior_logprobs", "token_rewards"):
-        whole = getattr(message, name)
-        for bit in range(8 * len(whole)):
-            damaged = bytearray(whole)
+        full_value = getattr(message, name)
+        for bit in range(8 * len(full_value)):
+            damaged = bytearray(full_value)
             damaged[bit // 8] ^= 1 << bit % 8
             changed = pb.Trajectory()
             changed.CopyFrom(message)
@@ -294,13 +294,13 @@ def test_a_sampled_first_token_has_no_prediction_that_could_be_wrong() -> None:
 
 def test_a_reward_of_every_token_fits_what_a_lease_reserves() -> None:
     size = 4000
-    made = dataclasses.replace(
+    trajectory = dataclasses.replace(
         make_trajectory(1, size - 1),
         token_rewards=np.full(size - 1, -0.1, np.float32),
         prompt_text="p" * max_text_bytes(size),
         reply_text="r" * max_text_bytes(size),
     )
-    assert len(encode_trajectory(made)) <= TRAJECTORY_OVERHEAD_BYTES + BYTES_PER_TOKEN * size
+    assert len(encode_trajectory(trajectory)) <= TRAJECTORY_OVERHEAD_BYTES + BYTES_PER_TOKEN * size
 
 
 def test_a_message_of_before_there_were_rewards_of_tokens_is_read() -> None:

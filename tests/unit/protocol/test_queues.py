@@ -277,7 +277,7 @@ async def test_a_refused_sender_ends_with_the_reason(tmp_path: Path, puts_first:
 
 async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path, caplog) -> None:
     """Every third message breaks its stream, before or after it was taken."""
-    taken: list[str] = []
+    trajectory_ids: list[str] = []
     count = 0
 
     class Breaking(trajectory_pb2_grpc.TrajectoryServiceServicer):
@@ -289,7 +289,7 @@ async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path, cap
                 count += 1
                 if count % 6 == 3:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "broken before")
-                taken.append(request.trajectory_id)
+                trajectory_ids.append(request.trajectory_id)
                 if count % 6 == 0:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "broken after")
                 yield pb.DeliverResponse(acknowledged_ids=[request.trajectory_id])
@@ -298,7 +298,7 @@ async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path, cap
         for number in range(10):
             await sender.put(TrajectoryId(str(number)), b"x", timeout_s=LIMIT_S)
         await until(lambda: not sender.queued_bytes, LIMIT_S)
-    assert set(taken) == {str(number) for number in range(10)}
+    assert set(trajectory_ids) == {str(number) for number in range(10)}
     # The log tells how much is on its way each time.
     message = r"was lost: broken before; \d+ trajectories of \d+ bytes are sent again in \d"
     assert re.search(message, caplog.text)

@@ -36,17 +36,17 @@ async def test_a_task_that_ends_its_worker_costs_the_others_no_attempt(start_ser
     trajectories = server.fleet.trajectories
     for member in (0, 1):
         for group in ("good", "better"):
-            mine = [t for t in trajectories if (t.group_id, t.member) == (group, member)]
-            mine.sort(key=lambda t: t.attempt)
-            assert mine[-1].status is Status.COMPLETED
-            assert {t.failure.kind for t in mine[:-1]} <= {FailureKind.BYSTANDER}
+            attempts = [t for t in trajectories if (t.group_id, t.member) == (group, member)]
+            attempts.sort(key=lambda t: t.attempt)
+            assert attempts[-1].status is Status.COMPLETED
+            assert {t.failure.kind for t in attempts[:-1]} <= {FailureKind.BYSTANDER}
         bad = [t for t in trajectories if (t.group_id, t.member) == ("bad", member)]
         bad.sort(key=lambda t: t.attempt)
-        own = [t for t in bad if t.failure.kind is not FailureKind.BYSTANDER]
-        assert [t.failure.kind for t in own] == [FailureKind.ENVIRONMENT] * 2
-        assert [t.will_retry for t in own] == [True, False]
+        own_failures = [t for t in bad if t.failure.kind is not FailureKind.BYSTANDER]
+        assert [t.failure.kind for t in own_failures] == [FailureKind.ENVIRONMENT] * 2
+        assert [t.will_retry for t in own_failures] == [True, False]
         # The other episodes decide whether a lone end was needed to find the task.
-        assert own[-1].failure.message.partition(";")[0] == "worker exited with code 7"
+        assert own_failures[-1].failure.message.partition(";")[0] == "worker exited with code 7"
     # Every token that was sampled was delivered.
     assert report.ended_tokens == sum(t.num_sampled_tokens for t in trajectories)
     assert report.generated_tokens == report.ended_tokens

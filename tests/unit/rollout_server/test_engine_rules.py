@@ -96,20 +96,20 @@ def test_no_prompt_is_held_longer_whenever_the_others_come(most_steps: int) -> N
     longest = 0
     for arrivals, leaving in product(product(range(3), repeat=6), (0, 20)):
         gathering = PromptGathering(most_steps)
-        held = []
+        waits = []
         replies = PLACES
         for arriving in (*arrivals, *[0] * most_steps):
-            held += [0] * arriving
-            ready = len(held)
+            waits += [0] * arriving
+            ready = len(waits)
             if gathering.holds(num_ready=ready, num_replies=replies):
                 assert 0 < ready < replies / REPLIES_PER_PROMPT
-                held = [steps + 1 for steps in held]
-                longest = max(longest, *held)
+                waits = [steps + 1 for steps in waits]
+                longest = max(longest, *waits)
             else:
                 replies += ready
-                held = []
+                waits = []
             replies = max(0, replies - leaving)
-        assert not held
+        assert not waits
     assert longest == most_steps
 
 

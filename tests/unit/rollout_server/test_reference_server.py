@@ -66,28 +66,30 @@ async def ask(
 
 
 async def test_the_sampled_tokens_of_all_sequences_come_back_in_order(endpoint) -> None:
-    found = await ask(section(endpoint), scored([1, 4, 5, 6], [0, 1, 0, 1]), scored([7, 8], [1, 1]))
+    references = await ask(
+        section(endpoint), scored([1, 4, 5, 6], [0, 1, 0, 1]), scored([7, 8], [1, 1])
+    )
     # Likely tokens at place p are p, p + 1 and p + 2; nothing predicts the first token.
-    assert found.top_ids.tolist() == [[1, 2, 3], [3, 4, 5], [0, 0, 0], [1, 2, 3]]
-    assert found.logprobs.tolist() == [-5.0, -5.0, 0.0, -5.0]
-    assert found.top_logprobs[0].tolist() == pytest.approx([-0.7, -1.4, -2.1])
-    assert [asked["prompt"] for asked in endpoint.asked] in (
+    assert references.top_ids.tolist() == [[1, 2, 3], [3, 4, 5], [0, 0, 0], [1, 2, 3]]
+    assert references.logprobs.tolist() == [-5.0, -5.0, 0.0, -5.0]
+    assert references.top_logprobs[0].tolist() == pytest.approx([-0.7, -1.4, -2.1])
+    assert [request["prompt"] for request in endpoint.asked] in (
         [[1, 4, 5, 6], [7, 8]],
         [[7, 8], [1, 4, 5, 6]],
     )
-    assert all(asked["model"] == "teacher" for asked in endpoint.asked)
+    assert all(request["model"] == "teacher" for request in endpoint.asked)
 
 
 async def test_a_likely_token_that_was_sampled_counts_as_both(endpoint) -> None:
-    found = await ask(section(endpoint), scored([9, 2], [0, 1]))
-    assert found.top_ids.tolist() == [[2, 1, 3]] or found.top_ids.tolist() == [[1, 2, 3]]
-    assert found.logprobs.tolist() == pytest.approx([-1.4])
+    references = await ask(section(endpoint), scored([9, 2], [0, 1]))
+    assert references.top_ids.tolist() == [[2, 1, 3]] or references.top_ids.tolist() == [[1, 2, 3]]
+    assert references.logprobs.tolist() == pytest.approx([-1.4])
 
 
 async def test_without_likely_tokens_only_the_sampled_ones_are_asked_for(endpoint) -> None:
-    found = await ask(section(endpoint), ONE, top_k=0)
-    assert found.logprobs.tolist() == [-5.0]
-    assert found.top_ids.shape == found.top_logprobs.shape == (1, 0)
+    references = await ask(section(endpoint), ONE, top_k=0)
+    assert references.logprobs.tolist() == [-5.0]
+    assert references.top_ids.shape == references.top_logprobs.shape == (1, 0)
     assert endpoint.asked[0]["prompt_logprobs"] == 0
 
 
@@ -132,12 +134,15 @@ async def test_no_more_calls_are_open_than_allowed(endpoint) -> None:
 
 def without_token(rows: list[Any]) -> list[Any]:
     return [
-        row and {name: one for name, one in row.items() if one["logprob"] != -5} for row in rows
+        row and {name: entry for name, entry in row.items() if entry["logprob"] != -5}
+        for row in rows
     ]
 
 
 def logits(rows: list[Any]) -> list[Any]:
-    return [row and {name: {**one, "logprob": 3.5} for name, one in row.items()} for row in rows]
+    return [
+        row and {name: {**entry, "logprob": 3.5} for name, entry in row.items()} for row in rows
+    ]
 
 
 def other_vocabulary(rows: list[Any]) -> list[Any]:
@@ -146,7 +151,7 @@ def other_vocabulary(rows: list[Any]) -> list[Any]:
 
 def beyond(rows: list[Any]) -> list[Any]:
     return [
-        row and {str(int(name) + 31): one for name, one in row.items()} | {"4": row["4"]}
+        row and {str(int(name) + 31): entry for name, entry in row.items()} | {"4": row["4"]}
         for row in rows
     ]
 
@@ -198,7 +203,7 @@ async def test_episodes_carry_what_the_reference_says(config, endpoint, start_se
     assert len(trained.reference.logprobs) == trained.num_sampled_tokens
     assert judged.status is Status.COMPLETED
     assert judged.reference is None
-    assert [asked["prompt"] for asked in endpoint.asked] == [trained.token_ids.tolist()]
+    assert [request["prompt"] for request in endpoint.asked] == [trained.token_ids.tolist()]
 
 
 async def test_an_episode_whose_reference_fails_has_failed(

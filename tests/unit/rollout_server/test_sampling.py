@@ -29,13 +29,13 @@ def test_every_setting_of_the_sampling_reaches_the_engine_under_its_name() -> No
     names = {field.name for field in dataclasses.fields(Sampling)}
     assert names == set(fleet_pb2.SamplingSettings.DESCRIPTOR.fields_by_name)
     # The adapter is the environment's; initial model, a prompt's scores and seed a client's wish.
-    others = {"adapter", "ignore_eos", "by_start", "prompt_logprobs", "seed"}
-    assert names - others == set(SamplingSection.model_fields)
+    other_fields = {"adapter", "ignore_eos", "by_start", "prompt_logprobs", "seed"}
+    assert names - other_fields == set(SamplingSection.model_fields)
     assert sampling.seed is None
     message.adapter = "math"
     message.seed = 0
     assert (Sampling.from_pb(message).adapter, Sampling.from_pb(message).seed) == ("math", 0)
-    for name in names - others:
+    for name in names - other_fields:
         assert getattr(sampling, name) == getattr(section, name), name
 
 
@@ -84,13 +84,16 @@ def test_settings_of_what_is_drawn_reach_vllm_and_the_rule_for_agents_from_one_p
         max_episode_tokens=32,
     )
     sampling = Sampling.from_pb(section.to_pb())
-    asked = parameters(sampling, 8, experts_from=0)
-    assert (asked.seed, parameters(replace(sampling, seed=0), 8, experts_from=0).seed) == (None, 0)
+    vllm_parameters = parameters(sampling, 8, experts_from=0)
+    assert (
+        vllm_parameters.seed,
+        parameters(replace(sampling, seed=0), 8, experts_from=0).seed,
+    ) == (None, 0)
     wishes = {"temperature": 1, "top_p": 1, "top_k": 1, "min_p": 1}
     _, messages = rule(wishes, sampling, fields=(), variables=())
     for name in wishes:
         assert sampling.distribution[name] == getattr(section, name)
-        assert getattr(asked, name) == getattr(section, name)
+        assert getattr(vllm_parameters, name) == getattr(section, name)
         assert messages[name] == f"{getattr(section, name):g} (asked 1)"
 
 

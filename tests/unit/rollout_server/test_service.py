@@ -46,8 +46,8 @@ def limits_of(**changes) -> fleet_pb2.SamplingSettings:
 
 def receive(connection, publish_id: str = "p", **order) -> None:
     """Orders a server to receive new weights."""
-    told = weights_pb2.PublishOrder(publish_id=publish_id, **order)
-    connection.send(receive=fleet_pb2.ReceiveWeights(order=told))
+    order_told = weights_pb2.PublishOrder(publish_id=publish_id, **order)
+    connection.send(receive=fleet_pb2.ReceiveWeights(order=order_told))
 
 
 def answers(server, message: env_pb.WorkerMessage, *, to: str = "step", of: str = "") -> None:
@@ -292,11 +292,11 @@ async def test_failed_members_run_again_and_every_attempt_is_delivered(server) -
 
 async def test_a_bystander_runs_again_at_once_and_keeps_its_attempts(server) -> None:
     ends = [trajectory_pb2.FAILURE_KIND_BYSTANDER] * 2 + [trajectory_pb2.FAILURE_KIND_ENVIRONMENT]
-    left = list(ends)
+    remaining = list(ends)
 
     def lose(command):
-        if command.HasField("step") and left:
-            return failure("gone", left.pop(0))
+        if command.HasField("step") and remaining:
+            return failure("gone", remaining.pop(0))
         return None
 
     server.fleet.client.answer_instead = lose
@@ -454,13 +454,13 @@ async def test_an_episode_whose_client_was_lost_begins_again_when_that_is_back(
         client = server.fleet.client
         server.fleet.client = None
         connection = await server.leased(members=[0], max_attempts=3)
-        (lost,) = await server.fleet.wait_trajectories(1)
+        (trajectory,) = await server.fleet.wait_trajectories(1)
         # Time in which all attempts could fail.
         seen = (await connection.wait_for("heartbeat")).uptime_s
         await connection.wait_for("heartbeat", lambda beat: beat.uptime_s > seen + 0.3)
         server.fleet.client = client
         _, again = await server.fleet.wait_trajectories(2)
-    assert (lost.failure.kind, lost.will_retry) == (FailureKind.INFRASTRUCTURE, True)
+    assert (trajectory.failure.kind, trajectory.will_retry) == (FailureKind.INFRASTRUCTURE, True)
     assert again.status is Status.COMPLETED
 
 
@@ -819,8 +819,8 @@ async def test_a_server_that_joins_again_tells_what_it_has_finished_and_not_deli
         connection.hang_up()
         again = await server.fleet.joined()
     # Those for which there is no room are among them.
-    held = {name.rsplit(".", 2)[0] for name in again.hello.undelivered}
-    assert held == {f"g{number}.{member}" for number in range(8) for member in range(4)}
+    group_ids = {name.rsplit(".", 2)[0] for name in again.hello.undelivered}
+    assert group_ids == {f"g{number}.{member}" for number in range(8) for member in range(4)}
 
 
 async def test_the_death_of_the_engine_ends_the_server_with_its_cause(server) -> None:

@@ -86,8 +86,8 @@ async def test_tools_that_the_template_does_not_write_are_told(
     monkeypatch.chdir(Path(__file__).parents[3] / "support" / "fakes")
     looking = "example_tools:Looking"
     assert await audit_class(looking, [], python="", timeout_s=60.0, model=model) == 0
-    *_, told, _ = capsys.readouterr().out.splitlines()
-    assert told == (
+    *_, line, _ = capsys.readouterr().out.splitlines()
+    assert line == (
         f"  ! 20 of 20 prompts offer tools, but the chat template in {model} writes no tools, so "
         "that the model never sees those that it is offered: name one that writes them in "
         "rollout_server.chat_template, or describe them in messages"
@@ -124,8 +124,8 @@ def test_the_episodes_of_a_step_are_shared_by_the_workers(asking: Callable[..., 
     command = audit_command(section, config)
     limits = json.loads(command[command.index("--limits") + 1])
     number = limits["num_episodes"]
-    most = algorithm.groups_per_step * algorithm.group_size / (2 * servers)
-    assert most <= number < most + 1
+    episodes = algorithm.groups_per_step * algorithm.group_size / (2 * servers)
+    assert episodes <= number < episodes + 1
     # What the warning of an agent's second call goes by.
     assert limits["max_turns"] == config.sampling.max_turns == 1
 

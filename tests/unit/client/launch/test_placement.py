@@ -160,7 +160,7 @@ def test_no_gpu_has_two_users_unless_there_is_only_one(gpus, ranks, count, per_s
     except ConfigError:
         assert 0 < gpus < needed
         return
-    used = [*got.learner, *(gpu for each in got.servers for gpu in each)]
+    used = [*got.learner, *(gpu for gpus_of_server in got.servers for gpu in gpus_of_server)]
     if gpus == 0:
         assert used == []
     elif gpus == 1:
@@ -289,8 +289,8 @@ def extended(
 
 
 def test_a_second_server_samples_on_the_learners_gpu(tmp_path, monkeypatch) -> None:
-    most = {"rollout_server": {"max_episodes": 512}}
-    config, got, transport = extended(tmp_path, monkeypatch, most)
+    settings = {"rollout_server": {"max_episodes": 512}}
+    config, got, transport = extended(tmp_path, monkeypatch, settings)
     assert got == Placement(("2",), (("1",), ("2",)))
     assert (got.memory, got.engines_share, transport) == ((0.9, 0.3), 0.3, "ipc")
     assert [got.max_episodes(config, number) for number in range(2)] == [512, 160]

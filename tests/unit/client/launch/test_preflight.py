@@ -99,14 +99,14 @@ async def test_an_address_that_a_command_holds_is_for_its_own_controller_alone()
     stated = f"127.0.0.1:{free_port('127.0.0.1')}"
     with hold_address(stated) as address:
         assert address == stated
-        taken = f"cannot listen on {stated}: Address already in use; another run may have it"
+        refusal = f"cannot listen on {stated}: Address already in use; another run may have it"
         # Before the controller listens, while it does, and between two starts of it.
         for starts in (False, True, False):
             server = create_server(Credentials())
             if starts:
                 assert bind(server, stated, Credentials())
                 await server.start()
-            with pytest.raises(ConfigError, match=taken), hold_address(stated):
+            with pytest.raises(ConfigError, match=refusal), hold_address(stated):
                 pass
             with socket.socket() as other, pytest.raises(OSError, match="already in use"):
                 other.bind(("127.0.0.1", int(stated.rpartition(":")[2])))
@@ -270,17 +270,17 @@ async def test_nodes_that_are_started_separately_need_a_port_that_all_know(tmp_p
 async def test_a_controller_that_cannot_be_trusted_is_not_waited_for(
     tmp_path: Path, authority: Path
 ) -> None:
-    own = (authority / "elsewhere.pem").read_bytes()
+    certificate = (authority / "elsewhere.pem").read_bytes()
     cause = "Hostname Verification Check failed"
     key = (authority / "server.key").read_bytes()
-    server = create_server(Credentials(certificate=own, key=key))
-    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, own)]))
+    server = create_server(Credentials(certificate=certificate, key=key))
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)]))
     await server.start()
-    told = {
+    facts = {
         "controller": ControllerSection(address=f"127.0.0.1:{port}"),
         "security": SecuritySection(tls_ca=authority / "ca.pem"),
     }
-    scene = Scene(config_of(tmp_path).model_copy(update=told), SERVER, connect_timeout_s=600.0)
+    scene = Scene(config_of(tmp_path).model_copy(update=facts), SERVER, connect_timeout_s=600.0)
     try:
         with pytest.raises(ConfigError, match=rf"^the controller at 127.0.0.1:{port}: .*{cause}"):
             await ask_controller(scene)
@@ -313,8 +313,8 @@ async def test_a_queue_that_refuses_the_rollout_server_is_told_before_its_engine
             queue = QueueSection(kind="redis", redis_url=server.address, rollout_server=user)
             config = config_of(tmp_path).model_copy(update={"queue": queue})
             if role == "right":
-                (found,) = await check_queue(Scene(config, SERVER))
-                assert found.seen.endswith("lets user rollout write")
+                (finding,) = await check_queue(Scene(config, SERVER))
+                assert finding.seen.endswith("lets user rollout write")
                 continue
             with pytest.raises(ConfigError, match="user rollout: invalid username-password pair"):
                 await check_queue(Scene(config, SERVER, connect_timeout_s=60.0))
@@ -363,8 +363,8 @@ async def test_a_dry_run_names_the_modules_of_environments_that_are_not_there(
     places = {"a": "mine:A", "b": "nowhere.b:B", "c": "slipstream.environments.echo:Echo"}
     table = [{"name": name, "reference": reference} for name, reference in places.items()]
     scene = Scene(small_config(environments=table), WHOLE_RUN, dry_run=True)
-    (found,) = check_modules(scene)
-    assert found.seen == "b: there is no module nowhere"
+    (finding,) = check_modules(scene)
+    assert finding.seen == "b: there is no module nowhere"
     assert not [*check_modules(replace(scene, dry_run=False))], "a start loads them"
 
 

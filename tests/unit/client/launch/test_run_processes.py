@@ -196,10 +196,10 @@ async def with_controller(tmp_path: Path) -> AsyncIterator[RunProcesses]:
 async def run_with_a_deaf_controller(tmp_path: Path, processes: RunProcesses) -> int:
     """Starts a controller that listens at another address, and waits for its end."""
     path = tmp_path / "test" / "config.toml"
-    asked = tomllib.loads(path.read_text())["controller"]["address"]
+    address = tomllib.loads(path.read_text())["controller"]["address"]
     # Without its first line, which has the digest of the others.
     _, _, settings = path.read_text().partition("\n")
-    path.write_text(settings.replace(asked, f"127.0.0.1:{free_port('127.0.0.1')}"))
+    path.write_text(settings.replace(address, f"127.0.0.1:{free_port('127.0.0.1')}"))
     processes.start_controller(num_servers=0)
     return await processes.wait()
 
@@ -370,11 +370,11 @@ async def test_a_signal_while_a_cause_waits_for_the_controller_does_not_hide_it(
     async with with_controller(tmp_path) as processes:
         running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
         await until(lambda: (tmp_path / "test" / "logs" / "controller.log").exists())
-        asked = asyncio.Event()
+        is_asked = asyncio.Event()
 
         async def stop(reason: str, *, failed: bool) -> str:
             if failed:
-                asked.set()
+                is_asked.set()
                 await until(lambda: processes._ended_controller)
             if failed and is_gone:
                 await processes._children[0].process.wait()
@@ -383,7 +383,7 @@ async def test_a_signal_while_a_cause_waits_for_the_controller_does_not_hide_it(
         monkeypatch.setattr(processes._calls, "stop", stop)
         monkeypatch.setattr(sys, "executable", "/missing/python")
         processes.keep_rollout_server(0)
-        await asked.wait()
+        await is_asked.wait()
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(RunFailed, match="rollout server server-0 cannot be started"):
             await running

@@ -60,8 +60,8 @@ def test_lengths_are_those_of_the_model(tmp_path: Path) -> None:
     assert config.learner.micro_batch_tokens == 4096
     long = {"max_position_embeddings": 131072}
     assert chosen(tmp_path, TINY | long).sampling.max_episode_tokens == 4096
-    asked = chosen(tmp_path, TINY | long, sampling={"max_reply_tokens": 9000}).sampling
-    assert (asked.max_reply_tokens, asked.max_episode_tokens) == (9000, 12000)
+    settings = chosen(tmp_path, TINY | long, sampling={"max_reply_tokens": 9000}).sampling
+    assert (settings.max_reply_tokens, settings.max_episode_tokens) == (9000, 12000)
     whole = chosen(tmp_path, TINY | long, sampling={"max_episode_tokens": 20000})
     assert whole.sampling.max_reply_tokens == 15000
     assert whole.learner.micro_batch_tokens == 20000

@@ -71,8 +71,8 @@ def ask(hub: Hub, tmp_path: Path) -> Ask:
         arguments = (str(program), json.dumps(words), json.dumps({"hub": "whole"} | settings))
         done = ASKS.run(arguments, limit_s=LIMIT_S, cwd=tmp_path, environ=variables)
         if done.returncode:
-            *others, line = done.stderr.splitlines()
-            assert others == [], done.stderr
+            *messages, line = done.stderr.splitlines()
+            assert messages == [], done.stderr
             return {"refused": line.removeprefix("refused: ")}
         return tomllib.loads(done.stdout)
 
@@ -114,23 +114,23 @@ def test_a_dry_run_brings_no_weights(ask: Ask) -> None:
 
 
 def test_a_run_that_goes_on_takes_the_state_that_it_began_with(ask, hub, tmp_path):
-    asked = (
+    requests = (
         "model.path=some/tiny",
         f'environments=[{{reference="{QUESTIONS}", args={{path="hf:some/sums"}}}}]',
     )
-    first = ask(*asked)
+    first = ask(*requests)
     assert first["environments"][0]["args"]["hub_revision"] == COMMIT
     keep(first, tmp_path)
     hub.commit = NEWER
-    again = ask(*asked)
+    again = ask(*requests)
     assert model_of(again).name == COMMIT
     assert again["environments"] == first["environments"]
     # The cache may be gone.
     shutil.rmtree(tmp_path / "home")
-    assert files_of(model_of(ask(*asked))) == set(FILES)
+    assert files_of(model_of(ask(*requests))) == set(FILES)
     # Another run takes the newest state, and so does one that never goes on.
-    assert model_of(ask(*asked, "run.name=second")).name == NEWER
-    assert model_of(ask(*asked, "run.resume=never")).name == NEWER
+    assert model_of(ask(*requests, "run.name=second")).name == NEWER
+    assert model_of(ask(*requests, "run.resume=never")).name == NEWER
 
 
 def test_parts_that_start_apart_need_a_commit(ask: Ask) -> None:

@@ -53,12 +53,12 @@ def test_any_other_setting_is_refused_with_the_reason(name: str, cause: str) -> 
 
 
 def test_every_setting_that_may_change_exists() -> None:
-    whole = settings(
+    all_settings = settings(
         reference={"path": "x"},
         algorithm={"kl": {"coefficient": 0.1}, "advantage": "gae"},
         critic={"path": "y", "learning_rate": 1e-3},
     )
-    names = {name for name, _ in flat_settings(whole.model_dump(mode="json"))}
+    names = {name for name, _ in flat_settings(all_settings.model_dump(mode="json"))}
     for allowed in (*TRAINING, *PLACES):
         assert any(f"{name}.".startswith(f"{allowed}.") for name in names), allowed
 

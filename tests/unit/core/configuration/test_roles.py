@@ -89,14 +89,14 @@ def test_a_critic_has_a_rate_of_its_own_and_else_the_learners_settings() -> None
 def test_layers_of_the_policys_stages_are_not_assigned_to_other_stages_of_a_role() -> None:
     stages: Table = {"num_layers_in_first_pipeline_stage": 1, "moe_router_dtype": "fp64"}
     learner: Table = {"world_size": 2, "parallel": {"pp": 2}, "transformer": stages}
-    for own, kept in (
+    for own, expected in (
         ({"tp": 2}, ["moe_router_dtype"]),
         ({"pp": 2}, list(stages)),
         (None, list(stages)),
     ):
         role = {} if own is None else {"parallel": own}
         settings = role_settings(config_with(KL, learner=learner, reference=role))["reference"]
-        assert list(settings.learner.transformer) == kept
+        assert list(settings.learner.transformer) == expected
 
 
 @pytest.mark.parametrize("name", ["reference", "critic"])

@@ -184,18 +184,18 @@ def test_only_folders_of_this_kind_are_removed(temporary: Path, tmp_path: Path) 
 
 
 def test_a_folder_that_is_removed_before_it_is_locked_is_made_anew(temporary, monkeypatch):
-    made: list[str] = []
+    folders: list[str] = []
 
     def make(prefix: str, **_: object) -> str:
-        made.append(str(temporary / f"{prefix}{len(made):08d}"))
-        os.mkdir(made[-1], 0o700)
-        if len(made) == 1:
+        folders.append(str(temporary / f"{prefix}{len(folders):08d}"))
+        os.mkdir(folders[-1], 0o700)
+        if len(folders) == 1:
             remove_abandoned()
-        return made[-1]
+        return folders[-1]
 
     monkeypatch.setattr(tempfile, "mkdtemp", make)
     folder = OwnedFolder("sandbox")
-    assert [str(folder.path)] == made[1:]
+    assert [str(folder.path)] == folders[1:]
     assert list(temporary.iterdir()) == [folder.path]
     folder.close()
 

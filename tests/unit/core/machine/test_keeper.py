@@ -54,10 +54,10 @@ def pids(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "pids"
     path.touch()
     yield path
-    left = [pid for pid in read(path) if is_alive(pid)]
-    for pid in left:
+    survivors = [pid for pid in read(path) if is_alive(pid)]
+    for pid in survivors:
         os.kill(pid, signal.SIGKILL)
-    assert not left
+    assert not survivors
 
 
 def read(path: Path) -> list[int]:
@@ -164,10 +164,10 @@ def test_a_fork_bomb_is_ended_with_the_cause() -> None:
 def test_a_process_with_the_number_of_another_one_is_not_killed() -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     try:
-        (known,) = [d for d in descendants(os.getpid()) if d.pid == stranger.pid]
-        kill(Descendant(known.pid, known.start - 1))
+        (descendant,) = [d for d in descendants(os.getpid()) if d.pid == stranger.pid]
+        kill(Descendant(descendant.pid, descendant.start - 1))
         assert stranger.poll() is None
-        kill(known)
+        kill(descendant)
         assert stranger.wait(LIMIT_S) == -signal.SIGKILL
     finally:
         stranger.kill()

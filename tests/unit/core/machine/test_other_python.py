@@ -46,13 +46,13 @@ def test_a_check_goes_on_with_another_interpreter(furnished: Path, tmp_path: Pat
     command = [sys.executable, "-m", "slipstream.client.cli", "check", "fake_workers:Good"]
 
     def ended(python: Path) -> tuple[int, str]:
-        given = [*command, "--python", str(python)]
-        done = completed(given, timeout=LIMIT_S, cwd=FAKES)
+        command_of_worker = [*command, "--python", str(python)]
+        done = completed(command_of_worker, timeout=LIMIT_S, cwd=FAKES)
         return done.returncode, done.stdout + done.stderr
 
-    code, said = ended(furnished)
+    code, errors = ended(furnished)
     assert code == 0
-    assert "fake_workers:Good: 3 tasks, 3 of them played" in said
+    assert "fake_workers:Good: 3 tasks, 3 of them played" in errors
     missing = tmp_path / "python"
     cause = (
         f"environment fake_workers:Good: python must be the path of an interpreter, got {missing}"
@@ -94,8 +94,10 @@ def test_another_version_of_a_package_is_refused(bare, tmp_path, version, is_rig
         (path / "__init__.py").touch()
         info = site / f"{name.replace('-', '_')}-1.dist-info"
         info.mkdir()
-        given = version if name == "grpcio" else bounds.partition(",")[0]
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {given}\n")
+        version_text = version if name == "grpcio" else bounds.partition(",")[0]
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version_text}\n"
+        )
     ended = check(python, "fake_workers:Good")
     message = "-m pip install 'grpcio>=1.76,<2'\n"
     assert ended.stderr.endswith(message) is not is_right, ended.stderr
@@ -115,9 +117,11 @@ def test_this_interpreter_runs_the_worker_as_a_module() -> None:
 def test_an_interpreter_from_before_its_types_reaches_the_refusal() -> None:
     source = Path(worker_program("python")[1]).read_text()
     tree = ast.parse(source, feature_version=(3, 7))
-    functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     types = [function.returns for function in functions]
     types += [argument.annotation for function in functions for argument in function.args.args]
     assert "main" in [function.name for function in functions]
     # `tuple[int]` and `int | str` are evaluated where a function is defined.
-    assert [each for each in types if not isinstance(each, ast.Name | ast.Constant)] == []
+    assert [
+        annotation for annotation in types if not isinstance(annotation, ast.Name | ast.Constant)
+    ] == []

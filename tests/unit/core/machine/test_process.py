@@ -44,10 +44,10 @@ def test_objects_made_without_collections_stay_and_the_collector_is_as_before() 
     with without_collections():
         assert not gc.isenabled()
         with without_collections():
-            kept = [[] for _ in range(1000)]
+            objects = [[] for _ in range(1000)]
         assert not gc.isenabled()
     assert gc.isenabled()
-    assert gc.get_freeze_count() >= frozen + len(kept)
+    assert gc.get_freeze_count() >= frozen + len(objects)
 
 
 def test_the_collector_is_on_again_after_an_import_that_fails() -> None:

@@ -131,7 +131,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (GLM_LITE, {"mlp_layer_types": ["sparse", "sparse"]}, "got ['sparse', 'sparse']"),
     (GLM_LITE, {"rope_scaling": LATENT_YARN | {"mscale": 0.7}}, "mscale_all_dim of latent attent"),
     (GLM_LITE, {"norm_topk_prob": False}, "norm_topk_prob"),
-    *((one, {"tie_word_embeddings": True}, "tie_word_embeddings") for one in (GLM_LITE, MINIMAX)),
+    *(
+        (architecture, {"tie_word_embeddings": True}, "tie_word_embeddings")
+        for architecture in (GLM_LITE, MINIMAX)
+    ),
     (MINIMAX, {"use_routing_bias": False}, "use_routing_bias of a MiniMaxM2ForCausalLM must be"),
     (MINIMAX, {"scoring_func": "softmax"}, "scoring_func of a MiniMaxM2ForCausalLM must be 'sig"),
     (MINIMAX, {"qk_norm_type": "per_head"}, "qk_norm_type"),
@@ -145,8 +148,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (QWEN35, {"rope_scaling": YARN}, "must be default, got 'yarn'"),
     (QWEN35_MOE, {"norm_topk_prob": False}, "norm_topk_prob of a Qwen3_5MoeForCausalLM must be"),
     *(
-        (one, {"rope_parameters": AXES | change}, message)
-        for one in SEEING[3:]
+        (architecture, {"rope_parameters": AXES | change}, message)
+        for architecture in SEEING[3:]
         for change, message in (
             ({"mrope_interleaved": False}, "mrope_interleaved of a Qwen3_5"),
             ({"mrope_section": [24, 20, 20]}, "half of the turned part of a head, 32, got [24"),
@@ -183,13 +186,14 @@ def test_fields_that_are_not_computed_alike_are_refused(architecture, change, me
 # What changes nothing, or is computed with everywhere.
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     *(
-        (one, {"rope_parameters": LLAMA3})
-        for one, family in FAMILIES.items()
-        if len(family.layer_kinds) == 1 and one not in (GLM, GLM_LITE, DEEPSEEK, MINIMAX, *SEEING)
+        (architecture, {"rope_parameters": LLAMA3})
+        for architecture, family in FAMILIES.items()
+        if len(family.layer_kinds) == 1
+        and architecture not in (GLM, GLM_LITE, DEEPSEEK, MINIMAX, *SEEING)
     ),
     *(
-        (one, {"rope_scaling": {kind: name, "mrope_section": [16, 24, 24]}})
-        for one in SEEING[:3]
+        (architecture, {"rope_scaling": {kind: name, "mrope_section": [16, 24, 24]}})
+        for architecture in SEEING[:3]
         for kind, name in (("type", "mrope"), ("rope_type", "default"))
     ),
     (GLM, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
@@ -215,11 +219,17 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (GPT_OSS, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}),
     (GPT_OSS, {"experts_per_token": 4, "initial_context_length": 4096, "attention_bias": True}),
     (QWEN3_NEXT, {"linear_num_value_heads": 32, "linear_num_key_heads": 16}),
-    *((one, {"rope_parameters": AXES, "head_dim": 256}) for one in (QWEN35, *SEEING[3:])),
+    *(
+        (architecture, {"rope_parameters": AXES, "head_dim": 256})
+        for architecture in (QWEN35, *SEEING[3:])
+    ),
     # Fields with which Qwen3.5 was published.
     *(
-        (one, {"attn_output_gate": True, "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32"})
-        for one in (QWEN35, QWEN35_MOE)
+        (
+            architecture,
+            {"attn_output_gate": True, "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32"},
+        )
+        for architecture in (QWEN35, QWEN35_MOE)
     ),
     (QWEN35, {"mtp_use_dedicated_embeddings": False, "mlp_only_layers": []}),
     (QWEN35, {"full_attention_interval": 4, "layer_types": ["linear_attention"]}),
@@ -240,8 +250,8 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ),
     (GEMMA3, {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 9}),
     *(
-        (one, {"rope_scaling": without(LLAMA3, "rope_theta"), "rope_theta": 5e5})
-        for one in (LLAMA,)
+        (architecture, {"rope_scaling": without(LLAMA3, "rope_theta"), "rope_theta": 5e5})
+        for architecture in (LLAMA,)
     ),
     (LLAMA, {"attention_bias": False, "mlp_bias": False, "logit_scale": 1.0, "bias": None}),
     # Fields with which SmolLM2 and a distilled Qwen2 were published.
@@ -274,9 +284,9 @@ def test_positions_with_three_axes_say_where_these_are(architecture: str) -> Non
 
 def test_a_deepseek_says_how_its_router_scores() -> None:
     """vLLM takes softmax if config.json does not say it; transformers 5 does not write it."""
-    found = list(field_problems({"architectures": [DEEPSEEK], **SIZES}))
-    assert [line.split()[1] for line in found] == ["scoring_func", "topk_method"]
-    assert all("got none: rollout servers take another value" in line for line in found)
+    problems = list(field_problems({"architectures": [DEEPSEEK], **SIZES}))
+    assert [line.split()[1] for line in problems] == ["scoring_func", "topk_method"]
+    assert all("got none: rollout servers take another value" in line for line in problems)
 
 
 def test_no_field_is_of_two_kinds() -> None:
@@ -378,7 +388,7 @@ def test_what_a_family_lacks_is_refused(tmp_path, changes, message):
 
 @pytest.mark.parametrize("tied", [(True, False), (False, True), (True, None), (None, True)])
 def test_a_qwen35_that_says_in_two_places_whether_embeddings_are_tied_is_refused(tmp_path, tied):
-    outer, inner = ({} if one is None else {"tie_word_embeddings": one} for one in tied)
+    outer, inner = ({} if is_tied is None else {"tie_word_embeddings": is_tied} for is_tied in tied)
     table = {"architectures": [SEEING[3]], "text_config": SIZES | inner, **outer}
     (tmp_path / "config.json").write_text(json.dumps(table))
     with pytest.raises(ConfigError, match=r"tie_word_embeddings is \w+ in config.json and \w+ in"):

@@ -94,9 +94,9 @@ def test_a_tensor_of_another_shape_is_named_with_its_file(name, shape, said, fol
 
 
 def test_of_shards_those_count_to_which_the_index_leads(folder: Path) -> None:
-    whole = folder / "model.safetensors"
+    weights = folder / "model.safetensors"
     shard = folder / "model-1.safetensors"
-    shutil.copy(whole, shard)
+    shutil.copy(weights, shard)
     index = folder / INDEX
     files = dict.fromkeys(shapes(), shard.name)
     index.write_text(json.dumps({"weight_map": files}))
@@ -156,8 +156,8 @@ def test_an_output_layer_beside_tied_embeddings_must_be_equal(
 def drop(folder: Path, part: str) -> None:
     """Rewrites the weights of a folder without the tensors whose names hold `part`."""
     file = folder / "model.safetensors"
-    kept = {name: each["shape"] for name, each in read_header(file).items() if part not in name}
-    write_safetensors(file, beside=kept)
+    shapes = {name: facts["shape"] for name, facts in read_header(file).items() if part not in name}
+    write_safetensors(file, beside=shapes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -240,8 +240,8 @@ def test_a_folder_without_weights_is_found(folder: Path) -> None:
 
 def test_weights_that_the_hub_still_has_are_no_fault_of_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "models--some--tiny" / "snapshots" / "c0ffee"
-    (said,) = missing_weights(folder, "model.path")
-    assert said == (
+    (problem,) = missing_weights(folder, "model.path")
+    assert problem == (
         f"model.path has no weights in the hub's cache yet, {folder}: a dry run brings none"
     )
 

@@ -98,8 +98,8 @@ def test_bytes_that_are_no_image_are_refused(folder: Path) -> None:
 
 def test_a_token_of_the_template_becomes_those_of_its_image(folder: Path) -> None:
     tokens = image_tokens(folder)
-    found, placed = tokens.expanded([1, IMAGE, 7, IMAGE, 2], [RED, png(112, 56)])
-    assert found == [1, *[IMAGE] * 4, 7, *[IMAGE] * 8, 2]
+    expanded, placed = tokens.expanded([1, IMAGE, 7, IMAGE, 2], [RED, png(112, 56)])
+    assert expanded == [1, *[IMAGE] * 4, 7, *[IMAGE] * 8, 2]
     assert [place.offset for place in placed] == [1, 6]
     with pytest.raises(ValueError, match="once for each of the 1 images, it wrote 2"):
         tokens.expanded([IMAGE, IMAGE], [RED])
@@ -130,8 +130,8 @@ def test_a_trajectory_carries_its_images() -> None:
     seen = dataclasses.replace(
         plain, images=(RED, b"other"), image_places=(ImagePlace(1, 1), ImagePlace(6, 0))
     )
-    found = decode_trajectory(encode_trajectory(seen))
-    assert (found.images, found.image_places) == (seen.images, seen.image_places)
+    trajectory = decode_trajectory(encode_trajectory(seen))
+    assert (trajectory.images, trajectory.image_places) == (seen.images, seen.image_places)
     for places in ([(1, 2)], [(6, 0), (1, 1)], [(15, 0)]):
         wrong = dataclasses.replace(seen, image_places=tuple(ImagePlace(*p) for p in places))
         with pytest.raises(ProtocolError, match="image"):

@@ -49,8 +49,8 @@ def test_images_need_a_model_that_sees() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_model_that_sees_excludes_what_cannot_be_or_was_not_tested(changes, named):
-    found = problems(SEEING, changes)
-    assert [problem for problem in found if problem.startswith(named)], found
+    lines = problems(SEEING, changes)
+    assert [problem for problem in lines if problem.startswith(named)], lines
     assert problems(BLIND, changes) == []
 
 
@@ -82,8 +82,8 @@ def test_a_critic_sees_the_images_of_the_policy(changes, table, processor, named
         learner={"world_size": 2},
     )
     problems = list(role_problems(config, ModelSizes.of(SEEING)))
-    about = [each for each in problems if "images" in each]
-    assert [each.startswith(named) for each in about] == [True] * bool(named), problems
+    about = [problem for problem in problems if "images" in problem]
+    assert [problem.startswith(named) for problem in about] == [True] * bool(named), problems
 
 
 MIXTURE = {"num_experts": 4}
@@ -106,8 +106,8 @@ def test_fp8_beside_a_tower_is_for_text(model, max_images, server, named):
         "sampling": {"max_images": max_images},
         "rollout_server": server,
     }
-    found = problems(model, changes)
-    assert [problem.startswith(named) for problem in found] == [True] * bool(named), found
+    lines = problems(model, changes)
+    assert [problem.startswith(named) for problem in lines] == [True] * bool(named), lines
 
 
 @pytest.mark.parametrize("model", [SEEING, QWEN35 | DECODER])
@@ -153,10 +153,10 @@ MERGE_4 = SEEING | {"vision_config": {"deepstack_visual_indexes": [0, 1], "spati
 def test_pixels_and_tokens_are_compared_as_transformers_reads_them(
     table: dict[str, Any], files: dict[str, Any], differing: str, tmp_path: Path
 ) -> None:
-    found = processor_problems(tmp_path, table, files)
-    assert bool(found) == bool(differing), found
+    lines = processor_problems(tmp_path, table, files)
+    assert bool(lines) == bool(differing), lines
     if differing:
-        assert found[0].endswith(f"in {tmp_path / 'reference'}: {differing}")
+        assert lines[0].endswith(f"in {tmp_path / 'reference'}: {differing}")
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", '{"image_processor": 3}'])
@@ -193,10 +193,10 @@ def processor_problems(folder: Path, table: dict[str, Any], files: dict[str, Any
 @pytest.mark.parametrize(("token", "vocab"), [(99, 100), (100, 100), (-1, 100), (None, 151655)])
 def test_the_token_of_images_is_one_of_the_vocabulary(token: int | None, vocab: int) -> None:
     table = SEEING | {"vocab_size": vocab} | ({} if token is None else {"image_token_id": token})
-    found = problems(table, {"sampling": {"max_images": 2}})
-    assert len(found) == (token != 99)
-    if found:
-        assert found[0] == (
+    lines = problems(table, {"sampling": {"max_images": 2}})
+    assert len(lines) == (token != 99)
+    if lines:
+        assert lines[0] == (
             f"model.path: image_token_id of a Qwen3VLForConditionalGeneration must be a token of "
             f"the vocabulary, 0 to {vocab - 1}, got {151655 if token is None else token}"
         )

@@ -130,8 +130,8 @@ IMPOSSIBLE: list[tuple[int, dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("world_size", "parallel", "sizes", "message"), IMPOSSIBLE)
 def test_impossible_layout_is_named_with_its_rule(world_size, parallel, sizes, message):
-    found = problems({"world_size": world_size, "parallel": parallel}, sizes)
-    assert any(message in problem for problem in found), found
+    lines = problems({"world_size": world_size, "parallel": parallel}, sizes)
+    assert any(message in problem for problem in lines), lines
 
 
 def test_ranks_of_a_node_divide_the_world() -> None:
@@ -173,9 +173,9 @@ def test_layers_are_shared_out_over_the_stages_as_megatron_does(
     transformer: dict[str, Any], parallel: dict[str, Any], layers: int, message: str
 ) -> None:
     learner = {"world_size": parallel["pp"], "parallel": parallel, "transformer": transformer}
-    found = problems(learner, DENSE | {"num_hidden_layers": layers})
-    assert len(found) == bool(message), found
-    assert message in "".join(found)
+    lines = problems(learner, DENSE | {"num_hidden_layers": layers})
+    assert len(lines) == bool(message), lines
+    assert message in "".join(lines)
 
 
 # settings of the learner, part of the message
@@ -230,9 +230,9 @@ transformer.microbatch_group_size_per_vp_stage = 4, world_size = 2, parallel = {
 
 @pytest.mark.parametrize(("learner", "message"), TABLES)
 def test_settings_for_megatron_that_contradict_each_other_are_refused(learner, message):
-    found = problems(learner, DENSE)
-    assert len(found) == 1, found
-    assert message in found[0]
+    lines = problems(learner, DENSE)
+    assert len(lines) == 1, lines
+    assert message in lines[0]
 
 
 def test_settings_for_megatron_that_go_together_are_not_refused() -> None:
@@ -329,9 +329,9 @@ architectures = ["MixtralForCausalLM"]
 
 @pytest.mark.parametrize(("change", "message"), MODELS)
 def test_model_that_cannot_be_trained_is_refused(change: dict[str, Any], message: str) -> None:
-    found = problems({}, MIXTURE | change)
-    assert len(found) == 1, found
-    assert message in found[0]
+    lines = problems({}, MIXTURE | change)
+    assert len(lines) == 1, lines
+    assert message in lines[0]
 
 
 def test_a_window_that_is_switched_off_is_none() -> None:
@@ -342,9 +342,9 @@ def test_a_window_that_is_switched_off_is_none() -> None:
 
 def test_gpt_oss_normalizes_experts_without_saying_so() -> None:
     silent = {key: value for key, value in MIXTURE.items() if key != "norm_topk_prob"}
-    one = silent | {"num_experts_per_tok": 1}
-    assert problems({}, one) == []
-    (problem,) = problems({}, one | {"architectures": ["GptOssForCausalLM"]})
+    single_expert = silent | {"num_experts_per_tok": 1}
+    assert problems({}, single_expert) == []
+    (problem,) = problems({}, single_expert | {"architectures": ["GptOssForCausalLM"]})
     assert "leaves the router no gradient" in problem
 
 

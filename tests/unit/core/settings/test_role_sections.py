@@ -69,9 +69,9 @@ ADAPTERS = [
 
 @pytest.mark.parametrize(("section", "model", "tp", "problem"), ADAPTERS)
 def test_adapters_that_a_model_cannot_have_or_publish_are_refused(section, model, tp, problem):
-    found = list(adapter_problems(LoraSection(**section), ModelSizes.of(model), tp))
-    assert len(found) == bool(problem), found
-    assert "".join(found).startswith(problem)
+    problems = list(adapter_problems(LoraSection(**section), ModelSizes.of(model), tp))
+    assert len(problems) == bool(problem), problems
+    assert "".join(problems).startswith(problem)
 
 
 def test_adapters_alone_are_published_only_where_there_are_some_that_vllm_takes() -> None:

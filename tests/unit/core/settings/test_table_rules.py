@@ -248,9 +248,9 @@ TABLES: list[tuple[Changes, str]] = [
     *(
         (
             REPLAY | {"rollout_server.engine": {name: value}},
-            f"algorithm.router_replay {said}.{name}",
+            f"algorithm.router_replay {message}.{name}",
         )
-        for name, value, said in (
+        for name, value, message in (
             ("enable_prefix_caching", False, "needs rollout_server.engine"),
             ("speculative_config", NGRAM, "excludes rollout_server.engine"),
         )

@@ -52,8 +52,8 @@ def test_a_game_of_gymnasium_is_played_by_named_actions() -> None:
 
     def judged(word: str) -> tuple[float, bool, int]:
         """What a worker tells of a step, which it refuses where nobody would read a message."""
-        told = verdict(game.step(word), gives=False)
-        return told.reward, told.done, len(told.messages)
+        answer = verdict(game.step(word), gives=False)
+        return answer.reward, answer.done, len(answer.messages)
 
     played = [judged(word) for word in ("down", "down", "right", "right", "down", "right")]
     assert played == [(0.0, False, 1)] * 5 + [(1.0, True, 0)]

@@ -31,7 +31,9 @@ def weights(config: Config) -> Path:
     shape.write_folder(own, "bfloat16")
     random = torch.Generator().manual_seed(5)
     tensors = {name: torch.randn(size, generator=random) for name, size in shape.tensors()}
-    save_file({name: each.bfloat16() for name, each in tensors.items()}, own / "model.safetensors")
+    save_file(
+        {name: tensor.bfloat16() for name, tensor in tensors.items()}, own / "model.safetensors"
+    )
     return own / "model.safetensors"
 
 

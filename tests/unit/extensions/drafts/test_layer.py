@@ -59,9 +59,9 @@ class Cache:
         values = torch.stack(self.values)
         mixed = []
         for head in range(SHAPE.num_attention_heads):
-            own = head // (SHAPE.num_attention_heads // SHAPE.num_key_value_heads)
-            scores = keys[:, own] @ turned[0][head] / math.sqrt(SHAPE.head_dim)
-            mixed.append(scores.softmax(0) @ values[:, own])
+            group = head // (SHAPE.num_attention_heads // SHAPE.num_key_value_heads)
+            scores = keys[:, group] @ turned[0][head] / math.sqrt(SHAPE.head_dim)
+            mixed.append(scores.softmax(0) @ values[:, group])
         states = states + weights["self_attn.o_proj.weight"] @ torch.cat(mixed)
         normed = states / (states.square().mean() + SHAPE.rms_norm_eps).sqrt()
         normed = normed * weights["post_attention_layernorm.weight"]
@@ -90,8 +90,8 @@ def test_windows_do_not_see_each_other() -> None:
     embedded, hidden = torch.randn(2, 3, ROWS, 12, dtype=torch.float64)
     together = draft_states(weights, SHAPE, embedded, hidden, 2)
     alone = draft_states(weights, SHAPE, embedded[1:2], hidden[1:2], 2)
-    for one, other in zip(together, alone, strict=True):
-        torch.testing.assert_close(one[1, 1:], other[0, 1:])
+    for output, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(output[1, 1:], other[0, 1:])
 
 
 def test_updates_are_those_of_torchs_adam_with_a_bounded_norm() -> None:

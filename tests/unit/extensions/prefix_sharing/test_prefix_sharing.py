@@ -45,8 +45,8 @@ def test_what_cannot_share_says_why(learner, model, replay, cause):
     plain = {"multi_latent_attention": False, "window_size": None}
     plain |= {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None, "params_dtype": torch.bfloat16}
     plain |= {"moe_router_enable_expert_bias": False, "moe_router_bias_update_rate": 1e-3}
-    known = SimpleNamespace(**(plain | model))
+    model_facts = SimpleNamespace(**(plain | model))
     section = LearnerSection.model_validate(learner)
-    found = refusal(known, section, router_replay=replay, on_gpu=True)
+    found = refusal(model_facts, section, router_replay=replay, on_gpu=True)
     assert cause in found
     assert bool(found) == bool(cause)

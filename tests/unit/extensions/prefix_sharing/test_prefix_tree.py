@@ -40,9 +40,9 @@ def test_members_with_branches_share_the_prompt_and_each_its_own_turns():
     replies = ([50, 51, 52, 53, 54], [60, 61, 62, 63, 64])
     sequences = []
     for reply in replies:
-        whole = [*prompt, *reply]
-        sequences.append(sequence([*whole, 1, 2], range(9, 14)))
-        sequences.append(sequence([*whole, 3, 4], [15]))
+        token_ids = [*prompt, *reply]
+        sequences.append(sequence([*token_ids, 1, 2], range(9, 14)))
+        sequences.append(sequence([*token_ids, 3, 4], [15]))
     (bundle,) = PrefixTree(sequences, range(4), min_shared=4).bundles(100)
     assert bundle[0] == Segment(0, 0, 9)
     assert bundle[1:4] == [Segment(0, 9, 14, 0), Segment(0, 14, 17, 1), Segment(1, 14, 17, 1)]
@@ -95,9 +95,13 @@ def test_each_path_has_the_tokens_of_its_sequence_and_trains_them_once(drawn, mi
                 assert bundle[at].parent is None or bundle[at].parent < at
                 path.insert(0, bundle[at])
                 at = bundle[at].parent
-            assert [one.end for one in path[:-1]] == [one.start for one in path[1:]]
+            assert [segment.end for segment in path[:-1]] == [segment.start for segment in path[1:]]
             assert path[0].start == 0
-            ids = [t for one in path for t in sequences[one.index].token_ids[one.start : one.end]]
+            ids = [
+                t
+                for segment in path
+                for t in sequences[segment.index].token_ids[segment.start : segment.end]
+            ]
             owner = sequences[segment.index]
             assert ids == owner.token_ids[: segment.end].tolist()
             trained += [

@@ -39,9 +39,15 @@ def test_each_trained_token_is_predicted_once_as_in_its_sequence() -> None:
         strict=True,
     )
     expected = [
-        (index, place, one.token_ids[place + 1], one.advantages[place], one.loss_weight)
-        for index, one in enumerate(SEQUENCES)
-        for place in np.flatnonzero(one.loss_mask).tolist()
+        (
+            index,
+            place,
+            sequence.token_ids[place + 1],
+            sequence.advantages[place],
+            sequence.loss_weight,
+        )
+        for index, sequence in enumerate(SEQUENCES)
+        for place in np.flatnonzero(sequence.loss_mask).tolist()
     ]
     assert sorted(rows) == sorted(expected)
 
@@ -52,10 +58,10 @@ def test_each_token_sees_the_tokens_before_it_in_its_sequence() -> None:
     keys = micro_batch.paths.cu_seqlens.tolist()
     for number in range(len(bounds) - 1):
         places = micro_batch.paths.key_places[keys[number] : keys[number + 1]]
-        own = list(range(bounds[number], bounds[number + 1]))
-        assert places[-len(own) :].tolist() == own
+        own_places = list(range(bounds[number], bounds[number + 1]))
+        assert places[-len(own_places) :].tolist() == own_places
         ids = micro_batch.token_ids[places].tolist()
-        assert any(one.token_ids[: len(ids)].tolist() == ids for one in SEQUENCES)
+        assert any(sequence.token_ids[: len(ids)].tolist() == ids for sequence in SEQUENCES)
         assert micro_batch.position_ids[places].tolist() == list(range(len(ids)))
 
 

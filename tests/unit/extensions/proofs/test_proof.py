@@ -91,12 +91,12 @@ def _on_one_thread() -> Iterator[None]:
 
 
 def chosen(kind: FunctionKind, name: str, **arguments: JsonValue) -> AlgorithmSection:
-    others: dict[str, JsonValue] = {}
+    other_settings: dict[str, JsonValue] = {}
     if (kind, name) == ("advantage", "none"):
-        others = {"kl": {"coefficient": 0.1}}
+        other_settings = {"kl": {"coefficient": 0.1}}
     if arguments.get("ratio") == "behavior":
-        others = {"weight": "none"}
-    return algorithm(**{kind: name, f"{kind}_args": arguments}, **others)
+        other_settings = {"weight": "none"}
+    return algorithm(**{kind: name, f"{kind}_args": arguments}, **other_settings)
 
 
 def faults(settings: AlgorithmSection, kind: FunctionKind, *, has_roles: bool = False) -> list[str]:
@@ -108,11 +108,11 @@ def faults(settings: AlgorithmSection, kind: FunctionKind, *, has_roles: bool = 
 
 @pytest.mark.parametrize(("name", "expected"), WRONG_LOSSES.items())
 def test_wrong_losses_are_refused_with_the_property_that_they_lack(name, expected):
-    found = faults(chosen("loss", f"{MODULE}:{name}"), "loss")
+    lines = faults(chosen("loss", f"{MODULE}:{name}"), "loss")
     title, example = expected
     start = f"loss {MODULE}:{name}: {title}: "
-    assert [line for line in found if line.startswith(start) and example in line], found
-    assert not [line for line in found if "\n" in line]
+    assert [line for line in lines if line.startswith(start) and example in line], lines
+    assert not [line for line in lines if "\n" in line]
 
 
 @pytest.mark.parametrize("name", RIGHT_LOSSES)
@@ -176,8 +176,8 @@ def test_an_example_is_the_smallest_one_and_other_layouts_are_named() -> None:
     ],
 )
 def test_other_wrong_functions_are_refused(kind: FunctionKind, name: str, expected: str) -> None:
-    found = faults(chosen(kind, f"{MODULE}:{name}"), kind)
-    assert [line for line in found if expected in line], found
+    lines = faults(chosen(kind, f"{MODULE}:{name}"), kind)
+    assert [line for line in lines if expected in line], lines
 
 
 @pytest.mark.parametrize(

@@ -146,19 +146,19 @@ async def test_an_answer_that_was_lost_leaves_no_wrong_count(server, administrat
         async with RedisSender(server.url("rollout"), "run", 1_000) as sender:
             for number in range(2):
                 await sender.put(name(number), b"x" * 400, timeout_s=LIMIT_S)
-            held = [await receiver.get() for _ in range(2)]
+            deliveries = [await receiver.get() for _ in range(2)]
             async with receiver._counting:
-                (entry_id,) = receiver._entries[held[0].trajectory_id]
+                (entry_id,) = receiver._entries[deliveries[0].trajectory_id]
                 async with administrator.pipeline(transaction=True) as pipeline:
                     pipeline.xack(STREAM, GROUP, entry_id)
                     pipeline.xdel(STREAM, entry_id)
                     pipeline.incrby(BYTES, -400)
                     await pipeline.execute()
-                await receiver.acknowledge([held[0].trajectory_id])
+                await receiver.acknowledge([deliveries[0].trajectory_id])
         await until(lambda: not receiver._to_forget)
         while int(await administrator.get(BYTES)) != 400:
             await asyncio.sleep(0.005)
-        await receiver.acknowledge([held[1].trajectory_id])
+        await receiver.acknowledge([deliveries[1].trajectory_id])
     assert int(await administrator.get(BYTES)) == 0
 
 
@@ -306,7 +306,7 @@ async def test_an_entry_out_of_the_bounds_of_grpc_is_removed_with_its_cause(
     assert "\x1b" not in caplog.text
     pending = await administrator.xpending(STREAM, GROUP)
     assert pending["pending"] == await administrator.xlen(STREAM) == 1
-    assert CONSUMER.encode() in {each["name"] for each in pending["consumers"]}
+    assert CONSUMER.encode() in {consumer["name"] for consumer in pending["consumers"]}
 
 
 @asynccontextmanager

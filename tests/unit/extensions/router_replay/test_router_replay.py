@@ -60,8 +60,8 @@ def test_a_token_goes_to_the_experts_that_are_given_with_its_own_scores() -> Non
     scores = SCORES.clone().requires_grad_()
     layer = Layer()
     LayerReplay(layer)
-    values, chosen = route(layer, scores, ids([0, 3], [1, 0]))
-    assert chosen.tolist() == [[0, 3], [1, 0]]
+    values, chosen_ids = route(layer, scores, ids([0, 3], [1, 0]))
+    assert chosen_ids.tolist() == [[0, 3], [1, 0]]
     torch.testing.assert_close(values, torch.tensor([[0.1, 0.4], [0.3, 0.4]]))
     (values * torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum().backward()
     assert scores.grad.tolist() == [[1, 0, 0, 2], [4, 3, 0, 0]]
@@ -71,26 +71,26 @@ def test_a_token_goes_to_the_experts_that_are_given_with_its_own_scores() -> Non
 def test_a_token_whose_experts_are_not_known_goes_where_its_router_sends_it(given):
     layer = Layer()
     replay = LayerReplay(layer)
-    values, chosen = route(layer, SCORES, ids(given, [2, 3]))
-    assert chosen.tolist() == [[3, 2], [2, 3]]
+    values, chosen_ids = route(layer, SCORES, ids(given, [2, 3]))
+    assert chosen_ids.tolist() == [[3, 2], [2, 3]]
     torch.testing.assert_close(values, torch.tensor([[0.4, 0.3], [0.2, 0.1]]))
     assert replay.take_counts().tolist() == [2, 2]
 
 
 def test_each_layer_replays_its_own_part() -> None:
-    given = torch.tensor([[[0, 1], [2, 3], [0, 3]]] * 2, dtype=torch.uint8)
+    recorded = torch.tensor([[[0, 1], [2, 3], [0, 3]]] * 2, dtype=torch.uint8)
     for number, expected in ((1, [0, 1]), (2, [2, 3]), (3, [0, 3])):
         layer = Layer(number)
         LayerReplay(layer)
-        assert route(layer, SCORES, given)[1].tolist() == [expected] * 2
+        assert route(layer, SCORES, recorded)[1].tolist() == [expected] * 2
 
 
 def test_each_rank_replays_the_tokens_that_it_has() -> None:
-    given = ids([0, 1], [0, 2], [1, 2], [1, 3])
+    recorded = ids([0, 1], [0, 2], [1, 2], [1, 3])
     for rank, expected in ((0, [[0, 1], [0, 2]]), (1, [[1, 2], [1, 3]])):
         layer = Layer(rank=rank)
         LayerReplay(layer)
-        assert route(layer, SCORES, given)[1].tolist() == expected
+        assert route(layer, SCORES, recorded)[1].tolist() == expected
         # Without experts its router chooses, also behind a micro batch that had some.
         assert route(layer, SCORES, None)[1].tolist() == [[3, 2], [0, 1]]
 
@@ -136,11 +136,11 @@ def test_choices_are_counted_once_where_a_layer_is_computed_twice() -> None:
     layers = [Layer(1), Layer(2)]
     for layer in layers:
         LayerReplay(layer)
-    given = torch.tensor([[[3, 0], [3, 2]], [[0, 1], [UNKNOWN, 1]]], dtype=torch.uint8)
+    recorded = torch.tensor([[[3, 0], [3, 2]], [[0, 1], [UNKNOWN, 1]]], dtype=torch.uint8)
     for layer in layers:
         with torch.no_grad():
-            route(layer, SCORES, given)
-        route(layer, SCORES, given)
+            route(layer, SCORES, recorded)
+        route(layer, SCORES, recorded)
     ranks = SimpleNamespace(sum=lambda values: values * 3, is_main=True)
     # One of four choices differs in the first layer, none of two in the second.
     assert metrics(layers, ranks, 1.0)["routing_difference"] == 1 / 6
@@ -154,12 +154,12 @@ def test_choices_in_a_batch_that_was_set_aside_are_not_counted() -> None:
     policy = SimpleNamespace(ranks=ranks)
     batch = recorded(1.0)
     routing = Routing([layer])
-    own = ids([3, 2], [0, 1])
+    own_ids = ids([3, 2], [0, 1])
     other = ids([0, 1], [2, 3])
     routing.begins()
     route(layer, SCORES, other)
     routing.begins()
-    route(layer, SCORES, own)
+    route(layer, SCORES, own_ids)
     assert routing.ends(policy, batch)["routing_difference"] == 0
 
 
@@ -180,8 +180,8 @@ def test_experts_of_a_step_that_nobody_computes_again_are_forgotten_with_it() ->
         replay.take_counts()
     assert not replay._again
     route(layer, SCORES, ids([2, 1], [2, 1]))
-    _, chosen = Layer.forward(layer, SCORES, None)
-    assert chosen.tolist() == [[2, 1], [2, 1]]
+    _, chosen_ids = Layer.forward(layer, SCORES, None)
+    assert chosen_ids.tolist() == [[2, 1], [2, 1]]
 
 
 def test_routers_that_do_not_ask_are_noticed() -> None:
@@ -287,13 +287,13 @@ def test_each_branch_has_the_experts_of_its_tokens_and_a_last_token_without() ->
         branches=(Branch(len(first.run_lengths)),) * 2,
     )
     assert unrecorded_fraction(tree) == 0.0
-    lost = tree.routed_experts.expert_ids.copy()
-    lost[length] = 255
-    tree = dataclasses.replace(tree, routed_experts=RoutedExperts(lost, routed.num_experts))
+    unknown_ids = tree.routed_experts.expert_ids.copy()
+    unknown_ids[length] = 255
+    tree = dataclasses.replace(tree, routed_experts=RoutedExperts(unknown_ids, routed.num_experts))
     assert unrecorded_fraction(tree) == pytest.approx(1 / (2 * length - 2))
-    one, other = training_sequences(Batch(0, "batch", (tree,)), config("rollout"))
-    assert one.expert_ids.tolist() == lost[:length].tolist()
-    assert other.expert_ids.tolist() == lost[length:].tolist()
+    first_sequence, other = training_sequences(Batch(0, "batch", (tree,)), config("rollout"))
+    assert first_sequence.expert_ids.tolist() == unknown_ids[:length].tolist()
+    assert other.expert_ids.tolist() == unknown_ids[length:].tolist()
 
 
 def test_experts_of_another_model_stop_the_step() -> None:

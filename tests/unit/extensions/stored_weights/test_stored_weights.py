@@ -55,9 +55,9 @@ class Scene:
 
     def fetch(self, step: int) -> Fetched:
         """Has the server fetch a version, which is whole then."""
-        found = self.server.fetch(self.manifests[step], NEVER)
-        assert found.path.read_bytes() == all_bytes(self.contents[step])
-        return found
+        fetched = self.server.fetch(self.manifests[step], NEVER)
+        assert fetched.path.read_bytes() == all_bytes(self.contents[step])
+        return fetched
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ def in_files(tmp_path: Path) -> Scene:
 
 
 def test_a_whole_version_and_its_chain_arrive_bit_for_bit(scene: Scene) -> None:
-    found = [scene.fetch(step) for step in range(3)]
-    assert [each.num_links for each in found] == [1, 1, 1]
-    assert found[1].num_bytes < found[0].num_bytes / 10
+    fetches = [scene.fetch(step) for step in range(3)]
+    assert [fetch.num_links for fetch in fetches] == [1, 1, 1]
+    assert fetches[1].num_bytes < fetches[0].num_bytes / 10
 
 
 def test_a_server_that_was_away_takes_the_links_that_it_lacks(scene: Scene) -> None:
@@ -113,12 +113,12 @@ def flip(path: Path) -> None:
 def test_a_damaged_link_is_named_and_leaves_no_version(in_files: Scene, damage, said) -> None:
     in_files.fetch(0)
     link = Path(in_files.url) / "run" / "v1" / "0-00000"
-    kept = link.read_bytes()
+    content = link.read_bytes()
     damage(link)
     with pytest.raises(WeightSyncError, match=said):
         in_files.fetch(1)
     # Mended, the next fetch begins with the whole version, since the file may hold half of a link.
-    link.write_bytes(kept)
+    link.write_bytes(content)
     assert in_files.fetch(1).num_links == 2
 
 

@@ -132,10 +132,10 @@ def test_versions_of_two_ranks_arrive_bit_for_bit(tmp_path: Path) -> None:
     reports = trainer.write(same, trainer.few, trainer.few)
     assert [report.error for report in reports] == ["", "", ""]
     assert trainer.fetched(reports[-1], tmp_path / "late") == trainer.contents[-1]
-    whole, *deltas = (report.num_bytes for report in reports)
-    assert whole == len(trainer.contents[0])
-    assert max(deltas) < whole / 10
-    assert all(report.whole_bytes == whole for report in reports)
+    whole_bytes, *deltas = (report.num_bytes for report in reports)
+    assert whole_bytes == len(trainer.contents[0])
+    assert max(deltas) < whole_bytes / 10
+    assert all(report.whole_bytes == whole_bytes for report in reports)
     assert reports[0].probe == PROBE
 
 
@@ -143,8 +143,14 @@ def test_every_nth_version_is_whole_and_the_chain_before_it_goes(tmp_path, monke
     monkeypatch.setattr(version_writer, "WHOLE_EVERY", 2)
     trainer = Trainer(tmp_path / "s")
     reports = trainer.write(same, *[trainer.few] * 4)
-    whole = len(trainer.contents[0])
-    assert [report.num_bytes == whole for report in reports] == [True, False, True, False, True]
+    num_buckets = len(trainer.contents[0])
+    assert [report.num_bytes == num_buckets for report in reports] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
     # Only the newest version lies there: whole objects of both ranks, and the manifest.
     assert {name.split("/")[1] for name in trainer.files()} == {"4-5"}
     assert trainer.fetched(reports[-1], tmp_path / "a") == trainer.contents[-1]
@@ -158,8 +164,8 @@ def test_a_chain_longer_than_the_whole_is_not_continued(tmp_path: Path) -> None:
             tensor.view(torch.int16)[:] ^= 1
 
     reports = trainer.write(same, many, trainer.few, trainer.few)
-    whole = len(trainer.contents[0])
-    assert [report.num_bytes == whole for report in reports] == [True, True, True, False]
+    num_buckets = len(trainer.contents[0])
+    assert [report.num_bytes == num_buckets for report in reports] == [True, True, True, False]
     assert trainer.fetched(reports[-1], tmp_path / "a") == trainer.contents[-1]
 
 
@@ -304,7 +310,9 @@ def test_a_manifest_is_written_after_all_that_it_names(tmp_path, monkeypatch):
         write(storage, key, data, until)
         if key.endswith("manifest"):
             message = weights_pb2.StoredManifest.FromString(bytes(data))
-            assert {each.key for link in message.links for each in link.objects} <= set(done)
+            assert {
+                stored_object.key for link in message.links for stored_object in link.objects
+            } <= set(done)
         done.append(key)
 
     monkeypatch.setattr(Storage, "write", noted)
@@ -338,8 +346,8 @@ def test_after_a_new_registration_the_next_version_is_whole(tmp_path: Path) -> N
     *_, report, next_one = trainer.write(
         same, trainer.few, another_trainer_had_the_place, trainer.few
     )
-    whole = len(trainer.contents[0])
-    assert report.num_bytes == whole > next_one.num_bytes
+    num_buckets = len(trainer.contents[0])
+    assert report.num_bytes == num_buckets > next_one.num_bytes
     assert trainer.fetched(next_one, tmp_path / "a") == trainer.contents[-1]
 
 

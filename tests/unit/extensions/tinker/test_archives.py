@@ -62,8 +62,11 @@ async def asked(served: Archives, path: str, **query: str) -> Any:
 async def test_runs_have_the_checkpoints_that_can_be_loaded_and_sampled(config: Config) -> None:
     served = Archives(config)
     listed = await asked(served, f"training_runs/{RUN}/checkpoints")
-    told = [(one["checkpoint_id"], one["checkpoint_type"]) for one in listed["checkpoints"]]
-    assert told == [
+    checkpoints = [
+        (checkpoint["checkpoint_id"], checkpoint["checkpoint_type"])
+        for checkpoint in listed["checkpoints"]
+    ]
+    assert checkpoints == [
         ("weights/x", "training"),
         ("external_weights/x", "external"),
         ("sampler_weights/x", "sampler"),

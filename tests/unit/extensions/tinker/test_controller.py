@@ -128,11 +128,11 @@ class Loop:
         if before is not None and not before.ended.is_set():
             # The journal waits for it.
             return None
-        given = self.operations.next_step()
-        if given is None:
+        order = self.operations.next_step()
+        if order is None:
             return None
         step = self.history.next_step
-        batch = FormedBatch(step, f"b{step:06d}", (), given)
+        batch = FormedBatch(step, f"b{step:06d}", (), order)
         self.journal.append(self.journal.write_batch(batch.contents))
         return batch
 
@@ -224,8 +224,10 @@ async def test_the_passes_of_a_step_are_written_while_the_last_one_is_computed(t
         # A step without the pass that failed has a file of its own.
         assert path.samefile(tmp_path / "ahead") is not bool(error)
         record: Any = list(read_records(folder.parent))[-1]
-        found = loop.journal.read_batch(RecordedBatch(0, record["batch_id"], record["crc32"]))
-        assert [one.id for one in found.passes] == (["first"] if error else ["first", "last"])
+        contents = loop.journal.read_batch(RecordedBatch(0, record["batch_id"], record["crc32"]))
+        assert [client_pass.id for client_pass in contents.passes] == (
+            ["first"] if error else ["first", "last"]
+        )
 
 
 async def test_an_operation_whose_turn_has_come_wakes_the_trainer(tmp_path: Path) -> None:
@@ -240,22 +242,24 @@ async def test_an_operation_whose_turn_has_come_wakes_the_trainer(tmp_path: Path
 
 async def test_a_step_whose_result_a_kill_has_lost_is_made_once_and_told_whole(tmp_path) -> None:
     metrics = {"loss": 0.1, "grad_norm": math.inf, "kl": math.nan}
-    told = {}
+    expected_results = {}
     for start in range(4):
         with opened(tmp_path) as loop:
             if start == 0:
                 await loop.begin()
             await loop.write_results()
-            for name, whole in told.items():
-                found = await loop.result(name)
-                assert (found.step, found.metrics["loss"]) == (int(name[-1]), 0.1)
-                assert found.SerializeToString(deterministic=True) == whole
+            for name, expected in expected_results.items():
+                answer = await loop.result(name)
+                assert (answer.step, answer.metrics["loss"]) == (int(name[-1]), 0.1)
+                assert answer.SerializeToString(deterministic=True) == expected
             if batch := loop.form():
                 name = loop.made(batch, **metrics)
-                told[name] = loop.entries[name].result.SerializeToString(deterministic=True)
+                expected_results[name] = loop.entries[name].result.SerializeToString(
+                    deterministic=True
+                )
             loop.journal.sync()
             # The controller is killed before the result is written.
-    assert list(told) == STEPS
+    assert list(expected_results) == STEPS
 
 
 async def test_a_step_that_a_user_sets_aside_fails(tmp_path: Path) -> None:
@@ -303,13 +307,15 @@ async def test_a_long_loop_keeps_neither_sequences_nor_results_in_memory(tmp_pat
             assert (await loop.result(name)).compute.logprobs[0] == data
 
     with opened(tmp_path) as loop:
-        passes = [passed(one, n, data=data, backward=n == 2) for n, one in enumerate(names, 1)]
+        passes = [
+            passed(stream, n, data=data, backward=n == 2) for n, stream in enumerate(names, 1)
+        ]
         await loop.begin(*passes, of("step", 3))
         for name in names:
             loop.computes(name, logprobs=[data])
         await loop.write_results()
         batch = loop.formed()
-        assert [one.sequences[0].token_ids for one in batch.given.passes] == [data]
+        assert [client_pass.sequences[0].token_ids for client_pass in batch.given.passes] == [data]
         loop.made(batch)
         await loop.write_results()
         await check(loop)
@@ -321,8 +327,10 @@ async def test_streams_have_turns_however_much_one_of_them_sends(tmp_path: Path)
     with opened(tmp_path, lora=TWO) as loop:
         await loop.give(begin("s", 1), begin("t", 8))
         await loop.makes("s:begin", "t:begin")
-        for stream, most in (("s", 4), ("t", 2)):
-            await loop.give(*(passed(f"{stream}{n}", n, stream) for n in range(1, most + 1)))
+        for stream, num_operations in (("s", 4), ("t", 2)):
+            await loop.give(
+                *(passed(f"{stream}{n}", n, stream) for n in range(1, num_operations + 1))
+            )
         order = []
         for _ in range(6):
             found = loop.operations.order(ASKS)
@@ -340,8 +348,8 @@ async def test_models_are_taken_over_whatever_the_order_in_which_operations_came
         await loop.makes("t:begin", "s:begin", "step1", "step2")
     with opened(tmp_path, lora=TWO) as loop:
         await loop.give(of("step3", 3))
-        given = loop.formed().given
-        assert (given.id, given.message.adapter.name) == ("step3", "b")
+        order = loop.formed().given
+        assert (order.id, order.message.adapter.name) == ("step3", "b")
 
 
 async def test_a_beginning_that_a_kill_has_cut_has_its_place_again(tmp_path: Path) -> None:
@@ -352,7 +360,7 @@ async def test_a_beginning_that_a_kill_has_cut_has_its_place_again(tmp_path: Pat
         loop.operations._look()
         # The trainer has the batch of the first.
         assert loop.operations.next_step() is None
-        assert [one.adapter.name for one in loop.models.by_stream.values()] == ["a"]
+        assert [model.adapter.name for model in loop.models.by_stream.values()] == ["a"]
         assert "s" in loop.models.by_stream
 
 
@@ -387,26 +395,28 @@ class Client:
         number = self.number
         self.number += 1
         data = bytes(400)
-        given = of(name, number, **operation) if operation else passed(name, number, data=data)
-        await loop.give(given)
+        operation_of_stream = (
+            of(name, number, **operation) if operation else passed(name, number, data=data)
+        )
+        await loop.give(operation_of_stream)
         loop.operations._look()
-        if given.HasField("compute"):
+        if operation_of_stream.HasField("compute"):
             loop.computes(name, logprobs=[data])
-        elif given.HasField("step"):
+        elif operation_of_stream.HasField("step"):
             await until(lambda: loop.operations._before.ended.is_set())
             order = loop.operations.next_step()
             version = loop.run.progress.version.step + 1
             batch = SimpleNamespace(given=order)
-            made = PolicyVersion(0, version)
-            loop.run.progress.reached(made)
-            trained: Any = SimpleNamespace(batch=batch, version=made)
+            version_made = PolicyVersion(0, version)
+            loop.run.progress.reached(version_made)
+            trained: Any = SimpleNamespace(batch=batch, version=version_made)
             loop.operations.stepped(trained, trainer_pb2.StepReport(), None)
         return await loop.result(name)
 
 
 @pytest.mark.long
 async def test_ten_thousand_operations_leave_few_on_the_disk_and_in_memory(in_memory: Path) -> None:
-    most = 2 * MIN_KEPT + 16
+    num_operations = 2 * MIN_KEPT + 16
     files = in_memory / "r" / "operations"
     async with writing(in_memory) as loop:
         client = Client(loop)
@@ -418,8 +428,8 @@ async def test_ten_thousand_operations_leave_few_on_the_disk_and_in_memory(in_me
             # A checkpoint every ten steps covers what was before it.
             covered = loop.run.progress.version.step // 10 * 10
             loop.history.checkpoint = loop.history.checkpoint._replace(step=covered)
-            assert len(loop.entries) <= most
-        assert len(list(files.iterdir())) <= 2 * most
+            assert len(loop.entries) <= num_operations
+        assert len(list(files.iterdir())) <= 2 * num_operations
         assert not any([(await client.order()).error for _ in range(2)])
     async with writing(in_memory) as loop:
         # It goes on behind the newest one, with the passes that no step has yet.
@@ -695,8 +705,8 @@ def test_a_session_in_flight_is_not_of_the_model_that_had_its_place_before(tmp_p
         model = loop.models.take("s", trainer_pb2.Adapter(rank=1, alpha=1.0))
         model.publish(5)
         loop.samples._fleet = Fleet(4, 5, 6)
-        found, gone = loop.samples._sessions(Named(0, model, in_flight=True))
-        assert ([one.version.step for one in found], gone) == ([5, 6], "")
+        sessions, gone = loop.samples._sessions(Named(0, model, in_flight=True))
+        assert ([session.version.step for session in sessions], gone) == ([5, 6], "")
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])
@@ -732,17 +742,17 @@ async def test_a_model_that_rests_goes_on_after_a_restart_however_much_others_di
     monkeypatch.setattr(results, "MIN_KEPT", 2)
     with opened(tmp_path, lora=TWO) as loop:
         loop.history.checkpoint = loop.history.checkpoint._replace(step=9)
-        own = [passed("s:pass", 1, data=b"1234"), of("s:step", 2), refused("s:no", 3)]
+        operations_of_s = [passed("s:pass", 1, data=b"1234"), of("s:step", 2), refused("s:no", 3)]
         refusals = [refused(f"t:no{number}", number, "t") for number in range(1, 20)]
-        for one in (begin("s"), begin("t"), *own, *refusals):
-            await loop.give(one)
-            if one.HasField("compute"):
-                loop.computes(one.id)
+        for operation in (begin("s"), begin("t"), *operations_of_s, *refusals):
+            await loop.give(operation)
+            if operation.HasField("compute"):
+                loop.computes(operation.id)
             loop.step()
             await loop.write_results()
             # Nobody asks for the pass alone.
-            if not one.HasField("compute"):
-                assert (await loop.result(one.id)).is_done
+            if not operation.HasField("compute"):
+                assert (await loop.result(operation.id)).is_done
         assert "s:step" not in loop.entries
     with opened(tmp_path, lora=TWO) as loop:
         model = loop.models.by_stream["s"]

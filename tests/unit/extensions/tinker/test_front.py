@@ -86,8 +86,8 @@ async def answered(
     ],
 )
 async def test_a_request_of_another_form_is_malformed(path: str, body: bytes | dict) -> None:
-    status, error, taken = await answered(path, body)
-    assert (status, taken) == (400, [])
+    status, error, headers_taken = await answered(path, body)
+    assert (status, headers_taken) == (400, [])
     assert error.startswith("the request is malformed: ")
 
 
@@ -146,8 +146,8 @@ async def test_a_pass_in_zstd_is_the_pass() -> None:
 )
 async def test_a_body_that_is_packed_otherwise_is_refused(encoding, body, said) -> None:
     headers = [*KEY, (b"content-encoding", encoding)]
-    status, error, taken = await answered("forward_backward", body, headers)
-    assert (status, said[1] in error, taken) == (said[0], True, [])
+    status, error, headers_taken = await answered("forward_backward", body, headers)
+    assert (status, said[1] in error, headers_taken) == (said[0], True, [])
 
 
 LARGE_PASS = wire_pb2.ForwardBackwardRequest(model_id=M, seq_id=4, loss_fn="x" * MAX_BODY_BYTES)
@@ -168,8 +168,10 @@ async def test_an_operation_that_is_too_large_fails_in_its_turn(path, body, pack
 @pytest.mark.parametrize("packed", [False, True])
 async def test_a_body_is_read_up_to_a_size(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
     monkeypatch.setattr(bodies, "MAX_READ_BYTES", MAX_BODY_BYTES)
-    status, error, taken = await answered("save_weights", bytes(MAX_BODY_BYTES + 1), packed=packed)
-    assert (status, taken) == (400, [])
+    status, error, headers_taken = await answered(
+        "save_weights", bytes(MAX_BODY_BYTES + 1), packed=packed
+    )
+    assert (status, headers_taken) == (400, [])
     assert "a request has at most 25165824 bytes, got 25" in error
 
 

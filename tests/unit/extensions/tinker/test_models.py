@@ -17,14 +17,17 @@ def test_without_adapters_the_newest_stream_takes_the_model_over() -> None:
     first = all_models.take("s:train:0", NEW)
     assert all_models.refusal("u:train:0") == ""
     second = all_models.take("s:train:1", NEW)
-    assert [all_models.is_there(one) for one in (first, second)] == [False, True]
+    assert [all_models.is_there(model) for model in (first, second)] == [False, True]
     assert second.adapter.name == ""
 
 
 def test_a_new_model_gets_a_free_place_and_is_refused_where_there_is_none() -> None:
     all_models = Models(TWO)
     adapters = [all_models.take(stream, NEW).adapter for stream in ("s:train:0", "t:train:0")]
-    assert [(one.name, one.rank, one.alpha) for one in adapters] == [("a", 2, 4.0), ("b", 2, 4.0)]
+    assert [(adapter.name, adapter.rank, adapter.alpha) for adapter in adapters] == [
+        ("a", 2, 4.0),
+        ("b", 2, 4.0),
+    ]
     assert "all 2 places for models (lora.adapters) are taken" in all_models.refusal("u:train:0")
     all_models.finished["t"] = Entry(Operation(id="t:finish", stream="t"))
     assert all_models.refusal("u:train:0") == ""
@@ -49,12 +52,12 @@ def test_the_only_model_goes_to_its_owner_and_to_others_when_it_is_not_used() ->
 
 def test_a_silent_model_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> None:
     all_models = Models(TWO)
-    silent, used = (all_models.take(stream, NEW) for stream in ("s:train:0", "t:train:0"))
+    silent, trained = (all_models.take(stream, NEW) for stream in ("s:train:0", "t:train:0"))
     later_s = silent.used_s + models.IDLE_S + 1
     monkeypatch.setattr(models.time, "monotonic", lambda: later_s)
-    used.touch()
+    trained.touch()
     assert all_models.take("u:train:0", NEW).adapter.name == "a"
-    assert (all_models.is_there(silent), all_models.is_there(used)) == (False, True)
+    assert (all_models.is_there(silent), all_models.is_there(trained)) == (False, True)
 
 
 def test_names_go_with_what_they_name() -> None:

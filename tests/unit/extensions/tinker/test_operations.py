@@ -178,8 +178,8 @@ def test_a_sample_asks_for_the_version_of_its_session() -> None:
     [(None, [], [], False), ("a", ["a"], [], False), ([3], [], [3], False), ([], [], [], True)],
 )
 def test_replies_stop_as_the_sdk_says(stop, texts, tokens, ignores) -> None:
-    asked = SAMPLE | {"sampling_params": {"stop": stop}}
-    settings = operations.sample(asked, config_of(), 7).sample.sampling
+    request = SAMPLE | {"sampling_params": {"stop": stop}}
+    settings = operations.sample(request, config_of(), 7).sample.sampling
     assert (list(settings.stop), list(settings.stop_token_ids)) == (texts, tokens)
     assert (settings.ignore_eos, settings.max_reply_tokens) == (ignores, 8)
 
@@ -187,8 +187,8 @@ def test_replies_stop_as_the_sdk_says(stop, texts, tokens, ignores) -> None:
 def test_a_sampling_session_names_its_weights() -> None:
     request = {"session_id": "s1", "sampling_session_seq_id": 3}
     path = "tinker://s1:train:0/sampler_weights/best"
-    for given, name in (({"model_path": path}, path), ({"base_model": "tiny"}, "")):
-        session = operations.sampling_session(request | given, config_of())
+    for start, name in (({"model_path": path}, path), ({"base_model": "tiny"}, "")):
+        session = operations.sampling_session(request | start, config_of())
         asked_by = SAMPLE | {"sampling_session_id": session}
         sample = operations.sample(asked_by, config_of(), 0).sample
         assert sample.name == name
@@ -398,8 +398,8 @@ def test_each_of_several_models_begins_as_its_client_asks() -> None:
     mlp = ["linear_fc1", "linear_fc2"]
     assert began({"rank": 1}) == (1, 16.0, 5, attention + mlp)
     assert began({"rank": 64, "seed": 0, "train_mlp": False}) == (64, 16.0, 0, attention)
-    own = began({"rank": 2, "train_attn": False}, user_metadata={"lora_alpha": "4.5"})
-    assert own == (2, 4.5, 5, mlp)
+    operation = began({"rank": 2, "train_attn": False}, user_metadata={"lora_alpha": "4.5"})
+    assert operation == (2, 4.5, 5, mlp)
     for rank in (0, 65):
         with pytest.raises(Refused, match=f"a rank of 1 to 64 \\(lora.rank\\), got {rank}"):
             began({"rank": rank})

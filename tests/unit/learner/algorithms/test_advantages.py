@@ -9,8 +9,8 @@ from support.fakes.packed import algorithm
 
 
 def episode(group: str, reward: float, costs: list[float], values: list[float] | None = None):
-    known = None if values is None else np.array(values)
-    return ScoredEpisode(group, reward, np.array(costs, dtype=np.float64), known)
+    critic_values = None if values is None else np.array(values)
+    return ScoredEpisode(group, reward, np.array(costs, dtype=np.float64), critic_values)
 
 
 def scored(scores: Sequence[float] | FloatArray, groups: Sequence[str]) -> list[ScoredEpisode]:
@@ -58,8 +58,8 @@ def test_score_of_an_episode_is_its_reward_less_the_costs_of_its_own_tokens() ->
 def test_without_a_comparison_each_token_has_the_reward_or_nothing(kind: str, last: int) -> None:
     episodes = [episode("a", 0.0, [0.0, 0.0]), episode("a", 1.0, [0.0])]
     advantages = token_advantages(episodes, algorithm(advantage=kind, kl={"coefficient": 1.0}))
-    assert [one.advantages.tolist() for one in advantages] == [[0, 0], [last]]
-    assert [one.returns for one in advantages] == [None, None]
+    assert [advantage.advantages.tolist() for advantage in advantages] == [[0, 0], [last]]
+    assert [advantage.returns for advantage in advantages] == [None, None]
 
 
 def test_a_branch_ends_with_the_reward_and_pays_its_own_costs_only() -> None:
@@ -68,9 +68,9 @@ def test_a_branch_ends_with_the_reward_and_pays_its_own_costs_only() -> None:
     assert tree.token_rewards().tolist() == [-0.5, 1.75, -1.0, 1.5]
     # The episode is judged as a whole.
     assert score([tree]).tolist() == [-0.25]
-    (found,) = token_advantages([tree], algorithm(advantage="reinforce_pp"))
+    (estimate,) = token_advantages([tree], algorithm(advantage="reinforce_pp"))
     returns = np.array([1.25, 1.75, 0.5, 1.5])
-    assert found.advantages == pytest.approx((returns - 1.25) / returns.std(), rel=1e-5)
+    assert estimate.advantages == pytest.approx((returns - 1.25) / returns.std(), rel=1e-5)
 
 
 def test_gae_begins_again_in_each_branch() -> None:
@@ -78,7 +78,7 @@ def test_gae_begins_again_in_each_branch() -> None:
     settings_of_gae = algorithm(advantage="gae", advantage_args=gae_settings)
     values = np.array([1.0, 2.0, 4.0, 1.0, 2.0, 4.0])
     tree = ScoredEpisode("a", 3.0, np.zeros(6), values, (slice(0, 3), slice(3, 6)))
-    (found,) = token_advantages([tree], settings_of_gae)
+    (estimate,) = token_advantages([tree], settings_of_gae)
     # Each branch has the values and rewards of the example above.
-    assert found.advantages.tolist() == [-0.0625, -0.25, -1.0] * 2
-    assert found.returns.tolist() == [0.9375, 1.75, 3.0] * 2
+    assert estimate.advantages.tolist() == [-0.0625, -0.25, -1.0] * 2
+    assert estimate.returns.tolist() == [0.9375, 1.75, 3.0] * 2

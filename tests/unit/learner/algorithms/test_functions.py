@@ -135,8 +135,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_built_in_functions_have_the_arguments_of_their_settings(kind, name):
     settings = {"cache_tokens": 1} if name == "overlong" else {}
     needs = {"kl": {"coefficient": 1.0}} if name == "none" else {}
-    found = function_of(algorithm(**{kind: name, f"{kind}_args": settings}, **needs), kind)
-    _, *keywords = inspect.signature(found.call.func).parameters.values()  # type: ignore[attr-defined]
+    function = function_of(algorithm(**{kind: name, f"{kind}_args": settings}, **needs), kind)
+    _, *keywords = inspect.signature(function.call.func).parameters.values()  # type: ignore[attr-defined]
     assert all(keyword.kind is keyword.KEYWORD_ONLY for keyword in keywords)
     fields = FUNCTIONS[kind][name].arguments.model_fields
     defaults = {
@@ -227,7 +227,7 @@ def episodes() -> list[ScoredEpisode]:
 def test_ones_own_advantage_is_one_number_or_an_array_for_each_episode(module: str) -> None:
     settings = algorithm(advantage=f"{module}:counted", advantage_args={"most": 1})
     advantages = token_advantages(settings, episodes(), where="step 3")
-    assert [one.advantages.tolist() for one in advantages] == [[1.0, 1.0], [1.0, 1.0]]
+    assert [advantage.advantages.tolist() for advantage in advantages] == [[1.0, 1.0], [1.0, 1.0]]
 
 
 @pytest.mark.parametrize(
@@ -268,8 +268,11 @@ def test_a_faulty_reward_or_filter_is_named_in_one_line(module, function, what):
 
 def test_rewards_and_advantages_report_numbers_of_episodes(module: str) -> None:
     group = [RewardedEpisode(reward, {}, False, (2,), 10, "e", 0) for reward in (1.0, 3.0)]
-    found = rewarded(algorithm(reward=f"{module}:shaped"), group, where="group g1")
-    assert [(one.shaped_reward, one.reports["half"]) for one in found] == [(0.5, 0.5), (1.5, 1.5)]
+    episodes_rewarded = rewarded(algorithm(reward=f"{module}:shaped"), group, where="group g1")
+    assert [(episode.shaped_reward, episode.reports["half"]) for episode in episodes_rewarded] == [
+        (0.5, 0.5),
+        (1.5, 1.5),
+    ]
     settings = algorithm(advantage=f"{module}:half_reported")
     assert [
         advantage.reports for advantage in token_advantages(settings, episodes(), where="")
@@ -389,18 +392,18 @@ def test_filtered_episodes_give_no_variance() -> None:
 
 @pytest.mark.parametrize("name", ["mean_of_rewards", "first_decides"])
 def test_a_filter_is_never_called_with_a_group_in_which_no_episode_counts(name: str) -> None:
-    own = config(filter=f"{wrong_algorithms.__name__}:{name}", leave_out_truncated=True)
+    settings = config(filter=f"{wrong_algorithms.__name__}:{name}", leave_out_truncated=True)
     cut = [trajectory(1.0, truncated=True)] * 2
-    assert not is_trained(cut, own)
-    assert is_trained([*cut, trajectory(1.0)], own)
+    assert not is_trained(cut, settings)
+    assert is_trained([*cut, trajectory(1.0)], settings)
     every = config(leave_out_truncated=True)
     assert is_trained(cut, every)
 
 
 def played(first: float, second: float, *, reward: float = 0.0) -> Trajectory:
-    made = dataclasses.replace(make_trajectory(3, 4), run_lengths=(1, 1, 1, 1, 1, 2))
+    trajectory = dataclasses.replace(make_trajectory(3, 4), run_lengths=(1, 1, 1, 1, 1, 2))
     branches = (Branch(2, 1.0, "a", first), Branch(2), Branch(2, 1.0, "b", second))
-    return dataclasses.replace(made, reward=reward, branches=branches)
+    return dataclasses.replace(trajectory, reward=reward, branches=branches)
 
 
 def test_a_name_with_a_reward_of_its_own_is_a_side() -> None:

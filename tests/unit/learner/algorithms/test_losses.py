@@ -50,8 +50,8 @@ def test_all_tokens_but_one_give_the_divergence_of_the_whole_vocabulary(estimato
     logits, reference = softmax_policies()
     policy = logits.log_softmax(-1)
     divergence = top_k_divergence(policy[None, :-1], reference[None, :-1], estimator)
-    one, other = (reference, policy) if estimator == "forward_top_k" else (policy, reference)
-    expected = (one.exp() * (one - other)).sum()
+    likelier, other = (reference, policy) if estimator == "forward_top_k" else (policy, reference)
+    expected = (likelier.exp() * (likelier - other)).sum()
     assert divergence.item() == pytest.approx(expected.item(), abs=1e-9)
     (ours,) = torch.autograd.grad(divergence.sum(), logits, retain_graph=True)
     torch.testing.assert_close(ours, gradient(expected, logits))
@@ -191,8 +191,8 @@ def test_weights_may_lead_to_the_present_policy_but_not_at_given_tokens() -> Non
     policy = torch.tensor([math.log(1.5), math.log(3.0)])
     behavior = torch.zeros(2)
     tokens = loss_inputs(policy, torch.full((2,), 7.0), behavior=behavior)
-    given = dataclasses.replace(tokens, is_given=torch.tensor([False, True]))
-    weights = weights_of(algorithm(weight_args={"to": "present"}), given)
+    tokens_given = dataclasses.replace(tokens, is_given=torch.tensor([False, True]))
+    weights = weights_of(algorithm(weight_args={"to": "present"}), tokens_given)
     assert weights.weights.tolist() == pytest.approx([1.5, 1.0])
 
 

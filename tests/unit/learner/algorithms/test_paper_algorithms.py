@@ -48,17 +48,19 @@ def test_gmpo_has_the_value_and_gradient_of_the_papers_geometric_mean() -> None:
     lengths = (3, 3, 1)
     advantages = (1.5, -2.0, 0.5)
     ids = [0, 0, 0, 1, 1, 1, 2]
-    each = torch.tensor(advantages, dtype=torch.float64)[ids]
+    token_values = torch.tensor(advantages, dtype=torch.float64)[ids]
 
     ours = (old + moved).requires_grad_()
-    terms = gmpo.loss(tokens_of(ours, old, each, ids))
+    terms = gmpo.loss(tokens_of(ours, old, token_values, ids))
     shares = 1 / (3 * torch.tensor(lengths, dtype=torch.float64)[ids])
     (terms.losses * shares).sum().backward()
 
     # Eq. 4 of the paper: sgn(A) times the root of the product of |min(r A, clip(r) A)|.
     theirs = (old + moved).requires_grad_()
     ratios = (theirs - old).exp()
-    objectives = torch.minimum(ratios * each, ratios.clamp(math.exp(-0.4), math.exp(0.4)) * each)
+    objectives = torch.minimum(
+        ratios * token_values, ratios.clamp(math.exp(-0.4), math.exp(0.4)) * token_values
+    )
     roots = [
         part.abs().prod() ** (1 / length) * math.copysign(1, advantage)
         for part, length, advantage in zip(

@@ -33,13 +33,13 @@ def episode(group: str, turns: list[list[float]], states: list[int], values=None
 @st.composite
 def batches(draw):
     """Episodes of one or two groups, with one to four turns of one to three tokens each."""
-    made = []
+    episodes_made = []
     for _ in range(draw(st.integers(1, 6))):
         turns = draw(st.lists(st.lists(NUMBER, min_size=1, max_size=3), min_size=1, max_size=4))
         states = draw(st.lists(st.integers(0, 1), min_size=len(turns), max_size=len(turns)))
         values = draw(st.lists(NUMBER, min_size=12, max_size=12))
-        made.append((draw(st.sampled_from("ab")), turns, states, values))
-    return made
+        episodes_made.append((draw(st.sampled_from("ab")), turns, states, values))
+    return episodes_made
 
 
 def scaled(values: dict, keys: dict, number: float = 1e-6) -> dict:
@@ -47,13 +47,13 @@ def scaled(values: dict, keys: dict, number: float = 1e-6) -> dict:
     groups = defaultdict(list)
     for place, value in values.items():
         groups[keys[place]].append(value)
-    found = {}
+    advantages_by_turn = {}
     for place, value in values.items():
-        others = groups[keys[place]]
-        mean = sum(others) / len(others)
-        deviation = (sum((other - mean) ** 2 for other in others) / len(others)) ** 0.5
-        found[place] = (value - mean, deviation + number)
-    return found
+        group = groups[keys[place]]
+        mean = sum(group) / len(group)
+        deviation = (sum((other - mean) ** 2 for other in group) / len(group)) ** 0.5
+        advantages_by_turn[place] = (value - mean, deviation + number)
+    return advantages_by_turn
 
 
 def plain_returns(turns: list[list[float]], gamma: float) -> list[list[float]]:
@@ -70,9 +70,13 @@ def plain_returns(turns: list[list[float]], gamma: float) -> list[list[float]]:
 @given(batches(), st.sampled_from([0.0, 0.5, 1.0]), st.booleans())
 def test_return_to_go_is_that_of_its_definition(made, gamma, normalize):
     returns = [plain_returns(turns, gamma) for _, turns, _, _ in made]
-    starts = {(e, n): one[0] for e, found in enumerate(returns) for n, one in enumerate(found)}
+    starts = {
+        (e, n): turn_returns[0]
+        for e, returns_of_episode in enumerate(returns)
+        for n, turn_returns in enumerate(returns_of_episode)
+    }
     facts = scaled(starts, {(e, n): (made[e][0], n) for e, n in starts})
-    found = return_to_go(
+    estimates = return_to_go(
         [episode(g, t, s) for g, t, s, _ in made], gamma=gamma, normalize=normalize
     )
     for e, of_turns in enumerate(returns):
@@ -80,7 +84,7 @@ def test_return_to_go_is_that_of_its_definition(made, gamma, normalize):
         for n, turn in enumerate(of_turns):
             centred, deviation = facts[e, n]
             expected += [(g - turn[0] + centred) / (deviation if normalize else 1) for g in turn]
-        assert found[e] == pytest.approx(expected, rel=1e-6, abs=1e-5)
+        assert estimates[e] == pytest.approx(expected, rel=1e-6, abs=1e-5)
 
 
 @given(batches(), st.sampled_from([0.0, 0.7, 1.0]))
@@ -89,7 +93,7 @@ def test_gae_over_turns_is_that_of_its_definition(made, lam):
     for has_values in (True, False):
         episodes = [episode(g, t, s, v if has_values else None) for g, t, s, v in made]
         found = turn_gae(episodes, gamma=gamma, lam=lam, normalize=False)
-        for (_, turns, _, values), one in zip(made, found, strict=True):
+        for (_, turns, _, values), estimate in zip(made, found, strict=True):
             starts = np.cumsum([0, *map(len, turns)]).tolist()
             worth = [values[at] if has_values else 0.0 for at in starts[:-1]] + [0.0]
             deltas = [sum(t) + gamma * worth[n + 1] - worth[n] for n, t in enumerate(turns)]
@@ -98,12 +102,12 @@ def test_gae_over_turns_is_that_of_its_definition(made, lam):
                 for n in range(len(turns))
             ]
             expected = [a for a, turn in zip(estimates, turns, strict=True) for _ in turn]
-            assert one.advantages == pytest.approx(expected, abs=1e-9)
-            assert (one.returns is None) is not has_values
-            if one.returns is not None:
+            assert estimate.advantages == pytest.approx(expected, abs=1e-9)
+            assert (estimate.returns is None) is not has_values
+            if estimate.returns is not None:
                 targets = [a + w for a, w in zip(estimates, worth, strict=False)]
-                each = [r for r, turn in zip(targets, turns, strict=True) for _ in turn]
-                assert one.returns == pytest.approx(each, abs=1e-9)
+                token_targets = [r for r, turn in zip(targets, turns, strict=True) for _ in turn]
+                assert estimate.returns == pytest.approx(token_targets, abs=1e-9)
 
 
 @given(batches(), st.booleans())
@@ -112,11 +116,13 @@ def test_gigpo_is_the_papers_sum_of_two_comparisons(made, by_deviation):
     gamma = 0.95
     omega = 0.5
     totals = {e: float(np.sum(np.concatenate(turns))) for e, (_, turns, _, _) in enumerate(made)}
-    of_episodes = scaled(totals, {e: one[0] for e, one in enumerate(made)})
+    of_episodes = scaled(
+        totals, {e: totals_of_episode[0] for e, totals_of_episode in enumerate(made)}
+    )
     returns = {
-        (e, n): one[0]
+        (e, n): turn_return[0]
         for e, (_, turns, _, _) in enumerate(made)
-        for n, one in enumerate(plain_returns(turns, gamma))
+        for n, turn_return in enumerate(plain_returns(turns, gamma))
     }
     of_steps = scaled(returns, {(e, n): (made[e][0], made[e][2][n]) for e, n in returns})
     episodes = [episode(g, t, s) for g, t, s, _ in made]
@@ -165,5 +171,5 @@ def test_what_a_later_branch_earned_follows_an_earlier_one() -> None:
     )
     assert tree.token_rewards().tolist() == [0.0, 6.0, 2.0, 3.0]
     assert tree.returns().tolist() == [6.0, 6.0, 5.0, 3.0]
-    whole = dataclasses.replace(tree, earned=None)
-    assert whole.token_rewards().tolist() == [0.0, 6.0, 0.0, 6.0]
+    tree_of_one_reward = dataclasses.replace(tree, earned=None)
+    assert tree_of_one_reward.token_rewards().tolist() == [0.0, 6.0, 0.0, 6.0]

@@ -53,12 +53,14 @@ def verl_rewards() -> Tensor:
 
 def ours(kind: str, values: list[np.ndarray] | None = None, **settings) -> np.ndarray:
     outcome, costs = rewards()
-    known = values if values is not None else [None] * 6
-    episodes = [ScoredEpisode(*parts) for parts in zip(GROUPS, outcome, costs, known, strict=True)]
+    critic_values = values if values is not None else [None] * 6
+    episodes = [
+        ScoredEpisode(*parts) for parts in zip(GROUPS, outcome, costs, critic_values, strict=True)
+    ]
     advantages = token_advantages(
         algorithm(advantage=kind, advantage_args=settings), episodes, where="a test"
     )
-    return np.concatenate([one.advantages for one in advantages])
+    return np.concatenate([advantage.advantages for advantage in advantages])
 
 
 # verl divides by n - 1, we by n: of a group's members, and of all tokens.
@@ -103,8 +105,8 @@ def test_gae_is_verls() -> None:
         gamma=0.9,
         lam=0.8,
     )
-    found = ours("gae", values, gamma=0.9, lam=0.8)
-    assert found == pytest.approx(TOKENS * packed(expected).numpy(), rel=1e-4, abs=1e-6)
+    estimates = ours("gae", values, gamma=0.9, lam=0.8)
+    assert estimates == pytest.approx(TOKENS * packed(expected).numpy(), rel=1e-4, abs=1e-6)
     raw = ours("gae", values, gamma=0.9, lam=0.8, normalize=False)
     assert raw + np.concatenate(values) == pytest.approx(packed(returns).numpy())
 
@@ -155,8 +157,8 @@ def test_losses_and_gradients_are_verls(loss, settings, name, config, aggregatio
     tokens = loss_inputs(packed(policy), packed(old), packed(advantages), sequence_ids=IDS)
     parts = terms_of(algorithm(loss=loss, loss_args=settings), tokens)
     counts = loss_weights(LENGTHS, aggregation, fixed_tokens=7)
-    each = torch.tensor([w for w, n in zip(counts, LENGTHS, strict=True) for _ in range(n)])
-    found = (packed(weights) * each * parts.losses).sum() / NUM_TOKENS
+    token_counts = torch.tensor([w for w, n in zip(counts, LENGTHS, strict=True) for _ in range(n)])
+    found = (packed(weights) * token_counts * parts.losses).sum() / NUM_TOKENS
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, policy)[0], slope)
 

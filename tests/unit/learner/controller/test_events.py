@@ -20,9 +20,9 @@ async def test_old_events_are_kept_without_the_metrics_that_metrics_jsonl_has() 
         events.add(f"version {step}", step=step, metrics={"reward_mean": float(step)})
         events.add("something else")
     events.close(1, "done")
-    told = [event async for event in events.follow(0)]
-    assert [event.number for event in told] == list(range(1, len(told) + 1))
-    versions = [event for event in told if event.step]
+    texts = [event async for event in events.follow(0)]
+    assert [event.number for event in texts] == list(range(1, len(texts) + 1))
+    versions = [event for event in texts if event.step]
     assert [event.text for event in versions][:2] == ["version 1", "version 2"]
     with_metrics = [event.step for event in versions if event.metrics]
     assert with_metrics == list(range(6, MAX_METRICS + 6))
@@ -34,10 +34,10 @@ async def test_long_events_push_out_older_ones_before_ten_thousand_are_kept() ->
     for _ in range(number):
         events.add("x" * MAX_CHARACTERS)
     events.close(1, "done")
-    told = [event async for event in events.follow(0)]
-    assert sum(event.ByteSize() for event in told) <= MAX_BYTES
-    assert len(told) > MAX_BYTES // MAX_CHARACTERS - 10
-    assert [event.number for event in told] == list(range(number + 2 - len(told), number + 2))
+    texts = [event async for event in events.follow(0)]
+    assert sum(event.ByteSize() for event in texts) <= MAX_BYTES
+    assert len(texts) > MAX_BYTES // MAX_CHARACTERS - 10
+    assert [event.number for event in texts] == list(range(number + 2 - len(texts), number + 2))
 
 
 async def test_a_follower_that_is_behind_begins_with_the_oldest_event_that_is_kept() -> None:

@@ -131,7 +131,7 @@ def tasks(book, number):
 def test_every_task_comes_once_before_any_comes_again():
     book = make_book(1.0, num_tasks=7)
     rounds = [[task for task, _ in tasks(book, 7)] for _ in range(3)]
-    assert all(sorted(each) == list(range(7)) for each in rounds)
+    assert all(sorted(round_tasks) == list(range(7)) for round_tasks in rounds)
     assert rounds[0] != rounds[1]
 
 
@@ -209,14 +209,14 @@ def test_an_evaluation_tells_its_newest_round_only():
     spec = environment_pb2.EnvironmentSpec(
         name="held", weight=1.0, purpose=trajectory_pb2.EPISODE_PURPOSE_EVALUATION
     )
-    held = book.add(spec)
-    assert not held.describe().HasField("newest_round")
+    heldout = book.add(spec)
+    assert not heldout.describe().HasField("newest_round")
     # The second is in the configuration no more.
     first = {"held": {"reward_mean": 0.25, "pass_at_1": 0.5}, "gone": {"reward_mean": 1.0}}
-    for version, found in ((0, first), (50, {"held": {"reward_mean": 0.75}})):
-        record = kinds.Evaluation(version=version, episodes=1, failed=0, evaluations=found)
+    for version, numbers in ((0, first), (50, {"held": {"reward_mean": 0.75}})):
+        record = kinds.Evaluation(version=version, episodes=1, failed=0, evaluations=numbers)
         book._state.apply(record)
-    newest = environment_from_pb(held.describe()).newest_round
+    newest = environment_from_pb(heldout.describe()).newest_round
     assert (newest.step, dict(newest.numbers)) == (50, {"reward_mean": 0.75})
     assert not book.entries["e0"].describe().HasField("newest_round")
 
@@ -245,9 +245,9 @@ class Clients:
 
     async def come(self, name: str) -> AsyncIterator[pb.WorkerCommand]:
         """The commands for a client, which reads when they are asked for."""
-        said = self.said[name] = Stream()
+        stream = self.said[name] = Stream()
         entry = add(self.book, name)
-        commands = self.relay.serve_episodes(entry, aiter(said))
+        commands = self.relay.serve_episodes(entry, aiter(stream))
         first = asyncio.ensure_future(anext(commands))
         await until(lambda: entry.client is not None)
         self.first = first
@@ -405,8 +405,8 @@ async def test_an_agent_whose_last_part_finds_no_room_is_told_as_lost(monkeypatc
     last = pb.WorkerCommand(call_id=5, reply_part=pb.ReplyPart(episode_key="e", is_last=True))
     calls.say(fleet_pb2.EnvironmentCall(environment="frozen", command=last))
     async with asyncio.timeout(LIMIT_S):
-        lost = [await answer_comes, await anext(answers)]
-    assert [answer.message.call_id for answer in lost] == [5, 1]
-    assert {answer.message.failure.message for answer in lost} == {
+        answers_lost = [await answer_comes, await anext(answers)]
+    assert [answer.message.call_id for answer in answers_lost] == [5, 1]
+    assert {answer.message.failure.message for answer in answers_lost} == {
         "the client that serves frozen does not read"
     }

@@ -88,11 +88,11 @@ async def test_before_a_stall_fails_the_run_its_leases_are_taken_back_once(
 ):
     with Journal(tmp_path / "journal") as journal:
         rig = Rig(tmp_path, journal)
-        taken: list[tuple[str, str]] = []
+        events: list[tuple[str, str]] = []
         publisher = Publisher(rig.fleet, rig.run, None)  # type: ignore[arg-type]
         intake = Intake(rig.run, rig.books)
         monkeypatch.setattr(
-            intake, "take_back", lambda group, cause: taken.append((group.group_id, cause))
+            intake, "take_back", lambda group, cause: events.append((group.group_id, cause))
         )
         watch = RunWatch(rig.run, rig.books, publisher, intake)
         progress = rig.run.progress
@@ -111,31 +111,31 @@ async def test_before_a_stall_fails_the_run_its_leases_are_taken_back_once(
             return watch._cause_to_fail()
 
         assert stalled(590) == ""
-        assert taken == []
+        assert events == []
         cause = stalled(601)
         if num_servers == 1:
             assert cause == "nothing moved for 601 s of serving while waiting for an episode"
             (group,) = rig.book.groups.values()
             group.closed = True
             assert stalled(601) == "", "what it has closed it gets back"
-            assert [group_id for group_id, _ in taken] == [group.group_id]
+            assert [group_id for group_id, _ in events] == [group.group_id]
             return
         assert cause == ""
         group_ids = [group.group_id for group in rig.book.groups.values() if group.holder]
         why = "nothing moved for 601 s of serving (controller.stall_timeout_s)"
-        assert taken == [(group_id, why) for group_id in group_ids]
+        assert events == [(group_id, why) for group_id in group_ids]
         assert stalled(1190) == ""
         assert stalled(1201) == (
             "nothing moved for 1201 s of serving while waiting for an episode, though all leases "
             "were taken back once and given to other servers"
         )
-        assert len(taken) == len(group_ids)
+        assert len(events) == len(group_ids)
         # A run that has moved may stall again.
         assert stalled(1) == ""
         watch._leases = LeaseWatch()
         watch._look_at_leases()
         assert stalled(601) == ""
-        assert len(taken) == 2 * len(group_ids)
+        assert len(events) == 2 * len(group_ids)
 
 
 async def test_a_member_without_progress_is_given_up_and_its_server_told_to_stop(tmp_path) -> None:
@@ -152,8 +152,8 @@ async def test_a_member_without_progress_is_given_up_and_its_server_told_to_stop
         assert group.is_complete
         assert [trajectory.member for trajectory in group.in_order()] == [0, 1, 3]
         while (order := session.outbox.pop()) is not None:
-            told = order
-        assert (told.cancel.group_id, told.cancel.reason) == (group.group_id, "late")
+            order_told = order
+        assert (order_told.cancel.group_id, order_told.cancel.reason) == (group.group_id, "late")
         await journal.durable()
     (record,) = [r for r in read_records(tmp_path / "journal") if r["kind"] == "gave_up"]
     assert (record["group"], record["members"]) == (group.group_id, [2])

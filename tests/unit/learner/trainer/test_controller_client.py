@@ -77,7 +77,7 @@ def test_next_hands_out_all_messages_of_an_order(tmp_path: Path) -> None:
 def test_calls_of_next_do_not_pile_up(tmp_path: Path) -> None:
     def kept() -> int:
         gc.collect()
-        return sum(type(one).__name__ == "_CallState" for one in gc.get_objects())
+        return sum(type(item).__name__ == "_CallState" for item in gc.get_objects())
 
     orders = [[pb.Directive(wait=pb.WaitOrder())]] * 20
     with connected(tmp_path, orders) as (_, client):
@@ -156,10 +156,10 @@ def test_a_batch_that_arrives_comes_before_a_stop(tmp_path: Path) -> None:
 
 def test_stop_ends_a_call_of_next_that_waits(tmp_path: Path) -> None:
     with connected(tmp_path) as (controller, client):
-        asked = controller.asked
+        requests = controller.asked
         waiter = threading.Thread(
             target=lambda: (
-                asked.wait(LIMIT_S),
+                requests.wait(LIMIT_S),
                 client.stop("now"),
             )
         )

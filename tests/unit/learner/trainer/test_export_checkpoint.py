@@ -112,10 +112,10 @@ def test_what_only_training_reads_may_be_gone_before_an_export(tmp_path, monkeyp
     monkeypatch.setattr("sys.argv", ["export", *words])
     assert asyncio.run(launcher.run_export(tmp_path, None, None)) == 0
     assert export_checkpoint.main() == 0
-    (found,) = exported
+    (config,) = exported
     assert written == ["export"]
-    assert found.checkpoint.load is found.reference.path is found.critic.path is None
-    assert found.critic.learning_rate == 1e-3
+    assert config.checkpoint.load is config.reference.path is config.critic.path is None
+    assert config.critic.learning_rate == 1e-3
 
 
 def test_one_process_at_a_time_writes_a_folder_and_the_other_says_so(tmp_path, capsys) -> None:
@@ -123,11 +123,11 @@ def test_one_process_at_a_time_writes_a_folder_and_the_other_says_so(tmp_path, c
 
     def another() -> str:
         with (
-            pytest.raises(CheckpointError, match="was written by another export") as told,
+            pytest.raises(CheckpointError, match="was written by another export") as raised,
             export_checkpoint._alone_at(written),
         ):
             raise AssertionError
-        return str(told.value)
+        return str(raised.value)
 
     with ThreadPoolExecutor() as threads:
         with export_checkpoint._alone_at(written):

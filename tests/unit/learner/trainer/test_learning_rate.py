@@ -29,8 +29,8 @@ def test_learning_rate_rises_over_the_warmup_and_falls_until_the_end(
     warmup, decay, first, expected
 ):
     config = config_with(warmup, decay)
-    found = [10 * learning_rate(config, step) for step in range(first, first + len(expected))]
-    assert found == pytest.approx(expected)
+    rates = [10 * learning_rate(config, step) for step in range(first, first + len(expected))]
+    assert rates == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_learning_rate_rises_over_the_warmup_and_falls_until_the_end(
 )
 def test_the_policy_begins_when_the_critic_has_learnt_alone(warmup, decay, alone, expected):
     config = config_with(warmup, decay, critic={"learning_rate": 1.0, "warmup_steps": alone})
-    found = [10 * learning_rate(config, step) for step in range(len(expected))]
-    assert found == pytest.approx(expected)
+    rates = [10 * learning_rate(config, step) for step in range(len(expected))]
+    assert rates == pytest.approx(expected)
 
 
 def test_a_decay_without_a_step_for_it_is_refused() -> None:

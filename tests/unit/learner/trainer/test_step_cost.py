@@ -89,10 +89,10 @@ DEEPSEEK_V3 = {
 def test_latent_attention_multiplies_with_both_matrices_of_queries_and_of_keys_and_values():
     sizes = Arithmetic.of(DEEPSEEK_V3)
     queries = 7168 * 1536 + 1536 * 128 * 192
-    others = 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    other_weights = 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
     dense = 3 * 7168 * 18432
     experts = 7168 * 256 + 9 * 3 * 7168 * 2048
-    layers = 61 * (queries + others) + 3 * dense + 58 * experts
+    layers = 61 * (queries + other_weights) + 3 * dense + 58 * experts
     assert sizes.matrix_parameters == layers + 7168 * 129280
     # arXiv:2412.19437 says 37 billion for each token, the embedding included.
     assert (sizes.matrix_parameters + 7168 * 129280) / 1e9 == pytest.approx(37.6, abs=1)

@@ -76,10 +76,10 @@ def test_what_grpc_says_of_a_caller_that_is_gone_is_no_news(caplog) -> None:
 
 
 async def test_a_large_request_is_decoded_beside_the_loop(monkeypatch) -> None:
-    taken: list[object] = []
+    requests: list[object] = []
 
     async def inner(request: object, context: object) -> status_pb2.StopRunResponse:
-        taken.append(request)
+        requests.append(request)
         return status_pb2.StopRunResponse()
 
     handler = await checked(inner)
@@ -92,7 +92,7 @@ async def test_a_large_request_is_decoded_beside_the_loop(monkeypatch) -> None:
     hello = trainer_pb2.TrainerHello(layout_description="x" * (SMALL_BYTES + 1))
     for request in (hello, trainer_pb2.TrainerHello()):
         await handler.unary_unary(request.SerializeToString(), Context(is_gone=False))
-    assert taken == [hello, trainer_pb2.TrainerHello()]
+    assert requests == [hello, trainer_pb2.TrainerHello()]
     assert [thread is threading.main_thread() for thread in threads] == [False, True]
 
 
@@ -150,7 +150,7 @@ async def test_a_call_that_was_refused_is_forgotten_at_once() -> None:
 
     def kept() -> int:
         kinds = (grpc.aio.AbortError, ProtocolError, ExceptionGroup)
-        return sum(issubclass(type(each), kinds) for each in gc.get_objects())
+        return sum(issubclass(type(item), kinds) for item in gc.get_objects())
 
     async with open_channel(f"127.0.0.1:{port}", OPEN) as channel:
         await refused(channel, 1)

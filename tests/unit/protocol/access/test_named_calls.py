@@ -71,26 +71,26 @@ async def test_a_call_reaches_the_run_that_it_names_alone(credentials: Credentia
         opened = open_channel(f"127.0.0.1:{port}", credentials)
         async with asyncio.timeout(LIMIT_S), opened as channel:
             stub = status_pb2_grpc.StatusServiceStub(channel)
-            for named, line in refusals.items():
+            for run_named, line in refusals.items():
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await stub.StopRun(
                         status_pb2.StopRunRequest(reason="not mine", failed=True),
-                        metadata=call_metadata(credentials, named),
+                        metadata=call_metadata(credentials, run_named),
                     )
                 assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
                 assert caught.value.details() == line
                 assert has_reason(caught.value, Reason.OTHER_RUN)
-            for named in (None, "ours-1"):
-                metadata = call_metadata(credentials, named)
+            for run_named in (None, "ours-1"):
+                metadata = call_metadata(credentials, run_named)
                 status = await stub.GetStatus(status_pb2.GetStatusRequest(), metadata=metadata)
                 assert status.run_id == "ours-1"
                 events = stub.Watch(status_pb2.WatchRequest(), metadata=metadata)
                 assert [event.number async for event in events] == [1]
-            others = call_metadata(credentials, "theirs-2")
+            their_metadata = call_metadata(credentials, "theirs-2")
             with pytest.raises(grpc.aio.AioRpcError, match="another run than theirs-2"):
-                await stub.Watch(status_pb2.WatchRequest(), metadata=others).read()
-            mine = call_metadata(credentials, "ours-1")
-            await stub.StopRun(status_pb2.StopRunRequest(reason="mine"), metadata=mine)
+                await stub.Watch(status_pb2.WatchRequest(), metadata=their_metadata).read()
+            our_metadata = call_metadata(credentials, "ours-1")
+            await stub.StopRun(status_pb2.StopRunRequest(reason="mine"), metadata=our_metadata)
     finally:
         await server.stop(None)
     assert controller.stopped == ["mine"]

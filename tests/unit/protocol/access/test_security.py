@@ -178,8 +178,8 @@ def test_any_other_address_needs_tls_and_a_token(address: str) -> None:
         with pytest.raises(ConfigError) as caught:
             check_address(address, credentials, what="controller.address")
         assert str(caught.value) == f"controller.address {address} {message}"
-    whole = Credentials(certificate=b"c", key=b"k", token=TOKEN)
-    check_address(address, whole, what="controller.address")
+    complete_credentials = Credentials(certificate=b"c", key=b"k", token=TOKEN)
+    check_address(address, complete_credentials, what="controller.address")
 
 
 @pytest.mark.parametrize("open_it", [open_channel, open_blocking_channel])

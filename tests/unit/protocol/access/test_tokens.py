@@ -61,10 +61,10 @@ def test_services_of_others_are_open_to_all_roles() -> None:
 
 
 def test_a_roles_token_tells_nothing_of_the_runs_and_is_made_once() -> None:
-    made = {role: role_token(TOKEN, role) for role in RIGHTS}
-    assert len(set(made.values())) == len(RIGHTS)
-    assert all(role_of(token) == role and TOKEN not in token for role, token in made.items())
-    assert role_token(made["trainer"], "trainer") == made["trainer"]
+    tokens = {role: role_token(TOKEN, role) for role in RIGHTS}
+    assert len(set(tokens.values())) == len(RIGHTS)
+    assert all(role_of(token) == role and TOKEN not in token for role, token in tokens.items())
+    assert role_token(tokens["trainer"], "trainer") == tokens["trainer"]
     assert role_of(TOKEN) is None
     assert role_of("unknown." + TOKEN) is None
 
@@ -155,14 +155,16 @@ async def test_a_call_beyond_its_role_is_refused_in_one_line() -> None:
 
 
 async def test_further_tokens_are_accepted_and_that_of_one_role_is_taken_back(tmp_path) -> None:
-    lost = role_token(OLD, "reader")
-    (tmp_path / "token").write_text(f"{NEW}\n{OLD}\n-{lost}\n")
+    old_token = role_token(OLD, "reader")
+    (tmp_path / "token").write_text(f"{NEW}\n{OLD}\n-{old_token}\n")
     credentials = Credentials.load(SecuritySection(token_file=tmp_path / "token"))
     method = "/slipstream.v1.StatusService/GetStatus"
     async with serving(credentials) as channel:
-        assert await answer_to(channel, method, holding(lost)) == "UNAUTHENTICATED"
-        others = (NEW, OLD, role_token(OLD, "trainer"), role_token(NEW, "reader"))
-        assert [await answer_to(channel, method, holding(other)) for other in others] == ["OK"] * 4
+        assert await answer_to(channel, method, holding(old_token)) == "UNAUTHENTICATED"
+        other_tokens = (NEW, OLD, role_token(OLD, "trainer"), role_token(NEW, "reader"))
+        assert [await answer_to(channel, method, holding(other)) for other in other_tokens] == [
+            "OK"
+        ] * 4
 
 
 async def test_refused_callers_are_told_once_a_minute(caplog) -> None:

@@ -78,9 +78,9 @@ def test_each_named_adapter_has_the_same_buckets() -> None:
     weights = [TensorSpec("w", "float32", (3,))]
     adapters = [TensorSpec("a", "float32", (4,)), TensorSpec("b", "float32", (4,))]
     message = layout_to_pb(weights, 16, adapters=adapters, adapter_names=["code", "math", "prose"])
-    first, *others = layout_from_pb(message)
+    first, *later = layout_from_pb(message)
     assert [span.tensor.name for span in first.spans] == ["w"]
-    assert [bucket.spans[0].tensor.name for bucket in others] == ["a", "b"] * 3
+    assert [bucket.spans[0].tensor.name for bucket in later] == ["a", "b"] * 3
     assert num_tensors(message) == 7
     assert num_tensors(layout_to_pb(weights, 16, adapters=adapters)) == 3
 

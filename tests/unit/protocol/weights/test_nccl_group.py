@@ -190,11 +190,11 @@ def test_deadline_is_of_each_broadcast_and_not_of_all_that_wait(nccl, now_s: lis
     there = buffer(b"    ")
     for _ in range(6):
         broadcast(sender, memory, deadline_s=2.0)
-    for left in reversed(range(6)):
+    for num_left in reversed(range(6)):
         now_s[0] += 1.5
         broadcast(receiver, there)
         # The watchdog has seen its end.
-        wait_until(lambda left=left: len(sender._pending) == left)
+        wait_until(lambda left=num_left: len(sender._pending) == left)
     sender.wait()
     assert there.raw == b"data"
 

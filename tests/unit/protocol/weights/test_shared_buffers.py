@@ -31,15 +31,15 @@ def test_no_memory_of_a_gpu_is_kept_where_there_is_not_all(what: str) -> None:
 
 
 def test_nothing_is_left_where_there_is_no_room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
+    names: list[str] = []
     allocate = os.posix_fallocate
 
     def name(num_bytes: int) -> str:
-        made.append(os.urandom(num_bytes).hex())
-        return made[-1]
+        names.append(os.urandom(num_bytes).hex())
+        return names[-1]
 
     def fail_the_second(descriptor: int, start: int, size: int) -> None:
-        if len(made) == 2:
+        if len(names) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
         allocate(descriptor, start, size)
 
@@ -47,8 +47,8 @@ def test_nothing_is_left_where_there_is_no_room_for_all(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "posix_fallocate", fail_the_second)
     with pytest.raises(ConfigError, match=r"2 buffers of 64 bytes in /dev/shm: .*No space left"):
         HostBuffers.make(2, 64)
-    assert len(made) == 2
-    assert not [each for each in made if (SHARED / f"slipstream-{each}").exists()]
+    assert len(names) == 2
+    assert not [name for name in names if (SHARED / f"slipstream-{name}").exists()]
 
 
 def open_memory() -> list[str]:

@@ -43,10 +43,10 @@ class Talk:
 
     def ask(self, *texts, name="", tools=TOOLS):
         keys = [key("assistant" if text.startswith("r") else "user", text) for text in texts]
-        found = self.all.find(tools, keys, name)
-        rest = keys[found.num_messages :] if found else keys
-        context = [self.tokens.setdefault(each.text, len(self.tokens)) for each in rest]
-        return self.all.begin(name, found.turn if found else None, context), keys
+        turn_found = self.all.find(tools, keys, name)
+        rest = keys[turn_found.num_messages :] if turn_found else keys
+        context = [self.tokens.setdefault(key.text, len(self.tokens)) for key in rest]
+        return self.all.begin(name, turn_found.turn if turn_found else None, context), keys
 
     def reply(self, call, keys, text, *, tools=TOOLS):
         turn = self.all.finish(call, generation([next(self.numbers), next(self.numbers)]))
@@ -84,12 +84,12 @@ def test_an_earlier_state_begins_a_branch_with_the_exact_tokens() -> None:
 def test_a_state_that_another_call_continues_begins_a_branch() -> None:
     talk = Talk()
     talk.talk("u1", reply="r1")
-    one, keys = talk.ask("u1", "r1", "u2")
-    other, others = talk.ask("u1", "r1", "u3")
-    assert one.is_append
+    first_turn, keys = talk.ask("u1", "r1", "u2")
+    other, other_keys = talk.ask("u1", "r1", "u3")
+    assert first_turn.is_append
     assert not other.is_append
-    talk.reply(other, others, "r3")
-    talk.reply(one, keys, "r2")
+    talk.reply(other, other_keys, "r3")
+    talk.reply(first_turn, keys, "r2")
     assert [len(branch.run_lengths) for branch in talk.all.branches] == [4, 2]
 
 
@@ -115,8 +115,8 @@ def test_the_turn_that_a_request_names_goes_on_among_equal_ones() -> None:
     turns = [talk.talk("u1", reply="r1") for _ in range(2)]
     keys = [key("user", "u1"), key("assistant", "r1"), key("user", "u2")]
     for turn in turns:
-        found = talk.all.find(TOOLS, keys, "", previous=turn)
-        assert (found.turn, found.num_messages) == (turn, 2)
+        turn_found = talk.all.find(TOOLS, keys, "", previous=turn)
+        assert (turn_found.turn, turn_found.num_messages) == (turn, 2)
     # What its messages do not continue is no matter.
     assert talk.all.find(TOOLS, [key("user", "x"), *keys], "", previous=turns[0]) is None
 
@@ -166,7 +166,7 @@ class _Known:
 @given(st.data())
 def test_recorded_tokens_are_those_that_were_sampled_for_any_interleaving(data) -> None:
     talk = Talk()
-    known = [_Known((), [])]
+    entries = [_Known((), [])]
     sampled = {}
     open_calls: list[tuple[AgentCall, list[MessageKey], tuple[str, ...]]] = []
     for number in range(data.draw(st.integers(1, 25))):
@@ -179,9 +179,9 @@ def test_recorded_tokens_are_those_that_were_sampled_for_any_interleaving(data) 
             if turn is not None:
                 sampled[tuple(call.prompt)] = sampled.get(tuple(call.prompt), []) + [tokens]
                 talk.all.remember(turn, TOOLS, keys, [key("assistant", f"r{number}")])
-                known.append(_Known((*texts, f"r{number}"), call.prompt + tokens))
+                entries.append(_Known((*texts, f"r{number}"), call.prompt + tokens))
             continue
-        start = data.draw(st.sampled_from(known))
+        start = data.draw(st.sampled_from(entries))
         name = data.draw(st.sampled_from(["", "a"]))
         texts = (*start.texts, f"u{data.draw(st.integers(0, 2))}")
         call, keys = talk.ask(*texts, name=name)

@@ -72,8 +72,8 @@ def test_other_messages_have_other_keys(one, other) -> None:
 
 
 def test_a_reply_may_come_back_without_its_reasoning_but_not_with_another() -> None:
-    whole, plain = reply_keys(said("a", reasoning="r"))
-    assert message_key(said("a", reasoning="r")) == whole
+    full_key, plain = reply_keys(said("a", reasoning="r"))
+    assert message_key(said("a", reasoning="r")) == full_key
     assert message_key(said("a")) == plain
     other = message_key(said("a", reasoning="s"))
-    assert other not in (whole, plain)
+    assert other not in (full_key, plain)

@@ -49,9 +49,11 @@ class Calls:
 
     async def begin(self, opened: ServedCall, *texts: str) -> list[int]:
         keys = [MessageKey("assistant" if text[0] == "r" else "user", text) for text in texts]
-        found = self.recorder.find(opened, "", keys)
-        count = len(texts) - (found.num_messages if found else 0)
-        return await self.recorder.begin(opened, found.turn if found else None, [9] * count)
+        turn_found = self.recorder.find(opened, "", keys)
+        count = len(texts) - (turn_found.num_messages if turn_found else 0)
+        return await self.recorder.begin(
+            opened, turn_found.turn if turn_found else None, [9] * count
+        )
 
     async def sample(self, opened: ServedCall, max_tokens: int = 10):
         parts = self.recorder.sample(opened, max_tokens, TextOptions())
@@ -121,8 +123,8 @@ async def test_a_call_waits_for_room_that_another_may_leave() -> None:
 async def test_a_call_that_waits_for_room_can_be_ended(way: str) -> None:
     calls = Calls()
     opened = [calls.open() for _ in range(3)]
-    for each in opened[:2]:
-        await calls.begin(each, *["u"] * 8)
+    for call in opened[:2]:
+        await calls.begin(call, *["u"] * 8)
     waiting = asyncio.create_task(calls.begin(opened[2], *["u"] * 8))
     await asyncio.sleep(0.01)
     if way == "cancel":
@@ -198,12 +200,12 @@ async def test_no_more_tokens_are_sampled_than_there_is_room() -> None:
 async def test_an_episode_is_truncated_if_the_run_cut_off_the_last_reply_of_a_branch() -> None:
     calls = Calls(dataclasses.replace(SAMPLING, max_episode_tokens=60, max_total_tokens=200))
     found = []
-    for number, (stop_after, asked) in enumerate(((100, 4), (100, 1000), (3, 1000)), start=1):
+    for number, (stop_after, max_tokens) in enumerate(((100, 4), (100, 1000), (3, 1000)), start=1):
         calls.engine.stop_after = stop_after
         opened = calls.open()
         texts = [text for n in range(1, number) for text in (f"u{n}", f"r{n}")]
         await calls.begin(opened, *texts, f"u{number}")
-        await calls.sample(opened, asked)
+        await calls.sample(opened, max_tokens)
         calls.answer(opened, f"r{number}")
         found.append(calls.recorder.is_truncated)
     (branch,) = calls.recorder.conversations.branches

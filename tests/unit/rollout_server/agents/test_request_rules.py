@@ -59,8 +59,8 @@ FAILED_RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "a", "is_
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_an_engine_that_drafts_takes_no_seed(seed: int) -> None:
-    found = ruled({"model": "m", "seed": seed}, has_drafts=True)
-    assert found == ({"model": "m"}, {"seed": "none (asked)"})
+    request_and_rest = ruled({"model": "m", "seed": seed}, has_drafts=True)
+    assert request_and_rest == ({"model": "m"}, {"seed": "none (asked)"})
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_an_engine_that_drafts_takes_no_seed(seed: int) -> None:
     ],
 )
 def test_what_was_asked_otherwise_is_told(asked, told) -> None:
-    _, found = ruled(asked)
-    header = "; ".join(f"{name}={value}" for name, value in found.items())
+    _, unmet = ruled(asked)
+    header = "; ".join(f"{name}={value}" for name, value in unmet.items())
     assert header.startswith(told)
     assert header.isascii()
     assert "\n" not in header
@@ -319,10 +319,12 @@ def test_several_replies_and_those_in_the_background_are_refused(asked) -> None:
         ruled(asked)
 
 
-def ask(*, prompt: int = 20, context: int = 20, is_new: bool = True, total: int = 80, **used: int):
+def ask(
+    *, prompt: int = 20, context: int = 20, is_new: bool = True, total: int = 80, **amounts: int
+):
     call = AgentCall(ConversationBranch(""), [0] * prompt, [0] * context, is_append=not is_new)
-    used = dict.fromkeys(("tokens", "reserved_tokens", "turns", "branches"), 0) | used
-    return room(dataclasses.replace(LIMITS, max_total_tokens=total), call, **used)
+    amounts = dict.fromkeys(("tokens", "reserved_tokens", "turns", "branches"), 0) | amounts
+    return room(dataclasses.replace(LIMITS, max_total_tokens=total), call, **amounts)
 
 
 def test_a_reply_has_the_room_that_its_branch_and_all_branches_leave() -> None:

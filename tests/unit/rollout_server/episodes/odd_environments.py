@@ -95,9 +95,9 @@ class Greedy(Good):
     """Takes memory in a step until it is stopped."""
 
     def step(self, reply):
-        held = []
+        memory = []
         while True:
-            held.append(bytearray(20 << 20))
+            memory.append(bytearray(20 << 20))
             time.sleep(0.02)
 
 
@@ -105,7 +105,7 @@ class Scattering(Good):
     """Starts processes that leave its session and lose their parents; says which."""
 
     def reset(self, task):
-        told, tell = os.pipe()
+        reading_end, tell = os.pipe()
         if os.fork() == 0:
             os.setsid()
             for _ in range(2):
@@ -118,8 +118,8 @@ class Scattering(Good):
         os.close(tell)
         pids = b""
         while pids.count(b" ") < 2:
-            pids += os.read(told, 100)
-        os.close(told)
+            pids += os.read(reading_end, 100)
+        os.close(reading_end)
         return [{"role": "user", "content": pids.decode()}]
 
     def step(self, reply):
@@ -151,12 +151,12 @@ class Curious(Good):
     """Says which descriptors it has, and what is in its environment."""
 
     def reset(self, task):
-        found = {
+        facts = {
             name: os.readlink(f"/proc/self/fd/{name}")
             for name in os.listdir("/proc/self/fd")
             if os.path.lexists(f"/proc/self/fd/{name}")
         }
-        return [{"role": "user", "content": json.dumps([found, dict(os.environ), sys.argv])}]
+        return [{"role": "user", "content": json.dumps([facts, dict(os.environ), sys.argv])}]
 
 
 class CallsTheModel(AgentEnvironment[int]):

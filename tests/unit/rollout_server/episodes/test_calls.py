@@ -28,7 +28,7 @@ class Stream:
 
     def say(self, **answer: object) -> None:
         """Answers the command that follows the agent."""
-        (follow,) = [each for each in self.sent if each.HasField("follow_agent")]
+        (follow,) = [message for message in self.sent if message.HasField("follow_agent")]
         self.table.answered(pb.WorkerMessage(call_id=follow.call_id, **answer))
 
     async def follow(self) -> None:

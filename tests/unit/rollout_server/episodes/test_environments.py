@@ -92,16 +92,16 @@ async def hosting(tmp_path, *, limits=NO_LIMITS):
 
 @pytest.fixture
 async def hosted(tmp_path: Path) -> AsyncIterator[Hosted]:
-    async with hosting(tmp_path) as found:
-        yield found
+    async with hosting(tmp_path) as hosted_environment:
+        yield hosted_environment
 
 
 @pytest.fixture
 async def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hosted]:
     """Workers that are ended when they do not answer a ping at once."""
     monkeypatch.setattr(workers, "PING_S", 0.5)
-    async with hosting(tmp_path) as found:
-        yield found
+    async with hosting(tmp_path) as hosted_environment:
+        yield hosted_environment
 
 
 def child_processes(argument: str) -> list[psutil.Process]:
@@ -244,9 +244,9 @@ async def test_who_waits_behind_a_hanging_episode_is_not_blamed(impatient) -> No
     ]
     with pytest.raises(
         EnvironmentFailed, match=r"odd_environments.py:\d+ in reset\); 3 ep"
-    ) as lost:
+    ) as raised:
         await idle.step("x", truncated=False)
-    assert lost.value.kind == trajectory_pb2.FAILURE_KIND_BYSTANDER
+    assert raised.value.kind == trajectory_pb2.FAILURE_KIND_BYSTANDER
     for session in (stuck, behind, idle):
         session.close()
 
@@ -404,8 +404,8 @@ async def test_episodes_that_wait_for_a_worker_of_their_own_are_told_of_an_unloa
     # Each begins to wait.
     await asyncio.sleep(0)
     hosted.unload("Exiting")
-    told = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), LIMIT_S)
-    assert [str(each) for each in told] == ["the environment was unloaded"] * 3
+    errors = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), LIMIT_S)
+    assert [str(error) for error in errors] == ["the environment was unloaded"] * 3
     first.close()
 
 
@@ -489,10 +489,10 @@ async def test_what_an_environment_forks_ends_with_a_server_that_is_killed(tmp_p
     async with asyncio.timeout(LIMIT_S):
         pids = [int(pid) for pid in (await server.stdout.readline()).split()]
     below = psutil.Process(server.pid).children(recursive=True)
-    assert {each.pid for each in below} >= set(pids)
+    assert {process.pid for process in below} >= set(pids)
     server.kill()
     await server.wait()
-    await until_gone([each.pid for each in below])
+    await until_gone([process.pid for process in below])
 
 
 async def test_episodes_are_spread_over_the_workers(hosted) -> None:
@@ -561,8 +561,8 @@ async def test_unloading_ends_a_worker_that_did_not_attach_yet_and_who_waits_for
         waiting = [asyncio.create_task(hosted.open("Good", name)) for name in "ab"]
         await until(lambda: child_processes("--connect"), LIMIT_S)
         hosted.unload("Good")
-        told = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), LIMIT_S)
-    assert [str(each) for each in told] == ["the environment was unloaded"] * 2
+        errors = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), LIMIT_S)
+    assert [str(error) for error in errors] == ["the environment was unloaded"] * 2
     assert not child_processes("--connect")
 
 
@@ -598,8 +598,8 @@ async def test_a_worker_that_cannot_be_started_is_reported_and_ends_nothing_else
 async def test_a_worker_has_neither_files_nor_secrets_of_its_server(hosted, tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "AWS_SECRET", "HF_TOKEN"):
         monkeypatch.setenv(name, "secret-of-the-server")
-    with (tmp_path / "token").open("w") as held:
-        os.set_inheritable(held.fileno(), True)
+    with (tmp_path / "token").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
         await hosted.loaded("Curious")
         session = await hosted.open("Curious")
         (message,) = (await session.reset(0, 0)).messages
@@ -607,13 +607,13 @@ async def test_a_worker_has_neither_files_nor_secrets_of_its_server(hosted, tmp_
     files, variables, arguments = json.loads(message.content)
     # The null device, its log, the record of its calls, and what it has opened itself: sockets,
     # pipes, an event loop, its listing.
-    own = ("/dev/null", "socket:", "anon_inode:", "pipe:", "/proc/", "/memfd:calls")
-    own += (str(tmp_path / "logs" / "rollout-server-environment-Curious-0.log"),)
-    assert [path for path in files.values() if not path.startswith(own)] == []
-    known = {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "LC_CTYPE", "DOCKER_HOST"}
-    known |= {"HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"}
+    allowed_paths = ("/dev/null", "socket:", "anon_inode:", "pipe:", "/proc/", "/memfd:calls")
+    allowed_paths += (str(tmp_path / "logs" / "rollout-server-environment-Curious-0.log"),)
+    assert [path for path in files.values() if not path.startswith(allowed_paths)] == []
+    names = {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "LC_CTYPE", "DOCKER_HOST"}
+    names |= {"HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"}
     fixed = {"PYTHONHASHSEED": "0", "GRPC_ENABLE_FORK_SUPPORT": "false"}
-    assert set(variables) <= known | fixed.keys()
+    assert set(variables) <= names | fixed.keys()
     assert {name: variables[name] for name in fixed} == fixed
     # The process's token is gone when the environment is loaded, and was never an argument.
     assert arguments[1::2] == ["--connect", "--record"]

@@ -30,8 +30,8 @@ def test_turns_are_appended_and_can_be_read_as_a_whole(renderer) -> None:
     assert renderer.decode_all(history.continuation(EOS)) == "c <reply>"
     history.add(ChatMessage("assistant", " d "), [ChatMessage("user", " e ")])
     assert renderer.decode_all(history.continuation(17)) == "</s> e <reply>"
-    whole = "<s> a <reply> b </s> c <reply> d </s> e <reply>"
-    assert renderer.decode_all(history.prompt()) == whole
+    text = "<s> a <reply> b </s> c <reply> d </s> e <reply>"
+    assert renderer.decode_all(history.prompt()) == text
 
 
 def test_an_assistants_message_of_the_environment_is_no_reply(renderer) -> None:
@@ -105,7 +105,7 @@ def test_all_fields_of_an_environments_messages_reach_the_template() -> None:
     reply = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "hm"}
     assert for_templates == [shown[0], reply, shown[2]]
     # A Message says the same, and is what an API takes.
-    messages = [read_message(each) for each in shown]
+    messages = [read_message(message) for message in shown]
     assert list(observation(messages, Environment()).messages) == list(sent)
     assert messages[1].fields() == {**reply, "tool_calls": [as_text]}
     assert read_message(messages[2]) == messages[2]

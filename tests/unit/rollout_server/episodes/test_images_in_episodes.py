@@ -47,9 +47,9 @@ def shown(*parts: str | bytes) -> ChatMessage:
 def test_a_message_of_an_environment_keeps_the_order_of_its_parts() -> None:
     part = environment_pb2.ContentPart
     message = environment_pb2.ChatMessage(role="user", parts=[part(image=RED), part(text="a")])
-    found = ChatMessage.from_pb(message)
-    assert found == shown(RED, "a")
-    assert (found.images, found.num_characters) == ((RED,), 1)
+    chat_message = ChatMessage.from_pb(message)
+    assert chat_message == shown(RED, "a")
+    assert (chat_message.images, chat_message.num_characters) == ((RED,), 1)
 
 
 def test_images_of_all_turns_stay_where_the_model_saw_them(seeing: Renderer) -> None:
@@ -101,8 +101,8 @@ class Shown(Environment[str]):
 
     def reset(self, task: int) -> ResetResult:
         content = "colour" if self._place == "later" else self._cut
-        given = "red" if self._place == "given" else None
-        return ResetResult([Message("user", content)], reply=given)
+        reply = "red" if self._place == "given" else None
+        return ResetResult([Message("user", content)], reply=reply)
 
     def step(self, reply: str) -> StepResult:
         return StepResult(done=False, messages=[Message("user", self._cut)])

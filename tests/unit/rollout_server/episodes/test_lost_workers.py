@@ -70,10 +70,10 @@ def played(hosted: ScriptedEnvironment, *rounds: Iterable[int]) -> tuple[list[Pl
 
     async def main() -> list[Played]:
         running = asyncio.create_task(hosted.run())
-        found = [await play(hosted, tasks) for tasks in rounds]
+        plays = [await play(hosted, tasks) for tasks in rounds]
         running.cancel()
         await asyncio.wait([running])
-        return found
+        return plays
 
     with virtual_time(loop, 0):
         return loop.run_until_complete(main()), loop.time() - began_s
@@ -83,7 +83,7 @@ def played(hosted: ScriptedEnvironment, *rounds: Iterable[int]) -> tuple[list[Pl
 def test_one_end_in_25_steps_leaves_episodes_that_share_a_worker(tells: bool) -> None:
     hosted = ScriptedEnvironment(lambda step, _: step % 25 == 0, tells=tells)
     rounds, seconds = played(hosted, *[range(256)] * 3)
-    assert [each.passed.total() for each in rounds] == [256] * 3
+    assert [round_played.passed.total() for round_played in rounds] == [256] * 3
     # One after the other, the episodes would take 768 s.
     assert seconds < 768.0 / 3
 
@@ -148,7 +148,7 @@ def test_a_task_of_which_another_episode_passes_is_set_aside_no_more() -> None:
 def test_all_episodes_share_workers_again_after_some_without_an_end() -> None:
     hosted = ScriptedEnvironment(lambda step, _: step == 100, tells=True)
     rounds, _ = played(hosted, *[range(256)] * 4)
-    assert [each.passed.total() for each in rounds] == [256] * 4
+    assert [round_played.passed.total() for round_played in rounds] == [256] * 4
     # The first one, the next one, and that of the suspect.
     assert hosted.num_starts == 3
 
@@ -170,11 +170,11 @@ def test_all_episodes_of_a_suspect_share_a_worker_again_when_one_has_passed() ->
 
 def test_suspects_take_turns_and_the_newest_episode_of_each_goes_first() -> None:
     hosted = suspecting(3, 4)
-    began = []
+    episodes_begun = []
 
     async def leave_unjudged(key: str, task: int) -> None:
         session = await hosted.open(key, task, LIMIT_S)
-        began.append(key)
+        episodes_begun.append(key)
         session.close()
 
     async def main() -> None:
@@ -187,7 +187,7 @@ def test_suspects_take_turns_and_the_newest_episode_of_each_goes_first() -> None
     loop = VirtualLoop(0)
     with virtual_time(loop, 0):
         loop.run_until_complete(main())
-    assert began == ["3a", "3c", "4c", "3b", "4b", "4a"]
+    assert episodes_begun == ["3a", "3c", "4c", "3b", "4b", "4a"]
 
 
 def alone(suspects: Suspects) -> list[int]:

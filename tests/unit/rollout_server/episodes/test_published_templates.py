@@ -127,23 +127,23 @@ class Template:
     def talk(self, turns: Sequence[tuple[ChatMessage, str]], last: Sequence[ChatMessage]) -> str:
         """Follows given replies to the messages of `turns`; `last` follows the last reply."""
         history = History(self.renderer, [turns[0][0]], NO_INPUTS)
-        said = [turns[0][0]]
+        messages = [turns[0][0]]
         decode = self.renderer.decode_all
-        assert decode(history.prompt()) == self.text(said, NO_INPUTS)
+        assert decode(history.prompt()) == self.text(messages, NO_INPUTS)
         for number, (_, reply) in enumerate(turns):
-            prompt = self.text(said, NO_INPUTS)
+            prompt = self.text(messages, NO_INPUTS)
             following = [turns[number + 1][0]] if number + 1 < len(turns) else list(last)
             tokens = history.reply(reply, following)
             trained = decode(tokens)
-            said.append(ChatMessage("assistant", reply))
+            messages.append(ChatMessage("assistant", reply))
             # What is trained is what the template writes for a last reply, with its end there.
             body = self.body(trained)
-            closed = self.text(said, NO_INPUTS, is_closed=True)
+            closed = self.text(messages, NO_INPUTS, is_closed=True)
             assert closed.startswith(prompt + body), (trained, closed)
             end = trained.removeprefix(body)
             if not closed.startswith(prompt + trained):
                 # It has no end there: what follows the reply ends it, or a user's message.
-                next_to = [*said, *(following or [ChatMessage("user", "u")])]
+                next_to = [*messages, *(following or [ChatMessage("user", "u")])]
                 written = self.text(next_to, NO_INPUTS, is_closed=True)
                 assert f"{body[-5:]}{end}" in written, (end, written)
             if number + 1 == len(turns):
@@ -151,24 +151,24 @@ class Template:
             history.add(ChatMessage("assistant", reply), following)
             between = history.continuation(tokens[-1])
             assert between is not None
-            said += following
+            messages += following
             # What follows is the end of what the template writes, with one end before it.
-            whole = self.text(said, NO_INPUTS)
-            assert whole.endswith(decode(between)), (between, whole)
-            assert self.body(whole.removesuffix(decode(between))).endswith(reply[-5:]), whole
+            text = self.text(messages, NO_INPUTS)
+            assert text.endswith(decode(between)), (between, text)
+            assert self.body(text.removesuffix(decode(between))).endswith(reply[-5:]), text
         return EQUAL
 
     def call(self) -> str:
         """Returns how the result of a parsed call follows the sampled tokens."""
         inputs = TemplateInputs(TOOLS)
         call = ParsedToolCall("slpstrm00", "add", '{"a": 5}')
-        said = [ChatMessage("user", "q one"), ParsedReply("", tool_calls=(call,)).message]
-        said.append(ChatMessage("tool", "7 degrees", "slpstrm00"))
-        history = History(self.renderer, said[:1], inputs)
-        history.add(said[1], said[2:])
+        messages = [ChatMessage("user", "q one"), ParsedReply("", tool_calls=(call,)).message]
+        messages.append(ChatMessage("tool", "7 degrees", "slpstrm00"))
+        history = History(self.renderer, messages[:1], inputs)
+        history.add(messages[1], messages[2:])
         appended = history.continuation(0)
         text = self.renderer.decode_all(history.prompt() if appended is None else appended)
-        whole = self.text(said, inputs)
+        whole = self.text(messages, inputs)
         assert "7 degrees" in text
         assert whole == text if appended is None else whole.endswith(text)
         return ANEW if appended is None else ADDED
@@ -178,7 +178,7 @@ class Template:
         messages = [ChatMessage(role, text) for role, text in said]
         text = self.renderer.decode_all(self.renderer.prompt(messages))
         assert text == self.text(messages, NO_INPUTS)
-        assert all(each in text for _, each in said)
+        assert all(part in text for _, part in said)
         return EQUAL
 
 

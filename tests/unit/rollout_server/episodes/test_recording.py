@@ -59,8 +59,8 @@ def test_a_metric_with_a_name_that_the_run_measures_stays_apart_and_none_is_lost
     names = ["reward", "pass_at_4", "num_failed", "turn_rewards/1", "ignored/seed", "rewards"]
     recording = Recording(metrics={name: 0.5 for name in names})
     recording.counts["ignored/seed"] = 2
-    kept = {f"metric/{name}": 0.5 for name in names[:-1]} | {"rewards": 0.5, "ignored/seed": 2.0}
-    assert recording.short_metrics == kept
+    metrics = {f"metric/{name}": 0.5 for name in names[:-1]} | {"rewards": 0.5, "ignored/seed": 2.0}
+    assert recording.short_metrics == metrics
     # Names that only differ behind their 40th character, and a metric for which no room is left.
     recording.metrics |= {"long" * 10 + end: 0.0 for end in "ab"}
     recording.metrics |= {f"{number}": 0.0 for number in range(10)}

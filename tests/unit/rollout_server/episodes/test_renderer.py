@@ -173,8 +173,8 @@ def test_a_given_reply_is_refused_unless_the_template_continues_its_prompt(tmp_p
     renderer = given_renderer(tmp_path, reply, prompt + "<think>\n")
     with pytest.raises(RenderingFailed, match=r"ends with '.*assistant\\n<think>\\n': begin the"):
         renderer.reply("b", [user("a")])
-    found = renderer.reply("<think>\nc\n</think>\nb", [user("a")])
-    assert renderer.decode_all(found) == "c\n</think>\nb<|im_end|>"
+    token_ids = renderer.reply("<think>\nc\n</think>\nb", [user("a")])
+    assert renderer.decode_all(token_ids) == "c\n</think>\nb<|im_end|>"
 
 
 def test_what_the_template_writes_itself_is_refused_in_a_text(tmp_path: Path) -> None:
@@ -374,29 +374,32 @@ def test_a_message_that_the_template_leaves_out_is_refused(said, left_out, tmp_p
 
 def test_a_later_message_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
     renderer = with_template(tmp_path, FIRST_SYSTEM)
-    said = [user("a"), REPLY]
-    assert renderer.continuation(said, [user("a")], EOS)
+    messages = [user("a"), REPLY]
+    assert renderer.continuation(messages, [user("a")], EOS)
     with pytest.raises(RenderingFailed, match="leaves out a message of role 'system', 'a'"):
-        renderer.continuation(said, [user("b"), ChatMessage("system", "a")], EOS)
+        renderer.continuation(messages, [user("b"), ChatMessage("system", "a")], EOS)
 
 
 def test_a_prompt_gets_what_begins_a_reply_where_the_template_leaves_it_out(tmp_path: Path) -> None:
     """Such templates know no generation prompt, and end a prompt as they end a reply."""
-    whole = FIRST_SYSTEM + "{% if add_generation_prompt %}<s> {% endif %}"
-    said = [user("a"), REPLY]
-    asked, asked_again = (
+    template = FIRST_SYSTEM + "{% if add_generation_prompt %}<s> {% endif %}"
+    messages = [user("a"), REPLY]
+    prompt, asked_again = (
         renderer.decode_all(tokens)
-        for renderer in [with_template(tmp_path, whole)]
-        for tokens in (renderer.prompt(said[:1]), renderer.continuation(said, [user("b")], EOS))
+        for renderer in [with_template(tmp_path, template)]
+        for tokens in (
+            renderer.prompt(messages[:1]),
+            renderer.continuation(messages, [user("b")], EOS),
+        )
     )
-    assert (asked, asked_again) == ("<s> a </s> <s>", "<s> b </s> <s>")
+    assert (prompt, asked_again) == ("<s> a </s> <s>", "<s> b </s> <s>")
     renderer = with_template(tmp_path, FIRST_SYSTEM)
-    assert renderer.decode_all(renderer.prompt(said[:1])) == asked
-    assert renderer.decode_all(renderer.continuation(said, [user("b")], EOS)) == asked_again
+    assert renderer.decode_all(renderer.prompt(messages[:1])) == prompt
+    assert renderer.decode_all(renderer.continuation(messages, [user("b")], EOS)) == asked_again
     # Nothing begins a reply in this one, as in DialoGPT's.
     renderer = with_template(tmp_path, "{% for m in messages %}{{ m.content }} </s> {% endfor %}")
-    assert renderer.decode_all(renderer.prompt(said[:1])) == "a </s>"
-    assert renderer.decode_all(renderer.continuation(said, [user("b")], EOS)) == "b </s>"
+    assert renderer.decode_all(renderer.prompt(messages[:1])) == "a </s>"
+    assert renderer.decode_all(renderer.continuation(messages, [user("b")], EOS)) == "b </s>"
 
 
 # A reply is ended by what follows it, as GLM's are.
@@ -459,8 +462,10 @@ def parts(tmp_path: Path, template: str, words: list[str], reply: str) -> Parsed
     tokenizer.add_special_tokens({"additional_special_tokens": words})
     tokenizer.save_pretrained(tmp_path)
     renderer = Renderer(tmp_path)
-    said = tokenizer(reply, add_special_tokens=False)["input_ids"]
-    return renderer.told_apart(renderer.prompt([user("q")]), said, renderer.decode(said), None)
+    token_ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
+    return renderer.told_apart(
+        renderer.prompt([user("q")]), token_ids, renderer.decode(token_ids), None
+    )
 
 
 PLAIN = "{{ messages[0]['content'] }}<|im_start|>assistant\n"

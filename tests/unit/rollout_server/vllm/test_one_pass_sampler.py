@@ -31,8 +31,8 @@ def plain_sample(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.
 
 @pytest.fixture
 def sampler(monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401 - vLLM tells no types
-    made = object.__new__(OnePassSampler)
-    vars(made).update(
+    sampler = object.__new__(OnePassSampler)
+    vars(sampler).update(
         logprobs_mode="processed_logprobs",
         use_fp64_gumbel=False,
         compute_nans=False,
@@ -48,22 +48,22 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401 - vLLM tell
         one_pass_sampler, "get_num_sampled_and_rejected", lambda ones, *_: (ones, ones - 1)
     )
     monkeypatch.setattr(Sampler, "__call__", lambda *_: OF_VLLM)
-    return made
+    return sampler
 
 
 def batch() -> SimpleNamespace:
-    each = torch.arange(ROWS)
+    row_numbers = torch.arange(ROWS)
     return SimpleNamespace(
         idx_mapping_np=np.arange(ROWS),
-        idx_mapping=each,
-        expanded_idx_mapping=each,
-        expanded_local_pos=each,
-        logits_indices=each,
-        positions=each,
-        input_ids=each,
+        idx_mapping=row_numbers,
+        expanded_idx_mapping=row_numbers,
+        expanded_local_pos=row_numbers,
+        logits_indices=row_numbers,
+        positions=row_numbers,
+        input_ids=row_numbers,
         seq_lens=torch.ones(ROWS, dtype=torch.int32),
-        seq_lens_cpu_upper_bound=each,
-        cu_num_logits=each,
+        seq_lens_cpu_upper_bound=row_numbers,
+        cu_num_logits=row_numbers,
         num_reqs=ROWS,
     )
 

@@ -70,7 +70,7 @@ def digests_of(tensors: list[torch.Tensor]) -> list[bytes]:
     digests = HostDigests(BUCKETS)
     for place, tensor in enumerate(tensors):
         digests.add(place, tensor.data_ptr())
-    return [bucket_digest(each) for each in digests.read()]
+    return [bucket_digest(digests_of_bucket) for digests_of_bucket in digests.read()]
 
 
 def test_every_bucket_is_read_where_the_learner_put_it(ends: Ends) -> None:

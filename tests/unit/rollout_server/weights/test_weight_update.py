@@ -102,8 +102,8 @@ async def test_where_nobody_is_waited_for_one_call_prepares_an_update() -> None:
 
 
 async def test_adapters_alone_are_staged_by_workers_without_a_plan_too() -> None:
-    asked = both(1 << 20), READY
-    engine = Engine(READY, both(result(has_plan=False)), *asked, may_stage=True)
+    calls = both(1 << 20), READY
+    engine = Engine(READY, both(result(has_plan=False)), *calls, may_stage=True)
     await engine.take()
     await engine.update.prepare(ORDER, ADAPTERS, 3)
     assert engine.staged() == [False, True]
@@ -243,8 +243,8 @@ def rooms(*sizes: int) -> list[dict[str, Any]]:
 async def test_updates_are_staged_while_requests_run_where_all_workers_have_room(
     is_busy, room, staged
 ):
-    asked = [rooms(*room)] * bool(room) + [READY] * staged
-    engine = Engine(*RIGHT, *asked, both(result()), may_stage=True)
+    calls = [rooms(*room)] * bool(room) + [READY] * staged
+    engine = Engine(*RIGHT, *calls, both(result()), may_stage=True)
     assert not (await engine.take()).stages.staged
     assert (await engine.take(order("p2"), NO_LAYOUT, is_busy=is_busy)).stages.staged is staged
     assert engine.staged() == [False, True][: 1 + staged]

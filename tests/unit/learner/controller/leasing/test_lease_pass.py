@@ -38,9 +38,11 @@ class PlainScheduler(Scheduler):
         return self._journal.durable() if granted or num_abandoned else None
 
     def _room_of(self, session: ServerSession) -> int:
-        taken = sum(len(g.running) for g in self._book.held_by(session.key))
-        taken += sum(len(c.members) for c in self._book.closing.values() if c.holder == session.key)
-        return session.hello.max_episodes - taken - self.reserved.get(session.key, 0)
+        num_running = sum(len(g.running) for g in self._book.held_by(session.key))
+        num_running += sum(
+            len(c.members) for c in self._book.closing.values() if c.holder == session.key
+        )
+        return session.hello.max_episodes - num_running - self.reserved.get(session.key, 0)
 
     def _by_room(self) -> list[ServerSession]:
         return sorted(self._fleet.serving(), key=self._room_of, reverse=True)

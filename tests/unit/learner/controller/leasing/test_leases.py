@@ -59,12 +59,12 @@ def test_leases_stop_where_a_group_could_expire(book):
 
 
 def test_groups_overtake_each_other_while_the_slow_one_can_wait(book):
-    slow, *others = [lease(book) for _ in range(3)]
-    for group in others:
+    slow, *other_groups = [lease(book) for _ in range(3)]
+    for group in other_groups:
         for member in range(2):
             book.add(reply(group, member))
     batch = book.take_batch()
-    assert batch == others
+    assert batch == other_groups
     assert list(book.groups.values()) == [slow]
 
 
@@ -110,8 +110,8 @@ def test_a_group_goes_on_with_those_that_finish_down_to_half_of_it():
     failure = Failure(FailureKind.ENVIRONMENT, "x")
     assert book.add(reply(group, 0)) is Fate.HELD
     for member in (3, 1):
-        lost = reply(group, member, status=Status.FAILED, failure=failure)
-        assert book.add(lost) is Fate.FAILED
+        failed_reply = reply(group, member, status=Status.FAILED, failure=failure)
+        assert book.add(failed_reply) is Fate.FAILED
         assert book.give_up(group, [member])
     assert group.missing == [2]
     assert book.episodes_by_holder()[A] == 1

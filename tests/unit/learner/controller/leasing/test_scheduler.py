@@ -48,7 +48,7 @@ async def test_a_lease_leaves_when_it_is_durable_and_nothing_is_missed_meanwhile
     first.send(fleet_pb2.ControllerMessage(receive=fleet_pb2.ReceiveWeights()))
     first.send(fleet_pb2.ControllerMessage(commit=fleet_pb2.CommitPublish()))
     overtaking = [await order, await anext(orders)]
-    assert [each.WhichOneof("message") for each in overtaking] == ["receive", "commit"]
+    assert [order.WhichOneof("message") for order in overtaking] == ["receive", "commit"]
     order = asyncio.ensure_future(anext(orders))
     await several_turns()
     assert not order.done()

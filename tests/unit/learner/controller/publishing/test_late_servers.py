@@ -267,9 +267,9 @@ class Far:
         """The trainer's report; returns the manifests that are still needed."""
         stored = weights_pb2.StoredWeights(key=f"{order.folder}/manifest")
         probe = weights_pb2.Probe(expected_logprobs=LOGPROBS, tolerance=1.0)
-        whole = {"stored": stored, "bucket_digests": DIGESTS, "probe": probe, "num_bytes": 5}
+        fields = {"stored": stored, "bucket_digests": DIGESTS, "probe": probe, "num_bytes": 5}
         report = trainer_pb2.StoredReport(
-            version=order.version, folder=order.folder, **whole | values
+            version=order.version, folder=order.folder, **fields | values
         )
         return list(self.publisher.stored(report).needed)
 

@@ -250,9 +250,9 @@ async def test_servers_share_what_is_encoded_of_their_orders(run: Run) -> None:
         assert len({id(order.shared) for order in orders}) == 1
         assert len(orders[0].shared) > len(start.layout.SerializeToString()) > 0
         received = [whole(order).receive for order in orders]
-        assert all(each.layout == start.layout for each in received)
-        assert {each.order.publish_id for each in received} == {start.publish_id}
-        assert sorted(each.first_rank for each in received) == [1, 2, 3]
+        assert all(order.layout == start.layout for order in received)
+        assert {order.order.publish_id for order in received} == {start.publish_id}
+        assert sorted(order.first_rank for order in received) == [1, 2, 3]
         scene.publisher.trainer_joined(1)
 
 
@@ -405,10 +405,10 @@ async def test_the_trainer_hears_who_is_still_there_while_all_meet(run: Run) -> 
         question = trainer_pb2.PublishStart(publish_id=order.publish_id, is_question=True)
         start = trainer_pb2.PublishStart(publish_id=order.publish_id)
         scene.publisher.start(start)
-        told = scene.sent()
+        orders = scene.sent()
         assert [r.server_id for r in scene.publisher.start(question)] == [scene.session.name]
         # A question sends no message to any server.
-        assert told[-1] == "receive"
+        assert orders[-1] == "receive"
         assert scene.sent() == []
         scene.say(order.publish_id, FAILED, message="could not join")
         # Its failure acts at once: it is not known only when the trainer has sent.

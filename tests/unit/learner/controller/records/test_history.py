@@ -46,14 +46,14 @@ def test_it_is_a_set_whatever_the_ids_are() -> None:
         plain = set()
         for _ in range(150):
             added = any_id(source)
-            asked = any_id(source)
+            trajectory_id = any_id(source)
             assert seen.add(added) == (added not in plain)
             plain.add(added)
-            assert (asked in seen) == (asked in plain), asked
+            assert (trajectory_id in seen) == (trajectory_id in plain), trajectory_id
         other = copy.deepcopy(seen)
         other.add(TrajectoryId("g000009.0.0.1"))
         assert TrajectoryId("g000009.0.0.1") not in seen
-        assert all(each in other for each in plain)
+        assert all(trajectory_id in other for trajectory_id in plain)
 
 
 def test_ids_that_nobody_made_take_little_room() -> None:
@@ -89,8 +89,8 @@ def test_the_step_of_each_group_is_known_and_of_nothing_else() -> None:
     steps = GroupSteps()
     steps.add(GroupId("g000002"), 7)
     assert steps.get(GroupId("g000002")) == 7
-    others = ("g000001", "g000003", "g2", "e1-000002", "")
-    assert [steps.get(GroupId(text)) for text in others] == [None] * 5
+    other_ids = ("g000001", "g000003", "g2", "e1-000002", "")
+    assert [steps.get(GroupId(text)) for text in other_ids] == [None] * 5
 
 
 def test_the_steps_of_many_groups_take_little_memory() -> None:
@@ -198,8 +198,8 @@ def test_records_that_cannot_be_of_one_run_are_refused(records, cause):
 def test_records_are_written_as_they_are_read() -> None:
     evaluation = {"evaluations": {"held": {"reward_mean": 0.5}}, "wall_s": 1.5}
     for record in RECORDS:
-        whole = record | (evaluation if record["kind"] == "evaluation" else {})
-        assert json.loads(json.dumps(fields_of(parsed(whole)))) == whole
+        full_record = record | (evaluation if record["kind"] == "evaluation" else {})
+        assert json.loads(json.dumps(fields_of(parsed(full_record)))) == full_record
     assert {record["kind"] for record in RECORDS} >= {"lease", "end", "servers", "batch_set_aside"}
 
 

@@ -56,13 +56,13 @@ def texts_of(model: Path):
 
 def test_each_turn_has_what_the_model_read_and_what_it_sampled(model: Path) -> None:
     texts = texts_of(model)
-    made = episode("<s> a b c </s> d a b </s>", 2, 3, 1, 3)
+    trajectory = episode("<s> a b c </s> d a b </s>", 2, 3, 1, 3)
     first = {"context": "<s> a", "context_tokens": 2, "sampled": "b c </s>", "sampled_tokens": 3}
     second = {"context": "d", "context_tokens": 1, "sampled": "a b </s>", "sampled_tokens": 3}
-    line = readable(7, made, texts)
+    line = readable(7, trajectory, texts)
     assert line["turns"] == [first | {"reward": 0.0}, second | {"reward": 1.0}]
     earned = np.array([0, 0, 0.25, 0.5, 0, 0.25], np.float32)
-    told = readable(7, dataclasses.replace(made, token_rewards=earned), texts)
+    told = readable(7, dataclasses.replace(trajectory, token_rewards=earned), texts)
     assert told["turns"] == [first | {"reward": 0.25}, second | {"reward": 0.75}]
     assert (line["step"], line["sampled_tokens"], line["reply"]) == (7, 6, "all that follows")
 
@@ -71,16 +71,16 @@ def test_a_line_says_the_advantage_and_how_old_the_tokens_were() -> None:
     # Three tokens of version 100 and three of 101, trained from version 103 into 104.
     line = readable(104, make_trajectory(2, 6, num_versions=2), None, 0.25)
     assert (line["advantage"], line["lag"]) == (0.25, 2.5)
-    given = dataclasses.replace(make_trajectory(2, 6), version_spans=())
-    assert readable(104, given, None)["lag"] is None
+    trajectory = dataclasses.replace(make_trajectory(2, 6), version_spans=())
+    assert readable(104, trajectory, None)["lag"] is None
 
 
 def test_a_group_has_the_numbers_of_each_member() -> None:
     member = dataclasses.replace(
         make_trajectory(2, 2), behavior_logprobs=np.asarray([-1, -2], np.float32)
     )
-    given = dataclasses.replace(member, version_spans=(), reward=0.0)
-    assert group_line(7, [member, given]) == {
+    trajectory = dataclasses.replace(member, version_spans=(), reward=0.0)
+    assert group_line(7, [member, trajectory]) == {
         "step": 7,
         "environment": "echo",
         "task_index": 12345,

@@ -268,14 +268,18 @@ def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_p
     tracker.log(7, {"loss": 0.5})
     tracker.samples(7, [EPISODE], [GROUP])
     tracker.close()
-    tables = [told for name, _, told in service.calls if name == "Table"]
+    tables = [arguments for name, _, arguments in service.calls if name == "Table"]
     assert tables == [{"columns": list(COLUMNS), "data": [ROW]}]
     drawn = [args for name, args, _ in service.calls if name == "Histogram"]
     assert drawn == [([4, 2],), ([0.5],)]
-    told = next(kwargs for name, _, kwargs in service.calls if name == "init")
-    assert (told["project"], told["name"]) == ("sums", config.run.name)
-    assert (told["id"], told["resume"], told["dir"]) == ("kept", "allow", str(config.run_dir))
-    assert told["config"]["algorithm.max_staleness"] == 2
+    arguments = next(kwargs for name, _, kwargs in service.calls if name == "init")
+    assert (arguments["project"], arguments["name"]) == ("sums", config.run.name)
+    assert (arguments["id"], arguments["resume"], arguments["dir"]) == (
+        "kept",
+        "allow",
+        str(config.run_dir),
+    )
+    assert arguments["config"]["algorithm.max_staleness"] == 2
     names = [(name, args) for name, args, _ in service.calls if name in ("log", "finish")]
     assert names[0] == ("log", ({"loss": 0.5, "step": 7},))
     assert set(names[1][1][0]) == {"samples", "sampled_tokens", "surprisal", "step"}
@@ -295,8 +299,8 @@ class FakeMlflow:
         return self
 
     def get_experiment_by_name(self, name: str) -> types.SimpleNamespace | None:
-        found = self.experiments.get(name)
-        return None if found is None else types.SimpleNamespace(experiment_id=found)
+        experiment = self.experiments.get(name)
+        return None if experiment is None else types.SimpleNamespace(experiment_id=experiment)
 
     def create_experiment(self, name: str, artifact_location: str) -> str:
         assert artifact_location.endswith("/mlartifacts")
@@ -345,14 +349,14 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
     assert json.loads(table) == {"columns": list(COLUMNS), "data": [ROW]}
     assert path == "samples/step-000001.json"
     shown = json.loads(service.get_run(run_id).data.tags["mlflow.loggedArtifacts"])
-    assert [one["path"] for one in shown] == [f"samples/step-00000{n}.json" for n in range(2)]
+    assert [file["path"] for file in shown] == [f"samples/step-00000{n}.json" for n in range(2)]
     batches = service.told("log_batch")
     assert all(args == (run_id,) for args, _ in batches)
-    params = [pair for _, told in batches for pair in told.get("params", [])]
+    params = [pair for _, batch in batches for pair in batch.get("params", [])]
     assert ("algorithm.max_staleness", "2") in params
     assert len(params) == len(dict(params)) > 100
-    assert all(len(told.get("params", [])) <= 100 for _, told in batches)
-    metrics = [metric for _, told in batches for metric in told.get("metrics", [])]
+    assert all(len(batch.get("params", [])) <= 100 for _, batch in batches)
+    metrics = [metric for _, batch in batches for metric in batch.get("metrics", [])]
     assert [(name, value, step) for name, value, _, step in metrics] == [
         ("held/pass_1", 0.5, 0),
         ("held/pass_1", 1.5, 1),

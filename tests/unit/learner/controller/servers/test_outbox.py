@@ -29,11 +29,11 @@ async def test_a_reader_of_an_outbox_is_woken(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_who_stops_reading_does_not_cancel_what_a_message_comes_after() -> None:
-    one = Outbox[str]()
+    outbox = Outbox[str]()
     other = Outbox[str]()
     durable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     readers = []
-    for box in (one, other):
+    for box in (outbox, other):
         box.put("message", after=durable)
         readers.append(asyncio.ensure_future(anext(aiter(box.messages()))))
     await asyncio.sleep(0)

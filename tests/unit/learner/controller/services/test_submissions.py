@@ -56,13 +56,13 @@ def submissions(**sections: Any) -> tuple[EnvironmentServicer, EnvironmentBook, 
 @pytest.mark.parametrize("field", ["python", "search_path"])
 def test_an_allowed_module_is_started_from_the_runs_own_place_alone(field, sections) -> None:
     servicer, book, _ = submissions(**sections)
-    own = getattr(book.entries["own"].spec, field)
-    assert own.startswith("/")
-    assert servicer._problem(submitted("new", **{field: own})) == ""
+    own_value = getattr(book.entries["own"].spec, field)
+    assert own_value.startswith("/")
+    assert servicer._problem(submitted("new", **{field: own_value})) == ""
     assert servicer._problem(submitted("new", **{field: ""})) == ""
-    assert servicer._problem(submitted("new", **{field: f"{own}/evil"})) == (
+    assert servicer._problem(submitted("new", **{field: f"{own_value}/evil"})) == (
         f"{field} must be empty, that of the run or one of security.submitted_paths, "
-        f"got '{own}/evil'"
+        f"got '{own_value}/evil'"
     )
 
 
@@ -145,7 +145,7 @@ def test_what_an_earlier_start_allowed_is_judged_again() -> None:
         history.submitted[spec.name] = json_format.MessageToJson(spec)
     servicer.restore(history)
     assert set(book.entries) == {"own", "good"}
-    assert [each.text for each in run.events.kept()] == [
+    assert [event.text for event in run.events.kept()] == [
         "environment bad is not submitted again: search_path must be empty, that of the run or "
         "one of security.submitted_paths, got '/tmp/evil'"
     ]

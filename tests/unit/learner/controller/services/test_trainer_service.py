@@ -209,8 +209,8 @@ async def test_a_trainer_whose_batches_went_is_sent_for_the_newest_checkpoint(tm
         await servicer.Register(hello_of(0), Call())
     assert refusal.value.reason == Reason.OUTDATED.value
     # Without a newer checkpoint the batch is lost.
-    lost = "the batch of step 1 is missing; put it back"
-    with pytest.raises(Refused, match=lost) as refusal:
+    cause = "the batch of step 1 is missing; put it back"
+    with pytest.raises(Refused, match=cause) as refusal:
         await servicer.Register(hello_of(2), Call())
     assert refusal.value.reason == Reason.WRONG_STATE.value
 
@@ -344,8 +344,8 @@ async def test_a_place_is_kept_for_as_long_as_a_stream_is_open() -> None:
     run.clock = clock = SetClock()
     place = TrainerPlace(run)
     epoch = place.take(HELLO, Call())
-    async with aclosing(place.keep(Call(epoch))) as kept:
-        await anext(kept)
+    async with aclosing(place.keep(Call(epoch))) as messages:
+        await anext(messages)
         clock.time_s = 100 * RESERVED_S
         with pytest.raises(Refused, match="has the place in this run"):
             await place.check_free(HELLO, Call())

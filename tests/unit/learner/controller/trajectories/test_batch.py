@@ -98,8 +98,8 @@ def test_the_trainer_gets_again_all_passes_but_exactly_those_whose_gradients_it_
     given_step = trainer_pb2.GivenStep(adapter=trainer_pb2.Adapter(name="a"))
     batch = FormedBatch(0, "b0", (), StepOrder(given_step, passes))
     (chunk,) = chunks(batch, [passes_digest(adapter, ids)])
-    assert [one.id for one in chunk.passes] == ["p", "q"]
-    assert [not one.sequences for one in chunk.passes] == [is_held] * 2
+    assert [client_pass.id for client_pass in chunk.passes] == ["p", "q"]
+    assert [not client_pass.sequences for client_pass in chunk.passes] == [is_held] * 2
     assert list(batch.contents.passes) == list(passes)
 
 
@@ -248,15 +248,15 @@ async def test_the_journal_gets_the_weights_that_a_trainer_brings_and_what_they_
     async with asyncio.TaskGroup() as tasks:
         with Journal(tmp_path) as journal:
             lags = sorted(BATCH.token_lags.items())
-            known = [r | {"lags": lags} if r["kind"] == "step" else r for r in records(*earlier)]
-            for record in known:
+            rows = [r | {"lags": lags} if r["kind"] == "step" else r for r in records(*earlier)]
+            for record in rows:
                 journal.append(parsed(record))
-            books = books_of(run_of(), journal=journal, state=read_history(known))
+            books = books_of(run_of(), journal=journal, state=read_history(rows))
             former = BatchFormer(books, tasks)
             assert former.identify(PolicyVersion(*version), digest) == PolicyVersion(*found)
             await former.adopt(PolicyVersion(*version), digest)
             journal.sync()
-        got = list(read_records(tmp_path))[len(known) :]
+        got = list(read_records(tmp_path))[len(rows) :]
     assert [(record["version"], record["digest"]) for record in got] == journaled
     assert all(record["lags"] == [list(lag) for lag in lags] for record in got)
 
@@ -314,9 +314,9 @@ def test_a_group_that_a_file_brings_back_knows_its_leases_and_its_members() -> N
     # An earlier controller formed the batch; what it leased may still arrive.
     message = in_one_message(BATCH.contents)
     del message.trajectories[4]
-    first, *others = records()
+    first, *later = records()
     again = lease_record("g000002", 2, server="other", epoch=9, seed=0, deadline=0)
-    history = read_history([first, *others[:-1], again, others[-1], aside("g000003")])
+    history = read_history([first, *later[:-1], again, later[-1], aside("g000003")])
     book = book_of(groups_per_step=8)
     book.step = 1
     book.put_back(0, [from_contents(message).groups[2]], history.open_groups)
@@ -400,11 +400,11 @@ async def test_a_batch_that_is_being_written_is_not_missing(tmp_path: Path) -> N
             task.cancel()
             assert book.step == 1
             assert former.first_missing(0) is None
-            given = asyncio.create_task(former.recorded(0))
+            batch_task = asyncio.create_task(former.recorded(0))
             await asyncio.sleep(0.05)
-            assert not given.done()
+            assert not batch_task.done()
             journal.disk.set()
-            assert (await given).step == 0
+            assert (await batch_task).step == 0
             journal.path(0).unlink()
             assert former.first_missing(0) == journal.path(0)
 
@@ -415,16 +415,16 @@ def test_what_a_group_holds_ends_when_its_environment_does_not_come_again(tmp_pa
     with Journal(tmp_path) as journal:
         books = books_of(run, journal=journal)
         group = books.leases.lease("served", 0, 0, ServerKey("s", 1), 0)
-        held = dataclasses.replace(
+        trajectory = dataclasses.replace(
             GOOD, group_id=group.group_id, member=0, environment="served", task_index=0, seed=0
         )
-        books.leases.add(held)
+        books.leases.add(trajectory)
         intake = Intake(run, books)
         intake.withdraw([group], "environment served is not in the run")
         assert books.leases.groups == {}
-        assert books.ledger.snapshot().cancelled == held.num_sampled_tokens
+        assert books.ledger.snapshot().cancelled == trajectory.num_sampled_tokens
     ends = [record for record in read_records(tmp_path) if record["kind"] == "end"]
-    assert [end["id"] for end in ends] == [held.trajectory_id]
+    assert [end["id"] for end in ends] == [trajectory.trajectory_id]
 
 
 @pytest.mark.parametrize(
@@ -440,8 +440,10 @@ def test_what_a_group_holds_ends_when_its_environment_does_not_come_again(tmp_pa
 def test_a_task_is_solved_when_all_groups_that_teach_nothing_have_full_rewards(rewards, solved):
     run = run_of(algorithm={"group_size": 2, "groups_per_step": 1, "max_staleness": 1})
     books = books_of(run)
-    for name, each in rewards.items():
-        books.state.filtered += [FilteredGroup(name, reward, reward == 1.0) for reward in each]
+    for name, rewards_of_one in rewards.items():
+        books.state.filtered += [
+            FilteredGroup(name, reward, reward == 1.0) for reward in rewards_of_one
+        ]
     Intake(run, books).judge_filtered()
     progress = run.progress
     assert progress.has_failed is not bool(solved)
@@ -472,7 +474,7 @@ def test_groups_that_are_left_out_while_a_batch_waits_or_is_written_do_not_end_t
 
 def trajectory(reward: float, *run_lengths: int, **changes: object) -> Trajectory:
     sampled = sum(run_lengths[1::2])
-    made: dict[str, object] = {
+    parts: dict[str, object] = {
         "token_ids": np.zeros(sum(run_lengths), np.uint32),
         "run_lengths": run_lengths,
         "behavior_logprobs": np.zeros(sampled, np.float32),
@@ -480,7 +482,7 @@ def trajectory(reward: float, *run_lengths: int, **changes: object) -> Trajector
         "reward": reward,
         "num_turns": len(run_lengths) // 2,
     }
-    return dataclasses.replace(GOOD, **(made | changes))
+    return dataclasses.replace(GOOD, **(parts | changes))
 
 
 def batch_of(step: int, *trajectories: Trajectory) -> FormedBatch:
@@ -532,9 +534,9 @@ def test_rewards_lags_lengths_turns_and_times_of_a_batch():
 
 def test_branches_are_counted_and_an_episode_without_any_is_one():
     tree = trajectory(0.0, 3, 5, 2, 4, 9, 1, branches=(Branch(4), Branch(2)))
-    found = batch_statistics(batch_of(0, tree, trajectory(1.0, 1, 2)))
-    assert found["branches_mean"] == 1.5
-    assert (found["turns_mean"], found["episode_tokens_max"]) == (2.0, 24.0)
+    statistics = batch_statistics(batch_of(0, tree, trajectory(1.0, 1, 2)))
+    assert statistics["branches_mean"] == 1.5
+    assert (statistics["turns_mean"], statistics["episode_tokens_max"]) == (2.0, 24.0)
 
 
 def test_each_environment_has_its_own_means():

@@ -147,13 +147,13 @@ def test_replies_of_all_branches_count_as_turns() -> None:
 
 def test_an_evaluated_episode_may_be_of_any_version() -> None:
     group = dataclasses.replace(GROUP, purpose=Purpose.EVALUATION)
-    said = dataclasses.replace(GOOD, purpose=Purpose.EVALUATION, **sampled_by(0, 1))
-    assert fault_of(said, group) == ""
+    trajectory = dataclasses.replace(GOOD, purpose=Purpose.EVALUATION, **sampled_by(0, 1))
+    assert fault_of(trajectory, group) == ""
 
 
 def test_without_a_vocabulary_any_token_may_be() -> None:
-    said = dataclasses.replace(GOOD, token_ids=np.array([1, 10**6, 3], np.uint32))
-    assert fault_of(said, GROUP, vocabulary=0) == ""
+    trajectory = dataclasses.replace(GOOD, token_ids=np.array([1, 10**6, 3], np.uint32))
+    assert fault_of(trajectory, GROUP, vocabulary=0) == ""
 
 
 def test_a_trajectory_of_a_server_that_never_had_the_group_is_none() -> None:
@@ -183,5 +183,5 @@ def scored(top_k: int, largest: int) -> dict[str, object]:
 def test_a_trajectory_has_what_the_runs_reference_says(changes, top_k, cause: str) -> None:
     server = ReferenceServerSection(base_url="http://there/v1", model="m")
     reference = None if top_k is None else ReferenceSection(server=server, top_k=top_k)
-    said = dataclasses.replace(GOOD, **changes)
-    assert fault_of(said, None, reference=reference) == cause
+    trajectory = dataclasses.replace(GOOD, **changes)
+    assert fault_of(trajectory, None, reference=reference) == cause

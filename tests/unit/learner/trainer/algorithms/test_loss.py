@@ -28,12 +28,12 @@ def loss_of(policy, batch, settings=USUAL, *, old=None, entropy=None):
     return policy_loss(policy, entropies, old, batch, settings, columns, group=None)
 
 
-def reported(found: TokenLoss, settings: AlgorithmSection) -> dict[str, float]:
+def reported(values: TokenLoss, settings: AlgorithmSection) -> dict[str, float]:
     """Sums of the reports over the tokens, and of the largest ones their values."""
     columns = step_columns(settings, has_reference=False)
-    sums, _, largest = found.statistics[:, len(OF_ALL_STEPS) :].tolist()
-    found = zip(columns, sums, largest, strict=True)
-    return {c.name: m if c.name.endswith("_max") else s for c, s, m in found}
+    sums, _, largest = values.statistics[:, len(OF_ALL_STEPS) :].tolist()
+    values = zip(columns, sums, largest, strict=True)
+    return {c.name: m if c.name.endswith("_max") else s for c, s, m in values}
 
 
 def of_all_steps(statistics: Tensor) -> dict[str, tuple[float, float]]:
@@ -235,16 +235,16 @@ def test_the_divergence_over_likely_tokens_weighs_and_masks_like_the_loss(estima
     def with_rest(values: Tensor) -> Tensor:
         return torch.cat([values.exp(), 1 - values.exp().sum(-1, keepdim=True)], dim=1)
 
-    one = with_rest(likely)
+    full_likely = with_rest(likely)
     other = with_rest(policy[:, 1:])
     if estimator == "reverse_top_k":
-        one, other = other, one
-    divergence = (one * (one.log() - other.log())).sum(-1)
+        full_likely, other = other, full_likely
+    divergence = (full_likely * (full_likely.log() - other.log())).sum(-1)
     expected = 2.0 * (1.5 * divergence[0] + 2.0 * divergence[1])
     torch.testing.assert_close(loss.loss, expected, rtol=0, atol=1e-6)
-    (wanted,) = torch.autograd.grad(expected, policy)
+    (gradient,) = torch.autograd.grad(expected, policy)
     (values,) = torch.autograd.grad(loss.loss, policy)
-    torch.testing.assert_close(values, wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(values, gradient, rtol=0, atol=1e-6)
     assert values[:2, 1:].all()
     assert not values[2].any()
 
@@ -286,10 +286,10 @@ def test_step_adds_up_its_mini_batches() -> None:
 
 def test_tokens_of_lag_0_with_other_bits_are_counted_once() -> None:
     # The smallest number of float32 above 0.
-    least = 1e-45
+    smallest = 1e-45
     step = StepStatistics(2, columns=COLUMNS)
     for _ in range(2):
-        step.add([found([0.0, -least, -0.5, math.nan], [0, 0, 1, 0])], OneRank())
+        step.add([found([0.0, -smallest, -0.5, math.nan], [0, 0, 1, 0])], OneRank())
     assert step.metrics()["logprob_unequal_tokens"] == 1
 
 
@@ -361,8 +361,8 @@ def test_values_of_ones_own_functions_that_are_not_finite_are_counted_and_named(
         settings = algorithm(**{kind: f"own_nan_{kind}:{kind}"})
         step = StepStatistics(columns=step_columns(settings, has_reference=False))
         step.add([loss_of(policy, batch, settings).statistics], OneRank())
-        named = f"{kind} own_nan_{kind}:{kind}"
-        assert step.fault == f"{named} gave 1 tokens a value that is not finite"
+        function = f"{kind} own_nan_{kind}:{kind}"
+        assert step.fault == f"{function} gave 1 tokens a value that is not finite"
 
 
 def test_decoupled_ppo_weighs_by_the_proximal_policy_and_clips_around_it() -> None:

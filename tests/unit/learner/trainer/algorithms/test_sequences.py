@@ -64,32 +64,36 @@ def advantages(sequences) -> list[float]:
 
 
 def test_the_advantage_that_is_told_is_the_mean_of_a_trajectorys_trained_tokens() -> None:
-    made = batch([0, 1, 2, 5, 5, 8], truncated=(2,))
-    two = dataclasses.replace(tree((1, 3), (1.0, 0.5), 0.0), group_id=made.group_ids[0])
-    made = Batch(0, made.batch_id, (two, *made.trajectories[1:]))
-    sequences = training_sequences(made, config(advantage="dr_grpo", leave_out_truncated=True))
-    advantages = mean_advantages(made, sequences)
-    ids = [trajectory.trajectory_id for trajectory in made.trajectories]
+    batch_made = batch([0, 1, 2, 5, 5, 8], truncated=(2,))
+    two = dataclasses.replace(tree((1, 3), (1.0, 0.5), 0.0), group_id=batch_made.group_ids[0])
+    batch_made = Batch(0, batch_made.batch_id, (two, *batch_made.trajectories[1:]))
+    sequences = training_sequences(
+        batch_made, config(advantage="dr_grpo", leave_out_truncated=True)
+    )
+    advantages = mean_advantages(batch_made, sequences)
+    ids = [trajectory.trajectory_id for trajectory in batch_made.trajectories]
     # The rewards are 0 and 1: one token has -0.5, three of the other branch have half of it.
-    assert [advantages.get(each) for each in ids] == pytest.approx(
+    assert [advantages.get(trajectory_id) for trajectory_id in ids] == pytest.approx(
         [(-0.5 - 3 * 0.25) / 4, 0.5, None, -1, -1, 2]
     )
 
 
 def test_reports_of_episodes_are_collected() -> None:
     reports: dict[str, list[float]] = {}
-    own = config(reward="support.fakes.own_grpo:reward")
-    training_sequences(batch([0, 1, 2, 5, 5, 8], truncated=(2,)), own, reports=reports)
+    settings = config(reward="support.fakes.own_grpo:reward")
+    training_sequences(batch([0, 1, 2, 5, 5, 8], truncated=(2,)), settings, reports=reports)
     assert reports == {"own_reward": [0, 1, 2, 5, 5, 8]}
 
 
 def tree(sampled: tuple[int, ...], shares: tuple[float, ...], reward: float) -> Trajectory:
     """A branch for each number of sampled tokens, behind two tokens of context."""
-    made = make_batch(0, num_groups=1, group_size=1, vocab_size=9, max_tokens=20).trajectories[0]
+    trajectory = make_batch(
+        0, num_groups=1, group_size=1, vocab_size=9, max_tokens=20
+    ).trajectories[0]
     total = sum(sampled)
     runs = tuple(run for number in sampled for run in (2, number))
     return dataclasses.replace(
-        made,
+        trajectory,
         token_ids=np.arange(sum(runs), dtype=np.uint32),
         run_lengths=runs,
         behavior_logprobs=-np.arange(total, dtype=np.float32),
@@ -120,7 +124,7 @@ def test_each_branch_is_a_sequence_with_the_episodes_advantage_times_its_share()
     weighted_sequences = weighted(
         sequences, mixed.mini_batches(1), config(aggregation="sequence_mean")
     )
-    counts = [int(one.loss_mask.sum()) for one in sequences]
+    counts = [int(sequence.loss_mask.sum()) for sequence in sequences]
     assert [w.loss_weight for w in weighted_sequences] == [
         sum(counts) / (8 * count) for count in counts
     ]
@@ -134,17 +138,17 @@ def test_a_single_branch_is_trained_as_an_episode_without_branches_bit_for_bit()
     settings = config(advantage="reinforce_pp")
     first = training_sequences(plain, settings)
     second = training_sequences(dataclasses.replace(plain, trajectories=tuple(copies)), settings)
-    for one, other in zip(first, second, strict=True):
+    for sequence, other in zip(first, second, strict=True):
         for name in ("token_ids", "loss_mask", "behavior_logprobs", "lags"):
-            assert getattr(one, name).tobytes() == getattr(other, name).tobytes()
-        assert one.advantages.tobytes() == other.advantages.tobytes()
+            assert getattr(sequence, name).tobytes() == getattr(other, name).tobytes()
+        assert sequence.advantages.tobytes() == other.advantages.tobytes()
 
 
 def test_overlong_filter_takes_all_branches_of_an_episode_out_of_the_loss() -> None:
     cut = dataclasses.replace(tree((3, 1), (1.0, 1.0), 2.0), status=Status.TRUNCATED)
     mixed = Batch(0, "batch", (cut, *batch([0, 1, 2, 5, 5, 8]).trajectories))
     sequences = training_sequences(mixed, config(leave_out_truncated=True))
-    assert [bool(one.loss_mask.any()) for one in sequences] == [False, False] + [True] * 6
+    assert [bool(sequence.loss_mask.any()) for sequence in sequences] == [False, False] + [True] * 6
 
 
 def test_estimates_of_other_models_are_cut_into_branches() -> None:
@@ -163,25 +167,25 @@ def test_overlong_filter_takes_episodes_out_of_the_loss_and_out_of_their_groups_
     sequences = training_sequences(batch([0, 1, 2, 5, 5, 8], truncated=(2,)), settings)
     assert not sequences[2].loss_mask.any()
     assert advantages(sequences[:2] + sequences[3:]) == pytest.approx([-0.5, 0.5, -1, -1, 2])
-    sequences = training_sequences(
+    all_sequences = training_sequences(
         batch([0, 1, 2, 5, 5, 8], truncated=(2,)), config(advantage="dr_grpo")
     )
-    assert advantages(sequences)[:3] == pytest.approx([-1, 0, 1])
+    assert advantages(all_sequences)[:3] == pytest.approx([-1, 0, 1])
 
 
 def test_divergence_in_the_reward_costs_what_the_sampler_diverged_from_the_reference() -> None:
-    one = batch([0, 0, 0, 0, 0, 0])
+    equal_batch = batch([0, 0, 0, 0, 0, 0])
     # The reference is log 2 less sure of the first episode's tokens: k1 costs 0.1 * log 2 for each.
     estimates = [
         ModelEstimates(said(t.behavior_logprobs - (math.log(2) if i == 0 else 0.0)))
-        for i, t in enumerate(one.trajectories)
+        for i, t in enumerate(equal_batch.trajectories)
     ]
-    cost = 0.1 * math.log(2) * one.trajectories[0].num_sampled_tokens
+    cost = 0.1 * math.log(2) * equal_batch.trajectories[0].num_sampled_tokens
     kl: JsonValue = {"coefficient": 0.1, "placement": "reward", "estimator": "k1"}
     settings = config(kl=kl, advantage="dr_grpo")
-    found = advantages(training_sequences(one, settings, estimates))
-    assert found[:3] == pytest.approx([-cost * 2 / 3, cost / 3, cost / 3], rel=1e-5)
-    assert found[3:] == [0, 0, 0]
+    values = advantages(training_sequences(equal_batch, settings, estimates))
+    assert values[:3] == pytest.approx([-cost * 2 / 3, cost / 3, cost / 3], rel=1e-5)
+    assert values[3:] == [0, 0, 0]
 
 
 def test_weights_of_the_loss_belong_to_the_mini_batch() -> None:
@@ -201,9 +205,9 @@ def test_weights_of_the_loss_belong_to_the_mini_batch() -> None:
 
 def sided(rewards, names, *, reward=0.0):
     """A branch of two sampled tokens for each name."""
-    made = tree((2,) * len(names), (1.0,) * len(names), reward)
+    tree_made = tree((2,) * len(names), (1.0,) * len(names), reward)
     branches = tuple(Branch(2, 1.0, n, r) for n, r in zip(names, rewards, strict=True))
-    return dataclasses.replace(made, branches=branches)
+    return dataclasses.replace(tree_made, branches=branches)
 
 
 def group_of(*members: Trajectory) -> Batch:
@@ -241,7 +245,9 @@ def test_values_and_returns_of_a_side_are_those_of_its_tokens() -> None:
     sequences = training_sequences(
         group, config(advantage="gae", advantage_args=gae), [ModelEstimates(values=values)]
     )
-    first, second, third = (each.advantages[each.loss_mask].tolist() for each in sequences)
+    first, second, third = (
+        sequence.advantages[sequence.loss_mask].tolist() for sequence in sequences
+    )
     assert (first, second, third) == ([1, 0], [3, 2], [-3, -4])
 
 
@@ -251,9 +257,11 @@ def test_one_reward_for_all_sides_trains_as_the_episodes_own_bit_for_bit() -> No
     group = group_of(*(sided((r,), ("a",), reward=9.0) for r in rewards))
     for advantage in ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "score"):
         settings = config(advantage=advantage)
-        first, second = (training_sequences(each, settings) for each in (plain, group))
-        for one, other in zip(first, second, strict=True):
-            assert one.advantages.tobytes() == other.advantages.tobytes()
+        first, second = (
+            training_sequences(batch_of_group, settings) for batch_of_group in (plain, group)
+        )
+        for sequence, other in zip(first, second, strict=True):
+            assert sequence.advantages.tobytes() == other.advantages.tobytes()
 
 
 BY_TURN: dict[str, JsonValue] = {
@@ -292,13 +300,13 @@ def test_rewards_of_turns_reach_the_tokens_of_their_turns() -> None:
     ours = batch.advantages[batch.loss_mask].tolist()
     assert ours == pytest.approx([*expected[2], *expected[0], *expected[1]], abs=1e-6)
     backwards = training_sequences(Batch(0, "b", group.trajectories[::-1]), config(**BY_TURN))
-    for mine, same in zip(sequences, backwards[::-1], strict=True):
-        assert mine.advantages == pytest.approx(same.advantages, abs=1e-6)
+    for sequence, same in zip(sequences, backwards[::-1], strict=True):
+        assert sequence.advantages == pytest.approx(same.advantages, abs=1e-6)
 
 
 def test_a_change_of_the_reward_counts_at_the_end() -> None:
-    own = config(reward="support.fakes.own_grpo:halved", **BY_TURN)
-    sequences = training_sequences(group_of(earning(1, 0, 4, 0), earning(0, 0, 0, 0)), own)
+    settings = config(reward="support.fakes.own_grpo:halved", **BY_TURN)
+    sequences = training_sequences(group_of(earning(1, 0, 4, 0), earning(0, 0, 0, 0)), settings)
     # 5 became 2.5, so the last turn lost 2.5: returns 2.5, 1.5, -2.5 and 0, 0, 0.
     assert by_prediction(sequences)[0] == pytest.approx([1.25, 0.75, 0.75, -1.25])
 
@@ -325,8 +333,8 @@ def test_what_compares_episodes_has_the_bits_of_their_sums(advantage: str) -> No
     summed = [dataclasses.replace(t, token_rewards=None) for t in spread.trajectories]
     settings = config(advantage=advantage)
     first, second = (training_sequences(b, settings) for b in (spread, group_of(*summed)))
-    for one, other in zip(first, second, strict=True):
-        assert one.advantages.tobytes() == other.advantages.tobytes()
+    for values, other in zip(first, second, strict=True):
+        assert values.advantages.tobytes() == other.advantages.tobytes()
 
 
 def test_a_turn_says_what_was_read_before_it_and_what_was_sampled() -> None:

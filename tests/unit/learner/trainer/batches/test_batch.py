@@ -191,5 +191,5 @@ def test_a_branch_must_fit_and_not_the_episode() -> None:
 def test_an_episode_is_named_once_whichever_of_its_branches_are_faulty() -> None:
     trees = with_branches(BATCH, vocab_size=32, max_tokens=24)
     owner = next(o for o in trees.owners if trees.owners.count(o) > 1)
-    places = [place for place, one in enumerate(trees.owners) if one == owner]
+    places = [place for place, place_owner in enumerate(trees.owners) if place_owner == owner]
     assert untrainable(trees, places, "why").trajectory_ids == ids(owner)

@@ -73,8 +73,8 @@ def test_shares_are_those_of_every_tensor_of_tokens() -> None:
     assert len(tensors) > 10
     for name, tensor in tensors.items():
         for rank, share in enumerate(shares):
-            kept = tensor if name == "cu_seqlens" else tensor[zigzag(bounds, rank, 2)]
-            assert torch.equal(getattr(share, name), kept), name
+            expected = tensor if name == "cu_seqlens" else tensor[zigzag(bounds, rank, 2)]
+            assert torch.equal(getattr(share, name), expected), name
     assert [share.max_seqlen for share in shares] == [micro_batch.max_seqlen] * 2
     assert [share.indices for share in shares] == [micro_batch.indices] * 2
     assert sum(int(share.loss_mask.sum()) for share in shares) == int(micro_batch.loss_mask.sum())
@@ -136,13 +136,15 @@ def test_likely_tokens_of_a_reference_stand_where_the_sampled_token_is_predicted
         vocab_size=9,
         max_tokens=9,
     )
-    known = []
+    all_estimates = []
     for trajectory in batch.trajectories:
         number = trajectory.num_sampled_tokens
         ids = np.arange(2 * number, dtype=np.int64).reshape(number, 2) + 10
         zeros = np.zeros(number, dtype=np.float32)
-        known.append(TokenEstimates(zeros, top_ids=ids, top_logprobs=-ids.astype(np.float32)))
-    sequences = TrainingSequence.of_trajectories(batch.trajectories, known, step=0)
+        all_estimates.append(
+            TokenEstimates(zeros, top_ids=ids, top_logprobs=-ids.astype(np.float32))
+        )
+    sequences = TrainingSequence.of_trajectories(batch.trajectories, all_estimates, step=0)
     order = range(len(sequences))
     micro_batch = packed(sequences, list(order), multiple=100, sequence_multiple=4)
     assert (
@@ -151,7 +153,7 @@ def test_likely_tokens_of_a_reference_stand_where_the_sampled_token_is_predicted
         == (len(micro_batch.token_ids), 2)
     )
     mask = micro_batch.loss_mask
-    expected = np.concatenate([one.top_ids for one in known])
+    expected = np.concatenate([estimate.top_ids for estimate in all_estimates])
     assert micro_batch.top_ids[mask].tolist() == expected.tolist()
     assert micro_batch.top_logprobs[mask].tolist() == (-expected).tolist()
     assert not micro_batch.top_ids[~mask].any()
@@ -190,8 +192,8 @@ def test_empty_micro_batch_is_one_token_of_filler() -> None:
 @given(seed=st.integers(0, 1000), multiple=st.integers(1, 8))
 def test_micro_batch_trains_each_sampled_token_where_it_is_predicted(seed, multiple):
     batch = make_batch(seed, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
-    known = [estimates(t.num_sampled_tokens, t.reward - 0.5) for t in batch.trajectories]
-    sequences = TrainingSequence.of_trajectories(batch.trajectories, known, step=batch.step)
+    all_estimates = [estimates(t.num_sampled_tokens, t.reward - 0.5) for t in batch.trajectories]
+    sequences = TrainingSequence.of_trajectories(batch.trajectories, all_estimates, step=batch.step)
     micro_batch = packed(sequences, range(6), multiple=multiple)
     assert len(micro_batch.token_ids) % multiple == 0
     mask = micro_batch.loss_mask
@@ -209,33 +211,35 @@ def test_micro_batch_trains_each_sampled_token_where_it_is_predicted(seed, multi
 
 
 def test_branches_of_a_batch_are_those_of_each_branch_alone() -> None:
-    made = make_batch(3, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
-    batch = with_branches(made, vocab_size=99, max_tokens=20)
+    batch_made = make_batch(3, num_groups=2, group_size=3, vocab_size=99, max_tokens=20)
+    batch = with_branches(batch_made, vocab_size=99, max_tokens=20)
     assert len(batch.owners) > 6
-    known = [estimates(t.num_sampled_tokens, t.reward - 0.5) for t in batch.trajectories]
-    together = iter(TrainingSequence.of_trajectories(batch.trajectories, known, step=3))
+    all_estimates = [estimates(t.num_sampled_tokens, t.reward - 0.5) for t in batch.trajectories]
+    together = iter(TrainingSequence.of_trajectories(batch.trajectories, all_estimates, step=3))
     for trajectory in batch.trajectories:
         lags = token_lags([trajectory], 3)
         for part in trajectory.sequences:
-            found = next(together)
+            values = next(together)
             sampled = trajectory.sampled_mask()[part.tokens]
-            assert found.token_ids.tolist() == trajectory.token_ids[part.tokens].tolist()
-            assert found.loss_mask.tolist() == [*sampled[1:], False]
+            assert values.token_ids.tolist() == trajectory.token_ids[part.tokens].tolist()
+            assert values.loss_mask.tolist() == [*sampled[1:], False]
             behavior = trajectory.behavior_logprobs[part.sampled]
-            assert found.behavior_logprobs[found.loss_mask].tolist() == behavior.tolist()
-            assert found.lags[found.loss_mask].tolist() == lags[part.sampled].tolist()
+            assert values.behavior_logprobs[values.loss_mask].tolist() == behavior.tolist()
+            assert values.lags[values.loss_mask].tolist() == lags[part.sampled].tolist()
     assert next(together, None) is None
     assert TrainingSequence.of_trajectories([], [], step=3) == []
 
 
 def test_token_sampled_without_any_context_is_left_out_of_each_branch() -> None:
-    made = make_batch(0, num_groups=1, group_size=1, vocab_size=9, max_tokens=4).trajectories[0]
+    trajectory = make_batch(0, num_groups=1, group_size=1, vocab_size=9, max_tokens=4).trajectories[
+        0
+    ]
     tree = dataclasses.replace(
-        made,
+        trajectory,
         token_ids=np.arange(7, dtype=np.uint32),
         run_lengths=(0, 3, 0, 4),
         behavior_logprobs=-np.arange(7, dtype=np.float32),
-        version_spans=(made.version_spans[0]._replace(length=7),),
+        version_spans=(trajectory.version_spans[0]._replace(length=7),),
         branches=(Branch(2), Branch(2)),
     )
     first, second = TrainingSequence.of_trajectories([tree], [estimates(7, 1.0)], step=0)

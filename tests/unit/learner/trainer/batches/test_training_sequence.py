@@ -35,10 +35,17 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> ImageProcessor:
 
 
 def test_text_behind_an_image_goes_on_after_its_longer_side() -> None:
-    found = image_positions(11, [(2, 2, 3)])
-    assert found[:2].tolist() == [[0, 0, 0], [1, 1, 1]]
-    assert found[2:8].tolist() == [[2, 2, 2], [2, 2, 3], [2, 2, 4], [2, 3, 2], [2, 3, 3], [2, 3, 4]]
-    assert found[8:].tolist() == [[5, 5, 5], [6, 6, 6], [7, 7, 7]]
+    positions = image_positions(11, [(2, 2, 3)])
+    assert positions[:2].tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert positions[2:8].tolist() == [
+        [2, 2, 2],
+        [2, 2, 3],
+        [2, 2, 4],
+        [2, 3, 2],
+        [2, 3, 3],
+        [2, 3, 4],
+    ]
+    assert positions[8:].tolist() == [[5, 5, 5], [6, 6, 6], [7, 7, 7]]
 
 
 def seen(processor: ImageProcessor, *, offset: int = 2):
@@ -88,18 +95,18 @@ def test_every_rank_names_the_images_whose_pixels_are_cut(processor, world_size)
     assert len(processor.tokens(40, cut)) == 4
     good = [dataclasses.replace(seen(processor, offset=3), group_id=name) for name in "abcde"]
     bad = [dataclasses.replace(t, images=(cut,)) for t in (good[1], good[3])]
-    told: dict[int, tuple[str, tuple[str, ...]]] = {}
+    facts: dict[int, tuple[str, tuple[str, ...]]] = {}
 
     def check(ranks: ThreadRanks) -> None:
         check_pixels(good, ranks)
         with pytest.raises(UntrainableBatch) as error:
             check_pixels([good[0], bad[0], good[2], bad[1], good[4]], ranks)
-        told[ranks.rank] = (str(error.value), tuple(error.value.trajectory_ids))
+        facts[ranks.rank] = (str(error.value), tuple(error.value.trajectory_ids))
 
     run_ranks(world_size, check)
-    assert sorted(told) == list(range(world_size))
-    assert len(set(told.values())) == 1
-    message, names = told[0]
+    assert sorted(facts) == list(range(world_size))
+    assert len(set(facts.values())) == 1
+    message, names = facts[0]
     assert names == tuple(trajectory.trajectory_id for trajectory in bad)
     assert message.startswith(f"{names[0]}: an image cannot be read: ")
 

@@ -152,16 +152,16 @@ def test_what_is_written_is_read_by_safetensors_and_told_byte_by_byte(tmp_path: 
 
 def outcomes(*folders: Path) -> list[str]:
     """What `check_shared` says on each rank; rank n sees `folders[n]`."""
-    said = [""] * len(folders)
+    causes = [""] * len(folders)
 
     def check(ranks: ThreadRanks) -> None:
         try:
             check_shared(folders[ranks.rank], ranks, limit_s=0.2)  # type: ignore[arg-type]
         except CheckpointError as error:
-            said[ranks.rank] = str(error)
+            causes[ranks.rank] = str(error)
 
     run_ranks(len(folders), check)
-    return said
+    return causes
 
 
 def test_ranks_that_share_a_folder_leave_nothing_in_it(tmp_path: Path) -> None:

@@ -54,8 +54,8 @@ def test_whatever_fails_while_a_checkpoint_is_written_is_a_failure_of_the_save(t
     writer = writer_of(tmp_path, planner, item)
     writer.write()
     # torch's form of a failure that other ranks hear of.
-    found, _ = writer.retrieve_write_results()
-    assert found is error
+    write_results, _ = writer.retrieve_write_results()
+    assert write_results is error
     # On a full disk journal and logs need the room.
     assert list(tmp_path.iterdir()) == []
 
@@ -80,15 +80,15 @@ def test_a_file_goes_to_the_disk_as_it_is_written(tmp_path: Path, monkeypatch) -
 
 def test_what_is_held_is_not_copied_again_and_a_view_is_written_alone(tmp_path, monkeypatch):
     host = HostCopies(torch.device("cpu"))
-    whole = host.empty(1000, torch.float32).copy_(torch.arange(1000.0))
+    tensor = host.empty(1000, torch.float32).copy_(torch.arange(1000.0))
     parameter = torch.zeros(4)
-    planner = SimpleNamespace(resolve_data={"held": whole[10:20], "own": parameter}.__getitem__)
+    planner = SimpleNamespace(resolve_data={"held": tensor[10:20], "own": parameter}.__getitem__)
     writer = writer_of(tmp_path, planner, "held", "own", host=host)
-    (_, held), (_, own) = writer._items
-    assert held.data_ptr() == whole[10:].data_ptr()
+    (_, held_data), (_, own_data) = writer._items
+    assert held_data.data_ptr() == tensor[10:].data_ptr()
     # Training goes on.
     parameter += 1
-    assert torch.equal(own, torch.zeros(4))
+    assert torch.equal(own_data, torch.zeros(4))
     written: list[torch.Tensor] = []
     files = distributed_files.filesystem
     monkeypatch.setattr(files, "_write_item", lambda *given: written.append(given[2]))
@@ -106,9 +106,9 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch) -> None:
     writer = writer_of(tmp_path, planner, item)
     monkeypatch.setattr(os, "fdatasync", full)
     assert writer.write() == []
-    found, _ = writer.retrieve_write_results()
-    assert isinstance(found, OSError)
-    assert "No space left" in str(found)
+    write_results, _ = writer.retrieve_write_results()
+    assert isinstance(write_results, OSError)
+    assert "No space left" in str(write_results)
 
 
 FULL = OSError(28, "No space left on device")
@@ -177,14 +177,16 @@ def test_a_parameter_lies_where_it_is_in_the_buffer(monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr(distributed_files, "PART_ELEMENTS", 4)
     host = HostCopies(torch.device("cpu"))
-    found = distributed_files._gather(part, host, use_gloo_comm=True)
-    (whole,) = found[0].values()
-    assert whole["numel_unpadded"] == 14
+    state = distributed_files._gather(part, host, use_gloo_comm=True)
+    (whole_state,) = state[0].values()
+    assert whole_state["numel_unpadded"] == 14
     for key in distributed_files.KEYS:
-        assert len(whole[key]) == 20
+        assert len(whole_state[key]) == 20
         for offset, bucket in zip(offsets, ranges, strict=True):
             for name, (begin, end) in bucket.items():
-                assert torch.equal(whole[key][offset + begin : offset + end], states[name][key])
+                assert torch.equal(
+                    whole_state[key][offset + begin : offset + end], states[name][key]
+                )
 
 
 def test_a_folder_without_its_common_state_is_refused_before_its_index_is_read(tmp_path) -> None:

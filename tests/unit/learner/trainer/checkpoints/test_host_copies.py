@@ -40,17 +40,17 @@ def test_copies_are_equal_and_hold_no_bytes_but_their_own() -> None:
 
 
 def test_the_next_copies_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
+    sizes: list[int] = []
     take = host_copies.mmap.mmap
-    noted = lambda place, size, **named: taken.append(size) or take(place, size, **named)  # noqa: E731
+    noted = lambda place, size, **named: sizes.append(size) or take(place, size, **named)  # noqa: E731
     monkeypatch.setattr(host_copies.mmap, "mmap", noted)
     host = HostCopies(CPU)
     first = host.copy(tensors_of(1))
     # One block has room for all.
-    assert len(taken) == 1
+    assert len(sizes) == 1
     host.begin()
     second = host.copy(tensors_of(2))
-    assert len(taken) == 1
+    assert len(sizes) == 1
     for tensor, copied in zip(tensors_of(2), second, strict=True):
         assert torch.equal(copied, tensor)
     # Both copies lie in the same memory.

@@ -18,7 +18,7 @@ def seen(groups, bounds, split):
     own_rank, size = split
     places = zigzag(bounds, own_rank, size).tolist()
     gathered = torch.cat([zigzag(bounds, rank, size) for rank in range(size)]).tolist()
-    found: dict[int, set[int]] = {}
+    keys_by_query: dict[int, set[int]] = {}
     for group in groups:
         mask = group.seen()
         shape = (*group.queries.shape, group.keys.shape[1])
@@ -28,9 +28,9 @@ def seen(groups, bounds, split):
         for row, column in group.is_query.nonzero().tolist():
             keys = group.keys[row][mask[row, column]].tolist()
             place = places[int(group.queries[row, column])]
-            assert place not in found
-            found[place] = {gathered[key] for key in keys}
-    return found
+            assert place not in keys_by_query
+            keys_by_query[place] = {gathered[key] for key in keys}
+    return keys_by_query
 
 
 @pytest.mark.parametrize("window", [None, 0, 5, 30])
@@ -43,15 +43,15 @@ def test_each_query_sees_the_tokens_of_its_sequence_up_to_itself_within_the_wind
         for start, end in itertools.pairwise(BOUNDS)
         for place in range(start, end)
     }
-    for most in (1 << 20, 600, 40):
-        monkeypatch.setattr(attention, "MOST_SCORES", most)
+    for max_tokens in (1 << 20, 600, 40):
+        monkeypatch.setattr(attention, "MOST_SCORES", max_tokens)
         length_groups.cache_clear()
-        found: dict[int, set[int]] = {}
+        keys_by_query: dict[int, set[int]] = {}
         for rank in range(size):
             groups, order = length_groups(BOUNDS, CPU, None, (rank, size), window)
             assert order.sort()[0].tolist() == list(range(BOUNDS[-1] // size))
-            found |= seen(groups, BOUNDS, (rank, size))
-        assert found == expected
+            keys_by_query |= seen(groups, BOUNDS, (rank, size))
+        assert keys_by_query == expected
 
 
 @pytest.mark.parametrize(("split", "window"), [((0, 2), None), ((1, 2), 1024), ((0, 1), 1024)])

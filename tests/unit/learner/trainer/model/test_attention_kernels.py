@@ -24,13 +24,13 @@ PARAMETERS = {
 
 
 def decision(kind: str | None, **changes: object) -> dict:
-    found = dict.fromkeys(
+    backends = dict.fromkeys(
         ("use_flash_attention", "use_fused_attention", "use_unfused_attention"), False
     )
     if kind is not None:
-        found[kind] = True
+        backends[kind] = True
     parameters = SimpleNamespace(**PARAMETERS | changes)
-    return {"_attention_backends": found | {"attention_params": parameters}}
+    return {"_attention_backends": backends | {"attention_params": parameters}}
 
 
 @pytest.mark.parametrize(

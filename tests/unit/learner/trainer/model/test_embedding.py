@@ -44,9 +44,9 @@ def test_rows_and_gradients_are_those_of_torch(num_ranks: int, has_buffer: bool)
     torch.manual_seed(0)
     weight = torch.randn(VOCAB, SIZE, dtype=torch.float64)
     outer = torch.randn(*IDS.shape, SIZE, dtype=torch.float64)
-    whole = weight.clone().requires_grad_()
-    expected = torch.nn.functional.embedding(IDS, whole)
-    (wanted,) = torch.autograd.grad(expected, whole, outer)
+    plain_weight = weight.clone().requires_grad_()
+    expected = torch.nn.functional.embedding(IDS, plain_weight)
+    (gradient,) = torch.autograd.grad(expected, plain_weight, outer)
     store = dist.HashStore()
 
     def work(rank: int) -> torch.Tensor:
@@ -67,8 +67,8 @@ def test_rows_and_gradients_are_those_of_torch(num_ranks: int, has_buffer: bool)
         return (layer.weight.main_grad - 1) / 2
 
     with ThreadPoolExecutor(num_ranks) as threads:
-        found = torch.cat(list(threads.map(work, range(num_ranks))))
-    torch.testing.assert_close(found, wanted)
+        embeddings = torch.cat(list(threads.map(work, range(num_ranks))))
+    torch.testing.assert_close(embeddings, gradient)
 
 
 def test_sums_of_half_precision_are_not_rounded() -> None:

@@ -71,11 +71,11 @@ def test_split_and_padded_vocabulary_gives_values_and_gradients_of_a_dense_softm
     padded[:VOCAB] = weight
     if num_others:
         # The first target is among the others at some tokens, and not at others.
-        others = torch.rand(TOKENS, VOCAB, dtype=torch.float64).argsort(-1)[:, :num_others]
-        is_both = (others == targets[:, None]).any(-1)
+        other_ids = torch.rand(TOKENS, VOCAB, dtype=torch.float64).argsort(-1)[:, :num_others]
+        is_both = (other_ids == targets[:, None]).any(-1)
         assert is_both[rows].any()
         assert not is_both[rows].all()
-        targets = torch.cat([targets[:, None], others], dim=1)
+        targets = torch.cat([targets[:, None], other_ids], dim=1)
     outer = torch.randn(targets.shape, dtype=torch.float64)
     bend = torch.randn(TOKENS, dtype=torch.float64)
 
@@ -97,16 +97,19 @@ def test_split_and_padded_vocabulary_gives_values_and_gradients_of_a_dense_softm
     results = on_ranks(size, work)
     hidden.requires_grad_()
     weight.requires_grad_()
-    columns = [dense(hidden, weight, one, rows, 0.7) for one in targets.view(TOKENS, -1).unbind(1)]
-    expected = torch.stack([one for one, _ in columns], 1).view(targets.shape)
+    columns = [
+        dense(hidden, weight, targets_of_column, rows, 0.7)
+        for targets_of_column in targets.view(TOKENS, -1).unbind(1)
+    ]
+    expected = torch.stack([column for column, _ in columns], 1).view(targets.shape)
     expected_entropy = columns[0][1]
-    wanted = torch.autograd.grad(loss(expected, expected_entropy), (hidden, weight))
+    gradients = torch.autograd.grad(loss(expected, expected_entropy), (hidden, weight))
     for found, entropy, _, _ in results:
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(entropy, expected_entropy)
-    torch.testing.assert_close(sum(states for _, _, states, _ in results), wanted[0])
+    torch.testing.assert_close(sum(states for _, _, states, _ in results), gradients[0])
     weight_grad = torch.cat([part for _, _, _, part in results])
-    torch.testing.assert_close(weight_grad[:VOCAB], wanted[1])
+    torch.testing.assert_close(weight_grad[:VOCAB], gradients[1])
     assert not weight_grad[VOCAB:].any()
 
 
@@ -140,8 +143,8 @@ def test_memory_is_that_of_a_chunk_and_not_of_all_logits() -> None:
         logprobs.sum().backward()
     # All logits are 16 chunks.
     chunk_bytes = 4 * 32 * vocab
-    others = 4 * (vocab + tokens) * hidden_size
-    assert chunk_bytes < peak_bytes(profile) < 3 * chunk_bytes + 2 * others
+    other_bytes = 4 * (vocab + tokens) * hidden_size
+    assert chunk_bytes < peak_bytes(profile) < 3 * chunk_bytes + 2 * other_bytes
 
 
 @pytest.mark.parametrize(
@@ -193,7 +196,7 @@ def test_the_gradient_of_the_weight_is_added_to_megatrons_buffer(
     weight.requires_grad_()
     weight.main_grad = torch.ones(VOCAB, HIDDEN)
     computed(hidden, weight, targets, chunk_logits=chunk_logits)[0].sum().backward()
-    wide, wide_weight = (each.detach().double().requires_grad_() for each in (hidden, weight))
+    wide, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     rows = torch.arange(TOKENS)
     dense(wide, wide_weight, targets, rows, 1.0)[0].sum().backward()
     limit = 1e-5 if dtype == torch.float32 else 2e-2
@@ -208,10 +211,10 @@ def test_the_gradient_of_the_weight_is_added_to_megatrons_buffer(
 def peak_bytes(profile: torch.profiler.profile) -> int:
     """Most that was allocated at one time, over what was before."""
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    used = largest = 0
+    used_bytes = largest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        used += event.nbytes()
-        largest = max(largest, used)
+        used_bytes += event.nbytes()
+        largest = max(largest, used_bytes)
     assert largest > 0
     return largest
 
@@ -224,7 +227,7 @@ def test_positions_that_are_not_trained_are_zero_and_no_logits_are_made_for_them
     logprobs, entropy = computed(hidden, weight, targets, nothing)
     logprobs.sum().backward()
     # Zeros rather than nothing: the hooks that wait for gradients must run.
-    assert not any(each.any() for each in (logprobs, entropy, hidden.grad, weight.grad))
+    assert not any(tensor.any() for tensor in (logprobs, entropy, hidden.grad, weight.grad))
 
 
 def test_frozen_projection_gets_no_gradient() -> None:

@@ -36,10 +36,10 @@ REST_BYTES = 50
     ],
 )
 def test_as_many_layers_keep_their_activations_as_fit(free, in_flight_count, expected):
-    found = recomputed_layers(
+    num_layers = recomputed_layers(
         (LAYER_BYTES, REST_BYTES), layers=12, tokens=100, in_flight=in_flight_count, free=free
     )
-    assert found == expected
+    assert num_layers == expected
 
 
 def test_nothing_is_recomputed_for_layers_that_keep_nothing() -> None:

@@ -10,12 +10,12 @@ PERIOD_S = 0.01
 
 def test_signs_come_with_work_and_end_with_it() -> None:
     activity = Activity()
-    told = threading.Semaphore(0)
-    with signs_of_life(activity, told.release, period_s=PERIOD_S):
+    tellings = threading.Semaphore(0)
+    with signs_of_life(activity, tellings.release, period_s=PERIOD_S):
         # What has done nothing yet says nothing.
-        assert not told.acquire(timeout=10 * PERIOD_S)
+        assert not tellings.acquire(timeout=10 * PERIOD_S)
         for _ in range(3):
             activity.note()
-            assert told.acquire(timeout=LIMIT_S)
+            assert tellings.acquire(timeout=LIMIT_S)
         # A thread that hangs notes nothing more, though its process lives.
-        assert not told.acquire(timeout=10 * PERIOD_S)
+        assert not tellings.acquire(timeout=10 * PERIOD_S)

@@ -70,9 +70,9 @@ def test_swiglus_gradient_comes_from_the_kernel_that_transformer_engine_has(
     x = torch.randn(5, 12).to(stored)
     outer = torch.ones(6, 5).T
     saved = SimpleNamespace(saved_tensors=(x,), ori_input_dtype=torch.bfloat16)
-    found, *others = fused.SwiGLUFunction.backward(saved, outer)
-    assert torch.equal(found, 30 * x.bfloat16())
-    assert others == [None, None]
+    gradient, *rest = fused.SwiGLUFunction.backward(saved, outer)
+    assert torch.equal(gradient, 30 * x.bfloat16())
+    assert rest == [None, None]
 
 
 @pytest.mark.parametrize("is_decoupled", [True, False])
@@ -80,9 +80,9 @@ def test_weights_decay_beside_the_moments_or_within_them(is_decoupled: bool) -> 
     numbers = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.3}
     torchs = torch.optim.AdamW if is_decoupled else torch.optim.Adam
     found = []
-    for kind, own in ((compat.GroupStepAdam, {"adam_w_mode": is_decoupled}), (torchs, {})):
+    for kind, options in ((compat.GroupStepAdam, {"adam_w_mode": is_decoupled}), (torchs, {})):
         weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
-        optimizer = kind([weight], **numbers, **own)
+        optimizer = kind([weight], **numbers, **options)
         for step in range(3):
             weight.grad = torch.tensor([0.5, 1.0, -1.0]) * (step + 1)
             optimizer.step()

@@ -7,8 +7,8 @@ def pieces(target: torch.Tensor, source: torch.Tensor) -> list[tuple[int, ...]]:
 
 
 def test_contiguous_copies_are_one_piece_and_fused_heads_one_for_each_group() -> None:
-    whole = torch.zeros(6, 4)
-    assert pieces(whole, torch.ones(6, 4)) == [(6, 4)]
+    tensor = torch.zeros(6, 4)
+    assert pieces(tensor, torch.ones(6, 4)) == [(6, 4)]
     # Two groups of (2 queries, key, value), heads of 3 rows.
     fused = torch.ones(2 * 4 * 3, 5).view(2, 4, 3, 5)
     assert pieces(torch.zeros(2, 2, 3, 5), fused[:, :2]) == [(2, 3, 5), (2, 3, 5)]

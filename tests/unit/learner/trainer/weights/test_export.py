@@ -121,17 +121,17 @@ def test_large_model_is_several_files_with_an_index(tmp_path: Path, monkeypatch)
 
 def test_layers_that_predict_further_tokens_are_copied_as_they_are(tmp_path, monkeypatch) -> None:
     names = ["model.layers.1.a", "model.layers.2.a", "model.layers.10.eh_proj.weight", "mtp.fc"]
-    kept = {name: torch.full((4,), float(place)) for place, name in enumerate(names)}
-    one, two = ({name: kept[name] for name in some} for some in (names[:2], names[2:]))
-    further_layers(tmp_path / "in", 2, one=one, two=two)
+    tensors = {name: torch.full((4,), float(place)) for place, name in enumerate(names)}
+    first_tensors, two = ({name: tensors[name] for name in some} for some in (names[:2], names[2:]))
+    further_layers(tmp_path / "in", 2, one=first_tensors, two=two)
     trained = {names[0]: torch.ones(4)}
     # A file for each tensor.
     monkeypatch.setattr(export, "MAX_SHARD_BYTES", 16)
     folder = exported(tmp_path / "in", tmp_path / "out", trained, further=True)
     assert len(list(folder.glob("*.safetensors"))) == 4
-    found = read(folder)
-    assert set(found) == set(names)
-    assert all(torch.equal(found[name], (kept | trained)[name]) for name in names)
+    stored = read(folder)
+    assert set(stored) == set(names)
+    assert all(torch.equal(stored[name], (tensors | trained)[name]) for name in names)
 
 
 @pytest.mark.parametrize("max_shard_bytes", [16, 1 << 20])
@@ -151,8 +151,8 @@ def test_copies_of_trained_tensors_in_further_layers_are_those_of_the_trained(
     further_layers(tmp_path / "in", 1, a=before)
     trained = {name: before[name] * 10 for name in list(values)[:2]}
     monkeypatch.setattr(export, "MAX_SHARD_BYTES", max_shard_bytes)
-    found = read(exported(tmp_path / "in", tmp_path / "out", trained, further=True))
-    assert {name: found[name][0].item() for name in values} == {
+    stored = read(exported(tmp_path / "in", tmp_path / "out", trained, further=True))
+    assert {name: stored[name][0].item() for name in values} == {
         name: value if value == 3.0 else 10 * value for name, value in values.items()
     }
 
@@ -162,9 +162,9 @@ def test_a_file_that_the_index_does_not_name_is_not_copied(tmp_path: Path) -> No
     further_layers(tmp_path / "in", 2, a=old, b={"mtp.fc": torch.ones(4)})
     index = {"weight_map": {"mtp.fc": "b.safetensors"}}
     (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
-    found = read(exported(tmp_path / "in", tmp_path / "out", {}, further=True))
-    assert found.keys() == {"mtp.fc"}
-    assert torch.equal(found["mtp.fc"], torch.ones(4))
+    stored = read(exported(tmp_path / "in", tmp_path / "out", {}, further=True))
+    assert stored.keys() == {"mtp.fc"}
+    assert torch.equal(stored["mtp.fc"], torch.ones(4))
 
 
 @pytest.mark.parametrize("moment", ["begin", "write"])
@@ -202,18 +202,18 @@ def test_a_folder_has_the_runs_template_in_place_of_the_models(tmp_path: Path) -
     text = (source / "chat_template.jinja").read_text()
     for name in ("tokenizer_config.json", "processor_config.json"):
         path = source / name
-        known = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(known | {"chat_template": text}))
+        settings = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(settings | {"chat_template": text}))
     (source / "chat_template.json").write_text(json.dumps({"chat_template": text}))
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool_use.jinja").write_text(text)
     chat = RunChat("{{ 'the run' }}", {"enable_thinking": False})
     folder = exported(source, tmp_path / "out", chat=chat)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    said = [{"role": "user", "content": "a"}]
-    assert tokenizer.apply_chat_template(said, tokenize=False) == "the run"
+    messages = [{"role": "user", "content": "a"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "the run"
     texts = [path.read_text() for path in folder.rglob("*.json*")]
-    assert not [each for each in texts if "the model" in each]
+    assert not [text for text in texts if "the model" in text]
     # The values of a template cannot be part of it: people are told.
     assert '`{"enable_thinking": false}`' in (folder / "README.md").read_text()
     as_it_was = exported(source, tmp_path / "other")
@@ -235,10 +235,10 @@ def test_files_that_training_makes_stale_are_left_out(tmp_path: Path) -> None:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text("{}")
     folder = exported(source, tmp_path / "out")
-    kept = {"README.md", "config.json", "model.safetensors", "modeling_own.py", "tokenizer.json"}
-    assert {path.name for path in folder.rglob("*")} == {*kept, EXPORT_MANIFEST}
+    names = {"README.md", "config.json", "model.safetensors", "modeling_own.py", "tokenizer.json"}
+    assert {path.name for path in folder.rglob("*")} == {*names, EXPORT_MANIFEST}
     manifest = json.loads((folder / EXPORT_MANIFEST).read_text())
-    assert {entry["path"] for entry in manifest["files"]} == kept
+    assert {entry["path"] for entry in manifest["files"]} == names
 
 
 def test_a_read_only_model_s_export_can_be_written(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def adapter_settings(folder: Path, model_type: str, *matrices: str) -> dict[str,
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     config = small_config(model={"path": str(folder)}, lora={"rank": 4, "alpha": 8})
     paths = [f"base_model.model.model.layers.0.{name}" for name in matrices]
-    tensors = {f"{path}.lora_{each}.weight": torch.zeros(1) for path in paths for each in "AB"}
+    tensors = {f"{path}.lora_{factor}.weight": torch.zeros(1) for path in paths for factor in "AB"}
     write_adapter(tensors, config, folder / "out", lambda _: None)
     parsed = json.loads((folder / "out" / "adapter_config.json").read_text())
     names = ("target_modules", "target_parameters")

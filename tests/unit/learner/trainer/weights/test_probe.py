@@ -11,8 +11,8 @@ def test_probe_takes_sequences_from_the_whole_batch_and_cuts_them() -> None:
 
 
 def test_probe_takes_branches_as_the_model_saw_them() -> None:
-    made = make_batch(0, num_groups=1, group_size=2, vocab_size=9, max_tokens=30)
-    batch = with_branches(made, vocab_size=9, max_tokens=30)
+    batch_made = make_batch(0, num_groups=1, group_size=2, vocab_size=9, max_tokens=30)
+    batch = with_branches(batch_made, vocab_size=9, max_tokens=30)
     probes = probe_sequences(batch, vocab_size=9, max_tokens=30)
     assert [len(token_ids) for token_ids in probes] == batch.lengths
     whole = np.concatenate([t.token_ids for t in batch.trajectories])

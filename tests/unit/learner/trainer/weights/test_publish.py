@@ -313,8 +313,8 @@ def test_a_communicator_is_kept_and_a_publish_that_has_begun_asks_nobody(scene: 
     for worker in scene.workers:
         assert worker.digests() == scene.digests()
         assert worker.num_buckets == 3 * len(scene.buckets)
-    found = [(result.error, list(result.bucket_digests)) for result in scene.controller.results]
-    assert found == 3 * [("", scene.digests())]
+    outcomes = [(result.error, list(result.bucket_digests)) for result in scene.controller.results]
+    assert outcomes == 3 * [("", scene.digests())]
 
 
 def test_publish_without_its_communicator_fails_or_asks_for_a_new_one(scene: Scene) -> None:
