@@ -28,7 +28,7 @@ UMASKS = (0o022, 0o077)
 ZONES = ("UTC", "Asia/Kathmandu", "Pacific/Kiritimati", "America/St_Johns")
 LOCALES = ("C", "C.UTF-8", "tr_TR.UTF-8")
 WITHOUT_IPV6 = 'ip link set lo up; sysctl -qw net.ipv6.conf.all.disable_ipv6=1; exec "$0" "$@"'
-# One of so many callbacks of an event loop is late, by at most so long.
+# Of so many callbacks of an event loop one is late, by at most so long.
 LATE_ONE_OF = 20
 LATE_S = 0.02
 # A process stands still for at most so long, after a pause of at most as long.

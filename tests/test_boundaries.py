@@ -129,7 +129,7 @@ OWNERS = {
     ),
 }
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle"}
-# Their pipes, queues and files pickle what goes through them.
+# The modules' pipes, queues and files pickle what goes through them.
 PICKLING_MODULES = {"multiprocessing", "joblib", "torch.multiprocessing", "pandas"}
 # torch's collectives of any object pickle it.
 PICKLING_CALLS = {

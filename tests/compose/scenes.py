@@ -59,7 +59,7 @@ class Run:
     def check_books(self, servers: set[str]) -> None:
         """Compares summary and journal with what a whole run leaves; Failed with what differs."""
         summary = json.loads((self.folder / "summary.json").read_text())
-        # Each controller of the run has written a log of its own.
+        # Every controller of the run has written a log of its own.
         logs = (self.folder / "journal").glob("journal*.log")
         lines = [line for log in logs for line in log.read_text().splitlines()]
         records = [json.loads(line.partition(" ")[2]) for line in lines]

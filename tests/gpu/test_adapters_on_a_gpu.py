@@ -27,7 +27,7 @@ pytestmark = [
 STEPS = 12
 RANK = 8
 LAYERS = 2
-# What `make_model_folder` makes: 2 heads and one pair of keys and values of 32.
+# The shape that `make_model_folder` makes: 2 heads and one pair of keys and values of 32.
 HIDDEN = 64
 MLP = 192
 HEADS = 64

@@ -8,7 +8,7 @@ from support.fakes.parity_models import make_models
 from support.ranks import lora_ranks
 from support.ranks.rank_pool import RankPool
 
-# One GPU's job, and that of two GPUs.
+# The job of one GPU, and that of two.
 PAIRS = {
     "matrices": ("one-qwen3", "tp2-sp-qwen3"),
     "expert parallel": ("experts-one", "experts-ep2"),

@@ -87,7 +87,7 @@ def test_a_checkpoint_of_four_gpus_goes_on_on_one_and_on_two(
     saved = weights.pop(name)
     for its, again in weights.items():
         assert (again["error"], again["loaded"]) == ("", 2), its
-        # That of the saved weights is in the manifest.
+        # The digest of the saved weights is in the manifest.
         assert again["digest"] == again["loaded_digest"], its
         for key in ("loss", "grad_norm", "entropy"):
             near = pytest.approx(saved["metrics"][2][key], rel=1e-2, abs=1e-3)

@@ -43,7 +43,7 @@ def test_heads_and_their_gradients_are_those_of_float64(
         weights = [torch.randn(size, device="cuda").to(dtype) for _ in range(2)]
         norms = Norms(*weights, 1e-6, offset)
         plain = plain_heads.Norms(*(weights.double() for weights in weights), 1e-6, offset)
-    # What is not written would be NaN.
+    # A value that is not written would be NaN.
     waste = [torch.full_like(mixed, torch.nan) for _ in range(4)]
     del waste
     outputs = split(mixed, positions, turns, norms)

@@ -109,7 +109,7 @@ async def parts_of(engine, name: str, sampling=ENDLESS, **options):
 
 
 async def test_the_application_adds_no_process_and_no_port(served) -> None:
-    # What other tests have left running may end meanwhile.
+    # Requests that other tests have left running may end meanwhile.
     processes_before, listening_before = served.before
     assert processes() <= processes_before
     assert listening() <= listening_before

@@ -66,7 +66,7 @@ async def test_rewards_of_replies_stand_at_their_tokens_whatever_api_gave_them(s
     assert (trajectory.reward, trajectory.failure) == (15.5, None)
     reviewer = Branch(2, name="reviewer", reward=48.0)
     assert trajectory.branches == (*[Branch(2)] * 3, reviewer, Branch(2))
-    # What the agent told of all stands at the end of each side.
+    # A metric that the agent gave for all stands at the end of each side.
     assert trajectory.turn_rewards() == [1.0, 2.0, 4.0, 48.0, 8.5]
     ends = [part.sampled.stop - 1 for part in trajectory.sequences]
     assert np.flatnonzero(trajectory.token_rewards).tolist() == ends

@@ -95,7 +95,7 @@ async def send(rig: AgentRig, messages: list, *, stream: bool = False, **request
 
 
 async def test_a_chunk_has_a_part_of_the_text_or_of_one_call(tmp_path: Path) -> None:
-    # Each call is one token, so that a chunk of several tokens has all of the reply.
+    # A call is one token, so that a chunk of several tokens has all of the reply.
     rig = await agent_rig(tmp_path, script, words=[CALL % 1, CALL % 2])
     messages = [{"role": "user", "content": "call 1 2"}]
     stream = await rig.openai().chat.completions.create(
@@ -220,7 +220,7 @@ async def test_calls_at_the_same_time_have_branches_of_their_own(rig) -> None:
     for n, message in enumerate(await asyncio.gather(*calls)):
         assert f"'w{n}'" in message["content"]
     assert sorted(rig.runs()) == [1, 1, 1, 1, 1, 2]
-    # Each of them begins with the first reply's tokens.
+    # All of them begin with the first reply's tokens.
     first_branch = max(rig.recorder.conversations.branches, key=lambda b: len(b.run_lengths))
     token_ids = first_branch.token_ids[: sum(first_branch.run_lengths[:2])]
     assert all(
@@ -531,7 +531,7 @@ async def test_calls_beyond_the_number_of_turns_and_branches_are_refused(rig, li
     ("failure", "status", "again"),
     [
         ("the engine abandoned it", 503, "1"),
-        # What the engine refuses is the client's fault.
+        # A request that the engine refuses is the client's fault.
         (RequestRefused("logprobs must be at most 20, got 21"), 400, None),
     ],
 )
@@ -624,7 +624,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}
         ("chat/completions", {"stop": ["\ud800"]}, "the body must be Unicode"),
         ("messages", {"stop_sequences": ["a\udfff"], "max_tokens": 4}, "must be Unicode"),
         ("messages/count_tokens", {"system": "\ud800"}, "the body must be Unicode"),
-        # What nothing serves is left out.
+        # A field that nothing serves is left out.
         ("chat/completions", {"prompt": 1, "echo": True}, None),
     ],
 )

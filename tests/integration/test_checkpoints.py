@@ -211,7 +211,7 @@ def test_a_load_in_any_layout_gives_the_same_weights_and_next_step(job, results)
     assert result["digest"] == result["loaded_digest"]
     expected = saved["metrics"][2]
     metrics = result["metrics"][0]
-    # Another number of replicas rounds half precision elsewhere.
+    # A different number of replicas rounds half precision elsewhere.
     is_half = "dtype" in SAVED[LOADED[job][0]]
     for name in ("loss", "grad_norm", "entropy", "kl"):
         near = pytest.approx(expected[name], rel=2e-2 if is_half else 1e-5, abs=2e-6)

@@ -94,7 +94,7 @@ def test_every_plan_and_reply_is_that_of_vllms_scheduler(
             if step == 20:
                 # All that is under way is computed again.
                 engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-        # Their beginning is in the cache, of the second one all but its last token.
+        # The prompts' beginning is in the cache, of the second one all but its last token.
         for number, length in enumerate((12, 7)):
             # The first one would be longer than the model's longest sequence.
             limit = 200 if number == 0 else 20
@@ -149,7 +149,7 @@ def test_a_step_with_a_request_that_takes_more_than_tokens_is_vllms(start, overl
     add(engine, "streamed", 20, output_kind=RequestOutputKind.CUMULATIVE)
     while "streamed" not in engine.finished:
         engine.step()
-    # Its prompt, and perhaps its last token, were beside plans of ours.
+    # The reply's prompt, and perhaps its last token, were beside plans of ours.
     assert len(own_plans) <= 11
     engine.drain()
     assert len(own_plans) > 30
@@ -281,7 +281,7 @@ def test_prompts_wait_for_each_other_and_for_so_many_steps_at_the_most(start, ov
     # Five steps without it.
     assert begun(engine)["alone"] == now + 6
     assert all(len(plan[2]) == 4 for plan in engine.plans[now : now + 5])
-    # One for every two of the five replies.
+    # An order for every two of the five replies.
     now = len(engine.plans)
     for name in ("first", "second", "third"):
         add(engine, name, 20)
@@ -302,7 +302,7 @@ def test_no_prompt_waits_where_nothing_else_runs_or_weights_are_proved(start, ov
     add(engine, "waits", 20)
     engine.step()
     assert "waits" not in begun(engine)
-    # What scores a sequence takes the others with it.
+    # A request that scores a sequence takes the others with it.
     add(engine, "probe", 1, prompt_logprobs=0)
     engine.step()
     assert begun(engine)["probe"] == begun(engine)["waits"] == now + 2
@@ -385,7 +385,7 @@ def test_a_pause_hands_out_all_and_what_comes_later_is_apart(start, overlapping:
     assert not engine.has_work()
     pool = engine.scheduler.kv_cache_manager.block_pool
     num_blocks = len(pool.blocks)
-    # One block of each request is cached, all four under one hash: their tokens are alike.
+    # A single block of each request is cached, all four under one hash: their tokens are alike.
     assert sum(block.block_hash is not None for block in pool.blocks) == 4
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert len(pool.blocks) == num_blocks
@@ -599,7 +599,7 @@ def test_prompts_beside_replies_are_planned_as_by_vllms_scheduler(
         for engine in (ours, theirs):
             rng = random.Random(seed)
             scheduler = engine.scheduler
-            # Beside eight replies there is room for a part of most prompts.
+            # With eight replies there is room for a part of most prompts.
             scheduler.max_num_scheduled_tokens = 24 if num_blocks == 100 else 10
             scheduler.kv_cache_manager.watermark_blocks = 2 * (seed % 2)
             for number in range(50):

@@ -49,7 +49,7 @@ async def test_a_loop_samples_passes_steps_and_publishes(config) -> None:
         assert await client.post(f"sessions/{client.session}/finish", {"status": "x"}) == {}
         leases = server.leases
         assert all(lease.environment == "client" for lease in leases)
-        # Each reply of a sample with a seed has a seed of its own.
+        # Every reply of a sample with a seed has a seed of its own.
         assert not any(lease.sampling.HasField("seed") for lease in leases[:3])
         assert [lease.sampling.seed for lease in leases[3:6]] == [7, 8, 9]
         assert [lease.task_index for lease in leases[:6]] == [0, 1, 2] * 2
@@ -187,7 +187,7 @@ async def test_what_is_refused_fails_in_its_turn_with_one_line(config) -> None:
         assert "learning_rate is a number from 0 to 1e+06, got -1.0" in negative["error"]
         large = await client.send(client.passed([DATUM], "x" * MAX_BODY_BYTES))
         assert "a request has at most 25165824 bytes, got" in (await client.result(large))["error"]
-        # What is not finite is null in the SDK's JSON.
+        # A number that is not finite is null in the SDK's JSON.
         infinite = await client.step(learning_rate=None)
         assert "learning_rate is a number from 0 to 1e+06, got None" in infinite["error"]
         strange = await client.step(eps="small")
@@ -231,7 +231,7 @@ async def test_a_session_samples_by_its_version_alone(config) -> None:
         await until(lambda: len(server.leases) == 1)
         await client.step()
         publish = asyncio.ensure_future(client.publish())
-        # It waits for the sample, which has one version.
+        # The client waits for the sample, which has one version.
         waits = trainer.num_waits
         await until(lambda: trainer.num_waits > waits + 1)
         assert server.loaded_versions[-1].step == 0
@@ -252,7 +252,7 @@ async def test_a_session_in_flight_samples_by_what_is_served(config) -> None:
         under_way = await client.ask(newest, [1])
         await until(lambda: len(server.leases) == 1)
         await client.step()
-        # It does not wait for the sample, which may have tokens of several versions.
+        # The client does not wait for the sample, which may have tokens of several versions.
         assert await client.publish(kind="inflight") != newest
         assert server.loaded_versions[-1].step == 1
         server.gate.set()

@@ -67,7 +67,7 @@ async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(config)
         under_way = await one.ask(publish, [1])
         await until(lambda: len(server.leases) == 1)
         await other.step()
-        # It waits for no sample of another model.
+        # The publish waits for no sample of another model.
         second = await other.publish()
         server.gate.set()
         assert len(replies(await one.result(under_way))) == 1
@@ -153,7 +153,7 @@ async def test_all_models_go_on_after_kills_of_controller_and_trainer(config) ->
         await other.step()
         events = [("begin", "a"), ("begin", "b"), ("serve", "a")]
         assert kinds(trainer) == [*events, ("adam", "a"), ("serve", "b"), ("adam", "b")]
-        # Each step has its own passes alone.
+        # Every step has its own passes alone.
         assert [len(passes) for _, passes in trainer.ordered] == [0, 0, 0, 1, 0, 1]
 
 

@@ -25,7 +25,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0}
 YARN |= {"original_max_position_embeddings": 32768}
 PLAIN = {"rope_type": "default", "rope_theta": 1000000.0}
 QWEN = {"head_dim": 128, "max_position_embeddings": 40960, "rope_parameters": PLAIN}
-# What the model's makers recommend for sequences of 128k tokens.
+# Settings that the model's makers recommend for sequences of 128k tokens.
 LONG = QWEN | {"max_position_embeddings": 131072, "rope_parameters": YARN}
 LLAMA = {"max_position_embeddings": 131072, "rope_parameters": LLAMA3_ROPE}
 MOE = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
@@ -166,7 +166,7 @@ def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(name: 
         CONFIGS / f"{name}.toml",
         f"--node-rank={num_nodes - 1}",
         "--master=10.0.0.10:29500",
-        # Another run may have the default port.
+        # A different run may have the default port.
         f'controller.address="127.0.0.1:{free_port("127.0.0.1")}"',
         # The stages of the largest model are right only with its table: Megatron itself is asked.
         *(() if name == "llama-405b" else UNCHECKED),
@@ -178,7 +178,7 @@ def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(name: 
     settings = tomllib.loads(result.stdout)
     assert settings["run"]["name"] == name
     assert settings["algorithm"]["router_replay"] == ("rollout" if "a3b" in name else "off")
-    # What the configuration leaves out was chosen for the model.
+    # A setting that the configuration leaves out was chosen for the model.
     algorithm = settings["algorithm"]
     weights = settings["weights"]
     assert (algorithm["group_size"], algorithm["learning_rate"]) == (8, 1e-6)

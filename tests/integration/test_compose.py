@@ -49,7 +49,7 @@ EXAMPLES = {
     "rollout.env": "rollout-server",
 }
 PROGRAMS = ("learner", "learner-node", "rollout-server")
-# What each service may read. The authority's own key is no secret of any.
+# Files that each service may read. The authority's own key is no secret of any.
 SECRETS = {
     "learner": {
         "tls_ca",
@@ -338,7 +338,7 @@ def test_an_image_is_made_of_files_that_exist_and_reach_the_builder(kind: str) -
     ]
     assert sources
     for source in sources:
-        # What a release has built is there for its images alone.
+        # An image that a release has built is there for its images alone.
         assert source.startswith("dist/") or (root / source).exists(), source
         pattern = "requirements/*.txt" if source.startswith("requirements/") else source
         assert f"!{pattern}" in ignored, source

@@ -67,7 +67,7 @@ async def test_a_group_that_loses_too_many_servers_is_set_aside_with_an_event(tm
     assert group_ids.isdisjoint({lease.group_id for lease in second.leases})
     causes = {r["group"]: r["cause"] for r in records_of(config.run_dir, "set_aside")}
     assert causes == dict.fromkeys(group_ids, "its rollout server was lost, 1 times")
-    # None of them goes on elsewhere.
+    # No group goes on elsewhere.
     assert not [text for text in summary["told"] if "wait for another server" in text]
     group_id = first.leases[0].group_id
     assert sum(f"of {group_id} had its last attempt" in text for text in summary["told"]) == 1

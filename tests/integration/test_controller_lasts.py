@@ -13,7 +13,7 @@ from support.rigs.controller_runs import make_config, play
 
 # Bytes kept of a step of two trajectories with some sixty metrics: mostly its event's text.
 MOST_BYTES_A_STEP = 2000
-# What belongs to the program or to the loop, not to the state of a run.
+# Objects that belong to the program or to the loop, not to the state of a run.
 FOREIGN = (
     type,
     types.ModuleType,

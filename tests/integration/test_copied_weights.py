@@ -15,7 +15,7 @@ pytestmark = pytest.mark.long
 def test_a_plan_copies_what_the_loader_would_load(tmp_path: Path) -> None:
     report = run_rig(tmp_path, "--shape", "tied", "--plain", limit_s=240)
     judge(report)
-    # What arrives between the first token and the last of the replies.
+    # Tokens that arrive between the first token and the last of the replies.
     assert all(publish["staged"] for publish in report["publish"] if publish["is_busy"])
 
 

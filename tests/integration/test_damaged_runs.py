@@ -54,7 +54,7 @@ async def test_what_decides_nothing_may_be_lost_between_two_starts(tmp_path, cap
     assert (summary["code"], summary["steps"], summary["state"]) == (0, STEPS, "finished")
     assert summary["ledger"]["difference"] == 0
     assert sum(summary["tokens_by_lag"].values()) == summary["ledger"]["trained"]
-    # What was trained again has its line again.
+    # A step that was trained again has its line again.
     assert sorted(steps_in(config.run_dir / "metrics.jsonl")) == list(range(1, STEPS + 1))
     messages = [m for m in caplog.messages if "such lines are passed over" in m]
     assert len(messages) == (damage == "damaged")
@@ -250,7 +250,7 @@ async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(
     server = FakeServer(config.controller.address)
     trainer = FakeTrainer(config.controller.address)
     trainer.hold_at(2)
-    # What the server has may never be journaled: it is waited for in vain.
+    # A trajectory that the server has may never be journaled: it is waited for in vain.
     monkeypatch.setattr(application, "DRAIN_LIMIT_S", 1.0)
     controller = Controller(config, OPEN)
     running = asyncio.ensure_future(controller.run())

@@ -73,7 +73,7 @@ async def test_a_reply_ends_inside_an_accepted_draft(rig) -> None:
         reply = await rig.generate(f"limit-{limit}", sampling=GREEDY, num_tokens=limit)
         assert reply.token_ids.tolist() == tokens[:limit]
         assert reply.finish_reason is FinishReason.LENGTH
-    # Those that come last stand behind most accepted drafts.
+    # Tokens that come last stand behind most accepted drafts.
     for stop in [*dict.fromkeys(tokens)][-4:]:
         stopping = dataclasses.replace(GREEDY, stop_token_ids=(stop,))
         reply = await rig.generate(f"stop-{stop}", sampling=stopping, num_tokens=60)

@@ -344,7 +344,7 @@ def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model:
     assert (lora_config.max_lora_rank, lora_config.max_loras) == (32, 2)
     assert lora_config.target_modules == ["q_proj", "k_proj", "v_proj", "o_proj"]
     with_adapters = lora | {"publish": "adapters", "adapters": ["a", "b", "c"]}
-    # One place stays empty for the judge.
+    # A single place stays empty for the judge.
     assert engine_config(config_with(model, {}, with_adapters), seed=3).lora_config.max_loras == 4
 
 

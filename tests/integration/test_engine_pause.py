@@ -48,7 +48,7 @@ class NotedCalls:
         )
         self.logger_manager = SimpleNamespace(stat_loggers=[TokenCounter(None)])
         self.engine_core = self
-        # What it is told before an update waits behind it, as where a step is under way.
+        # An order that comes before an update waits behind it, as where a step is under way.
         self.answers_behind_update = False
 
     async def pause_scheduler_async(self, **_: object) -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 
 DELTA_NETS = ("qwen3-next", "qwen35", "qwen3_5")
 LORA = {"rank": 8, "publish": "adapters", "target_modules": ["linear_qkv", "linear_proj"]}
-# Each family of decoders once, and families with a tower.
+# Every family of decoders once, and families with a tower.
 DECODERS = list({case.split(".")[0]: case for case in CASES}.values())
 SEEING = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 QUICK = ("qwen3_5",)

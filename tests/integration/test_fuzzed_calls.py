@@ -41,7 +41,8 @@ def live(tmp_path_factory) -> Iterator[LiveRun]:
         yield run
     assert run.code == 0
     summary = run.summary()
-    # What liars say of their own tokens is in the ledger; the trained ones are the honest server's.
+    # The claims of liars on their own tokens are in the ledger; the trained ones are the honest
+    # server's.
     assert (summary["steps"], summary["ledger"]["trained"]) == (6, 6 * 16 * run.server.reply_tokens)
     assert run.complaints.lines == []
 
@@ -93,7 +94,7 @@ NAMES = trajectory_pb2.Trajectory(metrics={f"a\x1b[2J{n}": float("nan") for n in
 )
 @example(case=delivered(honest_trajectory(run_lengths=(1, 5, 2, 0), branches=(Branch(2),) * 2)))
 @example(case=delivered(honest_tree()))
-# One message that ended the controller.
+# A message that ended the controller.
 @example(case=Case("Deliver", False, (delivery(b"junk", "ä" * 150),)))
 @example(case=reported(environment=fleet_pb2.EnvironmentReport(environment="e", num_tasks=2)))
 @example(
@@ -142,7 +143,7 @@ def test_many_callers_at_once_get_known_answers(live: LiveRun):
     live.do(all_of_them)
     assert answers.broken == []
     assert answers.messages > 16 * BUDGET.rounds
-    # Behind the first checks, too.
+    # After the first checks, too.
     assert {f"{name} OK" for name in ("Join", "Deliver", "ServeEpisodes")} <= answers.codes.keys()
 
 

@@ -36,7 +36,7 @@ from support.rigs.fuzz_budget import times
 
 Table = dict[str, JsonValue]
 
-# One mini-batch is one micro batch of this many tokens.
+# A mini-batch is one micro batch of this many tokens.
 ALL_TOKENS = 4096
 MOST_TOKENS = 40
 GROUPS = 4

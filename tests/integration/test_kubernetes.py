@@ -69,7 +69,7 @@ class Letters(Echo):
     "words.py": 'NAME = "letters"\n',
     "note.txt": "letters",
 }
-# What Prometheus does, by the name in the PodMonitor.
+# The work of Prometheus, by the name in the PodMonitor.
 ASK_METRICS = """
 import os, socket, ssl
 context = ssl.create_default_context(cafile="/run/slipstream/ca.pem")
@@ -169,7 +169,7 @@ def carry_out(story: Story) -> None:
     story.wait("a server is ready again", lambda: first.is_ready() or third.is_ready())
     before = story.step
     story.wait("the run goes on", lambda: story.step >= before + 3)
-    # One node of the gang is drained; then JobSet starts all again.
+    # A single node of the gang is drained; then JobSet starts all again.
     story.deleted_node = pods.delete(story.learners[0][1])
     story.wait("the others end too", lambda: learner.exit_code is not None)
     story.learners.append(pods.start_jobset("quickstart"))

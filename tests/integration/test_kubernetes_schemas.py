@@ -214,7 +214,7 @@ def test_a_volume_that_is_named_takes_the_place_of_an_empty_one() -> None:
 
 def test_the_queue_asks_itself_whether_it_is_ready_and_is_durable() -> None:
     (queue,) = pods(*QUEUE)["queue"]["containers"]
-    # Its service has no address before it is ready.
+    # The learner's service has no address before it is ready.
     (script,) = queue["readinessProbe"]["exec"]["command"][2:]
     assert " -h 127.0.0.1 -p 6380 " in script
     words = queue["command"][1:]

@@ -79,7 +79,7 @@ def main(folder: Path) -> None:
             for number in range(first, most, AT_ONCE):
                 here = range(number, number + AT_ONCE)
                 await asyncio.gather(*(come_and_go(channel, n, drains=n % 2 == 0) for n in here))
-            # What belongs to the calls ends a moment later.
+            # The calls' state ends a moment later.
             await until(lambda: not (len(asyncio.all_tasks()) > before_tasks or journal._pending))
             # The newest events are kept: the same ones each time that objects are counted.
             for number in range(MAX_EVENTS + 1):

@@ -125,7 +125,7 @@ def test_a_wrong_attention_of_shared_prefixes_alone_is_told() -> None:
     right = layer.core_attention.forward
 
     def forward(query: Tensor, key: Tensor, *others: Any, **named: Any) -> Tensor:
-        # Such calls have more keys than queries, for which libraries choose kernels of their own.
+        # The calls have more keys than queries, for which libraries choose kernels of their own.
         if len(key) > len(query):
             key = Changed.apply(key, zero_a_head)
         return right(query, key, *others, **named)

@@ -80,7 +80,7 @@ class EngineCounts:
 
     def __init__(self) -> None:
         self._scrapes = 0
-        # It stands for the requests too.
+        # The fake stands for the requests too.
         self.counter = self
 
     collect = EngineRequests.collect
@@ -274,7 +274,7 @@ def test_the_chart_asks_for_servers_by_measured_waits(tmp_path, waited_s, idle, 
         'step_groups_wait_seconds{run="r"}': waited_s,
         'step_duration_seconds{run="r"}': 2.0,
         'step_servers_idle_ratio{run="r"}': idle,
-        # Another run's.
+        # The port of a different run.
         'step_servers_idle_ratio{run="other"}': 1.0,
     }
     case = {
@@ -326,7 +326,7 @@ def asked(server: str, query: str) -> list[dict]:
         text = error.read().decode()
         assert text == "Service Unavailable", f"{query}: {text}"
     except urllib.error.URLError:
-        # It does not listen yet.
+        # Prometheus does not listen yet.
         pass
     return []
 
@@ -340,7 +340,7 @@ def test_the_real_prometheus_has_data_for_every_query_of_the_dashboard(run, tmp_
 
     process = run.start(serve())
     try:
-        # It may start before there is a run.
+        # Prometheus may start before there is a run.
         with prometheus(tmp_path, targets := tmp_path / "runs" / TARGETS) as server:
             wait_until(lambda: asked(server, "vector(1)"))
             targets.parent.mkdir()

@@ -92,7 +92,7 @@ async def test_a_batch_that_the_run_did_not_remove_is_a_fault(tmp_path: Path) ->
     assert examine(config.run_dir).faults == [message.format(4, "")]
     write_config(config, config.run_dir)
     assert examine(config.run_dir).faults == []
-    # It removes the oldest ones, without a gap.
+    # The run removes the oldest ones, without a gap.
     batch_path(config.run_dir / "journal", 5).unlink()
     assert examine(config.run_dir).faults == [message.format(5, ", 5")]
 

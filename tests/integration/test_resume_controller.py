@@ -238,7 +238,7 @@ async def test_a_run_whose_redis_lost_data_ends_with_one_line_and_generates_agai
         address = config.controller.address
         trainer = FakeTrainer(address, step_s=0.02, checkpoint_every=2)
         fleet = FakeServer(address, "s0", delay_s=0.02, queue_url=url)
-        # What it holds when the controller has ended is taken by nobody.
+        # A trajectory that it holds when the controller has ended is taken by nobody.
         fleet.put_limit_s = 10.0
 
         async def lose_data(controller, tasks):

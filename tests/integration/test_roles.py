@@ -241,7 +241,7 @@ def test_each_layout_has_its_own_groups_while_it_is_in_force(swapped: list[dict]
         assert rank_result["counts"] == (rank == 1)
         assert (rank_result["sum_inside"], rank_result["sum_after"]) == (1.0, 2.0)
         assert rank_result["refused"] == [True, True, True]
-        # One thread listens for all groups; a layout that is there needs none of its own.
+        # A single thread listens for all groups; a layout that is there needs none of its own.
         assert rank_result["gloo_threads"] == 1
         assert (rank_result["tp_of_same_groups"], rank_result["groups_again"]) == (2, 0)
 

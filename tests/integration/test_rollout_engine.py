@@ -36,7 +36,7 @@ from vllm.v1.engine import EngineCoreOutput
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# Whatever a random model says, the reply goes on.
+# The reply goes on after all that a random model says.
 ENDLESS = dataclasses.replace(SAMPLING, ignore_eos=True)
 # Memory that the engine's process shares: whether it repacks tied heads.
 REPACKS = mmap.mmap(-1, 1)
@@ -301,7 +301,7 @@ async def test_cancelled_requests_are_counted_to_the_token(rig) -> None:
     generations = await asyncio.gather(*replies)
     assert sum(g.finish_reason is FinishReason.CANCELLED for g in generations) >= 8
     tokens = sum(len(generation.token_ids) for generation in generations)
-    # One more request: what the engine had still in hand would have come before it.
+    # A further request: what the engine had still in hand would have come before it.
     tokens += len((await rig.generate("last", num_tokens=1)).token_ids)
     after = rig.engine.requests.use()
     assert after.generated_tokens - before.generated_tokens == tokens
@@ -313,7 +313,7 @@ async def test_a_request_that_cannot_be_served_fails_alone(rig) -> None:
     await rig.publish(rig.old, 0)
     with pytest.raises(GenerationFailed):
         await rig.generate("long", [4] * 400)
-    # Its client is at fault.
+    # The request's client is at fault.
     with pytest.raises(RequestRefused):
         await rig.generate("none", num_tokens=0)
     vocabulary = rig.engine.llm.model_config.get_vocab_size()

@@ -22,7 +22,7 @@ SIZES = {
 }
 
 
-# What each kind of sabotage is called in the end, in the order of the tasks.
+# The names of each kind of sabotage in the end, in the order of the tasks.
 SABOTAGE = (
     "KeyError",
     "the reward must be a finite number, got nan",
@@ -31,7 +31,7 @@ SABOTAGE = (
     "processes, more than rollout_server.environment_processes = 50",
     "more than rollout_server.environment_memory_gib = 1.00",
 )
-# Each end of a worker costs some seconds, on a busy machine many, and the hanging task more.
+# Every end of a worker costs some seconds, on a busy machine many, and the hanging task more.
 SABOTAGE_LIMIT_S = 600.0
 SABOTAGE_STEPS = 10
 

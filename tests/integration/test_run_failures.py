@@ -59,7 +59,8 @@ async def test_a_killed_rollout_server_is_started_again_and_the_run_finishes(tmp
             assert run.engines()
             hold.mkdir()
             await until((hold / "held").exists, RUN_LIMIT_S)
-            # One report may have been on its way; the second tells of the held episode's tokens.
+            # A single report may have been on its way; the second tells of the held episode's
+            # tokens.
             for _ in range(2):
                 told_s = (await client.status()).servers[0].uptime_s
                 await run_processes.until_status(

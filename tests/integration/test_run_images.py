@@ -30,7 +30,7 @@ def test_the_colour_of_a_square_is_learned(family: str, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(tomli_w.dumps(table))
     succeed("run", tmp_path / "config.toml", limit_s=900)
     summary = checked(tmp_path / "run")
-    # One colour alone, whatever the image shows, has a reward of 0.25.
+    # A single colour alone, whatever the image shows, has a reward of 0.25.
     assert summary["reward_first"] <= 0.35
     assert summary["reward_last"] >= 0.8
     rows = rows_of(tmp_path / "run")

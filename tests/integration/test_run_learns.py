@@ -66,7 +66,7 @@ def test_grpo_with_a_penalty_on_the_divergence_learns_and_stays_near_the_referen
     )
     assert summary["reward_last"] >= 0.8
     divergence = {row["step"]: row["kl_reference"] for row in steps_of(tmp_path / "run")}
-    # Each refresh makes the policy its own reference again.
+    # Every refresh makes the policy its own reference again.
     for step in range(1, 150, 20):
         assert divergence[step] == pytest.approx(0.0, abs=1e-6)
         assert divergence[step + 9] > 1e-5

@@ -23,7 +23,7 @@ def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -> None
         model,
         run__steps=6,
         environments=[
-            # Its prompts say that the model should not think.
+            # The environment's prompts say that the model should not think.
             {"name": "silent", "chat_template_kwargs": {"enable_thinking": False}, **LOOKING}
         ],
         evaluations=[{"name": "held", "num_episodes": 4, **LOOKING}],

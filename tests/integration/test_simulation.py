@@ -16,7 +16,8 @@ from simulation.world import CRASHES, Fault, Result, World, shared_memory
 from support.rigs.completed import python
 
 ROOT = Path(__file__).resolve().parents[2]
-# What is broken on purpose is noticed in the first 200 of these. The slow test plays 6,000 more.
+# A rule that is broken on purpose is noticed in the first 200 of these. The slow test plays 6,000
+# more.
 SEEDS = 600
 # Beyond those: each broke a rule once.
 BROKEN = (

@@ -41,7 +41,7 @@ class Site:
     def __init__(self, cluster: SlurmCluster) -> None:
         self.cluster = cluster
         self.folder = cluster.folder / "site"
-        # Where a rollout server ran before and after its node died, and the learner likewise.
+        # Nodes of a rollout server before and after its node died, and the learner's likewise.
         self.nodes: list[str] = []
         self.learners: list[str] = []
         self.learner = ""

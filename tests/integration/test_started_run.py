@@ -362,7 +362,7 @@ def test_a_program_that_ends_leaves_no_process_and_no_file(
     ended = subprocess.run([sys.executable, program], stdout=subprocess.PIPE, timeout=LIMIT_S)
     assert ended.stdout == b"1.0\n"
     for command in commands():
-        # It became a child of this process.
+        # The run became a child of this process.
         command.wait(LIMIT_S)
     # The next run of this user removes what a killed one has left.
     monkeypatch.setattr(tempfile, "tempdir", temporary.name)

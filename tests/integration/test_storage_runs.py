@@ -71,7 +71,7 @@ async def test_a_server_that_was_away_takes_part_again(tmp_path: Path) -> None:
 
     summary = await play(config, other, away, trainer=trainer, during=during)
     assert summary["code"] == 0
-    # It fetched the newest version that there was each time, not each version.
+    # The server fetched the newest version that there was each time, not each version.
     steps = [version.step for version in away.loaded_versions]
     assert steps == sorted(set(steps))
     assert steps[-1] > 5

@@ -30,7 +30,7 @@ from support.rigs.waiting import until
 TOKENS = 5
 STEPS = 4
 LIMIT_S = 60.0
-# What the ledger says of the third trajectory, by how often it is passed on.
+# The ledger's account of the third trajectory, by how often it is passed on.
 FAULTS = {
     number: f"1 trajectory with {TOKENS} tokens {fault}"
     for number, fault in {0: "lost", 2: "twice"}.items()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 SCALE = ALPHA / RANK
 SLOW = ("experts-tp2-ep2",)
-# One for each stage of a pipeline, and a dense one before one with experts.
+# A layer for each stage of a pipeline, and a dense one before one with experts.
 NUM_LAYERS = 2
 # Matrices of the four targets in all layers.
 NUM_ADAPTED = NUM_LAYERS * 7
@@ -162,7 +162,7 @@ def check_sent(job: str, folder: Path, stored: dict[str, torch.Tensor]) -> None:
     for rank in ranks:
         assert rank["kinds"] == ["PlannedFilling"] * 2
         assert rank["senders"] == SENDERS.get(job, [0])
-        # What a publish that begins with its order says beforehand.
+        # Facts that a publish that begins with its order says beforehand.
         assert rank["announced"] == rank["alone"]["buckets"]
         assert rank["alone"]["scale"] == rank["whole"]["scale"] == SCALE
         assert sorted(rank["alone"]["adapters"]) == sorted(adapters)
@@ -237,7 +237,7 @@ def test_merged_matrices_are_those_of_the_files_and_products_of_the_adapter_fold
     assert (settings["peft_type"], settings["r"], settings["lora_alpha"]) == ("LORA", RANK, ALPHA)
     assert latent <= set(settings["target_modules"])
     for name in set(settings["target_modules"]):
-        # Each named matrix has adapters in every layer that has the matrix.
+        # Every named matrix has adapters in every layer that has the matrix.
         weights = [
             name_of_tensor
             for name_of_tensor in stored

@@ -28,7 +28,7 @@ TP2 = {"parallel": {"tp": 2}, "transformer": {"sequence_parallel": False}}
 # name -> (ranks, model, changes of sections)
 LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
     "one-mini-batches": (1, "llama", {"algorithm": {"mini_batches": 2, "epochs": 2}}),
-    # Each adapter has a scale of the loss of its own, which grows after each of its updates.
+    # Every adapter has a scale of the loss of its own, which grows after each of its updates.
     "one-float16": (
         1,
         "llama",
@@ -43,7 +43,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
     "dp2-distributed-bfloat16": (2, "llama", {"learner": OVERLAP, "model": {"dtype": "bfloat16"}}),
     "ep2-experts": (2, "moe", {"learner": {"parallel": {"ep": 2}}}),
 }
-# What others show too, so that it need not be tried at every change.
+# Layouts that others show too, so that it need not be tried at every change.
 SLOW = {"one-mini-batches", "pp2"}
 
 
@@ -185,7 +185,7 @@ def test_each_adapter_is_trained_bit_for_bit_as_in_a_run_of_its_own(layout, name
 @for_layouts
 def test_an_adapter_without_sequences_is_not_changed_by_a_step(layout: str, found: dict[str, dict]):
     ours = found[f"{layout} {ALL}"]
-    # It has momentum from the first step, and weights decay.
+    # The adapter has momentum from the first step, and weights decay.
     assert same(ours["steps"][1]["code"], ours["steps"][0]["code"])
     assert not any(key.startswith("adapter/code/") for key in ours["metrics"][1])
     for step in range(STEPS):

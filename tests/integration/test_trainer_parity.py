@@ -215,7 +215,7 @@ def test_replica_without_a_sequence_has_a_micro_batch_of_filler(layout, folder, 
     assert sizes[1] > 1
 
 
-# One for each model.
+# A job for each model.
 MODELS = ["one", *(name for name, layout in LAYOUTS.items() if name == f"one-{layout.model}")]
 
 
@@ -303,6 +303,6 @@ def test_replay_keeps_the_gap_where_routers_differ(one_rank: dict[str, dict]) ->
     # The same routers choose the same experts, and replaying them changes nothing.
     assert result["gap_own"] <= 1e-5
     assert result["gap_replayed"] <= 1e-5
-    # Others choose others: 1 of 100 choices is enough to be seen in every log-probability.
+    # Other experts are chosen: 1 of 100 choices is enough to be seen in every log-probability.
     assert 0.01 < result["routing_difference"] < 0.3
     assert result["gap_replayed_disturbed"] < 0.5 * result["gap_own_disturbed"]

@@ -242,7 +242,7 @@ def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Pa
         (0, 1, "batch-0"),
         (1, 2, "batch-1"),
     ]
-    # What the trajectories themselves say is the controller's to tell.
+    # Faults of the trajectories themselves are the controller's to tell.
     assert not {"reward_mean", "lag_max", "num_tokens"} & controller.steps[1].metrics.keys()
 
     check_probe(controller.results[0].probe, receiver.received[0], model, first=8)

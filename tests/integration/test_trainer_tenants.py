@@ -176,7 +176,7 @@ def run_rank(folder: Path, job: str) -> None:
                 assert not report.error, report.error
                 seen[name]["logprobs"].append(list(report.logprobs))
         if number == 1 and "c" in names:
-            # One client's data have a loss, and gradients, that are not finite.
+            # A single client's data have a loss, and gradients, that are not finite.
             bad = own_passes("c", number)[0]
             bad.id = "bad"
             bad.sequences[0].advantages = np.full(7, np.inf, "<f4").tobytes()

@@ -176,7 +176,7 @@ def test_adapters_of_a_decoder_train_behind_a_frozen_tower(family: str, folder: 
         factor = first.pop(f"base_model.model.{name.removesuffix('weight')}lora_A.weight", None)
         if factor is not None:
             squares += (SCALE * parameter.grad @ factor.T).square().sum().item()
-    # Each matrix with an adapter is one of transformers' model.
+    # Every matrix with an adapter is one of transformers' model.
     assert not [name for name in first if "lora_A" in name]
     assert outputs["norm"].item() == pytest.approx(squares**0.5, rel=1e-5)
     assert (outputs["after"] - outputs["before"]).abs().mean() > 0.01

@@ -102,5 +102,6 @@ async def test_a_server_that_dies_at_rest_comes_back(tmp_path: Path) -> None:
 
     summary = await play(config, first, trainer=trainer, during=kill)
     assert (summary["code"], summary["steps"]) == (0, 12)
-    # It has served between its first rest, at its start, and the last one, for the last checkpoint.
+    # The engine has served between its first rest, at its start, and the last one, for the last
+    # checkpoint.
     assert len(again.rests) > 2

@@ -22,7 +22,7 @@ def read_through(folder: Path, model: Path, steps: int) -> Reader:
 
 
 def test_every_command_of_the_tutorial_works(tmp_path: Path, tiny_model: Path) -> None:
-    # So many that the run has not ended when the second terminal has asked.
+    # The steps are so many that the run has not ended when the second terminal has asked.
     reader = read_through(tmp_path, tiny_model, 30)
     assert "28" in reader.outputs[next(c for c in reader.outputs if "slipstream check" in c)]
     assert "reward held out" in reader.outputs["slipstream run reverse.toml"]

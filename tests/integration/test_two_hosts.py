@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
 ]
 
-# What containers run as, without an entry in any passwd file.
+# The user as which containers run, without an entry in any passwd file.
 USER = 12345
 NUM_STEPS = 3
 GROUPS_PER_STEP = 4
@@ -115,7 +115,7 @@ def write_config(path: Path) -> None:
     table["algorithm"] = {"group_size": GROUP_SIZE, "groups_per_step": GROUPS_PER_STEP}
     table["sampling"] = {"max_reply_tokens": 4, "max_episode_tokens": 16}
     table["learner"] = {"micro_batch_tokens": 256}
-    # These hosts share no file system.
+    # The hosts share no file system.
     table["checkpoint"] = {"every_steps": 0}
     table["rollout_server"] = {"max_episodes": 16, "threads": 1, "enforce_eager": True}
     path.write_text(tomli_w.dumps(table))

@@ -117,7 +117,7 @@ for layout, learner in {
         f"{layout}-plain": Job(2, learner),
         f"{layout}-poisoned": Job(2, learner, tuple(POISONS)),
     }
-# What steps change: biases that move, a critic, a layer that drafts, the scale of float16.
+# State that steps change: biases that move, a critic, a layer that drafts, the scale of float16.
 KINDS: dict[str, dict[str, Any]] = {
     "biases": {
         "model": "mixture",
@@ -134,7 +134,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "drafts": {"tables": {"drafts": {"tokens": 2, "learning_rate": 0.01}}},
     "float16": {"tables": {"model": {"dtype": "float16"}}},
 }
-# Where the critic alone finds a fault, the policy has been trained.
+# If the critic alone finds a fault, the policy has been trained.
 BAD = {kind: (*POISONS, "gradient") for kind in KINDS} | {"critic": ("token", "pixels", "gradient")}
 for kind, told in KINDS.items():
     JOBS |= {

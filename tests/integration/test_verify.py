@@ -89,7 +89,7 @@ def changed_summary(name: str, value: object) -> Callable[[Planted], None]:
     return change
 
 
-# What is changed, and a part of a line that tells of it.
+# The change, and a part of a line that tells of it.
 CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
     "a member is trained twice": (
         lambda p: p.change_batch(
@@ -275,7 +275,7 @@ def test_lines_of_a_fenced_controller_do_not_count(planted: Planted) -> None:
     lines = planted.log.read_bytes().splitlines(keepends=True)
     middle = len(lines) // 2
     (planted.log.parent / "journal-2.log").write_bytes(b"".join(lines[middle:]))
-    # What the first controller wrote when the second one had begun is its own.
+    # A line that the first controller wrote when the second one had begun is its own.
     other = encoded(middle + 1, {"kind": "closed", "group": "g9"})
     planted.log.write_bytes(b"".join([*lines[:middle], other]))
     assert examine(planted.folder).faults == []

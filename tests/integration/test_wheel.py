@@ -61,7 +61,7 @@ def test_the_client_installs_alone_and_brings_no_torch(wheel, tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("slipstream: no controller answers at 127.0.0.1:1; ")
     assert len(done.stderr.splitlines()) == 1
-    # It tells what is not installed here, and looks at the machine for that.
+    # The doctor tells what is not installed here, and looks at the machine for that.
     done = completed([command, "doctor"])
     assert done.stderr == ""
     assert done.returncode == 1

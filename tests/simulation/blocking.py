@@ -31,14 +31,14 @@ class _Thread:
     """A real thread, which runs only between `go_on` and its next `wait`; it is used again."""
 
     def __init__(self) -> None:
-        # Each is released by one side and acquired by the other.
+        # Both locks are released by one side and acquired by the other.
         self._goes, self._stands = threading.Lock(), threading.Lock()
         self._goes.acquire()
         self._stands.acquire()
         self._call: Callable[[], Any] | None = None
-        # What it waits for; None before the start and after the end.
+        # The call that it waits for; None before the start and after the end.
         self.wish: Awaitable[Any] | None = None
-        # What its wait comes to, then what the call comes to.
+        # The result of its wait, then what the call comes to.
         self.result: Any = None
         self._error: BaseException | None = None
         threading.Thread(target=self._run_forever, daemon=True).start()

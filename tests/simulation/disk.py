@@ -113,7 +113,7 @@ class OwnedJournal(Journal):
         try:
             super().__init__(folder)
         finally:
-            # It may have died half-way.
+            # The writer may have died half-way.
             process.files += [vars(self)[n] for n in ("_file", "_lock_file") if n in vars(self)]
 
     def remove_batches(self, *, before: int) -> int:

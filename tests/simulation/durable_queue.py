@@ -88,7 +88,7 @@ class QueueSender(QueueEnd):
 class QueueReceiver(QueueEnd):
     """The controller's end: it reads all entries from the start, and forgets acknowledged ones."""
 
-    # It never loses anything.
+    # The queue never loses anything.
     is_new = False
     added = 0
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 NUM_TASKS = 3
 FIRST_TOKEN = 100
 TORN = b"torn"
-# What an engine holds that received the right bytes and computes with others.
+# Weights that an engine holds that received the right bytes and computes with others.
 MISLOADED = b"misloaded"
 PROBE_LOGPROB = -2.0
 

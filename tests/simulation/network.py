@@ -28,7 +28,7 @@ class Network:
 
     def __init__(self, loop: VirtualLoop, seed: int, trace: Callable[[str], None]) -> None:
         self.loop, self.random, self.trace = loop, random.Random(f"network/{seed}"), trace
-        # What is on its way outlives its sender.
+        # A message on its way outlives its sender.
         self.context = contextvars.copy_context()
         self.servers: dict[str, SimulatedServer] = {}
         # Longest time of a message on its way.
@@ -163,13 +163,13 @@ class SimulatedCall:
         self.loop = channel.network.loop
         self.client = channel.process
         self.link: Link | None = None
-        # What the client has received: messages, then EOF or an error.
+        # Messages that the client has received, then EOF or an error.
         self._received: list[Any] = []
         self._changed = asyncio.Event()
         self._status: Any = None
         self._is_cancelled = False
         self.handler: asyncio.Task | None = None
-        # What the handler has received.
+        # Messages that the handler has received.
         self.requests: list[Any] = []
         self.requests_changed: asyncio.Event | None = None
         self._ended_requests = False

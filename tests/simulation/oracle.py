@@ -57,11 +57,11 @@ class _Judge:
         write_config(self._world.config, self._folder)
         for path in (self._folder / REMOVED).glob("*"):
             shutil.copy(path, self._folder / "journal" / "batches")
-        # They are empty.
+        # Simulated checkpoints are empty.
         shutil.rmtree(self._folder / CHECKPOINTS, ignore_errors=True)
         findings_of_run = examine(self._folder)
         if self._world.fired["told lost delivery"]:
-            # What was lost in the queue stays known.
+            # Trajectories that were lost in the queue stay known.
             open_ledger = ("the ledger's difference: ", "the ledger's gaps: ")
             findings_of_run.faults = [
                 text for text in findings_of_run.faults if not text.startswith(open_ledger)
@@ -94,7 +94,7 @@ class _Judge:
             return
         history = read_history(read_records(self._folder / "journal"))
         for name in state.environments:
-            # One without a record has counted nothing.
+            # An epoch without a record has counted nothing.
             history.environments[name]
         for name in (state_field.name for state_field in fields(RunState)):
             ours = getattr(state, name)
@@ -153,7 +153,8 @@ class _Judge:
                 if record["end"] == "quarantined" and record["cause"] == "it is of run other-1":
                     self._foreign += 1
                 elif record["end"] == "quarantined":
-                    # Whatever else comes to a controller was sampled for a lease that it knows.
+                    # All other trajectories that come to a controller were sampled for a lease
+                    # that it knows.
                     self._wrong.append(f"{record['id']} was quarantined: {record['cause']}")
             elif kind in ("lease", "evaluation_lease"):
                 self._leased.setdefault((record["group"], record["server"]), place)

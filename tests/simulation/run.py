@@ -43,7 +43,7 @@ class _Part:
     """A process that plays some of the seeds."""
 
     process: BaseProcess
-    # Those whose result has not come.
+    # Seeds whose result has not come.
     seeds: range
     heard_s: float
 

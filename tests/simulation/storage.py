@@ -32,7 +32,8 @@ URL = "/simulated/storage"
 SPECS = [TensorSpec(name, "bfloat16", (512,)) for name in "ab"]
 LAYOUT = layout_to_pb(SPECS, 1024)
 BUCKETS = tuple(plan_buckets(SPECS, 1024))
-# Where the bytes of simulated weights lie among zeros, so that versions differ in few elements.
+# Places at which the bytes of simulated weights lie among zeros, so that versions differ in few
+# elements.
 PLACES = (0, 100, 200, 300)
 Content = list[np.ndarray]
 

@@ -317,7 +317,7 @@ def virtual_time(loop: VirtualLoop, seed: int) -> Iterator[None]:
         (secrets, "token_bytes", lambda n=32: source.randbytes(n)),
         (secrets, "token_hex", lambda n=32: source.randbytes(n).hex()),
         (secrets, "randbits", source.getrandbits),
-        # Nobody asks for all tasks.
+        # No one asks for all tasks.
         (_ALL_TASKS, "add", lambda task: None),
     ]
     before = [getattr(owner, name) for owner, name, _ in replaced]

@@ -167,7 +167,7 @@ def config_of(shape: Shape, folder: Path) -> Config:
             "bucket_deadline_s": 2.0,
         },
         "environments": [{"name": "e", "reference": "m:E"}],
-        # Each would be a thread on the real clock.
+        # A tracker would be a thread on the real clock.
         "tracking": {"trackers": []},
     }
     if shape.removes:
@@ -289,13 +289,13 @@ class World:
         self._started: list[Process] = []
         self.engines: list[SimulatedEngine] = []
         self.gateways: list[SimulatedGateway] = []
-        # What tells a server to leave, by the name of its process.
+        # Signals that tell a server to leave, by the name of its process.
         self.stops: dict[str, asyncio.Event] = {}
         self.habits = Habits()
         # Number of trajectories that each server still spoils, by the lie and its process.
         self.lies: Counter[tuple[str, Process]] = Counter()
         self.violations: list[str] = []
-        # What the last controller knew at its end; None if none came to an end.
+        # The state that the last controller knew at its end; None if none came to an end.
         self.state: RunState | None = None
         self.fired: Counter[str] = Counter()
         self.causes: list[str] = []

@@ -315,7 +315,7 @@ def test_the_page_on_migration_has_every_name_that_an_error_explains() -> None:
     assert set(generate_migration.trainers(page)) == trainers
 
 
-# What these tables hold is Megatron's and vLLM's to name.
+# The keys of these tables are Megatron's and vLLM's to name.
 PASSED_ON = ("learner.ddp", "learner.optimizer", "learner.transformer", "rollout_server.engine")
 INLINE_SETTING = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:`| ?=)")
 

@@ -97,7 +97,7 @@ def test_another_python_is_refused_before_anything_is_downloaded(
     tmp_path: Path, release: str, lists: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(make_lock, "PYTHONS", (8, 9))
-    # Nobody serves what the other lines name.
+    # No one serves what the other lines name.
     write_wheel(tmp_path / "release", "slipstream_rl", "0.1.0")
     (tmp_path / "release" / "torch.html").touch()
     page = f"{release}/torch.html"

@@ -401,31 +401,14 @@ class Audit:
         # The first play is made in any case.
         if self._has_time or not any(self.played.plays.values()):
             await self._play(task, kind)
-        elif (
-            reply_to(
-                task,
-                kind,
-                task.reply,
-                self.played.form,
-            )
-            is not None
-        ):
+        elif reply_to(task, kind, task.reply, self.played.form) is not None:
             self.played.left_out.add((kind, task.index))
 
     async def _play(self, task: Task, kind: Kind) -> None:
         """Plays episodes of the task, if the kind applies to it, and notes what the best earns."""
         plays = self.played.plays[kind]
         for place in range(len(task.wrong) if kind is Kind.WRONG else 1):
-            applies = (
-                reply_to(
-                    task,
-                    kind,
-                    task.reply,
-                    self.played.form,
-                    place,
-                )
-                is not None
-            )
+            applies = reply_to(task, kind, task.reply, self.played.form, place) is not None
             if not applies or (place and not self._has_time):
                 return
             play = await self._episode(task, kind, place)
@@ -434,12 +417,7 @@ class Audit:
             if play.failure:
                 return
 
-    async def _episode(
-        self,
-        task: Task,
-        kind: Kind,
-        place: int,
-    ) -> Play:
+    async def _episode(self, task: Task, kind: Kind, place: int) -> Play:
         """Plays an episode, with the first task to its end if it comes in time."""
         play = Play()
         key = f"{kind.name}-{task.index}"
@@ -453,13 +431,7 @@ class Audit:
             if play.num_turns > MAX_TURNS and not self._has_time:
                 break
             environment = self._host.environment_of(key)
-            step = reply_to(
-                task,
-                kind,
-                environment.right_reply,
-                self.played.form,
-                place,
-            )
+            step = reply_to(task, kind, environment.right_reply, self.played.form, place)
             if kind is Kind.AGAIN:
                 # Other episodes begin and go on before this one does, as in a run.
                 await asyncio.sleep(0)
@@ -498,11 +470,7 @@ class Audit:
         self.played.unclosed = self.played.unclosed or answer.failure.message
 
     def _refusal(
-        self,
-        play: Play,
-        answer: pb.Observation | pb.Verdict,
-        *,
-        gives: bool | None = None,
+        self, play: Play, answer: pb.Observation | pb.Verdict, *, gives: bool | None = None
     ) -> str:
         """Notes what an episode gets; returns why a run would refuse it, or "".
 
@@ -542,13 +510,7 @@ _OF_JUDGES = (
 )
 
 
-def reply_to(
-    task: Task,
-    kind: Kind,
-    own: str,
-    form: str,
-    place: int = 0,
-) -> dict[str, Any] | None:
+def reply_to(task: Task, kind: Kind, own: str, form: str, place: int = 0) -> dict[str, Any] | None:
     """Returns the fields of the step that plays `kind`, or None if it does not apply to `task`.
 
     `own` is the right reply that the environment names now, "" if it names none; `place` is that

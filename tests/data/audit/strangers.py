@@ -208,7 +208,7 @@ class BadCounter(Capitals):
 
 class BadUnordered(Capitals):
     def tasks(self):
-        # So many that no two orders are the same by chance.
+        # The number is so large that no two orders are the same by chance.
         pairs = [first + second for first in self.words for second in self.words]
         return random.sample(pairs, len(pairs))
 

@@ -1,6 +1,6 @@
 """Programs that try to get out of a sandbox. Each prints `escaped` if it did what it tried."""
 
-# What each program begins with. `given` names things outside; `there` says whether a call worked.
+# The beginning of each program. `given` names things outside; `there` says whether a call worked.
 # A program without `there` is judged by what it has done outside.
 BEGINNING = """
 import ctypes, json, os, resource, signal, socket, stat, sys, time
@@ -333,7 +333,7 @@ MAY_FAIL_OUTSIDE = RARE_NETWORK | {
     "signal_all": "quietly(lambda: os.kill(-1, signal.SIGWINCH))",
     "read_a_mark": "there(lambda: os.getxattr(given['secret'], 'user.known'))",
     "list_marks": "there(lambda: 'user.known' in os.listxattr(given['secret']))",
-    # Whoever opens such a file waits for lease-break-time, 45 s: 1024 is F_SETLEASE.
+    # A program that opens such a file waits for lease-break-time, 45 s: 1024 is F_SETLEASE.
     "hold_up_readers": (
         "import fcntl\n"
         "there(lambda: fcntl.fcntl(os.open(given['library'], os.O_RDONLY), 1024, fcntl.F_WRLCK))"

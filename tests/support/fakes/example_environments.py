@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slipstream.client import AgentEnvironment, Environment, StepResult
 
-# What the check before a run has an environment judge that names no right answer.
+# Replies that the check before a run has an environment judge that names no right answer.
 CHECKED = ("", "ok")
 
 

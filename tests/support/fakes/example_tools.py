@@ -47,7 +47,7 @@ class Changing(Adding):
     def step(self, reply: Reply) -> StepResult:
         self.turns += 1
         if self.turns == 3:
-            # Nobody reads calls where there are no tools.
+            # No one reads calls where there are no tools.
             assert reply.tool_calls == ()
             return StepResult(reward=float("<tool_call>" in reply))
         (call, *_) = reply.tool_calls

@@ -108,7 +108,7 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self.saved = threading.Event()
         self.num_signs = 0
         self.idle_s = 2.0
-        # What the trainer has read of its model.
+        # Facts that the trainer has read of its model.
         self.loaded_bytes = 0
         self.failures: list[pb.TrainerFailure] = []
         # Whether it has another batch for one that cannot be trained.

@@ -31,10 +31,10 @@ class FakeCupy:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        # What NCCL was told as each member joined.
+        # Values that NCCL was told as each member joined.
         self.settings: list[dict[str, str]] = []
         self.communicators: list[Communicator] = []
-        # What is raised by a broadcast, and whether it ever ends.
+        # The error that a broadcast raises, and whether it ever ends.
         self.broadcast_error: NcclError | None = None
         self.ends = True
         # "allocate", "open" or "share": memory of which the second piece cannot be had.

@@ -37,7 +37,7 @@ class FakeEngine:
     num_workers = 1
     max_model_len = 64
     num_experts = 4
-    # What vLLM's application for agents would need.
+    # Objects that vLLM's application for agents would need.
     llm = None
 
     def __init__(self) -> None:

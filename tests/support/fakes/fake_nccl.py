@@ -22,7 +22,7 @@ class Meeting:
 
     world_size: int
     members: set[int] = field(default_factory=set)
-    # Each broadcast: the ranks that have come, and the bytes of the root.
+    # Every broadcast: the ranks that have come, and the bytes of the root.
     rounds: list[tuple[set[int], list[bytes]]] = field(default_factory=list)
     lock: threading.Condition = field(default_factory=threading.Condition)
 
@@ -88,7 +88,7 @@ class Member:
         self.nccl = nccl
         self.meeting = meeting
         self.rank = rank
-        # Where each broadcast puts its bytes; a root's own memory is not written.
+        # Memory into which each broadcast puts its bytes; a root's own memory is not written.
         self.targets: list[tuple[int, int]] = []
         self.copied = 0
         self.num_aborts = 0
@@ -159,7 +159,7 @@ def installed() -> Iterator[FakeNccl]:
         yield fake
         fake.end_meetings()
         for thread in threading.enumerate():
-            # Those that join late, and the watchdogs of groups that were aborted.
+            # Threads that join late, and the watchdogs of groups that were aborted.
             if thread.name.startswith("nccl-"):
                 thread.join(LIMIT_S)
     nccl_group._warm_up_room.cache_clear()

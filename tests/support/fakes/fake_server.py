@@ -30,7 +30,7 @@ from support.fakes.named_channel import open_named
 from support.fakes.plain_trajectory import plain_trajectory
 
 QUEUE_BYTES = 256 << 20
-# What the prompts of three tokens that it makes up score.
+# Log-probabilities that the prompts of three tokens that it makes up score.
 PROMPT_LOGPROBS = np.array([-0.5, -0.25], "<f4").tobytes()
 LAYOUT = layout_to_pb([TensorSpec("w", "float32", (4, 4))], 1 << 20)
 
@@ -83,7 +83,7 @@ class FakeServer:
         self.link.set()
         self.fetched: list[str] = []
         self.sender: TrajectorySender | None = None
-        # What the queue has taken.
+        # Trajectories that the queue has taken.
         self.delivered: list[tuple[str, bytes]] = []
         # Seals what it delivers; comes with the welcome.
         self.delivery_key = b""
@@ -105,7 +105,7 @@ class FakeServer:
         # Lets weights be loaded.
         self.buckets = asyncio.Event()
         self.buckets.set()
-        # What it makes of a trajectory before it is sent.
+        # The change that it makes to a trajectory before it is sent.
         self.spoil: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory
         # Lets a server that leaves hand back what it has.
         self.departure = asyncio.Event()
@@ -140,7 +140,7 @@ class FakeServer:
                     task.cancel()
 
     def report(self) -> fleet_pb2.ServerReport:
-        # Its sender to Redis is opened after the welcome.
+        # The sender to Redis is opened after the welcome.
         amounts = self.sender.taken if self.sender else {}
         sent = amounts.get(f"{self.epoch:x}", Amount())
         return fleet_pb2.ServerReport(

@@ -19,7 +19,7 @@ from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc
 
 TOKEN = "t" * 32
-# It is that of `support.rigs.waiting`, which workers that load this module cannot import.
+# The line is that of `support.rigs.waiting`, which workers that load this module cannot import.
 LIMIT_S = 120.0
 ADD = {
     "type": "function",
@@ -213,7 +213,7 @@ class Misbehaving(Environment[str]):
             case "much":
                 raise ValueError("x" * 1000)
             case "panic":
-                # So are those of Rust's libraries and of pytest.fail.
+                # Errors of Rust's libraries and of pytest.fail are likewise.
                 raise type("Panic", (BaseException,), {})("index out of range")
             case "exit":
                 sys.exit(3)

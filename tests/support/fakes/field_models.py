@@ -196,7 +196,7 @@ FAMILIES = {
     "ministral3": Family("Ministral3", {"head_dim": 32}),
 }
 CHOICES = {"rms_norm_eps": 1e-6}
-# Each family twice: with scaled positions and a projection of its own, and without both.
+# Every family twice: with scaled positions and a projection of its own, and without both.
 ROPES = {
     "llama3": LLAMA3_ROPE,
     "default": DEFAULT_ROPE,

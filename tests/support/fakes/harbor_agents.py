@@ -19,7 +19,7 @@ with urllib.request.urlopen(asked) as answer:
     text = json.load(answer)["choices"][0]["message"]["content"]
 open("/app/answer.txt", "w").write("7" if "7" in text else "8")
 """
-# Each line is a way out, and must fail.
+# Every line is a way out, and must fail.
 ATTACKS = (
     "touch /usr/planted",
     "mount -o remount,rw,bind /usr",

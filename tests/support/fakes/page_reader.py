@@ -37,7 +37,7 @@ class Reader:
 
     def go(self) -> None:
         """Saves each file, and carries out each command."""
-        # What is done while the run goes on may need a file that stands further down.
+        # A command that runs while the run goes on may need a file that stands further down.
         assert set(self.meanwhile) <= {*self._commands()}
         for command in self._commands():
             if re.fullmatch(r"slipstream run \S+", command):

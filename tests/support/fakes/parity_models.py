@@ -12,7 +12,7 @@ VOCAB = 64
 NUM_LAYERS = 4
 NUM_EXPERTS = 4
 EXPERTS_PER_TOKEN = 2
-# What config.json of a DeepSeek V3 and of a Qwen2 says if it is another model.
+# Fields that config.json of a DeepSeek V3 and of a Qwen2 says if it is another model.
 OTHER_KINDS = {
     "kimi": {"model_type": "kimi_k2"},
     "mimo": {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]},

@@ -63,7 +63,7 @@ class Scene:
         order = self._sender.order(f"p{self._count}", self._count)
         order.communicator.Clear()
         order.communicator.transport, order.communicator.path = "storage", str(path)
-        # Each publish through storage has its own name, and keeps no communicator.
+        # Every publish through storage has its own name, and keeps no communicator.
         order.communicator.communicator_id = order.publish_id
         order.new_communicator = True
         result = self._updated(order, layout)

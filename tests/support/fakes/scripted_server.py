@@ -11,7 +11,7 @@ from slipstream.v1 import environment_pb2 as pb
 # Imports of an agent take a minute on a busy machine.
 LIMIT_S = 300.0
 
-# What answers a call: yields the parts of the reply.
+# A function that answers a call: it yields the parts of the reply.
 Handler = Callable[[pb.AgentCall], AsyncIterator[pb.ReplyPart]]
 
 

@@ -35,7 +35,7 @@ def config_of(folder: Path, job: dict) -> Config:
         "run": {"name": job["run"], "steps": STEPS, "dir": str(folder / "runs")},
         # A resume goes on in the middle of the schedule.
         "algorithm": {"warmup_steps": 1, "decay": "cosine"},
-        # One micro batch: what is saved does not depend on their number.
+        # A single micro batch: what is saved does not depend on their number.
         "learner": {"micro_batch_tokens": 400, "timeout_s": 100.0},
     }
     tables_of_job = {name: job.get(name, {}) for name in ("algorithm", "learner", "checkpoint")}

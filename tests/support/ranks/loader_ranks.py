@@ -73,7 +73,7 @@ class Outcome:
     different: tuple[str, ...]
     # The number of parameters that the replay changed.
     changed: int
-    # What the check of the plan said of the loader's work, and after one element was altered.
+    # The verdict of the plan's check on the loader's work, and after one element was altered.
     proof: str | None
     proof_of_altered: str | None
 

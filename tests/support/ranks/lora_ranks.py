@@ -64,7 +64,7 @@ EXPERTS: dict[str, tuple[int, str, dict]] = {
     ),
     "latent-one": (1, "deepseek", {}),
     "latent-pp2": (2, "deepseek", {"parallel": {"pp": 2}}),
-    # Its queries come from no latent vector.
+    # The model's queries come from no latent vector.
     "lite-one": (1, "moonlight", {}),
     "experts-tp2-ep2": (4, "moe", {"parallel": SP | {"ep": 2, "etp": 2}}),
 }

@@ -124,7 +124,7 @@ def serve() -> None:
             answer = True
         elif "load" in command:
             path, bucket_bytes = command["load"]
-            # Each bucket has memory of its own: only the receiver is to be measured.
+            # Every bucket has memory of its own: only the receiver is to be measured.
             buckets, rooms = _fill(load_file(path, device="cuda"), bucket_bytes)
             digests = CudaDigests(buckets)
             torch.cuda.synchronize()

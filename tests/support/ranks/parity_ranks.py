@@ -101,7 +101,7 @@ def slow_sends() -> Iterator[None]:
     """
     c10d = dist.distributed_c10d
     real = dist.isend
-    # One thread keeps the messages in order.
+    # A single thread keeps the messages in order.
     with ThreadPoolExecutor(1) as thread:
 
         def send(*args: object, **named: object) -> None:

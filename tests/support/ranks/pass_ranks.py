@@ -63,7 +63,7 @@ def passes_of(loss: str, step: int) -> list[pb.Pass]:
             tokens[-1] = random.integers(0, VOCAB)
             advantages = random.normal(size=length)
             if loss == "gspo":
-                # Those of a prompt, whose log-probabilities are no part of the sequence's ratio.
+                # Tokens of a prompt, whose log-probabilities are no part of the sequence's ratio.
                 advantages[: length // 3] = 0.0
             sequences.append(
                 pb.PassSequence(

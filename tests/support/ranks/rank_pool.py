@@ -359,7 +359,8 @@ def _run_rank(request: dict) -> None:
         module.run_rank(Path(request["folder"]), job)
         # The groups of a job lie in cycles of references, and their threads wake up all the time.
         gc.collect()
-        # What a job has imported stays: no later collection, Megatron's own too, looks at it again.
+        # A module that a job has imported stays: no later collection, Megatron's own too, looks at
+        # it again.
         gc.freeze()
         print(f"{job}: {time.monotonic() - started_s:.1f} s", flush=True)
     faulthandler.cancel_dump_traceback_later()

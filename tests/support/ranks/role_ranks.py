@@ -336,7 +336,7 @@ def groups(folder: Path) -> None:
         "gloo_threads": threads.count("gloo_tcp_loop\n"),
         "unknown_globals": sorted(assigned - known_globals()),
         "sizes_outside": (ranks.tp_group.size(), ranks.dp_size),
-        # What is not in force.
+        # The replicas' layout is not in force.
         "refused": [refused(lambda: replicas.dp_size)],
         "groups_again": len(parallel_state._global_process_group_list) - num_groups,
     }

@@ -20,7 +20,7 @@ PASSED = {
         "recompute_modules": ["core_attn"],
     },
 }
-# What differs from the settings of the layout one-moe, and part of the message.
+# Settings that differ from those of the layout one-moe, and part of the message.
 REFUSED = {
     "unknown": (
         {"ddp": {"overlap_grad_reduction": True}},

@@ -54,7 +54,7 @@ def run_rank(folder: Path, job: str) -> None:
         def send(place: int, bucket: Bucket, data: torch.Tensor):
             assert released == list(range(place - 1))
             if stream.senders[bucket.root] != policy.ranks.rank:
-                # What another sender's bucket leaves there.
+                # The bytes that another sender's bucket leaves there.
                 data.fill_(0xFF)
                 return lambda: released.append(place)
             copy = data.clone()

@@ -84,7 +84,7 @@ def matrices(model: torch.nn.Module, *, split_qkv: bool) -> list[list[Part]]:
         for name, layer in layers.items():
             heads = 2 * model.config.num_attention_heads
             if name == "q_proj" and len(layer.weight) == heads * model.config.head_dim:
-                # Each head's queries, then its gate.
+                # Every head's queries, then its gate.
                 rows = torch.arange(len(layer.weight)).view(-1, 2, model.config.head_dim)
                 matrices += [[(layer.weight, rows[:, kind].flatten())] for kind in (0, 1)]
             else:

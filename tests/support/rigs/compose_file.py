@@ -13,7 +13,8 @@ DEPLOY = Path(__file__).parents[3] / "deploy"
 COMPOSE_FILE = DEPLOY / "docker-compose.yml"
 GPU_FILE = DEPLOY / "docker-compose.gpu.yml"
 INFINIBAND_FILE = DEPLOY / "docker-compose.infiniband.yml"
-# What the example env files leave to whoever knows the host; a shell's variables go before theirs.
+# Variables that the example env files leave to whoever knows the host; a shell's variables go
+# before theirs.
 FILLED_IN = {"NETWORK_INTERFACE": "ens3"}
 
 

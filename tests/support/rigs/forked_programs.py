@@ -73,7 +73,7 @@ class AwaitedProgram(ForkedProgram):
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
         if self.returncode is None:
-            # Each waiter has a descriptor of its own: a loop knows one reader of each.
+            # Every waiter has a descriptor of its own: a loop knows one reader of each.
             seen = os.dup(self._end)
             loop.add_reader(seen, ended.set)
             try:
@@ -223,7 +223,7 @@ def _serve(asked: socket.socket, modules: Sequence[str]) -> dict[str, Any] | Non
     """Forks until the tests are over; in a forked process, returns what it shall do."""
     for module in modules:
         importlib.import_module(module)
-    # What is imported stays: programs share its memory until they write to it.
+    # An imported module stays: programs share its memory until they write to it.
     gc.collect()
     gc.freeze()
     threads = os.listdir("/proc/self/task")
@@ -273,6 +273,6 @@ def _main(descriptor: str, entry: str, *modules: str) -> int:
 
 
 if __name__ == "__main__":
-    # Where Python looks for modules of this name: not among the tests' own.
+    # Places in which Python looks for modules of this name: not among the tests' own.
     sys.path[0] = str(Path(sys.executable).parent)
     sys.exit(_main(*sys.argv[1:]))

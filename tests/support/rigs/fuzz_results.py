@@ -65,7 +65,7 @@ def _recorded(path: Path) -> object:
         journal_lines=0,
         ending={"state": "finished", "cause": "x", "suspended_environments": {}},
     )
-    # What others read of it has neither NaN nor infinity.
+    # The part that others read has neither NaN nor infinity.
     json.dumps(summary, allow_nan=False)
     recorder.close()
     assert all("\n" not in event.text for event in events.kept())

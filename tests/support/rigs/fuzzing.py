@@ -46,7 +46,7 @@ TEXTS = (
     "%s%n{0}",
 )
 DEPTH = 3
-# What a mutation puts into the bytes of a message.
+# Bytes that a mutation puts into the bytes of a message.
 SPLICES = (b"", b"\x00", b"\xff" * 10, b"\x80" * 9 + b"\x02", b"\x0a\xff\xff\xff\x7f", b"\n", b"{}")
 
 Scalar = Callable[[FieldDescriptor, random.Random], object]

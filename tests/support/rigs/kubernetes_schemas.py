@@ -57,7 +57,7 @@ def crd(path: Path) -> Iterator[tuple[tuple[str, str], Any]]:
         for version in spec["versions"]:
             schema = version["schema"]["openAPIV3Schema"]
             forbid_others(schema)
-            # These are every resource's, and the API server checks them.
+            # Every resource has the next three, and the API server checks them.
             for name in ("apiVersion", "kind", "metadata"):
                 schema["properties"][name] = {}
             kind = (f"{spec['group']}/{version['name']}", spec["names"]["kind"])

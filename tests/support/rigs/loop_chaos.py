@@ -161,12 +161,12 @@ class Looper:
         while True:
             future = await self.client.ask(session, PROMPT)
             answer = await self.client.result(future)
-            # None: the controller has lost it, and the SDK samples anew.
+            # The result is None: the controller has lost it, and the SDK samples anew.
             if answer is not None:
                 assert isinstance(answer, bytes), answer
                 again = await self.client.result(future)
                 assert again in (None, answer), (again, answer)
-                # What they say, and so their lengths, is drawn anew in each run.
+                # The texts of samples, and so their lengths, are drawn anew in each run.
                 return len(replies(answer))
 
 
@@ -217,7 +217,7 @@ async def proxied(port: int):
     proxy = UnrulyProxy(f"http://127.0.0.1:{port}")
     own = free_port("127.0.0.1")
     server = uvicorn.Server(bounded_server(proxy, port=own))
-    # It tells of each connection that is cut.
+    # The proxy tells of each connection that is cut.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     serving = asyncio.ensure_future(server.serve())
     try:

@@ -23,7 +23,7 @@ class LoopClient:
         self.http = httpx.AsyncClient(
             base_url=address,
             headers={"x-api-key": "tml-any"},
-            # It keeps each connection, as the SDK does.
+            # The client keeps each connection, as the SDK does.
             limits=httpx.Limits(),
             timeout=120,
             trust_env=False,

@@ -22,7 +22,8 @@ from support.ranks.rank_pool import RankPool
 TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 4e-3}
 # Relative where they are larger than 1, else absolute.
 COMPARED = ("loss", "grad_norm", "entropy", "kl")
-# What leaves the loss at a bound: rounding decides about a sequence that is as good as on it.
+# Settings that leave the loss at a bound: rounding decides about a sequence that is as good as on
+# it.
 MASKED = ("masked_sequence_fraction", "masked_token_fraction")
 
 

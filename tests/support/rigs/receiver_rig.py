@@ -148,7 +148,7 @@ class Rig:
         if self.options.transport == "gloo":
             self.sender = GlooSender(name, num_workers=workers)
         else:
-            # One sender at a time: the process before has the same GPU.
+            # A single sender at a time: the process before has the same GPU.
             if isinstance(self.sender, NcclSender):
                 self.sender.kill()
             gpu = self.options.sender_gpu

@@ -68,7 +68,7 @@ def judge(
     # The first of each layout proves the plan, also when it was left unused by a failure.
     loader = [number for number, publish in enumerate(publishes) if not publish["by_plan"]]
     assert loader == ([0, 6] if by_plan else list(range(len(publishes))))
-    # What comes while nothing runs is never staged.
+    # An update that comes while nothing runs is never staged.
     assert not any(publish["staged"] for publish in publishes if not publish["is_busy"])
     (scores,) = report["scores"]
     assert scores["bits_equal"]

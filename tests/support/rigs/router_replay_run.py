@@ -111,7 +111,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
 
 def generate(folder: Path, config: Config) -> None:
     """Writes the trajectories, each as it would travel."""
-    # This process must not initialize CUDA: processes forked from it could not use a GPU.
+    # The process must not initialize CUDA: processes forked from it could not use a GPU.
     os.environ |= process.engine_environment(config, on_cpu=process.is_cpu_build())
     torch.set_num_threads(1)
     trajectories = asyncio.run(_generate(config))

@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 
-# What `make` sets for its tests.
+# Variables that `make` sets for its tests.
 OF_MAKE = ("FUZZ", "TORCHDYNAMO_DISABLE")
 
 

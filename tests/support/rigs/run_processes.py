@@ -80,7 +80,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def nothing_survives() -> Iterator[None]:
     """Fails when a process that the tests of the module started is still there after them."""
-    # Whatever loses its parent becomes a child of this process instead of the system's.
+    # A process that loses its parent becomes a child of this process instead of the system's.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before = set(descendants(os.getpid()))
     yield

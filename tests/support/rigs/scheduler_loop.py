@@ -38,7 +38,7 @@ class Engine:
     sizes: list[int] = field(default_factory=list)
     messages: int = 0
     preempted: int = 0
-    # What came once a second, and with what is drafted.
+    # Statistics that came once a second, and with what is drafted.
     stats: list[Any] = field(default_factory=list)
     plans: list[Any] = field(default_factory=list)
     _queue: deque[tuple[Any, Any]] = field(default_factory=deque)
@@ -118,7 +118,7 @@ class Engine:
             if end < request.num_tokens:
                 ids.append([])
                 continue
-            # What is sampled depends on the position alone: also when it is computed again.
+            # The sampled token depends on the position alone: also when it is computed again.
             ids.append([100 + end])
             self.sampled[name] = max(self.sampled[name], end + 1 - len(PROMPT))
         values = [

@@ -25,7 +25,7 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "srun", "mung
 START_LIMIT_S = 60.0
 # Nothing else of this machine hears it: the network is a namespace.
 SUBNET = "10.77.0"
-# Each node is a half of the machine, whatever it has; a job of deploy/slurm needs two CPUs. A
+# Every node is a half of the machine, whatever it has; a job of deploy/slurm needs two CPUs. A
 # requeued job waits until a credential would have expired.
 CONFIG = """\
 ClusterName=slipstream

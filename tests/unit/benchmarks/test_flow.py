@@ -15,7 +15,7 @@ def test_a_flow_begins_in_the_middle_of_replies() -> None:
     assert min(first_lengths) < 20
     assert max(lengths) <= 768
     assert min(later_lengths) >= 256
-    # What is left of a reply that is found under way: E[n * n] / (2 * E[n]).
+    # The rest of a reply that is found under way: E[n * n] / (2 * E[n]).
     assert abs(statistics.mean(first_lengths) - 277) < 15
     assert abs(statistics.mean(later_lengths) - 512) < 15
     unstaggered = Turn(1000, 4000, 2000, 256, 768)

@@ -287,7 +287,7 @@ def test_each_change_to_a_peers_packages_needs_its_text_once(tmp_path: Path) -> 
             text = (folder / change.file).read_text()
             assert text.startswith("before\n") and text.endswith("\nafter\n")
             assert change.new in text
-            # What the change adds to its text cannot be added twice.
+            # The text that the change adds cannot be added twice.
             (folder / change.file).write_text("another version\n")
             with pytest.raises(ValueError, match=f"{change.file} has 0 times, not once"):
                 peers.apply([change], folder)
@@ -318,7 +318,7 @@ def test_a_communicator_that_vllm_switches_off_is_an_error(monkeypatch: pytest.M
     kind = pynccl.PyNcclCommunicator
     monkeypatch.setattr(kind, "__init__", kind.__init__)
     monkeypatch.setattr(wrapper.NCCLLibrary, "exported_functions", [])
-    # Where there is no NCCL vLLM goes on without a communicator.
+    # If there is no NCCL vLLM goes on without a communicator.
     monkeypatch.setattr(pynccl, "NCCLLibrary", Mock(side_effect=OSError))
     group = pynccl.StatelessProcessGroup.__new__(pynccl.StatelessProcessGroup)
     group.rank = 0

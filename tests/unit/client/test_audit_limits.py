@@ -217,7 +217,7 @@ async def test_a_single_place_is_enough_where_one_episode_is_played_at_a_time(en
 
 
 async def test_a_single_place_is_told_where_workers_play_one_episode_each() -> None:
-    # It may be a place of each worker, or one for all of them.
+    # The place may be one of each worker, or one for all of them.
     (finding,) = await audited(SingleAgent(), Limits(at_once=1, in_all=4))
     assert ("no place is free" in finding.text, finding.is_refused) == (True, False)
 

@@ -122,7 +122,7 @@ def test_many_rows_are_compared_on_both_sides() -> None:
     ],
 )
 def test_a_slow_judge_is_told(calls_s, timed_s, num_episodes, says) -> None:
-    # What was played to choose a form is not timed.
+    # An episode that was played to choose a form is not timed.
     played = Played(20, limits=Limits(num_episodes=num_episodes), calls_s=[*calls_s, 0.1])
     played.timed = [(timed_s, len(calls_s)), (0.0, 0)]
     played.plays[Kind.RIGHT] = dict.fromkeys(range(len(calls_s)), Play(num_turns=1, is_done=True))

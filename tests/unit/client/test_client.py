@@ -68,9 +68,9 @@ class Controller(
         self.status = status_pb2.RunStatus(state=status_pb2.RUN_STATE_RUNNING)
         self.stopped: list[str] = []
         self.drained: list[tuple[str, str]] = []
-        # What the run lacks without the server that drains.
+        # Episodes that the run lacks without the server that drains.
         self.lacking = ""
-        # What each stream of ServeEpisodes does, one after the other.
+        # The acts of each stream of ServeEpisodes, one after the other.
         self.streams: list[Stream] = []
         # Events of each Watch stream before it breaks; None: nothing more, for ever.
         self.events: list[list[status_pb2.Event | None]] = []

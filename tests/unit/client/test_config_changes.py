@@ -39,7 +39,7 @@ CHANGED = {
     "lora.publish": "adapters",
     "lora.adapters": ["math"],
 }
-# What a setting cannot be changed without.
+# Settings without which a setting cannot be changed.
 BESIDE = {
     "lora.alpha": {"lora__rank": 8},
     "lora.target_modules": {"lora__rank": 8},
@@ -80,7 +80,7 @@ def test_a_function_with_another_source_needs_a_word() -> None:
         check_resumable(before, now)
     accepted = now.run.model_copy(update={"resume": "changed"})
     check_resumable(before, now.model_copy(update={"run": accepted}))
-    # Another function is a change of a setting like any other.
+    # A different function is a change of a setting like any other.
     check_resumable(config(), now)
 
 
@@ -167,7 +167,7 @@ def test_a_chat_template_of_the_settings_that_has_changed_needs_a_word(tmp_path:
     template.write_text("two")
     with pytest.raises(ConfigError, match=r"the chat template .*a\.jinja: changed"):
         check_resumable(before, loaded(template))
-    # Another file is a change of a setting like any other.
+    # A different file is a change of a setting like any other.
     check_resumable(before, loaded(other))
 
 

@@ -102,7 +102,7 @@ def demand(config: Config, area: str, parts: frozenset[Part]) -> None:
 
 def test_this_machine_can_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the machine need no settings; those that start programs have tests of their own."""
-    # Where one core is left to the tests, or little memory by others, the rest is as it must be.
+    # If one core is left to the tests, or little memory by others, the rest is as it must be.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(machine, "MIN_MEMORY_GIB", 0)
     monkeypatch.chdir(tmp_path)
@@ -369,7 +369,7 @@ def test_without_a_role_an_environment_that_cannot_be_used_is_a_problem(tmp_path
     assert finding.verdict is Verdict.PROBLEM
     assert "environment mine: " in finding.seen
     assert "broken.py" in finding.seen
-    # It is no run that would leave a folder.
+    # The doctor is no run that would leave a folder.
     assert not config.run_dir.exists()
 
 

@@ -202,7 +202,7 @@ def test_experts_are_spread_over_the_expert_parallel_ranks(tmp_path):
     assert needs(tp=2, ep=2, etp=1).rank_bytes == (1 + 12) * 18e6
     assert needs(tp=2, ep=2).rank_bytes == (1 + 6) * 18e6
     assert needs(pp=2, ep=2).rank_bytes == (1 + 6) * 18e6
-    # What is optimizer state is shared by the copies of each: four of the dense, one of experts.
+    # Optimizer state is shared by the copies of each: four of the dense, one of experts.
     assert needs(ep=4, distributed=True).rank_bytes == 2e6 * (6 + 12 / 4) + 6e6 * 18
     assert needs(ep=4).saved_bytes == 26e6 * 14
     assert needs(ep=4).worker_bytes == 52e6

@@ -142,7 +142,7 @@ def test_a_reply_has_its_parts_as_they_were_given() -> None:
     calls = (ToolCall("a", "f", {"x": None}),)
     reply = Reply("a", tool_calls=iter(calls), token_ids=np.arange(2))  # type: ignore[arg-type]
     assert (reply.tool_calls, reply.token_ids) == (calls, (0, 1))
-    # It may be shown again.
+    # The message may be shown again.
     again = read_message(Message("assistant", reply, tool_calls=reply.tool_calls))
     assert again.tool_calls == calls
 

@@ -309,7 +309,7 @@ async def test_who_is_cancelled_while_its_episode_is_closed_is_cancelled() -> No
     asking = asyncio.ensure_future(step(host, "x"))
     await has_begun.wait()
     closing = asyncio.ensure_future(close(host))
-    # It has cancelled the call, whose end is not known yet.
+    # The host has cancelled the call, whose end is not known yet.
     await asyncio.sleep(0)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):

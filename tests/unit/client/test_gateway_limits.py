@@ -104,7 +104,7 @@ async def flooded(writer: asyncio.StreamWriter, data: bytes, times: int) -> int:
 async def test_a_head_without_end_is_refused_at_its_limit(beginning: bytes, more: bytes) -> None:
     async with opened() as rig:
         reader, writer = await rig.connected(beginning)
-        # What the kernel takes on its way is not held by the gateway.
+        # Bytes that the kernel takes on its way are not held by the gateway.
         assert await flooded(writer, more, (64 << 20) // len(more)) < 32 << 20
         assert await status(reader) in (0, 400, 401)
 
@@ -133,7 +133,7 @@ async def test_bodies_of_one_episode_are_counted_before_they_are_whole() -> None
         await until(lambda: rig.exchange.num_waiting_bytes >= max_bodies * (MAX_BODY_BYTES - 1))
         reader, _ = await rig.connected(rig.begun(100) + b"z" * 100)
         assert await status(reader) == 429
-        # One is whole: it counts until the server has it.
+        # A single request is whole: it counts until the server has it.
         connections_held[0][1].write(b"z")
         await until(lambda: rig.exchange.num_reading != max_bodies)
         reader, _ = await rig.connected(rig.begun(100) + b"z" * 100)

@@ -57,7 +57,7 @@ def test_rows_come_behind_a_damaged_line_and_in_a_file_that_was_cut(tmp_path, mo
     looks = iter(
         [
             lambda: path.write_text('{"step": 1.0}\n{"step": \n{"step": 3.0}\n{"st'),
-            # What follows a torn line is no row.
+            # The text after a torn line is no row.
             lambda: path.write_text('{"step": 1.0}\n{"step": \n{"step": 3.0}\n{"st{}\n'),
             lambda: path.write_text('{"step": 5.0}\n'),
             path.unlink,

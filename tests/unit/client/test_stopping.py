@@ -38,7 +38,7 @@ async def test_a_scheduler_or_terminal_may_send_its_signal_twice(
     await asyncio.sleep(0)
     os.kill(os.getpid(), number)
     await asyncio.wait_for(stop, LIMIT_S)
-    # Its usual effect would end the process at once.
+    # The signal's usual effect would end the process at once.
     assert signal.getsignal(number) is not signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 

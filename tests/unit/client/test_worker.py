@@ -162,7 +162,7 @@ async def test_a_check_of_an_agent_waits_for_its_first_call() -> None:
     assert (code, out) == (0, f"environment agents_for_checks:Calls {ready}")
 
 
-# Each that hangs waits for its limit: all of them run side by side.
+# A check that hangs waits for its limit: all of them run side by side.
 HANGS = "no answer within 15 s (agents_for_checks.py:"
 CAUSES = {
     "CallsNobody": "run() ended without a call to its endpoint",

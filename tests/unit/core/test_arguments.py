@@ -160,7 +160,7 @@ async def _call(method: str, given: Mapping[str, Any]) -> None:
         called = getattr(client, method)(**given)
         if hasattr(called, "__anext__"):
             await anext(called)
-        # What waits for ever has taken its arguments.
+        # A call that waits for ever has taken its arguments.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(called, 0.2)
 

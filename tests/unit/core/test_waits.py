@@ -46,7 +46,7 @@ async def test_a_wait_leaves_out_time_in_which_the_process_stood_still(
     pass_time(3600.0)
     await some_turns()
     assert not waiting.done()
-    # It has as long as before: the hour counts as the second until its first look.
+    # The wait has as long as before: the hour counts as the second until its first look.
     for _ in range(58):
         pass_time(1.0)
         await some_turns()

@@ -35,7 +35,7 @@ open("reply.txt", "w").write(reply)
 """
 
 
-# This score is for tests of the program itself.
+# The score is for tests of the program itself.
 SCORED = {"score_command": ["echo", "0.5"]}
 
 
@@ -299,7 +299,7 @@ async def test_a_program_in_a_sandbox_reaches_its_endpoint_and_nothing_else(tmp_
 
 
 IN_SANDBOX = {"sandbox": True, "memory_gib": 0.5, "max_processes": 50}
-# What a program may leave to whoever runs Python, with its files, after it.
+# Files that a program may leave to whoever runs Python, with its files, after it.
 LEAVES = """
 import os, pathlib, site, sys
 cheat = "import os; print(1.0, flush=True); os._exit(0)"

@@ -40,7 +40,7 @@ def test_every_reply_of_a_conversation_is_given_in_turn(tmp_path: Path) -> None:
     assert following == StepResult(
         done=False, messages=(Message("tool", "t"), Message("user", "u")), reply="s"
     )
-    # What follows says how a template ends the last reply.
+    # The messages that follow say how a template ends the last reply.
     assert environment.step("s") == StepResult(reward=1.0, messages=(Message("user", "x"),))
 
 

@@ -207,7 +207,7 @@ FAKES = {
         "    return int(found[1]) if found else 0"
     ),
 }
-# These go on until each of the two tests has had its limit.
+# The programs go on until each of the two tests has had its limit.
 ENDLESS = ("endless", "flood")
 
 
@@ -317,7 +317,7 @@ def test_a_test_that_every_function_passes_or_fails_is_refused(test, said, tmp_p
     ("test", "code", "reward"),
     [
         ("a = [3, 1]\nf(a)\nassert a == [1, 3]", "def f(a): a.sort()", 1),
-        # Else emptied arguments would lower what is expected.
+        # Otherwise emptied arguments would lower what is expected.
         ("a = [3, 1]\nassert f(a) == sorted(a)", "def f(a): a.clear(); return a", 0),
         ("a = [3, 1]\nassert f(a) == [1, 3] and a == [3, 1]", "def f(a): a.sort(); return a", 1),
         (
@@ -369,7 +369,7 @@ async def test_code_is_started_once_at_most_if_it_cannot_be_loaded(code, number,
 
 
 async def test_a_sandbox_imports_what_tests_and_code_import(tmp_path: Path) -> None:
-    # Each of these takes as long there as the rest of an exam.
+    # All of these take as long there as the rest of an exam.
     slow = "import sys\nslow = {'json', 're', 'runpy', 'typing'} & {*sys.modules}\n"
     tasks = functions(tmp_path, {"question": "?", "tests": [f"{slow}assert f() == slow == set()"]})
     assert (await judged(tasks, block(f"{slow}def f(): return slow"))).reward == 1

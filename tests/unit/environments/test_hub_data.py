@@ -116,7 +116,7 @@ def test_what_was_read_once_is_read_again_without_a_network(ask: Callable, hub: 
     num_requests = len(hub.requests)
     assert ask("hf:openai/sums", hub_config="main", offline=True) == read
     assert len(hub.requests) == num_requests
-    # Another split was not read, and is not taken for an empty one.
+    # A different split was not read, and is not taken for an empty one.
     answer = ask("hf:some/lines", offline=True)
     assert isinstance(answer, str)
     assert answer.startswith("hf:some/lines")

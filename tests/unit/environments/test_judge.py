@@ -124,7 +124,7 @@ async def score(endpoint: Endpoint, said: Any, **options: Any) -> float:
 async def test_a_judge_reads_the_prompt_with_its_fields_and_gives_a_number(endpoint):
     assert await score(endpoint, "It is good.\nScore: 7.5\n", api_key="a key") == 7.5
     (request,) = endpoint.asked
-    # What a reply says is no field of the prompt.
+    # The text of a reply is no field of the prompt.
     assert request["messages"] == [
         {"role": "user", "content": "From 0 to 10, how good is {score} {reply}?"}
     ]
@@ -139,7 +139,7 @@ async def test_a_judge_reads_the_prompt_with_its_fields_and_gives_a_number(endpo
     [
         ({}, {"temperature": 0, "max_tokens": 1024}),
         ({"max_tokens": 9}, {"temperature": 0, "max_tokens": 9}),
-        # What OpenAI's models that reason take.
+        # The limit that OpenAI's reasoning models take.
         (
             {"request": {"max_completion_tokens": 9, "temperature": None}},
             {"max_completion_tokens": 9},
@@ -273,7 +273,7 @@ def dripping(request: BaseHTTPRequestHandler) -> None:
         (plain(b'{"choices": 5}'), "must answer as OpenAI's chat completions do"),
         (plain(b'{"choices": []}'), "must answer as OpenAI's chat completions do"),
         (plain(b'{"choices": [{"message": {"content": 7}}]}'), "must answer as OpenAI's"),
-        # Its reply has thoughts alone.
+        # The judge's reply has thoughts alone.
         (plain(b'{"choices": [{"message": {}}]}'), "must reply with one number"),
         (plain(b'{"choices": [{"message": {}, "finish_reason": "length"}]}'), "was cut off at"),
         (plain(b'{"choices": [{"message": {"content": null}}]}'), "must reply with one number"),

@@ -165,7 +165,7 @@ async def test_comparisons_that_take_long_hold_up_no_other_one() -> None:
     await until(lambda: judge._program is not None and len(comparisons_of(judge)) >= places)
     assert (await judge.compare("7", "7"))["right"]
     assert not any(task.done() for task in hard)
-    # Each ends by itself, and is a fault of its own reply.
+    # All end by themselves, and each is a fault of its own reply.
     await until(lambda: kill_comparisons(judge) or all(task.done() for task in hard))
     for task in hard:
         assert await task == NOTHING

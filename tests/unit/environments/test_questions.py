@@ -558,7 +558,7 @@ async def test_a_function_judges_by_the_arguments_that_it_takes(tmp_path: Path, 
         answer_after="so ",
     )
     assert (parts.reward, parts.metrics) == (1.0, {"seen": 2})
-    # What does not take the answer needs no column of answers.
+    # A function that does not take the answer needs no column of answers.
     assert (await verdict(longest, "ab", answer="none")).reward == 2.0
     with pytest.raises(ConfigError, match="has no column 'none'"):
         await verdict(all_four, "2", answer="none")

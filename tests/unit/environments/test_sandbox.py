@@ -158,7 +158,7 @@ async def test_a_program_at_a_limit_is_ended_and_the_limit_named(backend: str) -
         assert finished.status != 0, name
 
 
-# What a program is refused; it says `escaped` when it is not.
+# Calls that a program is refused; it says `escaped` when it is not.
 REFUSED = {
     "memory": "x = bytearray(600 << 20)\nprint('escaped')",
     "memory_in_small_pieces": (

@@ -206,5 +206,6 @@ def test_millions_of_empty_elements_cost_no_more_than_their_decoding() -> None:
         ):
             check_bounds(message)
         lines.append(work.num_lines)
-    # They are counted before any of them is looked at; a collection of garbage runs lines too.
+    # The elements are counted before any of them is looked at; a collection of garbage runs lines
+    # too.
     assert lines[1] < 2 * lines[0]

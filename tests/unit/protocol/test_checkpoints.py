@@ -303,6 +303,6 @@ def test_a_resume_needs_the_steps_from_the_oldest_of_the_newest_checkpoints_on(t
     for step in (1, 2, 3, 4):
         save_checkpoint(tmp_path, step)
     assert [first_needed_step(tmp_path, keep_last=n) for n in (1, 2, 4, 5)] == [4, 3, 1, 0]
-    # What a client keeps may go when the client says so.
+    # A version that a client keeps may go when the client says so.
     write_kept(tmp_path, {3: math.inf})
     assert first_needed_step(tmp_path, keep_last=2) == 2

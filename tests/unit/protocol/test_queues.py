@@ -174,7 +174,7 @@ async def test_a_new_receiver_is_given_what_the_last_one_did_not_acknowledge(mak
             await first.acknowledge(map(name, range(10)))
             await until(lambda: sender.queued_bytes == 3_000)
         async with place.receiver() as second:
-            # What no queue holds a sender names when it comes back.
+            # A trajectory that no queue holds is named by its sender when it comes back.
             waiting = second.backlog or sender.undelivered
             assert list(waiting) == [name(number) for number in range(10, 40)]
             assert await get(second, 30) == list(range(10, 40))

@@ -30,7 +30,7 @@ def test_steps_of_replies_alone_and_beside_prompts_are_captured(max_episodes: in
     assert sizes == sorted(set(sizes))
     assert max_episodes in sizes
     assert max(sizes) == max_episodes + PROMPT_TOKENS
-    # What is captured of vLLM's own choice.
+    # The sizes that are captured of vLLM's own choice.
     vllms = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
     assert [size for size in sizes if size <= 512 and size != max_episodes] == [
         size for size in vllms if size != max_episodes

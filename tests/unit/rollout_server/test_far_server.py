@@ -64,7 +64,7 @@ async def test_a_server_fetches_and_serves_one_version_after_the_other(
         # Workers read what lies in the folder of the run.
         (file,) = config.run_dir.glob("fetched/server-0/weights")
         assert file.read_bytes() == b"".join(data.tobytes() for data in content)
-        # What the server was told to load it hands to its engine with layout and file.
+        # A server hands what it was told to load to its engine with layout and file.
         order, layout = server.engine.orders[-1]
         assert order.communicator.path == str(file.resolve())
         assert len(layout.tensors) == 4

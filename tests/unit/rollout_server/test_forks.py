@@ -45,7 +45,7 @@ uvloop.run(main())
 
 
 def test_grpc_does_nothing_in_the_forks_of_the_server() -> None:
-    # These tests' own process is told by the package already.
+    # The tests' own process is told by the package already.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
     done = completed([sys.executable, "-c", PROGRAM], check=True, env=environ)
     assert done.stdout == "{0: 25}\n"

@@ -90,7 +90,8 @@ def test_the_death_of_an_engine_is_told_with_a_memory_that_was_full() -> None:
     # The kernel seems to have ended a process since the start.
     full = "memory was full, so the kernel ended a process; give the run more memory"
     assert describe_engine_death(gone, oom_kills=now - 1) == full
-    # It may have been a process of another program: an engine that is there has its own cause.
+    # The killed process may have been a process of another program: an engine that is there has
+    # its own cause.
     assert describe_engine_death("no answer", oom_kills=now - 1) == "no answer"
 
 
@@ -137,7 +138,7 @@ def test_an_address_of_kubernetes_is_no_port_of_vllm(monkeypatch, port, kept) ->
         ("VLLM_CPU_KVCACHE_SPACE", "lots", "1", "invalid literal for int() with base 10: 'lots'"),
         ("VLLM_LOGGING_LEVEL", "LOUD", "debug", "Unknown level: 'LOUD'"),
         ("VLLM_WORKER_MULTIPROC_METHOD", "thread", "fork", "Invalid value 'thread' for "),
-        # Its reader looks for another one in vLLM's own module, and is left out.
+        # The variable's reader looks for another one in vLLM's own module, and is left out.
         ("VLLM_DP_RANK_LOCAL", None, "0", ""),
     ],
 )

@@ -769,7 +769,7 @@ async def test_nothing_waits_on_a_stream_that_is_over(server) -> None:
             await server.fleet.wait_trajectories(number + 1)
             connection.hang_up()
         await server.join()
-        # Those of the newest session, and of the calls to clients.
+        # Tasks of the newest session, and of the calls to clients.
         assert waiting_streams() <= 2
     finally:
         gc.enable()
@@ -818,7 +818,7 @@ async def test_a_server_that_joins_again_tells_what_it_has_finished_and_not_deli
         await connection.wait_for("heartbeat", lambda beat: beat.ended_tokens == 4 * 4 * 8)
         connection.hang_up()
         again = await server.fleet.joined()
-    # Those for which there is no room are among them.
+    # Trajectories for which there is no room are among them.
     group_ids = {name.rsplit(".", 2)[0] for name in again.hello.undelivered}
     assert group_ids == {f"g{number}.{member}" for number in range(8) for member in range(4)}
 
@@ -846,7 +846,7 @@ async def test_no_count_lacks_the_episodes_that_end_with_their_engine(server) ->
             raise EngineDied("it is gone")
         finally:
             if not args[0].startswith("g1.0."):
-                # Its group cancels it once.
+                # The group cancels it once.
                 with contextlib.suppress(asyncio.CancelledError):
                     await released.wait()
                 await released.wait()
@@ -881,7 +881,7 @@ async def test_a_controller_that_does_not_answer_is_told_with_its_address(
 ) -> None:
     monkeypatch.setattr(service, "_WELCOME_LIMIT_S", 1.0)
     async with BadNetwork("127.0.0.1:9") as network:
-        # It speaks HTTP/2, and answers no call.
+        # The server speaks HTTP/2, and answers no call.
         network.page = bytes.fromhex("000000040000000000")
         async with start_server(at=network.address) as server:
             message = (

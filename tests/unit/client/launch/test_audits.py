@@ -126,7 +126,7 @@ def test_the_episodes_of_a_step_are_shared_by_the_workers(asking: Callable[..., 
     number = limits["num_episodes"]
     episodes = algorithm.groups_per_step * algorithm.group_size / (2 * servers)
     assert episodes <= number < episodes + 1
-    # What the warning of an agent's second call goes by.
+    # The warning of an agent's second call goes by this limit.
     assert limits["max_turns"] == config.sampling.max_turns == 1
 
 

@@ -83,7 +83,7 @@ def test_a_run_that_ends_early_says_how_it_goes_on(state, tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.setattr(sys, "argv", [".venv/bin/slipstream", "run", "a.toml", "run.steps=10"])
     how = "resume it with: .venv/bin/slipstream run a.toml run.steps=10"
-    # What has failed would fail again as it is.
+    # A run that has failed would fail again as it is.
     how = f"mend the cause, then {how}" if state == "failed" else how
     is_stopped, text = shown(config_of(tmp_path), state=state)
     assert is_stopped == (state == "stopped")
@@ -124,7 +124,7 @@ ROWS: list[tuple[dict[str, object], str]] = [
         {"suspended_environments": {"a": "KeyError", "b": "x"}},
         "suspended            a: KeyError\n  suspended            b: x\n",
     ),
-    # One round of evaluation is no progress.
+    # A single round of evaluation is no progress.
     (
         HELD_OUT | {"reward_heldout": 0.25, "reward_heldout_step": 0},
         "reward held out      0.250 at version 0\n",

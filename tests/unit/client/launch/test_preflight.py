@@ -76,7 +76,7 @@ def test_a_port_that_was_drawn_is_given_to_nobody_before_and_after_it_is_used(mo
     for _ in range(2):
         with pytest.raises(ConfigError, match=refused):
             free_port("127.0.0.1")
-        # Another program that is no server cannot have it either.
+        # A different program that is no server cannot have it either.
         with socket.socket() as other, pytest.raises(OSError, match="already in use"):
             other.bind(("127.0.0.1", drawn))
         with socket.create_server(("127.0.0.1", drawn)):
@@ -764,6 +764,6 @@ async def test_a_loop_begins_only_where_its_http_process_can_listen(tmp_path: Pa
     taken = free_port("127.0.0.1")
     with socket.create_server(("127.0.0.1", taken)):
         assert f"--port: cannot listen on 127.0.0.1:{taken}: " in await refusal(taken)
-    # It is free now.
+    # The address is free now.
     assert "no such file" in await refusal(taken)
     assert "a port up to 65535, got '127.0.0.1:99999'" in await refusal(99999)

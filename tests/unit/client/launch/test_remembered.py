@@ -12,7 +12,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from support.fakes.small_configs import small_config
 
-# Each load leaves a mark.
+# Every load leaves a mark.
 COUNTED = """
 from pathlib import Path
 import counted_helper

@@ -222,7 +222,8 @@ async def test_a_controller_that_was_stopped_goes_on_and_ends_the_run_in_order(t
     async with with_controller(tmp_path) as processes:
         processes.start_controller(num_servers=0)
         running = asyncio.ensure_future(processes.wait())
-        # It hears of the stop in a call that is there: a later one might find no controller.
+        # The program hears of the stop in a call that is there: a later one might find no
+        # controller.
         await until(lambda: processes._display.last_event)
         for child in processes._children:
             child.signal(signal.SIGSTOP)
@@ -402,7 +403,7 @@ async def test_a_cause_that_was_told_is_not_followed_by_the_end_of_the_controlle
         running = asyncio.ensure_future(run_with_a_deaf_controller(tmp_path, processes))
         log = tmp_path / "test" / "logs" / "controller.log"
         await until(lambda: log.exists() and " listens" in log.read_text())
-        # It cannot write its last words either.
+        # The process cannot write its last words either.
         for child in processes._children:
             child.signal(signal.SIGKILL)
         assert await running == 1

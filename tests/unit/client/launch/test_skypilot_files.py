@@ -49,6 +49,6 @@ def test_servers_are_spot_machines_and_the_group_ends_with_the_learner() -> None
     assert (header["execution"], header["primary_tasks"]) == ("parallel", ["learner"])
     spot = {task["name"]: task["resources"]["use_spot"] for task in tasks()}
     assert spot == {"learner": False, "rollout-server-0": True}
-    # What the machine's own Python has is another matter.
+    # The packages of the machine's own Python are another matter.
     for task in tasks():
         assert "uv venv --clear --python 3.12 ~/slipstream/venv\n" in task["setup"]

@@ -64,7 +64,7 @@ async def test_what_fails_while_it_loads_is_started_once_more(tmp_path: Path) ->
 
 @pytest.mark.parametrize("answers", [0, 9], ids=["no controller", "the same version each time"])
 async def test_ranks_that_get_no_further_are_not_started_again_for_ever(answers, tmp_path):
-    # Each start resumes at version 50, makes 51 to 70 again, and dies.
+    # Every start resumes at version 50, makes 51 to 70 again, and dies.
     reached = [(70, 50)] * answers
     failed, messages = await kept(tmp_path, (1,) * 9, reached=reached)
     assert failed is not None

@@ -200,7 +200,7 @@ def test_a_run_that_goes_on_keeps_what_it_chose(tmp_path: Path) -> None:
     config.run_dir.mkdir()
     text = dump_config(config).replace("group_size = 8", "group_size = 12")
     (config.run_dir / "config.toml").write_text(text)
-    # What the file of the run holds is what another release would have chosen.
+    # The file of the run holds what another release would have chosen.
     again = chosen(tmp_path, run={"steps": 200}, algorithm={"groups_per_step": 5})
     assert (again.algorithm.group_size, again.algorithm.groups_per_step) == (12, 5)
     # A recorded size that cannot go with what is stated now is chosen anew.

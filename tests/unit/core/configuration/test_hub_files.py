@@ -128,7 +128,7 @@ def test_a_run_that_goes_on_takes_the_state_that_it_began_with(ask, hub, tmp_pat
     # The cache may be gone.
     shutil.rmtree(tmp_path / "home")
     assert files_of(model_of(ask(*requests))) == set(FILES)
-    # Another run takes the newest state, and so does one that never goes on.
+    # A different run takes the newest state, and so does one that never goes on.
     assert model_of(ask(*requests, "run.name=second")).name == NEWER
     assert model_of(ask(*requests, "run.resume=never")).name == NEWER
 

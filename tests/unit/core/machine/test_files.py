@@ -211,7 +211,7 @@ def test_a_deep_folder_is_removed(temporary: Path) -> None:
 
 @pytest.mark.process
 def test_a_folder_with_folders_that_may_not_be_written_is_removed() -> None:
-    # Another user must reach the folder, and the parents of pytest's own are private.
+    # A different user must reach the folder, and the parents of pytest's own are private.
     script = (
         "import os, sys, tempfile\n"
         "from slipstream.core.machine.files import OwnedFolder\n"

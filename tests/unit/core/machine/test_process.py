@@ -83,7 +83,7 @@ async def test_a_signal_leaves_the_exit_code_to_the_loop_that_waits_for_it(monke
     process = await asyncio.create_subprocess_exec("sleep", "600")
     send_signal(process, signal.SIGTERM)
     assert await process.wait() == -signal.SIGTERM
-    # It has ended: there is nobody to be signalled.
+    # The process has ended: there is nobody to be signalled.
     send_signal(process, signal.SIGTERM)
 
 

@@ -45,7 +45,7 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 
 
-# What a config.json of this class must have.
+# Fields that a config.json of this class must have.
 GPT_OSS_YARN = YARN | {"beta_fast": 32.0, "beta_slow": 1.0}
 WRITTEN = {
     DEEPSEEK: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
@@ -183,7 +183,7 @@ def test_fields_that_are_not_computed_alike_are_refused(architecture, change, me
     assert unknown_fields(values) == []
 
 
-# What changes nothing, or is computed with everywhere.
+# Fields that change nothing, or is computed with everywhere.
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     *(
         (architecture, {"rope_parameters": LLAMA3})

@@ -278,7 +278,7 @@ def test_a_shard_that_the_index_names_and_nobody_downloaded_is_found(folder: Pat
     shard = folder / "model-2.safetensors"
     assert problem.endswith(f"{shard} is missing, which {index.name} names")
     write_safetensors(shard)
-    # What the index does not name is not loaded.
+    # A tensor that the index does not name is not loaded.
     cut(folder / "model.safetensors", 3)
     assert missing_files(folder) == []
     index.write_text("[]")

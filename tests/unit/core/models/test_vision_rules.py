@@ -218,7 +218,7 @@ def test_embeddings_are_tied_where_transformers_ties_them(name, outer, inner):
     assert ModelSizes.of(decoder_table(values)).has_tied_output == expected
 
 
-# What a published Gemma 3 of 4B says: the rest are transformers' defaults.
+# Fields that a published Gemma 3 of 4B has: the rest are transformers' defaults.
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])

@@ -235,7 +235,7 @@ def test_a_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "latin.toml")
     with pytest.raises(ConfigError, match="Is a directory$"):
         load_config(tmp_path)
-    # What a run wrote is not called no TOML when somebody has changed it.
+    # A file that a run wrote is not called no TOML when somebody has changed it.
     for data, cause in (
         (with_first_line("a = 1\n") + b"b = 2\n", "not what the run"),
         (b"", "empty"),

@@ -294,7 +294,7 @@ def test_tensor_parallel_ranks_split_the_tokens_unless_a_setting_decides_it() ->
     ]
 
 
-# What differs in config.json, part of the message.
+# Fields that differ in config.json, part of the message.
 MODELS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": None}, "of architecture without a name, which cannot be loaded"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),

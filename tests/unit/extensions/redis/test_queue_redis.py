@@ -83,7 +83,7 @@ async def test_nothing_that_put_has_answered_is_lost_when_redis_is_killed_again_
             redis.asyncio.Redis.from_url(server.url("administrator")) as client,
             asyncio.timeout(LIMIT_S),
         ):
-            # What the dead server had counted is corrected while the receiver is open.
+            # The count of the dead server is corrected while the receiver is open.
             while await client.xlen(STREAM) or await used_bytes(client):
                 await asyncio.sleep(0.005)
             assert (await client.xpending(STREAM, "controller"))["pending"] == 0
@@ -169,7 +169,7 @@ async def test_a_redis_that_stays_away_is_reported_with_its_name_and_without_its
             await get(receiver)
     (message,) = causes(caught.value)
     assert "valkey.sock does not answer within 0.3 s" in message
-    # It may have ended of itself, which only its own log says.
+    # The server may have ended of itself, which only its own log says.
     assert message.endswith("; its own log says more: it ends, for example, when its disk is full")
     assert server.password_file("controller").read_text() not in message
     with pytest.raises(QueueError, match="does not answer within 0.2 s"):

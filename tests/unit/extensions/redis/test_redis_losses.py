@@ -130,7 +130,7 @@ async def test_a_wrong_count_of_bytes_is_put_right(server, administrator):
         RedisSender(server.url("rollout"), "run", 1_000) as sender,
     ):
         await administrator.incrby(BYTES, 1 << 62)
-        # It waits until the receiver has looked.
+        # The sender waits until the receiver has looked.
         await sender.put(name(0), b"x" * 900, timeout_s=LIMIT_S)
         await administrator.incrby(BYTES, -5_000)
         await until(lambda: sender.queued_bytes == 900)
@@ -164,7 +164,7 @@ async def test_an_answer_that_was_lost_leaves_no_wrong_count(server, administrat
 
 async def test_a_server_older_than_seven_is_refused_at_connect(server, monkeypatch):
     async def scan(*_):
-        # What a server of 6.2 answers: it has no count of added entries.
+        # The answer of a server of 6.2: it has no count of added entries.
         return [], [b"length", 0, b"last-generated-id", b"0-0", b"groups", []], None
 
     monkeypatch.setattr(RedisReceiver, "_scan", scan)
@@ -202,7 +202,8 @@ async def test_older_files_are_noticed_by_the_receiver(server: EmbeddedServer, t
             await receiver.acknowledge([(await receiver.get()).trajectory_id])
             async with older_files(server, folder):
                 await sender.put(name(1), b"x" * 100, timeout_s=LIMIT_S)
-                # What it holds and does not give up it has not lost, and yet Redis counts less.
+                # Entries that it holds and does not give up are not lost, and yet Redis counts
+                # less.
                 await receiver.acknowledge([(await receiver.get()).trajectory_id])
             await asyncio.Event().wait()
     (message,) = causes(caught.value)

@@ -142,7 +142,7 @@ def test_choices_are_counted_once_where_a_layer_is_computed_twice() -> None:
             route(layer, SCORES, recorded)
         route(layer, SCORES, recorded)
     ranks = SimpleNamespace(sum=lambda values: values * 3, is_main=True)
-    # One of four choices differs in the first layer, none of two in the second.
+    # In the first layer one of four choices differs, in the second none of two.
     assert metrics(layers, ranks, 1.0)["routing_difference"] == 1 / 6
     assert metrics(layers, ranks, 1.0)["routing_difference"] == 0
 

@@ -125,7 +125,7 @@ def test_a_damaged_link_is_named_and_leaves_no_version(in_files: Scene, damage, 
 def test_a_payload_that_its_manifest_describes_wrong_is_an_error_of_the_publish(scene: Scene):
     scene.fetch(0)
     changed = scene.versions.chain[1].delta.changed
-    # One more or less, so that it is as long.
+    # A further or less, so that it is as long.
     near = [[*changed[:1], changed[1] + more, *changed[2:]] for more in (1, -1)]
     sizes = [*map(wire_bytes, BUCKETS, changed)]
     changed[:] = next(c for c in near if [*map(wire_bytes, BUCKETS, c)] == sizes)

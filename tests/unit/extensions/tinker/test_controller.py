@@ -370,7 +370,7 @@ async def test_a_session_that_sends_too_much_must_wait_and_no_other(tmp_path, mo
         await loop.give(begin("s"), begin("t"), of("1", 1), of("2", 2))
         with pytest.raises(Refused, match="2 requests of session s wait: "):
             await loop.give(of("3", 3))
-        # One that is sent again is known.
+        # A pass that is sent again is known.
         await loop.give(of("t1", 1, "t"), of("2", 2))
 
 
@@ -432,7 +432,7 @@ async def test_ten_thousand_operations_leave_few_on_the_disk_and_in_memory(in_me
         assert len(list(files.iterdir())) <= 2 * num_operations
         assert not any([(await client.order()).error for _ in range(2)])
     async with writing(in_memory) as loop:
-        # It goes on behind the newest one, with the passes that no step has yet.
+        # The client goes on behind the newest one, with the passes that no step has yet.
         client.loop, (model,) = loop, loop.models.by_stream.values()
         assert (model.next, len(model.passes)) == (client.number, 2)
         assert not (await client.order()).error
@@ -592,7 +592,7 @@ async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(tmp_path,
             await results.aclose()
 
         await sample(names[:7], under_way=1)
-        # Their clients were not told.
+        # The streams' clients were not told.
         assert set(names[:7]) == loop.entries.keys()
         await sample(names[7:20])
         await sample(names[20:30], told=names[7:20])
@@ -603,7 +603,7 @@ async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(tmp_path,
         # The first is under way; of the others the newest stay.
         assert {"0", *names[36:]} <= loop.entries.keys()
         assert not {*names[1:30]} & loop.entries.keys()
-        # One that ended late does not go for others that began behind it.
+        # A stream that ended late does not go for others that began behind it.
         late = loop.entries["0"]
         late.is_told = True
         loop.samples._over(late)
@@ -723,7 +723,7 @@ async def test_replies_that_became_too_stale_under_way_are_sampled_anew_or_refus
         samples = loop.samples
         samples._intake = SimpleNamespace(withdraw=lambda *_: None)
         samples.open[entry] = None
-        # That of version 6 has the values of the publish before.
+        # The sample of version 6 has the values of the publish before.
         for version in (6, 7):
             span = VersionSpan(1, PolicyVersion(0, version))
             reply: Any = SimpleNamespace(version_spans=(span,), task_index=version)
@@ -750,7 +750,7 @@ async def test_a_model_that_rests_goes_on_after_a_restart_however_much_others_di
                 loop.computes(operation.id)
             loop.step()
             await loop.write_results()
-            # Nobody asks for the pass alone.
+            # No one asks for the pass alone.
             if not operation.HasField("compute"):
                 assert (await loop.result(operation.id)).is_done
         assert "s:step" not in loop.entries

@@ -275,7 +275,7 @@ async def test_half_written_bodies_share_one_budget(monkeypatch: pytest.MonkeyPa
             expected_bytes = 1000 * (number + 1)
             while budget.held_bytes < expected_bytes:
                 await asyncio.sleep(0)
-        # Whoever was silent longest makes room, whatever key it has, and hears of it.
+        # The owner that was silent longest makes room, whatever key it has, and hears of it.
         parts = asyncio.Queue()
         parts.put_nowait(b'{"a":"')
         parts.put_nowait(b"x" * 1500)

@@ -22,7 +22,7 @@ SENT = bytes.fromhex(
     "0a12636c69705f6c6f775f7468726573686f6c6411cdccccccccccec3f3a200a13636c69705f686967685f7468726573"
     "686f6c64120909cdccccccccccf43f3a1f0a12636c69705f6c6f775f7468726573686f6c64120909cdccccccccccec3f"
 )
-# What the SDK reads as two replies, and as the log-probabilities of two data.
+# A result that the SDK reads as two replies, and as the log-probabilities of two data.
 READ_REPLIES = "0a14120804000000090000001a08000000bf000080be0a0e08011204070000001a04000080bf"
 READ_PASS = (
     "0a0a54656e736f7244617461123a12360a086c6f6770726f6273122a0a0c000080bf000000c0000040c0121800000000"

@@ -131,7 +131,7 @@ async def test_a_controller_that_takes_nothing_keeps_no_sample_for_ever(samples,
     await samples.ask("s:1")
     (call,) = samples.calls
     call.takes.clear()
-    # Its client goes while it is sent.
+    # The sample's client goes while it is sent.
     sending = asyncio.ensure_future(samples.ask("s:2"))
     await asyncio.sleep(0)
     sending.cancel()

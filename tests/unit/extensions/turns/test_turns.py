@@ -168,7 +168,7 @@ async def test_engines_without_weights_and_those_that_leave_give_their_memory_ba
 async def test_a_server_that_joins_in_the_turn_of_the_learner_gives_its_memory_back(turns, rests):
     scene = Scene(turns)
     orders = []
-    # It lasts from the loss of a trainer until the next one asks for its first order.
+    # The turn lasts from the loss of a trainer until the next one asks for its first order.
     asks = functools.partial(scene.turns.trainer_asks, ())
     for name, event in (("a", scene.turns.trainer_away), ("b", asks), ("c", nothing)):
         session = joined(scene.fleet, f"new-{name}")

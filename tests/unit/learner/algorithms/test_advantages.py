@@ -79,6 +79,6 @@ def test_gae_begins_again_in_each_branch() -> None:
     values = np.array([1.0, 2.0, 4.0, 1.0, 2.0, 4.0])
     tree = ScoredEpisode("a", 3.0, np.zeros(6), values, (slice(0, 3), slice(3, 6)))
     (estimate,) = token_advantages([tree], settings_of_gae)
-    # Each branch has the values and rewards of the example above.
+    # Every branch has the values and rewards of the example above.
     assert estimate.advantages.tolist() == [-0.0625, -0.25, -1.0] * 2
     assert estimate.returns.tolist() == [0.9375, 1.75, 3.0] * 2

@@ -78,7 +78,7 @@ def test_a_latecomer_gets_its_share_from_now_on():
     accept(book, 100)
     late = add(book, "late")
     late.counts.head_start = book.head_start(late)
-    # One that comes again is level with the others already.
+    # An environment that comes again is level with the others already.
     assert book.head_start(late) == late.counts.head_start == 100.0
     assert accept(book, 10) == {"e0": 5, "late": 5}
 
@@ -167,7 +167,7 @@ def test_a_complete_group_clears_the_count_of_failures_long_before_its_batch():
 
 
 def test_failures_do_not_count_before_older_groups_have_ended():
-    # What fails at once ends before groups that were leased earlier and may be fine.
+    # A group that fails at once ends before groups that were leased earlier and may be fine.
     book = make_book(1.0)
     assert not fail(book, 1, oldest_open=0)
     assert not fail(book, 2, oldest_open=0)

@@ -297,7 +297,7 @@ def test_a_trainer_of_another_version_than_the_run_starts_again(tmp_path: Path) 
         controller.incarnation = 1
         controller.forget()
         until_places(controller, 2)
-        # It has registered again meanwhile, so that the controller would take each call.
+        # The trainer has registered again meanwhile, so that the controller would take each call.
         with pytest.raises(RuntimeError, match="the run calls the trainer's version 0 0/1 now"):
             client.report_step(report(0))
         assert controller.steps == []

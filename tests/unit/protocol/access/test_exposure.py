@@ -98,7 +98,7 @@ def test_the_interface_of_an_address_is_found_also_behind_a_label() -> None:
 
 def test_the_rendezvous_is_known_to_holders_of_the_token_alone() -> None:
     first = rendezvous_secret("t" * 32, "run")
-    # Those of the trainer's role hold it too.
+    # Processes of the trainer's role hold it too.
     assert first == rendezvous_secret(role_token("t" * 32, "trainer"), "run")
     assert len({first, rendezvous_secret("u" * 32, "run"), rendezvous_secret("t" * 32, "r")}) == 3
     assert "t" * 8 not in first

@@ -258,7 +258,7 @@ async def test_a_silent_connection_ends(tmp_path, monkeypatch):
 
 
 async def test_the_oldest_silent_connection_makes_room(tmp_path, monkeypatch):
-    # None of them ends by itself while the test runs.
+    # No connection ends by itself while the test runs.
     monkeypatch.setattr(endpoint, "LIMIT_S", 600.0)
     monkeypatch.setattr(endpoint, "MAX_CONNECTIONS", 4)
     config = metrics_config(tmp_path)
@@ -310,7 +310,7 @@ async def test_each_process_of_a_host_finds_a_port_of_its_own(tmp_path):
     ):
         names = ("controller", "one", "two")
         ports = [target_of(config, name)[1] - port for name in names]
-        # Others may hold one between them.
+        # Other programs may hold a port between them.
         assert ports[0] == 0 < ports[1] < ports[2] < 129
         with pytest.raises(ConfigError, match=f"controller cannot listen on port {port}: Address"):
             async with metrics_endpoint(config, "controller", []):

@@ -145,7 +145,8 @@ async def test_a_worker_that_an_upgrade_replaced_is_refused_by_its_server() -> N
             await workers.Attach(iter(()), metadata=of_release("9.0")).read()
         assert parts.called == []
         assert await workers.Attach(iter(()), metadata=of_release(RELEASE)).read()
-        # Its interpreter lacks our package, or has another version; the source is the server's.
+        # The worker's interpreter lacks our package, or has another version; the source is the
+        # server's.
         elsewhere = f"unknown {RELEASE.partition(' ')[2]}"
         assert await workers.Attach(iter(()), metadata=of_release(elsewhere)).read()
     async for channel in served(parts, "r-1"):

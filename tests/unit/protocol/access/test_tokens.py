@@ -33,7 +33,7 @@ def methods() -> Iterator[str]:
     """All methods that a controller serves."""
     for file in FILES:
         for service in file.DESCRIPTOR.services_by_name.values():
-            # That one is served by rollout servers on a socket, with tokens of its own.
+            # The last service is served by rollout servers on a socket, with tokens of its own.
             if service.name != "WorkerService":
                 yield from (f"/{service.full_name}/{method.name}" for method in service.methods)
 

@@ -24,7 +24,7 @@ JOINED: list[NcclGroup] = []
 def nccl() -> Iterator[FakeNccl]:
     with fake_nccl.installed() as nccl:
         yield nccl
-        # Their watchdogs end before the fake goes.
+        # The groups' watchdogs end before the fake goes.
         while JOINED:
             JOINED.pop().abort()
 
@@ -95,7 +95,7 @@ def test_communicator_that_comes_about_too_late_is_aborted(nccl: FakeNccl, is_gi
         abandoned.set()
     message = "before one of them was lost" if is_given_up else r"within 0\.1 s"
     with pytest.raises(WeightSyncError, match=f"did not meet {message}"):
-        # One that is given up must not wait for its deadline, which is beyond this test's limit.
+        # A join that is given up must not wait for its deadline, which is beyond this test's limit.
         join(deadline_s=3600.0 if is_given_up else 0.1, abandoned=abandoned)
     nccl.connect(b"id", 1)
     wait_until(lambda: [m.num_aborts for m in nccl.members if m.rank == 0] == [1])

@@ -63,7 +63,7 @@ def test_nccl_joins_members_that_are_told_the_same(mine, theirs, said):
         choose_transport("auto", learner, places, parallel=PLAIN)
     del places["b"]
     assert choose_transport("auto", learner, places, parallel=PLAIN) == "nccl"
-    # Others do not need it.
+    # Other transports do not need it.
     shared = {"b": place("here", "GPU-0", **theirs)}
     assert choose_transport("auto", learner, shared, parallel=PLAIN) == "ipc"
 

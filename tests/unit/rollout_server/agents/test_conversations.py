@@ -117,7 +117,7 @@ def test_the_turn_that_a_request_names_goes_on_among_equal_ones() -> None:
     for turn in turns:
         turn_found = talk.all.find(TOOLS, keys, "", previous=turn)
         assert (turn_found.turn, turn_found.num_messages) == (turn, 2)
-    # What its messages do not continue is no matter.
+    # A turn that its messages do not continue is no matter.
     assert talk.all.find(TOOLS, [key("user", "x"), *keys], "", previous=turns[0]) is None
 
 

@@ -39,7 +39,8 @@ FIELDS = (
     "return_prompt_text",
     "return_token_offsets",
 )
-# What a chat template reads that knows efforts of reasoning, or whether to reason, or neither.
+# Variables that a chat template reads that knows efforts of reasoning, or whether to reason, or
+# neither.
 EFFORTS = ("messages", "reasoning_effort", "documents", "persona")
 SWITCH = ("messages", "enable_thinking")
 NEITHER = ("messages",)

@@ -142,7 +142,7 @@ async def test_an_open_call_stops_the_clock_which_starts_again_behind_it() -> No
     await until(lambda: talk.answering.asked)
     with pytest.raises(EnvironmentFailed, match="timeout_s"):
         await Talk(timeout_s=0.2).run()
-    # One without a call, which began later, has failed by now.
+    # An episode without a call, which began later, has failed by now.
     assert not running.done()
     talk.answering.may_answer.set()
     started_s = time.monotonic()

@@ -122,7 +122,7 @@ async def test_a_call_that_is_over_is_forgotten() -> None:
     answer = pb.WorkerMessage(call_id=stream.sent[-1].call_id, observation=pb.Observation())
     stream.table.answered(answer)
     await task
-    # It is answered too late, or twice.
+    # The call is answered too late, or twice.
     stream.table.answered(answer)
     ping = pb.WorkerCommand(ping=pb.PingCommand(episode_key="e"))
     with pytest.raises(EnvironmentFailed, match="no answer to ping"):

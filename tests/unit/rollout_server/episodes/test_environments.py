@@ -401,7 +401,7 @@ async def test_an_episode_that_leaves_while_it_waits_for_a_worker_of_its_own_hol
 async def test_episodes_that_wait_for_a_worker_of_their_own_are_told_of_an_unload(hosted) -> None:
     first = await suspected(hosted)
     waiting = [asyncio.create_task(hosted.open("Exiting", name, 0)) for name in "bcd"]
-    # Each begins to wait.
+    # All begin to wait.
     await asyncio.sleep(0)
     hosted.unload("Exiting")
     errors = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), LIMIT_S)

@@ -78,7 +78,7 @@ def test_results_that_a_template_writes_by_their_calls_are_read_anew(tmp_path) -
         call = ParsedToolCall("one", "d", arguments)
         history.add(ParsedReply("b", tool_calls=(call,)).message, [ChatMessage("tool", "c", "one")])
         continuation = history.continuation(EOS)
-        # Behind a call that the template cannot write, the result stands as behind a plain reply.
+        # After a call that the template cannot write, the result stands as behind a plain reply.
         assert (continuation if continuation is None else renderer.decode_all(continuation)) == text
 
 

@@ -52,7 +52,7 @@ class Family(NamedTuple):
     end: str
 
 
-# One row a family; the columns are the fields of `Family`.
+# A row a family; the columns are the fields of `Family`.
 TABLE = """
 apertus             equal   equal   refused added   refused refused refused <|assistant_end|>
 apriel-1.6          refused refused refused added   equal   equal   refused <|end|>
@@ -136,13 +136,13 @@ class Template:
             tokens = history.reply(reply, following)
             trained = decode(tokens)
             messages.append(ChatMessage("assistant", reply))
-            # What is trained is what the template writes for a last reply, with its end there.
+            # The trained text is what the template writes for a last reply, with its end there.
             body = self.body(trained)
             closed = self.text(messages, NO_INPUTS, is_closed=True)
             assert closed.startswith(prompt + body), (trained, closed)
             end = trained.removeprefix(body)
             if not closed.startswith(prompt + trained):
-                # It has no end there: what follows the reply ends it, or a user's message.
+                # The reply has no end there: what follows the reply ends it, or a user's message.
                 next_to = [*messages, *(following or [ChatMessage("user", "u")])]
                 written = self.text(next_to, NO_INPUTS, is_closed=True)
                 assert f"{body[-5:]}{end}" in written, (end, written)
@@ -152,7 +152,7 @@ class Template:
             between = history.continuation(tokens[-1])
             assert between is not None
             messages += following
-            # What follows is the end of what the template writes, with one end before it.
+            # The rest is the end of what the template writes, with one end before it.
             text = self.text(messages, NO_INPUTS)
             assert text.endswith(decode(between)), (between, text)
             assert self.body(text.removesuffix(decode(between))).endswith(reply[-5:]), text

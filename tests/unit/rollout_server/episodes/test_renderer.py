@@ -102,7 +102,7 @@ def test_a_template_that_drops_replies_cannot_continue(tmp_path: Path) -> None:
 
 USER = "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>"
 REST = "{% endif %}{% endfor %}{% if add_generation_prompt %}"
-# What stands for a reply, the generation prompt, and what is trained of a reply "b".
+# The text that stands for a reply, the generation prompt, and what is trained of a reply "b".
 GIVEN = {
     "ChatML": (
         "<|im_start|>assistant\n{{ m.content }}<|im_end|>\n",

@@ -18,7 +18,7 @@ from vllm.tool_parsers import _TOOL_PARSERS_TO_REGISTER
 CUT = ReplyEnding(by_model=False)
 # Parsers that need a package, a file of the hub, or a template in the model's folder.
 ELSEWHERE = {"cohere_command3", "cohere_command4", "openai", "hf"}
-# One of each kind: with an engine of terminals, of JSON, of a list; an own one with a mark.
+# A parser of each kind: with an engine of terminals, of JSON, of a list; an own one with a mark.
 USUAL = {"qwen3_coder", "mistral", "granite", "hermes", "apertus", "hy_v3"}
 
 

@@ -20,7 +20,7 @@ class States:
     seeds = SimpleNamespace(gpu=torch.zeros(ROWS, dtype=torch.int64))
 
 
-# What vLLM's own sampler returns.
+# The output that vLLM's own sampler returns.
 OF_VLLM = SimpleNamespace(sampling_mask_tensors=None)
 
 

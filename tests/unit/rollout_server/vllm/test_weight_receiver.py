@@ -89,5 +89,5 @@ def test_workers_on_a_cpu_share_what_main_memory_has_left(monkeypatch: pytest.Mo
 
     assert room(0, 1) == 3 * GIB
     assert room(0, 2) == 3 * GIB // 2
-    # What is kept already is used again.
+    # Memory that is kept already is used again.
     assert room(GIB, 2) == 3 * GIB // 2 + GIB

@@ -169,7 +169,7 @@ class Both:
 
     def compare(self) -> None:
         fast, plain = self.rigs
-        # What a limit cuts off goes on with the next pass; orphans may go elsewhere then.
+        # A group that a limit cuts off goes on with the next pass; orphans may go elsewhere then.
         limit = 10**9 if fast.book.orphans() else self.number(1, 3)
         for rig in self.rigs:
             while rig.scheduler.lease_all(limit) is not None:

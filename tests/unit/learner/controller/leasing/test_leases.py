@@ -305,7 +305,8 @@ def test_members_that_a_closed_lease_left_without_a_word_run_again_once_all_sent
     group = lease(book)
     assert book.short_leases(A, 0, 0) == []
     book.closed(group.group_id, A, [2], next_attempt=1)
-    # What was sent before the close may still be on its way; what is sent later does not matter.
+    # A trajectory that was sent before the close may still be on its way; what is sent later does
+    # not matter.
     assert book.short_leases(A, 7, 6) == []
     book.add(reply(group, 0))
     assert book.short_leases(B, 7, 7) == []
@@ -326,7 +327,7 @@ def test_a_member_of_a_withdrawn_lease_keeps_its_slot_until_its_last_attempt_has
     failure = Failure(FailureKind.TIMEOUT, "slow")
     book.add(reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True))
     book.quarantined(TrajectoryName(group.group_id, 1, 0, 1), will_retry=True)
-    # What a lost server had of the same lease is not this one's.
+    # Trajectories that a lost server had of the same lease are not this server's.
     book.quarantined(TrajectoryName(group.group_id, 1, 0, 7), will_retry=False)
     assert book.episodes_by_holder()[A] == 2
     book.add(reply(group, 0, attempt=1))

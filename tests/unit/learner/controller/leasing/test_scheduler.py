@@ -135,7 +135,7 @@ async def test_after_a_restart_groups_wait_for_the_servers_that_may_have_finishe
     assert rig.orders(other) == []
     rig.book.awaited.arrived(f"{first}.0.0.5")
     rig.book.awaited.joined("a", [f"{first}.0.0.5", f"{second}.0.0.5", f"{second}.1.0.5"])
-    # What the server holds of the first group came before its hello.
+    # The part that the server holds of the first group came before its hello.
     await rig.lease()
     assert [order.group_id for order in rig.orders(other)] == [first]
     for member, leased in enumerate(([], [second])):

@@ -136,7 +136,7 @@ async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_h
         assert texts(scene.run)[-1] == (
             "rollout server b still loads version 1: the others and the trainer go on"
         )
-        # What it has loaded is proved as ever, and then it serves.
+        # The version that it has loaded is proved as ever, and then it serves.
         scene.say(publish_id, LOADED, late, bucket_digests=DIGESTS)
         scene.say(publish_id, SERVING, late)
         await until(lambda: late.is_serving)
@@ -421,7 +421,7 @@ async def test_a_report_of_another_order_changes_nothing(run: Run) -> None:
     async with far_away(run) as scene:
         order = scene.ask()
         assert order is not None
-        # Another trainer has come, and is told to write anew.
+        # A different trainer has come, and is told to write anew.
         again = scene.ask()
         assert scene.written(order) == []
         assert scene.written(again) == [f"{again.folder}/manifest"]

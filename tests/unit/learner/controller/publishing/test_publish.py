@@ -36,7 +36,7 @@ async def test_a_publish_through_a_kept_communicator_begins_with_its_order(run: 
         order = await scene.ordered()
         assert order.begun
         receive = await next_order(scene.session)
-        # What a server is told does not grow with the fleet.
+        # The order to a server does not grow with the fleet.
         told = weights_pb2.PublishOrder()
         told.CopyFrom(order)
         told.ClearField("receivers")
@@ -411,7 +411,7 @@ async def test_the_trainer_hears_who_is_still_there_while_all_meet(run: Run) -> 
         assert orders[-1] == "receive"
         assert scene.sent() == []
         scene.say(order.publish_id, FAILED, message="could not join")
-        # Its failure acts at once: it is not known only when the trainer has sent.
+        # A receiver's failure acts at once: it is not known only when the trainer has sent.
         assert scene.session.state == fleet_pb2.SERVER_STATE_STALE
         assert scene.sent() == ["abort"]
         assert scene.publisher.start(question) == []

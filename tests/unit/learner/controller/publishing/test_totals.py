@@ -41,7 +41,7 @@ def test_a_server_was_paused_no_longer_than_the_controller_saw() -> None:
 
 
 RECORDED = Path(__file__).parents[4] / "data" / "probe_logprobs.npz"
-# What misses small updates only moves logits by less than their rounding.
+# A fault that misses small updates only moves logits by less than their rounding.
 TOO_SMALL = ("one layer stale", "embedding and head stale")
 
 

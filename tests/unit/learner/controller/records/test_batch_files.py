@@ -218,7 +218,7 @@ def test_no_more_than_one_trajectory_is_encoded_at_once(batch):
         def trajectories(self):
             for message in batch.trajectories:
                 encoded.append(message)
-                # Whatever was made before is written.
+                # All that was made before is written.
                 assert file.getvalue().count(message.group_id.encode()) >= len(encoded) - 1 - 3
                 yield message
 

@@ -300,7 +300,7 @@ def test_members_that_were_given_up_are_not_leased_again() -> None:
     history.add(parsed(lease_record("g000000")))
     history.add(kinds.GaveUp(group="g000000", members=[1], cause="x"))
     history.add(kinds.GaveUp(group="g000000", members=[3], cause="x"))
-    # Its group may have ended meanwhile.
+    # The trajectory's group may have ended meanwhile.
     history.add(kinds.GaveUp(group="g000007", members=[0], cause="x"))
     book = book_of(group_size=4)
     book.restore(history)

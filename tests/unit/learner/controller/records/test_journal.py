@@ -199,7 +199,7 @@ def test_a_fenced_controller_replaces_no_batch_of_its_successor(tmp_path):
 def test_the_file_of_a_batch_that_a_fenced_controller_left_is_written_anew(tmp_path):
     old = Journal(tmp_path)
     new = Journal(tmp_path)
-    # It forms its batch before it knows.
+    # The fenced controller forms its batch before it knows.
     old.append(old.write_batch(batch_of(0, "old")))
     with pytest.raises(RunFailed, match="was started later"):
         old.sync()
@@ -300,7 +300,7 @@ def test_a_disk_that_is_full_at_the_start_is_named_in_one_line(tmp_path, monkeyp
         patch.setattr(os, "fsync", full)
         with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
             Journal(tmp_path)
-    # It has given the lock back.
+    # The first journal has given the lock back.
     with Journal(tmp_path) as journal:
         journal.append(note("a"))
     assert [record["kind"] for record in read_records(tmp_path)] == ["a"]
@@ -408,7 +408,7 @@ def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
         earlier = EarlierIds(history, journal)
         assert earlier.holds(GroupId("g000002"), TrajectoryId("g000002.0.0.7"))
         assert earlier.holds(trained.group_id, trained.trajectory_id)
-        # Another attempt at the same place was neither trained nor ended.
+        # A different attempt at the same place was neither trained nor ended.
         assert not earlier.holds(trained.group_id, TrajectoryId("g000001.0.9.7"))
         assert not earlier.holds(GroupId("g000003"), TrajectoryId("g000003.0.0.7"))
         # The batch was set aside, and the next one of the step has a file of its own.

@@ -93,7 +93,7 @@ async def test_an_end_is_acknowledged_when_it_is_durable(tmp_path, monkeypatch):
         disk.hold()
         ledger.end(GOOD, TrajectoryEnd.FAILED, "first")
         await asyncio.to_thread(disk.wait_begun)
-        # Behind the sync under way: not durable with it.
+        # After the sync under way: not durable with it.
         ledger.acknowledge(TrajectoryId("second"))
         await several_turns()
         assert receiver.acknowledged == []

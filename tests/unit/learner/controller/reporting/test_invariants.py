@@ -173,7 +173,7 @@ def test_groups_of_equal_rewards_have_no_advantage() -> None:
         {"algorithm.advantage": "reinforce_pp"},
         # The batch's mean is taken off, too.
         {"algorithm.advantage": "reinforce_pp_baseline"},
-        # Each token has a cost.
+        # Every token has a cost.
         {"algorithm.kl": {"coefficient": 0.1, "placement": "reward"}},
     ],
 )

@@ -44,7 +44,7 @@ def test_a_server_has_left_only_if_it_said_goodbye(last, state, cause):
     gone = fleet.departed[session.key.server_id]
     assert (gone.state, gone.cause) == (state, cause)
     assert session.is_leaving
-    # Another life of it begins anew.
+    # A further life of the server begins anew.
     joined(fleet, "a")
     assert not fleet.departed
 

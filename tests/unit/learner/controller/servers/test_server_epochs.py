@@ -81,7 +81,7 @@ def test_only_connected_servers_whose_counts_changed_are_journaled_at_a_step():
     assert records.pop() == {"kind": "servers", "generated": [["a", 12, 9]]}
     ledger.journal_servers()
     assert len(records) == 1
-    # Its last record says all of a server that is lost.
+    # The last record says all of a server that is lost.
     ledger.journal_servers(key_of(11))
     assert records[1] == {"kind": "servers", "generated": [["a", 11, 5]], "departed": True}
 

@@ -126,7 +126,7 @@ def test_a_latecomer_is_still_level_with_the_others_after_a_restart() -> None:
     spec = environment_pb2.EnvironmentSpec(name="late", weight=2.0)
     late = scene.servicer._enter(spec)
     assert late.share == scene.entry.share == 1.0
-    # One that leaves and comes again is behind by nothing.
+    # An environment that leaves and comes again is behind by nothing.
     assert scene.servicer._enter(spec).share == 1.0
     again = Scene(LEASE, *scene.journal.records)
     assert again.servicer._environments.add(spec).share == again.entry.share == 1.0

@@ -83,7 +83,7 @@ def test_the_settings_allow_further_places() -> None:
 
 
 def test_submitted_environments_share_a_number_of_workers() -> None:
-    # Those of the run's settings count for nothing.
+    # Environments of the run's settings count for nothing.
     servicer, book, _ = submissions()
     assert servicer._problem(submitted("a", num_workers=256)) == ""
     book.add(submitted("a", num_workers=250))
@@ -103,13 +103,13 @@ def test_environments_that_were_suspended_make_room_for_others(monkeypatch) -> N
     for name in ("a", "b", "c"):
         servicer._enter(submitted(name))
     assert servicer._problem(submitted("d")) == "a run has at most 4 environments"
-    # One of the run's settings keeps its place.
+    # An environment of the run's settings keeps its place.
     for name in ("own", "b", "c"):
         book.entries[name].state = SUSPENDED
     assert servicer._problem(submitted("d")) == ""
     servicer._enter(submitted("d"))
     assert list(book.entries) == ["own", "a", "c", "d"]
-    # One that comes back takes its own place.
+    # An environment that comes back takes its own place.
     servicer._enter(submitted("c"))
     assert list(book.entries) == ["own", "a", "c", "d"]
     assert servicer._problem(submitted("e")) == "a run has at most 4 environments"
@@ -128,7 +128,7 @@ def test_a_suspended_environment_has_no_workers_until_it_is_submitted_again() ->
     late = joined(books.fleet, "late")
     assert [order.unload for order in orders(session)] == [False, True]
     assert orders(late) == []
-    # This report was under way.
+    # The report was under way.
     late_report = fleet_pb2.EnvironmentReport(environment="own", num_tasks=5)
     servicer.environment_reported(session, late_report)
     assert not entry.loaded_on

@@ -148,7 +148,7 @@ async def test_a_trainer_that_leaves_before_the_end_fails_the_run() -> None:
     servicer = servicer_of(run)
     await servicer.ReportStep(trainer_pb2.StepReport(step=0), Call(1))
     await servicer.Finish(trainer_pb2.TrainerGoodbye(), Call(1))
-    # Else the run would wait for it until `controller.stall_timeout_s`.
+    # Otherwise the run would wait for it until `controller.stall_timeout_s`.
     assert run.progress.has_failed
     assert run.progress.cause.startswith(
         "the trainer left at version 1, told to by SIGTERM or an earlier controller;"
@@ -350,7 +350,7 @@ async def test_a_place_is_kept_for_as_long_as_a_stream_is_open() -> None:
         with pytest.raises(Refused, match="has the place in this run"):
             await place.check_free(HELLO, Call())
     await place.check_free(HELLO, Call())
-    # It may come back until another trainer has taken the place.
+    # The trainer may come back until another trainer has taken the place.
     await place.check(Call(epoch))
     place.take(HELLO, Call())
     for late in (place.check(Call(epoch)), anext(place.keep(Call(epoch)))):

@@ -187,7 +187,8 @@ def test_history_closes_the_ledger_of_what_is_over_and_opens_what_waits() -> Non
 
 
 async def test_a_step_that_is_made_again_does_not_begin_the_count_anew(tmp_path: Path) -> None:
-    # Else a trainer that goes back to its checkpoint after each fault would never reach the limit.
+    # Otherwise a trainer that goes back to its checkpoint after each fault would never reach the
+    # limit.
     async with asyncio.TaskGroup() as tasks:
         with Journal(tmp_path) as journal:
             books = books_of(run_of(), journal=journal)
@@ -296,7 +297,7 @@ def test_groups_that_are_put_back_keep_the_invariant(per_step: int, max_stalenes
         for group in book.training_groups():
             group.finished = dict(make_group(0).finished)
         batch = book.take_batch()
-        # Others are leased while the trainer has the batch.
+        # Other groups are leased while the trainer has the batch.
         lease_all(book, served_step=0)
         book.put_back(0, batch[:num_back], {})
         deadlines = Counter(group.deadline_step for group in book.training_groups())
@@ -346,7 +347,7 @@ async def test_ends_that_a_crash_cut_off_are_made_up_for(tmp_path: Path) -> None
     assert (made_up["kind"], made_up["id"], made_up["end"]) == ("end", cut_off, "cancelled")
     assert len(books.leases.groups) == 6
     assert all(group.is_complete for group in books.leases.groups.values())
-    # Behind the next batch nobody reads the file again.
+    # After the next batch nobody reads the file again.
     groups = [*history.open_groups]
     later = read_history([*earlier, made_up, batch_record(0, *groups, batch_id="b000000-1")])
     assert later.put_back == {}
@@ -432,7 +433,7 @@ def test_what_a_group_holds_ends_when_its_environment_does_not_come_again(tmp_pa
     [
         ({"a": [1.0] * MOST_FILTERED_BATCHES}, f"a: {MOST_FILTERED_BATCHES} of"),
         ({"b": [1.0] * 10, "a": [1.0] * 10}, "a: 10 of 10 solved, mean reward 1; b: 10 of 10"),
-        # One group that is not solved is no success.
+        # A single group that is not solved is no success.
         ({"b": [1.0] * 30, "a": [0.5, 1.0]}, ""),
         ({"a": [0.0] * MOST_FILTERED_BATCHES}, ""),
     ],
@@ -463,7 +464,7 @@ def test_groups_that_are_left_out_while_a_batch_waits_or_is_written_do_not_end_t
     waiting.finished = dict(make_group(0).finished)
     intake.judge_filtered()
     assert not run.progress.has_failed
-    # It has its groups and no record yet.
+    # The batch has its groups and no record yet.
     assert books.leases.take_batch() == [waiting]
     intake.judge_filtered()
     assert not run.progress.has_failed

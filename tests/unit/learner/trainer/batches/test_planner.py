@@ -100,7 +100,7 @@ def test_lognormal_lengths_fill_the_micro_batches_and_level_the_ranks(
         plan = plan_micro_batches(
             lengths, max_tokens=max_tokens, dp_size=dp_size, attention_length=attention
         )
-    # Each sequence is looked at a few times, however many others and ranks there are.
+    # Every sequence is looked at a few times, however many others and ranks there are.
     assert work.num_lines < 60 * number
     assert sum(lengths) >= fill * max_tokens * dp_size * len(plan[0])
     loads = [

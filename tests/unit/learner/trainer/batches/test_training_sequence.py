@@ -91,7 +91,7 @@ def test_a_broken_image_cannot_be_trained(processor: ImageProcessor) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_rank_names_the_images_whose_pixels_are_cut(processor, world_size):
     cut = RED[: len(RED) // 2]
-    # Its tokens follow from its header.
+    # The image's tokens follow from its header.
     assert len(processor.tokens(40, cut)) == 4
     good = [dataclasses.replace(seen(processor, offset=3), group_id=name) for name in "abcde"]
     bad = [dataclasses.replace(t, images=(cut,)) for t in (good[1], good[3])]

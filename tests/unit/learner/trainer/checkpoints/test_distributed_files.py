@@ -137,7 +137,7 @@ def test_a_save_that_torch_finds_failed_is_a_failed_checkpoint(failures, cause, 
 
 def test_a_save_that_cannot_be_planned_is_a_failed_checkpoint(tmp_path, monkeypatch):
     def refuse(*args: object, **kwargs: object) -> None:
-        # Each rank makes its folder while all plan together.
+        # Every rank makes its folder while all plan together.
         raise CheckpointException("plan", {1: (OSError(5, "Input/output error"), StackSummary())})
 
     monkeypatch.setattr(distributed_files.dist_checkpointing, "save", refuse)

@@ -46,7 +46,7 @@ def test_the_next_copies_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(host_copies.mmap, "mmap", noted)
     host = HostCopies(CPU)
     first = host.copy(tensors_of(1))
-    # One block has room for all.
+    # A single block has room for all.
     assert len(sizes) == 1
     host.begin()
     second = host.copy(tensors_of(2))

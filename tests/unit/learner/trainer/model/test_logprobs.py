@@ -179,7 +179,7 @@ def test_logits_that_may_be_kept_are_projected_once(
         (first,) = torch.autograd.grad(found.sum(), hidden, retain_graph=True)
         torch.testing.assert_close(first, expected)
         assert lengths == projected
-        # What was kept is used up; a second way back is right all the same.
+        # The kept tensors are used up; a second way back is right all the same.
         (second,) = torch.autograd.grad(found.sum(), hidden)
         torch.testing.assert_close(second, expected)
     else:

@@ -73,7 +73,7 @@ def test_memory_of_engines_that_have_not_loaded_is_not_planned_with(monkeypatch)
     assert memory_limit() == 900
     monkeypatch.setenv("SLIPSTREAM_ENGINES_SHARE", "0.4")
     assert memory_limit() == 600
-    # They have theirs.
+    # The engines have their memory.
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (300, 1000))
     assert memory_limit() == 500
 
@@ -163,7 +163,7 @@ def test_the_second_pass_follows_what_the_first_measured(limit, other, expected,
     assert plan.num_layers == expected
     assert block.config.recompute_num_layers == (expected or None)
     assert block.config.recompute_granularity == ("full" if expected else None)
-    # What was planned stays.
+    # The plan stays.
     memory.take(500_000)
     with plan.training_pass([100], ranks):
         block.train(100)

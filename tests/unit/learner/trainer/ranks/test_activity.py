@@ -12,7 +12,7 @@ def test_signs_come_with_work_and_end_with_it() -> None:
     activity = Activity()
     tellings = threading.Semaphore(0)
     with signs_of_life(activity, tellings.release, period_s=PERIOD_S):
-        # What has done nothing yet says nothing.
+        # An activity that has done nothing yet says nothing.
         assert not tellings.acquire(timeout=10 * PERIOD_S)
         for _ in range(3):
             activity.note()

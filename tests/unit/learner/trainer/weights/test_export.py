@@ -64,7 +64,7 @@ def write(source: Path, folder: Path) -> dict[str, torch.Tensor]:
     exported(source, folder, tensors, dtype="bfloat16", moved=moved.append)
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     written = sum(size for name, size in sizes.items() if name.endswith(".safetensors"))
-    # Whatever is in the folder is read once more, for its digests.
+    # Every file in the folder is read once more, for its digests.
     assert sum(moved) == written + sum(sizes.values()) - sizes[EXPORT_MANIFEST]
     return tensors
 

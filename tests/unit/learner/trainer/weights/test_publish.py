@@ -163,7 +163,7 @@ class Scene:
         self.num_senders = num_senders
         self._weights = weights
         random = torch.Generator().manual_seed(0)
-        # One bucket takes longer than others; two are of the second sender; two have padding.
+        # A single bucket takes longer than others; two are of the second sender; two have padding.
         sizes = [(3000, 0), (400_000, 0), (999, 0), (9000, 1), (7, 1), (5000, 1)]
         self.tensors = {
             TensorSpec(f"w{n}", "bfloat16", (size,), sender): torch.randn(
@@ -357,7 +357,7 @@ def test_receivers_that_die_in_the_middle_are_reported_once_and_all_senders_abor
     assert result.error
     assert not result.bucket_digests
     assert scene.connected() == [None] * scene.num_senders
-    # Others may wait for the parts of a rank that cannot send any more.
+    # Other ranks may wait for the parts of a rank that cannot send any more.
     assert len(filled) == scene.num_senders * len(scene.buckets)
     scene.num_taken = None
     scene.set_deadlines(PATIENT)

@@ -8,7 +8,7 @@ from slipstream.protocol.weights.digests import BucketDigests, HostDigests, tens
 from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
 from torch import Tensor
 
-# One bucket each.
+# A bucket each.
 TENSORS = {
     TensorSpec(f"w{n}", "float32", (250,)): torch.arange(250, dtype=torch.float32) + n
     for n in range(4)
