@@ -35,7 +35,7 @@ from slipstream.core.template_values import json_object, plain, show, tools_json
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import environment_pb2 as pb
 
-# Where the fields of chat formats go: to the field of `Message` with this name.
+# The field of `Message` to which each field of chat formats goes.
 FIELDS = {field.name: field.name for field in fields(Message)}
 FIELDS |= dict.fromkeys(("reasoning_content", "thinking"), "reasoning")
 # Whether a reply is trained, as OpenAI's and other formats for demonstrations write it.
@@ -59,21 +59,21 @@ def read_message(given: object) -> Message:
         given = {field.name: getattr(given, field.name) for field in fields(Message)}
     if not isinstance(given, Mapping) or not {"role", "content"} <= given.keys():
         raise ValueError(f"a message has role and content, got {show(given)}")
-    found: dict[str, Any] = {"role": given["role"], "content": given["content"]}
+    message_fields: dict[str, Any] = {"role": given["role"], "content": given["content"]}
     for name, value in given.items():
-        if name in found or _is_absent(value):
+        if name in message_fields or _is_absent(value):
             continue
         if name in TRAINED:
             raise ValueError(f"the field {name!r} says what is trained, which demonstrations read")
         if name not in FIELDS:
             near = near_names(str(name), FIELDS)
-            known = did_you_mean(near) if near else f"it has {', '.join(FIELDS)}"
-            raise ValueError(f"a message has no field {name!r}; {known}")
-        first = found.setdefault(FIELDS[name], value)
+            hint = did_you_mean(near) if near else f"it has {', '.join(FIELDS)}"
+            raise ValueError(f"a message has no field {name!r}; {hint}")
+        first = message_fields.setdefault(FIELDS[name], value)
         if first is not value and first != value:
             raise ValueError(f"a message has {FIELDS[name]} by two names with different values")
-    _check(found)
-    calls = found.get("tool_calls")
+    _check(message_fields)
+    calls = message_fields.get("tool_calls")
     if isinstance(calls, str):
         try:
             calls = json.loads(calls)
@@ -82,13 +82,13 @@ def read_message(given: object) -> Message:
     if calls is not None:
         if not isinstance(calls, list | tuple):
             raise ValueError(f"tool_calls must be a list, got {show(calls)}")
-        found["tool_calls"] = tuple(map(_call, calls))
-        found["content"] = found["content"] or ""
-    content = found["content"]
+        message_fields["tool_calls"] = tuple(map(_call, calls))
+        message_fields["content"] = message_fields["content"] or ""
+    content = message_fields["content"]
     is_list = isinstance(content, Sequence) and not isinstance(content, bytes) and len(content) > 0
     if not (is_list or isinstance(content, str)):
         raise ValueError(f"content must be a text or a list of parts, got {show(content)}")
-    return Message(**found)
+    return Message(**message_fields)
 
 
 def _is_absent(value: object) -> bool:
@@ -98,11 +98,11 @@ def _is_absent(value: object) -> bool:
 
 def trains(message: Mapping[str, Any]) -> bool:
     """Whether a reply is trained, as fields of `TRAINED` say; raises ValueError if they are odd."""
-    said = {name: message[name] for name in TRAINED if message.get(name) is not None}
-    for name, value in said.items():
+    marks = {name: message[name] for name in TRAINED if message.get(name) is not None}
+    for name, value in marks.items():
         if value not in (0, 1):
             raise ValueError(f"{name} must be 0 or 1, got {show(value)}")
-    return all(said.values())
+    return all(marks.values())
 
 
 def _check(found: Mapping[str, Any]) -> None:
@@ -115,9 +115,9 @@ def _check(found: Mapping[str, Any]) -> None:
         raise ValueError(f"the role of a message must be a text, got {show(role)}")
     if (meant := _ROLE_OF.get(role.strip().lower(), role)) != role:
         raise ValueError(f"the role of a message must be {meant!r}, got {show(role)}")
-    for name, its in _ROLES.items():
-        if name in found and role != its:
-            raise ValueError(f"{name} stands in a message of role {its}, got role {role!r}")
+    for name, right_role in _ROLES.items():
+        if name in found and role != right_role:
+            raise ValueError(f"{name} stands in a message of role {right_role}, got role {role!r}")
 
 
 def _call(given: object) -> ToolCall:
@@ -128,8 +128,8 @@ def _call(given: object) -> ToolCall:
     assert isinstance(fields, Mapping)
     for key, value in {**fields, **function}.items():
         if key not in _CALL and not _is_absent(value):
-            known = ", ".join(_CALL)
-            raise ValueError(f"a call of a tool has no field {key!r}; it has {known}")
+            call_fields = ", ".join(_CALL)
+            raise ValueError(f"a call of a tool has no field {key!r}; it has {call_fields}")
     if not _is_absent(kind := fields.get("type")) and kind != "function":
         raise ValueError(f"the type of a call must be 'function', got {show(kind)}")
     arguments = {} if _is_absent(function.get("arguments")) else function["arguments"]
@@ -141,10 +141,10 @@ def _call(given: object) -> ToolCall:
         raise ValueError(f"{what} hold null, as parquet fills them: write JSON text")
     if isinstance(arguments, Mapping):
         arguments = json.loads(json_object(what, arguments, allow_nan=True))
-    own = fields.get("id")
-    if not isinstance(own, str | None):
-        raise ValueError(f"the id of a call must be a text, got {show(own)}")
-    return ToolCall(own or "", name, arguments)
+    call_id = fields.get("id")
+    if not isinstance(call_id, str | None):
+        raise ValueError(f"the id of a call must be a text, got {show(call_id)}")
+    return ToolCall(call_id or "", name, arguments)
 
 
 def holds_null(value: object) -> bool:
@@ -181,9 +181,9 @@ def _blaming(convert: Function) -> Function:
     @functools.wraps(convert)
     def converted(*values: object, **named: object) -> Any:  # noqa: ANN401 - of `convert`
         try:
-            made = convert(*values, **named)
-            check_bounds(made)
-            return made
+            message = convert(*values, **named)
+            check_bounds(message)
+            return message
         except (ValueError, ProtocolError) as error:
             raise environment_failed(_fault(error)) from None
 
@@ -202,8 +202,8 @@ def observation(opening: object, own: AnyEnvironment) -> pb.Observation:
     opened = opening if isinstance(opening, ResetResult) else ResetResult(cast(Any, opening))
     right_reply = _text(own.right_reply, "right_reply")
     wrong = own.wrong_reply
-    for each in wrong if isinstance(wrong, list | tuple) else [wrong]:
-        _text(each, "wrong_reply")
+    for reply in wrong if isinstance(wrong, list | tuple) else [wrong]:
+        _text(reply, "wrong_reply")
     expected_answer = _text(own.expected_answer, "expected_answer") or right_reply
     answer = expected_answer.encode(errors="replace")
     messages = _messages(opened.messages, "reset()")
@@ -230,8 +230,8 @@ def reply_of(command: pb.StepCommand) -> Reply:
     for call in parsed.tool_calls:
         arguments: Mapping[str, object] | str = call.arguments
         with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(call.arguments)
-            arguments = found if isinstance(found, dict) else arguments
+            call_arguments = json.loads(call.arguments)
+            arguments = call_arguments if isinstance(call_arguments, dict) else arguments
         calls.append(ToolCall(call.id, call.name, arguments))
     return Reply(
         command.reply,
@@ -251,10 +251,10 @@ def verdict(result: object, *, gives: bool) -> pb.Verdict:
     if not isinstance(result, StepResult):
         raise ValueError(f"step() must return a StepResult, got {show(result)}")
     done = plain(result.done)
-    given = result.messages
+    result_messages = result.messages
     if not isinstance(done, int) or done not in (0, 1):
         raise ValueError(f"done must be True or False, got {show(done)}")
-    messages = [] if _is_absent(given) else _messages(given, "step()")
+    messages = [] if _is_absent(result_messages) else _messages(result_messages, "step()")
     if not done and not messages:
         raise ValueError("step() must give messages when the episode is not done")
     if done and messages and not gives:
@@ -398,12 +398,12 @@ def _finite(value: object, what: str) -> float:
 def _messages(messages: object, source: str) -> list[pb.ChatMessage]:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise ValueError(f"{source} must give a list of messages, got {show(messages)}")
-    made = []
-    for given in messages:
+    chat_messages = []
+    for value in messages:
         try:
-            message = read_message(given)
+            message = read_message(value)
             is_text = isinstance(message.content, str)
-            made.append(
+            chat_messages.append(
                 pb.ChatMessage(
                     role=message.role,
                     content=message.content if isinstance(message.content, str) else "",
@@ -419,7 +419,7 @@ def _messages(messages: object, source: str) -> list[pb.ChatMessage]:
             )
         except ValueError as error:
             raise ValueError(f"a message of {source}: {_fault(error)}") from None
-    return made
+    return chat_messages
 
 
 def _check_asks(messages: Sequence[pb.ChatMessage], source: str) -> None:
@@ -447,8 +447,8 @@ def content_part(part: object) -> pb.ContentPart:
     kind = part.get("type")
     url = part.get("image_url")
     fields = part.items() if not isinstance(url, Mapping) else [*part.items(), *url.items()]
-    given = {name for name, value in fields if value is not None}
-    if unread := given - _FIELDS.get(str(kind), given):
+    present = {name for name, value in fields if value is not None}
+    if unread := present - _FIELDS.get(str(kind), present):
         raise ValueError(f"a part of type {kind!r} has no field {min(unread)!r}, got {show(part)}")
     if kind == "text" and isinstance(part.get("text"), str):
         return pb.ContentPart(text=part["text"])

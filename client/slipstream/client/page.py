@@ -111,7 +111,9 @@ async def page_kept(folder: Path, warn: Callable[[str], None]) -> AsyncIterator[
 def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
     """Replaces a page, which reloads itself every `period_s` unless 0; raises OSError."""
     settings = [settings_in(folder) for folder in folders]
-    names = [str(own.get("run.name") or p.name) for own, p in zip(settings, folders, strict=True)]
+    names = [
+        str(values.get("run.name") or p.name) for values, p in zip(settings, folders, strict=True)
+    ]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     runs = []
@@ -130,13 +132,13 @@ def write_page(folders: Sequence[Path], path: Path, *, period_s: float) -> None:
                 "heldout": _heldout(folder, special),
             }
         )
-    given = {"runs": runs, "settings": list(differences(settings)), "period_s": period_s}
-    given["written"] = time.strftime("%Y-%m-%d %H:%M:%S")
+    page_data = {"runs": runs, "settings": list(differences(settings)), "period_s": period_s}
+    page_data["written"] = time.strftime("%Y-%m-%d %H:%M:%S")
     template = files("slipstream.client").joinpath(PAGE).read_text(encoding="utf-8")
     before, script, after = template.split("<!-- cut -->")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     before = before.replace("TITLE", escape(" and ".join(names))).replace("DIGEST", digest)
-    data = json.dumps(given).replace("<", "\\u003c")
+    data = json.dumps(page_data).replace("<", "\\u003c")
     text = (
         f'{before}<script type="application/json" id="given">{data}</script>'
         f"<script>{script}</script>{after}"
@@ -155,14 +157,14 @@ def settings_in(folder: Path) -> dict[str, JsonValue]:
 
 def differences(settings: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[str, list[str]]]:
     """Yields the name and texts of each setting that differs; a table that runs lack is one."""
-    own = [{table for name in each for table in _tables(name)} for each in settings]
-    common = set.intersection(*own)
+    table_names = [{table for name in stated for table in _tables(name)} for stated in settings]
+    common = set.intersection(*table_names)
     shown = dict[str, list[JsonValue]]()
-    for setting in dict.fromkeys(key for each in settings for key in each):
+    for setting in dict.fromkeys(key for stated in settings for key in stated):
         rare = next((table for table in _tables(setting) if table not in common), "")
         shown[rare or setting] = [
-            ("there" if rare in tables else _MISSING) if rare else each.get(setting, _MISSING)
-            for each, tables in zip(settings, own, strict=True)
+            ("there" if rare in tables else _MISSING) if rare else stated.get(setting, _MISSING)
+            for stated, tables in zip(settings, table_names, strict=True)
         ]
     for name, values in shown.items():
         if name not in _OF_EACH and any(value != values[0] for value in values):
@@ -233,8 +235,8 @@ def _curves(folder: Path) -> dict[str, list[tuple[float, float]]]:
             stride = max(1, -(-counts[kind] // MOST_POINTS))
             seen[kind] += 1
             if place % stride == 0 or place >= counts[kind] - NEWEST:
-                found = parsed(line)
-                row: Mapping[str, Any] = found if isinstance(found, dict) else {}
+                parsed_line = parsed(line)
+                row: Mapping[str, Any] = parsed_line if isinstance(parsed_line, dict) else {}
                 step = row.get("step", row.get("evaluation_step"))
                 for name, value in row.items():
                     # Without tokens of lag 0 there is no gap, which is not a gap of 0.
@@ -244,7 +246,7 @@ def _curves(folder: Path) -> dict[str, list[tuple[float, float]]]:
                     numbers = isinstance(step, int | float) and isinstance(value, int | float)
                     if numbers and abs(step) < MOST and abs(value) < MOST:
                         curves.setdefault(name, {})[step] = float(f"{value:.5g}")
-    return {name: sorted(found.items()) for name, found in curves.items()}
+    return {name: sorted(points.items()) for name, points in curves.items()}
 
 
 def reply_lines(folder: Path, model: Path, most: int) -> list[str]:

@@ -174,9 +174,9 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
     share = scene.share
     needs = needs_of(scene.config)
     if needs is not None:
-        others = " and ".join(["activations", *role_settings(config)])
+        other_memory = " and ".join(["activations", *role_settings(config)])
         seen = f"{needs.parameters / 1e6:,.1f} M parameters: {needs.rank_bytes / 1e6:,.1f} MB"
-        yield ok(f"{seen} for each rank, without {others}", area="learner memory")
+        yield ok(f"{seen} for each rank, without {other_memory}", area="learner memory")
     try:
         config, placement, transport = fit_here(config, share)
     except ConfigError as error:
@@ -202,11 +202,11 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
             yield ok(seen, area="main memory") if needed <= free else lacking
         return
     gpus = list_gpus()
-    own = [find_gpu(name, gpus) for name in placement.learner]
-    known = [gpu.memory_bytes for gpu in own if gpu is not None]
-    if not known:
+    learner_gpus = [find_gpu(name, gpus) for name in placement.learner]
+    gpu_bytes = [gpu.memory_bytes for gpu in learner_gpus if gpu is not None]
+    if not gpu_bytes:
         return
-    room = min(known) * (1 - placement.engines_share)
+    room = min(gpu_bytes) * (1 - placement.engines_share)
     seen = f"{needs.rank_bytes / GIB:.1f} of {room / GIB:.1f} GiB for a trainer rank"
     if needs.rank_bytes > room:
         remedy = f"{MORE_RANKS}{MORE_OF_SHARED if placement.engines_share else ''}"
@@ -216,7 +216,7 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
         yield advice(seen, "lower learner.micro_batch_tokens", area="GPU memory")
     else:
         yield ok(seen, area="GPU memory")
-    engine = min(known) * placement.least_memory(config)
+    engine = min(gpu_bytes) * placement.least_memory(config)
     area = "engine memory"
     seen = f"{needs.worker_bytes / GIB:.1f} of {engine / GIB:.1f} GiB for an engine's weights"
     remedy = (
@@ -253,7 +253,7 @@ def check_disk(scene: Scene) -> Finding:
     """Checks the room for the run's checkpoints and its final export, in `run.dir`."""
     config = scene.stated
     usual = 0.0
-    least = float(LEAST_DISK_BYTES)
+    least_bytes = float(LEAST_DISK_BYTES)
     run_dir = Path("runs") if config is None else config.run.dir
     place, fault = nearest_folder(run_dir)
     if fault:
@@ -268,11 +268,11 @@ def check_disk(scene: Scene) -> Finding:
         usual = (config.checkpoint.keep_last + 1) * once + final
         if config.checkpoint.export_every:
             usual += (config.checkpoint.keep_exports + 1) * needs.exported_bytes
-        least = max(least, once, final)
+        least_bytes = max(least_bytes, once, final)
     if usual:
         seen += f"; checkpoints take {usual / GIB:.2f} GiB"
-    if free < least:
-        seen += f"; at least {least / GIB:.2f} GiB must be free"
+    if free < least_bytes:
+        seen += f"; at least {least_bytes / GIB:.2f} GiB must be free"
         return problem(seen, "make room, or set run.dir to a folder on another disk")
     if free < max(usual, MIN_DISK_GIB * GIB):
         return advice(seen, "checkpoints and the journal grow: set run.dir elsewhere")

@@ -300,15 +300,15 @@ class Environments:
         repeated.
         """
         spec = order.spec
-        known = self._hosted.get(spec.name)
-        if known is not None and (order.unload or known[0].spec != spec):
-            known[1].cancel()
+        entry = self._hosted.get(spec.name)
+        if entry is not None and (order.unload or entry[0].spec != spec):
+            entry[1].cancel()
             del self._hosted[spec.name]
-            known = None
+            entry = None
         if order.unload or not spec.reference:
             return
-        if known is not None:
-            if (outcome := known[0].outcome) is not None:
+        if entry is not None:
+            if (outcome := entry[0].outcome) is not None:
                 self._report(outcome)
             return
         hosted = HostedEnvironment(self._gateway, order, self._report)

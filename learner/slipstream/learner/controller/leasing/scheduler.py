@@ -43,7 +43,7 @@ class Books:
     environments: EnvironmentBook
     fleet: Fleet
     journal: Journal
-    # What only appending to the journal changes.
+    # The state that only appending to the journal changes.
     state: RunState
     ledger: TokenLedger
     queue: AccountedReceiver
@@ -133,8 +133,8 @@ class Scheduler:
             rooms = self._rooms()
             num_abandoned = self._abandon_torn(limit)
             granted = self._place_orphans(rooms, limit - num_abandoned)
-            if left := limit - len(granted) - num_abandoned:
-                num_abandoned += self._abandon_stranded(rooms, left)
+            if num_left := limit - len(granted) - num_abandoned:
+                num_abandoned += self._abandon_stranded(rooms, num_left)
         if len(granted) + num_abandoned < limit:
             granted += self._lease_new(limit - len(granted))
         if not granted and not num_abandoned:
@@ -176,12 +176,12 @@ class Scheduler:
 
     def _rooms(self) -> list[ServerRoom]:
         """Returns the free episode slots of all serving servers, without `reserved`, most first."""
-        taken = self._book.episodes_by_holder()
-        found = [
-            ServerRoom(s, s.hello.max_episodes - taken[s.key] - self.reserved.get(s.key, 0))
+        episodes = self._book.episodes_by_holder()
+        rooms = [
+            ServerRoom(s, s.hello.max_episodes - episodes[s.key] - self.reserved.get(s.key, 0))
             for s in self._fleet.serving()
         ]
-        return sorted(found, key=lambda room: room.episodes, reverse=True)
+        return sorted(rooms, key=lambda room: room.episodes, reverse=True)
 
     def _runs_on(self, environment: str, key: ServerKey) -> bool:
         """Whether a server can run episodes of an environment now."""
@@ -220,12 +220,14 @@ class Scheduler:
                     )
                 )
             ]
-            left = room.episodes
-            while fitting := [queue for episodes, queue in suitable if queue and episodes <= left]:
+            free_episodes = room.episodes
+            while fitting := [
+                queue for episodes, queue in suitable if queue and episodes <= free_episodes
+            ]:
                 if len(granted) == limit:
                     return granted
                 _, group = min(fitting, key=lambda queue: queue[0][0]).popleft()
-                left -= group.num_missing
+                free_episodes -= group.num_missing
                 self._book.reassign(group, key)
                 granted.append(self._record(room.session, group))
         return granted
@@ -261,7 +263,7 @@ class Scheduler:
             if not able[name] or any(self._book.may_reassign(group, s) for s in able[name]):
                 continue
             if due is None:
-                due = {each.group_id for each in self._book.due()}
+                due = {due_group.group_id for due_group in self._book.due()}
             if group.group_id in due:
                 self._abandon(group)
                 self._book.again.append(group)
@@ -279,7 +281,7 @@ class Scheduler:
         """Leases at most `limit` new groups and notes why no further lease is granted."""
         versions = self._fleet.versions
         if versions and not self._book.may_lease(max(version.step for version in versions)):
-            # This is the most frequent case, and needs no look at the servers.
+            # The most frequent case comes first, and needs no look at the servers.
             self._note(LeaseWait.STALENESS)
             return []
         granted, wait = self._fill_rooms(self._rooms(), limit)
@@ -401,12 +403,12 @@ class Scheduler:
         settings.ignore_eos = self._config.debug.ignore_eos
         settings.adapter = self._environments.entries[group.environment].spec.adapter
         if group.purpose is Purpose.EVALUATION:
-            own = next(e for e in self._config.evaluations if e.name == group.environment)
-            settings.temperature = own.temperature
-            if own.top_p is not None:
-                settings.top_p = own.top_p
-            if own.max_reply_tokens is not None:
-                settings.max_reply_tokens = own.max_reply_tokens
+            evaluation = next(e for e in self._config.evaluations if e.name == group.environment)
+            settings.temperature = evaluation.temperature
+            if evaluation.top_p is not None:
+                settings.top_p = evaluation.top_p
+            if evaluation.max_reply_tokens is not None:
+                settings.max_reply_tokens = evaluation.max_reply_tokens
         return settings
 
     @property
@@ -437,5 +439,5 @@ class Scheduler:
     def _note(self, wait: LeaseWait) -> None:
         self._wait = wait
         now_s = time.monotonic()
-        for each, watch in self._waits.items():
-            watch.note(now_s, running=each is wait)
+        for reason, watch in self._waits.items():
+            watch.note(now_s, running=reason is wait)

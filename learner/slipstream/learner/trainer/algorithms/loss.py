@@ -83,15 +83,19 @@ def training_sequences(
     and UntrainableBatch for a faulty image.
     """
     trajectories = batch.trajectories
-    known = estimates if estimates is not None else [ModelEstimates()] * len(trajectories)
-    found = _advantages(batch, config, known, {} if reports is None else reports)
+    estimates_by_index = (
+        estimates if estimates is not None else [ModelEstimates()] * len(trajectories)
+    )
+    advantages = _advantages(batch, config, estimates_by_index, {} if reports is None else reports)
     estimated: list[TokenEstimates[NumpyArray]] = []
-    for index, (trajectory, own) in enumerate(zip(trajectories, known, strict=True)):
+    for index, (trajectory, model_estimates) in enumerate(
+        zip(trajectories, estimates_by_index, strict=True)
+    ):
         zeros = np.zeros(trajectory.num_sampled_tokens)
         # The advantages of a trajectory that is left out are 0.
-        worth = found.get(index, TokenAdvantages(zeros, zeros))
+        worth = advantages.get(index, TokenAdvantages(zeros, zeros))
         shared = worth.advantages
-        reference = own.reference
+        reference = model_estimates.reference
         if trajectory.branches:
             parts = trajectory.sequences
             shared = np.concatenate([p.branch.share * shared[p.sampled] for p in parts])
@@ -100,8 +104,8 @@ def training_sequences(
             fields["reference_logprobs"] = reference.logprobs
             if reference.top_k:
                 fields |= {"top_ids": reference.top_ids, "top_logprobs": reference.top_logprobs}
-        if own.values is not None:
-            fields |= {"values": own.values, "returns": worth.returns}
+        if model_estimates.values is not None:
+            fields |= {"values": model_estimates.values, "returns": worth.returns}
         estimated.append(TokenEstimates(shared, **fields))
     has_images = any(trajectory.images for trajectory in trajectories)
     sequences = TrainingSequence.of_trajectories(
@@ -112,7 +116,7 @@ def training_sequences(
         with_experts=config.algorithm.router_replay != "off",
     )
     for index, owner in enumerate(batch.owners):
-        if owner not in found:
+        if owner not in advantages:
             mask = np.zeros_like(sequences[index].loss_mask)
             sequences[index] = dataclasses.replace(sequences[index], loss_mask=mask)
     return sequences
@@ -189,7 +193,7 @@ def _advantages(
             continue
         by_side = {side.side: side.shaped_reward for side in sides}
         turns = _turns_of(trajectory)
-        told = trajectory.token_rewards
+        token_rewards = trajectory.token_rewards
         own_rewards = {side_of(branch): branch.reward for branch in trajectory.branches}
         costs = np.zeros(trajectory.num_sampled_tokens)
         kl = config.algorithm.kl
@@ -210,18 +214,18 @@ def _advantages(
         # side, unless its agent gave a named branch a reward of its own.
         found_sides: dict[str, list[npt.NDArray[np.int64]]] = {}
         for part in trajectory.sequences:
-            own = np.arange(part.sampled.start, part.sampled.stop)
-            found_sides.setdefault(side_of(part.branch), []).append(own)
+            sampled_places = np.arange(part.sampled.start, part.sampled.stop)
+            found_sides.setdefault(side_of(part.branch), []).append(sampled_places)
         for side, parts in found_sides.items():
             places = np.concatenate(parts)
             group_id = trajectory.group_id
             ends = itertools.pairwise([0, *itertools.accumulate(map(len, parts))])
             owners.append((index, places))
-            earned = None if told is None else told[places].astype(np.float64)
+            earned = None if token_rewards is None else token_rewards[places].astype(np.float64)
             if earned is not None:
                 own_reward = own_rewards.get(side)
                 before = trajectory.reward if own_reward is None else own_reward
-                # What the reward function changed is earned at the end.
+                # The change by the reward function is earned at the end.
                 earned[-1:] += by_side[side] - before
             episodes.append(
                 ScoredEpisode(
@@ -242,25 +246,25 @@ def _advantages(
         where = f"step {batch.step + 1}"
         estimated = token_advantages(config.algorithm, episodes, where=where)
     reported = [side.reports for sides in shaped for side in sides]
-    reported += [one.reports for one in estimated]
-    for name, value in (item for each in reported for item in each.items()):
+    reported += [estimate.reports for estimate in estimated]
+    for name, value in (item for side_reports in reported for item in side_reports.items()):
         reports.setdefault(name, []).append(float(value))
     # The sides of each episode are joined.
-    found: dict[int, TokenAdvantages] = {}
-    for (index, places), one in zip(owners, estimated, strict=True):
+    advantages: dict[int, TokenAdvantages] = {}
+    for (index, places), estimate in zip(owners, estimated, strict=True):
         zeros = np.zeros((2, batch.trajectories[index].num_sampled_tokens))
-        whole = found.setdefault(index, TokenAdvantages(*zeros))
-        whole.advantages[places] = one.advantages
-        if whole.returns is not None and one.returns is not None:
-            whole.returns[places] = one.returns
-    return found
+        joined = advantages.setdefault(index, TokenAdvantages(*zeros))
+        joined.advantages[places] = estimate.advantages
+        if joined.returns is not None and estimate.returns is not None:
+            joined.returns[places] = estimate.returns
+    return advantages
 
 
 def _turns_of(trajectory: Trajectory) -> dict[str, list[Turn]]:
     """Returns the turns of each side that sampled tokens; spans count the tokens of the side."""
     turns: dict[str, list[Turn]] = {}
     for part in trajectory.sequences:
-        own = turns.setdefault(side_of(part.branch), [])
+        turns_of_side = turns.setdefault(side_of(part.branch), [])
         begin = end = part.tokens.start
         for is_reply, length in zip(
             itertools.cycle((False, True)), trajectory.run_lengths[part.runs]
@@ -268,10 +272,10 @@ def _turns_of(trajectory: Trajectory) -> dict[str, list[Turn]]:
             start = end
             end = end + length
             if is_reply and length:
-                first = own[-1].span.stop if own else 0
+                first = turns_of_side[-1].span.stop if turns_of_side else 0
                 read = trajectory.token_ids[begin:start]
                 reply_tokens = trajectory.token_ids[start:end]
-                own.append(Turn(slice(first, first + length), read, reply_tokens))
+                turns_of_side.append(Turn(slice(first, first + length), read, reply_tokens))
                 begin = end
     return turns
 
@@ -392,14 +396,20 @@ def policy_loss(
     terms = token_terms(loss, known_tokens, where)
     values: list[Values] = []
     names = {column.name for column in columns}
-    for function, one, mine in ((loss, terms, mask), (weight, factors, mask & ~is_given)):
-        if unknown := one.reports.keys() - names:
+    for function, reported, values_mask in (
+        (loss, terms, mask),
+        (weight, factors, mask & ~is_given),
+    ):
+        if unknown := reported.reports.keys() - names:
             what = f"it reports {min(unknown)}, but did not of three tokens"
             raise function.fault(what, where)
-        values += [(Column.of_report(name), report, mine) for name, report in one.reports.items()]
+        values += [
+            (Column.of_report(name), report, values_mask)
+            for name, report in reported.reports.items()
+        ]
         if function.is_own:
-            own = one.losses if isinstance(one, TokenTerms) else one.weights
-            values.append((Column(str(function), Reduce.FAULTS), ~own.isfinite(), mask))
+            own_values = reported.losses if isinstance(reported, TokenTerms) else reported.weights
+            values.append((Column(str(function), Reduce.FAULTS), ~own_values.isfinite(), mask))
     losses = factors.weights * terms.losses
     kl = algorithm.kl
     if kl.coefficient and kl.placement == "loss":
@@ -444,16 +454,16 @@ class StepStatistics:
 
     def add(self, found: Sequence[Tensor], ranks: Ranks) -> float:
         """Adds this rank's part of a mini-batch; returns its loss over all ranks. Collective."""
-        own = _new_table(self._columns)
+        own_table = _new_table(self._columns)
         if ranks.counts:
             # All are copied at once, because each copy waits for the device.
             for table in torch.stack(list(found)).cpu():
-                _add(own, table)
-        ranks.sum(own[:2])
-        ranks.max(own[2])
-        _add(self._table, own)
+                _add(own_table, table)
+        ranks.sum(own_table[:2])
+        ranks.max(own_table[2])
+        _add(self._table, own_table)
         # The first column is the loss.
-        return float(own[0, 0])
+        return float(own_table[0, 0])
 
     @property
     def fault(self) -> str:
@@ -537,21 +547,21 @@ def token_statistics(
     }
     for lag in range(1, NUM_LAGS):
         values_of[f"logprob_gap_lag_{lag}"] = gaps, is_sampled & (lags == lag)
-    # One kernel for all columns: the host starts each, for each micro batch.
-    chosen = [values_of[column.name] for column in OF_ALL_STEPS]
-    values = torch.stack([found.double() for found, _ in chosen])
-    masks = torch.stack([own for _, own in chosen])
+    # A single kernel for all columns: the host starts every kernel, for each micro batch.
+    values_and_masks = [values_of[column.name] for column in OF_ALL_STEPS]
+    values = torch.stack([column_values.double() for column_values, _ in values_and_masks])
+    masks = torch.stack([column_mask for _, column_mask in values_and_masks])
     table = _new_table([*OF_ALL_STEPS, *columns], mask.device)
-    of_all_steps = table[:, : len(chosen)]
-    of_reports = table[:, len(chosen) :]
+    of_all_steps = table[:, : len(values_and_masks)]
+    of_reports = table[:, len(values_and_masks) :]
     of_all_steps[0] = torch.where(masks, values, 0.0).sum(1)
     of_all_steps[1] = masks.sum(1)
     of_all_steps[2] = torch.where(masks, values, -math.inf).amax(1)
-    for column, found, own in reports:
+    for column, report, report_mask in reports:
         total, number, largest = of_reports[:, columns.index(column)]
         if column.reduce is Reduce.LARGEST:
-            torch.maximum(largest, torch.where(own, found, -math.inf).max(), out=largest)
+            torch.maximum(largest, torch.where(report_mask, report, -math.inf).max(), out=largest)
         else:
-            total += torch.where(own, found, 0).sum(dtype=torch.float64)
-            number += own.sum()
+            total += torch.where(report_mask, report, 0).sum(dtype=torch.float64)
+            number += report_mask.sum()
     return table

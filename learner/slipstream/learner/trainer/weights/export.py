@@ -28,7 +28,7 @@ from torch import Tensor
 # Settings and tensors of each named adapter, by its name.
 AdapterTensors: TypeAlias = dict[str, tuple[Config, dict[str, Tensor]]]
 MAX_SHARD_BYTES = 4 << 30
-# What training makes stale in a model's folder: the weights, in all forms.
+# Files that training makes stale in a model's folder: the weights, in all forms.
 _STALE = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -125,8 +125,8 @@ def _adapted_experts(policy: Policy) -> list[str]:
     matrices = [f".mlp.experts.{name}." for name in ("linear_fc1", "linear_fc2")]
     here = [name for chunk in policy.chunks for name, _ in chunk.named_parameters()]
     flags = torch.tensor([float(any(f"{m}adapter." in name for name in here)) for m in matrices])
-    found = policy.ranks.max(flags).tolist()
-    return [name for name, flag in zip(matrices, found, strict=True) if flag]
+    adapted = policy.ranks.max(flags).tolist()
+    return [name for name, flag in zip(matrices, adapted, strict=True) if flag]
 
 
 def save_hf_folder(policy: Policy, source: Path, target: Path, chat: RunChat) -> None:
@@ -152,7 +152,7 @@ def save_hf_folder(policy: Policy, source: Path, target: Path, chat: RunChat) ->
                 disk.on_main(writer.flush)
             if ranks.is_main:
                 writer.add(name, keeps(tensor))
-    # Each rank waits here while the main rank copies.
+    # All ranks wait here while the main rank copies.
     disk.on_main(lambda: writer.copy_untrained(source))
     layer = policy.drafts
     if layer is not None:
@@ -171,7 +171,7 @@ def collected_adapters(policy: Policy, config: Config) -> AdapterTensors:
     adapters = policy.adapters
     collected: AdapterTensors = {}
     for adapter in adapters.sizes if adapters.are_clients else adapters.names:
-        own = config
+        adapter_config = config
         tensors = dict[str, Tensor]()
         with adapters.active(adapter):
             for name, weight in adapter_tensors(policy, policy.dtype):
@@ -181,16 +181,16 @@ def collected_adapters(policy: Policy, config: Config) -> AdapterTensors:
         if adapters.are_clients:
             rank, alpha = adapters.sizes[adapter]
             lora = config.lora.model_copy(update={"rank": rank, "alpha": alpha})
-            own = config.model_copy(update={"lora": lora})
-            kept: dict[str, Tensor] = {}
+            adapter_config = config.model_copy(update={"lora": lora})
+            trained: dict[str, Tensor] = {}
             for name, first in tensors.items():
-                # It is drawn, so it is 0 only on a matrix that the client does not train.
+                # The first factor is drawn: it is 0 only on a matrix that a client does not train.
                 if ".lora_A." in name and first.any():
                     second = name.replace(".lora_A.", ".lora_B.")
-                    kept[name] = first[:rank].contiguous()
-                    kept[second] = tensors[second][:, :rank].contiguous()
-            tensors = kept
-        collected[adapter] = own, tensors
+                    trained[name] = first[:rank].contiguous()
+                    trained[second] = tensors[second][:, :rank].contiguous()
+            tensors = trained
+        collected[adapter] = adapter_config, tensors
     return collected
 
 
@@ -212,8 +212,8 @@ def write_adapters(
         shutil.rmtree(partial)
     if not collected:
         partial.mkdir(parents=True)
-    for adapter, (own, tensors) in collected.items():
-        write_adapter(tensors, own, partial / adapter, moved)
+    for adapter, (adapter_config, tensors) in collected.items():
+        write_adapter(tensors, adapter_config, partial / adapter, moved)
         chat.write(partial / adapter)
     if description:
         (partial / EXPORT_VERSION).write_bytes(description)
@@ -262,8 +262,8 @@ def _targets(tensors: Collection[str], config: Config) -> dict[str, Any]:
     if not experts or kind not in CONFIG_MAPPING_NAMES:
         return {"target_modules": names}
     ends = {".".join(path.split(".")[-2:]) for path in paths if ".experts." not in path}
-    others = [f"{end}.weight" for end in ends if end.rpartition(".")[2] in experts]
-    return {"target_modules": names, "target_parameters": sorted(others)}
+    parameters = [f"{end}.weight" for end in ends if end.rpartition(".")[2] in experts]
+    return {"target_modules": names, "target_parameters": sorted(parameters)}
 
 
 def write_adapter(
@@ -324,20 +324,22 @@ class HfFolderWriter:
     def copy_untrained(self, source: Path) -> None:
         """Adds tensors of `source` that are not trained; copies of trained ones stay copies."""
         layers = read_model_sizes(source).layers
-        held = held_tensors(source)
+        source_tensors = held_tensors(source)
         written = {*self._waiting, *itertools.chain.from_iterable(self._shards)}
-        for name, (path, _) in held.items():
+        for name, (path, _) in source_tensors.items():
             # Only layers that predict further tokens are not trained.
             if name in written or not is_further(name, layers=layers):
                 continue
             tensor = _read(path, name)
-            whole = next((_COPIES[end] for end in _COPIES if name.endswith(end)), "")
-            if whole in written and torch.equal(tensor, _read(held[whole][0], whole)):
-                if whole in self._waiting:
-                    tensor = self._waiting[whole].clone()
+            original = next((_COPIES[end] for end in _COPIES if name.endswith(end)), "")
+            if original in written and torch.equal(
+                tensor, _read(source_tensors[original][0], original)
+            ):
+                if original in self._waiting:
+                    tensor = self._waiting[original].clone()
                 else:
-                    number = next(n for n, shard in enumerate(self._shards) if whole in shard)
-                    tensor = _read(self._shard_path(number), whole)
+                    number = next(n for n, shard in enumerate(self._shards) if original in shard)
+                    tensor = _read(self._shard_path(number), original)
             if not self.has_room(tensor):
                 self.flush()
             self.add(name, tensor)
