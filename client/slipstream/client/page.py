@@ -82,17 +82,17 @@ def write_pages(folders: Sequence[Path], out: Path | None) -> int:
 @contextlib.asynccontextmanager
 async def page_kept(folder: Path, warn: Callable[[str], None]) -> AsyncIterator[None]:
     """Writes the page of a run every `PERIOD_S` and at the block's end; warns of one failure."""
-    told = False
+    has_warned = False
     ended = asyncio.Event()
 
     def write(period_s: float) -> None:
-        nonlocal told
+        nonlocal has_warned
         try:
             write_page([folder], folder / PAGE, period_s=period_s)
         except OSError as error:
-            if not told:
+            if not has_warned:
                 warn(f"{folder / PAGE} cannot be written: {error.strerror or error}")
-            told = True
+            has_warned = True
 
     async def keep() -> None:
         while not ended.is_set():

@@ -85,7 +85,7 @@ UNEVEN_STAGES = {"transformer": {"num_layers_in_first_pipeline_stage": 1}}
 TWO_MINI_BATCHES = {"mini_batches": 2}
 # Fewer sequences than replicas.
 FEW = {"groups_per_step": 1, "group_size": 3}
-# What is summed over sequences, or over all tokens of a batch, wherever they lie.
+# Numbers that are summed over sequences, or over all tokens of a batch, wherever they lie.
 TOP_ENTROPY_LOSS = {
     "mini_batches": 2,
     "loss": TOP_ENTROPY,
@@ -147,7 +147,7 @@ WORDS = {
     "offload": {"learner": OFFLOAD},
     "distopt": {"learner": DISTRIBUTED_OPTIMIZER},
     "overlap": {"learner": OVERLAP},
-    # Each parameter is gathered by itself.
+    # Parameters are each gathered by itself.
     "tiny-buckets": {"learner": {"ddp": OVERLAP["ddp"] | {"bucket_size": 1}}},
     "muon": {"learner": MUON},
     "other-muon": {"learner": OTHER_MUON},

@@ -94,7 +94,10 @@ class Group:
 
         None if no member was compared with others.
         """
-        leases = {(each.server_epoch, each.judged_lease) for each in self.finished.values()}
+        leases = {
+            (trajectory.server_epoch, trajectory.judged_lease)
+            for trajectory in self.finished.values()
+        }
         return next((lease for lease in leases if lease[1]), None)
 
     def may_end(self, epoch: int, attempt: int) -> bool:
