@@ -223,6 +223,7 @@ class TokenProof:
         return proof.faults(self.function, properties)
 
     def small_scenes(self) -> list[Scene]:
+        """Returns a scene for each set of short sequences."""
         return [Scene(sequences, self.has_reference) for sequences in SEQUENCES]
 
     def _scenes(self) -> list[Scene]:
