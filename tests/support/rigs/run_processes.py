@@ -220,12 +220,14 @@ class Command:
 
 
 @asynccontextmanager
-async def command(folder: Path, *arguments: object, cwd: Path) -> AsyncIterator[Command]:
+async def command(
+    folder: Path, *arguments: object, cwd: Path, forks: Forks = COMMANDS
+) -> AsyncIterator[Command]:
     """A command whose output goes to `folder`; at the end of the block it is killed."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
         words = [*map(str, arguments)]
-        process = COMMANDS.start(words, out=out.fileno(), err=err.fileno(), cwd=cwd)
+        process = forks.start(words, out=out.fileno(), err=err.fileno(), cwd=cwd)
     try:
         yield Command(process, folder)
     finally:
