@@ -97,14 +97,14 @@ def main(argv: list[str] | None = None) -> int:
     check = _Check(arguments, output)
     os._exit = check.told_exit
     try:
-        said = asyncio.run(check.run())
+        summary = asyncio.run(check.run())
     except BaseException as error:  # noqa: BLE001 - such as one of an event loop that was stopped
         traceback.print_exc()
         check.fail(f"its check broke off: {describe(error)}")
     if read is not None:
         Path(arguments.read_files).write_text(json.dumps(read.states()), encoding="utf-8")
     with open(report, "w", encoding="utf-8", errors="backslashreplace") as file:
-        print(said, file=file)
+        print(summary, file=file)
     # Threads of the environment must not keep the process alive.
     output.flush()
     return _exit(0)
@@ -136,8 +136,8 @@ def _serve(address: str, token: str | None, record: int | None) -> int:
     threading.Thread(target=remove_abandoned, daemon=True).start()
     code = 1
     try:
-        if lost := asyncio.run(_attach(address, token, record, host_address)):
-            print(f"slipstream worker: {lost}", file=sys.stderr)
+        if loss := asyncio.run(_attach(address, token, record, host_address)):
+            print(f"slipstream worker: {loss}", file=sys.stderr)
         else:
             code = 0
     finally:
@@ -196,7 +196,7 @@ class _Check:
         audit = Audit(self._host, self._call, loaded=loaded, limit_s=options.seconds, limits=limits)
         # Without a fixed seed sets have another order in each process, as in no run.
         if not options.warn and "PYTHONHASHSEED" in os.environ:
-            # It loads the environment too, and says the digest of its tasks.
+            # The other process loads the environment too, and says the digest of its tasks.
             self._other = await asyncio.create_subprocess_exec(
                 *sys.orig_argv,
                 "--no-play",
@@ -208,28 +208,32 @@ class _Check:
             second = "with sampling.max_turns = 1 an agent's second call is refused (400)"
             print(f"{WARNING}{second}", file=sys.stderr)
         if self._other is not None:
-            said, _ = await self._other.communicate()
-            if said.decode().rpartition(": ")[2].strip() not in ("", loaded.digest):
+            other_output, _ = await self._other.communicate()
+            if other_output.decode().rpartition(": ")[2].strip() not in ("", loaded.digest):
                 played.other_tasks.append("in another process")
         slow = slowness(played, limit_s=options.timeout_s)
-        found = [*findings(played), *slow]
-        refused = [each.text for each in found if each.is_refused and not options.tell]
+        all_findings = [*findings(played), *slow]
+        refused = [
+            finding.text for finding in all_findings if finding.is_refused and not options.tell
+        ]
         if refused and not options.json:
             self.fail(refused[0])
-        told = [each.text for each in found if each.text not in refused]
-        for each in found if options.warn else ():
-            if each.text in told:
+        remarks = [finding.text for finding in all_findings if finding.text not in refused]
+        for finding in all_findings if options.warn else ():
+            if finding.text in remarks:
                 # Plays without time are in the log alone; `slipstream check` has time for more.
-                print(f"{'' if each.is_of_time else WARNING}{each.text}", file=sys.stderr)
-        lines = [headline(played), *table(played), *(f"! {line}" for line in told)]
+                print(f"{'' if finding.is_of_time else WARNING}{finding.text}", file=sys.stderr)
+        lines = [headline(played), *table(played), *(f"! {line}" for line in remarks)]
         if not options.json:
             return "\n".join([f"environment {options.check} is ready: {lines[0]}", *lines[1:]])
-        # Those of an agent have no messages: its calls do.
+        # Tasks of an agent have no messages: its calls do.
         tasks = [] if played.first_call else played.tasks
         openings = [task.opening.SerializeToString() for task in tasks]
-        asked = [(key_of(row.text), key_of(row.right)) for row in played.rows]
-        shown = {"lines": lines, "refused": refused, "seconds": played.seconds, "asked": asked}
-        return json.dumps(shown | {"openings": [b64encode(each).decode() for each in openings]})
+        questions = [(key_of(row.text), key_of(row.right)) for row in played.rows]
+        shown = {"lines": lines, "refused": refused, "seconds": played.seconds, "asked": questions}
+        return json.dumps(
+            shown | {"openings": [b64encode(opening).decode() for opening in openings]}
+        )
 
     async def _call(self, **command: Any) -> pb.WorkerMessage:  # noqa: ANN401 - fields of messages
         timer = threading.Timer(self._options.timeout_s, self._abandon, (command,))
@@ -256,7 +260,7 @@ class _Check:
         _exit(status)
 
     def fail(self, cause: str) -> NoReturn:
-        # This is the last line of stderr, after all that the environment has printed.
+        # The cause is the last line of stderr, after all that the environment has printed.
         self._output.flush()
         if self._other is not None:
             send_signal(self._other, signal.SIGKILL)

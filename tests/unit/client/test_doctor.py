@@ -107,9 +107,9 @@ def test_this_machine_can_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(machine, "MIN_MEMORY_GIB", 0)
     monkeypatch.chdir(tmp_path)
     starting = {"imports", "sandbox"}
-    monkeypatch.setattr(checks, "CHECKS", [each for each in CHECKS if each.area not in starting])
+    monkeypatch.setattr(checks, "CHECKS", [check for check in CHECKS if check.area not in starting])
     findings = asyncio.run(find_all(Scene()))
-    verdicts = {found.area: found.verdict for found in findings}
+    verdicts = {finding.area: finding.verdict for finding in findings}
     for area in ("python", "processors", "memory", "shared memory", "open files", "disk"):
         assert verdicts[area] is not Verdict.PROBLEM, findings
 
@@ -121,18 +121,18 @@ def test_every_row_has_a_name_of_its_own() -> None:
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     """These versions alone are installed here."""
-    held = {name.replace("_", "-"): version for name, version in versions.items()}
+    installed = {name.replace("_", "-"): version for name, version in versions.items()}
     monkeypatch.setattr(
-        machine, "installed", lambda names: {n: held[n] for n in names if n in held}
+        machine, "installed", lambda names: {n: installed[n] for n in names if n in installed}
     )
 
 
 def stack_of(monkeypatch: pytest.MonkeyPatch, on_gpus: bool, **versions: str) -> machine.Finding:
     install(monkeypatch, **versions)
     monkeypatch.setattr(machine, "uses_gpus", lambda: on_gpus)
-    found = machine.check_stack(Scene())
-    assert found is not None
-    return found
+    finding = machine.check_stack(Scene())
+    assert finding is not None
+    return finding
 
 
 MEGATRON = {"megatron_core": "0.19.2", "megatron_bridge": "0.6.2"}
@@ -183,9 +183,9 @@ def test_a_client_alone_is_told_which_lock_it_lacks(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.process
 def test_torchvision_is_a_problem_only_where_it_cannot_be_imported(tmp_path, monkeypatch):
-    named = tmp_path / "torchvision-0.28.0.dist-info" / "METADATA"
-    named.parent.mkdir()
-    named.write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    metadata = tmp_path / "torchvision-0.28.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     module = tmp_path / "torchvision.py"
@@ -235,17 +235,17 @@ def test_more_main_memory_than_there_is_is_a_hint(tmp_path: Path) -> None:
     ],
 )
 def test_what_vllm_answers_is_told(tmp_path, monkeypatch, refusal, verdict, seen):
-    asked = []
+    requests = []
 
     async def answer(program: str, config: Config, *, late: str) -> Ended:
-        asked.append(config.rollout_server.engine)
+        requests.append(config.rollout_server.engine)
         return Ended(2 if refusal else 0, refusal)
 
     monkeypatch.setattr(preflight, "ask", answer)
     config = config_of(tmp_path, rollout_server={"engine": {"block_size": 16}})
     (finding,) = look(config, "for vLLM")
     assert (finding.verdict, finding.seen) == (verdict, seen)
-    assert asked == [{"block_size": 16}]
+    assert requests == [{"block_size": 16}]
 
 
 def test_megatron_is_not_asked_about_a_model_that_is_not_there(tmp_path: Path) -> None:
@@ -257,8 +257,8 @@ def test_megatron_is_not_asked_about_a_model_that_is_not_there(tmp_path: Path) -
 
 def test_a_metrics_port_in_use_is_a_problem(tmp_path: Path) -> None:
     # The ports beside it may be another program's on an address that all use.
-    with socket.create_server((host := own_loopback(), 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server((host := own_loopback(), 0)) as occupied:
+        port = occupied.getsockname()[1]
         address = f"{host}:{port}"
         config = config_of(tmp_path, tracking={"prometheus": address})
         cause = (
@@ -321,7 +321,9 @@ async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match=lack):
                 await check_queue(Scene(swapped, part))
         powerful = config_of(tmp_path, queue=queue_of(server, "all", "all"))
-        assert [found.verdict for found in await check_queue(Scene(powerful))] == [Verdict.OK] * 2
+        assert [finding.verdict for finding in await check_queue(Scene(powerful))] == [
+            Verdict.OK
+        ] * 2
         # A probe leaves nothing behind.
         async with redis.asyncio.Redis.from_url(server.url("all")) as client:
             assert await client.dbsize() == 0
