@@ -8,7 +8,7 @@ from slipstream.client.verify import examine, run_verify
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.records.journal import batch_path
-from slipstream.protocol.checkpoints import publish_and_retain
+from slipstream.protocol.checkpoints import publish_and_retain, read_manifest
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.small_checkpoints import written_checkpoint
 from support.rigs.controller_runs import make_config, play
@@ -25,12 +25,12 @@ class SavingTrainer(FakeTrainer):
         self._folder = config.run_dir / "checkpoints"
         if begins_with is not None:
             self.version = PolicyVersion(0, int(begins_with.name[-6:]))
-            self.digest = (begins_with / "digest").read_bytes()
+            manifest = read_manifest(begins_with)
+            self.digest = bytes.fromhex(manifest.weight_digest)
 
     async def _save(self) -> None:
         step = self.version.step
         partial = written_checkpoint(self._folder, step, weight_digest=self.digest.hex())
-        (partial / "digest").write_bytes(self.digest)
         publish_and_retain(partial, keep_last=2, keep_every=0)
         await super()._save()
 

@@ -214,6 +214,32 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
         in_file("heldout.jsonl", r'"evaluation_step": 0', '"evaluation_step": 3'),
         "heldout.jsonl has replies of version 3, whose round is not in the journal",
     ),
+    "a clock's number in the curve": (
+        in_file("metrics.jsonl", r'"wall_s": ', '"wall_s": 1'),
+        "metrics.jsonl is not what it was when summary.json was written",
+    ),
+    "a row behind the end": (
+        lambda p: (p.folder / "groups.jsonl").open("a").write('{"step": 1}\n'),
+        "groups.jsonl is not what it was when summary.json was written",
+    ),
+    "a number of the summary that no other file has": (
+        changed_summary("wall_s", 1),
+        "summary.json is not what the run wrote, by its digest",
+    ),
+    "the name of a package in the journal": (
+        in_record("start", packages={}),
+        "journal/journal.log is not what it was when summary.json was written",
+    ),
+    "a rate that is none of its tokens": (
+        in_file("metrics.jsonl", r'"trained_tokens_per_s": ', '"trained_tokens_per_s": 1'),
+        "metrics.jsonl has trained_tokens_per_s 1",
+    ),
+    "groups of an environment with equal rewards": (
+        in_file("metrics.jsonl", r'"e/equal_rewards_fraction": ', '"e/equal_rewards_fraction": 1'),
+        "metrics.jsonl has e/equal_rewards_fraction 1",
+    ),
+    "the bytes of a batch": (in_record("batch", num_bytes=7), "bytes of batch 2: "),
+    "the trajectories of a batch": (in_record("batch", trajectories=7), "trajectories of step 2: "),
     "a kept episode": (
         in_file("trajectories.jsonl", r'"reward": [^,]+', '"reward": 7'),
         "step 1 in trajectories.jsonl: 7 and ",
@@ -278,6 +304,7 @@ def test_lines_of_a_fenced_controller_do_not_count(planted: Planted) -> None:
     # A line that the first controller wrote when the second one had begun is its own.
     other = encoded(middle + 1, {"kind": "closed", "group": "g9"})
     planted.log.write_bytes(b"".join([*lines[:middle], other]))
+    planted.sign()
     assert examine(planted.folder).faults == []
 
 
@@ -305,6 +332,7 @@ def manifest(planted: Planted, **changes: object) -> None:
             {"files": [{"path": "weights", "num_bytes": 3, "digest": "00"}]},
             "the digest of step-000003/weights: ",
         ),
+        ({"files": []}, "step-000003 has a file that its manifest does not name: weights"),
         ({"files": None}, "the manifest of step-000003 is not what a run writes: TypeError"),
     ],
 )
@@ -333,6 +361,7 @@ def test_a_line_without_an_end_is_read_in_parts(planted: Planted, monkeypatch) -
 
 def test_codes_and_texts_of_the_command(planted: Planted, capsys) -> None:
     changed_summary("weight_digest", "\x1b]0;pwned\x07")(planted)
+    planted.sign()
     assert run_verify(planted.folder) == 1
     output = capsys.readouterr().out
     assert "\x1b" not in output
@@ -362,6 +391,7 @@ def test_rows_that_a_crash_cut_off_are_no_fault(
         trained = planted.records.index(planted.one("step", 2))
         planted.records.insert(trained + 1, dict(planted.one("start")))
     planted.write()
+    planted.sign()
     text = "groups.jsonl lacks 3 of the 4 groups of step 3"
     assert run_verify(planted.folder) == (0 if starts_again else 1), examine(planted.folder)
     line, end = capsys.readouterr().out.splitlines()

@@ -53,7 +53,9 @@ class StepNumbers:
     replies: list[int] = field(default_factory=list)
     # Values of an environment's metrics, by "environment/metric".
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    num_episodes: Counter[str] = field(default_factory=Counter)
+    num_episodes: Counter[str] = field(
+        default_factory=Counter,
+    )
 
     @property
     def rewards_by_environment(self) -> dict[str, list[float]]:
@@ -68,6 +70,7 @@ class StepNumbers:
         mean = _mean(rewards)
         lags = self.lags
         num_sampled = lags.total()
+        late_tokens = sum(lag * count for lag, count in lags.items())
         prompts = self.columns["prompt_tokens"]
         episodes = self.columns["episode_tokens"]
         lacking = max(
@@ -76,14 +79,10 @@ class StepNumbers:
         )
         row = {
             "reward_mean": mean,
-            "reward_std": math.sqrt(_mean([(reward - mean) ** 2 for reward in rewards])),
+            "reward_std": _deviation(rewards),
             "reward_min": min(rewards),
             "reward_max": max(rewards),
-            "lag_mean": sum(lag * count for lag, count in lags.items())
-            / max(
-                1,
-                num_sampled,
-            ),
+            "lag_mean": late_tokens / max(1, num_sampled),
             "lag_max": float(max(lags, default=0)),
             "trajectories_with_several_versions": float(self.num_with_several_versions),
             "num_tokens": sum(episodes),
@@ -102,10 +101,22 @@ class StepNumbers:
             is_ignored = name.partition("/")[2].startswith(_IGNORED)
             number = self.num_episodes[environment] if is_ignored else len(values)
             row[name] = math.fsum(values) / number
-        if not any(group.has_branches for group in self.groups.values()):
-            equal = [len(set(group.rewards)) == 1 for group in self.groups.values()]
-            row["equal_rewards_fraction"] = _mean(equal)
+        has_branches = any(group.has_branches for group in self.groups.values())
+        if not has_branches:
+            row |= self._equal_rewards()
         return row
+
+    def _equal_rewards(self) -> dict[str, float]:
+        """Returns the fractions of groups with equal rewards, of all and of each environment."""
+        flags: dict[str, list[bool]] = {}
+        for group in self.groups.values():
+            is_equal = len(set(group.rewards)) == 1
+            flags.setdefault("", []).append(is_equal)
+            flags.setdefault(f"{group.environment}/", []).append(is_equal)
+        return {
+            f"{prefix}equal_rewards_fraction": _mean(own_flags)
+            for prefix, own_flags in flags.items()
+        }
 
 
 def check_batch(
@@ -166,7 +177,8 @@ class TrajectoryCheck:
         what = f"{name} of step {self._step}"
         findings.wrong(f"{what} ended as {self._ended.get(name)}", unless=name not in self._ended)
         member = (message.group_id, message.member)
-        is_new = member not in self._members and message.group_id in self._tasks
+        is_leased = message.group_id in self._tasks
+        is_new = is_leased and member not in self._members
         findings.wrong(f"{what} was trained before", unless=is_new)
         self._members.add(member)
         task = (message.environment, message.task_index, message.seed)
@@ -266,11 +278,14 @@ def _note(
     group.sampled_tokens.append(num_sampled)
     surprisal = None
     if spans:
-        logprobs = np.frombuffer(message.behavior_logprobs, dtype="<f4")
-        surprisal = -float(logprobs.astype(np.float64).mean())
+        content = message.behavior_logprobs
+        logprobs = np.frombuffer(content, dtype="<f4")
+        mean = logprobs.astype(np.float64).mean()
+        surprisal = -float(mean)
     group.surprisal.append(surprisal)
     if with_facts:
-        late = sum(span.length * (step - span.version.step) for span in spans)
+        lags = [span.length * (step - span.version.step) for span in spans]
+        late = sum(lags)
         numbers.episodes[name] = {
             "environment": environment,
             "task_index": message.task_index,
@@ -297,6 +312,12 @@ def _note(
 def _version_name(version: trajectory_pb2.PolicyVersion) -> str:
     name = str(version.step)
     return f"{name}/{version.incarnation}" if version.incarnation else name
+
+
+def _deviation(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    squares = [(value - mean) ** 2 for value in values]
+    return math.sqrt(_mean(squares))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -50,6 +50,12 @@ def check_files(folder: Path, findings: Findings, journal: JournalCheck) -> None
                 manifest["files"],
                 findings,
             )
+            _check_names(
+                path.parent,
+                manifest["files"],
+                findings,
+                own_name=path.name,
+            )
     exports = folder.glob(f"{EXPORTS}/step-*/{EXPORT_MANIFEST}")
     for path in [*_exports(folder / CHECKPOINTS), *sorted(exports)]:
         with findings.reading(f"the manifest of {path.parent.name}"):
@@ -80,9 +86,15 @@ def _check_version(folder: Path, findings: Findings, journal: JournalCheck) -> N
     journal.same_weights(folder.name, version, described["weight_digest"])
 
 
-def _check_names(folder: Path, entries: list[dict[str, Any]], findings: Findings) -> None:
-    """Makes a fault of files that the manifest of an exported model does not name."""
-    expected = {EXPORT_MANIFEST}
+def _check_names(
+    folder: Path,
+    entries: list[dict[str, Any]],
+    findings: Findings,
+    *,
+    own_name: str = EXPORT_MANIFEST,
+) -> None:
+    """Makes a fault of files that a folder's manifest, whose name is `own_name`, does not name."""
+    expected = {own_name}
     for entry in entries:
         expected.add(entry["path"])
     for path in sorted(folder.rglob("*")):

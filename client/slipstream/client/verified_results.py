@@ -4,6 +4,8 @@ The rows of each file are in the order of their steps, so that each step's rows 
 batch is.
 """
 
+import hashlib
+import json
 import math
 import zlib
 from collections import defaultdict, deque
@@ -17,9 +19,11 @@ from slipstream.client.verified_batch import GroupNumbers, StepNumbers
 from slipstream.client.verified_journal import JournalCheck, Record
 from slipstream.core.machine.files import open_regular, read_regular
 from slipstream.core.run_folder import (
+    FILE_DIGEST_BYTES,
     GROUPS,
     HELDOUT,
     METRICS,
+    RESULT_FILES,
     SAMPLES,
     SERVER_SHARES,
     SUMMARY,
@@ -29,6 +33,7 @@ from slipstream.core.run_folder import (
 Row = dict[str, Any]
 # Most bytes of a file that is read whole.
 MOST_BYTES = 64 << 20
+_BLOCK_BYTES = 1 << 20
 # Fates of generated tokens that the journal has, and those that the summary alone knows.
 _ENDS = ("filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside")
 _OTHERS = ("trained", "queued", "in_flight", "lost", "difference")
@@ -204,6 +209,17 @@ class ResultsCheck:
             self._columns = {name for name in columns if "/" not in name}
         lacking = sorted(self._columns - columns)
         findings.wrong(f"{METRICS} lacks {lacking} at step {step}", unless=not lacking)
+        difference = row.get("ledger_difference", 0.0)
+        findings.same(f"ledger_difference of step {step} in {METRICS}", difference, 0.0)
+        step_s = row.get("step_s") or 0.0
+        rate = row.get("trained_tokens_per_s")
+        num_tokens = row.get("trained_tokens", 0.0)
+        if rate is not None and step_s:
+            expected_rate = num_tokens / step_s
+            findings.wrong(
+                f"{METRICS} has trained_tokens_per_s {rate} at step {step}, not {expected_rate}",
+                unless=_is_close(rate, expected_rate),
+            )
         trained = row.get("trained_tokens")
         if trained is not None:
             num_sampled = numbers.lags.total()
@@ -290,9 +306,8 @@ class ResultsCheck:
         # Of a round that a crash repeated, the last reply to each task.
         checksums: defaultdict[int, dict[tuple[str, int], int]] = defaultdict(dict)
         path = self._folder / HELDOUT
-        if not path.exists() and not any(
-            record.get("replies_crc32") for record in recorded.values()
-        ):
+        has_replies = any(record.get("replies_crc32") for record in recorded.values())
+        if not path.exists() and not has_replies:
             return
         with findings.reading(HELDOUT), open_regular(path) as file:
             for line in lines_of(file):
@@ -317,6 +332,7 @@ class ResultsCheck:
         journal = self._journal
         data = read_regular(self._folder / SUMMARY, most_bytes=MOST_BYTES)
         summary: Any = parsed(data)
+        self._check_own_digest(summary)
         ledger = summary["ledger"]
         num_steps = len(journal.steps)
         findings.same("the ledger's difference", ledger["difference"], 0)
@@ -353,6 +369,36 @@ class ResultsCheck:
         if lines is not None:
             text = f"the journal ends at line {journal.num_lines}, {SUMMARY} was written at {lines}"
             findings.wrong(text, unless=journal.num_lines >= lines)
+
+    def _check_own_digest(self, summary: Row) -> None:
+        others = {name: value for name, value in summary.items() if name != "digest"}
+        content = json.dumps(others, sort_keys=True).encode()
+        digest = hashlib.blake2b(content, digest_size=FILE_DIGEST_BYTES)
+        is_own = summary.get("digest") == digest.hexdigest()
+        self._findings.wrong(
+            f"{SUMMARY} is not what the run wrote, by its digest",
+            unless=is_own,
+        )
+        for name, (num_bytes, expected) in summary["files"].items():
+            path = self._folder / name
+            is_inside = ".." not in path.parts and path.is_relative_to(self._folder)
+            text = f"{name} is not what it was when {SUMMARY} was written"
+            with self._findings.reading(name):
+                is_same = is_inside and self._is_same(path, num_bytes, expected)
+                self._findings.wrong(text, unless=is_same)
+
+    def _is_same(self, path: Path, num_bytes: int, expected: str) -> bool:
+        """Whether the file's bytes have the digest; logs of the journal may have grown since."""
+        digest = hashlib.blake2b(digest_size=FILE_DIGEST_BYTES)
+        num_left = num_bytes
+        with open_regular(path) as file:
+            while block := file.read(min(_BLOCK_BYTES, num_left)):
+                digest.update(block)
+                num_left -= len(block)
+            is_grown = bool(file.read(1))
+        may_grow = path.name not in RESULT_FILES
+        is_whole = num_left == 0 and (may_grow or not is_grown)
+        return is_whole and digest.hexdigest() == expected
 
     def _check_time(self, shares: Mapping[str, Mapping[str, float]]) -> None:
         seconds = self._seconds

@@ -175,6 +175,18 @@ class _Examination:
                 place,
                 (step, record["batch_id"]),
             )
+            # An older release wrote no number.
+            if record.get("num_bytes"):
+                num_bytes = batch_path(self._folder, record).stat().st_size
+                findings.same(f"bytes of batch {step}", num_bytes, record["num_bytes"])
+            if "trajectories" in record and not numbers.is_ordered:
+                num_trajectories = len(numbers.rewards)
+                expected_trajectories = record["trajectories"]
+                findings.same(
+                    f"trajectories of step {step}",
+                    num_trajectories,
+                    expected_trajectories,
+                )
             names = sorted(numbers.groups)
             findings.same(
                 f"groups of step {step}",

@@ -37,6 +37,10 @@ SAMPLES = "trajectories.jsonl"
 GROUPS = "groups.jsonl"
 # Replies of each evaluation round to the first tasks of each evaluation, as text.
 HELDOUT = "heldout.jsonl"
+# Files of whose bytes the summary of an ended run has digests; logs of the journal may grow later.
+RESULT_FILES = (METRICS, SAMPLES, GROUPS, HELDOUT)
+# Bytes of such a digest.
+FILE_DIGEST_BYTES = 16
 # The folder of weights that rollout servers fetched from storage, with a folder for each server.
 FETCHED = "fetched"
 # The folder of the logs; `log_path` says how one is named.

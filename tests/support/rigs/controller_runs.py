@@ -80,7 +80,8 @@ async def play(
     assert is_planted or summary["ledger"]["gaps"] == []
     if not is_planted and not is_damaged:
         write_config(config, config.run_dir)
-        assert examine(config.run_dir).faults == []
+        faults = examine(config.run_dir).faults
+        assert faults == [], faults
     messages = [event.text for event in controller._run.events.kept()]
     return summary | {"code": code, "told": messages}
 

@@ -63,6 +63,7 @@ def _recorded(path: Path) -> object:
         publish={},
         weight_digest="",
         journal_lines=0,
+        files={},
         ending={"state": "finished", "cause": "x", "suspended_environments": {}},
     )
     # The part that others read has neither NaN nor infinity.

@@ -1,6 +1,7 @@
 """A whole run of fakes, and copies of it in which somebody changes records and files."""
 
 import asyncio
+import hashlib
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from slipstream.client.run_folder import write_config
 from slipstream.client.verify import examine
+from slipstream.core.run_folder import RESULT_FILES, journal_logs
 from slipstream.learner.controller.records.journal import batch_path, encoded
 from slipstream.v1 import trainer_pb2
 
@@ -34,6 +36,10 @@ def make_whole_run(folder: Path) -> Path:
     assert summary["state"] == "finished"
     write_config(config, config.run_dir)
     return config.run_dir
+
+
+def digest_of(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 class Planted:
@@ -91,6 +97,24 @@ class Planted:
             )
         ]
         self.log.write_bytes(b"".join(lines))
+
+    def sign(self) -> None:
+        """Gives the summary the digests of the present files, as the end of the run would."""
+        path = self.folder / "summary.json"
+        summary = json.loads(path.read_text())
+        del summary["digest"]
+        names = [
+            *RESULT_FILES,
+            *(str(log.relative_to(self.folder)) for log in journal_logs(self.log.parent)),
+        ]
+        files = {}
+        for name in names:
+            content = (self.folder / name).read_bytes()
+            files[name] = [len(content), digest_of(content)]
+        summary["files"] = files
+        content = json.dumps(summary, sort_keys=True).encode()
+        summary["digest"] = digest_of(content)
+        path.write_text(json.dumps(summary))
 
     def faults(self) -> list[str]:
         self.write()

@@ -58,6 +58,8 @@ MATTERS_MOST = (
     "algorithm.groups_per_step",
     "sampling.max_reply_tokens",
     "algorithm.group_size",
+    "rollout_server.max_episodes",
+    "learner.micro_batch_tokens",
 )
 MOST_TOLD = 3
 # Most tokens of an episode, and episodes of a server, unless more are asked for.

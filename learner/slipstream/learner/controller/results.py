@@ -19,6 +19,7 @@ from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
+from slipstream.learner.controller.reporting.file_digests import file_digests
 from slipstream.learner.controller.reporting.metrics import RunRecorder
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerSession
@@ -231,6 +232,11 @@ class Results(Part):
             await asyncio.to_thread(books.journal.sync)
         except RunFailed as failure:
             self._run.events.warn(str(failure))
+        run_dir = self._run.config.run_dir
+        problems: list[str] = []
+        files = await asyncio.to_thread(file_digests, run_dir, problems.append)
+        for problem in problems:
+            self._run.events.warn(problem)
         progress.end()
         state = status_pb2.RunState.Name(progress.state)
         self._recorder.summary(
@@ -239,6 +245,7 @@ class Results(Part):
             publish=self._publisher.totals.summary(),
             weight_digest=goodbye.weight_digest.hex() if goodbye is not None else "",
             journal_lines=books.journal.num_durable,
+            files=files,
             ending={
                 "state": state.removeprefix("RUN_STATE_").lower(),
                 "cause": progress.cause,

@@ -47,10 +47,12 @@ def test_a_stated_value_wins_and_the_others_follow_it(tmp_path: Path) -> None:
     assert "algorithm.groups_per_step" in config.automatic
     # The rate and the group were stated.
     text = describe_choices(config)
-    start = "algorithm.groups_per_step 30, sampling.max_reply_tokens 192, and "
-    assert text.startswith(start)
-    num_others = len(config.automatic) - 2
-    assert text == f"{start}{num_others} more, in {config.run_dir}/config.toml under automatic"
+    num_others = len(config.automatic) - 3
+    assert text == (
+        "algorithm.groups_per_step 30, sampling.max_reply_tokens 192, "
+        f"rollout_server.max_episodes 120, and {num_others} more, in {config.run_dir}/config.toml "
+        "under automatic"
+    )
 
 
 def test_lengths_are_those_of_the_model(tmp_path: Path) -> None:

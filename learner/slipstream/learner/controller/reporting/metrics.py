@@ -30,13 +30,14 @@ from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.state import RunState
+from slipstream.learner.controller.reporting.file_digests import summary_digest
 from slipstream.learner.controller.reporting.invariants import Notice, broken_invariants
 from slipstream.learner.controller.reporting.learning import LearningWatch
 from slipstream.learner.controller.reporting.trackers import (
     ResultFile,
     Trackers,
+    count_last,
     drop_torn_line,
-    lines_from_end,
     open_trackers,
     read_rows,
     write_result,
@@ -286,7 +287,7 @@ class RunRecorder:
         lines, groups = self._sampled_lines(batch, advantages)
         for file, expected in ((self._samples, lines), (self._groups, groups)):
             try:
-                num_written = _count_last(file.path, batch.version)
+                num_written = count_last(file.path, batch.version)
             except OSError as error:
                 self._warn(f"{file.path} cannot be read: {error.strerror}")
                 continue
@@ -374,12 +375,13 @@ class RunRecorder:
         publish: Mapping[str, float],
         weight_digest: str,
         journal_lines: int,
+        files: Mapping[str, JsonValue],
         ending: Mapping[str, JsonValue],
     ) -> dict[str, JsonValue]:
         """Writes summary.json, the main facts of an ended run, and returns its content.
 
-        `state` is that of the journal, which has `journal_lines` by now; `ending` has the final
-        state of the run and its cause.
+        `state` is that of the journal, which has `journal_lines` by now, `files` are the
+        `file_digests`, and `ending` has the final state of the run and its cause.
         """
         facts = self.facts
         evaluations = state.evaluations
@@ -422,8 +424,10 @@ class RunRecorder:
             "weight_digest": weight_digest,
             "journal_lines": journal_lines,
             "wall_s": time.monotonic() - self._started_s,
+            "files": dict(files),
         }
         finite = _finite(summary)
+        finite["digest"] = summary_digest(finite)
         text = json.dumps(finite, indent=2)
         write_result(self._folder / SUMMARY, f"{text}\n".encode(), self._warn)
         # Closing adds events about lost lines while clients still follow the events.
@@ -567,20 +571,6 @@ def _turns(
         )
         place = end
     return turns
-
-
-def _count_last(path: Path, step: int) -> int:
-    """Returns how many lines of `step` are the last ones of a file; raises OSError."""
-    number = 0
-    for line in lines_from_end(path):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(row, dict) or row.get("step") != step:
-            break
-        number += 1
-    return number
 
 
 def _line(values: Mapping[str, JsonValue]) -> bytes:

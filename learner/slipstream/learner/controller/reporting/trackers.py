@@ -152,6 +152,20 @@ def lines_from_end(path: Path) -> Iterator[bytes]:
             yield rest
 
 
+def count_last(path: Path, step: int) -> int:
+    """Returns how many lines of `step` are the last ones of a file; raises OSError."""
+    number = 0
+    for line in lines_from_end(path):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(row, dict) or row.get("step") != step:
+            break
+        number += 1
+    return number
+
+
 def read_rows(path: Path, tell: Tell = lambda _: None) -> Iterator[dict[str, float]]:
     """Yields the numbers of each line of metrics.jsonl; yields nothing if the file is missing.
 
