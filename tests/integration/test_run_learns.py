@@ -1,5 +1,6 @@
 """The quickstart learns, by other algorithms too."""
 
+import re
 import statistics
 from pathlib import Path
 
@@ -23,6 +24,11 @@ def test_the_quickstart_makes_its_model_and_learns(tmp_path: Path) -> None:
     result = run_processes.run_command("quickstart", address, cwd=tmp_path, limit_s=600)
     assert (result.returncode, result.stderr) == (0, "")
     assert {path.name for path in (tmp_path / "models").iterdir()} == {"tiny"}
+    heads = r"\n  held out  at version 0 +at version 150 +asked for\n"
+    # A prompt of two letters, two replies, and both letters twice.
+    row = r"  ([a-l]) ([a-l]) {7}\S.* {2}\1 \2 \1 \2\n"
+    assert re.search(heads, result.stdout)
+    assert len(re.findall(row, result.stdout)) == 3
     summary = run_processes.checked(tmp_path / "runs" / "quickstart")
     assert summary["reward_last"] >= 0.8
     assert summary["reward_last"] >= summary["reward_first"] + 0.4

@@ -14,6 +14,7 @@ from slipstream.client.verify import examine, run_verify
 from slipstream.core.errors import ConfigError
 from slipstream.learner.controller.records.journal import batch_path, encoded
 from slipstream.learner.controller.records.kinds import _KINDS
+from slipstream.protocol.checkpoints import write_export_manifest
 from slipstream.v1 import trainer_pb2
 from support.rigs.planted_run import STEPS, Planted, make_whole_run
 
@@ -343,6 +344,30 @@ def test_a_checkpoint_is_of_a_version_of_the_journal(planted: Planted, changes, 
 
 
 FILES = ("config.toml", "journal/journal.log", "journal/batches/step-000002.pb", "metrics.jsonl")
+
+
+def exported(planted: Planted, **changes: object) -> Path:
+    """A folder of version 3 as `checkpoint.export_every` writes it."""
+    folder = planted.folder / "exports" / "step-000003"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    version = {"version": 3, "incarnation": 0, "weight_digest": planted.one("step")["digest"]}
+    (folder / "slipstream-version.json").write_text(json.dumps(version | changes))
+    write_export_manifest(folder)
+    return folder
+
+
+def test_a_folder_beside_training_is_of_a_version_of_the_journal(planted: Planted) -> None:
+    exported(planted)
+    assert planted.faults() == []
+
+
+def test_a_folder_beside_training_with_other_weights_is_a_fault(planted: Planted) -> None:
+    folder = exported(planted, weight_digest="00")
+    (folder / "config.json").write_text("[]")
+    told = " ".join(planted.faults())
+    assert "weights of version (0, 3) in step-000003: 00 and " in told
+    assert "the digest of step-000003/config.json: " in told
 
 
 @pytest.mark.parametrize("name", (*FILES, "trajectories.jsonl", "groups.jsonl", "summary.json"))

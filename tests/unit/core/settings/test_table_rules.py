@@ -467,3 +467,16 @@ def test_a_penalty_that_trains_groups_of_equal_rewards_is_warned_of() -> None:
         "are trained by their lengths alone; filter = 'unequal_rewards' leaves them out" in warning
     )
     assert not config_with(penalty | {"algorithm.filter": "unequal_rewards"}).training_warnings
+
+
+def test_a_client_s_own_loop_exports_no_folders_by_itself() -> None:
+    line = refusal_of(
+        {
+            "controller": {"client_loop": True},
+            "learner": {"shared_prefix_tokens": 0},
+            "environments": [],
+            "checkpoint": {"export_every": 5},
+        }
+    )
+    assert "checkpoint.export_every must be 0 with controller.client_loop" in line
+    assert line.endswith("got 5")
