@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from slipstream.core.configuration.config_file import parse_config
+from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.settings.config import Config
 from slipstream.core.types import (
     GroupId,
@@ -154,6 +155,22 @@ def make_trajectory(
         reward=float(random.random() < 0.5),
         num_turns=1,
     )
+
+
+def with_kept_tokens(batch: Batch, number: int, vocab: int) -> Batch:
+    """Returns the batch with a set of `number` random tokens for each sampled token.
+
+    A set has the token itself, and fewer tokens where one is drawn twice.
+    """
+    random = np.random.default_rng(batch.step)
+    trajectories: list[Trajectory] = []
+    for trajectory in batch.trajectories:
+        token_ids = trajectory.token_ids[trajectory.sampled_mask()]
+        other_ids = random.integers(0, vocab, (len(token_ids), number - 1))
+        sets = np.column_stack([token_ids.astype(np.int64), other_ids])
+        kept_tokens = KeptTokens.of_sets([[*{*ids}] for ids in sets.tolist()])
+        trajectories.append(dataclasses.replace(trajectory, kept_tokens=kept_tokens.packed()))
+    return dataclasses.replace(batch, trajectories=tuple(trajectories))
 
 
 class BareLoop:

@@ -9,6 +9,7 @@ plain cross-entropy from `labels` on micro batches that we packed beforehand, in
     python -m benchmarks.learner.throughput                   # the quickstart's model, on a CPU
     python -m benchmarks.learner.throughput --shape 0.6B      # a random Qwen3-0.6B on a GPU
     python -m benchmarks.learner.throughput --shape 0.6B --own support.fakes.own_grpo:loss
+    python -m benchmarks.learner.throughput --shape 0.6B --kept-tokens 20 --out FILE
     python -m benchmarks.learner.throughput --shape 1.7B --micro-tokens 4096
     export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # its 20 layers fill the memory
     python -m benchmarks.learner.throughput --shape 8B --steps 1
@@ -53,10 +54,13 @@ from benchmarks.learner.loops import (
     quickstart_batch,
     shape_config,
     synchronize,
+    with_kept_tokens,
 )
 
 OURS = "slipstream"
 OWN = "own loss"
+# Ours, on the same batches with a record of the tokens that each token was drawn from.
+REPLAYED = "replayed sampling"
 PEER = "bare"
 WARMUP_STEPS = {"cpu": 10, "cuda": 3}
 # The share of the peer's tokens per second that ours is to reach.
@@ -82,13 +86,21 @@ class Work:
     """One step of any loop."""
 
     batch: Batch
+    # The same batch with kept tokens, if they are asked for.
+    cut_batch: Batch | None
     micro_batches: list[MicroBatch]
     num_tokens: int
     # FLOPs by name of the loop: ours skips the logits of untrained positions, the peer has all.
     flops: dict[str, float]
 
 
-def works_of(config: Config, batches: list[Batch], training: object) -> list[Work]:
+def works_of(
+    config: Config,
+    batches: list[Batch],
+    training: object,
+    *,
+    num_kept_tokens: int,
+) -> list[Work]:
     """Returns the steps of all loops, packed for the peers as ours packs them, on the device."""
     from slipstream.learner.trainer.step import TrainingStep
 
@@ -102,7 +114,17 @@ def works_of(config: Config, batches: list[Batch], training: object) -> list[Wor
         flops = Arithmetic.of(sizes).training_flops(lengths)
         untrained = sum(lengths) - sum(int(one.loss_mask.sum()) for one in packed)
         skipped = 6.0 * sizes["hidden_size"] * sizes["vocab_size"] * untrained
-        found.append(Work(batch, packed, sum(lengths), {OURS: flops - skipped, PEER: flops}))
+        cut_batch = None
+        if num_kept_tokens:
+            cut_batch = with_kept_tokens(batch, num_kept_tokens, sizes["vocab_size"])
+        work = Work(
+            batch=batch,
+            cut_batch=cut_batch,
+            micro_batches=packed,
+            num_tokens=sum(lengths),
+            flops={OURS: flops - skipped, PEER: flops},
+        )
+        found.append(work)
     return found
 
 
@@ -122,7 +144,8 @@ def run_turns(
     measure.progress(f"model on {device}")
     training = TrainingStep(policy, config)
     bare = BareLoop(policy)
-    works = works_of(config, [make_batch(step) for step in range(arguments.steps)], training)
+    batches = [make_batch(step) for step in range(arguments.steps)]
+    works = works_of(config, batches, training, num_kept_tokens=arguments.kept_tokens)
     for work in works:
         sizes = [len(one.token_ids) for one in work.micro_batches]
         trained = sum(int(one.loss_mask.sum()) for one in work.micro_batches)
@@ -134,6 +157,11 @@ def run_turns(
         }
         own = TrainingStep(policy, config.model_validate(config.model_dump() | algorithm))
         loops[OWN] = lambda work: own.run(work.batch)
+    if arguments.kept_tokens:
+        cut = {"top_p": 0.95, "top_k": arguments.kept_tokens}
+        cut_sampling = {"sampling": config.sampling.model_dump() | cut}
+        replayed = TrainingStep(policy, config.model_validate(config.model_dump() | cut_sampling))
+        loops[REPLAYED] = lambda work: replayed.run(work.cut_batch)
     loops[PEER] = lambda work: bare.step(work.micro_batches)
     found: dict[str, list[Turn]] = {name: [] for name in loops}
     uncounted = math.ceil(WARMUP_STEPS[device.type] / len(works))
@@ -220,6 +248,12 @@ def main() -> None:
         "--steps", type=int, help="of each loop in one turn; default: 40, on a GPU 2"
     )
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--kept-tokens",
+        type=int,
+        default=0,
+        help="tokens that each token was drawn from, for a loop that replays sampling",
+    )
     parser.add_argument("--own", help="a second loss, module:function")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

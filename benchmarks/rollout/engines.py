@@ -51,10 +51,12 @@ Run = Callable[[Turn], Coroutine[Any, Any, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The tokens of each prompt and of the longest reply, for every run."""
+    """The tokens of each prompt and of the longest reply, and what replies are drawn from."""
 
     prompt_tokens: int
     reply_tokens: int
+    top_p: float = 1.0
+    top_k: int = 0
 
 
 def reply_tokens(seed: int, turn: Turn) -> int:
@@ -147,11 +149,21 @@ class Ours:
         from slipstream.rollout_server.engine_interface import Sampling
 
         longest = self._config.sampling.max_episode_tokens
-        sampling = Sampling(1.0, 1.0, 0, num_tokens, 1, longest, ignore_eos=True)
+        sampling = Sampling(
+            temperature=1.0,
+            top_p=self._sizes.top_p,
+            top_k=self._sizes.top_k,
+            max_reply_tokens=num_tokens,
+            max_turns=1,
+            max_episode_tokens=longest,
+            ignore_eos=True,
+        )
         reply = await self._vllm.requests.generate(
             f"r{seed}", prompt_of(seed, self._sizes.prompt_tokens), sampling, num_tokens
         )
         assert len(reply.logprobs) == len(reply.token_ids)
+        if self._config.replays_sampling:
+            assert reply.kept_tokens is not None
         return reply
 
     async def _generate_all(self, turn: Turn) -> dict[str, Any]:
@@ -274,6 +286,8 @@ class Bare:
         async def generate(seed: int, num_tokens: int) -> int:
             parameters = SamplingParams(
                 temperature=1.0,
+                top_p=self._sizes.top_p,
+                top_k=self._sizes.top_k,
                 max_tokens=num_tokens,
                 ignore_eos=True,
                 detokenize=False,
@@ -343,4 +357,5 @@ def run(start: Start, folder: str, address: str, sizes: str) -> None:
 
 
 if __name__ == "__main__":
-    run({"ours": Ours.start, "bare": _bare}[sys.argv[1]], *sys.argv[2:])
+    starts = {"ours": Ours.start, "unrecorded": Ours.start, "bare": _bare}
+    run(starts[sys.argv[1]], *sys.argv[2:])

@@ -44,6 +44,8 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrent", type=int, help="requests at one time; 512, on a CPU 64")
     parser.add_argument("--prompt-tokens", type=int, help="128; on a CPU 32")
     parser.add_argument("--reply-tokens", type=int, help="512; on a CPU 64")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--memory", type=float, default=0.42, help="GPU memory of each engine")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
@@ -73,7 +75,15 @@ def make_model(folder: Path, shape: str, dtype: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def config_text(arguments: argparse.Namespace, folder: Path) -> str:
+def config_text(
+    arguments: argparse.Namespace,
+    folder: Path,
+    *,
+    records_kept_tokens: bool = True,
+) -> str:
+    cut = ""
+    if records_kept_tokens:
+        cut = f"top_p = {arguments.top_p}\ntop_k = {arguments.top_k}"
     engine = {"load_format": "dummy", **json.loads(arguments.engine)}
     given = ", ".join(f"{key} = {toml_of(value)}" for key, value in engine.items())
     return f"""
@@ -95,6 +105,7 @@ agreement = "{getattr(arguments, "agreement", "close")}"
 [sampling]
 max_reply_tokens = {3 * arguments.reply_tokens // 2}
 max_episode_tokens = {arguments.prompt_tokens + 3 * arguments.reply_tokens // 2}
+{cut}
 
 [debug]
 ignore_eos = true
@@ -139,7 +150,12 @@ class Server:
         """Ready, or RuntimeError."""
         from support.fakes.fake_fleet import FakeFleet
 
-        sizes = Sizes(arguments.prompt_tokens, arguments.reply_tokens)
+        sizes = Sizes(
+            prompt_tokens=arguments.prompt_tokens,
+            reply_tokens=arguments.reply_tokens,
+            top_p=arguments.top_p,
+            top_k=arguments.top_k,
+        )
         async with FakeFleet(heartbeat_s=0.5, heartbeat_timeout_s=20) as fleet:
             child = await asyncio.create_subprocess_exec(
                 *command,
@@ -220,7 +236,8 @@ class Server:
                     members=[0],
                     sampling=fleet_pb2.SamplingSettings(
                         temperature=1.0,
-                        top_p=1.0,
+                        top_p=self._arguments.top_p,
+                        top_k=self._arguments.top_k,
                         max_reply_tokens=num_tokens,
                         max_turns=1,
                         max_episode_tokens=self._arguments.prompt_tokens + num_tokens,

@@ -1,4 +1,4 @@
-"""What a rollout server's tokens cost beside bare vLLM, with and without log-probabilities.
+r"""What a rollout server's tokens cost beside bare vLLM, with and without log-probabilities.
 
 Ours are requests through `VllmEngine`, the object that the server uses, with the sampled token's
 log-probability and version; and, in the same process, whole episodes: leases from a controller that
@@ -17,9 +17,12 @@ throughput takes turns too, in both of its modes, in a process that is started f
     python -m benchmarks.rollout.throughput --engines ours bench # vLLM's own benchmark
     python -m benchmarks.rollout.throughput --engines ours bare --quantization fp8_per_channel
     python -m benchmarks.rollout.throughput --device cpu --repeats 2  # a rehearsal
+    # What the replay of sampling costs: a second engine of ours records no kept tokens.
+    python -m benchmarks.rollout.throughput --engines ours unrecorded bare --memory 0.28 \
+        --top-p 0.95 --top-k 20
 
 Prints one table; benchmarks/results/rollout.json is written after every turn: rollout-bench.json
-with `bench`, rollout-fp8.json with `--quantization`.
+with `bench`, rollout-fp8.json with `--quantization`, rollout-cut.json with `--top-p` or `--top-k`.
 """
 
 from __future__ import annotations
@@ -91,11 +94,16 @@ FLOWS = (
 )
 # A flow is long, and this is slow: they alternate.
 WITH_LOGPROBS = (Row("bare vLLM with log-probabilities", "bare", "logprobs"),)
+# Our engine where what is sampled is cut, and the learner is not told of it.
+WITHOUT_RECORDS = (
+    Row("ours, engine, kept tokens not recorded", "unrecorded", "engine"),
+    Row("ours, whole server with episodes, kept tokens not recorded", "unrecorded", "episodes"),
+)
 # vLLM's own benchmark; it starts anew for each turn.
 ENTRY_POINTS = tuple(
     Row(f"vllm bench throughput, {mode}", "bench", mode) for mode in entry_point.MODES
 )
-ENGINES = ("ours", "bare", "bench")
+ENGINES = ("ours", "unrecorded", "bare", "bench")
 DEFAULT_ENGINES = ("ours", "bare")
 
 
@@ -129,13 +137,14 @@ class Benchmark(Found):
     async def take_turns(self) -> None:
         """All rows of both engines, interleaved; what they do first compiles and fills caches."""
         arguments = self.arguments
-        for row in (*WAVES, *WITH_LOGPROBS):
+        for row in (*WAVES, *WITHOUT_RECORDS, *WITH_LOGPROBS):
             turn = row.turn(arguments, self.seeds(arguments.concurrent))
             short = dataclasses.replace(turn, least_tokens=32, most_tokens=32)
             await self.take(row, short, warm_up=True)
         for repeat in range(arguments.repeats):
             slow = WITH_LOGPROBS if repeat % 2 else FLOWS
-            for row in FLOWS if arguments.flow_only else (*WAVES, *slow):
+            rows = FLOWS if arguments.flow_only else (*WAVES, *WITHOUT_RECORDS, *slow)
+            for row in rows:
                 await self.take(row, row.turn(arguments, self.seeds(2 * arguments.concurrent)))
             for row in ENTRY_POINTS if "bench" in arguments.engines else ():
                 turn = row.turn(arguments, self.seeds(arguments.concurrent))
@@ -153,9 +162,16 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     found = Benchmark(arguments)
     async with contextlib.AsyncExitStack() as stack:
-        for role in [role for role in arguments.engines if role in ("ours", "bare")]:
+        for role in [role for role in arguments.engines if role != "bench"]:
             with part(f"start {role}", found.failures):
-                await found.serve(stack, role, [*program("rollout.engines"), role], folder)
+                role_folder = folder
+                if role == "unrecorded":
+                    role_folder = folder / role
+                    role_folder.mkdir()
+                    text = config_text(arguments, folder, records_kept_tokens=False)
+                    (role_folder / "config.toml").write_text(text)
+                command = [*program("rollout.engines"), role]
+                await found.serve(stack, role, command, role_folder)
         await found.prove("ours")
         await found.take_turns()
     found.show()
@@ -174,7 +190,7 @@ def table_of(turns: dict[str, list[dict[str, Any]]], target: float) -> list[str]
     entry_points = [found for row in ENTRY_POINTS if (found := speed(row))]
     best = max(entry_points, key=lambda found: found.median, default=None)
     rows: list[Sequence[object]] = []
-    for row in (*WAVES, *ENTRY_POINTS, *WITH_LOGPROBS, *FLOWS):
+    for row in (*WAVES, *WITHOUT_RECORDS, *ENTRY_POINTS, *WITH_LOGPROBS, *FLOWS):
         ours = speed(row)
         peer = speed(FLOWING_PEER) if row.flow else speed(PEER) or best
         if ours is None:
@@ -206,6 +222,8 @@ def main() -> None:
     arguments.name = f"{NAME}-bench" if "bench" in arguments.engines else NAME
     if arguments.quantization != "off":
         arguments.name = f"{NAME}-fp8"
+    if arguments.top_k or arguments.top_p < 1:
+        arguments.name = f"{NAME}-cut"
     fill_sizes(arguments)
     with tempfile.TemporaryDirectory() as name:
         arguments.folder = folder = Path(name)

@@ -58,9 +58,11 @@ def start(settings: Any) -> StartEngine:  # noqa: ANN401 - vLLM's
         num_blocks: int = 100,
         windowed: bool = False,
         newer_runner: bool = False,
+        keeps_sets: bool = False,
     ) -> Engine:
         plain = AsyncScheduler if overlapping else Scheduler
         cls = scheduler_class(async_scheduling=overlapping) if ours else plain
+        settings.model_config.return_sampling_mask = keeps_sets
         scheduler = scheduler_of(cls, settings, num_blocks, 24 if windowed else None)
         # vLLM's choice on GPUs; plans differ.
         scheduler.use_v2_model_runner = newer_runner
@@ -78,10 +80,16 @@ both = pytest.mark.parametrize("overlapping", [False, True], ids=["sync", "async
 @pytest.mark.parametrize("num_blocks", [100, 10], ids=["roomy", "preempting"])
 @pytest.mark.parametrize("windowed", [False, True], ids=["full", "windowed"])
 @pytest.mark.parametrize("newer_runner", [False, True], ids=["older-runner", "newer-runner"])
+@pytest.mark.parametrize("keeps_sets", [False, True], ids=["all-tokens", "kept-tokens"])
 def test_every_plan_and_reply_is_that_of_vllms_scheduler(
-    pair, overlapping: bool, num_blocks: int, windowed: bool, newer_runner: bool
+    pair,
+    overlapping: bool,
+    num_blocks: int,
+    windowed: bool,
+    newer_runner: bool,
+    keeps_sets: bool,
 ) -> None:
-    kinds = {"windowed": windowed, "newer_runner": newer_runner}
+    kinds = {"windowed": windowed, "newer_runner": newer_runner, "keeps_sets": keeps_sets}
     ours, theirs = pair(overlapping=overlapping, num_blocks=num_blocks, **kinds)
     own_plans = counted_plans(ours)
     for engine in (ours, theirs):
@@ -106,6 +114,8 @@ def test_every_plan_and_reply_is_that_of_vllms_scheduler(
         assert our_plan == other
     assert ours.tokens == theirs.tokens
     assert ours.logprobs == theirs.logprobs
+    assert ours.kept_sets == theirs.kept_sets
+    assert bool(ours.kept_sets) is keeps_sets
     assert ours.finished == theirs.finished
     assert [len(ours.tokens[f"r{number}"]) for number in range(5)] == LIMITS[:5]
     assert ours.preempted == theirs.preempted
@@ -561,10 +571,11 @@ def disturbed(engine: Engine, seed: int) -> set[str]:
 @both
 @pytest.mark.parametrize("num_blocks", [100, 10], ids=["roomy", "preempting"])
 @pytest.mark.parametrize("newer_runner", [False, True], ids=["older-runner", "newer-runner"])
+@pytest.mark.parametrize("keeps_sets", [False, True], ids=["all-tokens", "kept-tokens"])
 def test_whatever_disturbs_it_every_plan_and_reply_is_that_of_vllms_scheduler(
-    pair, overlapping: bool, num_blocks: int, newer_runner: bool
+    pair, overlapping: bool, num_blocks: int, newer_runner: bool, keeps_sets: bool
 ) -> None:
-    kinds = {"num_blocks": num_blocks, "newer_runner": newer_runner}
+    kinds = {"num_blocks": num_blocks, "newer_runner": newer_runner, "keeps_sets": keeps_sets}
     for seed in range(SEEDS):
         ours, theirs = pair(overlapping=overlapping, **kinds)
         own_plans = counted_plans(ours)
@@ -574,6 +585,10 @@ def test_whatever_disturbs_it_every_plan_and_reply_is_that_of_vllms_scheduler(
         assert {name: ours.tokens[name] for name in lengths} == {
             name: theirs.tokens[name] for name in lengths
         }
+        assert {name: ours.kept_sets[name] for name in lengths} == {
+            name: theirs.kept_sets[name] for name in lengths
+        }
+        assert any(ours.kept_sets.values()) is keeps_sets
         assert not ours.scheduler.requests
         # At the end of a pause our scheduler has one more, empty step: it hands out what is held.
         our_plans, their_plans = ([p for p in loop.plans if p[2]] for loop in (ours, theirs))

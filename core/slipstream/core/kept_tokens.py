@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Self
 
 import numpy as np
@@ -49,15 +50,21 @@ class KeptTokens:
     @classmethod
     def of_sets(cls, sets: Sequence[Sequence[int]]) -> Self:
         """Joins sets of ids, whose order has no meaning."""
-        counts = np.array(
-            [len(ids) for ids in sets],
+        counts = np.fromiter(
+            map(len, sets),
             dtype=np.int64,
+            count=len(sets),
         )
-        joined_ids = np.array(
-            [token for ids in sets for token in ids],
+        joined_ids = np.fromiter(
+            chain.from_iterable(sets),
             dtype=np.int64,
+            count=int(counts.sum()),
         )
         owners = _owners(counts)
+        is_greater = np.diff(joined_ids) > 0
+        is_of_next_set = np.diff(owners) > 0
+        if (is_greater | is_of_next_set).all():
+            return cls(counts, joined_ids)
         order = np.lexsort((joined_ids, owners))
         return cls(counts, joined_ids[order])
 
@@ -110,6 +117,24 @@ class KeptTokens:
         sizes = counts[counts > 0]
         return cls(counts, sums - np.repeat(offsets, sizes))
 
+    @staticmethod
+    def packed_counts(data: bytes, num_tokens: int) -> IdArray:
+        """Returns the `counts` of `unpacked` without the ids, in a fraction of the time."""
+        if not data:
+            return np.zeros(num_tokens, dtype=np.int64)
+        if not num_tokens:
+            return np.zeros(0, dtype=np.int64)
+        most_bytes = num_tokens * BYTES_PER_COUNT
+        first_bytes = data[:most_bytes]
+        digits = np.frombuffer(first_bytes, dtype=np.uint8)
+        ends = np.flatnonzero(digits < _FOLLOWED)
+        if len(ends) < num_tokens:
+            raise ProtocolError(
+                f"kept tokens have {len(ends)} numbers for {num_tokens} sampled tokens"
+            )
+        last_byte = ends[num_tokens - 1]
+        return _numbers(first_bytes[: last_byte + 1])
+
     def packed(self) -> bytes:
         """Returns the sets as bytes; b"" if every token was drawn from all tokens."""
         if not len(self.ids):
@@ -131,10 +156,9 @@ class KeptTokens:
     def table(self, width: int) -> npt.NDArray[np.int32]:
         """Returns the sets as rows, int32 [sampled tokens, width]: each id plus 1, then zeros."""
         rows = np.zeros((len(self.counts), width), dtype=np.int32)
-        starts = np.cumsum(self.counts) - self.counts
-        owners = _owners(self.counts)
-        columns = np.arange(len(self.ids)) - starts[owners]
-        rows[owners, columns] = self.ids + 1
+        columns = np.arange(width)
+        is_kept = columns < self.counts[:, None]
+        rows[is_kept] = self.ids + 1
         return rows
 
     @property
@@ -156,33 +180,43 @@ def _first_places(counts: IdArray) -> IdArray:
 
 
 def _bytes(numbers: IdArray) -> bytes:
+    bits = _BITS * np.arange(1, _MAX_BYTES)
+    limits = 1 << bits
+    largest = numbers.max()
+    limits = limits[limits <= largest]
     lengths = np.ones_like(numbers)
-    for place in range(1, _MAX_BYTES):
-        lengths += numbers >= 1 << _BITS * place
-    starts = np.cumsum(lengths) - lengths
-    data = np.zeros(int(lengths.sum()), dtype=np.uint8)
-    for place in range(_MAX_BYTES):
-        has_byte = lengths > place
-        shifted = numbers[has_byte] >> _BITS * place
-        is_followed = lengths[has_byte] > place + 1
-        digits = shifted % _FOLLOWED + is_followed * _FOLLOWED
-        data[starts[has_byte] + place] = digits
+    for limit in limits:
+        lengths += numbers >= limit
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    data = np.empty(ends[-1], dtype=np.uint8)
+    data[starts] = numbers % _FOLLOWED
+    for place in range(1, len(limits) + 1):
+        # Most numbers are short.
+        longer = np.flatnonzero(lengths > place)
+        shifted = numbers[longer] >> _BITS * place
+        places = starts[longer] + place
+        data[places] = shifted % _FOLLOWED
+        data[places - 1] += _FOLLOWED
     return data.tobytes()
 
 
 def _numbers(data: bytes) -> IdArray:
-    digits = np.frombuffer(data, dtype=np.uint8).astype(np.int64)
+    digits = np.frombuffer(data, dtype=np.uint8)
     is_last = digits < _FOLLOWED
     if not is_last[-1]:
         raise ProtocolError("kept tokens end within a number")
     ends = np.flatnonzero(is_last)
     lengths = np.diff(ends, prepend=-1)
-    if lengths.max() > _MAX_BYTES:
-        raise ProtocolError(f"a number of kept tokens has more than {_MAX_BYTES} bytes")
     starts = ends + 1 - lengths
-    numbers = np.zeros_like(starts)
-    for place in range(_MAX_BYTES):
-        has_byte = lengths > place
-        digit = digits[starts[has_byte] + place] % _FOLLOWED
-        numbers[has_byte] += digit << _BITS * place
+    longest = lengths.max()
+    if longest > _MAX_BYTES:
+        raise ProtocolError(f"a number of kept tokens has more than {_MAX_BYTES} bytes")
+    values = digits % _FOLLOWED
+    numbers = values[starts].astype(np.int64)
+    for place in range(1, longest):
+        # Most numbers are short.
+        longer = np.flatnonzero(lengths > place)
+        place_values = values[starts[longer] + place].astype(np.int64)
+        numbers[longer] += place_values << _BITS * place
     return numbers

@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -33,6 +34,8 @@ class Engine:
     depth: int
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    # The tokens that each token was drawn from, if the scheduler asks for them.
+    kept_sets: dict[str, list[list[int]]] = field(default_factory=lambda: defaultdict(list))
     finished: dict[str, str] = field(default_factory=dict)
     sampled: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     sizes: list[int] = field(default_factory=list)
@@ -137,6 +140,7 @@ class Engine:
             )
             if names
             else None,
+            sampling_masks=kept_sets_of(ids) if self.scheduler.return_sampling_mask else None,
         )
 
     def _take(self, output: Any) -> None:  # noqa: ANN401 - vLLM's
@@ -147,8 +151,24 @@ class Engine:
         if output.new_logprobs is not None:
             self.logprobs[name] += output.new_logprobs.logprobs[:, 0].tolist()
             assert output.new_logprobs.logprob_token_ids[:, 0].tolist() == output.new_token_ids
+        if output.new_sampling_mask is not None:
+            self.kept_sets[name] += output.new_sampling_mask.to_nested_list()
         if output.finish_reason is not None:
             self.finished[name] = str(output.finish_reason)
+
+
+def kept_sets_of(sampled: list[list[int]]) -> SamplingMaskLists:
+    """Returns a set of one to five ids for each sampled token, and an empty one without a token."""
+    sets: list[list[int]] = []
+    for ids in sampled:
+        token_sets = [range(token - token % 5, token + 1) for token in ids]
+        sets.append([*chain(*token_sets)])
+    every_id = [*chain(*sets)]
+    sizes = [len(ids) for ids in sets]
+    return SamplingMaskLists(
+        token_ids=np.asarray(every_id, dtype=np.int32),
+        offsets=np.cumsum([0, *sizes]),
+    )
 
 
 def scheduler_of(cls: type, settings: Any, num_blocks: int, window: int | None = None) -> Any:  # noqa: ANN401

@@ -113,3 +113,15 @@ def test_a_trajectory_whose_token_is_not_in_its_set_is_refused() -> None:
     )
     with pytest.raises(ProtocolError, match="its kept tokens lack sampled token 0"):
         decode_trajectory(encode_trajectory(other_tokens))
+
+
+@given(st.lists(st.sets(st.integers(0, 200_000), min_size=1, max_size=200), max_size=8))
+def test_numbers_of_tokens_are_read_without_their_ids(sets: list[set[int]]) -> None:
+    kept_tokens = KeptTokens.of_sets([[*ids] for ids in sets])
+    counts = KeptTokens.packed_counts(kept_tokens.packed(), len(sets))
+    assert counts.tolist() == [len(ids) for ids in sets]
+
+
+def test_bytes_without_all_numbers_of_tokens_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="1 numbers for 2 sampled"):
+        KeptTokens.packed_counts(b"\x01", 2)

@@ -12,16 +12,12 @@ class KeptTokenCounts(StepPart):
     """Says how many tokens were kept, and of how many sampled tokens nothing is recorded."""
 
     def ends(self, policy: Policy, batch: Batch) -> dict[str, float]:
-        parts: list[KeptTokens] = []
-        for trajectory in batch.trajectories:
-            if trajectory.is_given:
-                continue
-            kept_tokens = KeptTokens.unpacked(
-                trajectory.kept_tokens,
-                trajectory.num_sampled_tokens,
-            )
-            parts.append(kept_tokens)
-        counts = KeptTokens.joined(parts).counts
+        counts_by_trajectory = [
+            KeptTokens.packed_counts(trajectory.kept_tokens, trajectory.num_sampled_tokens)
+            for trajectory in batch.trajectories
+            if not trajectory.is_given
+        ]
+        counts = np.concatenate([*counts_by_trajectory, np.zeros(0, dtype=np.int64)])
         num_tokens = max(1, len(counts))
         num_recorded = int(np.count_nonzero(counts))
         num_missing = len(counts) - num_recorded

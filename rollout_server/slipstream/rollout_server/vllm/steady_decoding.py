@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from slipstream.rollout_server.vllm.held_sets import HeldSets
 from vllm import __version__ as VERSION
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -60,7 +61,6 @@ def decodes_plainly(scheduler: Scheduler, followed: str = _FOLLOWED) -> bool:
         scheduler.num_lookahead_tokens,
         scheduler.num_spec_tokens,
         scheduler.has_mamba_layers,
-        scheduler.return_sampling_mask,
         scheduler.is_mm_encoder_only,
         scheduler.use_pp,
         scheduler.needs_kv_cache_zeroing,
@@ -139,6 +139,9 @@ class Chunk:
 
 def joined_masks(masks: Sequence[SamplingMaskLists]) -> SamplingMaskLists:
     """Returns the kept tokens of consecutive tokens of one request as those of one output."""
+    first = masks[0]
+    if len(masks) == 1 and first.offsets is not None:
+        return first
     token_ids = np.concatenate([mask.token_ids for mask in masks])
     lengths: list[int] = []
     for mask in masks:
@@ -193,6 +196,8 @@ class SteadyBatch:
         self._held = np.empty(0, np.int64)
         self._tokens = np.empty((0, CHUNK_TOKENS), dtype=np.int64)
         self._logprobs = np.empty((0, CHUNK_TOKENS), dtype=np.float32)
+        # The tokens that the held tokens were drawn from, if the engine returns them.
+        self._kept_sets = HeldSets(CHUNK_TOKENS) if scheduler.return_sampling_mask else None
 
     def join(self, members: Sequence[tuple[Request, Chunk]]) -> None:
         """Adds a row for each of `members`, which only decode from now on."""
@@ -220,6 +225,8 @@ class SteadyBatch:
             ("_logprobs", np.empty((number, CHUNK_TOKENS), np.float32)),
         ):
             setattr(self, name, np.concatenate((getattr(self, name), values)))
+        if self._kept_sets is not None:
+            self._kept_sets.add_rows(number)
         stops = {stop for _, chunk in members for stop in chunk.stops or () if stop is not None}
         self._any_stop = np.union1d(self._any_stop, np.array([*stops], dtype=np.int64))
         self._wants_logprobs |= any(chunk.with_logprobs for _, chunk in members)
@@ -261,7 +268,9 @@ class SteadyBatch:
         rows whose chunk is full. `logprobs` has a value for each row of the output.
         """
         sampled = output.sampled_token_ids
-        if not sampled or (logprobs is None and self._wants_logprobs):
+        step_sets = output.sampling_masks
+        lacks_sets = step_sets is None and self._kept_sets is not None
+        if not sampled or lacks_sets or (logprobs is None and self._wants_logprobs):
             return dict(num_scheduled), []
         ids = list(num_scheduled)
         number = len(num_scheduled)
@@ -282,6 +291,13 @@ class SteadyBatch:
         self._tokens[taken_rows, num_held] = tokens[is_taken]
         if logprobs is not None:
             self._logprobs[taken_rows, num_held] = logprobs[places[is_taken]]
+        if self._kept_sets is not None:
+            self._kept_sets.hold(
+                rows=taken_rows,
+                places=num_held,
+                step_sets=step_sets,
+                step_rows=places[is_taken],
+            )
         self._held[taken_rows] += 1
         self.known[taken_rows] += 1
         vllm_scheduled = {
@@ -296,6 +312,8 @@ class SteadyBatch:
         # Numbers of lists, since looking at one number of an array takes longer.
         arrays = (self.computed, self._steps, self._held, self._tokens, self._logprobs)
         values = zip(rows, *(array[rows].tolist() for array in arrays), strict=True)
+        if self._kept_sets is not None:
+            self._pour_sets(self._kept_sets, rows)
         self._held[rows] = 0
         for row, computed, last_step, num_held, token_ids, logprobs in values:
             request, chunk = self.members[row]
@@ -312,6 +330,16 @@ class SteadyBatch:
                 request.num_output_placeholders += steps - num_held
                 if steps and self._scheduler.use_v2_model_runner:
                     request.next_decode_eligible_step = last_step + 1
+
+    def _pour_sets(self, kept_sets: HeldSets, rows: Sequence[int]) -> None:
+        """Moves the sets of the held tokens of `rows` to their chunks."""
+        full_rows = [row for row in rows if self._held[row]]
+        if not full_rows:
+            return
+        sets_by_row = kept_sets.sets(full_rows, self._held[full_rows].tolist())
+        for row, row_sets in zip(full_rows, sets_by_row, strict=True):
+            _, chunk = self.members[row]
+            chunk.sampling_masks.append(row_sets)
 
     def settle(self, row: int) -> None:
         """Notes what became of a row that was synced, when its step's outputs are handed out."""

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 import torch
 from slipstream.rollout_server.vllm import one_pass_sampler
-from slipstream.rollout_server.vllm.one_pass_sampler import OnePassSampler, OnePassWorker, Sampler
+from slipstream.rollout_server.vllm.one_pass_sampler import (
+    KeptTokenTensors,
+    OnePassSampler,
+    OnePassWorker,
+    Sampler,
+)
 
 ROWS = 3
 VOCABULARY = 7
@@ -24,9 +29,27 @@ class States:
 OF_VLLM = SimpleNamespace(sampling_mask_tensors=None)
 
 
-def plain_sample(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_sample(
+    logits: torch.Tensor,
+    *_: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     logprobs, tokens = logits.log_softmax(-1).max(-1)
-    return tokens, logprobs
+    is_kept = torch.isfinite(logits)
+    counts = is_kept.sum(dim=1, keepdim=True)
+    return tokens, logprobs, counts.to(torch.int32)
+
+
+def plain_kept_tokens(logits: torch.Tensor, part_counts: torch.Tensor) -> KeptTokenTensors:
+    is_kept = torch.isfinite(logits)
+    token_ids = torch.argsort(
+        ~is_kept,
+        dim=1,
+        stable=True,
+    )
+    return KeptTokenTensors(
+        token_ids=token_ids.to(torch.int32),
+        counts=part_counts.sum(dim=1),
+    )
 
 
 @pytest.fixture
@@ -44,6 +67,7 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401 - vLLM tell
         apply_sampling_params=lambda logits, *_: logits - 1.0,
     )
     monkeypatch.setattr(one_pass_sampler, "sample", plain_sample)
+    monkeypatch.setattr(one_pass_sampler, "kept_token_tensors", plain_kept_tokens)
     monkeypatch.setattr(
         one_pass_sampler, "get_num_sampled_and_rejected", lambda ones, *_: (ones, ones - 1)
     )
@@ -71,12 +95,26 @@ def batch() -> SimpleNamespace:
 def test_tokens_and_log_probabilities_have_vllms_form(sampler: Any) -> None:
     logits = torch.randn(ROWS, VOCABULARY)
     output = sampler(logits, batch())
-    tokens, logprobs = plain_sample(logits)
+    tokens, logprobs, _ = plain_sample(logits)
     assert output.sampled_token_ids.tolist() == tokens[:, None].tolist()
     assert torch.equal(output.logprobs_tensors.logprob_token_ids, tokens[:, None])
     torch.testing.assert_close(output.logprobs_tensors.logprobs, logprobs[:, None])
     assert output.logprobs_tensors.selected_token_ranks.tolist() == [0] * ROWS
     assert (output.num_sampled.tolist(), output.num_rejected.tolist()) == ([1] * ROWS, [0] * ROWS)
+
+
+def test_kept_tokens_are_returned_where_they_are_recorded(sampler: Any) -> None:
+    logits = torch.zeros(ROWS, VOCABULARY)
+    logits[0, 1:6] = -torch.inf
+    logits[1, :4] = -torch.inf
+    assert sampler(logits, batch()).sampling_mask_tensors is None
+    sampler.return_sampling_mask = True
+    output = sampler(logits, batch())
+    on_host = output.sampling_mask_tensors.to_cpu_nonblocking()
+    num_sampled = np.ones(ROWS)
+    step_sets = on_host.tolists(num_sampled)
+    all_ids = list(range(VOCABULARY))
+    assert step_sets.to_nested_list() == [[0, 6], [4, 5, 6], all_ids]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +126,6 @@ def test_tokens_and_log_probabilities_have_vllms_form(sampler: Any) -> None:
         ("logprobs_mode", "raw_logprobs"),
         ("use_fp64_gumbel", True),
         ("compute_nans", True),
-        ("return_sampling_mask", True),
         ("trace_replay_state", "a trace"),
     ],
 )

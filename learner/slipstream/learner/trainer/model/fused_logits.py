@@ -1,8 +1,8 @@
 # ruff: noqa: ANN001, ANN202 - Triton compiles the kernels from the types of their arguments
 """Triton kernels that compute sums over the vocabulary and gradients of logits on a GPU.
 
-The reference implementation is in `logprobs`, which uses torch's operations. Each kernel takes raw
-logits, neither divided by the temperature nor masked, reads them once, and allocates no memory.
+The reference implementation is in `plain_logits`, which uses torch's operations. Each kernel takes
+raw logits, neither divided by the temperature nor masked, reads them once, and allocates no memory.
 Triton is installed only with torch's CUDA build, so import this module only there.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 _BLOCK = 8192
 _WARPS = 8
-# The same value as in `logprobs`.
+# The same value as in `plain_logits`.
 _PADDING_LOGIT = -1e30
 
 

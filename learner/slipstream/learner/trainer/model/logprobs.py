@@ -5,27 +5,34 @@ in chunks, and the backward pass computes each chunk again. If all logits fit in
 they are computed once. The vocabulary may be split over tensor parallel ranks, and be padded at its
 end so that it splits evenly.
 
-`VocabularyShard` computes with torch's operations what `fused_logits` computes on a GPU by one
-kernel each. These operations are the reference, and serve CPUs and several targets per row.
+`VocabularyShard` computes with the operations of `plain_logits` what `fused_logits` computes on a
+GPU by one kernel each. These operations are the reference, and serve CPUs and several targets per
+row.
 """
 
 import dataclasses
 import types
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from slipstream.learner.trainer import Megatron
+from slipstream.learner.trainer.model.plain_logits import (
+    PADDING_LOGIT,
+    SetLogits,
+    Sums,
+    as_rows,
+    plain_gradient,
+    plain_reduce,
+)
 from torch import Tensor
 
 # Logits in one chunk. A CPU's chunk takes 128 MiB in float32, and three such tensors are alive at a
 # time; a tiny model's micro batch is one chunk. A GPU holds one chunk in the model's precision, and
 # its matrix units need thousands of tokens.
 CHUNK_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 29}
-# Far below every logit, and far enough from the smallest float that differences stay finite.
-PADDING_LOGIT = -1e30
 _FUSED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -156,18 +163,21 @@ class _Logprobs(torch.autograd.Function):
             target_logits=hidden.new_empty(targets.shape, dtype=shard.dtype),
         )
         kernels = projection.kernels
+        assert kernels is None or kept_ids is None, "kernels know no kept tokens"
         kernel_logprobs = None if kernels is None else torch.empty_like(sums.target_logits)
 
         # A function, so that a chunk is freed before the next one is made.
         def reduce(chunk: slice) -> Tensor:
             logits = shard.logits(hidden[chunk])
-            if kept_ids is not None:
-                shard.keep_only(logits, kept_ids[chunk])
             if kernels is not None and kernel_logprobs is not None:
                 token_logits = logits[:, : shard.num_tokens]
-                logprobs = kernels.token_logprobs(token_logits, _rows(targets[chunk]))
+                logprobs = kernels.token_logprobs(token_logits, as_rows(targets[chunk]))
                 kernel_logprobs[chunk] = logprobs.view_as(targets[chunk])
-            shard.reduce(logits, places[chunk], Sums(*(values[chunk] for values in sums)))
+            chunk_sums = Sums(*(values[chunk] for values in sums))
+            shard.reduce(logits, places[chunk], chunk_sums)
+            if kept_ids is not None and kept_ids.shape[1]:
+                set_logits = shard.set_logits(logits, kept_ids[chunk], places[chunk])
+                set_logits.reduce(chunk_sums)
             return logits
 
         chunks = shard.chunks(len(targets), is_trained=is_trained)
@@ -208,16 +218,29 @@ class _Logprobs(torch.autograd.Function):
             logits = kept_logits
             if logits is None:
                 logits = shard.logits(hidden[chunk])
-                if kept_ids is not None:
-                    shard.keep_only(logits, kept_ids[chunk])
             bends = None if factors is None else (factors[chunk], entropy[chunk])
-            return shard.gradient(
+            chunk_slopes = slopes[chunk]
+            chunk_totals = log_total[chunk]
+            if kept_ids is None or not kept_ids.shape[1]:
+                return shard.gradient(logits, places[chunk], chunk_totals, chunk_slopes, bends)
+            set_logits = shard.set_logits(logits, kept_ids[chunk], places[chunk])
+            # With these the gradient of a row that has a set is 0.
+            other_totals = set_logits.without_rows(chunk_totals, -PADDING_LOGIT)
+            other_slopes = set_logits.without_rows(chunk_slopes, 0.0)
+            other_bends = None
+            if bends is not None:
+                row_factors, row_entropies = bends
+                other_factors = set_logits.without_rows(row_factors, 0.0)
+                other_bends = other_factors, row_entropies
+            grad = shard.gradient(
                 logits,
                 places[chunk],
-                log_total[chunk],
-                slopes[chunk],
-                bends,
+                other_totals,
+                other_slopes,
+                other_bends,
             )
+            set_logits.write_gradient(grad, chunk_totals, chunk_slopes, bends)
+            return grad
 
         chunks = [slice(0, len(hidden))]
         if kept_logits is None:
@@ -233,7 +256,7 @@ class _Logprobs(torch.autograd.Function):
         return hidden_grad, returned_grad, None, None, None, None
 
 
-def _over_all_shards(sums: "Sums", group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+def _over_all_shards(sums: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Returns log(sum of exp(logit)) and the mean logit over the vocabulary, both [rows].
 
     `sums` are those of this rank's shard; its target logits become those of all shards. Collective
@@ -285,18 +308,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         )
     else:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
-
-
-class Sums(NamedTuple):
-    """Sums over the vocabulary for each row of logits, written by `VocabularyShard.reduce`."""
-
-    # The largest logit.
-    peaks: Tensor
-    # Sum of exp(logit - peak), and of exp(logit - peak) * (logit - peak).
-    totals: Tensor
-    expected: Tensor
-    # The logits of the targets, [rows] or [rows, targets]; 0 where this rank does not have one.
-    target_logits: Tensor
 
 
 class VocabularyShard:
@@ -352,22 +363,29 @@ class VocabularyShard:
             logits[:, self.num_tokens :] = PADDING_LOGIT
         return logits
 
-    def keep_only(self, logits: Tensor, kept_ids: Tensor) -> None:
-        """Gives `PADDING_LOGIT` to tokens of `logits` [rows, width] that are not in `kept_ids`.
+    def set_logits(self, logits: Tensor, kept_ids: Tensor, places: Tensor) -> SetLogits:
+        """Returns the part of `logits` [rows, width] at the tokens in `kept_ids`.
 
-        `kept_ids` is as in `vocab_parallel_logprobs`. It does not change rows that keep all tokens.
+        `logits` are the result of the method `logits`, `kept_ids` is as in
+        `vocab_parallel_logprobs`, and `places` are the columns of the targets, as in `reduce`.
         """
-        if not kept_ids.shape[1]:
-            return
-        has_set = kept_ids[:, :1] > 0
-        places = self.places(kept_ids.long() - 1)
-        # A place that is not here repeats another of its row, so that all writes agree.
-        is_here = places.amax(dim=1, keepdim=True) >= 0
-        places = torch.where(places >= 0, places, places.amax(dim=1, keepdim=True).clamp(min=0))
-        kept_logits = logits.gather(1, places)
-        kept_logits.masked_fill_(has_set & ~is_here, PADDING_LOGIT)
-        logits.masked_fill_(has_set, PADDING_LOGIT)
-        logits.scatter_(1, places, kept_logits)
+        token_ids = kept_ids.long() - 1
+        columns = self.places(token_ids)
+        present_columns = columns.clamp(min=0)
+        values = logits.gather(1, present_columns).to(self.dtype)
+        if self._is_fused:
+            values /= self._projection.temperature
+        # A target is one of the tokens of its row's set.
+        target_columns = as_rows(places)
+        is_target = columns[:, :, None] == target_columns[:, None, :]
+        target_places = is_target.to(torch.int8).argmax(dim=1)
+        target_places.masked_fill_(target_columns < 0, -1)
+        return SetLogits(
+            values=values.masked_fill_(columns < 0, PADDING_LOGIT),
+            columns=columns,
+            places=target_places.view_as(places),
+            has_set=kept_ids[:, 0] > 0,
+        )
 
     def reduce(
         self,
@@ -390,14 +408,8 @@ class VocabularyShard:
                 self._projection.temperature,
                 sums,
             )
-            return
-        target_logits = logits.gather(-1, _rows(places).clamp(min=0)).view_as(places)
-        sums.target_logits.copy_(target_logits * (places >= 0))
-        torch.amax(logits, dim=-1, out=sums.peaks)
-        shifted = logits - sums.peaks[:, None]
-        exps = shifted.exp()
-        torch.sum(exps, dim=-1, out=sums.totals)
-        torch.sum(exps.mul_(shifted), dim=-1, out=sums.expected)
+        else:
+            plain_reduce(logits, places, sums)
 
     def gradient(
         self,
@@ -426,17 +438,7 @@ class VocabularyShard:
             columns = (self.num_tokens, self._projection.temperature)
             fused_logits.gradient(logits, places, columns, log_totals, slopes, bends, grad)
             return grad
-        logprobs = logits.sub_(log_totals[:, None])
-        slope_sum = _rows(slopes).sum(-1, keepdim=True)
-        if bends is None:
-            grad = logprobs.exp_().mul_(-slope_sum)
-        else:
-            factors, entropies = bends
-            grad = logprobs.exp()
-            weights = logprobs.add_(entropies[:, None]).mul_(factors[:, None]).add_(slope_sum)
-            grad.mul_(weights).neg_()
-        local_slopes = slopes * (places >= 0)
-        grad.scatter_add_(-1, _rows(places).clamp(min=0), _rows(local_slopes))
+        grad = plain_gradient(logits, places, log_totals, slopes, bends)
         return grad.to(self._weight.dtype)
 
     def places(self, targets: Tensor) -> Tensor:
@@ -506,8 +508,3 @@ def top_tokens(
     dist.all_gather(shard_ids, ids, group=group)
     best = torch.cat(shard_values, dim=1).topk(top_k, dim=1).indices
     return torch.cat(shard_ids, dim=1).gather(1, best)
-
-
-def _rows(values: Tensor) -> Tensor:
-    """Returns `values`, which are [rows] or [rows, targets], as [rows, targets]."""
-    return values if values.dim() > 1 else values[:, None]
