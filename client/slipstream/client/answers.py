@@ -32,7 +32,7 @@ from slipstream.core.errors import ProtocolError, did_you_mean, near_names
 from slipstream.core.machine.files import read_regular
 from slipstream.core.models.vision import data_of_url
 from slipstream.core.template_values import json_object, plain, show, tools_json
-from slipstream.protocol.bounds import check_bounds
+from slipstream.protocol.bounds import check_bounds, decode
 from slipstream.v1 import environment_pb2 as pb
 
 # The field of `Message` to which each field of chat formats goes.
@@ -287,8 +287,9 @@ def agent_observation(own: AnyEnvironment) -> pb.Observation:
     )
 
 
-def finished_episode(episode: pb.FinishedEpisode, task: object) -> FinishedEpisode:
-    """Returns a member of a group to pass to `judge_group`."""
+def finished_episode(data: bytes, task: object) -> FinishedEpisode:
+    """Returns a member of a group for `judge_group`; raises ProtocolError for other bytes."""
+    episode = decode(pb.FinishedEpisode, data)
     return FinishedEpisode(
         task=task,
         replies=tuple(map(reply_of, episode.replies)),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from slipstream.v1 import environment_pb2 as pb
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
-
-    from slipstream.v1 import environment_pb2 as pb
 
     Ask = Callable[..., Awaitable[pb.WorkerMessage]]
 
@@ -62,14 +62,14 @@ async def _compare(ask: Ask, index: int, plays: Iterable[ComparedPlay]) -> None:
     unfailed = [play for play in plays if not play.failure]
     episodes = []
     for member, play in enumerate(unfailed):
-        episode = {
-            "member": member,
-            "replies": play.replies,
-            "reward": play.earned,
-            "metrics": play.metrics,
-            "truncated": not play.is_done,
-        }
-        episodes.append(episode)
+        episode = pb.FinishedEpisode(
+            member=member,
+            replies=play.replies,
+            reward=play.earned,
+            metrics=play.metrics,
+            truncated=not play.is_done,
+        )
+        episodes.append(episode.SerializeToString())
     key = f"group-{index}"
     answer = await ask(
         reset={

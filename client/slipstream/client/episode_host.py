@@ -268,7 +268,7 @@ class EpisodeHost:
 
         async def judge() -> pb.GroupVerdict:
             task = tasks[episode.task_index]
-            episodes = [finished_episode(message, task) for message in command.episodes]
+            episodes = [finished_episode(data, task) for data in command.episodes]
             rewards = await _result(environment.judge_group(episodes))
             return group_verdict(rewards, len(episodes))
 

@@ -226,8 +226,8 @@ class JudgeGroupCommand(_message.Message):
     EPISODE_KEY_FIELD_NUMBER: _ClassVar[int]
     EPISODES_FIELD_NUMBER: _ClassVar[int]
     episode_key: str
-    episodes: _containers.RepeatedCompositeFieldContainer[FinishedEpisode]
-    def __init__(self, episode_key: _Optional[str] = ..., episodes: _Optional[_Iterable[_Union[FinishedEpisode, _Mapping]]] = ...) -> None: ...
+    episodes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, episode_key: _Optional[str] = ..., episodes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class FinishedEpisode(_message.Message):
     __slots__ = ("member", "replies", "reward", "metrics", "truncated")

@@ -299,8 +299,9 @@ async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path, cap
             await sender.put(TrajectoryId(str(number)), b"x", timeout_s=LIMIT_S)
         await until(lambda: not sender.queued_bytes, LIMIT_S)
     assert set(trajectory_ids) == {str(number) for number in range(10)}
-    # The log tells how much is on its way each time.
-    message = r"was lost: broken before; \d+ trajectories of \d+ bytes are sent again in \d"
+    # The log tells how much is on its way each time. The cause is gRPC's own, "Internal error from
+    # Core", where a write fails before the server's words are read.
+    message = r"was lost: .+; \d+ trajectories of \d+ bytes are sent again in \d"
     assert re.search(message, caplog.text)
 
 

@@ -108,9 +108,14 @@ class StreamSession:
         self, episodes: Sequence[environment_pb2.FinishedEpisode]
     ) -> Sequence[environment_pb2.EpisodeVerdict]:
         """Returns the verdict on each of `episodes`; call `reset` with their task first."""
-        command = environment_pb2.JudgeGroupCommand(episode_key=self._key, episodes=episodes)
+        command = environment_pb2.JudgeGroupCommand(
+            episode_key=self._key,
+            episodes=[episode.SerializeToString() for episode in episodes],
+        )
         size = command.ByteSize()
         try:
+            for episode in episodes:
+                check_bounds(episode)
             check_bounds(command)
         except ProtocolError as error:
             raise misused(f"judge_group() cannot get its group: {error}") from None
