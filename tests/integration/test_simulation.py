@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from simulation import run, world
-from simulation.mutants import NAMED, catching_seed
+from simulation.mutants import MUTANTS, NAMED, catching_seed, mutated
 from simulation.virtual_loop import Process
 from simulation.world import CRASHES, Fault, Result, World, shared_memory
 from support.rigs.completed import python
@@ -172,6 +172,12 @@ def test_a_seed_plays_the_same_run_in_every_process(folder: Path) -> None:
         program, env={"PYTHONPATH": f"{ROOT}/tests", "PYTHONHASHSEED": "1"}, check=True
     )
     assert process.stdout.strip() == str([World(seed, folder).run().digest for seed in seeds])
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_what_can_be_broken_on_purpose_is_still_there(name: str) -> None:
+    with mutated(name):
+        pass
 
 
 @pytest.mark.parametrize("name", NAMED)

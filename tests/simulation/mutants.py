@@ -58,7 +58,9 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
         "    await self._receiver.acknowledge(t.trajectory_id for t in batch.trajectories)",
     ),
     "a batch goes that a resume needs": Change(
-        f"{BATCHES}._make_room", "min(first, least)", "min(first, least) + 1"
+        f"{BATCHES}._make_room",
+        "min(first, oldest_needed)",
+        "min(first, oldest_needed) + 1",
     ),
     "acknowledge ends before the journal has them": Change(
         f"{CONTROLLER}.records.ledger:TokenLedger.flush",
@@ -110,8 +112,8 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
         ),
         Change(
             f"{CONTROLLER}.leasing.leases:LeaseBook.take_batch",
-            "if chosen is None:",
-            "if len(chosen) < self.groups_per_step:",
+            "if batch is None:",
+            "if len(batch) < self.groups_per_step:",
         ),
     ),
     "no check at leasing": Change(
@@ -201,7 +203,7 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
     ),
     "a version is removed while a server fetches it": Change(
         "slipstream.extensions.stored_weights.controller:StoredPublisher.stored",
-        "{each.stored.key for each in self._fetches.values()}",
+        "{fetch.stored.key for fetch in self._fetches.values()}",
         "set()",
     ),
     "digests of fetched weights are not compared": (

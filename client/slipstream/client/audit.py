@@ -252,9 +252,9 @@ class Audit:
         for task in [task for task in played.tasks if task.index in poor][:MAX_AGAIN]:
             await self._find_form(task)
             played.form = form
-        indices = [task.index for task in played.tasks if task.opening.judges_group]
+        compared = [task.index for task in played.tasks if task.opening.judges_group]
         until_s = self._until_s
-        left_out = await compare_tasks(self._ask, indices, played.plays, until_s=until_s)
+        left_out = await compare_tasks(self._ask, compared, played.plays, until_s=until_s)
         played.left_out.update(left_out)
         rest = [] if played.tasks[0].has_images else spaced(number, MAX_LISTED)
         rest = [index for index in rest if index not in {*indices}]
