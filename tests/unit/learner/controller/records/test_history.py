@@ -196,7 +196,11 @@ def test_records_that_cannot_be_of_one_run_are_refused(records, cause):
 
 
 def test_records_are_written_as_they_are_read() -> None:
-    evaluation = {"evaluations": {"held": {"reward_mean": 0.5}}, "wall_s": 1.5}
+    evaluation = {
+        "evaluations": {"held": {"reward_mean": 0.5}},
+        "wall_s": 1.5,
+        "replies_crc32": [7],
+    }
     for record in RECORDS:
         full_record = record | (evaluation if record["kind"] == "evaluation" else {})
         assert json.loads(json.dumps(fields_of(parsed(full_record)))) == full_record
