@@ -150,7 +150,7 @@ def pages() -> dict[Path, str]:
         for name, (title, sections) in PAGES.items()
     ]
     table = "\n".join(["| page | tables |", "|---|---|", *rows])
-    found = {DOCS / "configuration.md": INTRODUCTION.replace("PAGES\n", f"{table}\n")}
+    texts = {DOCS / "configuration.md": INTRODUCTION.replace("PAGES\n", f"{table}\n")}
     for name, (title, sections) in PAGES.items():
         lines = [
             f"# {title}\n",
@@ -162,8 +162,8 @@ def pages() -> dict[Path, str]:
                 raise TypeError(f"{section} is no table of settings")
             lines += _section(f"[[{section}]]" if is_list else f"[{section}]", model, section)
         # Links are written as from docs/.
-        found[DOCS / "settings" / f"{name}.md"] = LINK.sub("../", "\n".join(lines))
-    return found
+        texts[DOCS / "settings" / f"{name}.md"] = LINK.sub("../", "\n".join(lines))
+    return texts
 
 
 def main() -> None:
@@ -232,18 +232,22 @@ def _model(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
 
 def _comments(model: type[BaseModel]) -> dict[str, str]:
     """The comment above each field."""
-    found: dict[str, str] = {}
+    comments: dict[str, str] = {}
     lines: list[str] = []
-    classes = [each for each in reversed(model.__mro__) if issubclass(each, Section)]
-    sources = (inspect.getsource(each) for each in classes if not each.__name__.startswith("_Set"))
+    sections = [cls for cls in reversed(model.__mro__) if issubclass(cls, Section)]
+    sources = (
+        inspect.getsource(section)
+        for section in sections
+        if not section.__name__.startswith("_Set")
+    )
     for line in "\n".join(sources).splitlines():
         if comment := COMMENT.match(line):
             lines.append(comment[1])
             continue
         if field := FIELD.match(line):
-            found[field[1]] = " ".join(lines)
+            comments[field[1]] = " ".join(lines)
         lines = []
-    return found
+    return comments
 
 
 def _values(schema: dict[str, typing.Any]) -> str:

@@ -103,16 +103,17 @@ def lognormal_batch(load: Load, vocab: int, step: int) -> Batch:
     random = np.random.default_rng(step)
     room = int(0.97 * load.micro_batches * load.micro_batch_tokens)
     sigma = np.sqrt(np.log(2.0))
-    found: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
     while True:
         drawn = random.lognormal(np.log(load.mean_reply_tokens) - sigma**2 / 2, sigma, 8)
         replies = np.clip(drawn, 4, load.micro_batch_tokens - load.prompt_tokens).astype(int)
         room -= int(replies.sum()) + load.group_size * load.prompt_tokens
-        if room < 0 and found:
-            return Batch(step, f"batch-{step}", tuple(found))
+        if room < 0 and trajectories:
+            return Batch(step, f"batch-{step}", tuple(trajectories))
         for reply in replies.tolist():
             sizes = load.prompt_tokens, reply
-            found.append(make_trajectory(random, step, len(found), sizes, vocab=vocab))
+            number = len(trajectories)
+            trajectories.append(make_trajectory(random, step, number, sizes, vocab=vocab))
 
 
 def quickstart_batch(config: Config, step: int) -> Batch:
@@ -229,7 +230,7 @@ def packed_as_ours(policy: Policy, config: Config, batch: Batch) -> list[MicroBa
     members = batch.mini_batches(1)
     sequences = weighted(training_sequences(batch, config, None), members, config)
     packed = rank_micro_batches(policy, sequences, members[0])
-    return [one.to(policy.ranks.device) for one in packed]
+    return [micro_batch.to(policy.ranks.device) for micro_batch in packed]
 
 
 def forward_step(
@@ -270,12 +271,12 @@ def forward_step(
 def matmul_tflops(device: torch.device) -> float:
     """Returns the TFLOPS of a product of two square random bfloat16 matrices on this device."""
     size, times = (MATMUL_SIZE, 20) if device.type == "cuda" else (256, 3)
-    left, right = torch.randn(2, size, size, device=device).to(torch.bfloat16)
-    product = left @ right
+    first, second = torch.randn(2, size, size, device=device).to(torch.bfloat16)
+    product = first @ second
     synchronize(device)
     started = time.perf_counter()
     for _ in range(times):
-        torch.mm(left, right, out=product)
+        torch.mm(first, second, out=product)
     synchronize(device)
     return 2 * times * size**3 / (time.perf_counter() - started) / 1e12
 

@@ -107,12 +107,13 @@ def works_of(
     assert isinstance(training, TrainingStep)
     policy = training.policy
     sizes = json.loads((config.model.path / "config.json").read_text())
-    found = []
+    works: list[Work] = []
     for batch in batches:
         packed = packed_as_ours(policy, config, batch)
         lengths = [len(trajectory.token_ids) for trajectory in batch.trajectories]
         flops = Arithmetic.of(sizes).training_flops(lengths)
-        untrained = sum(lengths) - sum(int(one.loss_mask.sum()) for one in packed)
+        num_trained = sum(int(micro_batch.loss_mask.sum()) for micro_batch in packed)
+        untrained = sum(lengths) - num_trained
         skipped = 6.0 * sizes["hidden_size"] * sizes["vocab_size"] * untrained
         cut_batch = None
         if num_kept_tokens:
@@ -124,8 +125,8 @@ def works_of(
             num_tokens=sum(lengths),
             flops={OURS: flops - skipped, PEER: flops},
         )
-        found.append(work)
-    return found
+        works.append(work)
+    return works
 
 
 def run_turns(
@@ -147,23 +148,25 @@ def run_turns(
     batches = [make_batch(step) for step in range(arguments.steps)]
     works = works_of(config, batches, training, num_kept_tokens=arguments.kept_tokens)
     for work in works:
-        sizes = [len(one.token_ids) for one in work.micro_batches]
-        trained = sum(int(one.loss_mask.sum()) for one in work.micro_batches)
+        sizes = [len(micro_batch.token_ids) for micro_batch in work.micro_batches]
+        trained = sum(int(micro_batch.loss_mask.sum()) for micro_batch in work.micro_batches)
         measure.progress(f"micro batches of {sizes} tokens, {trained} of them trained")
     loops: dict[str, Callable[[Work], object]] = {OURS: lambda work: training.run(work.batch)}
     if arguments.own:
         algorithm = {
             "algorithm": config.algorithm.model_dump() | {"loss": arguments.own, "loss_args": {}}
         }
-        own = TrainingStep(policy, config.model_validate(config.model_dump() | algorithm))
-        loops[OWN] = lambda work: own.run(work.batch)
+        own_config = config.model_validate(config.model_dump() | algorithm)
+        own_training = TrainingStep(policy, own_config)
+        loops[OWN] = lambda work: own_training.run(work.batch)
     if arguments.kept_tokens:
         cut = {"top_p": 0.95, "top_k": arguments.kept_tokens}
         cut_sampling = {"sampling": config.sampling.model_dump() | cut}
-        replayed = TrainingStep(policy, config.model_validate(config.model_dump() | cut_sampling))
-        loops[REPLAYED] = lambda work: replayed.run(work.cut_batch)
+        cut_config = config.model_validate(config.model_dump() | cut_sampling)
+        cut_training = TrainingStep(policy, cut_config)
+        loops[REPLAYED] = lambda work: cut_training.run(work.cut_batch)
     loops[PEER] = lambda work: bare.step(work.micro_batches)
-    found: dict[str, list[Turn]] = {name: [] for name in loops}
+    turns_by_loop: dict[str, list[Turn]] = {name: [] for name in loops}
     uncounted = math.ceil(WARMUP_STEPS[device.type] / len(works))
     for repeat in range(-uncounted, arguments.repeats):
         for name, loop in loops.items():
@@ -171,11 +174,11 @@ def run_turns(
             what = "warm-up" if repeat < 0 else f"repeat {repeat + 1}"
             measure.progress(f"{what} {name}: {turn.tokens_per_s:,.0f} tokens/s")
             if repeat >= 0:
-                found[name].append(turn)
+                turns_by_loop[name].append(turn)
                 row = {"shape": arguments.shape, "repeat": repeat, "loop": name, **asdict(turn)}
                 measure.note("learner", row)
     policy.ranks.close()
-    return found
+    return turns_by_loop
 
 
 def take_turn(
@@ -204,16 +207,18 @@ def take_turn(
     )
 
 
-def rows(found: dict[str, list[Turn]], target: float) -> list[list[object]]:
+def rows(turns_by_loop: dict[str, list[Turn]], target: float) -> list[list[object]]:
     """Returns the table's rows: medians over the turns, as shares of the peer and the limit."""
 
     def spread(name: str, field: str) -> measure.Spread:
-        return measure.Spread.of([getattr(turn, field) for turn in found[name]])
+        return measure.Spread.of([getattr(turn, field) for turn in turns_by_loop[name]])
 
-    limit = measure.Spread.of([turn.matmul_tflops for turns in found.values() for turn in turns])
+    limit = measure.Spread.of(
+        [turn.matmul_tflops for turns in turns_by_loop.values() for turn in turns]
+    )
     peer = spread(PEER, "tokens_per_s").median
     lines: list[list[object]] = []
-    for name in found:
+    for name in turns_by_loop:
         speed = spread(name, "tokens_per_s")
         rate = spread(name, "tflops").median
         lines.append(
@@ -284,11 +289,13 @@ def main() -> None:
                 threads=arguments.threads,
             )
             make_batch = functools.partial(lognormal_batch, load, SHAPES[arguments.shape].vocab)
-        found = run_turns(config, make_batch, arguments)
-    turns = {loop: [asdict(turn) for turn in those] for loop, those in found.items()}
+        turns_by_loop = run_turns(config, make_batch, arguments)
+    turns = {
+        loop: [asdict(turn) for turn in loop_turns] for loop, loop_turns in turns_by_loop.items()
+    }
     header = ["loop", "ms/step (min-max)", "CPU ms/step", "tokens/s", "of the peer"]
     header += ["TFLOP/s", "of the limit", "peak GiB"]
-    table = measure.table(header, rows(found, TARGETS[arguments.shape]))
+    table = measure.table(header, rows(turns_by_loop, TARGETS[arguments.shape]))
     record = {"settings": measure.settings_of(arguments), "table": table, "turns": turns}
     from slipstream.learner.trainer.layers.attention import chosen_attention
 

@@ -30,7 +30,7 @@ from benchmarks.rollout.engines import REPLY, START_LIMIT_S, Sizes, Turn, reply_
 from benchmarks.rollout.episodes import SPECIAL_TOKENS
 
 RUN_LIMIT_S = 240.0
-# What a command has that needs none.
+# The turn of a command that needs none.
 NO_TURN = Turn(0, 0, 0, 0, 0)
 # Name here, and the shape of `benchmarks.common.shapes`.
 SHAPES = {"qwen3-0.6b": "0.6B", "qwen3-8b": "8B", "tiny": "tiny"}
@@ -85,7 +85,7 @@ def config_text(
     if records_kept_tokens:
         cut = f"top_p = {arguments.top_p}\ntop_k = {arguments.top_k}"
     engine = {"load_format": "dummy", **json.loads(arguments.engine)}
-    given = ", ".join(f"{key} = {toml_of(value)}" for key, value in engine.items())
+    engine_settings = ", ".join(f"{key} = {toml_of(value)}" for key, value in engine.items())
     return f"""
 [run]
 name = "rollout"
@@ -120,7 +120,7 @@ tensor_parallel_size = {arguments.tensor_parallel_size}
 enforce_eager = {str(arguments.enforce_eager).lower()}
 start_timeout_s = {START_LIMIT_S}
 quantization = "{arguments.quantization}"
-engine = {{ {given} }}
+engine = {{ {engine_settings} }}
 
 [controller]
 heartbeat_timeout_s = 20
@@ -258,9 +258,11 @@ class Server:
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds of its own process, and of vLLM's below it."""
         process = psutil.Process(self._child.pid)
-        below = process.children(recursive=True)
-        engine = [each for each in below if "slipstream.client" not in " ".join(each.cmdline())]
-        return {"server": _cpu_s([process]), "engine": _cpu_s(engine)}
+        children = process.children(recursive=True)
+        engine_processes = [
+            child for child in children if "slipstream.client" not in " ".join(child.cmdline())
+        ]
+        return {"server": _cpu_s([process]), "engine": _cpu_s(engine_processes)}
 
     async def _answer(self, limit_s: float) -> dict[str, Any]:
         assert self._child.stdout is not None
@@ -275,8 +277,8 @@ class Server:
 
 
 def _cpu_s(processes: Sequence[psutil.Process]) -> float:
-    times = [process.cpu_times() for process in processes]
-    return sum(each.user + each.system for each in times)
+    times_by_process = [process.cpu_times() for process in processes]
+    return sum(times.user + times.system for times in times_by_process)
 
 
 @dataclass

@@ -69,7 +69,7 @@ class Row:
 
     name: str
     process: str
-    # What the process does in a turn; "episodes": the controller's side gives its server leases.
+    # The work of a turn; in "episodes" the controller's side gives the process's server leases.
     what: str
     flow: bool = False
 
@@ -160,10 +160,10 @@ class Benchmark(Found):
 
 async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
     sys.path.insert(0, str(ROOT / "tests"))
-    found = Benchmark(arguments)
+    measured = Benchmark(arguments)
     async with contextlib.AsyncExitStack() as stack:
         for role in [role for role in arguments.engines if role != "bench"]:
-            with part(f"start {role}", found.failures):
+            with part(f"start {role}", measured.failures):
                 role_folder = folder
                 if role == "unrecorded":
                     role_folder = folder / role
@@ -171,10 +171,10 @@ async def benchmark(arguments: argparse.Namespace, folder: Path) -> None:
                     text = config_text(arguments, folder, records_kept_tokens=False)
                     (role_folder / "config.toml").write_text(text)
                 command = [*program("rollout.engines"), role]
-                await found.serve(stack, role, command, role_folder)
-        await found.prove("ours")
-        await found.take_turns()
-    found.show()
+                await measured.serve(stack, role, command, role_folder)
+        await measured.prove("ours")
+        await measured.take_turns()
+    measured.show()
 
 
 def table_of(turns: dict[str, list[dict[str, Any]]], target: float) -> list[str]:
@@ -184,11 +184,13 @@ def table_of(turns: dict[str, list[dict[str, Any]]], target: float) -> list[str]
     """
 
     def speed(row: Row) -> Spread | None:
-        found = turns.get(row.name)
-        return Spread.of([turn["tokens"] / turn["seconds"] for turn in found]) if found else None
+        row_turns = turns.get(row.name)
+        if not row_turns:
+            return None
+        return Spread.of([turn["tokens"] / turn["seconds"] for turn in row_turns])
 
-    entry_points = [found for row in ENTRY_POINTS if (found := speed(row))]
-    best = max(entry_points, key=lambda found: found.median, default=None)
+    entry_points = [spread for row in ENTRY_POINTS if (spread := speed(row))]
+    best = max(entry_points, key=lambda spread: spread.median, default=None)
     rows: list[Sequence[object]] = []
     for row in (*WAVES, *WITHOUT_RECORDS, *ENTRY_POINTS, *WITH_LOGPROBS, *FLOWS):
         ours = speed(row)

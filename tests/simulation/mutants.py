@@ -68,7 +68,7 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
         "self._journal.durable()",
     ),
     "a later log does not make the earlier ones durable": Change(
-        f"{CONTROLLER}.records.journal:Journal.__init__", "os.fsync(earlier.fileno())", "pass"
+        f"{CONTROLLER}.records.journal:_begun_logs", "os.fsync(earlier.fileno())", "pass"
     ),
     "the name of a batch's file is not durable": Change(
         f"{CONTROLLER}.records.journal:Journal.write_batch", "sync_folder(path.parent)", "pass"

@@ -11,12 +11,7 @@ STRICT = {Path(__file__).parent / name for name in ("client", "core", "environme
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if STRICT & set(item.path.parents):
-            strict = pytest.mark.filterwarnings(
-                "error",
-                # A file that another test left open, if it is collected now.
-                "default::pytest.PytestUnraisableExceptionWarning",
-            )
-            item.add_marker(strict)
+            item.add_marker(pytest.mark.filterwarnings("error"))
 
 
 @pytest.fixture(scope="module")

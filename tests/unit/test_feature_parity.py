@@ -43,8 +43,12 @@ def test_tests_of_a_row_exist(row: Row) -> None:
 @for_all_rows
 def test_places_of_a_row_are_there_once(row: Row) -> None:
     for mutant in row.mutants:
-        assert (ROOT / mutant.file).read_text().count(mutant.find) == 1, mutant.name
+        text = (ROOT / mutant.file).read_text()
+        assert text.count(mutant.find) == 1, mutant.name
         assert mutant.find != mutant.replace
+        if mutant.file.endswith(".py"):
+            # A file that does not parse would be noticed by any test.
+            ast.parse(text.replace(mutant.find, mutant.replace))
 
 
 def test_a_mutant_keeps_the_tests_that_are_to_notice_it() -> None:

@@ -223,7 +223,8 @@ class FetchOrders:
             self._stored.forget()
         if kind != "receive" or self._ready is None:
             return message
-        order, (publish_id, fetched) = message.receive.order, self._ready
+        order = message.receive.order
+        publish_id, fetched = self._ready
         if order.communicator.transport == "storage" and order.publish_id == publish_id:
             message.receive.layout.CopyFrom(fetched.layout)
             order.communicator.path = str(fetched.path.resolve())
@@ -243,7 +244,8 @@ class FetchOrders:
         try:
             fetched = await asyncio.to_thread(self._stored.fetch, order.stored, abandoned)
         except WeightSyncError as error:
-            report.phase, report.message = FAILED, str(error)
+            report.phase = FAILED
+            report.message = str(error)
         else:
             if abandoned.is_set():
                 return

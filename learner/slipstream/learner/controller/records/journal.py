@@ -76,41 +76,10 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        try:
-            (folder / BATCHES).mkdir(parents=True, exist_ok=True)
-            for path in journal_logs(folder):
-                # Not a folder, and nothing that blocks.
-                open_regular(path).close()
-            later = [path for path in journal_logs(folder) if log_number(path.name) > 1]
-            if later and not os.path.lexists(folder / JOURNAL_LOG):
-                # A new one would be fenced.
-                raise ConfigError(
-                    f"{folder / JOURNAL_LOG} is missing, the first of the logs that "
-                    f"{later[-1].name} continues; {REMEDY}"
-                )
-            first = _begin_log(folder / JOURNAL_LOG)
-            self._lock_file = cast(FileIO, open_regular(folder / JOURNAL_LOG, "r+b", buffering=0))
-        except OSError as error:
-            raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
-        try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock_file.close()
-            raise ConfigError(f"{folder} is written by another controller") from None
-        try:
-            # Other controllers are fenced now, so the logs hold all records that they acknowledged.
-            file = first
-            while file is None:
-                file = _begin_log(folder / f"journal-{newest_log_number(folder) + 1}.log")
-            self._file = file
-            sync_folder(folder)
-            # The log continues the earlier logs, so their last lines must outlive a loss of power.
-            for path in journal_logs(folder)[:-1]:
-                with open_regular(path) as earlier:
-                    os.fsync(earlier.fileno())
-        except OSError as error:
-            self._lock_file.close()
-            raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
+        with contextlib.ExitStack() as opened_files:
+            self._file, self._lock_file = _begun_logs(folder, opened_files)
+            # From here on the journal closes them itself.
+            opened_files.pop_all()
         self._path = Path(str(self._file.name))
         # The number of the last line of all logs, and of the last one that is durable.
         self._num_lines = self.num_durable = _count_lines(folder)
@@ -464,6 +433,49 @@ def _whole_record(line: bytes) -> bytes | None:
         if checksum == b"%08x" % zlib.crc32(text):
             return text
     return None
+
+
+def _begun_logs(folder: Path, opened_files: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
+    """Returns the log of a new controller and the file whose lock it holds, both open.
+
+    `opened_files` closes them. Raises ConfigError as `Journal` does.
+    """
+    try:
+        (folder / BATCHES).mkdir(parents=True, exist_ok=True)
+        for path in journal_logs(folder):
+            # Not a folder, and nothing that blocks.
+            open_regular(path).close()
+        later = [path for path in journal_logs(folder) if log_number(path.name) > 1]
+        if later and not os.path.lexists(folder / JOURNAL_LOG):
+            # A new one would be fenced.
+            raise ConfigError(
+                f"{folder / JOURNAL_LOG} is missing, the first of the logs that "
+                f"{later[-1].name} continues; {REMEDY}"
+            )
+        log = _begin_log(folder / JOURNAL_LOG)
+        if log is not None:
+            opened_files.callback(log.close)
+        lock_file = cast(FileIO, open_regular(folder / JOURNAL_LOG, "r+b", buffering=0))
+        opened_files.callback(lock_file.close)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
+    try:
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(f"{folder} is written by another controller") from None
+    try:
+        # Other controllers are fenced now, so the logs hold all records that they acknowledged.
+        while log is None:
+            log = _begin_log(folder / f"journal-{newest_log_number(folder) + 1}.log")
+        opened_files.callback(log.close)
+        sync_folder(folder)
+        # The log continues the earlier logs, so their last lines must outlive a loss of power.
+        for path in journal_logs(folder)[:-1]:
+            with open_regular(path) as earlier:
+                os.fsync(earlier.fileno())
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
+    return log, lock_file
 
 
 def _begin_log(path: Path) -> FileIO | None:

@@ -116,20 +116,26 @@ async def test_a_due_group_that_no_server_may_finish_starts_afresh_under_a_new_d
     assert "leased afresh" in list(rig.run.events.kept())[-1].text
 
 
-async def restarted(rig: Rig, folder: Path) -> tuple[Rig, list[str]]:
+@pytest.fixture
+def next_journal(tmp_path: Path) -> Iterator[Journal]:
+    with Journal(tmp_path / "again") as journal:
+        yield journal
+
+
+async def restarted(rig: Rig, folder: Path, journal: Journal) -> tuple[Rig, list[str]]:
     """Leases two groups to server "a"; then another controller, and the ids of these groups."""
     session = rig.serving("a", 0)
     await rig.lease()
     leased = [order.group_id for order in rig.orders(session)]
-    again = Rig(folder, Journal(folder / "again"))
+    again = Rig(folder, journal)
     again.book.restore(read_history(read_records(rig.folder)))
     return again, leased
 
 
 async def test_after_a_restart_groups_wait_for_the_servers_that_may_have_finished_them(
-    rig: Rig, tmp_path: Path
+    rig: Rig, tmp_path: Path, next_journal: Journal
 ) -> None:
-    rig, (first, second) = await restarted(rig, tmp_path)
+    rig, (first, second) = await restarted(rig, tmp_path, next_journal)
     other = rig.serving("b", 0)
     await rig.lease()
     assert rig.orders(other) == []
@@ -145,9 +151,9 @@ async def test_after_a_restart_groups_wait_for_the_servers_that_may_have_finishe
 
 
 async def test_after_a_restart_nobody_gets_a_group_of_which_a_trajectory_lies_in_the_queue(
-    rig: Rig, tmp_path: Path
+    rig: Rig, tmp_path: Path, next_journal: Journal
 ) -> None:
-    rig, (first, second) = await restarted(rig, tmp_path)
+    rig, (first, second) = await restarted(rig, tmp_path, next_journal)
     other = rig.serving("b", 0)
     rig.book.awaited.hold([f"{first}.0.0.5", f"{first}.1.0.5"])
     rig.book.awaited.joined("a", [])
@@ -164,8 +170,10 @@ async def test_after_a_restart_nobody_gets_a_group_of_which_a_trajectory_lies_in
     assert [order.group_id for order in rig.orders(other)] == [first]
 
 
-async def test_after_a_restart_a_lost_servers_groups_do_not_wait_for_a_long_queue(rig, tmp_path):
-    rig, (first, second) = await restarted(rig, tmp_path)
+async def test_after_a_restart_a_lost_servers_groups_do_not_wait_for_a_long_queue(
+    rig, tmp_path, next_journal
+):
+    rig, (first, second) = await restarted(rig, tmp_path, next_journal)
     other = rig.serving("b", 0)
     rig.book.awaited.hold([f"{second}.0.0.5", f"{second}.1.0.5"])
     rig.book.awaited.look(1000.0, 15.0)
@@ -176,9 +184,9 @@ async def test_after_a_restart_a_lost_servers_groups_do_not_wait_for_a_long_queu
 
 
 async def test_after_a_restart_a_server_that_does_not_come_back_is_not_awaited_for_ever(
-    rig: Rig, tmp_path: Path
+    rig: Rig, tmp_path: Path, next_journal: Journal
 ) -> None:
-    rig, leased = await restarted(rig, tmp_path)
+    rig, leased = await restarted(rig, tmp_path, next_journal)
     other = rig.serving("b", 0)
     rig.book.awaited.look(1000.0, 15.0)
     rig.book.awaited.look(1015.0, 15.0)

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import errno
 import os
 import resource
@@ -143,6 +144,18 @@ def no_locks(monkeypatch):
     monkeypatch.setattr("fcntl.flock", lambda *_: None)
 
 
+@pytest.fixture
+def open_journal(tmp_path):
+    """Opens journals of one folder, and closes them after the test, fenced ones too."""
+    with contextlib.ExitStack() as opened_journals:
+
+        def opened() -> Journal:
+            opened_journals.enter_context(contextlib.suppress(RunFailed))
+            return opened_journals.enter_context(Journal(tmp_path))
+
+        yield opened
+
+
 def batch_of(step, text=""):
     header = trainer_pb2.BatchHeader(step=step, batch_id=f"b{step:06d}")
     return trainer_pb2.RecordedBatch(
@@ -186,9 +199,9 @@ def test_a_controller_of_another_machine_acknowledges_nothing_after_a_later_one_
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_a_fenced_controller_replaces_no_batch_of_its_successor(tmp_path):
-    old = Journal(tmp_path)
-    new = Journal(tmp_path)
+def test_a_fenced_controller_replaces_no_batch_of_its_successor(open_journal):
+    old = open_journal()
+    new = open_journal()
     crc32 = new.write_batch(batch_of(0, "new")).crc32
     with pytest.raises(RunFailed, match="was started later"):
         old.write_batch(batch_of(0, "old"))
@@ -196,9 +209,9 @@ def test_a_fenced_controller_replaces_no_batch_of_its_successor(tmp_path):
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_the_file_of_a_batch_that_a_fenced_controller_left_is_written_anew(tmp_path):
-    old = Journal(tmp_path)
-    new = Journal(tmp_path)
+def test_the_file_of_a_batch_that_a_fenced_controller_left_is_written_anew(tmp_path, open_journal):
+    old = open_journal()
+    new = open_journal()
     # The fenced controller forms its batch before it knows.
     old.append(old.write_batch(batch_of(0, "old")))
     with pytest.raises(RunFailed, match="was started later"):
@@ -226,11 +239,13 @@ def test_a_batch_is_recorded_with_the_lowest_and_highest_reward_of_each_environm
     assert record["seen"] == {"a": [3.0, 10.0], "b": [-1.0, -1.0]}
 
 
-def test_of_two_that_begin_at_once_the_one_with_the_newest_log_goes_on(tmp_path, no_locks):
+def test_of_two_that_begin_at_once_the_one_with_the_newest_log_goes_on(
+    tmp_path, no_locks, open_journal
+):
     with Journal(tmp_path) as first:
         first.append(note("a"))
-    slow = Journal(tmp_path)
-    quick = Journal(tmp_path)
+    slow = open_journal()
+    quick = open_journal()
     quick.append(note("b"))
     quick.sync()
     slow.append(note("c"))
