@@ -28,7 +28,7 @@ WITH_SINKS = ("GptOss",)
 TITLES = {
     "model.dtype": "float16",
     "learner.parallel.etp": "split experts",
-    "lora.rank": "adapters",
+    "lora.publish": "adapters apart",
 }
 BEGIN = "<!-- families -->\n"
 END = "<!-- end of families -->"

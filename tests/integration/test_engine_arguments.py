@@ -342,7 +342,10 @@ def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model:
     lora_config = settings.lora_config
     # The next rank for which vLLM has kernels.
     assert (lora_config.max_lora_rank, lora_config.max_loras) == (32, 2)
-    assert lora_config.target_modules == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    delta_nets = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
+    assert attention | delta_nets < set(lora_config.target_modules)
+    assert not {"gate_proj", "up_proj", "down_proj"} & set(lora_config.target_modules)
     with_adapters = lora | {"publish": "adapters", "adapters": ["a", "b", "c"]}
     # A single place stays empty for the judge.
     assert engine_config(config_with(model, {}, with_adapters), seed=3).lora_config.max_loras == 4

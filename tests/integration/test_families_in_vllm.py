@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from slipstream.learner.trainer.tiny_model import make_tokenizer
-from support.fakes.field_models import make_field_model
+from support.fakes.field_models import add_tokenizer, make_field_model
 from support.ranks.field_ranks import probe
 from support.references.plain_policy import plain_model
 from support.rigs import family_engine
@@ -54,7 +53,7 @@ def computed(folder: Path, case: str, **sizes: object) -> tuple[np.ndarray, np.n
     for name, seed in (("first", 0), ("second", 1)):
         make_field_model(folder / name, case, seed=seed, **sizes)
     folders = [folder / name / case for name in ("first", "second")]
-    write_tokenizer(folders[0])
+    add_tokenizer(folders[0])
     output = folder / "found.npy"
     run_program(family_engine.__file__, *map(str, folders), str(output), limit_s=400)
     first, second = map(logprobs, folders)
@@ -78,12 +77,6 @@ def test_an_engine_in_bfloat16_computes_delta_nets_as_transformers_does(case: st
     gaps = np.abs(logprobs - expected).mean(axis=1)
     print(f"mean gaps {gaps}, {apart} between the models")
     assert gaps.max() < 0.02 * apart
-
-
-def write_tokenizer(folder: Path) -> None:
-    config = (folder / "config.json").read_text()
-    make_tokenizer(folder)
-    (folder / "config.json").write_text(config)
 
 
 def logprobs(folder: Path) -> np.ndarray:

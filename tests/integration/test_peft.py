@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from slipstream.core.settings.role_sections import FUSED, LATENT
+from slipstream.core.settings.role_sections import FUSED, matrices_named
 from slipstream.learner.trainer.weights.export import write_adapter
 from slipstream.learner.trainer.weights.export_plan import peft_name
 from support.fakes.parity_models import make_models
@@ -22,9 +22,9 @@ peft: Any = pytest.importorskip("peft", reason="PEFT is not installed here: make
 
 RANK = 4
 ALPHA = 8.0
-ADAPTED = {part for table in (FUSED, LATENT) for parts in table.values() for part in parts}
-# MiniMax M2's names of its experts' matrices.
-ADAPTED |= {"w1", "w2", "w3"}
+ADAPTED = {part for parts in matrices_named(FUSED).values() for part in parts}
+# Qwen3-Next joins the inputs of delta nets; MiniMax M2 names its experts' matrices otherwise.
+ADAPTED |= {"in_proj_qkvz", "in_proj_ba", "w1", "w2", "w3"}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,19 @@ def logits(folder: Path, adapters: Path | None = None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "deepseek", "glm", "glm-lite", "minimax", "moe", "moe-softmax", "moonlight"]
+    "name",
+    [
+        "llama",
+        "deepseek",
+        "glm",
+        "glm-lite",
+        "minimax",
+        "moe",
+        "moe-softmax",
+        "moonlight",
+        "qwen3-next",
+        "qwen35",
+    ],
 )
 def test_peft_reads_every_adapter_of_an_exported_folder(name, folder: Path, tmp_path: Path) -> None:
     merged = load_file(folder / name / "model.safetensors")

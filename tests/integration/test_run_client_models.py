@@ -1,8 +1,10 @@
 """Two clients' models in a whole run that is killed twice come out as each does alone."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
+from support.fakes.field_models import make_delta_net_model
 from support.rigs.loop_client import LoopClient, logprobs_of
 from support.rigs.run_processes import (
     CONTROLLER,
@@ -49,9 +51,16 @@ class Seen:
         await self.client.post(f"sessions/{self.client.session}/finish", {"reason": {}})
 
 
-async def test_two_models_that_are_killed_twice_are_those_of_runs_alone(tmp_path, tiny_model):
+@pytest.mark.parametrize("has_delta_nets", [False, True])
+async def test_two_models_that_are_killed_twice_are_those_of_runs_alone(
+    tmp_path: Path, tiny_model: Path, has_delta_nets: bool
+) -> None:
+    model = make_delta_net_model(tmp_path) if has_delta_nets else tiny_model
+    # On a CPU vLLM computes delta nets in no other type.
+    dtype = f"model.dtype={'bfloat16' if has_delta_nets else 'float32'}"
+    settings = (*SETTINGS, dtype)
     places = 'lora.adapters=["a","b","unused"]'
-    async with tinker(tmp_path / "both", tiny_model, *SETTINGS, places) as (client, run):
+    async with tinker(tmp_path / "both", model, *settings, places) as (client, run):
         both = [Seen(name, client.another()) for name in CLIENTS]
         await asyncio.gather(*(looper.begin() for looper in both))
         for phase in range(PHASES):
@@ -73,7 +82,7 @@ async def test_two_models_that_are_killed_twice_are_those_of_runs_alone(tmp_path
     export = succeed("export", tmp_path / "both" / "own", cwd=tmp_path, limit_s=200)
     assert "left out: unused: this checkpoint has no rank" in export.stdout + export.stderr
     places = 'lora.adapters=["a"]'
-    async with tinker(tmp_path / "alone", tiny_model, *SETTINGS, places) as (client, _):
+    async with tinker(tmp_path / "alone", model, *settings, places) as (client, _):
         for name, seen in zip(CLIENTS, both, strict=True):
             alone = Seen(name, client.another())
             await alone.begin()

@@ -13,6 +13,7 @@ import torch
 from make_tiny_vision_model import FAMILIES, make_model, make_tokenizer
 from safetensors.torch import load_file
 from slipstream.core.errors import ConfigError
+from slipstream.core.settings.role_sections import ATTENTION, FUSED, matrices_named
 from slipstream.extensions.other_models.trainer import INITIAL_SCALE
 from support.fakes.published_qwen35 import MTP, write_as_published
 from support.ranks import vision_ranks
@@ -41,7 +42,6 @@ LACKING = {
     *((family, "ep2") for family in FAMILIES if not family.endswith("_moe")),
 }
 QWEN35 = ("qwen3_5", "qwen3_5_moe")
-WITHOUT_DELTA_NETS = [family for family in FAMILIES if family not in QWEN35]
 # Layouts of Qwen3.5 in every run; the rest of it is slow.
 QUICK = {("qwen3_5", "tp2"), ("qwen3_5_moe", "ep2")}
 OTHERS = [
@@ -54,6 +54,7 @@ SCALE = LORA_ALPHA / LORA_RANK
 ADAPTED = [
     ("qwen2_5_vl", "pp2"),
     ("qwen3_vl", "tp2"),
+    ("qwen3_5", "tp2"),
     pytest.param("qwen3_vl_moe", "ep2", marks=pytest.mark.slow),
 ]
 # Mixtures, whose tokens go where a rollout server sent them.
@@ -159,7 +160,7 @@ def check_alike(found: dict, one: dict) -> None:
         torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", WITHOUT_DELTA_NETS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_of_a_decoder_train_behind_a_frozen_tower(family: str, folder: Path, trained):
     outputs = trained(family, f"one{LORA}")
     model = plain_model(folder / family)
@@ -191,10 +192,11 @@ def in_memory(family: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.
     if family == "qwen2_5_vl":
         renamed = {n.replace("model.", "model.language_model.", 1): t for n, t in weights.items()}
         return {n.replace("visual.", "model.visual.", 1): t for n, t in renamed.items()}
-    return {n: t.mT if ".experts." in n else t for n, t in weights.items()}
+    is_turned = family == MIXTURE
+    return {n: t.mT if is_turned and ".experts." in n else t for n, t in weights.items()}
 
 
-@pytest.mark.parametrize("family", WITHOUT_DELTA_NETS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_are_exported_and_sent_as_what_was_merged(family: str, folder: Path, trained):
     outputs = trained(family, f"one{LORA}")
     path = folder / f"{family}.one{LORA}-adapters"
@@ -204,7 +206,10 @@ def test_adapters_are_exported_and_sent_as_what_was_merged(family: str, folder: 
     weights = in_memory(family, outputs["weights"])
     modules = [name for name, _ in plain_model(folder / family).named_modules()]
     targets = [name for name in modules if re.fullmatch(settings["target_modules"], name)]
-    assert len(targets) == 2 * (4 if family == MIXTURE else 7)
+    adapted = ATTENTION if family in MIXTURES else FUSED
+    parts = {part for parts in matrices_named(adapted).values() for part in parts}
+    decoder = [name for name in modules if ".layers." in name and "visual" not in name]
+    assert targets == [name for name in decoder if name.rpartition(".")[2] in parts]
     assert {
         name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in adapters
     } == {*targets}

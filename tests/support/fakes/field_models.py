@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from slipstream.learner.trainer.tiny_model import make_tokenizer
 
 from support.fakes.parity_models import OTHER_KINDS, enlarge, random_model, write_as_other_kind
 
@@ -250,6 +251,21 @@ def make_field_model(folder: Path, case: str, *, seed: int = 0, **sizes: object)
     model.save_pretrained(folder / case)
     if family in OTHER_KINDS:
         write_as_other_kind(folder / case, family)
+
+
+def add_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer into `folder`, whose config.json stays as it is."""
+    config = (folder / "config.json").read_text()
+    make_tokenizer(folder)
+    (folder / "config.json").write_text(config)
+
+
+def make_delta_net_model(folder: Path) -> Path:
+    """Returns a folder of Qwen3.5 with a tokenizer, which vLLM computes on a CPU in bfloat16."""
+    # vLLM's convolution for a CPU takes the published width alone.
+    make_field_model(folder, "qwen35.glm", linear_conv_kernel_dim=4)
+    add_tokenizer(folder / "qwen35.glm")
+    return folder / "qwen35.glm"
 
 
 def write_as_transformers_4(folder: Path) -> None:

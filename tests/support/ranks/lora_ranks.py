@@ -42,6 +42,10 @@ JOBS: dict[str, tuple[int, str, dict]] = {
     "tp2-sp-qwen3": (2, "qwen3", {"parallel": SP}),
     "dp2-distributed": (2, "llama", {"ddp": {"use_distributed_optimizer": True}}),
     "pp2-tied": (2, "tied", {"parallel": {"pp": 2}}),
+    # A delta net, and attention with an output gate.
+    "one-qwen35": (1, "qwen35", {}),
+    "tp2-sp-qwen35": (2, "qwen35", {"parallel": SP}),
+    "cp2-qwen35": (2, "qwen35", {"parallel": {"cp": 2}}),
 }
 
 
@@ -66,9 +70,13 @@ EXPERTS: dict[str, tuple[int, str, dict]] = {
     "latent-pp2": (2, "deepseek", {"parallel": {"pp": 2}}),
     # The model's queries come from no latent vector.
     "lite-one": (1, "moonlight", {}),
+    "next-one": (1, "qwen3-next", {}),
+    "next-tp2": (2, "qwen3-next", {"parallel": SP}),
     "experts-tp2-ep2": (4, "moe", {"parallel": SP | {"ep": 2, "etp": 2}}),
 }
 ALL = JOBS | MIXTURES | EXPERTS
+# Jobs that also load the checkpoint of another layout.
+OTHERS_CHECKPOINT = {"tp2-sp-qwen35": "one-qwen35", "next-tp2": "next-one"}
 
 
 def config_of(name: str, folder: Path) -> Config:
@@ -131,6 +139,10 @@ def run_rank(folder: Path, job: str) -> None:
     weights = weights_of(policy)
     if published is not None:
         note_sent(published, policy, job, folder, first_identity)
+    loaded_across = {}
+    if job in OTHERS_CHECKPOINT:
+        load_models(stored, folder / f"lora-{OTHERS_CHECKPOINT[job]}-checkpoint", disk)
+        loaded_across = weights_of(policy)
     load_models(stored, folder / f"lora-{job}-checkpoint", disk)
     loaded = weights_of(policy)
     step.run(batches(config)[-1])
@@ -145,6 +157,7 @@ def run_rank(folder: Path, job: str) -> None:
         "switched_off": switched_off,
         "weights": weights,
         "loaded": loaded,
+        "loaded_across": loaded_across,
         "retrained": retrained,
         "state_elements": sum(t.numel() for t in state),
         "trained_elements": sum(p.numel() for p in trained),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from slipstream.core.settings.role_sections import FUSED, matrices_named
 from slipstream.rollout_server.engine_interface import LoadedWeights, Sampling
 
 from support.fakes.gloo_sender import GlooSender, layout_of
@@ -16,7 +17,7 @@ from support.rigs.waiting import LIMIT_S
 Weights = dict[str, torch.Tensor]
 RANK = 4
 SCALE = 3.0
-MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MATRICES = {part for parts in matrices_named(FUSED).values() for part in parts}
 SAMPLING = Sampling(1.0, 1.0, 0, 200, 1, 250, ignore_eos=True)
 SEQUENCE = [1, 4, 9, 13, 22, 30, 5, 7, 7, 8]
 

@@ -269,7 +269,7 @@ def check_sizes(config: Config) -> list[str]:
         )
     problems = itertools.chain(
         role_problems(config, sizes),
-        refusals(sizes.family, sizes.architecture, {"lora.rank": config.lora.rank}),
+        refusals(sizes.family, sizes.architecture, {"lora.publish": config.lora.publish}),
         model_rules.adapter_problems(config.lora, sizes, learner.parallel.tp),
         model_rules.vision_problems(config, sizes),
         model_rules.agreement_problems(sizes, config.algorithm.agreement),

@@ -126,7 +126,7 @@ class Family:
 
 # Settings that some families lack, with the values that switch them off.
 FEATURES: Mapping[str, object] = MappingProxyType(
-    {"model.dtype": "bfloat16", "learner.parallel.etp": 1, "lora.rank": 0}
+    {"model.dtype": "bfloat16", "learner.parallel.etp": 1, "lora.publish": "merged"}
 )
 
 
@@ -177,7 +177,6 @@ _READ_OF_DELTA_NETS = (
     "linear_num_key_heads",
     "linear_num_value_heads",
 )
-_NO_ADAPTERS = {"lora.rank": "delta nets have none"}
 # vLLM reads whether attention is gated; transformers always gates it.
 _GATED = {"attn_output_gate": (None, True)}
 _GATED_MIXTURE = {
@@ -283,7 +282,6 @@ _QWEN35 = Family(
     rope=Rope(is_partial=True, optional=_AXES),
     is_delta=True,
     engine=EngineFacts(module="delta_models", starts_cuda=True),
-    cannot=_NO_ADAPTERS,
 )
 _QWEN35_EXPERTS = Experts(is_normalized=True)
 _SEEING_QWEN35 = replace(
@@ -461,7 +459,7 @@ _RECORDS = (
         rope=Rope(is_partial=True),
         is_delta=True,
         experts=Experts(),
-        cannot=_NO_ADAPTERS,
+        cannot={"lora.publish": "its files join the inputs of a delta net, which vLLM takes whole"},
     ),
     replace(_QWEN35, architecture="Qwen3_5ForCausalLM", model_type="qwen3_5_text"),
     replace(

@@ -1,6 +1,7 @@
 """The settings of what a run has besides the policy: adapters, reference, critic and drafts."""
 
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
@@ -18,13 +19,21 @@ FUSED = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-# The separate matrices that `linear_qkv` stands for in latent attention.
+# The separate matrices before latent attention.
 LATENT = {
     "linear_q_proj": ("q_proj",),
     "linear_q_down_proj": ("q_a_proj",),
     "linear_q_up_proj": ("q_b_proj",),
     "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
     "linear_kv_up_proj": ("kv_b_proj",),
+}
+# The matrices before and behind a gated delta net.
+DELTA_NET_INPUTS = {"in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")}
+DELTA_NET_OUTPUTS: dict[str, tuple[str, ...]] = {"out_proj": ("out_proj",)}
+# Matrices of other layers for which a name of `target_modules` stands too.
+ALSO_NAMED: Mapping[str, dict[str, tuple[str, ...]]] = {
+    "linear_qkv": {**LATENT, **DELTA_NET_INPUTS},
+    "linear_proj": DELTA_NET_OUTPUTS,
 }
 Target = Literal[
     "linear_qkv",
@@ -51,6 +60,18 @@ MAX_ADAPTERS = 16
 # several adapters could not be exchanged.
 NOT_EXCHANGED = ("optimizer_cpu_offload", "use_precision_aware_optimizer")
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+
+def matrices_named(targets: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Returns the matrices for which Megatron's names in `targets` stand in any kind of layer.
+
+    Each has the names of its parts in Hugging Face models.
+    """
+    matrices: dict[str, tuple[str, ...]] = {}
+    for name in targets:
+        matrices[name] = FUSED[name]
+        matrices |= ALSO_NAMED.get(name, {})
+    return matrices
 
 
 class AgentsSection(Section):
@@ -98,8 +119,8 @@ class LoraSection(Section):
     # An adapter's product is multiplied by `alpha` / `rank`.
     alpha: Annotated[float, Fixed("the weights are made with it")] = Field(32.0, gt=0)
     # Matrices with adapters, by Megatron's or Hugging Face's names. Parts of a fused matrix go
-    # together and share a factor. `linear_qkv` also names the matrices before latent attention, and
-    # with `linear_proj` those of delta nets.
+    # together and share a factor. `linear_qkv` also names the matrices before latent attention and
+    # before delta nets, `linear_proj` those behind delta nets.
     target_modules: Annotated[
         tuple[Target, ...], Fixed("checkpoints hold adapters of these matrices")
     ] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")

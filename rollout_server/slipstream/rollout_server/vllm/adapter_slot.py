@@ -7,7 +7,7 @@ from typing import get_args
 
 import torch
 from slipstream.core.errors import ConfigError, WeightSyncError
-from slipstream.core.settings.role_sections import FUSED, LoraSection
+from slipstream.core.settings.role_sections import LoraSection, matrices_named
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.rollout_server.engine_interface import GenerationFailed
 from slipstream.rollout_server.weights.copy_plan import cut
@@ -80,7 +80,9 @@ def lora_arguments(lora: LoraSection, *, on_cpu: bool) -> dict[str, object]:
         "max_loras": max(len(lora.adapters), 1) + on_cpu,
         "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank),
         # Without this list the other layers would compute with an adapter of zeros.
-        "lora_target_modules": [part for name in lora.modules for part in FUSED[name]],
+        "lora_target_modules": [
+            part for parts in matrices_named(lora.modules).values() for part in parts
+        ],
     }
 
 

@@ -368,8 +368,8 @@ family = "Qwen3_5", ranks = 2, fields.linear_num_key_heads = 1
     must divide the 1 heads of delta nets, got 2
 family = "Qwen3Next", ranks = 2, fields.linear_num_key_heads = 1
     must divide the 1 heads of delta nets, got 2
-family = "Qwen3Next", lora = {rank = 8, target_modules = ["linear_proj"]}
-    lora.rank must be 0 for a Qwen3NextForCausalLM: delta nets have none, got 8
+family = "Qwen3Next", lora = {rank = 8, target_modules = ["linear_proj"], publish = "adapters"}
+    lora.publish must be "merged" for a Qwen3NextForCausalLM: its files join the inputs of a delta
 """)
 
 

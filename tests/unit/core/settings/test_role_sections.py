@@ -42,6 +42,7 @@ ATTENTION = {"target_modules": ("linear_qkv", "o_proj")}
 DENSE = {"architectures": ["Qwen3ForCausalLM"]}
 EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
 FUSED = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}
+DELTA = {"architectures": ["Qwen3_5ForCausalLM"]}
 LATENT = {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 4, "kv_lora_rank": 8}
 NO_FUSED = "lora.target_modules must leave linear_fc1 and linear_fc2 out for a"
 
@@ -59,6 +60,8 @@ ADAPTERS = [
     *((section, FUSED, 2, NO_FUSED) for section in ({"rank": 8}, PUBLISHED, NAMED)),
     ({}, FUSED, 2, ""),
     ({"rank": 8} | ATTENTION, FUSED, 2, ""),
+    ({"rank": 8}, DELTA, 2, ""),
+    (NAMED, DELTA, 2, ""),
     ({"rank": 8}, LATENT, 1, ""),
     ({}, LATENT, 2, ""),
     ({"rank": 8}, LATENT, 2, "learner.parallel.tp must be 1 for adapters in a model with latent"),

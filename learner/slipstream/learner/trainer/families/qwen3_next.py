@@ -3,11 +3,15 @@
 Importing this module after Bridge registers the recipes: see `compat.install`.
 """
 
+from collections.abc import Iterable
+
 from megatron.bridge.models.conversion.param_mapping import (
     GDNConv1dMapping,
     GDNLinearMapping,
     GDNLinearMappingSeparate,
+    split_gdn_linear_weights,
 )
+from megatron.core import parallel_state
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.families.mappings import (
     ATTENTION,
@@ -22,6 +26,7 @@ from slipstream.learner.trainer.families.mappings import (
     shared_expert,
 )
 from slipstream.learner.trainer.families.vision import VisionBridge
+from torch import Tensor
 from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
@@ -32,6 +37,8 @@ from transformers import (
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeVisionModel
 
+# The input projections of a delta net in files that join them in two tensors.
+_JOINED_INPUTS = ("in_proj_qkvz", "in_proj_ba")
 # The folder of a delta net in the files.
 DELTA_NET = f"{LAYER}linear_attn."
 _SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
@@ -95,6 +102,60 @@ class Qwen3NextBridge(Qwen35MixtureBridge):
             qkvz=f"{DELTA_NET}in_proj_qkvz.weight",
             ba=f"{DELTA_NET}in_proj_ba.weight",
         )
+
+    def _merge_lora_adapter_weights(
+        self,
+        megatron_model: Megatron,
+        converted_weights_dict: dict[str, Tensor],
+        adapter_weights: Megatron,
+    ) -> dict[str, Tensor]:
+        """Returns the files' matrices with adapters merged, the joined inputs too."""
+        (adapter,) = adapter_weights
+        second = adapter.linear_out_weight.weight
+        parts = _joined_parts(megatron_model[0].config, converted_weights_dict, second)
+        if not parts:
+            merged: dict[str, Tensor] = super()._merge_lora_adapter_weights(
+                megatron_model, converted_weights_dict, adapter_weights
+            )
+            return merged
+        first = adapter.linear_in_weight.weight
+        return {
+            name: self._merge_single_adapter_weight(
+                weight, adapter.alpha, adapter.dim, first, parts[name]
+            )
+            for name, weight in converted_weights_dict.items()
+        }
+
+    def _get_fused_adapter_linear_out_slices(
+        self,
+        megatron_model: Megatron,
+        base_hf_weight_names: list[str],
+        linear_out_tensor: Tensor,
+        is_expert: bool = False,
+    ) -> dict[str, Tensor] | None:
+        """Returns lora_B by the files' matrices; None for one that is a single matrix there."""
+        config = megatron_model[0].config
+        parts = _joined_parts(config, base_hf_weight_names, linear_out_tensor)
+        if parts:
+            return parts
+        slices: dict[str, Tensor] | None = super()._get_fused_adapter_linear_out_slices(
+            megatron_model, base_hf_weight_names, linear_out_tensor, is_expert
+        )
+        return slices
+
+
+def _joined_parts(config: Megatron, names: Iterable[str], rows: Tensor) -> dict[str, Tensor]:
+    """Splits `rows` of a delta net's `in_proj` into the files' joined tensors among `names`.
+
+    Returns {} for names of another matrix. `rows` has the rows of all tensor parallel ranks, with
+    any number of columns.
+    """
+    joined = [name for kind in _JOINED_INPUTS for name in names if name.endswith(f".{kind}.weight")]
+    if not joined:
+        return {}
+    num_ranks = parallel_state.get_tensor_model_parallel_world_size()
+    parts = split_gdn_linear_weights(config, rows, tp_size=num_ranks, feature_dim=rows.shape[1])
+    return dict(zip(joined, parts, strict=True))
 
 
 @recipe_for(Qwen3_5ForConditionalGeneration, "qwen3_5")

@@ -18,6 +18,7 @@ from megatron.core.ssm.gated_delta_net.common import (
     tensor_a2a_cp2hp,
     tensor_a2a_hp2cp,
 )
+from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.training_sequence import gathered_places
@@ -67,6 +68,23 @@ class PackedDeltaNet(gdn.GatedDeltaNet):  # type: ignore[misc]
         """Fills the parameters with NaN: every weight is loaded later."""
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
             torch.nn.init.constant_(parameter, torch.nan)
+
+    def sharded_state_dict(self, prefix: str = "", *args: object, **named: object) -> Megatron:
+        """Returns the state for checkpoints; rows of an adapter are split like rows of `in_proj`.
+
+        Each tensor parallel rank has rows of all parts. A load in another layout would mix up the
+        parts if they were not split.
+        """
+        state = super().sharded_state_dict(prefix, *args, **named)
+        name = f"{prefix}in_proj.adapter.linear_out.weight"
+        if name in state:
+            state[name] = _split_tensor_factory(
+                state[name],
+                list(self.in_proj_split_sections),
+                self.in_proj_split_names,
+                0,
+            )
+        return state
 
     def forward(
         self,

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.role_sections import LATENT
+from slipstream.core.settings.role_sections import matrices_named
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.model.logprobs import defer_projections
 from slipstream.learner.trainer.model.model import (
@@ -89,12 +89,10 @@ def adapters(config: Config, ranks: Ranks) -> Change:
                     module.adapter = ExpertAdapter(module, rank=self.dim, scale=scale)
                 return module
 
-        matrices = list(config.lora.modules)
-        if "linear_qkv" in matrices:
-            # A layer has either linear_qkv or some of these matrices.
-            matrices += LATENT
         lora = DecoderAdapters(
-            target_modules=matrices, dim=config.lora.rank, alpha=config.lora.alpha
+            target_modules=list(matrices_named(config.lora.modules)),
+            dim=config.lora.rank,
+            alpha=config.lora.alpha,
         )
         adapted: list[Megatron] = lora(defer_projections(chunks), training=True)
         for chunk in adapted:
@@ -143,10 +141,11 @@ def draw_adapters(
     """Draws A uniformly from -1 / sqrt(inputs) to 1 / sqrt(inputs), like PEFT, and sets B to 0.
 
     Megatron's own values would depend on the earlier layers of this pipeline stage. A is 0 beyond
-    `rank`, and for matrices that are not among `targets`; its other values are those of adapters
+    `rank`, and for matrices that `targets` do not name; its other values are those of adapters
     of this rank.
     """
     group = ranks.tp_group
+    trained = None if targets is None else matrices_named(targets)
     for layer_number, name, module in _adapted(chunk):
         weight = module.adapter.linear_in.weight
         is_split_by_input = module.adapter.input_is_parallel
@@ -159,7 +158,7 @@ def draw_adapters(
         factor = draw.uniform(-1.0, 1.0, (rows, inputs)) / np.sqrt(inputs)
         if rank is not None:
             factor[rank:] = 0.0
-        if targets is not None and name.rpartition(".")[2] not in targets:
+        if trained is not None and name.rpartition(".")[2] not in trained:
             factor[:] = 0.0
         part = torch.from_numpy(factor).chunk(group.size(), dim=int(is_split_by_input))
         weight.copy_(part[group.rank()])
