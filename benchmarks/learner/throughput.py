@@ -9,14 +9,15 @@ plain cross-entropy from `labels` on micro batches that we packed beforehand, in
     python -m benchmarks.learner.throughput                   # the quickstart's model, on a CPU
     python -m benchmarks.learner.throughput --shape 0.6B      # a random Qwen3-0.6B on a GPU
     python -m benchmarks.learner.throughput --shape 0.6B --own support.fakes.own_grpo:loss
+    python -m benchmarks.learner.throughput --shape 8B --layers 6 --fp8 blockwise
     python -m benchmarks.learner.throughput --shape 0.6B --kept-tokens 20 --out FILE
     python -m benchmarks.learner.throughput --shape 1.7B --micro-tokens 4096
     export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # its 20 layers fill the memory
     python -m benchmarks.learner.throughput --shape 8B --steps 1
 
 Prints one table and writes benchmarks/results/learner-SHAPE.json; the name ends in -LAYERS where
-they are chosen, in -mTOKENS with micro batches of other sizes, and in -model with logits in the
-model's own type.
+they are chosen, in -mTOKENS with micro batches of other sizes, in the recipe of FP8, and in -model
+with logits in the model's own type.
 """
 
 from __future__ import annotations
@@ -259,6 +260,11 @@ def main() -> None:
         default=0,
         help="tokens that each token was drawn from, for a loop that replays sampling",
     )
+    parser.add_argument(
+        "--fp8",
+        choices=("blockwise", "tensorwise", "delayed"),
+        help="how linear layers of both loops compute in FP8; by default they do not",
+    )
     parser.add_argument("--own", help="a second loss, module:function")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -287,6 +293,7 @@ def main() -> None:
                 load,
                 Path(folder),
                 threads=arguments.threads,
+                fp8_recipe=arguments.fp8,
             )
             make_batch = functools.partial(lognormal_batch, load, SHAPES[arguments.shape].vocab)
         turns_by_loop = run_turns(config, make_batch, arguments)
@@ -303,6 +310,7 @@ def main() -> None:
     is_usual = arguments.layers in (None, LOADS.get(arguments.shape, Load(0)).layers)
     suffix = "" if is_usual else f"-{arguments.layers}"
     suffix += f"-m{arguments.micro_tokens}" if arguments.micro_tokens else ""
+    suffix += f"-{arguments.fp8}" if arguments.fp8 else ""
     measure.write_result(f"learner-{arguments.shape}{suffix}", record, arguments.out)
     print("\n".join([*table, f"attention: {record['attention']}"]))
 

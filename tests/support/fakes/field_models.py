@@ -260,10 +260,10 @@ def add_tokenizer(folder: Path) -> None:
     (folder / "config.json").write_text(config)
 
 
-def make_delta_net_model(folder: Path) -> Path:
+def make_delta_net_model(folder: Path, **sizes: object) -> Path:
     """Returns a folder of Qwen3.5 with a tokenizer, which vLLM computes on a CPU in bfloat16."""
     # vLLM's convolution for a CPU takes the published width alone.
-    make_field_model(folder, "qwen35.glm", linear_conv_kernel_dim=4)
+    make_field_model(folder, "qwen35.glm", linear_conv_kernel_dim=4, **sizes)
     add_tokenizer(folder / "qwen35.glm")
     return folder / "qwen35.glm"
 
