@@ -11,6 +11,8 @@ updates, each of which is sent to the server, it measures:
     python -m benchmarks.agreement.logprob_gap --device cuda --model models/smollm2
     python -m benchmarks.agreement.logprob_gap
     python -m benchmarks.agreement.logprob_gap --device cuda --quantization fp8_per_channel
+    python -m benchmarks.agreement.logprob_gap --device cuda \
+        --transformer '{"fp8": "e4m3", "fp8_recipe": "blockwise"}'
     python -m benchmarks.agreement.logprob_gap --device cuda --model MIXTURE --replies --ep 2
 
 On a GPU machine learner and server share one GPU; with `--ep N` the learner has N, and the server
@@ -106,6 +108,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "world_size": arguments.ep,
             "parallel": {"ep": arguments.ep},
             "export_final": arguments.fresh,
+            "transformer": json.loads(arguments.transformer),
         },
         "rollout_server": {
             "max_episodes": 128 if on_gpu else 16,
@@ -262,6 +265,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
+    parser.add_argument("--transformer", default="{}", help="learner.transformer, as JSON")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--steps", type=int, default=20, help="updates before the measurement")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
