@@ -11,8 +11,7 @@ updates, each of which is sent to the server, it measures:
     python -m benchmarks.agreement.logprob_gap --device cuda --model models/smollm2
     python -m benchmarks.agreement.logprob_gap
     python -m benchmarks.agreement.logprob_gap --device cuda --quantization fp8_per_channel
-    python -m benchmarks.agreement.logprob_gap --device cuda \
-        --transformer '{"fp8": "e4m3", "fp8_recipe": "blockwise"}'
+    python -m benchmarks.agreement.logprob_gap --device cuda --fp8 blockwise
     python -m benchmarks.agreement.logprob_gap --device cuda --model MIXTURE --replies --ep 2
 
 On a GPU machine learner and server share one GPU; with `--ep N` the learner has N, and the server

@@ -66,20 +66,16 @@ def shape_config(
     folder: Path,
     *,
     threads: int,
-    fp8_recipe: str | None = None,
+    fp8: str = "off",
 ) -> Config:
     """Returns the settings of a run on a model; writes only its config.json to `folder`.
 
-    The model is in bfloat16, on a CPU in float32. `fp8_recipe` is one of TransformerEngine's, by
-    which linear layers compute in FP8.
+    The model is in bfloat16, on a CPU in float32. `fp8` is `learner.fp8`.
     """
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     shape = dataclasses.replace(SHAPES[name], layers=load.layers)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config(dtype, MAX_POSITIONS)))
-    transformer = {}
-    if fp8_recipe is not None:
-        transformer = {"fp8": "e4m3", "fp8_recipe": fp8_recipe}
     table = {
         "run": {"name": "benchmark", "steps": 1000},
         "model": {"path": str(folder), "dtype": dtype},
@@ -98,7 +94,7 @@ def shape_config(
             "micro_batch_tokens": load.micro_batch_tokens,
             "ddp": {"use_distributed_optimizer": True},
             "threads": threads,
-            "transformer": transformer,
+            "fp8": fp8,
         },
     }
     return parse_config(table, source="benchmark")

@@ -262,8 +262,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--fp8",
-        choices=("blockwise", "tensorwise", "delayed"),
-        help="how linear layers of both loops compute in FP8; by default they do not",
+        choices=("off", "blockwise", "tensorwise"),
+        default="off",
+        help="learner.fp8, for both loops",
     )
     parser.add_argument("--own", help="a second loss, module:function")
     parser.add_argument("--out", type=Path)
@@ -293,7 +294,7 @@ def main() -> None:
                 load,
                 Path(folder),
                 threads=arguments.threads,
-                fp8_recipe=arguments.fp8,
+                fp8=arguments.fp8,
             )
             make_batch = functools.partial(lognormal_batch, load, SHAPES[arguments.shape].vocab)
         turns_by_loop = run_turns(config, make_batch, arguments)
@@ -310,7 +311,7 @@ def main() -> None:
     is_usual = arguments.layers in (None, LOADS.get(arguments.shape, Load(0)).layers)
     suffix = "" if is_usual else f"-{arguments.layers}"
     suffix += f"-m{arguments.micro_tokens}" if arguments.micro_tokens else ""
-    suffix += f"-{arguments.fp8}" if arguments.fp8 else ""
+    suffix += "" if arguments.fp8 == "off" else f"-{arguments.fp8}"
     measure.write_result(f"learner-{arguments.shape}{suffix}", record, arguments.out)
     print("\n".join([*table, f"attention: {record['attention']}"]))
 

@@ -58,6 +58,8 @@ def test_three_adapters_on_delta_nets_learn_side_by_side(has_graphs: bool, tmp_p
         algorithm__learning_rate=3e-3,
         rollout_server__enforce_eager=not has_graphs or REHEARSAL,
         rollout_server__gpu_memory_utilization=0.2,
+        # FlashInfer's kernel is compiled for minutes first.
+        rollout_server__engine={} if REHEARSAL else {"gdn_prefill_backend": "triton"},
         weights__verify_every=1,
         weights__join_deadline_s=60.0,
     )

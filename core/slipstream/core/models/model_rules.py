@@ -22,6 +22,8 @@ _ROPE_REFUSALS = {
 }
 # Models with images whose decoder is a text class of ours.
 TEXT_ONLY = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
+# TransformerEngine's products in FP8 take matrices whose sides are multiples of this.
+FP8_MULTIPLE = 16
 # Tokens of a cache that hold no part of an episode: vLLM keeps a block of 128 empty, fills the last
 # one of a request in part, and samples one token more for a probe.
 _SPARE_TOKENS = 512
@@ -147,6 +149,36 @@ def agreement_problems(sizes: ModelSizes, agreement: str) -> Iterator[str]:
             f"algorithm.agreement = 'bits' needs full attention and the default rope_type: the "
             f"learner has no kernel of the engine's for {what}, which model.path has"
         )
+
+
+def fp8_problems(sizes: ModelSizes, learner: LearnerSection) -> Iterator[str]:
+    """Yields one line if TransformerEngine cannot compute the model's matrices in FP8.
+
+    Source: `assert_dim_for_fp8_exec` of TransformerEngine 2.11.
+    """
+    if learner.fp8 == "off":
+        return
+    start = f"learner.fp8 = {learner.fp8!r} needs "
+    untried = {
+        "experts": sizes.experts,
+        "delta nets": sizes.family.is_delta,
+        "a vision tower": sizes.has_vision,
+    }
+    for noun, is_there in untried.items():
+        if is_there:
+            yield f"{start}a model without {noun}, which were not tried in it"
+    tp = learner.parallel.tp
+    queries = sizes.heads * sizes.head_dim
+    keys = sizes.kv_heads * sizes.head_dim
+    widths = {
+        "hidden size": sizes.hidden,
+        "intermediate size of a rank": sizes.ffn // tp,
+        "rows of queries of a rank": queries // tp,
+        "rows of keys of a rank": keys // tp,
+    }
+    for noun, width in widths.items():
+        if width % FP8_MULTIPLE:
+            yield f"{start}multiples of {FP8_MULTIPLE}, and the {noun} is {width}"
 
 
 def draft_problems(sizes: ModelSizes) -> Iterator[str]:

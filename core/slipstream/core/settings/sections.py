@@ -412,6 +412,10 @@ class LearnerSection(Section):
     devices: tuple[int | str, ...] | None = None
     # CPU threads of each rank. 0 means all.
     threads: int = Field(1, ge=0)
+    # How GPUs of compute capability 8.9 or above compute linear layers of a dense model in
+    # [FP8](internals/trainer.md#fp8), with a scale for each block of 128 numbers (`blockwise`) or
+    # for each matrix (`tensorwise`). Weights, gradients and optimizer keep their types.
+    fp8: Literal["off", "blockwise", "tensorwise"] = "off"
     # Decoupled weight decay. Norms and biases have none.
     weight_decay: float = Field(0.0, ge=0)
     # Largest gradient norm. 0 means no limit.
@@ -451,6 +455,11 @@ class LearnerSection(Section):
     @property
     def sequence_parallel(self) -> bool:
         return bool(self.transformer.get("sequence_parallel", self.parallel.tp > 1))
+
+    @property
+    def computes_in_fp8(self) -> bool:
+        """Whether linear layers compute in FP8, so that probabilities deviate from engines'."""
+        return self.fp8 != "off" or bool(self.transformer.get("fp8"))
 
     @property
     def plans_recompute(self) -> bool:

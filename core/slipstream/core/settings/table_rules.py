@@ -25,6 +25,8 @@ def _precision_problems(config: Tables) -> Iterator[str]:
             "engines in FP8 sample with other probabilities than the learner's: "
             "algorithm.weight must be token or sequence, or have a band, got 'none'"
         )
+    if config.learner.computes_in_fp8:
+        yield from _fp8_learner_problems(config)
     if server.quantization == "off":
         return
     start = f"rollout_server.quantization = {server.quantization!r} needs "
@@ -32,6 +34,31 @@ def _precision_problems(config: Tables) -> Iterator[str]:
         yield f"{start}model.dtype = 'bfloat16', got {model.dtype!r}"
     if lora.publishes_adapters:
         yield f"{start}lora.publish = 'merged', got {lora.publish!r}"
+
+
+def _fp8_learner_problems(config: Tables) -> Iterator[str]:
+    """Yields a line for each setting that a learner in FP8 excludes."""
+    algorithm = config.algorithm
+    learner = config.learner
+    if not algorithm.corrects:
+        yield (
+            "a learner in FP8 computes other probabilities than engines sample with: "
+            "algorithm.weight must be token or sequence, or have a band, got 'none'"
+        )
+    if algorithm.agreement == "bits":
+        yield "algorithm.agreement must be 'close' with a learner in FP8, got 'bits'"
+    if learner.fp8 == "off":
+        return
+    start = f"learner.fp8 = {learner.fp8!r} needs "
+    for name in ("fp8", "fp8_recipe"):
+        if name in learner.transformer:
+            yield f"{start}no learner.transformer.{name}, got {learner.transformer[name]!r}"
+    if config.model.dtype != "bfloat16":
+        yield f"{start}model.dtype = 'bfloat16', got {config.model.dtype!r}"
+    if config.lora.rank:
+        yield f"{start}lora.rank = 0, since adapters were not tried in it, got {config.lora.rank}"
+    if config.drafts is not None:
+        yield f"{start}no table drafts, since a layer that drafts was not tried in it"
 
 
 def _cut_problems(config: Tables) -> Iterator[str]:

@@ -116,7 +116,7 @@ class Tables(Section):
     @property
     def probe_tolerance(self) -> float:
         """The largest log-probability gap, in nats, with which a probe passes."""
-        if self.rollout_server.computes_in_fp8:
+        if self.rollout_server.computes_in_fp8 or self.learner.computes_in_fp8:
             return 0.5
         return PROBE_TOLERANCES[self.model.dtype]
 

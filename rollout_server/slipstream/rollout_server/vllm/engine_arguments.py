@@ -74,7 +74,9 @@ def engine_config(config: Config, seed: int, folder: Path | None = None) -> Vllm
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"vLLM refuses its settings: {message}") from error
-    if config.lora.publishes_adapters:
+    starts_cuda = family_of(read_model_table(config.model.path)).engine.starts_cuda
+    # vLLM's class is imported for it, and the engine could not be forked then.
+    if config.lora.publishes_adapters and not starts_cuda:
         check_adapted(settings)
     if on_cpu:
         from slipstream.rollout_server.vllm import cpu

@@ -95,6 +95,8 @@ def played(**settings: object) -> Changes:
 
 NAMED = {"rank": 8, "publish": "adapters", "adapters": ["code", "math"]}
 FP8 = {"rollout_server.quantization": "fp8_per_channel"}
+FP8_LEARNER: Changes = {"learner.fp8": "blockwise"}
+FP8_LEARNER_NEEDS = "learner.fp8 = 'blockwise' needs "
 GAE = {"algorithm.advantage": "gae", "critic.learning_rate": 1e-3}
 SLEEP = {"controller.turns": "sleep", "learner.offload": {"gradients": True, "optimizer": True}}
 REPLAY = {"algorithm.router_replay": "rollout"}
@@ -192,6 +194,21 @@ TABLES: list[tuple[Changes, str]] = [
     *(
         (server | {"algorithm.weight": "none"}, "engines in FP8 sample with other probabilities")
         for server in (FP8, {"rollout_server.engine": {"kv_cache_dtype": "FP8_e4m3"}})
+    ),
+    *(
+        (
+            learner | {"algorithm.weight": "none"},
+            "a learner in FP8 computes other probabilities than engines sample with: algorithm.we",
+        )
+        for learner in (FP8_LEARNER, {"learner.transformer": {"fp8": "e4m3"}})
+    ),
+    (FP8_LEARNER | {"algorithm.agreement": "bits"}, "algorithm.agreement must be 'close' with a l"),
+    (FP8_LEARNER | {"model.dtype": "float32"}, f"{FP8_LEARNER_NEEDS}model.dtype = 'bfloat16', got"),
+    (FP8_LEARNER | {"lora.rank": 8}, f"{FP8_LEARNER_NEEDS}lora.rank = 0, since adapters were not"),
+    (FP8_LEARNER | DRAFTS, f"{FP8_LEARNER_NEEDS}no table drafts, since a layer that drafts was"),
+    (
+        FP8_LEARNER | {"learner.transformer": {"fp8_recipe": "delayed"}},
+        f"{FP8_LEARNER_NEEDS}no learner.transformer.fp8_recipe, got 'delayed'",
     ),
     # vLLM's own arguments.
     *(
@@ -386,6 +403,7 @@ def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:
         ),
         STORED,
         REPLAY,
+        FP8_LEARNER,
         # The combinations of the table in docs/algorithms.md that need no other model.
         {
             "algorithm.loss_args": {"clip_high": 0.28},
@@ -416,8 +434,8 @@ def test_settings_that_go_together_come_back_from_their_dump(changes: Changes) -
 def test_a_probe_allows_for_the_rounding_of_fp8() -> None:
     caches = ("fp8", "int4_per_token_head", "nvfp4", "turboquant_3bit_nc")
     cached = [{"rollout_server.engine": {"kv_cache_dtype": name}} for name in caches]
-    for server in (FP8, *cached):
-        assert config_with(server).probe_tolerance == 0.5
+    for settings in (FP8, FP8_LEARNER, {"learner.transformer": {"fp8": "e4m3"}}, *cached):
+        assert config_with(settings).probe_tolerance == 0.5
     assert config_with().probe_tolerance == 0.16
 
 

@@ -158,10 +158,15 @@ def torch_optimizers(optimizer: Megatron) -> list[Megatron]:
     return [part.optimizer for part in parts if not part.is_stub_optimizer]
 
 
+# Numbers that share a scale, by TransformerEngine's recipes that scale blocks.
+_FP8_BLOCKS = {"mxfp8": 32, "blockwise": 128}
+
+
 def token_alignment(settings: Megatron) -> int:
     """Returns a number that must divide a rank's number of tokens.
 
-    Tensor cores take 8-bit operands in blocks of 16 numbers; in mxfp8, 32 numbers share a scale.
+    Tensor cores take 8-bit operands in blocks of 16 numbers. In mxfp8 32 numbers share a scale, in
+    blockwise FP8 128.
     TransformerEngine's faster norms take blocks of 4 tokens; routers would count tokens that pad a
     block. `settings` are Megatron's settings of the model.
     """
@@ -169,7 +174,7 @@ def token_alignment(settings: Megatron) -> int:
         is_equal = getattr(settings, "agreement", "close") == "bits"
         has_norms = compat.has_transformer_engine() and not is_equal
         return 4 if has_norms and not settings.num_moe_experts else 1
-    return 32 if settings.fp8_recipe == "mxfp8" else 16
+    return _FP8_BLOCKS.get(settings.fp8_recipe, 16)
 
 
 class Part(Enum):

@@ -154,6 +154,8 @@ def provider_of(
         from slipstream.learner.trainer.layers import spec
 
         values |= {"layer_parts": layer_parts, "transformer_layer_spec": spec.layer_spec}
+    if config.learner.fp8 != "off":
+        values |= {"fp8": "e4m3", "fp8_recipe": config.learner.fp8}
     values |= passed_through(provider, config.learner.transformer, section="learner.transformer")
     if compat.has_transformer_engine():
         # Megatron's own layers, such as the output layer, would need Apex's extension for it:
@@ -202,10 +204,10 @@ def check_fp8(values: Mapping[str, object], learner: LearnerSection) -> None:
     if not values.get("fp8"):
         return
     if not compat.has_transformer_engine():
-        raise ConfigError(
-            f"learner.transformer.fp8 {values['fp8']!r} needs TransformerEngine, "
-            "which is not installed"
-        )
+        name = "learner.fp8" if learner.fp8 != "off" else "learner.transformer.fp8"
+        raise ConfigError(f"{name} needs TransformerEngine, which is not installed")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+        raise ConfigError("a learner in FP8 needs a GPU of compute capability 8.9 or above")
     if values.get("fp8_param") and learner.offload.parameters:
         raise ConfigError(
             "learner.offload.parameters cannot move 8-bit parameters: learner.transformer.fp8_param"

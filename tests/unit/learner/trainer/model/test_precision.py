@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.sections import LearnerSection, OffloadSection
 from slipstream.learner.trainer.model.model import token_alignment
@@ -12,16 +13,31 @@ FP8 = {"fp8": "e4m3", "fp8_param": True}
 
 def test_8_bit_parameters_cannot_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     check_fp8(FP8, LearnerSection())
     learner = LearnerSection(offload=OffloadSection(parameters=True))
     with pytest.raises(ConfigError, match=r"learner\.offload\.parameters cannot move 8-bit"):
         check_fp8(FP8, learner)
 
 
+def test_a_learner_in_fp8_needs_transformer_engine_and_a_gpu_that_has_it(monkeypatch) -> None:
+    with pytest.raises(ConfigError, match=r"^learner\.fp8 needs TransformerEngine, which is not"):
+        check_fp8(FP8, LearnerSection(fp8="blockwise"))
+    monkeypatch.setattr(compat, "has_transformer_engine", lambda: True)
+    with pytest.raises(ConfigError, match=r"needs a GPU of compute capability 8\.9 or above"):
+        check_fp8(FP8, LearnerSection(fp8="blockwise"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ConfigError, match=r"needs a GPU of compute capability 8\.9 or above"):
+        check_fp8(FP8, LearnerSection(fp8="blockwise"))
+
+
 def test_8_bit_products_ask_for_multiples_of_tokens() -> None:
     assert token_alignment(SimpleNamespace(fp8=None)) == 1
     assert token_alignment(SimpleNamespace(fp8="e4m3", fp8_recipe="delayed")) == 16
     assert token_alignment(SimpleNamespace(fp8="e4m3", fp8_recipe="mxfp8")) == 32
+    assert token_alignment(SimpleNamespace(fp8="e4m3", fp8_recipe="blockwise")) == 128
 
 
 @pytest.mark.parametrize(
