@@ -107,7 +107,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             "world_size": arguments.ep,
             "parallel": {"ep": arguments.ep},
             "export_final": arguments.fresh,
-            "transformer": json.loads(arguments.transformer),
+            "fp8": arguments.fp8,
         },
         "rollout_server": {
             "max_episodes": 128 if on_gpu else 16,
@@ -264,7 +264,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
-    parser.add_argument("--transformer", default="{}", help="learner.transformer, as JSON")
+    parser.add_argument("--fp8", default="off", help="learner.fp8")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--steps", type=int, default=20, help="updates before the measurement")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
