@@ -97,11 +97,16 @@ OPTIONAL = (
 )
 # Package of others -> the only modules of ours that may import it.
 OWNERS = {
-    "vllm": ("slipstream.rollout_server.vllm", "slipstream.extensions.engine_bits"),
+    "vllm": (
+        "slipstream.rollout_server.vllm",
+        "slipstream.extensions.engine_bits",
+        "slipstream.extensions.fast_decoding.server",
+    ),
     "slipstream.rollout_server.vllm": (
         "slipstream.rollout_server.vllm",
         "slipstream.rollout_server.__main__",
         "slipstream.rollout_server.check",
+        "slipstream.extensions.fast_decoding.server",
     ),
     "megatron": ("slipstream.learner.trainer",),
     "transformer_engine": ("slipstream.learner.trainer",),

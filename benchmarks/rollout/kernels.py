@@ -30,7 +30,7 @@ SHOWN = 26
 def engine(arguments: argparse.Namespace, folder: Path) -> Any:  # noqa: ANN401 - vLLM's
     """An engine in this process, with the settings of a rollout server that matter to a step."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from slipstream.rollout_server.vllm.engine_arguments import DECODE_BACKEND
+    from slipstream.extensions.fast_decoding.server.arguments import DECODE_BACKEND
     from vllm import EngineArgs, LLMEngine
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from slipstream.rollout_server.vllm.decode_attention import decode
+from slipstream.extensions.fast_decoding.server.decode_attention import decode
 
 BLOCK = 16
 # The tokens of each context; the last row of a CUDA graph holds no request.

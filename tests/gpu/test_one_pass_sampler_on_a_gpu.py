@@ -13,7 +13,10 @@ def test_tokens_are_those_of_vllm_and_their_log_probabilities_of_float64(
 ) -> None:
     # Triton comes with torch's CUDA build alone.
     from slipstream.core.kept_tokens import MAX_KEPT_TOKENS
-    from slipstream.rollout_server.vllm.one_pass_sampler import kept_token_tensors, sample
+    from slipstream.extensions.fast_decoding.server.one_pass_sampler import (
+        kept_token_tensors,
+        sample,
+    )
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
     torch.manual_seed(rows)

@@ -4,6 +4,7 @@ The asynchronous one needs no GPU here: two steps are under way at one time, as 
 """
 
 import random
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from slipstream.rollout_server.engine_rules import PromptGathering
-from slipstream.rollout_server.vllm import chunking_scheduler
-from slipstream.rollout_server.vllm.chunking_scheduler import Chunk, scheduler_class
+from slipstream.core.extension import installed
+from slipstream.extensions.fast_decoding.server import chunking_scheduler
+from slipstream.extensions.fast_decoding.server.prompt_gathering import PromptGathering
+from slipstream.extensions.fast_decoding.server.steady_decoding import STEADY, Chunk, unsteady_cause
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
-from slipstream.rollout_server.vllm.steady_decoding import decodes_plainly
+from slipstream.rollout_server.vllm.engine_scheduler import scheduler_class
 from support.fakes.small_configs import small_config
 from support.fakes.tiny_models import SMALLEST, make_model_folder
 from support.rigs.scheduler_loop import BLOCK, LIMITS, PROMPT, Engine, add, scheduler_of
@@ -61,7 +63,7 @@ def start(settings: Any) -> StartEngine:  # noqa: ANN401 - vLLM's
         keeps_sets: bool = False,
     ) -> Engine:
         plain = AsyncScheduler if overlapping else Scheduler
-        cls = scheduler_class(async_scheduling=overlapping) if ours else plain
+        cls = scheduler_class(installed(), async_scheduling=overlapping) if ours else plain
         settings.model_config.return_sampling_mask = keeps_sets
         scheduler = scheduler_of(cls, settings, num_blocks, 24 if windowed else None)
         # vLLM's choice on GPUs; plans differ.
@@ -185,9 +187,43 @@ def test_every_step_is_vllms_with_another_scheduler_and_with_windows(start) -> N
     full, windowed = (
         start(ours=True, overlapping=True, windowed=is_windowed) for is_windowed in (False, True)
     )
-    assert decodes_plainly(full.scheduler)
-    assert not decodes_plainly(full.scheduler, "of another source")
-    assert not decodes_plainly(windowed.scheduler)
+    assert not unsteady_cause(full.scheduler)
+    assert not full.scheduler.disabled_features
+    other_source = unsteady_cause(full.scheduler, "of another source")
+    assert re.fullmatch(r"the scheduler of vLLM \S+ is not that of 0\.32\.0", other_source)
+    cause = "the engine has layers other than full attention, or blocks of several sizes"
+    assert windowed.scheduler.disabled_features == {STEADY: cause}
+
+
+FEATURES = {
+    "connector": "a connector of the KV cache",
+    "ec_connector": "a connector of encoders",
+    "aux_output_connector": "records of routed experts",
+    "num_lookahead_tokens": "drafts",
+    "num_spec_tokens": "drafts",
+    "has_mamba_layers": "layers with a state",
+    "is_mm_encoder_only": "an encoder alone",
+    "use_pp": "pipeline stages",
+    "needs_kv_cache_zeroing": "a KV cache that must be zeroed",
+    "defer_block_free": "blocks that are freed later",
+    "num_sampled_tokens_per_step": "several tokens a step",
+    "decode_stagger": "staggered decoding",
+    "dcp_world_size": "context parallelism",
+    "pcp_world_size": "context parallelism",
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_that_the_planner_lacks_is_named(start, feature: str) -> None:
+    scheduler = start(ours=True, overlapping=True).scheduler
+    setattr(scheduler, feature, 2)
+    assert unsteady_cause(scheduler) == f"the engine has {FEATURES[feature]}"
+
+
+def test_long_prompts_that_are_cut_for_others_are_vllms_to_plan(start, monkeypatch) -> None:
+    scheduler = start(ours=True, overlapping=True).scheduler
+    monkeypatch.setattr(scheduler.scheduler_config, "long_prefill_token_threshold", 4)
+    assert unsteady_cause(scheduler) == "the engine has long_prefill_token_threshold"
 
 
 @both

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
+from slipstream.extensions.fast_decoding.server.steady_decoding import STEADY
 from slipstream.rollout_server.engine_interface import FinishReason, Generation
 from support.fakes.small_configs import NGRAM
 from support.rigs.engine_rig import (
@@ -49,6 +50,10 @@ async def test_greedy_replies_and_their_logprobs_are_those_of_an_engine_without(
         assert np.abs(reply.logprobs - expected.logprobs).max() <= 1e-5
     drafted, accepted = rig.drafted_since(before)
     assert 0 < accepted <= drafted
+
+
+async def test_the_engine_tells_that_vllm_plans_all_of_its_steps(rig) -> None:
+    assert rig.engine.disabled_features[STEADY] == "the engine has drafts"
 
 
 async def test_sampled_logprobs_are_those_of_the_model(rig) -> None:

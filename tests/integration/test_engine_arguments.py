@@ -10,21 +10,32 @@ import pytest
 import torch
 import transformers
 from slipstream.core.errors import ConfigError
+from slipstream.core.extension import installed
 from slipstream.core.models.model_sizes import decoder_table
 from slipstream.core.models.vision import load_processor
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.engine_table import OWNED
 from slipstream.core.settings.sections import SamplingSection
-from slipstream.rollout_server.vllm import decode_attention, engine_arguments
-from slipstream.rollout_server.vllm.chunking_scheduler import scheduler_class
-from slipstream.rollout_server.vllm.engine_arguments import (
+from slipstream.extensions.fast_decoding.server import (
+    arguments,
+    chunking_scheduler,
+    decode_attention,
+)
+from slipstream.extensions.fast_decoding.server.arguments import (
+    ATTENTION,
     DECODE_BACKEND,
+    GPU_WORKER,
+    SAMPLER,
+    disabled_features,
+    engine_arguments,
+)
+from slipstream.rollout_server.vllm.engine_arguments import (
     check_precision,
-    decodes_by_kernel,
     engine_config,
     own_values,
     tower_values,
 )
+from slipstream.rollout_server.vllm.engine_scheduler import EngineScheduler, scheduler_class
 from slipstream.rollout_server.vllm.passed_table import (
     argument_types,
     parser_problems,
@@ -38,6 +49,7 @@ from support.rigs.forking_engine import image_questions
 from vllm import AsyncEngineArgs
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 
@@ -159,25 +171,82 @@ def test_a_gpu_that_cannot_compute_in_fp8_refuses_in_one_line() -> None:
     check_precision("off")
 
 
+BITS = "algorithm.agreement = 'bits' needs vLLM's own"
+ENGINE_TABLE = "rollout_server.engine"
+
+
 @pytest.mark.parametrize(
-    ("hopper", "passed", "settings", "expected"),
+    ("hopper", "engine", "settings", "attention", "sampler"),
     [
-        (True, {}, {}, True),
-        (False, {}, {}, False),
-        (True, {"attention_config": {"backend": "FLASH_ATTN"}}, {}, False),
-        (True, {"attention_backend": "TRITON_ATTN"}, {}, False),
-        (True, {}, {"algorithm": {"agreement": "bits"}}, False),
-        (True, {}, {"sampling": {"max_episode_tokens": 4097}}, False),
+        (True, {}, {}, None, None),
+        (False, {}, {}, "the GPU is not of the Hopper family", None),
+        (
+            True,
+            {"attention_config": {"backend": "FLASH_ATTN"}},
+            {},
+            f"{ENGINE_TABLE}.attention_config names another attention",
+            None,
+        ),
+        (
+            True,
+            {"attention_backend": "TRITON_ATTN"},
+            {},
+            f"{ENGINE_TABLE}.attention_backend names another attention",
+            None,
+        ),
+        (True, {}, {"algorithm": {"agreement": "bits"}}, BITS, BITS),
+        (
+            True,
+            {},
+            {"sampling": {"max_episode_tokens": 4097}},
+            "sampling.max_episode_tokens is over 4096",
+            None,
+        ),
     ],
 )
-def test_our_kernel_reads_the_cache_where_it_was_measured(
-    monkeypatch, hopper, passed, settings, expected
+def test_our_kernels_are_used_where_they_were_measured(
+    monkeypatch, hopper, engine, settings, attention, sampler
 ):
     families = {90} if hopper else {100}
     platform = SimpleNamespace(is_device_capability_family=families.__contains__)
-    monkeypatch.setattr(engine_arguments, "current_platform", platform)
-    defaults = {"sampling": {"max_episode_tokens": 4096}, "learner": {"micro_batch_tokens": 8192}}
-    assert decodes_by_kernel(small_config(**{**defaults, **settings}), passed) is expected
+    monkeypatch.setattr(arguments, "current_platform", platform)
+    registered = []
+    monkeypatch.setattr(arguments, "register_backend", lambda *names: registered.append(names))
+    defaults = {
+        "sampling": {"max_episode_tokens": 4096},
+        "learner": {"micro_batch_tokens": 8192},
+        "rollout_server": {"engine": engine},
+    }
+    config = small_config(**{**defaults, **settings})
+    causes = {ATTENTION: attention, SAMPLER: sampler}
+    expected = {feature: cause for feature, cause in causes.items() if cause}
+    assert disabled_features(config, on_cpu=False) == expected
+    values = engine_arguments(config, None, on_cpu=False)
+    assert registered == ([] if attention else [(AttentionBackendEnum.FLASH_ATTN, DECODE_BACKEND)])
+    assert values.get("worker_cls") == (None if sampler else GPU_WORKER)
+
+
+def test_an_engine_on_a_cpu_has_neither_of_our_kernels_and_says_so() -> None:
+    cause = "the engine computes on a CPU"
+    causes = disabled_features(small_config(), on_cpu=True)
+    assert causes == {ATTENTION: cause, SAMPLER: cause}
+    assert engine_arguments(small_config(), None, on_cpu=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "interval"),
+    [
+        ({}, 33),
+        ({"enforce_eager": True}, None),
+        # The user's own number stays.
+        ({"engine": {"prefill_schedule_interval": 4}}, None),
+    ],
+)
+def test_prompts_wait_where_there_are_graphs(monkeypatch, settings, interval) -> None:
+    platform = SimpleNamespace(is_device_capability_family=lambda _: False)
+    monkeypatch.setattr(arguments, "current_platform", platform)
+    values = engine_arguments(small_config(rollout_server=settings), None, on_cpu=False)
+    assert values.get("prefill_schedule_interval") == interval
 
 
 @pytest.mark.parametrize(
@@ -214,9 +283,24 @@ def test_the_kernel_takes_steps_of_one_token_each_that_fill_the_gpu(
 
 @pytest.mark.parametrize(("async_scheduling", "name"), [(True, "Async"), (False, "")])
 def test_the_scheduler_is_ours_with_and_without_async_scheduling(async_scheduling: bool, name: str):
-    scheduler = scheduler_class(async_scheduling=async_scheduling)
+    scheduler = scheduler_class(installed(), async_scheduling=async_scheduling)
     assert scheduler.__name__ == f"{name}ChunkingScheduler"
     assert issubclass(scheduler, AsyncScheduler) is async_scheduling
+
+
+@pytest.mark.parametrize(("async_scheduling", "name"), [(True, "Async"), (False, "")])
+def test_without_extensions_the_scheduler_is_the_engines(async_scheduling: bool, name: str):
+    scheduler = scheduler_class((), async_scheduling=async_scheduling)
+    assert scheduler.__name__ == f"{name}EngineScheduler"
+    assert issubclass(scheduler, AsyncScheduler) is async_scheduling
+
+
+def test_chunks_behind_another_extensions_scheduler_are_refused() -> None:
+    class Other(EngineScheduler):
+        pass
+
+    with pytest.raises(ConfigError, match="fast_decoding cannot stand behind another extension"):
+        chunking_scheduler.scheduler_class(Other)
 
 
 def test_the_engine_is_started_with_our_scheduler(model: Path) -> None:

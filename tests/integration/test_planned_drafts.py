@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slipstream.core.extension import installed
 from slipstream.extensions.drafts.switch import DraftSwitch
-from slipstream.rollout_server.vllm.chunking_scheduler import scheduler_class
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
+from slipstream.rollout_server.vllm.engine_scheduler import scheduler_class
 from support.fakes.small_configs import NGRAM, small_config
 from support.fakes.tiny_models import SMALLEST, make_model_folder
 from support.rigs.scheduler_loop import BLOCK, LIMITS, PROMPT, Engine, add, scheduler_of
@@ -83,7 +84,9 @@ class Drafting(Engine):
 
 def started(settings: Any, num_blocks: int) -> Drafting:  # noqa: ANN401 - vLLM's
     """Two steps are under way; every request is there."""
-    scheduler = scheduler_of(scheduler_class(async_scheduling=True), settings, num_blocks)
+    scheduler = scheduler_of(
+        scheduler_class(installed(), async_scheduling=True), settings, num_blocks
+    )
     scheduler.use_v2_model_runner = True
     engine = Drafting(scheduler, 2)
     for number, limit in enumerate(LIMITS):
@@ -147,7 +150,9 @@ class Noted(DraftSwitch):
 def test_time_without_requests_and_in_pauses_is_not_that_of_a_step(settings, overlapping) -> None:
     engine = started(settings, 100)
     if not overlapping:
-        scheduler = scheduler_of(scheduler_class(async_scheduling=False), settings, 100)
+        scheduler = scheduler_of(
+            scheduler_class(installed(), async_scheduling=False), settings, 100
+        )
         engine = Engine(scheduler, 1)
         for number, limit in enumerate(LIMITS):
             add(engine, f"r{number}", limit)

@@ -136,6 +136,9 @@ def test_the_numbers_are_those_of_the_status_and_the_newest_row(run):
     assert sum(fates.values()) == status.ledger.generated
     assert samples["slipstream_servers", "serving"] == 1
     (server,) = status.servers
+    disabled = ("slipstream_server_disabled_feature", "no drafts here", "drafts", server.server_id)
+    assert samples[disabled] == 1
+    assert dict(server.disabled_features) == {"drafts": "no drafts here"}
     for field, (name, _) in SERVER_COUNTERS.items():
         got = samples[f"slipstream_server_{name}_total", server.server_id]
         assert got == pytest.approx(getattr(server.report, field))
@@ -170,6 +173,7 @@ def test_every_metric_has_a_meaning_a_base_unit_and_only_few_labels(run):
                 "state",
                 "fate",
                 "cause",
+                "feature",
                 "setting",
             }
             assert not labels

@@ -14,6 +14,10 @@ import pytest_asyncio
 import torch
 from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.core.types import PolicyVersion
+from slipstream.extensions.fast_decoding.server import chunking_scheduler
+from slipstream.extensions.fast_decoding.server.arguments import ATTENTION, SAMPLER
+from slipstream.extensions.fast_decoding.server.chunking_scheduler import scheduler_class
+from slipstream.extensions.fast_decoding.server.steady_decoding import CHUNK_TOKENS
 from slipstream.rollout_server.engine_interface import (
     EngineDied,
     FinishReason,
@@ -23,8 +27,8 @@ from slipstream.rollout_server.engine_interface import (
     TextOptions,
 )
 from slipstream.rollout_server.process import store_url
-from slipstream.rollout_server.vllm import chunking_scheduler, engine, loader_update
-from slipstream.rollout_server.vllm.chunking_scheduler import CHUNK_TOKENS, scheduler_class
+from slipstream.rollout_server.vllm import engine, loader_update
+from slipstream.rollout_server.vllm.engine_scheduler import EngineScheduler
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.rigs.engine_rig import PROMPT, SAMPLING, Rig, engine_rig
 from support.rigs.started_engine import until_generated
@@ -69,6 +73,11 @@ async def test_it_starts_paused_and_takes_its_first_weights(rig) -> None:
     await rig.publish(rig.old, 0)
     generation = await waiting
     assert [span.version for span in generation.version_spans] == [PolicyVersion(0, 0)]
+
+
+async def test_it_tells_which_features_it_does_without(rig) -> None:
+    on_cpu = "the engine computes on a CPU"
+    assert rig.engine.disabled_features == {ATTENTION: on_cpu, SAMPLER: on_cpu}
 
 
 async def test_sampled_logprobs_equal_those_of_transformers(rig) -> None:
@@ -217,11 +226,11 @@ async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
 
 async def test_outputs_of_another_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = set(EngineCoreOutput.__struct_fields__)
-    assert scheduler_class(async_scheduling=False)
+    assert scheduler_class(EngineScheduler)
     for handled, name in ((fields | {"old_thing"}, "old_thing"), (fields - {"events"}, "events")):
         monkeypatch.setattr(chunking_scheduler, "_FIELDS", handled)
         with pytest.raises(ConfigError, match=rf"differ from 0\.32\.0's in: {name}"):
-            scheduler_class(async_scheduling=False)
+            scheduler_class(EngineScheduler)
 
 
 async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> None:

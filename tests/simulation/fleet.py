@@ -9,10 +9,10 @@ import asyncio
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,6 +122,7 @@ class SimulatedEngine:
     num_workers = 1
     max_model_len = 4096
     num_experts = 0
+    disabled_features: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self, process: Process, loop: VirtualLoop, wire: Wire, tokens: Tokens, seed: str

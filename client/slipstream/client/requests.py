@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from slipstream.client.client import Client
 from slipstream.client.run_folder import FoundRun, find_run
-from slipstream.client.status import EnvironmentStatus, RunStatus, episodes_under_way, fates
+from slipstream.client.status import (
+    EnvironmentStatus,
+    RunStatus,
+    ServerStatus,
+    episodes_under_way,
+    fates,
+)
 from slipstream.client.terminal import aligned, counted, say
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.run_folder import LEASE_WAITS, SERVER_SHARES, TRAINER_PARTS
@@ -20,6 +26,8 @@ _RATE = "pass_at_"
 _COUNTS = ("episodes", "failed")
 # The trainer counts as waiting for groups above this share of a step.
 NEGLIGIBLE = 0.05
+# Most names of servers in one line.
+_MOST_NAMES = 4
 
 
 def connect(arguments: argparse.Namespace) -> Client:
@@ -144,7 +152,23 @@ def status_lines(run: RunStatus) -> list[str]:
     ]
     times = time_lines(run.metrics)
     lines += ["", *times] if times else []
-    return [*lines, "", *aligned(rows), "", *environment_lines(run.environments)]
+    lines += ["", *aligned(rows), *disabled_feature_lines(run.servers)]
+    return [*lines, "", *environment_lines(run.environments)]
+
+
+def disabled_feature_lines(servers: Sequence[ServerStatus]) -> list[str]:
+    """Returns a line for each feature that engines do without for the same cause."""
+    names_by_cause: dict[tuple[str, str], list[str]] = {}
+    for server in servers:
+        if server.state in WORKING:
+            for feature in server.disabled_features.items():
+                names_by_cause.setdefault(feature, []).append(server.server_id)
+    return [
+        f"{feature} is off on {', '.join(names[:_MOST_NAMES])}"
+        + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")
+        + f": {cause}"
+        for (feature, cause), names in sorted(names_by_cause.items())
+    ]
 
 
 def time_lines(metrics: Mapping[str, float]) -> list[str]:

@@ -73,6 +73,8 @@ class ServerStatus:
     busy_s: float
     paused_s: float
     uptime_s: float
+    # Why the server's engine does without features of options, by their names.
+    disabled_features: dict[str, str]
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,12 @@ class Extension:
     # A function of the settings, a folder for files, which is None without a server's own, and
     # whether the engine computes on a CPU. It returns arguments for vLLM.
     engine_arguments: str = ""
+    # A function of the engine's scheduler, the server's `EngineScheduler` or another extension's
+    # subclass of it, that returns a subclass.
+    scheduler: str = ""
+    # A function of the settings and whether the engine computes on a CPU. It returns why the engine
+    # leaves out features of the option, by their names; the run's status shows it.
+    disabled_features: str = ""
     # Beginnings of the names of tensors that are published beside the policy's. Each has a class of
     # the engine's model, vLLM's runner and a function that loads tensors: a module that loads both.
     beside_model: Mapping[str, str] = field(default_factory=dict)

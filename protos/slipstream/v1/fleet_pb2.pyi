@@ -116,7 +116,14 @@ class Lease(_message.Message):
     def __init__(self, group_id: _Optional[str] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., deadline_step: _Optional[int] = ..., purpose: _Optional[_Union[_trajectory_pb2.EpisodePurpose, str]] = ..., sampling: _Optional[_Union[SamplingSettings, _Mapping]] = ..., max_attempts: _Optional[int] = ..., first_attempt: _Optional[int] = ..., timeout_s: _Optional[float] = ..., chat_template_kwargs_json: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class ServerHello(_message.Message):
-    __slots__ = ("server_id", "server_epoch", "protocol_version", "max_episodes", "engine_workers", "max_model_len", "host", "queue_bytes", "place", "from_storage", "process", "undelivered", "engine_settings")
+    __slots__ = ("server_id", "server_epoch", "protocol_version", "max_episodes", "engine_workers", "max_model_len", "host", "queue_bytes", "place", "from_storage", "process", "undelivered", "engine_settings", "disabled_features")
+    class DisabledFeaturesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +137,7 @@ class ServerHello(_message.Message):
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     UNDELIVERED_FIELD_NUMBER: _ClassVar[int]
     ENGINE_SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    DISABLED_FEATURES_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     server_epoch: int
     protocol_version: int
@@ -143,7 +151,8 @@ class ServerHello(_message.Message):
     process: int
     undelivered: _containers.RepeatedScalarFieldContainer[str]
     engine_settings: str
-    def __init__(self, server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., protocol_version: _Optional[int] = ..., max_episodes: _Optional[int] = ..., engine_workers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., host: _Optional[str] = ..., queue_bytes: _Optional[int] = ..., place: _Optional[_Union[_weights_pb2.Place, _Mapping]] = ..., from_storage: bool = ..., process: _Optional[int] = ..., undelivered: _Optional[_Iterable[str]] = ..., engine_settings: _Optional[str] = ...) -> None: ...
+    disabled_features: _containers.ScalarMap[str, str]
+    def __init__(self, server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., protocol_version: _Optional[int] = ..., max_episodes: _Optional[int] = ..., engine_workers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., host: _Optional[str] = ..., queue_bytes: _Optional[int] = ..., place: _Optional[_Union[_weights_pb2.Place, _Mapping]] = ..., from_storage: bool = ..., process: _Optional[int] = ..., undelivered: _Optional[_Iterable[str]] = ..., engine_settings: _Optional[str] = ..., disabled_features: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ServerReport(_message.Message):
     __slots__ = ("generated_tokens", "in_flight_tokens", "ended_tokens", "open_episodes", "waiting_episodes", "queued_bytes", "busy_s", "uptime_s", "paused_s", "resident_bytes", "drafted_tokens", "accepted_tokens", "ended_episodes", "delivering", "sent", "refused_agents")

@@ -40,7 +40,14 @@ SEVERITY_WARNING: Severity
 SEVERITY_ERROR: Severity
 
 class ServerStatus(_message.Message):
-    __slots__ = ("server_id", "server_epoch", "state", "version", "report", "leased_groups", "cause", "silent_s")
+    __slots__ = ("server_id", "server_epoch", "state", "version", "report", "leased_groups", "cause", "silent_s", "disabled_features")
+    class DisabledFeaturesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +56,7 @@ class ServerStatus(_message.Message):
     LEASED_GROUPS_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    DISABLED_FEATURES_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     server_epoch: int
     state: _fleet_pb2.ServerState
@@ -57,7 +65,8 @@ class ServerStatus(_message.Message):
     leased_groups: int
     cause: str
     silent_s: float
-    def __init__(self, server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., state: _Optional[_Union[_fleet_pb2.ServerState, str]] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., report: _Optional[_Union[_fleet_pb2.ServerReport, _Mapping]] = ..., leased_groups: _Optional[int] = ..., cause: _Optional[str] = ..., silent_s: _Optional[float] = ...) -> None: ...
+    disabled_features: _containers.ScalarMap[str, str]
+    def __init__(self, server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., state: _Optional[_Union[_fleet_pb2.ServerState, str]] = ..., version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., report: _Optional[_Union[_fleet_pb2.ServerReport, _Mapping]] = ..., leased_groups: _Optional[int] = ..., cause: _Optional[str] = ..., silent_s: _Optional[float] = ..., disabled_features: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Ledger(_message.Message):
     __slots__ = ("generated", "trained", "filtered", "failed", "cancelled", "quarantined", "evaluated", "queued", "in_flight", "lost", "difference", "set_aside", "gaps")

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, Self
@@ -318,6 +318,8 @@ class Engine(Protocol):
     max_model_len: int
     # The number of experts in each mixture-of-experts layer, or 0 if the model has none.
     num_experts: int
+    # Why the engine does without features of options, by their names.
+    disabled_features: Mapping[str, str]
 
     @property
     def requests(self) -> Requests:

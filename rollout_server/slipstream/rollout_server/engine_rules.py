@@ -1,9 +1,5 @@
 """Rules for an engine's memory and its steps; they keep steps inside captured CUDA graphs.
 
-A step with a prompt needs more than one CUDA graph, and costs a small model a third more time than
-a step without. Requests begin and end all the time, so nearly every step would have a prompt. So
-new prompts wait, to be prefilled together.
-
 vLLM captures steps of up to 512 tokens by default. With 512 running replies a step with a prompt
 has more tokens, so the engine's thread must start each of its kernels, which limits a small model.
 `graph_values` therefore asks vLLM to capture larger steps.
@@ -17,37 +13,6 @@ from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import RolloutServerSection
 
-# Number of running replies for each waiting prompt above which prompts wait. At most a 32nd of an
-# engine's places is empty because of the wait, half of that on average.
-REPLIES_PER_PROMPT = 32
-# Largest number of steps that prompts wait in an engine with CUDA graphs.
-MOST_STEPS = 32
-
-
-class PromptGathering:
-    """Decides whether prompts wait to be prefilled together; call `holds` before each step.
-
-    If `holds` returns False, the step takes every prompt that is ready. No prompt is therefore
-    held for more than `most_steps` steps.
-    """
-
-    def __init__(self, most_steps: int) -> None:
-        """Sets the limit of the wait; with `most_steps` 0 no prompt waits."""
-        self.most_steps = most_steps
-        self.replies_per_prompt = REPLIES_PER_PROMPT
-        self._num_steps = 0
-
-    def holds(self, *, num_ready: int, num_replies: int) -> bool:
-        """Returns whether prompts must wait in the step that is planned now; counts that step.
-
-        `num_ready` prompts have room in that step. Without replies no prompt waits.
-        """
-        is_early = 0 < num_ready * self.replies_per_prompt < num_replies
-        waits = is_early and self._num_steps < self.most_steps
-        self._num_steps = self._num_steps + 1 if waits else 0
-        return waits
-
-
 # Number of prompt tokens, in addition to the replies, in the largest captured step. A larger step
 # keeps a GPU busy for about as long as it takes to start its kernels.
 PROMPT_TOKENS = 4096
@@ -60,19 +25,18 @@ _SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
 def graph_values(
     section: RolloutServerSection, passed: Mapping[str, object], *, on_cpu: bool
 ) -> dict[str, object]:
-    """Returns vLLM's arguments for the sizes of CUDA graphs and for the longest wait of prompts.
+    """Returns vLLM's arguments for the sizes of CUDA graphs.
 
-    Returns {} if the engine has no CUDA graphs. The sizes are left out if `passed`, the user's own
-    arguments for vLLM, sets them.
+    Returns {} if the engine has no CUDA graphs, or if `passed`, the user's own arguments for vLLM,
+    sets the sizes.
     """
     if on_cpu or section.is_eager(on_cpu=on_cpu):
         return {}
-    values: dict[str, object] = {"prefill_schedule_interval": MOST_STEPS + 1}
     compilation = passed.get("compilation_config")
     passed_names = {*passed, *(compilation if isinstance(compilation, dict) else ())}
-    if passed_names.isdisjoint(_SIZES):
-        values["cudagraph_capture_sizes"] = graph_sizes(section.max_episodes)
-    return values
+    if not passed_names.isdisjoint(_SIZES):
+        return {}
+    return {"cudagraph_capture_sizes": graph_sizes(section.max_episodes)}
 
 
 def graph_sizes(max_episodes: int) -> list[int]:

@@ -229,6 +229,7 @@ def hello(
         from_storage=config.weights.storage_url is not None,
         process=process,
         engine_settings=config.engine_settings,
+        disabled_features=dict(engine.disabled_features),
     )
 
 

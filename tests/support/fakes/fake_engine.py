@@ -1,8 +1,9 @@
 """An inference engine without a model: its tokens say which version sampled them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class FakeEngine:
     num_workers = 1
     max_model_len = 64
     num_experts = 4
+    disabled_features: Mapping[str, str] = MappingProxyType({})
     # Objects that vLLM's application for agents would need.
     llm = None
 

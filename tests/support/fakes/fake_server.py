@@ -160,6 +160,7 @@ class FakeServer:
                 protocol_version=PROTOCOL_VERSION,
                 max_episodes=self.max_episodes,
                 engine_workers=1,
+                disabled_features={"drafts": "no drafts here"},
                 max_model_len=4096,
                 queue_bytes=self.queue_bytes,
                 from_storage=self.from_storage,

@@ -74,6 +74,29 @@ def test_a_server_shows_how_many_of_its_drafts_were_accepted() -> None:
     assert shown["without"][5:7] == ["9", "-"]
 
 
+def test_a_feature_that_engines_do_without_is_one_line_for_each_cause() -> None:
+    slow = {"fast steps": "the engine has drafts"}
+    servers = [
+        status_pb2.ServerStatus(
+            server_id=f"s{number}",
+            state=fleet_pb2.SERVER_STATE_SERVING,
+            disabled_features=slow,
+        )
+        for number in range(6)
+    ]
+    servers[1].disabled_features["fast steps"] = "another vLLM"
+    servers[2].disabled_features["kernel"] = "no GPU"
+    gone = status_pb2.ServerStatus(
+        server_id="gone", state=fleet_pb2.SERVER_STATE_DEAD, disabled_features=slow
+    )
+    lines = status_lines(run_from_pb(status_pb2.RunStatus(servers=[*servers, gone])))
+    assert [line for line in lines if "is off" in line] == [
+        "fast steps is off on s1: another vLLM",
+        "fast steps is off on s0, s2, s3, s4 and 1 more: the engine has drafts",
+        "kernel is off on s2: no GPU",
+    ]
+
+
 def test_a_server_is_healthy_while_it_loads_serves_or_drains_in_any_of_its_epochs() -> None:
     states = {
         "a": ["DEAD", "SERVING"],

@@ -1,7 +1,6 @@
-"""Which steps an engine captures, how long its prompts wait, and its memory beside new weights."""
+"""Which steps an engine captures, and its memory beside new weights."""
 
 import json
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,6 @@ from slipstream.core.settings.role_sections import DraftsSection
 from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.engine_rules import (
     PROMPT_TOKENS,
-    REPLIES_PER_PROMPT,
-    PromptGathering,
     graph_sizes,
     graph_values,
     vllm_share,
@@ -43,8 +40,8 @@ def test_padding_is_an_eighth_at_most_behind_the_sizes_of_vllm(max_episodes: int
     assert all(larger <= size * 9 / 8 for size, larger in zip(sizes, sizes[1:], strict=False))
 
 
-def test_prompts_wait_where_there_are_graphs() -> None:
-    assert values()["prefill_schedule_interval"] == 33
+def test_sizes_are_told_where_there_are_graphs() -> None:
+    assert values() == {"cudagraph_capture_sizes": graph_sizes(512)}
     assert values(enforce_eager=True) == {}
     assert values(on_cpu=True) == {}
     # torch.compile on a CPU makes no graphs.
@@ -63,54 +60,6 @@ def test_prompts_wait_where_there_are_graphs() -> None:
 def test_sizes_that_the_user_chose_are_left_alone(passed: dict[str, object]) -> None:
     assert "cudagraph_capture_sizes" not in values(passed)
     assert "cudagraph_capture_sizes" in values({"compilation_config": {"mode": 3}})
-
-
-PLACES = 3 * REPLIES_PER_PROMPT
-
-
-def waits(num_ready: int, num_replies: int) -> bool:
-    return PromptGathering(4).holds(num_ready=num_ready, num_replies=num_replies)
-
-
-def test_prompts_wait_until_there_is_one_for_each_32_replies() -> None:
-    assert REPLIES_PER_PROMPT == 32
-    assert [number for number in range(20) if waits(number, 512)] == list(range(1, 16))
-    assert waits(1, 33)
-
-
-@pytest.mark.parametrize("num_replies", range(33))
-def test_nothing_waits_beside_few_replies(num_replies: int) -> None:
-    assert not any(waits(number, num_replies) for number in range(9))
-
-
-@pytest.mark.parametrize("most_steps", range(5))
-def test_nothing_waits_for_more_steps_than_it_may(most_steps: int) -> None:
-    gathering = PromptGathering(most_steps)
-    waits = [gathering.holds(num_ready=1, num_replies=512) for _ in range(most_steps + 1)]
-    assert waits == [True] * most_steps + [False]
-
-
-@pytest.mark.parametrize("most_steps", range(4))
-def test_no_prompt_is_held_longer_whenever_the_others_come(most_steps: int) -> None:
-    """All arrivals of up to two prompts in each of six steps, and replies that end meanwhile."""
-    longest = 0
-    for arrivals, leaving in product(product(range(3), repeat=6), (0, 20)):
-        gathering = PromptGathering(most_steps)
-        waits = []
-        replies = PLACES
-        for arriving in (*arrivals, *[0] * most_steps):
-            waits += [0] * arriving
-            ready = len(waits)
-            if gathering.holds(num_ready=ready, num_replies=replies):
-                assert 0 < ready < replies / REPLIES_PER_PROMPT
-                waits = [steps + 1 for steps in waits]
-                longest = max(longest, *waits)
-            else:
-                replies += ready
-                waits = []
-            replies = max(0, replies - leaving)
-        assert not waits
-    assert longest == most_steps
 
 
 GB = 10**9

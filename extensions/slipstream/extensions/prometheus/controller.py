@@ -200,6 +200,7 @@ class RunCollector:
             for field, (name, meaning) in table.items():
                 values = {key: getattr(message, field) for key, message in messages.items()}
                 yield make(f"server_{name}", meaning, "server", values)
+        yield _disabled_features(connected)
 
     def _environments(
         self, status: status_pb2.RunStatus, row: Mapping[str, float]
@@ -226,6 +227,19 @@ class RunCollector:
         for field, (short_name, meaning) in ENVIRONMENT_COUNTERS.items():
             values = {name: getattr(entry, field) for name, entry in entries.items()}
             yield _counters(f"environment_{short_name}", meaning, "environment", values)
+
+
+def _disabled_features(servers: Mapping[str, status_pb2.ServerStatus]) -> Metric:
+    """Returns a gauge of 1 for each feature that a server's engine does without."""
+    family = GaugeMetricFamily(
+        "slipstream_server_disabled_feature",
+        "Feature that the server's engine does without, and why.",
+        labels=["server", "feature", "cause"],
+    )
+    for name, server in servers.items():
+        for feature, cause in server.disabled_features.items():
+            family.add_metric([name, feature, cause], 1.0)
+    return family
 
 
 class DiskSpace:

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -22,6 +22,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray
 from slipstream.rollout_server import process
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights, Sampling
+from slipstream.rollout_server.vllm import disabled_features
 from slipstream.rollout_server.vllm.adapter_slot import AdapterRequests
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
 from slipstream.rollout_server.vllm.engine_pause import EnginePause
@@ -42,7 +43,15 @@ SILENCE_LIMIT_S = 300.0
 _HEALTH_PERIOD_S = 0.5
 _EXIT_LIMIT_S = 5.0
 # How the sequences of a probe are scored, and the scores of none.
-_SCORING = Sampling(1.0, 1.0, 0, 1, max_turns=1, max_episode_tokens=1, prompt_logprobs=True)
+_SCORING = Sampling(
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    max_reply_tokens=1,
+    max_turns=1,
+    max_episode_tokens=1,
+    prompt_logprobs=True,
+)
 _NOTHING: LogprobArray = np.empty(0, dtype=np.float32)
 
 
@@ -58,6 +67,7 @@ class VllmEngine:
         self.num_workers = int(llm.vllm_config.parallel_config.world_size)
         self.max_model_len = int(llm.model_config.max_model_len)
         self.num_experts = int(llm.model_config.get_num_experts())
+        self.disabled_features: Mapping[str, str] = {}
         recomputes = config.rollout_server.recompute_context
         self.pauses = EnginePause(llm, recompute_context=recomputes)
         recorded_vocabulary = None
@@ -94,6 +104,7 @@ class VllmEngine:
             # wait for a thread that the fork did not copy.
             gc.collect()
             gc.freeze()
+            disabled_features.let_engines_answer()
             llm = AsyncLLM.from_vllm_config(
                 settings, stat_loggers=[TokenCounter], disable_log_stats=True
             )
@@ -111,6 +122,7 @@ class VllmEngine:
             note_segments(folder, [os.getpid(), *(child.pid for child in started)])
             engine = cls(llm, started, config)
             await engine.pauses.pause()
+            engine.disabled_features = await disabled_features.of_engine(llm, config)
             engine._files = files.pop_all()
         # Objects that exist now stay: collections need not look through vLLM's modules again.
         gc.collect()

@@ -15,21 +15,17 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import SamplingSection
 from slipstream.rollout_server.engine_rules import graph_values, vllm_share, wire_bytes
 from slipstream.rollout_server.vllm.adapter_slot import check_adapted, lora_arguments
-from slipstream.rollout_server.vllm.chunking_scheduler import cpu_worker, scheduler_class
+from slipstream.rollout_server.vllm.engine_scheduler import cpu_worker, scheduler_class
 from slipstream.rollout_server.vllm.passed_table import table_problems
 from slipstream.rollout_server.vllm.weight_receiver import BACKEND
 from vllm import AsyncEngineArgs, ModelRegistry
 from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 _PACKAGE = "slipstream.rollout_server.vllm"
-DECODE_BACKEND = f"{_PACKAGE}.decode_attention.DecodeBackend"
-GPU_WORKER = f"{_PACKAGE}.one_pass_sampler.OnePassWorker"
-# Longest context, in tokens, of a run that reads the cache with our kernel.
-MOST_CONTEXT = 4096
 _WORKER_EXTENSION = f"{_PACKAGE}.weight_receiver.WorkerExtension"
 
 
@@ -50,14 +46,10 @@ def engine_config(config: Config, seed: int, folder: Path | None = None) -> Vllm
         check_precision(config.rollout_server.quantization)
     graphs = graph_values(config.rollout_server, passed, on_cpu=on_cpu)
     values = own_values(config, seed) | graphs | passed
-    for extension in active(config):
+    extensions = active(config)
+    for extension in extensions:
         if extension.engine_arguments:
             values |= resolve(extension.engine_arguments)(config, folder, on_cpu=on_cpu)
-    if not on_cpu and decodes_by_kernel(config, passed):
-        # By its name: its module is for processes that start CUDA.
-        register_backend(AttentionBackendEnum.FLASH_ATTN, DECODE_BACKEND)
-    if config.algorithm.agreement != "bits" and not on_cpu:
-        values["worker_cls"] = GPU_WORKER
     records_experts = config.algorithm.router_replay != "off"
     if on_cpu:
         # vLLM refuses to return these on CPUs; our workers and scheduler do it there.
@@ -86,23 +78,9 @@ def engine_config(config: Config, seed: int, folder: Path | None = None) -> Vllm
             # vLLM would choose the draft's attention anew.
             settings.speculative_config.attention_backend = settings.attention_config.backend
     scheduling = settings.scheduler_config
-    scheduling.scheduler_cls = scheduler_class(async_scheduling=bool(scheduling.async_scheduling))
+    is_async = bool(scheduling.async_scheduling)
+    scheduling.scheduler_cls = scheduler_class(extensions, async_scheduling=is_async)
     return settings
-
-
-def decodes_by_kernel(config: Config, passed: Mapping[str, object]) -> bool:
-    """Returns whether steps without prompts read the cache with our kernel, not FlashAttention's.
-
-    Not where `passed`, the user's own arguments for vLLM, names an attention, where the learner
-    computes with FlashAttention's bits, on GPUs other than Hopper's, where it was not measured, and
-    where contexts are so long that FlashAttention reads as fast.
-    """
-    return (
-        not {"attention_config", "attention_backend"} & passed.keys()
-        and config.algorithm.agreement != "bits"
-        and config.sampling.max_episode_tokens <= MOST_CONTEXT
-        and current_platform.is_device_capability_family(90)
-    )
 
 
 def check_precision(quantization: str) -> None:

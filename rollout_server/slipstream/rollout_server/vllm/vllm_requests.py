@@ -130,12 +130,15 @@ class ReplyRecord:
         if not self._records_kept_tokens:
             return None
         kept_tokens = KeptTokens.of_sets(self._kept_sets)
-        if len(kept_tokens.counts) != len(self.token_ids):
+        counts = kept_tokens.counts
+        if len(counts) != len(self.token_ids):
             raise GenerationFailed(
-                f"{len(self.token_ids)} tokens with {len(kept_tokens.counts)} sets of kept tokens"
+                f"{len(self.token_ids)} tokens with {len(counts)} sets of kept tokens"
             )
-        if not kept_tokens.counts.all():
-            place = int(np.argmin(kept_tokens.counts))
+        # Our samplers send an empty set in place of a large one, vLLM's sends it whole.
+        has_room = (counts > 0) & (counts <= MAX_KEPT_TOKENS)
+        if not has_room.all():
+            place = int(np.argmin(has_room))
             raise GenerationFailed(
                 f"token {place} of a reply was drawn from more than {MAX_KEPT_TOKENS} tokens, and "
                 "no more are recorded: lower sampling.top_k or top_p, or raise min_p"

@@ -348,11 +348,15 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 
 class WorkerExtension:
-    """The method that vLLM adds to every worker; `self` is the worker."""
+    """The methods that vLLM adds to every worker; `self` is the worker."""
 
     weight_transfer_engine: SlipstreamWeightTransfer
     model_runner: Any
     _began = False
+
+    def slipstream_disabled_features(self) -> dict[str, str]:
+        """Returns why the worker's class does without features, by their names."""
+        return dict(getattr(self, "disabled_features", {}))
 
     def slipstream_call(self, name: str, *arguments: Any) -> dict[str, Any]:  # noqa: ANN401
         """Calls the method `name` of the worker's `SlipstreamWeightTransfer`.

@@ -259,6 +259,7 @@ def describe(session: ServerSession) -> status_pb2.ServerStatus:
         report=session.report,
         cause=session.cause,
         silent_s=session.silent_s,
+        disabled_features=session.hello.disabled_features,
     )
     if session.version is not None:
         status.version.incarnation, status.version.step = session.version

@@ -14,27 +14,25 @@ import dataclasses
 import time
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from slipstream.core.errors import ConfigError
-from slipstream.core.extension import installed, resolve
-from slipstream.rollout_server.engine_rules import PromptGathering
-from slipstream.rollout_server.vllm.steady_decoding import (
+from slipstream.extensions.fast_decoding.server.prompt_gathering import PromptGathering
+from slipstream.extensions.fast_decoding.server.steady_decoding import (
     CHUNK_TOKENS,
+    STEADY,
     Chunk,
     SteadyPlanner,
-    decodes_plainly,
     stops_of,
     takes_a_prompt,
+    unsteady_cause,
 )
+from slipstream.rollout_server.vllm.engine_scheduler import AsyncEngineScheduler, EngineScheduler
 from vllm.config import VllmConfig
-from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import SchedulerStats
@@ -71,36 +69,9 @@ _FIELDS = {
     "prompt_token_id_logprobs",
 }
 
-# Worker classes that record experts or kept tokens on CPUs, where vLLM's own scheduler never asks
-# for them.
-_CPU_MODULE = "slipstream.rollout_server.vllm.cpu"
-_ROUTING_WORKER = f"{_CPU_MODULE}.RoutingWorker"
-_KEPT_TOKENS_WORKER = f"{_CPU_MODULE}.KeptTokensWorker"
-_KEPT_TOKENS_ROUTING_WORKER = f"{_CPU_MODULE}.KeptTokensRoutingWorker"
 
-
-def cpu_worker(*, records_experts: bool, records_kept_tokens: bool) -> str | None:
-    """Returns the name of the worker class that makes these records on CPUs; None for vLLM's."""
-    if records_experts:
-        return _KEPT_TOKENS_ROUTING_WORKER if records_kept_tokens else _ROUTING_WORKER
-    return _KEPT_TOKENS_WORKER if records_kept_tokens else None
-
-
-class DraftSwitch(Protocol):
-    """Decides with how many requests at a time the engine drafts."""
-
-    # The length of drafts by the number of requests, as vLLM's scheduler reads it.
-    lookup: list[int]
-
-    def end_step(self, num_requests: int, num_tokens: int, *, drafts: bool, now_s: float) -> None:
-        """Notes a step of `num_requests`, which sampled `num_tokens`, and whether it drafted."""
-
-    def pause(self) -> None:
-        """Notes that the next step does not follow at once."""
-
-
-class ChunkingScheduler(Scheduler):  # type: ignore[misc]
-    """vLLM's synchronous scheduler, which outputs the tokens of a reply in chunks.
+class ChunkingScheduler(EngineScheduler):
+    """The engine's synchronous scheduler, which outputs the tokens of a reply in chunks.
 
     Requests for top log-probabilities or cumulative outputs get each token at once. For others
     `add_request` opens a chunk, and `update_from_output` fills it and outputs it when it is full or
@@ -110,8 +81,6 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
     sampled tokens up to the first that differs. All tokens of a step are sampled by that step's
     weights, so a draft made before an update is verified by the new weights.
     """
-
-    dynamic_sd_lookup: list[int] | None
 
     def __init__(
         self,
@@ -129,11 +98,6 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         if usable < kv_cache_config.num_blocks:
             kv_cache_config = dataclasses.replace(kv_cache_config, num_blocks=usable)
         super().__init__(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **kwargs)
-        worker = self.vllm_config.parallel_config.worker_cls
-        if worker in (_KEPT_TOKENS_WORKER, _KEPT_TOKENS_ROUTING_WORKER):
-            self.return_sampling_mask = True
-        if worker in (_ROUTING_WORKER, _KEPT_TOKENS_ROUTING_WORKER):
-            self.aux_output_connector = AuxOutputSchedulerConnector()
         self._chunks: dict[str, Chunk] = {}
         # Requests without a chunk, whose log-probabilities vLLM itself must extract.
         self._streamed: set[str] = set()
@@ -141,15 +105,13 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         self._next_stats_s = 0.0
         self._gathering = PromptGathering(self.scheduler_config.prefill_schedule_interval - 1)
         # The planner is None if every step is vLLM's.
-        self._planner = SteadyPlanner(self) if decodes_plainly(self) else None
+        self._planner: SteadyPlanner | None = None
+        cause = unsteady_cause(self)
+        if cause:
+            self.disabled_features[STEADY] = cause
+        else:
+            self._planner = SteadyPlanner(self)
         self._draft_stats: SpecDecodingStats | None = None
-        # vLLM would draft tokens of -1 after a prompt of which one token is left to compute, unless
-        # the length of drafts may change.
-        if self.num_spec_tokens and self.dynamic_sd_lookup is None:
-            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
-        self._switch = draft_switch(self.vllm_config, self.num_spec_tokens)
-        if self._switch is not None:
-            self.dynamic_sd_lookup = self._switch.lookup
 
     def add_request(self, request: Request) -> None:
         """Overrides vLLM's method; opens the request's chunk."""
@@ -261,16 +223,8 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
             pool.blocks = every
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Overrides vLLM's method, to discard the cached prefixes of an engine that was not paused.
-
-        An engine that is resumed without a pause has new weights too.
-        """
+        """Overrides the engine's method; the first step after it is vLLM's to plan."""
         self._release()
-        resumes = pause_state is PauseState.UNPAUSED
-        if resumes and self.pause_state is PauseState.UNPAUSED:
-            self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        if self._switch is not None:
-            self._switch.pause()
         super().set_pause_state(pause_state)
 
     def update_from_output(
@@ -301,8 +255,6 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
                 ),
             ]
             batch.sync(changed)
-        if self._switch is not None:
-            self._note_step(self._switch, scheduler_output, model_runner_output)
         by_client = super().update_from_output(scheduler_output, model_runner_output)
         rows = model_runner_output.req_id_to_index
         for outputs in by_client.values():
@@ -323,20 +275,6 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
             for client, outputs in by_client.items()
             if outputs.outputs or outputs.finished_requests or outputs.scheduler_stats
         }
-
-    def _note_step(
-        self, switch: DraftSwitch, planned: SchedulerOutput, done: ModelRunnerOutput
-    ) -> None:
-        requests = len(planned.num_scheduled_tokens)
-        if not requests or self.pause_state is not PauseState.UNPAUSED or len(self.requests) == 0:
-            switch.pause()
-            return
-        switch.end_step(
-            requests,
-            sum(map(len, done.sampled_token_ids)),
-            drafts=planned.num_spec_tokens_to_schedule > 0,
-            now_s=time.monotonic(),
-        )
 
     def _join(
         self,
@@ -381,26 +319,25 @@ class ChunkingScheduler(Scheduler):  # type: ignore[misc]
         self._streamed.discard(request_id)
 
 
-class AsyncChunkingScheduler(ChunkingScheduler, AsyncScheduler):  # type: ignore[misc]
-    """vLLM's asynchronous scheduler with chunks; it plans a step while the previous step runs."""
+class AsyncChunkingScheduler(ChunkingScheduler, AsyncEngineScheduler):
+    """The asynchronous scheduler with chunks; it plans a step while the previous step runs."""
 
 
-def draft_switch(settings: VllmConfig, num_tokens: int) -> DraftSwitch | None:
-    """Returns what decides about drafts of `num_tokens`, None if the engine always drafts."""
-    for extension in installed():
-        if extension.draft_switch:
-            switch: DraftSwitch | None = resolve(extension.draft_switch)(settings, num_tokens)
-            if switch is not None:
-                return switch
-    return None
+def scheduler_class(engine_class: type[EngineScheduler]) -> type[EngineScheduler]:
+    """Returns the class for vLLM's `scheduler_cls` in place of `engine_class`.
 
-
-def scheduler_class(*, async_scheduling: bool) -> type[Scheduler]:
-    """Returns the class for vLLM's `scheduler_cls`.
-
-    Raises ConfigError if the fields of vLLM's outputs are not those that this module handles.
+    Raises ConfigError if the fields of vLLM's outputs are not those that this module handles, and
+    if another extension has changed the scheduler.
     """
     if different := sorted(_FIELDS.symmetric_difference(EngineCoreOutput.__struct_fields__)):
         names = ", ".join(different)
         raise ConfigError(f"this vLLM's engine outputs differ from 0.32.0's in: {names}")
-    return AsyncChunkingScheduler if async_scheduling else ChunkingScheduler
+    chunking: dict[type[EngineScheduler], type[EngineScheduler]] = {
+        EngineScheduler: ChunkingScheduler,
+        AsyncEngineScheduler: AsyncChunkingScheduler,
+    }
+    if engine_class not in chunking:
+        raise ConfigError(
+            f"fast_decoding cannot stand behind another extension's scheduler, {engine_class!r}"
+        )
+    return chunking[engine_class]

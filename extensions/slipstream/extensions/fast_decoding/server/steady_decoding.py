@@ -12,7 +12,6 @@ and all unusual steps.
 
 import hashlib
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from slipstream.rollout_server.vllm.held_sets import HeldSets
+from slipstream.extensions.fast_decoding.server.held_sets import HeldSets
 from vllm import __version__ as VERSION
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -34,8 +33,9 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import Request, RequestStatus
 
-log = logging.getLogger(__name__)
 _RUNNING = RequestStatus.RUNNING
+# The name of the feature that this module is.
+STEADY = "steady decoding"
 # Most tokens of a reply that are held back.
 CHUNK_TOKENS = 16
 # The digest of vLLM 0.32.0's modules that this one follows; they are no public interface.
@@ -43,37 +43,35 @@ _FOLLOWED = "1e4a9d611bea13a4d06bf5e90383347a05a564c488df47325cf193f59d0e5f3d"
 _SOURCES = (Scheduler, AsyncScheduler, KVCacheManager, FullAttentionManager, Request)
 
 
-def decodes_plainly(scheduler: Scheduler, followed: str = _FOLLOWED) -> bool:
-    """Returns whether `SteadyPlanner` does all that `scheduler` would do in a decoding step."""
+def unsteady_cause(scheduler: Scheduler, followed: str = _FOLLOWED) -> str:
+    """Returns why `SteadyPlanner` cannot do all that `scheduler` does in a decoding step, or ""."""
     files = (Path(inspect.getfile(source)) for source in _SOURCES)
     if hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() != followed:
-        log.warning("all steps are vLLM's: the scheduler of %s is not that of 0.32.0", VERSION)
-        return False
+        return f"the scheduler of vLLM {VERSION} is not that of 0.32.0"
     # Full attention frees no block, and each block that fills up is one unit of prefix lookup.
-    simple_cache = all(
+    has_simple_cache = all(
         type(manager) is FullAttentionManager and manager.block_size == scheduler.hash_block_size
         for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
     )
-    other_features = (
-        scheduler.connector,
-        scheduler.ec_connector,
-        scheduler.aux_output_connector,
-        scheduler.num_lookahead_tokens,
-        scheduler.num_spec_tokens,
-        scheduler.has_mamba_layers,
-        scheduler.is_mm_encoder_only,
-        scheduler.use_pp,
-        scheduler.needs_kv_cache_zeroing,
-        scheduler.defer_block_free,
-        scheduler.scheduler_config.long_prefill_token_threshold,
-    )
-    return (
-        simple_cache
-        and scheduler.num_sampled_tokens_per_step == 1
-        and getattr(scheduler, "decode_stagger", 1) == 1
-        and scheduler.dcp_world_size == scheduler.pcp_world_size == 1
-        and not any(other_features)
-    )
+    settings = scheduler.scheduler_config
+    other_features = {
+        "layers other than full attention, or blocks of several sizes": not has_simple_cache,
+        "a connector of the KV cache": scheduler.connector,
+        "a connector of encoders": scheduler.ec_connector,
+        "records of routed experts": scheduler.aux_output_connector,
+        "drafts": scheduler.num_lookahead_tokens or scheduler.num_spec_tokens,
+        "layers with a state": scheduler.has_mamba_layers,
+        "an encoder alone": scheduler.is_mm_encoder_only,
+        "pipeline stages": scheduler.use_pp,
+        "a KV cache that must be zeroed": scheduler.needs_kv_cache_zeroing,
+        "blocks that are freed later": scheduler.defer_block_free,
+        "long_prefill_token_threshold": settings.long_prefill_token_threshold,
+        "several tokens a step": scheduler.num_sampled_tokens_per_step != 1,
+        "staggered decoding": getattr(scheduler, "decode_stagger", 1) != 1,
+        "context parallelism": not scheduler.dcp_world_size == scheduler.pcp_world_size == 1,
+    }
+    names = [name for name, is_used in other_features.items() if is_used]
+    return f"the engine has {', '.join(names)}" if names else ""
 
 
 @dataclass(slots=True)
@@ -360,7 +358,7 @@ def _is_plain(request: Request) -> bool:
 
 
 class SteadyPlanner:
-    """Plans steps that only decode, for a scheduler for which `decodes_plainly` is true."""
+    """Plans steps that only decode, for a scheduler without an `unsteady_cause`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

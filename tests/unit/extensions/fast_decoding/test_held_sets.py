@@ -5,7 +5,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from slipstream.rollout_server.vllm.held_sets import HeldSets
+from slipstream.extensions.fast_decoding.server.held_sets import HeldSets
 from vllm.v1.outputs import SamplingMaskLists
 
 NUM_TOKENS = 4

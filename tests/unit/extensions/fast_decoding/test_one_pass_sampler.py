@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from slipstream.rollout_server.vllm import one_pass_sampler
-from slipstream.rollout_server.vllm.one_pass_sampler import (
+from slipstream.extensions.fast_decoding.server import one_pass_sampler
+from slipstream.extensions.fast_decoding.server.one_pass_sampler import (
     KeptTokenTensors,
     OnePassSampler,
     OnePassWorker,

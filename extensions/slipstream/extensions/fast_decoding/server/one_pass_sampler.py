@@ -9,12 +9,14 @@ samples the same token. Triton is installed only with torch's CUDA build, so vLL
 this module by its name.
 """
 
-import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from slipstream.core.kept_tokens import MAX_KEPT_TOKENS
+from slipstream.extensions.fast_decoding.server.arguments import SAMPLER
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 from vllm.v1.outputs import LogprobsTensors, SamplingMaskLists
@@ -24,14 +26,15 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu_worker import Worker
 
-logger = logging.getLogger(__name__)
-
 # Logits that one program reads.
 _BLOCK = 4096
 
 
 class OnePassWorker(Worker):  # type: ignore[misc]
     """vLLM's worker of a GPU, whose model is sampled by `OnePassSampler`."""
+
+    # Why the worker does without features, by their names.
+    disabled_features: Mapping[str, str] = MappingProxyType({})
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Loads the model, which makes vLLM's sampler."""
@@ -41,7 +44,8 @@ class OnePassWorker(Worker):  # type: ignore[misc]
         if type(sampler) is Sampler:
             sampler.__class__ = OnePassSampler
         else:
-            logger.info("tokens are sampled by %s of vLLM", type(sampler).__name__)
+            name = type(sampler).__name__
+            self.disabled_features = {SAMPLER: f"tokens are sampled by {name} of vLLM"}
 
 
 class OnePassSampler(Sampler):  # type: ignore[misc]
