@@ -49,14 +49,16 @@ def test_a_run_trains_with_an_option_of_another_package(
     tiny_model: Path,
 ) -> None:
     machine = own_settings(tmp_path, tiny_model)
-    run = slipstream(outside, "run", SMALLEST, *machine, *SHORT, *SETTINGS)
+    counted = "counted.earlier=100"
+    run = slipstream(outside, "run", SMALLEST, *machine, *SHORT, *SETTINGS, counted)
     assert run.returncode == 0, run.stdout + run.stderr
     folder = tmp_path / "smallest"
     summary = checked(folder)
     assert summary["state"] == "finished"
-    # Two groups of four episodes a step count twice.
+    # Two groups of four episodes a step, and those of earlier runs, count twice.
     counts = [row["outside_trajectories"] for row in rows_of(folder) if "step" in row]
-    assert counts == [16.0, 32.0]
+    assert counts == [216.0, 232.0]
+    assert "[counted]\nearlier = 100\n" in (folder / "config.toml").read_text()
     notes = (folder / "noted-trajectories.txt").read_text().splitlines()
     assert len(set(notes)) >= 16
     assert summary["steps"] == 2
@@ -71,6 +73,8 @@ def test_a_run_trains_with_an_option_of_another_package(
         ),
         ("extensions.outside.factor=101.0", "extensions.outside.factor must be at most 100"),
         ("extensions.outside.factor=-1.0", "extensions.outside.factor: Input should be greater"),
+        ("counted.earlier=-1", "counted.earlier: input should be greater than or equal to 0"),
+        ("counted.earlierr=1", "unknown key 'counted.earlierr'; did you mean 'earlier'?"),
         ("algorithm.group_size=1", "advantage = 'group_median' compares a group"),
     ],
 )

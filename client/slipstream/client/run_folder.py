@@ -29,6 +29,7 @@ from slipstream.core.configuration.config_file import (
 )
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import CheckpointError, ConfigError
+from slipstream.core.extension import installed
 from slipstream.core.machine.files import open_regular, read_regular, replace_file
 from slipstream.core.run_folder import (
     ADDRESS,
@@ -475,7 +476,12 @@ def _stored_models(config: Config) -> dict[str, bool]:
     is_refreshed = reference is not None and reference.refresh_every_steps > 0
     return {
         "critic": config.critic is not None,
-        "drafts": config.drafts is not None,
+        **{
+            name: getattr(config, name) is not None
+            for manifest in installed()
+            if manifest.stores_model
+            for name in manifest.tables
+        },
         "reference.refresh_every_steps": is_refreshed,
     }
 

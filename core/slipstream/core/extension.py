@@ -88,10 +88,20 @@ class Extension:
 
     # The name of its entry point.
     name: str
-    # Whether the settings of a run (`Tables`) ask for the option. None: where they have its table.
+    # Whether the settings of a run (`Tables`) ask for the option. None: where they have a table of
+    # it.
     is_on: Callable[[Any], bool] | None = None
     # The `Section` of its table `extensions.NAME`.
     settings: str = ""
+    # Its tables at the top of a file, each with its `Section`; None where a file leaves it out. The
+    # module imports nothing but this package's settings, which import it.
+    tables: Mapping[str, str] = field(default_factory=dict)
+    # Settings of `tables` by which engines are made: servers and controller must agree on them.
+    engine_settings: tuple[str, ...] = ()
+    # Whether checkpoints hold a model of the option: a run that goes on keeps `tables`, or none.
+    stores_model: bool = False
+    # Whether one process can train steps of a run in several ways: checkpoints have all states.
+    allows_trials: bool = True
     needs: tuple[Need, ...] = ()
     # The words for the option in a refusal, by default its name.
     title: str = ""
@@ -134,6 +144,11 @@ class Extension:
     # A function of the settings and whether the engine computes on a CPU. It returns why the engine
     # leaves out features of the option, by their names; the run's status shows it.
     disabled_features: str = ""
+    # Whether engines draft tokens with the option.
+    drafts: bool = False
+    # A function of the settings that returns the approximate number of parameters that are trained
+    # and published beside the policy's. Each rank has them whole, in float32.
+    parameters_beside_model: str = ""
     # Beginnings of the names of tensors that are published beside the policy's. Each has a class of
     # the engine's model, vLLM's runner and a function that loads tensors: a module that loads both.
     beside_model: Mapping[str, str] = field(default_factory=dict)
@@ -197,7 +212,8 @@ def active(config: Any) -> list[Extension]:  # noqa: ANN401 - `Tables` is built 
 def asks_for(config: Any, manifest: Extension) -> bool:  # noqa: ANN401 - see `active`
     """Whether the settings ask for an option."""
     if manifest.is_on is None:
-        return manifest.name in config.extensions
+        tables = [getattr(config, name) for name in manifest.tables]
+        return manifest.name in config.extensions or any(table is not None for table in tables)
     return manifest.is_on(config)
 
 
@@ -239,6 +255,21 @@ BUILT_IN_QUEUES = {
         receiver="slipstream.learner.controller.records.ledger:grpc_receiver",
     ),
 }
+
+
+def top_tables() -> dict[str, Any]:
+    """Returns the sections of tables that extensions add at the top of a file, by their names."""
+    places = _joined(manifest.tables for manifest in installed())
+    return {name: resolve(place) for name, place in places.items()}
+
+
+def num_parameters_beside_model(config: Any) -> int:  # noqa: ANN401 - see `active`
+    """Returns the approximate number of parameters that options train beside the policy's."""
+    return sum(
+        resolve(manifest.parameters_beside_model)(config)
+        for manifest in active(config)
+        if manifest.parameters_beside_model
+    )
 
 
 def places_beside_model() -> dict[str, str]:

@@ -8,8 +8,8 @@ has more tokens, so the engine's thread must start each of its kernels, which li
 import math
 from collections.abc import Mapping
 
+from slipstream.core.extension import num_parameters_beside_model
 from slipstream.core.models.model_files import loaded_tensors
-from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import RolloutServerSection
 
@@ -69,9 +69,8 @@ def vllm_share(config: Config, wire_bytes: int, gpu_bytes: int) -> float:
 def wire_bytes(config: Config) -> int:
     """Returns the size of all weights as they are sent, from the shapes in the model's files.
 
-    A layer that drafts is sent with them.
+    Parameters that options publish beside them are counted too.
     """
     elements = sum(math.prod(shape) for _, shape in loaded_tensors(config))
-    if config.drafts is not None:
-        elements += read_model_sizes(config.model.path).draft_parameters
+    elements += num_parameters_beside_model(config)
     return (4 if config.model.dtype == "float32" else 2) * elements

@@ -14,8 +14,11 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.extension import Extension, Program, Queue
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.sections import ParallelSection, QueueSection, WeightsSection
+from slipstream.core.settings.tables import Tables, taken_names
+from slipstream.extensions.drafts.settings import DraftsSection
 from slipstream.learner.algorithms import functions
 from slipstream.protocol.weights.transports import choose_transport
+from support.fakes.small_configs import small_config
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "extensions" / "slipstream" / "extensions"
@@ -61,6 +64,7 @@ def place_holders(manifest: Extension) -> Iterator[object]:
     """Yields whatever of a manifest may be a place, or has one as a field."""
     yield from vars(manifest).values()
     yield from manifest.trackers.values()
+    yield from manifest.tables.values()
     for row in (*manifest.queues.values(), *manifest.transports.values()):
         yield from vars(row).values()
 
@@ -268,3 +272,31 @@ def test_two_extensions_that_give_one_name_are_refused(
     install(other, monkeypatch, "x = outside_manifest:X", module)
     with pytest.raises(ConfigError, match="two installed extensions give 'redis'"):
         extension.queues()
+
+
+def test_a_table_that_an_extension_adds_stands_between_the_built_in_ones() -> None:
+    names_in_order = [*Tables.model_fields]
+    assert names_in_order[:2] == ["run", "model"]
+    place = names_in_order.index("drafts")
+    assert names_in_order[place - 1 : place + 2] == ["critic", "drafts", "lora"]
+
+
+def test_a_table_with_the_name_of_a_built_in_one_is_found() -> None:
+    assert taken_names(["run", "own", "drafts", "lora"]) == ["lora", "run"]
+    assert taken_names(extension.top_tables()) == []
+
+
+def test_a_table_is_read_as_the_section_that_its_extension_names() -> None:
+    config = small_config(drafts={"tokens": 2})
+    drafts = config.top_table("drafts", DraftsSection)
+    assert drafts is not None
+    assert drafts.tokens == 2
+    assert small_config().top_table("drafts", DraftsSection) is None
+    with pytest.raises(TypeError, match="the table drafts is no QueueSection"):
+        config.top_table("drafts", QueueSection)
+
+
+def test_an_option_is_on_where_one_of_its_tables_is_there() -> None:
+    manifests = [extension.active(small_config(**tables)) for tables in ({}, {"drafts": {}})]
+    has_drafts = ["drafts" in [manifest.name for manifest in active] for active in manifests]
+    assert has_drafts == [False, True]

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from slipstream.core.settings.role_sections import DraftsSection
 from slipstream.core.settings.sections import RolloutServerSection
+from slipstream.extensions.drafts.settings import DraftsSection
 from slipstream.rollout_server.engine_rules import (
     PROMPT_TOKENS,
     graph_sizes,

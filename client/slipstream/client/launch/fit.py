@@ -15,6 +15,7 @@ from slipstream.core.configuration.batch_bytes import BatchBytes
 from slipstream.core.configuration.node_plan import MEAN_SHARE
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
+from slipstream.core.extension import num_parameters_beside_model
 from slipstream.core.machine.description import free_memory
 from slipstream.core.machine.gpus import find_gpu, list_gpus
 from slipstream.core.models.model_files import loaded_tensors, missing_weights
@@ -154,16 +155,16 @@ def needs_of(config: Config) -> Needs | None:
     # The distributed optimizer's own float32 weights are saved next to the model's.
     has_master = weight == 2 or learner.use_distributed_optimizer
     saved = weight + (0 if adapts else MOMENT_BYTES + MASTER_BYTES * has_master)
-    drafts = 0 if config.drafts is None else read_model_sizes(config.model.path).draft_parameters
-    # Every rank has the layer that drafts whole, in float32.
+    beside = num_parameters_beside_model(config)
+    # Every rank has these whole, in float32.
     in_float32 = MASTER_BYTES + MOMENT_BYTES
-    rank_bytes += drafts * (in_float32 + GRADIENT_BYTES)
-    on_workers = (parameters + drafts) * weight
+    rank_bytes += beside * (in_float32 + GRADIENT_BYTES)
+    on_workers = (parameters + beside) * weight
     return Needs(
         parameters=parameters,
         rank_bytes=rank_bytes,
         worker_bytes=on_workers / config.rollout_server.tensor_parallel_size,
-        saved_bytes=parameters * saved + drafts * in_float32,
+        saved_bytes=parameters * saved + beside * in_float32,
         exported_bytes=parameters * weight,
     )
 

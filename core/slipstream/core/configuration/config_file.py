@@ -274,7 +274,6 @@ def check_sizes(config: Config) -> list[str]:
         model_rules.vision_problems(config, sizes),
         model_rules.agreement_problems(sizes, config.algorithm.agreement),
         model_rules.fp8_problems(sizes, learner),
-        model_rules.draft_problems(sizes) if config.drafts is not None else (),
     )
     for problem in problems:
         raise ConfigError(problem)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from slipstream.core.configuration.config_file import NEAR
 from slipstream.core.errors import ConfigError, did_you_mean, near_names
+from slipstream.core.extension import active
 from slipstream.core.settings.config import Config, is_below
 
 # Settings by which a recorded batch is trained. A replay trains with both values, side by side.
@@ -131,5 +132,7 @@ def trial_problems(config: Config) -> Iterator[str]:
     if len(config.lora.adapters) > 1:
         adapters = ", ".join(config.lora.adapters)
         yield f"lora.adapters must be at most one for this, got {adapters}"
-    if config.drafts is not None:
-        yield "a run with the table drafts cannot: the state of its layer is in no checkpoint"
+    for manifest in active(config):
+        if not manifest.allows_trials:
+            table = ", ".join(manifest.tables)
+            yield f"a run with the table {table} cannot: the state of its layer is in no checkpoint"

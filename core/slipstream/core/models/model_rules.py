@@ -181,21 +181,6 @@ def fp8_problems(sizes: ModelSizes, learner: LearnerSection) -> Iterator[str]:
             yield f"{start}multiples of {FP8_MULTIPLE}, and the {noun} is {width}"
 
 
-def draft_problems(sizes: ModelSizes) -> Iterator[str]:
-    """Yields one line if a layer of full attention cannot draft beside the model's own layers."""
-    unsuited = {
-        "latent attention": sizes.latent_size,
-        "delta nets": sizes.linear_heads or sizes.family.is_delta,
-        "sliding windows": sizes.uses_sliding_window,
-    }
-    for what, has in unsuited.items():
-        if has:
-            yield (
-                f"drafts needs a model.path of full attention alone: the layer beside {what} was "
-                "not tested"
-            )
-
-
 def _expert_problems(
     sizes: ModelSizes, parallel: ParallelSection, transformer: dict[str, JsonValue]
 ) -> Iterator[str]:

@@ -93,11 +93,6 @@ class ModelSizes:
         return self.hidden * (heads + 3 * (experts if self.experts else self.ffn))
 
     @property
-    def draft_parameters(self) -> int:
-        """The approximate number of a drafting layer's: one layer, and a product of two states."""
-        return self.layer_parameters + 2 * self.hidden**2
-
-    @property
     def family(self) -> Family:
         """The record of the model's class, or a plain decoder's record for an unknown class."""
         return FAMILIES.get(self.architecture, Family())

@@ -1,4 +1,4 @@
-"""The settings of what a run has besides the policy: adapters, reference, critic and drafts."""
+"""The settings of what a run has besides the policy: adapters, reference and critic."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -263,22 +263,6 @@ class CriticSection(Section):
     value_clip: float = Field(0.2, ge=0)
     # A table of its own, below.
     parallel: RoleParallelSection | None = None
-
-
-class DraftsSection(Section):
-    """A layer that drafts on the rollout servers, and is trained beside the policy.
-
-    The table switches it on, an empty one with the values below. Replies stay those of the policy
-    alone. But for short trials a server drafts only where it has measured that this is faster.
-    """
-
-    # Tokens of a draft.
-    tokens: int = Field(3, ge=1, le=8)
-    # Learning rate of the layer.
-    learning_rate: float = Field(5e-4, gt=0)
-    # Most tokens of a step, prompts among them, from which the layer learns on each replica of the
-    # policy.
-    trained_tokens: int = Field(16384, ge=256)
 
 
 RoleSection: TypeAlias = ReferenceSection | CriticSection

@@ -57,8 +57,6 @@ def _fp8_learner_problems(config: Tables) -> Iterator[str]:
         yield f"{start}model.dtype = 'bfloat16', got {config.model.dtype!r}"
     if config.lora.rank:
         yield f"{start}lora.rank = 0, since adapters were not tried in it, got {config.lora.rank}"
-    if config.drafts is not None:
-        yield f"{start}no table drafts, since a layer that drafts was not tried in it"
 
 
 def _cut_problems(config: Tables) -> Iterator[str]:

@@ -1,12 +1,14 @@
 """All tables of a run's settings, each checked without the others."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from pydantic import JsonValue
-from slipstream.core.extension import active
+from pydantic import JsonValue, create_model
+from slipstream.core.errors import ConfigError
+from slipstream.core.extension import active, asks_for, installed, top_tables
 from slipstream.core.kept_tokens import BYTES_PER_COUNT, BYTES_PER_ID, MAX_KEPT_TOKENS
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.measurement_sections import (
@@ -18,7 +20,6 @@ from slipstream.core.settings.measurement_sections import (
 from slipstream.core.settings.role_sections import (
     AgentsSection,
     CriticSection,
-    DraftsSection,
     LoraSection,
     ReferenceSection,
     RoleSection,
@@ -56,8 +57,8 @@ Table = TypeVar("Table", bound=Section)
 Mark = TypeVar("Mark")
 
 
-class Tables(Section):
-    """All settings of a run, before the rules between them are checked."""
+class _FirstTables(Section):
+    """The tables before those that extensions add."""
 
     run: RunSection
     model: ModelSection
@@ -69,7 +70,21 @@ class Tables(Section):
     learner: LearnerSection = LearnerSection()
     reference: ReferenceSection | None = None
     critic: CriticSection | None = None
-    drafts: DraftsSection | None = None
+
+
+if TYPE_CHECKING:
+    _AddedTables = _FirstTables
+else:
+    _AddedTables = create_model(
+        "_AddedTables",
+        __base__=_FirstTables,
+        **{name: (section | None, None) for name, section in top_tables().items()},
+    )
+
+
+class Tables(_AddedTables):
+    """All settings of a run, before the rules between them are checked."""
+
     lora: LoraSection = LoraSection()
     rollout_server: RolloutServerSection = RolloutServerSection()
     queue: QueueSection = QueueSection()
@@ -100,6 +115,13 @@ class Tables(Section):
                     if isinstance(entry, mark):
                         marks[f"{table}.{name}"] = entry
         return marks
+
+    def top_table(self, name: str, section: type[Table]) -> Table | None:
+        """Returns the table `name`, which an extension adds at the top; None if it is left out."""
+        table = getattr(self, name)
+        if not isinstance(table, section | None):
+            raise TypeError(f"the table {name} is no {section.__name__}")
+        return table
 
     def table_of(self, name: str, section: type[Table]) -> Table:
         """Returns the table `extensions.NAME` as its section, with defaults if it is left out."""
@@ -186,7 +208,9 @@ class Tables(Section):
             if name not in of_engines and f"algorithm.{name}" not in self.automatic
         }
         shared["sampling is replayed"] = self.replays_sampling
-        shared["drafts.tokens"] = 0 if self.drafts is None else self.drafts.tokens
+        for manifest in installed():
+            for name in manifest.engine_settings:
+                shared[name] = attrgetter(name)(self) if asks_for(self, manifest) else 0
         for name, section in (("sampling", self.sampling), ("weights", self.weights)):
             values = section.model_dump(mode="json", exclude={"storage_url"})
             shared |= {f"{name}.{key}": value for key, value in values.items()}
@@ -206,8 +230,10 @@ class Tables(Section):
 
     @property
     def has_drafts(self) -> bool:
-        """Whether engines draft tokens, with the layer of the table `drafts` or else."""
-        return self.drafts is not None or self.rollout_server.drafts
+        """Whether engines draft tokens, with a layer of an option or as vLLM is told."""
+        return self.rollout_server.drafts or any(
+            asks_for(self, manifest) for manifest in installed() if manifest.drafts
+        )
 
     @property
     def roles(self) -> dict[str, RoleSection]:
@@ -225,3 +251,13 @@ class Tables(Section):
         """The folders of weights besides `model.path`, by the settings that name them."""
         load = self.checkpoint.load
         return self.role_folders if load is None else {**self.role_folders, "checkpoint.load": load}
+
+
+def taken_names(names: Iterable[str]) -> list[str]:
+    """Returns those names of extensions' tables that built-in ones have, sorted."""
+    built_in = _FirstTables.model_fields.keys() | vars(Tables)["__annotations__"].keys()
+    return sorted(built_in & set(names))
+
+
+for _name in taken_names(top_tables()):
+    raise ConfigError(f"an installed extension adds the table {_name}, which is built in")

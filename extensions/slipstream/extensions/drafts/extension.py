@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from slipstream.core.extension import Extension
-
-if TYPE_CHECKING:
-    from slipstream.core.settings.tables import Tables
 
 # Beginning of the names of the layer's tensors among the published weights.
 PREFIX = "draft."
 
 
-def _is_on(config: Tables) -> bool:
-    return config.drafts is not None
-
-
 EXTENSION = Extension(
     name="drafts",
-    is_on=_is_on,
+    tables={"drafts": "slipstream.extensions.drafts.settings:DraftsSection"},
+    engine_settings=("drafts.tokens",),
+    stores_model=True,
+    allows_trials=False,
+    drafts=True,
+    parameters_beside_model="slipstream.extensions.drafts.shape:num_parameters",
     rules="slipstream.extensions.drafts.settings:problems",
     after=("other_models",),
     files_check="slipstream.extensions.drafts.shape:begun",

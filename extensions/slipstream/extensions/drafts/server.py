@@ -9,6 +9,7 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
 from slipstream.extensions.drafts.extension import PREFIX
+from slipstream.extensions.drafts.settings import DraftsSection
 from slipstream.extensions.drafts.shape import DraftShape
 
 Named = tuple[str, torch.Tensor]
@@ -16,8 +17,9 @@ Named = tuple[str, torch.Tensor]
 
 def draft_arguments(config: Config, folder: Path) -> dict[str, object]:
     """Returns vLLM's arguments by which it drafts with a layer, whose values a publish brings."""
-    assert config.drafts is not None
-    tokens = config.drafts.tokens
+    drafts = config.top_table("drafts", DraftsSection)
+    assert drafts is not None
+    tokens = drafts.tokens
     max_episodes = config.rollout_server.max_episodes
     lengths = [[1, max(1, max_episodes - 1), tokens], [max_episodes, max_episodes, 0]]
     model = folder / "draft"

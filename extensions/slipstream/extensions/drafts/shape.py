@@ -95,13 +95,38 @@ class DraftShape:
                 )
 
 
+def num_parameters(config: Config) -> int:
+    """Returns the approximate number of the layer's: one layer, and a product of two states."""
+    sizes = read_model_sizes(config.model.path)
+    return sizes.layer_parameters + 2 * sizes.hidden**2
+
+
+def model_problems(sizes: ModelSizes) -> Iterator[str]:
+    """Yields one line if a layer of full attention cannot draft beside the model's own layers."""
+    unsuited = {
+        "latent attention": sizes.latent_size,
+        "delta nets": sizes.linear_heads or sizes.family.is_delta,
+        "sliding windows": sizes.uses_sliding_window,
+    }
+    for what, has in unsuited.items():
+        if has:
+            yield (
+                f"drafts needs a model.path of full attention alone: the layer beside {what} was "
+                "not tested"
+            )
+
+
 def begun(config: Config) -> tuple[DraftShape, Path | None]:
     """Returns the layer's shape in a run, and the folder in which it begins, if there is one.
 
     An exported folder has one if its run had a layer that drafts; else the layer begins with random
-    values. Raises ConfigError for the layer of another model.
+    values. Raises ConfigError for the layer of another model, and for a model without full
+    attention.
     """
-    shape = DraftShape.of(read_model_sizes(config.model.path))
+    sizes = read_model_sizes(config.model.path)
+    for problem in model_problems(sizes):
+        raise ConfigError(problem)
+    shape = DraftShape.of(sizes)
     folder = config.model.path / FOLDER
     if not any(folder.glob("*.safetensors")):
         return shape, None

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import (
 )
 from slipstream.core.settings.config import Config
 from slipstream.extensions.drafts.layer import DraftLayer, draft_states
+from slipstream.extensions.drafts.settings import DraftsSection
 from slipstream.learner.trainer.batches.training_sequence import MicroBatch, TrainingSequence
 from slipstream.learner.trainer.model.logprobs import vocab_parallel_logprobs
 from slipstream.learner.trainer.model.model import Part, unwrapped
@@ -41,10 +42,11 @@ class DraftTraining(StepPart):
         policy: Policy,
         config: Config,
     ) -> None:
-        assert config.drafts is not None
+        settings = config.top_table("drafts", DraftsSection)
+        assert settings is not None
         self._layer = layer
         self._policy = policy
-        self._settings = config.drafts
+        self._settings = settings
         # Drafts are sampled at the temperature of the tokens that they stand for.
         self._projection = policy.projection(config.sampling.temperature)
         # States, tokens, positions, sequences and loss masks.

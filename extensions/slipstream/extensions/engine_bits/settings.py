@@ -15,7 +15,7 @@ def problems(config: Tables) -> Iterator[str]:
                 f"algorithm.agreement = 'bits' needs {name} = {neutral!r}: the learner leaves out "
                 f"no token, got {value!r}"
             )
-    if config.drafts is not None:
+    if config.has_drafts and not config.rollout_server.drafts:
         yield (
             "algorithm.agreement = 'bits' excludes drafts: several tokens are computed by other "
             "kernels than one"

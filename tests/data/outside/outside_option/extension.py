@@ -1,4 +1,4 @@
-"""The manifest of the option; the table `[extensions.outside]` switches it on."""
+"""The manifest of the option; `[extensions.outside]` or `[counted]` switches it on."""
 
 from slipstream.core.extension import Extension, Need, Queue
 from slipstream.core.settings.function_table import Estimator
@@ -8,6 +8,7 @@ from outside_option.settings import MedianArguments
 EXTENSION = Extension(
     name="outside",
     settings="outside_option.settings:OutsideSection",
+    tables={"counted": "outside_option.settings:CountedSection"},
     needs=(
         Need(
             "algorithm.epochs",

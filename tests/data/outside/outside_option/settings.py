@@ -11,6 +11,13 @@ class OutsideSection(Section):
     factor: float = Field(1.0, gt=0)
 
 
+class CountedSection(Section):
+    """The table `[counted]`."""
+
+    # Number of the trajectories of earlier runs.
+    earlier: int = Field(0, ge=0)
+
+
 class MedianArguments(Section):
     """The arguments of the advantage `group_median`."""
 

@@ -5,7 +5,7 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.step import StepPart
 
-from outside_option.settings import OutsideSection
+from outside_option.settings import CountedSection, OutsideSection
 
 
 class CountedSteps(StepPart):
@@ -13,7 +13,8 @@ class CountedSteps(StepPart):
 
     def __init__(self, config: Config, _: Policy) -> None:
         self._factor = config.table_of("outside", OutsideSection).factor
-        self._num_trajectories = 0
+        counted = config.top_table("counted", CountedSection)
+        self._num_trajectories = 0 if counted is None else counted.earlier
 
     def ends(self, policy: Policy, batch: Batch) -> dict[str, float]:
         self._num_trajectories += len(batch.trajectories)

@@ -1,6 +1,6 @@
 import pytest
-from slipstream.core.models.model_rules import draft_problems
 from slipstream.core.models.model_sizes import ModelSizes
+from slipstream.extensions.drafts.shape import model_problems
 
 PLAIN = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -20,6 +20,6 @@ PLAIN = {
     ],
 )
 def test_a_model_with_other_attention_gets_no_layer(fields: dict[str, object], what: str) -> None:
-    assert not [*draft_problems(ModelSizes.of(PLAIN))]
-    (line,) = draft_problems(ModelSizes.of(PLAIN | fields))
+    assert not [*model_problems(ModelSizes.of(PLAIN))]
+    (line,) = model_problems(ModelSizes.of(PLAIN | fields))
     assert f"the layer beside {what} was not tested" in line
