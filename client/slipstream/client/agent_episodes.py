@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slipstream.client.agent_exchange import CallExchange
-from slipstream.client.answers import agent_result
+from slipstream.client.conversion import agent_result
 from slipstream.client.environment import AgentEnvironment
 from slipstream.client.environment_loader import awaited_place, running_place
 from slipstream.v1 import environment_pb2 as pb

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import grpc.aio
 from slipstream.client.agent_address import HostAddress
 from slipstream.client.agent_episodes import END_LIMIT_S, AgentEpisode
-from slipstream.client.answers import (
+from slipstream.client.conversion import (
     agent_observation,
     finished_episode,
     group_verdict,

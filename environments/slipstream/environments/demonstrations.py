@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slipstream.client.answers import TRAINED, holds_null, trains
+from slipstream.client.conversion import TRAINED, holds_null, trains
 from slipstream.client.environment import Environment, Message, ResetResult, StepResult
 from slipstream.core.arguments import Count, checked
 from slipstream.core.errors import ConfigError

@@ -16,7 +16,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from slipstream.client.answers import content_part, read_message
+from slipstream.client.conversion import content_part, read_message
 from slipstream.client.environment import Environment, Message
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import DATA_PREFIX, HubFiles

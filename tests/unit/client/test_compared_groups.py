@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from slipstream.client.answers import group_verdict
 from slipstream.client.audit import Audit, Kind, Limits, Played
 from slipstream.client.audit_report import findings
+from slipstream.client.conversion import group_verdict
 from slipstream.client.environment import Environment, FinishedEpisode, GroupReward, StepResult
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.client.findings import Findings

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from slipstream.client.answers import observation
+from slipstream.client.conversion import observation
 from slipstream.client.environment import Environment
 from slipstream.core.errors import EnvironmentFailed
 

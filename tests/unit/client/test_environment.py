@@ -6,7 +6,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 from slipstream.client import Environment, Message, Reply
-from slipstream.client.answers import read_message
+from slipstream.client.conversion import read_message
 from slipstream.client.environment import MAX_CACHED_TASKS, TaskSource, ToolCall
 
 

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from slipstream.client.answers import verdict
+from slipstream.client.conversion import verdict
 from slipstream.client.environment import Environment, TaskSource
 from slipstream.client.environment_loader import load_environment
 from slipstream.core.errors import EnvironmentFailed

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from slipstream.client.answers import observation, read_message
+from slipstream.client.conversion import observation, read_message
 from slipstream.client.environment import Environment, ToolCall
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.learner.trainer.tiny_model import make_tokenizer
