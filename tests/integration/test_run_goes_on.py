@@ -1,6 +1,5 @@
 """A small run goes on without a controller for a while, beside its engines and its trainer."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,16 +8,15 @@ from support.rigs.run_processes import (
     LONG_RUN,
     ROLLOUT_SERVER,
     TRAINER,
-    Command,
     check_replay,
     checked,
     command,
     copy_environments,
     is_alive,
     kill,
-    rows_of,
     write_config,
 )
+from support.rigs.steps import until_row
 
 pytestmark = [*LONG_RUN, pytest.mark.timeout(900)]
 
@@ -32,21 +30,6 @@ SIZES = {
     "algorithm__groups_per_step": GROUPS,
     "rollout_server__max_episodes": 64,
 }
-
-
-def newest_step(folder: Path) -> int:
-    try:
-        return max((row.get("step", 0) for row in rows_of(folder / "run")), default=0)
-    except (OSError, ValueError):
-        # Not written yet, or not to the end of a line.
-        return 0
-
-
-async def until_row(folder: Path, run: Command, step: int) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while newest_step(folder) < step:
-            assert run.process.returncode is None, run.out + run.err
-            await asyncio.sleep(0.05)
 
 
 async def test_a_killed_controller_is_started_again_beside_engines_and_trainer(

@@ -30,6 +30,7 @@ ORDERS = "slipstream.rollout_server.weight_orders:WeightOrders"
 CLIENT = "slipstream.learner.trainer.controller_client:ControllerClient"
 SERVICE = f"{CONTROLLER}.services.trainer_service"
 WRITER = "slipstream.extensions.stored_weights.trainer:VersionWriter"
+WEIGHTS = "slipstream.extensions.task_weights.controller:TaskWeighing"
 FETCHED = "slipstream.extensions.stored_weights.server:StoredWeights"
 
 
@@ -209,6 +210,17 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
     "digests of fetched weights are not compared": (
         Change(f"{FETCHED}._read", "storage.object_digest(data) != digest", "False"),
         Change(f"{FETCHED}._apply", "digest != link.bucket_digests[place]", "False"),
+    ),
+    "weights are of results that the journal does not name": Change(
+        f"{WEIGHTS}._weigh", "events=len(events)", "events=0"
+    ),
+    "a restart weighs the results behind the newest record, too": Change(
+        f"{WEIGHTS}._weigh",
+        "self._made(name, table, [], table.step)",
+        "self._made(name, table, table.pending, table.step)",
+    ),
+    "a group that completes again has a second result": Change(
+        f"{CONTROLLER}.trajectories.intake:Intake._note_result", "leased.has_result", "False"
     ),
     "what is delivered under another run is dropped": Change(
         f"{CONTROLLER}.trajectories.inspection:Inspector.take",

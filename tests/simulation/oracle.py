@@ -21,10 +21,12 @@ from slipstream.learner.controller.records.snapshots import decode_history, enco
 from slipstream.learner.controller.records.state import RunState
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.v1 import trainer_pb2
+from support.references.drawn_tasks import drawn_tasks
 from support.references.history_state import different_field
 
 from simulation.disk import REMOVED
 from simulation.fleet import NUM_TASKS, text_of, verdict_on
+from simulation.samplers import least_drawn
 from simulation.trainer import is_trainable
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ class _Judge:
         if not self._wrong:
             self._check_snapshots()
             self._check_groups()
+            self._check_draws()
         self._check_acknowledged()
         self._check_leased()
         if self._foreign > self._world.fired["told foreign run"]:
@@ -90,6 +93,20 @@ class _Judge:
         self._wrong += [f"unhandled: {text}" for text in self._world.loop.unhandled]
         self.trained += Counter(steps=findings_of_run.steps, tokens=findings_of_run.lags.total())
         return self.trained
+
+    def _check_draws(self) -> None:
+        """Each task that is drawn by weights is the one that the journal's records give."""
+        if not self._world.shape.is_weighed:
+            return
+        draws = drawn_tasks(
+            self._folder / "journal",
+            "e",
+            least_drawn,
+            seed=self._world.config.run.seed,
+        )
+        for number, (task, expected) in enumerate(draws):
+            if task != expected:
+                self._wrong.append(f"draw {number} is of task {task}, and by weights {expected}")
 
     def _check_state(self) -> None:
         """The last controller knew what the next one would know from the journal."""

@@ -102,6 +102,8 @@ class Shape:
     has_patience: bool = False
     # Whether batches go that no resume needs.
     removes: bool = False
+    # Whether the tasks of environment "e" are drawn by weights.
+    is_weighed: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,9 @@ def config_of(shape: Shape, folder: Path) -> Config:
     }
     if shape.removes:
         table["checkpoint"] = {"keep_last": 1, "keep_batches": False}
+    if shape.is_weighed:
+        weighed = {"e": {"function": "simulation.samplers:least_drawn"}}
+        table["extensions"] = {"task_weights": {"environments": weighed}}
     if shape.is_by_storage:
         table["weights"] |= {"storage_url": URL, "storage_deadline_s": 6.0}
     if shape.has_queue:
@@ -255,6 +260,8 @@ def some_faults(seed: int) -> tuple[Shape, list[Fault]]:
         lie = rnd.choice(("foreign_run_lie", "lost_delivery_lie", "kept_lease_lie"))
         faults.append(Fault(rnd.uniform(0.0, STEP_S * shape.steps), lie))
         shape = replace(shape, has_patience=lie == "foreign_run_lie")
+    is_weighed = random.Random(f"plan of the weights/{seed}").random() < 0.4
+    shape = replace(shape, is_weighed=is_weighed)
     return shape, sorted(faults, key=lambda fault: fault.at_s)
 
 

@@ -26,6 +26,7 @@ UNCHECKED = (
     "unsubmitted",
     "head_start",
     "tasks",
+    "task_weights",
 )
 # Bits of a trajectory's name that are kept of those that are over.
 _NAME_BITS = (1 << 64) - 1
@@ -39,6 +40,8 @@ class OpenGroup:
     deadline: int
     is_open: bool = True
     gave_up: set[int] = field(default_factory=set)
+    # Whether the journal has the rewards of its task.
+    has_result: bool = False
     # How those of its trajectories ended that no batch took.
     ended: dict[str, str] = field(default_factory=dict)
 
@@ -146,12 +149,27 @@ class JournalCheck:
                     record["digest"],
                 )
                 self.saved = max(self.saved, step)
+            case "task_result":
+                self._task_result(group, record)
             case "evaluation":
                 self.evaluations.append(record)
             case _ if kind not in UNCHECKED:
                 what = f"record {record['line']} of the journal"
                 findings.add(unknown_fact(what, f"a record {shown(kind)}"))
         return None
+
+    def _task_result(self, name: str, record: Record) -> None:
+        group = self._groups.get(name)
+        is_first = group is not None and group.is_open and not group.has_result
+        self._findings.wrong(f"{name} has a result twice or was not open", unless=is_first)
+        if group is not None:
+            group.has_result = True
+        passed = record["passed"]
+        episodes = record["episodes"]
+        self._findings.wrong(
+            f"{name} has {passed} passed of {episodes} episodes",
+            unless=0 <= passed <= episodes and episodes >= 1,
+        )
 
     def _lease(self, name: str, record: Record) -> None:
         task = tuple(

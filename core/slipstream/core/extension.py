@@ -107,6 +107,9 @@ class Extension:
     title: str = ""
     # A function of the settings that yields a line for each rule between them that they break.
     rules: str = ""
+    # A function of the settings that returns the user's own functions in its table, by their names
+    # "module:function". A resume refuses others.
+    own_functions: str = ""
     # Names of options whose parts of the same process come before its own.
     after: tuple[str, ...] = ()
     # A sequence of the launcher's `Check`s, which commands, dry runs and the doctor make.
@@ -215,6 +218,13 @@ def asks_for(config: Any, manifest: Extension) -> bool:  # noqa: ANN401 - see `a
         tables = [getattr(config, name) for name in manifest.tables]
         return manifest.name in config.extensions or any(table is not None for table in tables)
     return manifest.is_on(config)
+
+
+def own_functions(config: Any) -> Iterator[str]:  # noqa: ANN401 - see `active`
+    """Yields the names of the user's own functions that options have in their tables."""
+    for manifest in active(config):
+        if manifest.own_functions:
+            yield from resolve(manifest.own_functions)(config)
 
 
 def unmet(config: Any) -> Iterator[str]:  # noqa: ANN401 - see `active`

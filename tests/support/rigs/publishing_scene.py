@@ -49,7 +49,9 @@ def run_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> Run:
         settings[name] = {key: value for key, value in section.items() if not key.endswith("_s")}
     config = parse_config(values | settings, source="test")
     changed = {
-        name: getattr(config, name).model_copy(update=update) for name, update in limits.items()
+        name: getattr(config, name).model_copy(update=update)
+        for name, update in limits.items()
+        if update
     }
     run = Run(config.model_copy(update=changed), "r")
     run.progress.trainer_registered((place("here"),))

@@ -156,7 +156,7 @@ def load_config(
         for setting, folder in {"model.path": config.model.path, **config.weight_folders}.items():
             digests[f"{setting}'s weights"] = model_files.weights_digest(folder)
         known_digests = {name: digest for name, digest in digests.items() if digest}
-        sources = source_digests(config.algorithm) | known_digests
+        sources = source_digests(config.own_functions) | known_digests
         config = config.model_copy(update={"sources": sources})
     return config
 

@@ -4,16 +4,14 @@ import ast
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-from slipstream.core.settings.algorithm_section import AlgorithmSection
 
 # Folders of installed packages, which are independent of each other.
 INSTALLED = ("site-packages", "dist-packages")
 
 
-def source_digests(algorithm: AlgorithmSection) -> dict[str, str]:
+def source_digests(functions: Iterable[str]) -> dict[str, str]:
     """Returns the digest of each of the user's own functions, by its name "module:function".
 
     A digest covers the function's module, its packages and the modules that these import from the
@@ -21,7 +19,7 @@ def source_digests(algorithm: AlgorithmSection) -> dict[str, str]:
     module is not found on this host is left out: another host may have it.
     """
     digests = {}
-    for function in sorted(set(algorithm.own_functions.values())):
+    for function in sorted(set(functions)):
         module = function.partition(":")[0]
         folders = (Path(place) for place in (os.getcwd(), *sys.path))
         folder = next((place for place in folders if _file(module, place)), None)

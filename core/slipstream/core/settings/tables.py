@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import JsonValue, create_model
 from slipstream.core.errors import ConfigError
-from slipstream.core.extension import active, asks_for, installed, top_tables
+from slipstream.core.extension import (
+    active,
+    asks_for,
+    installed,
+    own_functions,
+    top_tables,
+)
 from slipstream.core.kept_tokens import BYTES_PER_COUNT, BYTES_PER_ID, MAX_KEPT_TOKENS
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.measurement_sections import (
@@ -215,6 +221,11 @@ class Tables(_AddedTables):
             values = section.model_dump(mode="json", exclude={"storage_url"})
             shared |= {f"{name}.{key}": value for key, value in values.items()}
         return json.dumps(shared)
+
+    @property
+    def own_functions(self) -> list[str]:
+        """The user's own functions, "module:function": the algorithm's and those of extensions."""
+        return [*self.algorithm.own_functions.values(), *own_functions(self)]
 
     @property
     def replays_sampling(self) -> bool:

@@ -71,7 +71,7 @@ class Function:
         except RunFailed:
             raise
         except (Exception, SystemExit) as error:
-            raise self.fault(_describe(error), where) from error
+            raise self.fault(describe_error(error), where) from error
 
     def check_reports(self, names: Iterable[str], where: str) -> None:
         """Raises RunFailed if a report's name is malformed or is already the name of a metric."""
@@ -113,7 +113,12 @@ def load_functions(config: Config, kinds: Sequence[FunctionKind] = KINDS) -> Non
     """
     for kind in kinds:
         function_of(config.algorithm, kind)
-    for name, digest in source_digests(config.algorithm).items():
+    check_sources(config, config.algorithm.own_functions.values())
+
+
+def check_sources(config: Config, names: Iterable[str]) -> None:
+    """Raises ConfigError if the source of a function has changed since the run was started."""
+    for name, digest in source_digests(names).items():
         if config.sources.get(name, digest) != digest:
             raise ConfigError(f"the source of {name} is not that with which the run was started")
 
@@ -142,15 +147,16 @@ def _loaded(kind: FunctionKind, name: str, arguments: str) -> Function:
         module = importlib.import_module(f"{_FOLDER}.{file}")
         function = getattr(module, name)
         return Function(kind, name, functools.partial(function, **parsed))
-    call = _imported(kind, name)
+    call = imported_function(f"algorithm.{kind} {name}", name)
     try:
-        checked = _checked(call, parsed, what=f"{kind} {name}")
+        checked = checked_arguments(call, parsed, what=f"{kind} {name}")
     except ValueError as error:
         raise ConfigError(f"algorithm.{kind}_args: {error}") from error
     return Function(kind, name, functools.partial(call, **checked))
 
 
-def _imported(kind: FunctionKind, name: str) -> Callable[..., Any]:
+def imported_function(what: str, name: str) -> Callable[..., Any]:
+    """Imports and returns "module:function"; raises ConfigError, which begins with `what`."""
     module_name, _, function_name = name.partition(":")
     # Modules are also imported from the folder in which the run was started, like environments'.
     folder = os.getcwd()
@@ -161,23 +167,25 @@ def _imported(kind: FunctionKind, name: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"algorithm.{kind} {name}: import of {module_name} in {folder} or Python's path "
-            f"failed: {_describe(error)}"
+            f"{what}: import of {module_name} in {folder} or Python's path "
+            f"failed: {describe_error(error)}"
         ) from error
     function = vars(module).get(function_name)
     if not inspect.isfunction(function):
-        what = "no function" if function is None else f"{type(function).__name__}, no function,"
-        raise ConfigError(f"algorithm.{kind} {name}: {module_name} has {what} {function_name}")
+        kind = "no function" if function is None else f"{type(function).__name__}, no function,"
+        raise ConfigError(f"{what}: {module_name} has {kind} {function_name}")
     return function
 
 
-def _checked(call: Callable[..., Any], values: Mapping[str, Any], *, what: str) -> dict[str, Any]:
+def checked_arguments(
+    call: Callable[..., Any], values: Mapping[str, Any], *, what: str
+) -> dict[str, Any]:
     """Returns `values`, validated by keyword-only parameters; raises ValueError about `what`."""
     try:
         signature = inspect.signature(call)
         types = typing.get_type_hints(call, include_extras=True)
     except Exception as error:
-        raise ValueError(f"annotations of {what}: {_describe(error)}") from error
+        raise ValueError(f"annotations of {what}: {describe_error(error)}") from error
     parameters = [*signature.parameters.values()]
     if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
         raise ValueError(f"{what} takes no inputs: they are its first parameter")
@@ -278,7 +286,7 @@ def token_advantages(
         return estimated
 
 
-def _describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Returns one line: an error's type and message, and the line of the user's code, if known."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"

@@ -11,12 +11,15 @@ rollout server that does not read loses its stream.
 
 import asyncio
 import itertools
+import math
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 from slipstream.learner.controller.records.state import EnvironmentCounts, RunState
 from slipstream.learner.controller.run import LoopClock
 from slipstream.learner.controller.servers.session import (
@@ -39,6 +42,24 @@ MAX_SKIPPED_TASKS = 1000
 # Ended groups per trained group up to which an environment gets its full share of trained groups.
 # Without this bound, an environment whose groups mostly fail would take the leases of all others.
 MAX_ENDED_PER_TRAINED = 2
+
+
+@dataclass(eq=False)
+class DrawnTasks:
+    """The draws of one environment, by weights in place of rounds in a random order."""
+
+    # Reward of an episode that passes.
+    pass_reward: float = 1.0
+    # Sums of the weights up to each task, [tasks]; None before the first weights.
+    cumulative: npt.NDArray[np.float64] | None = None
+
+    def draw(self, number: str) -> int:
+        """Returns the task that is drawn by the seed `number`: the same for the same weights."""
+        assert self.cumulative is not None
+        total = float(self.cumulative[-1])
+        place = min(random.Random(number).random() * total, math.nextafter(total, 0.0))
+        # The first task whose sum lies above: its weight is not 0.
+        return int(np.searchsorted(self.cumulative, place, side="right"))
 
 
 @dataclass(eq=False)
@@ -200,6 +221,8 @@ class EnvironmentBook:
         self._state = state
         self._seed = seed
         self.entries: dict[str, EnvironmentEntry] = {}
+        # The environments whose tasks are drawn by weights, by name, there or not yet.
+        self.drawn: dict[str, DrawnTasks] = {}
 
     def add(self, spec: pb.EnvironmentSpec, *, starts_run: bool = False) -> EnvironmentEntry:
         """Adds an environment, or replaces a suspended one with its name."""
@@ -231,7 +254,8 @@ class EnvironmentBook:
     ) -> EnvironmentEntry | None:
         """Returns the environment for the next group on server `key`.
 
-        Returns None if none may run, or if the group is due to one that still loads there.
+        Returns None if none may run, or if the group is due to one that still loads there or waits
+        for its first weights.
         """
         environments = self.training()
         ready = [
@@ -240,31 +264,48 @@ class EnvironmentBook:
         nearest = min(ready, key=lambda entry: entry.share, default=None)
         if nearest is None:
             return None
-        loading = [entry for entry in environments if entry.may_load_on(key)]
+        loading = [
+            entry
+            for entry in environments
+            if entry.may_load_on(key) or (entry.runs_on(key) and self._awaits_weights(entry))
+        ]
         if any(entry.share < nearest.share for entry in loading):
             return None
         return nearest
 
-    @staticmethod
+    def _awaits_weights(self, entry: EnvironmentEntry) -> bool:
+        drawn = self.drawn.get(entry.spec.name)
+        return entry.is_ready and drawn is not None and drawn.cumulative is None
+
     def may_run(
-        entry: EnvironmentEntry, key: ServerKey, open_episodes: Mapping[str, int], episodes: int
+        self,
+        entry: EnvironmentEntry,
+        key: ServerKey,
+        open_episodes: Mapping[str, int],
+        episodes: int,
     ) -> bool:
         """Whether `episodes` more episodes of `entry` may run on server `key`.
 
-        The environment must be ready. It must be loaded on the server, or be served by a client
-        that has room for the episodes.
+        The environment must be ready, with weights if its tasks are drawn by them. It must be
+        loaded on the server, or be served by a client that has room for the episodes.
         """
         has_room = (
             entry.client_episodes is None
             or open_episodes.get(entry.spec.name, 0) + episodes <= entry.client_episodes
         )
-        return entry.is_ready and entry.runs_on(key) and has_room
+        is_ready = entry.is_ready and not self._awaits_weights(entry)
+        return is_ready and entry.runs_on(key) and has_room
 
     def next_task(self, entry: EnvironmentEntry) -> tuple[int, int]:
-        """Returns index and seed of the next task; each round has a seeded random order."""
+        """Returns index and seed of the next task.
+
+        Each round has a seeded random order, or each task is drawn by its weight.
+        """
         number = entry.counts.next_number
         name = entry.spec.name
         seed = random.Random(f"{self._seed}/{name}/{number}").getrandbits(48)
+        if (drawn := self.drawn.get(name)) is not None:
+            return drawn.draw(f"{self._seed}/{name}/draw/{number}"), seed
         if entry.num_tasks == 0 or entry.num_tasks > MAX_SHUFFLED_TASKS:
             return number, seed
         round_number, place = divmod(number, entry.num_tasks)

@@ -78,7 +78,7 @@ def _digests(records: Iterable[Mapping[str, JsonValue]]) -> dict[int, str]:
 
 def check_functions(config: Config, journal: Path) -> None:
     """Raises ConfigError if any start of the run recorded other functions of the user."""
-    sources = source_digests(config.algorithm)
+    sources = source_digests(config.algorithm.own_functions.values())
     present = used_functions(config.model_copy(update={"sources": sources}))
     for record in read_records(journal):
         recorded = record.get("functions") or {}

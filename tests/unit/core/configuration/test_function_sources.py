@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def digests(*functions: str) -> dict[str, str]:
     kinds = dict(zip(("loss", "reward"), functions, strict=False))
-    return source_digests(small_config(algorithm=kinds).algorithm)
+    return source_digests(small_config(algorithm=kinds).own_functions)
 
 
 @pytest.mark.parametrize("file", SOURCES)

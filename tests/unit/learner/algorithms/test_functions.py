@@ -280,7 +280,7 @@ def test_rewards_and_advantages_report_numbers_of_episodes(module: str) -> None:
 
 
 def with_sources(config: Config) -> Config:
-    return config.model_copy(update={"sources": source_digests(config.algorithm)})
+    return config.model_copy(update={"sources": source_digests(config.own_functions)})
 
 
 def test_functions_are_loaded_with_the_source_of_the_runs_start_only(module, tmp_path):

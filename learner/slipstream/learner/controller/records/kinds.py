@@ -224,6 +224,30 @@ class Tasks(Record, frozen=True, tag="tasks"):
     digest: str
 
 
+class TaskResult(Record, frozen=True, tag="task_result"):
+    """The rewards of a group that finished, where its environment draws tasks by weights."""
+
+    group: GroupId
+    # The mean of the environment's rewards.
+    reward: float
+    # Episodes with a reward, and those of them that passed.
+    episodes: int
+    passed: int
+
+
+class TaskWeights(Record, frozen=True, tag="task_weights"):
+    """From here on tasks are drawn by weights, which were made from results up to an event.
+
+    `events` is how many events of the table have been added to its sums since the record before.
+    """
+
+    environment: str
+    num_tasks: int
+    events: int
+    # The step whose batch was being formed.
+    step: int
+
+
 class Evaluation(Record, frozen=True, omit_defaults=False, tag="evaluation"):
     """The result of an evaluation round; `reward_mean` is None without an episode."""
 

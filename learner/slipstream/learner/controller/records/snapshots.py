@@ -30,10 +30,13 @@ from slipstream.learner.controller.records.history import (
     read_history,
 )
 from slipstream.learner.controller.records.journal import Journal, JournalReader, LogPart
+from slipstream.learner.controller.records.task_table import TaskTable
 from slipstream.learner.controller.servers import server_epochs
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.protocol.release import RELEASE
 
+# Classes that encode their content themselves.
+_STORED = (GroupSteps, SeenIds, ServerEpochs, TaskTable)
 # Takes a warning in one line.
 Tell: TypeAlias = Callable[[str], None]
 NAME = "snapshot"
@@ -60,7 +63,7 @@ def _source_digest() -> str:
     """Returns a digest of the modules that say what a history is."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     folder = Path(__file__).parent
-    names = ("history.py", "kinds.py", "snapshots.py", "state.py")
+    names = ("history.py", "kinds.py", "snapshots.py", "state.py", "task_table.py")
     for path in [*(folder / name for name in names), Path(server_epochs.__file__)]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -81,13 +84,13 @@ def decode_history(data: bytes) -> RunHistory:
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, (GroupSteps, SeenIds, ServerEpochs)):
+    if isinstance(value, _STORED):
         return value.stored()
     raise NotImplementedError(type(value).__name__)
 
 
 def _typed(kind: Any, stored: Any) -> object:  # noqa: ANN401 - a type as msgspec has it
-    if kind in (GroupSteps, SeenIds, ServerEpochs):
+    if kind in _STORED:
         return kind.restored(stored)
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)

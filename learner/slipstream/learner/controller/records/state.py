@@ -14,6 +14,7 @@ from slipstream.core.errors import ProtocolError
 from slipstream.core.types import FULL_REWARD, GroupId, PolicyVersion, TrajectoryId, TrajectoryName
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.kinds import Record, TrajectoryEnd
+from slipstream.learner.controller.records.task_table import TaskTable
 
 START = PolicyVersion(0, 0)
 
@@ -56,6 +57,8 @@ class OpenGroup:
     epochs: set[int] = field(default_factory=set)
     server: str = ""
     num_leases: int = 1
+    # Whether a table of tasks has its result.
+    has_result: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,8 @@ class RunState:
     environments: defaultdict[str, EnvironmentCounts] = field(
         default_factory=lambda: defaultdict(EnvironmentCounts)
     )
+    # The results by task of the environments whose tasks are drawn by weights.
+    task_tables: dict[str, TaskTable] = field(default_factory=dict)
     # Specification of each submitted environment, as JSON.
     submitted: dict[str, str] = field(default_factory=dict)
     # Tokens of the trajectories that ended in each way.
@@ -163,6 +168,8 @@ class RunState:
             case kinds.GroupSetAside():
                 if (ended := self._take(record.group)) is not None:
                     self.environments[ended.environment].failed += record.blamed
+                    if (table := self.task_tables.get(ended.environment)) is not None:
+                        table.failed(ended.task_index)
             case kinds.Closed():
                 self._close(record)
             case kinds.Batch():
@@ -177,6 +184,7 @@ class RunState:
                 self.submitted[record.environment] = record.spec
                 leased = self.environments[record.environment].leased
                 self.environments[record.environment] = EnvironmentCounts(leased=leased)
+                self.task_tables.pop(record.environment, None)
             case kinds.Unsubmitted():
                 self.submitted.pop(record.environment, None)
             case kinds.HeadStart():
@@ -186,7 +194,12 @@ class RunState:
                 if tasks.digest:
                     # Other tasks: each of them comes once before one comes again.
                     tasks.next_number = 0
+                    self.task_tables.pop(record.environment, None)
                 tasks.digest = record.digest
+            case kinds.TaskResult():
+                self._task_result(record)
+            case kinds.TaskWeights():
+                self._task_weights(record)
             case kinds.Evaluation():
                 self.evaluations.append(record)
                 for name in record.evaluations:
@@ -208,6 +221,8 @@ class RunState:
         counts = self.environments[record.environment]
         counts.next_number = max(counts.next_number, record.number + 1)
         counts.leased += 1
+        if (table := self.task_tables.get(record.environment)) is not None:
+            table.drawn(record.task, self.next_step)
         self.open_groups[record.group] = OpenGroup(
             record.group,
             record.environment,
@@ -217,6 +232,26 @@ class RunState:
             epochs={record.epoch},
             server=record.server,
         )
+
+    def _task_result(self, record: kinds.TaskResult) -> None:
+        group = self.open_groups.get(record.group)
+        if group is None or group.has_result:
+            return
+        group.has_result = True
+        if (table := self.task_tables.get(group.environment)) is not None:
+            table.finished(group.task_index, record.reward, record.episodes, record.passed)
+
+    def _task_weights(self, record: kinds.TaskWeights) -> None:
+        table = self.task_tables.get(record.environment)
+        if table is None or table.num_tasks != record.num_tasks:
+            table = self.task_tables[record.environment] = TaskTable(record.num_tasks)
+        if record.events > len(table.pending):
+            raise ProtocolError(
+                f"the journal weighs {record.events} results of tasks of {record.environment}, and "
+                f"has {len(table.pending)}"
+            )
+        table.take(record.events)
+        table.step = record.step
 
     def _take(self, group_id: GroupId) -> OpenGroup | None:
         """Takes an open group out and returns it, or None if it is not open."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.types import (
+    FULL_REWARD,
     Failure,
     FailureKind,
     GroupId,
@@ -252,11 +253,29 @@ class Intake(ServerListener):
         entry = self._environments.entries.get(group.environment)
         rewards = [trajectory.reward for trajectory in group.in_order()]
         self.feed.complete(group.in_order())
+        self._note_result(group, rewards)
         if entry is not None:
             entry.group_complete()
             entry.reward_sum += sum(rewards)
             entry.rewards += len(rewards)
         self._filter(group)
+
+    def _note_result(self, group: Group, rewards: Sequence[float]) -> None:
+        """Journals the rewards of a group, once, if its tasks are drawn by their results."""
+        leased = self._state.open_groups.get(group.group_id)
+        drawn = self._environments.drawn.get(group.environment)
+        has_table = group.environment in self._state.task_tables
+        if drawn is None or not has_table or leased is None or leased.has_result:
+            return
+        lowest_pass = drawn.pass_reward - (1 - FULL_REWARD)
+        self._journal.append(
+            kinds.TaskResult(
+                group=group.group_id,
+                reward=statistics.fmean(rewards),
+                episodes=len(rewards),
+                passed=sum(reward >= lowest_pass for reward in rewards),
+            )
+        )
 
     def _filter(self, group: Group) -> None:
         """Leaves out a group that `algorithm.filter` does not keep; its error fails the run."""
