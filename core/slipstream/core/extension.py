@@ -124,6 +124,9 @@ class Extension:
     # Whether servers record what each token was drawn from, where `sampling` cuts, so that the
     # learner's probabilities are over the same tokens.
     replays_sampling: bool = False
+    # Whether its part of the trainer estimates each token's log-probability by the learner at the
+    # version that sampled it.
+    scores_versions: bool = False
     # Whether its part of the controller is told of events before the publisher is.
     precedes_publisher: bool = False
     # A function of the settings and the policy that returns a `StepPart`, or None; collective.

@@ -75,6 +75,7 @@ def loss_inputs(
     advantages: Tensor | None = None,
     *,
     behavior: Tensor | None = None,
+    versions: Tensor | None = None,
     sequence_ids: Sequence[int] | None = None,
 ) -> LossInputs:
     """Tokens of one sequence unless `sequence_ids` says otherwise, all trained."""
@@ -94,6 +95,7 @@ def loss_inputs(
         entropy=torch.zeros(len(policy)),
         sequences=SequenceSums(ids, mask, int(ids.max()) + 1),
         batch=BatchSums(mask),
+        version_logprobs=versions,
     )
 
 

@@ -122,6 +122,19 @@ TREES = {"max_total_tokens": 120}
 CUT = {"top_p": 0.9, "top_k": 5}
 CUT_ALGORITHM = {"mini_batches": 2, "entropy_coefficient": 0.1}
 
+# Factors of engine and lag of which some are capped or outside a band.
+SPLIT = {
+    "mini_batches": 2,
+    "weight": "split",
+    "weight_args": {
+        "engine_cap": 1.2,
+        "engine_token_band": [0.3, 3.0],
+        "staleness_cap": 1.0,
+        "staleness_token_band": [0.99, 1.01],
+        "staleness_sequence_band": [0.999, 1.001],
+    },
+}
+
 MUON = {"optimizer": {"adam_eps": 1e-3, "optimizer": "muon"}}
 OTHER_MUON = {
     "optimizer": MUON["optimizer"]
@@ -170,6 +183,7 @@ WORDS = {
     "trees-shared": {"sampling": TREES, "learner": SHARED},
     "trees": {"sampling": TREES},
     "cut": {"sampling": CUT, "algorithm": CUT_ALGORITHM},
+    "split": {"algorithm": SPLIT},
     SEQUENCE_PARALLEL: {},
     FUSED_HEADS: {},
 }
@@ -180,6 +194,7 @@ NAMES = """
     one-trees dp2-overlap tp2-sp pp2-tied cp2 ep2-distopt-moe dp4-few one-balanced-moe
     tp2-sp-balanced-moe cp2-balanced-moe one-z-loss-moe cp2-z-loss-moe one-muon tp2-sp-muon
     one-cut tp2-sp-cut cp2-cut one-top-entropy cp2-top-entropy
+    one-split tp2-sp-split cp2-split dp2-overlap-split pp2-vpp2-split
 """
 # One kind of model, algorithm or layout each.
 LONG = """
@@ -205,6 +220,8 @@ LONG = """
     pp2-vpp2-cut one-trees-cut tp2-trees-shared-cut cp2-trees-cut
     dp2-top-entropy pp2-vpp2-top-entropy tp2-sp-top-entropy cp2-trees-top-entropy
     one-trees-top-entropy
+    one-trees-split one-trees-shared-split cp2-trees-split tp2-sp-offload-split
+    one-replay-split-moe ep2-cp2-replay-split-moe dp2-distopt-split one-cut-split tp2-sp-cut-split
 """
 # What others show too, so that it need not be tried at every change. 16 ranks have all kinds at
 # once, with room for replicas.

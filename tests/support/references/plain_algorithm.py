@@ -17,7 +17,14 @@ from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.function_table import FunctionKind
-from slipstream.core.types import Branch, ReferenceLogprobs, RoutedExperts, Status, Trajectory
+from slipstream.core.types import (
+    Branch,
+    ReferenceLogprobs,
+    RoutedExperts,
+    Status,
+    Trajectory,
+    VersionSpan,
+)
 from torch import Tensor
 
 NOTHING = torch.zeros(0, dtype=torch.float64)
@@ -35,6 +42,8 @@ class Conversation:
     reward: float = 0.0
     # The policy before the step, and the reference model.
     before: Tensor = NOTHING
+    # For each token the policy that sampled it, as the learner computes it.
+    versions: Tensor = NOTHING
     reference: Tensor = NOTHING
     likely_ids: Tensor = NOTHING
     likely: Tensor = NOTHING
@@ -88,6 +97,18 @@ def sets_between(trajectory: Trajectory, start: int, end: int) -> bytes:
     return KeptTokens.of_sets(kept_sets(trajectory)[start:end]).packed()
 
 
+def spans_between(trajectory: Trajectory, start: int, end: int) -> tuple[VersionSpan, ...]:
+    """The versions of the sampled tokens from `start` up to `end`."""
+    spans: list[VersionSpan] = []
+    first = 0
+    for span in trajectory.version_spans:
+        length = min(first + span.length, end) - max(first, start)
+        if length > 0:
+            spans.append(VersionSpan(length, span.version))
+        first += span.length
+    return tuple(spans)
+
+
 def conversations(trajectory: Trajectory) -> list[tuple[Trajectory, Branch]]:
     """Each branch as an episode by itself."""
     if not trajectory.branches:
@@ -116,6 +137,7 @@ def conversations(trajectory: Trajectory) -> list[tuple[Trajectory, Branch]]:
             ),
             branches=(),
             kept_tokens=sets_between(trajectory, sampled, last),
+            version_spans=spans_between(trajectory, sampled, last),
         )
         conversations.append((single, branch))
         run = run + branch.num_runs
@@ -322,7 +344,8 @@ def token_losses(one: Conversation, vocabulary: Tensor) -> Tensor:
     corrected = policy.detach() if algorithm.loss == "reinforce" else one.before
     behavior = corrected if one.episode.is_given else one.behavior
     anchor = behavior if algorithm.loss_args.get("ratio") == "behavior" else one.before
-    weight = _weight(algorithm, corrected - behavior)
+    versions = corrected if one.episode.is_given else one.versions
+    weight = weight_of(algorithm, behavior, versions, corrected)
     loss = weight * _objective(algorithm, policy, policy - anchor, one.advantages)
     kl = algorithm.kl
     if kl.coefficient and kl.placement == "loss":
@@ -335,8 +358,18 @@ def token_losses(one: Conversation, vocabulary: Tensor) -> Tensor:
     return loss - algorithm.entropy_coefficient * entropy
 
 
-def _weight(algorithm: AlgorithmSection, log_ratio: Tensor) -> Tensor:
-    return WEIGHTS[algorithm.weight](log_ratio, **algorithm.weight_args)
+def weight_of(
+    algorithm: AlgorithmSection,
+    behavior: Tensor,
+    versions: Tensor,
+    corrected: Tensor,
+) -> Tensor:
+    """The weights of a conversation's tokens; `versions` is read where the weight splits."""
+    formula = WEIGHTS[algorithm.weight]
+    arguments = algorithm.weight_args
+    if algorithm.reads_versions:
+        return formula(versions - behavior, corrected - versions, **arguments)
+    return formula(corrected - behavior, **arguments)
 
 
 def band_weight(
@@ -359,6 +392,30 @@ def token_weight(log_ratio: Tensor, *, cap: float, **bands: Any) -> Tensor:
 
 def sequence_weight(log_ratio: Tensor, *, cap: float, **bands: Any) -> Tensor:
     return band_weight(log_ratio, **bands) * _exp(log_ratio.sum()).clamp(max=cap)
+
+
+def split_weight(
+    engine: Tensor,
+    staleness: Tensor,
+    *,
+    engine_cap: float,
+    staleness_cap: float,
+    to: str = "proximal",
+    **bands: Any,
+) -> Tensor:
+    """The product of two token weights: of what the engine changed, and of what steps changed."""
+    factors: list[Tensor] = []
+    for name, log_ratio, cap in (
+        ("engine", engine, engine_cap),
+        ("staleness", staleness, staleness_cap),
+    ):
+        own_bands = {
+            band.removeprefix(f"{name}_"): value
+            for band, value in bands.items()
+            if band.startswith(name)
+        }
+        factors.append(token_weight(log_ratio, cap=cap, **own_bands))
+    return factors[0] * factors[1]
 
 
 def _objective(
@@ -498,6 +555,7 @@ WEIGHTS: Mapping[str, Callable[..., Tensor]] = {
     "none": band_weight,
     "token": token_weight,
     "sequence": sequence_weight,
+    "split": split_weight,
 }
 REWARDS: Mapping[str, Callable[..., float]] = {"none": no_penalty, "overlong": overlong}
 FILTERS: Mapping[str, Callable[[Sequence[float]], bool]] = {

@@ -110,6 +110,8 @@ class PlainPolicy:
         self.forced = ForcedExperts(self.model)
         # Speaks in place of what trajectories say of a reference.
         self.reference: PlainPolicy | None = None
+        # The weights of each version that was trained.
+        self.weights_of: dict[int, dict[str, Tensor]] = {}
         self.muon: PlainMuon | None = None
         self.optimizer = self._make_optimizer()
 
@@ -148,9 +150,15 @@ class PlainPolicy:
             for trajectory in batch.trajectories
             for sequence, branch in conversations(trajectory)
         ]
+        weights = self.model.state_dict()
+        self.weights_of[batch.step] = {name: value.clone() for name, value in weights.items()}
         with torch.no_grad():
             for sequence in members:
                 self._estimate(sequence)
+            if algorithm.weight == "split":
+                for version in sorted(self.weights_of):
+                    self._score(members, version)
+                self.model.load_state_dict(self.weights_of[batch.step])
         give_advantages(members)
         groups = list(dict.fromkeys(sequence.episode.group_id for sequence in members))
         share = len(groups) // algorithm.mini_batches
@@ -190,6 +198,17 @@ class PlainPolicy:
                 is_left_out[token_ids] = False
                 logits[place] = logits[place].masked_fill(is_left_out, NO_CHANCE)
         return logits.log_softmax(-1)
+
+    def _score(self, members: Sequence[Conversation], version: int) -> None:
+        """Notes what the weights of a version say of the tokens that they sampled."""
+        self.model.load_state_dict(self.weights_of[version])
+        for one in members:
+            spans = one.episode.version_spans
+            steps = np.repeat([s.version.step for s in spans], [s.length for s in spans])
+            logprobs = self._predictions(one).gather(1, one.targets[:, None])[:, 0]
+            is_of_version = torch.from_numpy(steps == version)
+            before = one.versions if len(one.versions) else torch.zeros_like(logprobs)
+            one.versions = torch.where(is_of_version, logprobs, before)
 
     def _estimate(self, one: Conversation) -> None:
         """Notes what the policy before the step and the reference say."""

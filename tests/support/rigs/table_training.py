@@ -15,6 +15,7 @@ from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.settings.config import Config
 from slipstream.core.types import (
     GroupId,
+    LogprobArray,
     PolicyVersion,
     ReferenceLogprobs,
     Status,
@@ -239,8 +240,12 @@ class TableTraining:
             self._table -= gradient.clamp(-1.0, 1.0) * 0.1
 
     def _estimates(self, trajectory: Trajectory) -> ModelEstimates:
+        # Engine and learner are one here.
+        versions: LogprobArray | None = None
+        if self._config.algorithm.reads_versions:
+            versions = trajectory.behavior_logprobs
         if not self._config.needs_reference:
-            return ModelEstimates()
+            return ModelEstimates(versions=versions)
         tokens = trajectory.token_ids
         first = trajectory.run_lengths[0]
         replies = tokens[first:]
@@ -263,7 +268,7 @@ class TableTraining:
             nothing.astype(np.uint32),
             nothing.astype(np.float32),
         )
-        return ModelEstimates(reference)
+        return ModelEstimates(reference, versions=versions)
 
 
 def flags_of(kept_ids: Tensor) -> Tensor:

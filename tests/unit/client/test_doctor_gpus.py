@@ -121,7 +121,7 @@ def test_a_build_of_torch_that_does_not_fit_the_machine_is_told(monkeypatch) -> 
 def fits(config, monkeypatch, gpus, billions):
     """Findings for a bf16 model of `billions` of parameters and `gpus` GPUs."""
     parameters = int(billions * 1e9)
-    needs = Needs(parameters, *(size * parameters for size in (18, 2, 14, 2)))
+    needs = Needs(parameters, *(size * parameters for size in (18, 2, 14, 2, 2)))
     monkeypatch.setattr(fit, "needs_of", lambda config: needs)
     monkeypatch.setattr(placement, "uses_gpus", lambda: True)
     monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:gpus])

@@ -110,6 +110,7 @@ def test_parts_of_the_trainer_keep_their_order() -> None:
         "drafts",
         "router_replay",
         "sampling_replay",
+        "staleness_split",
     ]
 
 

@@ -123,6 +123,8 @@ class Needs:
     # A checkpoint: every parameter once, with its optimizer state; and the exported model.
     saved_bytes: float
     exported_bytes: float
+    # Weights of a trainer rank.
+    weight_bytes: float
 
 
 def needs_of(config: Config) -> Needs | None:
@@ -143,6 +145,7 @@ def needs_of(config: Config) -> Needs | None:
     adapts = bool(config.lora.rank)
     weight = 4 if config.model.dtype == "float32" else 2
     state = MOMENT_BYTES + (MASTER_BYTES if weight == 2 else 0)
+    weight_bytes = 0.0
     rank_bytes = 0.0
     for number, split in (
         (parameters - experts, parallel.tp * parallel.pp),
@@ -150,11 +153,15 @@ def needs_of(config: Config) -> Needs | None:
     ):
         replicas = learner.world_size / split if learner.use_distributed_optimizer else 1
         trained = GRADIENT_BYTES + (0 if learner.offload.optimizer else state / replicas)
+        weight_bytes += number / split * weight
         # Adapters are small next to the weights, which then have neither gradients nor moments.
         rank_bytes += number / split * (weight + (0 if adapts else trained))
     # The distributed optimizer's own float32 weights are saved next to the model's.
     has_master = weight == 2 or learner.use_distributed_optimizer
     saved = weight + (0 if adapts else MOMENT_BYTES + MASTER_BYTES * has_master)
+    if config.algorithm.reads_versions and not adapts:
+        # Tokens of these versions may be trained after a restart.
+        saved += weight * config.algorithm.max_staleness
     beside = num_parameters_beside_model(config)
     # Every rank has these whole, in float32.
     in_float32 = MASTER_BYTES + MOMENT_BYTES
@@ -166,6 +173,7 @@ def needs_of(config: Config) -> Needs | None:
         worker_bytes=on_workers / config.rollout_server.tensor_parallel_size,
         saved_bytes=parameters * saved + beside * in_float32,
         exported_bytes=parameters * weight,
+        weight_bytes=weight_bytes,
     )
 
 

@@ -123,6 +123,12 @@ def comparison_problems(original: Config, changed: Config) -> Iterator[str]:
                 f"algorithm.{name} cannot be another in a replay of a run with algorithm.filter = "
                 f"{algorithm.filter!r}, which chose the recorded groups by it"
             )
+    if algorithm.reads_versions != changed.algorithm.reads_versions:
+        yield (
+            f"algorithm.weight cannot be {changed.algorithm.weight!r} beside the run's "
+            f"{algorithm.weight!r}: only one of them needs the weights of earlier versions, and "
+            "both lines begin with the same state"
+        )
 
 
 def trial_problems(config: Config) -> Iterator[str]:

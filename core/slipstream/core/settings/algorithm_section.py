@@ -133,7 +133,8 @@ class AlgorithmSection(Section):
     # Arguments of the function.
     loss_args: Arguments = Field({}, validate_default=True)
     # Factor of a token in the loss, which corrects for sampling by another policy: its importance
-    # ratio (`token`) or the product of its sequence's.
+    # ratio (`token`) or the product of its sequence's. `split` bounds what the engine and what the
+    # lag do to the ratio [apart](algorithms.md#engine-and-lag-apart).
     weight: str = _function("weight", "token")
     # Arguments of the function.
     weight_args: Arguments = Field({}, validate_default=True)
@@ -250,6 +251,12 @@ class AlgorithmSection(Section):
         row = row_of("advantage", self.advantage)
         assert row is None or isinstance(row, Estimator)
         return row
+
+    @property
+    def reads_versions(self) -> bool:
+        """Whether a step needs log-probabilities by the versions that sampled its tokens."""
+        row = row_of("weight", self.weight)
+        return row is not None and row.reads_versions
 
     @property
     def _has_behavior_ratio(self) -> bool:

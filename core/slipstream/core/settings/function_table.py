@@ -66,7 +66,21 @@ class GaeArguments(Section):
     normalize: bool = True
 
 
-class BandArguments(Section):
+class WeightArguments(Section):
+    """What the arguments of all weights have in common."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for name in type(self).model_fields:
+            if not name.endswith("_band"):
+                continue
+            band: Band | None = getattr(self, name)
+            if band is not None and not band[0] < band[1]:
+                raise ValueError(f"{name} must be [low, high] with low < high, got {list(band)}")
+        return self
+
+
+class BandArguments(WeightArguments):
     """The arguments of the weight `none`, which is 0 for tokens outside a band and else 1."""
 
     # IcePop, by which tokens with a ratio outside the band leave the loss. By default all stay.
@@ -76,14 +90,6 @@ class BandArguments(Section):
     # Numerator of the ratios, the policy before the step or, for a loss without a ratio, the
     # present one.
     to: Literal["proximal", "present"] = "proximal"
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        for name in BANDS & type(self).model_fields.keys():
-            band: Band | None = getattr(self, name)
-            if band is not None and not band[0] < band[1]:
-                raise ValueError(f"{name} must be [low, high] with low < high, got {list(band)}")
-        return self
 
 
 # The arguments that mask by the ratio to the behavior policy.
@@ -95,6 +101,38 @@ class CapArguments(BandArguments):
 
     # Upper bound of the weight.
     cap: float = Field(2.0, gt=0)
+
+
+class SplitArguments(WeightArguments):
+    """The arguments of the weight `split`, which bounds the ratio of engine and lag apart."""
+
+    # Upper bound of the factor of the engine: learner over engine, both at the version that sampled
+    # the token.
+    engine_cap: float = Field(2.0, gt=0)
+    # Tokens with such a factor outside the band leave the loss. By default all stay.
+    engine_token_band: Band | None = None
+    # The same for sequences, by the geometric mean of their factors.
+    engine_sequence_band: Band | None = None
+    # Upper bound of the factor of the lag: the learner now over the learner at that version.
+    staleness_cap: float = Field(2.0, gt=0)
+    # The same for tokens with such a factor outside the band.
+    staleness_token_band: Band | None = None
+    # The same for sequences, by the geometric mean of their factors.
+    staleness_sequence_band: Band | None = None
+    # Numerator of the ratios, the policy before the step or, for a loss without a ratio, the
+    # present one.
+    to: Literal["proximal", "present"] = "proximal"
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        for factor in ("engine", "staleness"):
+            band: Band | None = getattr(self, f"{factor}_token_band")
+            cap: float = getattr(self, f"{factor}_cap")
+            if band is not None and band[0] >= cap:
+                raise ValueError(
+                    f"{factor}_token_band begins at {band[0]:g}, above {factor}_cap {cap:g}"
+                )
+        return self
 
 
 class OverlongArguments(Section):
@@ -118,6 +156,9 @@ class BuiltIn:
     # "module:function" of a function that an extension adds. One of ours has its name in the module
     # of its kind.
     place: str = field(default="", kw_only=True)
+
+    # Whether a weight reads log-probabilities by the learner at the versions that sampled tokens.
+    reads_versions: bool = field(default=False, kw_only=True)
 
     @property
     def has_ratio(self) -> bool:
@@ -183,6 +224,7 @@ WEIGHTS: Mapping[str, BuiltIn] = {
     "none": BuiltIn(BandArguments),
     "token": BuiltIn(CapArguments),
     "sequence": BuiltIn(CapArguments),
+    "split": BuiltIn(SplitArguments, reads_versions=True),
 }
 REWARDS: Mapping[str, BuiltIn] = {
     "none": BuiltIn(),

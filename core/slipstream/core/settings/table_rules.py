@@ -75,6 +75,15 @@ def _cut_problems(config: Tables) -> Iterator[str]:
         )
 
 
+def _version_problems(config: Tables) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.reads_versions and not config.scores_versions:
+        yield (
+            f"algorithm.weight = {algorithm.weight!r} needs log-probabilities by the versions that "
+            "sampled the tokens, and no installed extension computes them"
+        )
+
+
 def _length_problems(config: Tables) -> Iterator[str]:
     sampling = config.sampling
     if sampling.total_tokens < sampling.max_episode_tokens:
@@ -345,6 +354,7 @@ TABLE_RULES: tuple[Callable[[Tables], Iterator[str]], ...] = (
     unmet,
     _option_problems,
     _cut_problems,
+    _version_problems,
     _length_problems,
     _algorithm_problems,
     replay_table_problems,

@@ -233,6 +233,11 @@ class Tables(_AddedTables):
         return any(manifest.replays_sampling for manifest in active(self))
 
     @property
+    def scores_versions(self) -> bool:
+        """Whether the trainer estimates log-probabilities by the versions that sampled tokens."""
+        return any(manifest.scores_versions for manifest in active(self))
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a step uses the reference model, for a KL penalty or the user's own functions."""
         algorithm = self.algorithm

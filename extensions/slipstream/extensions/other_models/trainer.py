@@ -21,12 +21,11 @@ from slipstream.learner.trainer.algorithms.loss import ModelEstimates
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.training_sequence import MicroBatch, TrainingSequence
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
+from slipstream.learner.trainer.model.batch_outputs import batch_outputs
 from slipstream.learner.trainer.model.model import ParallelModel, Part, TrainedModel
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.model.schedule import (
-    Forward,
     forward_logprobs,
-    masked_outputs,
     rank_micro_batches,
     run_schedule,
     update_weights,
@@ -212,35 +211,6 @@ def reference_logprobs(
         )
         for values in columns
     ]
-
-
-def batch_outputs(
-    model: ParallelModel, batch: Batch, forward: Forward, *, width: int = 0
-) -> list[LogprobArray]:
-    """Returns for each trajectory the outputs that predict its sampled tokens; on every rank.
-
-    Each array is float32 [sampled tokens], or [sampled tokens, width] with a `width`. The output is
-    0 for a sampled token that is the first of its sequence, which nothing predicts. Collective, as
-    `masked_outputs` says.
-    """
-    sequences = TrainingSequence.of_trajectories(
-        batch.trajectories,
-        step=batch.step,
-        processor=None if model.vision is None else model.vision.processor,
-    )
-    outputs = iter(masked_outputs(model, sequences, forward, width=width))
-    outputs_of_trajectories: list[LogprobArray] = []
-    for trajectory in batch.trajectories:
-        parts = []
-        for part in trajectory.sequences:
-            sequence_outputs = next(outputs)
-            unpredicted = part.sampled.stop - part.sampled.start - len(sequence_outputs)
-            parts += [
-                np.zeros((unpredicted, *sequence_outputs.shape[1:]), dtype=np.float32),
-                sequence_outputs,
-            ]
-        outputs_of_trajectories.append(np.concatenate(parts))
-    return outputs_of_trajectories
 
 
 def _sources(task: Megatron) -> Sequence[str]:

@@ -87,6 +87,8 @@ class Scene:
 
     sequences: tuple[str, ...]
     has_reference: bool
+    # Whether tokens have log-probabilities by the versions that sampled them.
+    has_versions: bool = False
     dtype: torch.dtype = torch.float64
     # Standard deviation of the log ratios. 0: the policy is that which sampled the tokens. From 1
     # on every third sequence is much nearer, and advantages are larger.
@@ -138,6 +140,10 @@ class Scene:
             "entropy": chance.uniform(0.1, 2.0, size),
             "shares": chance.uniform(0.5, 1.5, size),
         }
+        if self.has_versions:
+            is_newest = is_given | (lags == 0)
+            versions = proximal - chance.normal(0, self.spread, size)
+            columns["version_logprobs"] = np.where(is_newest, proximal, versions)
         floats = {name: torch.from_numpy(values).to(self.dtype) for name, values in columns.items()}
         integers = {"is_given": is_given, "lags": lags, "versions": 10 - lags}
         return floats | {name: torch.from_numpy(values) for name, values in integers.items()}
@@ -207,6 +213,7 @@ class TokenProof:
 
     function: Function
     has_reference: bool = False
+    has_versions: bool = False
 
     def faults(self) -> list[str]:
         """Returns one line for each required property that the function lacks."""
@@ -224,13 +231,16 @@ class TokenProof:
 
     def small_scenes(self) -> list[Scene]:
         """Returns a scene for each set of short sequences."""
-        return [Scene(sequences, self.has_reference) for sequences in SEQUENCES]
+        return [self._scene(sequences) for sequences in SEQUENCES]
+
+    def _scene(self, sequences: tuple[str, ...]) -> Scene:
+        return Scene(sequences, self.has_reference, self.has_versions)
 
     def _scenes(self) -> list[Scene]:
         """Returns small scenes, then scenes of policies far apart, then that of a long sequence."""
         small = self.small_scenes()
         far = [replace(small[-1], spread=spread) for spread in (1.0, 3.0)]
-        return [*small, *far, Scene(LONG, self.has_reference, spread=3.0)]
+        return [*small, *far, replace(self._scene(LONG), spread=3.0)]
 
     def _result(self, tokens: LossInputs, scene: Scene) -> tuple[Tensor, Mapping[str, Tensor]]:
         if self.function.kind == "loss":
@@ -380,7 +390,7 @@ class TokenProof:
 
     def _check_empty(self) -> None:
         for sequences in ((".",), ("..", "...")):
-            scene = Scene(sequences, self.has_reference, dtype=torch.float32)
+            scene = replace(self._scene(sequences), dtype=torch.float32)
             gradient = self.computed(scene, scene.inputs())["gradient of token"]
             if not gradient.isfinite().all():
                 raise RunFailed(
@@ -415,7 +425,7 @@ class TokenProof:
         # The largest of the three is 0, so that a difference is exact.
         logprobs = -torch.stack([-to_proximal, -to_behavior, torch.zeros(len(cases))]).amax(0)
         shown = tuple("x" * len(sequence) for sequence in sequences)
-        scene = Scene(shown, self.has_reference, dtype=torch.float32)
+        scene = replace(self._scene(shown), dtype=torch.float32)
         changed = {
             "logprobs": logprobs,
             "proximal_logprobs": logprobs - to_proximal,

@@ -26,7 +26,11 @@ def prove(config: Config) -> None:
     for kind in KINDS:
         function = function_of(config.algorithm, kind)
         if kind in FUNCTIONS_OF_TOKENS:
-            proof = TokenProof(function, config.needs_reference)
+            proof = TokenProof(
+                function,
+                config.needs_reference,
+                config.algorithm.reads_versions,
+            )
             lines += proof.faults()
             if function.is_own and not lines:
                 facts += facts_of_tokens(proof)

@@ -28,7 +28,8 @@ def check_functions(config: Config) -> None:
     step_columns(config.algorithm, has_reference=has_reference)
     weight = config.algorithm.weight
     loss = function_of(config.algorithm, "loss")
-    if loss.is_own and weight != "none" and reads_behavior(loss, has_reference=has_reference):
+    known = {"has_reference": has_reference, "has_versions": config.algorithm.reads_versions}
+    if loss.is_own and weight != "none" and reads_behavior(loss, **known):
         print(
             f"{WARNING}algorithm.loss {loss.name} reads behavior_logprobs, and algorithm.weight = "
             f"{weight!r} corrects for the policy that sampled, too: if the loss does so by itself, "
@@ -40,7 +41,7 @@ def check_functions(config: Config) -> None:
     for name, (value, neutral) in config.sampling.cuts.items():
         for kind in FUNCTIONS_OF_TOKENS:
             function = function_of(config.algorithm, kind)
-            if function.is_own and reads_behavior(function, has_reference=has_reference):
+            if function.is_own and reads_behavior(function, **known):
                 raise ConfigError(
                     f"{name} = {value!r} leaves out tokens that the learner's policy has, and "
                     f"algorithm.{kind} {function.name} reads behavior_logprobs, which are of the "

@@ -216,6 +216,9 @@ class LossInputs:
     sequences: SequenceSums
     # Sums, means, quantiles and ranks over all trained tokens of the mini-batch.
     batch: BatchSums
+    # Log-probabilities by the learner with the weights that sampled the token, which are those of
+    # `proximal_logprobs` at lag 0 and at given tokens; None unless `algorithm.weight` reads them.
+    version_logprobs: Tensor | None = None
 
     @classmethod
     def joined(

@@ -253,6 +253,65 @@ def sequence(
     return _masked(tokens, log_ratios, *capped, token_band, sequence_band)
 
 
+def split(
+    tokens: LossInputs,
+    *,
+    engine_cap: float = 2.0,
+    engine_token_band: Band | None = None,
+    engine_sequence_band: Band | None = None,
+    staleness_cap: float = 2.0,
+    staleness_token_band: Band | None = None,
+    staleness_sequence_band: Band | None = None,
+    to: Target = "proximal",
+) -> TokenWeights:
+    """Returns min(engine, cap) * min(staleness, cap) for each token inside the bands, else 0.
+
+    The two factors of a token's ratio meet at the learner with the weights that sampled the token:
+    engine = learner / sampling policy, at that version, and staleness = learner now / learner at
+    that version. Their product is the ratio of the weight `token`. Source: arXiv:2605.12070.
+    """
+    versions = tokens.version_logprobs
+    if versions is None:
+        raise ValueError("there are no log-probabilities by the versions that sampled the tokens")
+    engine = _factor(
+        tokens,
+        versions - tokens.behavior_logprobs,
+        "engine",
+        cap=engine_cap,
+        token_band=engine_token_band,
+        sequence_band=engine_sequence_band,
+    )
+    staleness = _factor(
+        tokens,
+        _log_ratios(replace(tokens, behavior_logprobs=versions), to),
+        "staleness",
+        cap=staleness_cap,
+        token_band=staleness_token_band,
+        sequence_band=staleness_sequence_band,
+    )
+    weights = engine.weights * staleness.weights
+    return TokenWeights(weights, {**engine.reports, **staleness.reports})
+
+
+def _factor(
+    tokens: LossInputs,
+    log_ratios: Tensor,
+    name: str,
+    *,
+    cap: float,
+    token_band: Band | None,
+    sequence_band: Band | None,
+) -> TokenWeights:
+    """Returns min(ratio, cap) for each token inside the bands, else 0, with reports of `name`."""
+    ratios, reports = _capped(safe_ratio(log_ratios), cap)
+    factor = _masked(tokens, log_ratios, ratios, reports, token_band, sequence_band)
+    gaps = log_ratios.abs()
+    reports_of_factor = {f"{name}_gap_mean": gaps, f"{name}_gap_max": gaps}
+    for report, values in factor.reports.items():
+        reports_of_factor[f"{name}_{report.removeprefix('importance_')}"] = values
+    return TokenWeights(factor.weights, reports_of_factor)
+
+
 def _log_ratios(tokens: LossInputs, to: Target) -> Tensor:
     if to == "proximal":
         return tokens.proximal_logprobs - tokens.behavior_logprobs
@@ -312,7 +371,8 @@ def step_columns(algorithm: AlgorithmSection, *, has_reference: bool) -> list[Co
     Each function is called with three tokens to learn its reports. Raises RunFailed if a function
     is faulty.
     """
-    tokens = _three_tokens(has_reference=has_reference)
+    has_versions = algorithm.reads_versions
+    tokens = _three_tokens(has_reference=has_reference, has_versions=has_versions)
     where = "three tokens"
     weight = function_of(algorithm, "weight")
     loss = function_of(algorithm, "loss")
@@ -332,20 +392,21 @@ def asks_for_batch(algorithm: AlgorithmSection, *, has_reference: bool) -> bool:
 
     Each is called with three tokens. Raises RunFailed if a function is faulty.
     """
-    loss_tokens = _three_tokens(has_reference=has_reference)
+    has_versions = algorithm.reads_versions
+    loss_tokens = _three_tokens(has_reference=has_reference, has_versions=has_versions)
     token_terms(function_of(algorithm, "loss"), loss_tokens, "three tokens")
-    weight_tokens = _three_tokens(has_reference=has_reference)
+    weight_tokens = _three_tokens(has_reference=has_reference, has_versions=has_versions)
     token_weights(function_of(algorithm, "weight"), weight_tokens, "three tokens")
     return bool(loss_tokens.batch.asked or weight_tokens.batch.asked)
 
 
-def reads_behavior(function: Function, *, has_reference: bool) -> bool:
+def reads_behavior(function: Function, *, has_reference: bool, has_versions: bool = False) -> bool:
     """Whether a loss or weight gives other values if the sampling policy is another one.
 
     The function is called with three tokens, whose behavior log-probabilities are shifted a little
     and by much: one that ignores them there is taken to ignore them.
     """
-    tokens = _three_tokens(has_reference=has_reference)
+    tokens = _three_tokens(has_reference=has_reference, has_versions=has_versions)
     call = token_weights if function.kind == "weight" else token_terms
     values: list[Tensor] = []
     for shift in (0.0, -0.05, -2.0, 2.0):
@@ -357,7 +418,7 @@ def reads_behavior(function: Function, *, has_reference: bool) -> bool:
     return any(not torch.equal(values[0], shifted_values) for shifted_values in values[1:])
 
 
-def _three_tokens(*, has_reference: bool) -> LossInputs:
+def _three_tokens(*, has_reference: bool, has_versions: bool = False) -> LossInputs:
     nothing = torch.zeros(3, dtype=torch.int32)
     logprobs = torch.full((3,), -1.0)
     mask = torch.ones(3, dtype=torch.bool)
@@ -375,6 +436,7 @@ def _three_tokens(*, has_reference: bool) -> LossInputs:
         entropy=torch.ones(3),
         sequences=SequenceSums(places, mask, 2),
         batch=BatchSums(mask),
+        version_logprobs=logprobs - 0.05 if has_versions else None,
     )
 
 

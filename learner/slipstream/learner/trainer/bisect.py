@@ -231,7 +231,7 @@ class Bisection:
 
         Raises Inconclusive if a step cannot be trained, or gives no such metric.
         """
-        self._state.restore(self._line.others)
+        self._line.restore(self._state)
         extent = "with all groups"
         if left_out:
             extent = f"without {left_out[0]}"

@@ -36,7 +36,7 @@ class Branch:
 
     def fork(self, line: TrainingLine) -> Self:
         """Returns a branch of another line of the policy that begins with this one's state."""
-        self._state.restore(line.others)
+        line.restore(self._state)
         return type(self)(self._policy, line)
 
     def train(self, contents: Contents) -> BranchStep:
@@ -44,7 +44,7 @@ class Branch:
 
         Raises like `TrainingLine.train`.
         """
-        self._state.restore(self._line.others)
+        self._line.restore(self._state)
         result = self._line.train(contents)
         before = self.weights
         self.weights = host_weights(self._policy)

@@ -31,9 +31,12 @@ class HeldState:
         self,
         policy: Policy,
         others: Sequence[StoredModel] = (),
+        *,
+        version: int = 0,
     ) -> None:
-        """Copies the state as it is now."""
+        """Copies the state as it is now, of `version`."""
         self._policy = policy
+        self.version = version
         models = self._models(others)
         self._values: list[Tensor] = []
         with self._resident():
@@ -117,8 +120,10 @@ def _parameter_groups(
 
 def _tensors(models: Sequence[StoredModel]) -> Iterator[Tensor]:
     for model in models:
-        yield from parameters(model.chunks)
-        for chunk in model.chunks:
-            yield from unwrapped(chunk).buffers()
-        if model.optimizer is not None:
-            yield from optimizer_state(model.optimizer, model.chunks)
+        # Chunks that are lent have the model's values inside the block.
+        with model.in_force():
+            yield from parameters(model.chunks)
+            for chunk in model.chunks:
+                yield from unwrapped(chunk).buffers()
+            if model.optimizer is not None:
+                yield from optimizer_state(model.optimizer, model.chunks)

@@ -149,7 +149,7 @@ class Replay:
         state = self._line.hold()
         self._line.load_weights(version)
         recorded_change = WeightChange(start, host_weights(self._policy))
-        state.restore(self._line.others)
+        self._line.restore(state)
         likeness = ChangeLikeness.between(change, recorded_change)
         self._say(
             f"version {version}: change since version {self._run.start} beside that of the "

@@ -11,7 +11,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import cast
@@ -21,6 +21,7 @@ import torch
 from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.core.settings.algorithm_section import DecayKind
 from slipstream.core.settings.config import Config
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.algorithms.columns import UpdateMetrics
 from slipstream.learner.algorithms.functions import load_functions
 from slipstream.learner.algorithms.losses import asks_for_batch, step_columns
@@ -130,7 +131,7 @@ class TrainingStep:
         return TrainedStep(metrics, time.monotonic() - started, totals.advantages)
 
     def share(self, batch: Batch) -> frozenset[int]:
-        """Returns the indices of the sequences that this rank trains; none of unfit data.
+        """Returns the sequences that this rank trains or its parts score; none of unfit data.
 
         `run` refuses such data on all ranks. Call it before `run`, which counts anew what sharing
         of prefixes saves.
@@ -148,6 +149,8 @@ class TrainingStep:
             for members in self._mini_batches(own_batch):
                 planned = planned_sequences(policy, own_batch, members)
                 trained.update(indices[name][place] for place in planned)
+            for part in self._parts:
+                trained.update(indices[name][place] for place in part.scored_here(own_batch))
         return frozenset(trained)
 
     def _mini_batches(self, batch: Batch) -> list[list[int]]:
@@ -165,14 +168,8 @@ class TrainingStep:
         totals = _Totals(StepStatistics(algorithm.epochs, self._columns))
         mini_batches = self._mini_batches(batch)
         estimates_of_parts = [part.estimates(batch, self.stages) for part in self._parts]
-        estimates = next(
-            (
-                estimates_of_part
-                for estimates_of_part in estimates_of_parts
-                if estimates_of_part is not None
-            ),
-            None,
-        )
+        known = [estimates for estimates in estimates_of_parts if estimates is not None]
+        estimates = ModelEstimates.joined(known) if known else None
         sequences = training_sequences(batch, config, estimates, totals.reports)
         check_advantages(batch, sequences)
         totals.advantages = mean_advantages(batch, sequences)
@@ -358,7 +355,10 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 class StepPart:
-    """A part of the trainer; all but `around`, `observe` and `close` are collective."""
+    """A part of the trainer.
+
+    All methods but `around`, `scored_here`, `holds`, `observe` and `close` are collective.
+    """
 
     def models(self) -> Mapping[str, ParallelModel]:
         """Returns the models that this part has besides the policy, by name."""
@@ -378,6 +378,13 @@ class StepPart:
     def estimates(self, batch: Batch, stages: StageTimes) -> list[ModelEstimates] | None:
         """Returns estimates for each trajectory, the same on every rank; None if it has none."""
         return None
+
+    def scored_here(self, batch: Batch) -> Collection[int]:
+        """Returns the sequences whose recorded experts `estimates` needs on this rank."""
+        return ()
+
+    def holds(self, version: PolicyVersion) -> None:
+        """Handles that the policy, and what was loaded with it, is of this version."""
 
     def observe(self, micro_batch: MicroBatch, hidden: Tensor) -> None:
         """Sees the policy's last hidden states [tokens, hidden size] in a training pass."""

@@ -95,6 +95,7 @@ class Trainer:
         with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
             loaded = self._checkpointer.load_newest()
         self._version = PolicyVersion(0, 0) if loaded is None else loaded.version
+        self._tell_parts()
         self._last_batch: Batch | None = None
         self._published = open_published(policy, config)
         make = functools.partial(
@@ -197,6 +198,7 @@ class Trainer:
             self._load_newer()
         message = trainer_pb2.TrainerWelcome.FromString(answer)
         self._version = version_from_pb(message.version)
+        self._tell_parts()
         if self._ranks.is_main:
             logger.info("registered for run %s with version %s", message.run_id, self._version)
 
@@ -219,8 +221,13 @@ class Trainer:
                 f"is no newer checkpoint in {self._config.run_dir / CHECKPOINTS}"
             )
         self._version = loaded.version
+        self._tell_parts()
         self._digests = self._export()
         self._settle()
+
+    def _tell_parts(self) -> None:
+        for part in self._parts:
+            part.holds(self._version)
 
     def _settle(self) -> None:
         """Moves what was loaded to where it is between its uses; collective."""
@@ -233,6 +240,7 @@ class Trainer:
         data = version_to_pb(version).SerializeToString() if self._ranks.is_main else None
         message = trajectory_pb2.PolicyVersion.FromString(self._ranks.broadcast_bytes(data))
         self._version = version_from_pb(message)
+        self._tell_parts()
 
     def _next_order(self) -> Order:
         # With offloaded parameters a publish begins only when the trainer can send: no server must

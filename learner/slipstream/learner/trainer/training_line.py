@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from slipstream.core.settings.config import Config
+from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.batches.batch_stream import (
     Contents,
     read_stored,
@@ -29,7 +30,7 @@ class TrainingLine:
     """Trains the policy by the settings of `config`; every method is collective.
 
     The policy may be of other settings that enter only when it is trained. It holds the state of
-    one line at a time: `hold` and `HeldState.restore` change it. `others` are the models besides
+    one line at a time: `restore` changes it. `others` are the models besides
     the policy that checkpoints of the line store.
     """
 
@@ -37,10 +38,12 @@ class TrainingLine:
         """Loads the models besides the policy; raises ConfigError like `step_parts`."""
         self._policy = policy
         self._config = config
-        parts = step_parts(config, policy)
-        self._step = TrainingStep(policy, config, parts)
+        self._parts = step_parts(config, policy)
+        self._step = TrainingStep(policy, config, self._parts)
+        # The version that the policy holds.
+        self._version = 0
         self.others: list[StoredModel] = []
-        for part in parts:
+        for part in self._parts:
             self.others.extend(part.stored_models())
         published = stored_policy(policy)
         stored = [*published, *self.others]
@@ -66,11 +69,12 @@ class TrainingLine:
         memory = self._policy.memory
         with memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
             self._checkpointer.load(version)
+        self._starts_from(version)
 
     def load_weights(self, version: int) -> None:
         """Loads only the policy's weights of a checkpoint; raises like `Checkpointer.load`.
 
-        The optimizer keeps its own copies: training must not go on before `HeldState.restore`.
+        The optimizer keeps its own copies: training must not go on before `restore`.
         """
         memory = self._policy.memory
         with memory.resident(Part.PARAMETERS):
@@ -78,7 +82,17 @@ class TrainingLine:
 
     def hold(self) -> HeldState:
         """Returns the state of this line, which the policy holds now."""
-        return HeldState(self._policy, self.others)
+        return HeldState(self._policy, self.others, version=self._version)
+
+    def restore(self, state: HeldState) -> None:
+        """Goes on from a state of this line, or of another one that stores the same models."""
+        state.restore(self.others)
+        self._starts_from(state.version)
+
+    def _starts_from(self, version: int) -> None:
+        self._version = version
+        for part in self._parts:
+            part.holds(PolicyVersion(0, version))
 
     def train(self, contents: Contents) -> TrainedStep:
         """Trains a recorded batch as the trainer does; raises like `TrainingStep.run`."""
@@ -88,6 +102,7 @@ class TrainingLine:
         optimizer.weight_decay = settings.weight_decay
         optimizer.clip_grad = settings.grad_clip
         batch = read_stored(contents, self._step.share)
-        if batch.given is None:
-            return self._step.run(batch)
-        return self._passes.run(batch)
+        step = self._step if batch.given is None else self._passes
+        trained = step.run(batch)
+        self._version = batch.step + 1
+        return trained

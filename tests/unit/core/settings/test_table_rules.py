@@ -52,6 +52,18 @@ VALUES: list[tuple[str, object, str]] = [
     ("algorithm.loss_args", {"clip_low": True}, "of loss ppo: input should be a number, got true"),
     ("algorithm.advantage_args", {"lam": 0.9}, "advantage grpo has no argument 'lam'; known: none"),
     ("algorithm.weight_args", {"bands": 1}, "has no argument 'bands'; known: token_band, sequence"),
+    *(
+        (
+            "algorithm",
+            {"weight": "split", "weight_args": arguments},
+            rule,
+        )
+        for arguments, rule in (
+            ({"cap": 2.0}, "weight split has no argument 'cap'; known: engine_cap, engine_tok"),
+            ({"engine_sequence_band": [2, 1]}, "engine_sequence_band must be [low, high] with lo"),
+            ({"staleness_token_band": [3, 4]}, "begins at 3, above staleness_cap 2"),
+        )
+    ),
     ("algorithm.weight_args", {"sequence_band": [2, 1]}, "must be [low, high] with low < high, go"),
 ]
 

@@ -72,6 +72,11 @@ ARGUMENTS: dict[str, list[dict[str, JsonValue]]] = {
     "overlong": [{"cache_tokens": 4}],
     "token": [{}, {"token_band": [0.5, 1.6], "sequence_band": [0.7, 1.3]}, {"to": "present"}],
     "sequence": [{}, {"token_band": [0.5, 1.6], "to": "present"}],
+    "split": [
+        {},
+        {"engine_token_band": [0.5, 1.6], "staleness_sequence_band": [0.7, 1.3]},
+        {"to": "present", "staleness_token_band": [0.5, 1.6]},
+    ],
 }
 BUILT_IN = [
     (kind, name, arguments)
@@ -101,7 +106,11 @@ def chosen(kind: FunctionKind, name: str, **arguments: JsonValue) -> AlgorithmSe
 
 def faults(settings: AlgorithmSection, kind: FunctionKind, *, has_roles: bool = False) -> list[str]:
     if kind in ("loss", "weight"):
-        return TokenProof(function_of(settings, kind), has_roles).faults()
+        return TokenProof(
+            function_of(settings, kind),
+            has_roles,
+            settings.reads_versions,
+        ).faults()
     has_values = settings.advantage == "gae" or (has_roles and settings.advantage == "turn_gae")
     return EpisodeProof(settings, kind, has_values).faults()
 

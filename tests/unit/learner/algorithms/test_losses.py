@@ -3,8 +3,9 @@ import math
 
 import pytest
 import torch
+from slipstream.core.errors import RunFailed
 from slipstream.learner.algorithms import losses
-from slipstream.learner.algorithms.inputs import SequenceSums, TokenWeights
+from slipstream.learner.algorithms.inputs import LossInputs, SequenceSums, TokenWeights
 from slipstream.learner.algorithms.losses import kl_estimate, top_k_divergence
 from support.fakes.packed import algorithm, loss_inputs, terms_of, weights_of
 from torch import Tensor
@@ -206,3 +207,71 @@ def test_cispo_has_no_lower_bound_with_a_clip_of_one() -> None:
 def test_masks_and_weights_combine() -> None:
     weights = corrected(weight="token", cap=2.0, token_band=[0.4, 9.0], sequence_band=[0.3, 2.0])
     assert weights.weights.tolist() == pytest.approx([0.0, 0.0, 0.5, 0.0])
+
+
+def split_tokens() -> LossInputs:
+    """Seven tokens of two sequences, one of them given, whose three policies differ."""
+    torch.manual_seed(2)
+    behavior = -torch.rand(7, dtype=torch.float64) - 0.5
+    versions = behavior + 0.3 * torch.randn(7, dtype=torch.float64)
+    proximal = versions + 0.5 * torch.randn(7, dtype=torch.float64)
+    is_given = torch.arange(7) == 6
+    behavior = torch.where(is_given, proximal, behavior)
+    versions = torch.where(is_given, proximal, versions)
+    tokens = loss_inputs(
+        proximal + 0.1,
+        proximal,
+        behavior=behavior,
+        versions=versions,
+        sequence_ids=[0, 0, 0, 0, 1, 1, 1],
+    )
+    return dataclasses.replace(tokens, is_given=is_given)
+
+
+@pytest.mark.parametrize("to", ["proximal", "present"])
+def test_factors_without_bounds_are_the_whole_ratio(to: str) -> None:
+    tokens = split_tokens()
+    unbounded = {"engine_cap": 1e9, "staleness_cap": 1e9, "to": to}
+    split = weights_of(algorithm(weight="split", weight_args=unbounded), tokens).weights
+    token = weights_of(algorithm(weight="token", weight_args={"cap": 1e9, "to": to}), tokens)
+    torch.testing.assert_close(split, token.weights, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["engine", "staleness"])
+def test_each_factor_has_bounds_of_its_own(name: str) -> None:
+    tokens = split_tokens()
+    versions = tokens.version_logprobs
+    assert versions is not None
+    log_ratios = {
+        "engine": versions - tokens.behavior_logprobs,
+        "staleness": tokens.proximal_logprobs - versions,
+    }
+    (other,) = log_ratios.keys() - {name}
+    arguments = {
+        f"{other}_cap": 1e9,
+        f"{name}_cap": 1.1,
+        f"{name}_token_band": [0.7, 1.5],
+        f"{name}_sequence_band": [0.95, 2.0],
+    }
+    result = weights_of(algorithm(weight="split", weight_args=arguments), tokens)
+    expected = []
+    for places in ([0, 1, 2, 3], [4, 5, 6]):
+        mean = math.exp(sum(float(log_ratios[name][place]) for place in places) / len(places))
+        for place in places:
+            ratio = math.exp(float(log_ratios[name][place]))
+            factor = min(ratio, 1.1) * (0.7 <= ratio <= 1.5) * (0.95 <= mean <= 2.0)
+            expected.append(factor * math.exp(float(log_ratios[other][place])))
+    assert result.weights.tolist() == pytest.approx(expected, rel=1e-12)
+    # Some are outside and some inside of each bound, or it would not be tried.
+    assert 0 < result.reports[f"{name}_capped_fraction"].sum() < 7
+    assert 0 < result.reports[f"{name}_masked_token_fraction"].sum() < 7
+    assert 0 < result.reports[f"{name}_masked_sequence_fraction"].sum() < 7
+    gaps = log_ratios[name].abs().tolist()
+    assert result.reports[f"{name}_gap_max"].tolist() == pytest.approx(gaps)
+    assert f"{other}_masked_token_fraction" not in result.reports
+
+
+def test_a_split_without_scores_by_versions_is_a_fault() -> None:
+    tokens = dataclasses.replace(split_tokens(), version_logprobs=None)
+    with pytest.raises(RunFailed, match="no log-probabilities by the versions that sampled"):
+        weights_of(algorithm(weight="split"), tokens)

@@ -26,8 +26,8 @@ from support.references.plain_algorithm import (
     FORMULAS,
     OBJECTIVES,
     REWARDS,
-    WEIGHTS,
     PlainEpisode,
+    weight_of,
 )
 from torch import Tensor
 
@@ -66,6 +66,12 @@ ARGUMENTS: dict[str, list[Arguments]] = {
     "sequence": [
         {},
         {"cap": 1.1, "token_band": [0.8, 1.2]},
+    ],
+    "split": [
+        {},
+        {"engine_cap": 1.05, "staleness_cap": 1.1},
+        {"engine_token_band": [0.9, 1.2], "staleness_token_band": [0.8, 1.1]},
+        {"engine_sequence_band": [0.5, 1.5], "staleness_sequence_band": [1.4, 1.5]},
     ],
     "overlong": [
         {"cache_tokens": 4},
@@ -181,6 +187,7 @@ def normal(seed: int) -> Tensor:
 POLICY = -normal(1).abs() - 0.5
 # The log-probabilities of a policy nearby.
 NEARBY = POLICY + 0.3 * normal(2)
+BETWEEN = POLICY + 0.2 * normal(4)
 
 
 @pytest.mark.parametrize(("name", "arguments"), with_arguments("loss"))
@@ -207,10 +214,9 @@ def test_losses_and_their_gradients_are_those_of_their_formula(
 @pytest.mark.parametrize(("name", "arguments"), with_arguments("weight"))
 def test_weights_are_those_of_their_formula(name: str, arguments: Arguments) -> None:
     settings = algorithm(weight=name, weight_args=arguments)
-    tokens = loss_inputs(POLICY, POLICY, behavior=NEARBY)
+    tokens = loss_inputs(POLICY, POLICY, behavior=NEARBY, versions=BETWEEN)
     weights = weights_of(settings, tokens).weights
-    formula = WEIGHTS[name]
-    expected = formula(POLICY - NEARBY, **settings.weight_args)
+    expected = weight_of(settings, NEARBY, BETWEEN, POLICY)
     torch.testing.assert_close(weights, expected)
 
 

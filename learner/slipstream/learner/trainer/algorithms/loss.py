@@ -66,6 +66,24 @@ class ModelEstimates:
     reference: ReferenceLogprobs | None = None
     # The critic's estimate before each token was sampled.
     values: LogprobArray | None = None
+    # The learner's, with the weights that sampled the token; of no meaning where those are the
+    # newest ones.
+    versions: LogprobArray | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Sequence[ModelEstimates]]) -> list[ModelEstimates]:
+        """Returns what the `parts` estimate of each trajectory; at most one of them has a field."""
+        return [
+            cls(
+                **{
+                    name: value
+                    for estimates in estimates_of_parts
+                    for name, value in vars(estimates).items()
+                    if value is not None
+                }
+            )
+            for estimates_of_parts in zip(*parts, strict=True)
+        ]
 
 
 def training_sequences(
@@ -106,6 +124,8 @@ def training_sequences(
                 fields |= {"top_ids": reference.top_ids, "top_logprobs": reference.top_logprobs}
         if model_estimates.values is not None:
             fields |= {"values": model_estimates.values, "returns": worth.returns}
+        if model_estimates.versions is not None:
+            fields["version_logprobs"] = model_estimates.versions
         estimated.append(TokenEstimates(shared, **fields))
     has_images = any(trajectory.images for trajectory in trajectories)
     sequences = TrainingSequence.of_trajectories(
@@ -336,6 +356,10 @@ def loss_inputs(
     proximal = policy_logprobs.detach() if old_logprobs is None else old_logprobs
     behavior = micro_batch.behavior_logprobs
     is_given = behavior.isnan()
+    versions = micro_batch.version_logprobs
+    if versions is not None:
+        # The policy before the step is the version that sampled tokens of lag 0.
+        versions = torch.where(is_given | (micro_batch.lags == 0), proximal, versions)
     return LossInputs(
         logprobs=policy_logprobs,
         proximal_logprobs=proximal,
@@ -350,6 +374,7 @@ def loss_inputs(
         entropy=entropy.detach(),
         sequences=SequenceSums(micro_batch.sequence_ids, mask, len(micro_batch.indices) + 1, group),
         batch=RecordedSums(mask, ()),
+        version_logprobs=versions,
     )
 
 

@@ -136,6 +136,8 @@ class TokenEstimates(Generic[Array]):
     advantages: Array = field(metadata=_column(np.float32))
     # Natural logarithm, at the sampling temperature.
     reference_logprobs: Array | None = field(default=None, metadata=_column(np.float32))
+    # The learner's with the weights that sampled the token, where those are older ones.
+    version_logprobs: Array | None = field(default=None, metadata=_column(np.float32))
     # The critic's estimate before each token was sampled, and its target.
     values: Array | None = field(default=None, metadata=_column(np.float32))
     returns: Array | None = field(default=None, metadata=_column(np.float32))

@@ -161,9 +161,9 @@ def sharded_states(models: Sequence[StoredModel], host: HostCopies | None = None
                     ):
                         if part.get("param_state", optimizer_state) is None:
                             del part["param_state"]
-            if model.content == "adapter":
-                # A different adapter will be in the model when these tensors are used.
-                detach(state)
+            if model.content == "adapter" or model.is_lent:
+                # Other values will be in the model when these tensors are used.
+                detach(state, to_host=model.is_lent)
             if model.name != POLICY:
                 add_prefix_for_sharding(state, f"{model.name}.")
             states[model.name] = state
@@ -500,9 +500,13 @@ def _gather_bucket(
                 target[at : at + own_part.numel()].copy_(values, non_blocking=True)
 
 
-def detach(state: dict[str, Any]) -> None:
-    """Replaces a state's tensors by copies, once the optimizer has made its own state of them."""
+def detach(state: dict[str, Any], *, to_host: bool = False) -> None:
+    """Replaces a state's tensors by copies, once the optimizer has made its own state of them.
+
+    With `to_host` the copies take no memory of a GPU.
+    """
     for part in nested_values(state):
         is_tensor = isinstance(part, (ShardedTensor, ShardedTensorFactory))
         if is_tensor and part.data is not None:
-            part.data = part.data.detach().clone()
+            device = torch.device("cpu") if to_host else part.data.device
+            part.data = part.data.detach().to(device, copy=True)

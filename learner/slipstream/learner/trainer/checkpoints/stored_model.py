@@ -38,6 +38,8 @@ class StoredModel:
     in_force: Callable[[], AbstractContextManager[None]] = nullcontext
     # The stored part: all of the model, all but adapters, or the adapter that `in_force` activates.
     content: Literal["all", "base", "adapter"] = "all"
+    # Whether `chunks` are another model's, which have these values inside `in_force` alone.
+    is_lent: bool = False
 
     def chosen(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the entries of a model chunk's `state` that are stored."""

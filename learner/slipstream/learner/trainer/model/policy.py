@@ -276,11 +276,11 @@ class NamedAdapters:
         with self._model.memory.resident(Part.PARAMETERS), self._scaled(1, 1.0):
             self._model.gather_parameters()
             trained = [tensor for _, tensor in self._trained()]
-            _exchange(trained, self._served[name])
+            exchange(trained, self._served[name])
             try:
                 yield
             finally:
-                _exchange(trained, self._served[name])
+                exchange(trained, self._served[name])
 
     @torch.no_grad()
     def serve(self, count: Callable[[Tensor], Tensor], *, scale: float) -> None:
@@ -320,7 +320,7 @@ class NamedAdapters:
         with self._model.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
             self._model.gather_parameters()
             other = self._waiting.pop(name)
-            _exchange(self._tensors(), other.values)
+            exchange(self._tensors(), other.values)
             for place, group in enumerate(self._groups()):
                 group["step"], other.counts[place] = other.counts[place], group["step"]
             if other.scale is not None:
@@ -354,7 +354,8 @@ def optimizer_state(optimizer: Megatron, chunks: Sequence[Megatron]) -> Iterator
 
 
 @torch.no_grad()
-def _exchange(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def exchange(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Gives each tensor the value of its partner, on any device, and the partner its own."""
     for tensor, value in zip(tensors, values, strict=True):
         before = tensor.clone()
         tensor.copy_(value)

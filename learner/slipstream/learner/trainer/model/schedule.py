@@ -397,6 +397,12 @@ def masked_outputs(
     return [joined[start:end].numpy() for start, end in pairwise(starts)]
 
 
+def sequences_here(model: ParallelModel, sequences: Sequence[TrainingSequence]) -> set[int]:
+    """Returns the indices of the sequences that `masked_outputs` computes on this rank."""
+    micro_batches = _packed(model, sequences, range(len(sequences)))
+    return {index for micro_batch in micro_batches for index in micro_batch.indices}
+
+
 def rank_micro_batches(
     model: ParallelModel, sequences: Sequence[TrainingSequence], members: Sequence[int]
 ) -> list[MicroBatch]:
