@@ -185,6 +185,15 @@ def noted(part: StepPart, estimates: dict) -> Iterator[None]:
     del part.estimates
 
 
+def num_tokens_of(batch: Batch, version: int) -> int:
+    number = 0
+    for trajectory in batch.trajectories:
+        for span in trajectory.version_spans:
+            if span.version.step == version:
+                number += span.length
+    return number
+
+
 class Line:
     """A training by parts of its own, with the policy of the others."""
 
@@ -282,6 +291,12 @@ def run_rank(folder: Path, job: str) -> None:
         state.restore(line.stored)
         line.estimates = {}
         train_again("held", line)
+    # A restart has trained the newest step again with another result.
+    retrained = Line(policy, config)
+    with resident():
+        retrained.checkpointer.load(SAVED)
+    retrained.part.holds(PolicyVersion(1, SAVED))
+    retrained.train(all_batches[SAVED])
     without_copies = Line(policy, config)
     without_copies.part.holds(saved_version)
     error = ""
@@ -296,6 +311,8 @@ def run_rank(folder: Path, job: str) -> None:
         "again": again,
         "kept": kept_versions,
         "error": error,
+        "retrained": retrained.metrics[-1]["retrained_version_tokens"],
+        "newest": num_tokens_of(all_batches[SAVED], SAVED),
     }
     kept(policy, result, folder / f"{job}.pt")
 
@@ -356,6 +373,13 @@ def test_layouts_give_the_values_of_one_rank(job: str, results: dict[str, dict])
             rtol=1e-5,
             atol=2e-5,
         )
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_tokens_of_a_step_that_is_another_now_are_counted(job: str, results: dict[str, dict]):
+    result = results[job]
+    assert result["retrained"] == result["newest"] > 0
+    assert result["metrics"][SAVED]["retrained_version_tokens"] == 0
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -21,3 +21,5 @@ def problems(config: Tables) -> Iterator[str]:
             f"{start} excludes learner.transformer.fp8 with fp8_recipe = 'delayed': its scales are "
             "of the batches before, so that no earlier version can be computed again"
         )
+    if transformer.get("fp8_param"):
+        yield f"{start} excludes learner.transformer.fp8_param: 8-bit parameters are not copied"

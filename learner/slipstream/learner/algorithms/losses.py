@@ -290,7 +290,11 @@ def split(
         sequence_band=staleness_sequence_band,
     )
     weights = engine.weights * staleness.weights
-    return TokenWeights(weights, {**engine.reports, **staleness.reports})
+    reports = {**engine.reports, **staleness.reports}
+    reports["importance_capped_fraction"] = (
+        reports["engine_capped_fraction"] | reports["staleness_capped_fraction"]
+    )
+    return TokenWeights(weights, reports)
 
 
 def _factor(

@@ -42,6 +42,10 @@ def test_the_weight_switches_it_on() -> None:
             {"learner.transformer": {"fp8": "hybrid"}},
             "algorithm.weight = 'split' excludes learner.transformer.fp8 with fp8_recipe = 'del",
         ),
+        (
+            {"learner.transformer": {"fp8_param": True}},
+            "algorithm.weight = 'split' excludes learner.transformer.fp8_param: 8-bit",
+        ),
     ],
 )
 def test_what_excludes_it_is_refused_in_one_line(changes: dict[str, Any], rule: str) -> None:

@@ -271,6 +271,18 @@ def test_each_factor_has_bounds_of_its_own(name: str) -> None:
     assert f"{other}_masked_token_fraction" not in result.reports
 
 
+def test_a_token_counts_as_capped_if_either_factor_is() -> None:
+    tokens = split_tokens()
+    caps = {"engine_cap": 1.05, "staleness_cap": 1.3}
+    reports = weights_of(algorithm(weight="split", weight_args=caps), tokens).reports
+    by_engine = reports["engine_capped_fraction"]
+    by_lag = reports["staleness_capped_fraction"]
+    # Each caps a token that the other does not.
+    assert (by_engine & ~by_lag).any()
+    assert (by_lag & ~by_engine).any()
+    assert torch.equal(reports["importance_capped_fraction"], by_engine | by_lag)
+
+
 def test_a_split_without_scores_by_versions_is_a_fault() -> None:
     tokens = dataclasses.replace(split_tokens(), version_logprobs=None)
     with pytest.raises(RunFailed, match="no log-probabilities by the versions that sampled"):
