@@ -1,5 +1,6 @@
 """With what tokens can be scored by earlier versions, and what the copies of these take."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,11 @@ from slipstream.client.launch.fit import needs_of
 from slipstream.client.launch.placement import Share
 from slipstream.core import extension
 from slipstream.core.configuration.replayed_settings import comparison_problems
+from slipstream.core.errors import ConfigError
+from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.extensions.staleness_split import launch
+from slipstream.protocol.checkpoints import MANIFEST_NAME
+from support.fakes.small_checkpoints import save_checkpoint
 from support.fakes.small_configs import config_with, refusal_of
 from support.fakes.tiny_models import make_model_folder
 
@@ -112,7 +117,7 @@ def test_memory_of_all_kept_versions_is_asked_for(
     assert finding is not None
     assert finding.verdict is verdict
     # Four versions of four bytes a parameter.
-    assert f"{16 * needs.parameters / 1e6:,.1f} MB for each of 2 trainer ranks" in finding.seen
+    assert f"{16 * needs.parameters / 1e6:,.1f} MB for each trainer rank, 2 here" in finding.seen
 
 
 def test_a_checkpoint_has_room_for_the_older_versions(model: Path) -> None:
@@ -129,3 +134,25 @@ def test_adapters_alone_are_kept(model: Path) -> None:
     finding = launch.check_copies(Scene(config, share=Share(ranks=range(2))))
     assert finding is not None
     assert finding.seen == "the adapters of 4 versions are kept in main memory"
+
+
+def checkpoint_with(folder: Path, models: list[str]) -> None:
+    """A run's checkpoint of version 4, whose manifest names these models."""
+    path = save_checkpoint(folder / "name" / CHECKPOINTS, 4) / MANIFEST_NAME
+    manifest = json.loads(path.read_text())
+    manifest["models"] = models
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("number", [0, 2, 3, 4])
+def test_a_run_goes_on_only_with_as_many_versions_as_it_has(tmp_path: Path, number: int) -> None:
+    config = config_with(SPLIT | {"run.dir": str(tmp_path), "run.name": "name"})
+    scene = Scene(config)
+    launch.check_checkpoint(scene)
+    earlier = [f"earlier-{age}" for age in range(1, number + 1)]
+    checkpoint_with(tmp_path, ["policy", *earlier])
+    if number == 3:
+        launch.check_checkpoint(scene)
+        return
+    with pytest.raises(ConfigError, match=f"needs the weights of 3 .* has {number}: go on with"):
+        launch.check_checkpoint(scene)
