@@ -204,9 +204,11 @@ def check_fp8(values: Mapping[str, object], learner: LearnerSection) -> None:
     if not values.get("fp8"):
         return
     if not compat.has_transformer_engine():
-        name = "learner.fp8" if learner.fp8 != "off" else "learner.transformer.fp8"
-        raise ConfigError(f"{name} needs TransformerEngine, which is not installed")
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+        setting = f"learner.transformer.fp8 {values['fp8']!r}"
+        if learner.fp8 != "off":
+            setting = f"learner.fp8 {learner.fp8!r}"
+        raise ConfigError(f"{setting} needs TransformerEngine, which is not installed")
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
         raise ConfigError("a learner in FP8 needs a GPU of compute capability 8.9 or above")
     if values.get("fp8_param") and learner.offload.parameters:
         raise ConfigError(
