@@ -25,12 +25,13 @@ class ScriptedWorker(EnvironmentWorker):
         super().__init__(None, hosted.spec, hosted._suspects)
         self._hosted = hosted
         self.table = CallTable(self._take)
+        self._is_hung = False
 
     def _take(self, command: environment_pb2.WorkerCommand) -> None:
         asyncio.get_running_loop().call_soon(self._answer, command)
 
     def _answer(self, command: environment_pb2.WorkerCommand) -> None:
-        if self._gone.is_set():
+        if self._gone.is_set() or self._is_hung:
             return
         answer = environment_pb2.WorkerMessage(call_id=command.call_id)
         if command.HasField("reset"):
@@ -39,11 +40,15 @@ class ScriptedWorker(EnvironmentWorker):
             key = command.step.episode_key
             self._hosted.num_steps += 1
             if self._hosted.ends(self._hosted.num_steps, self.episodes[key]):
-                self._lose(CAUSE, [key] if self._hosted.tells else [])
-                self._gone.set()
+                self._is_hung = True
+                asyncio.get_running_loop().call_later(self._hosted.hang_s, self._end, key)
                 return
             answer.verdict.reward = 1.0
         self.table.answered(answer)
+
+    def _end(self, key: str) -> None:
+        self._lose(CAUSE, [key] if self._hosted.tells else [])
+        self._gone.set()
 
     async def run(self, index: int, loaded: Callable[[int], None]) -> EnvironmentFailed:
         self._hosted.num_starts += 1
@@ -57,11 +62,16 @@ class ScriptedEnvironment(HostedEnvironment):
     """An environment of one worker, which ends at the steps for which `ends` is true.
 
     `ends` gets the number of the step, from 1 on, and its task. `tells` says whether an end shows
-    whose call was under way.
+    whose call was under way, and the worker answers nothing for `hang_s` seconds before it.
     """
 
     def __init__(
-        self, ends: Callable[[int, int], bool], *, tells: bool, lone_workers: int = 1
+        self,
+        ends: Callable[[int, int], bool],
+        *,
+        tells: bool,
+        lone_workers: int = 1,
+        hang_s: float = 0.0,
     ) -> None:
         spec = environment_pb2.EnvironmentSpec(name="scripted", num_workers=1)
         self.reports: list[fleet_pb2.EnvironmentReport] = []
@@ -70,6 +80,7 @@ class ScriptedEnvironment(HostedEnvironment):
         super().__init__(cast(WorkerGateway, gateway), order, self.reports.append)
         self.ends = ends
         self.tells = tells
+        self.hang_s = hang_s
         self.num_steps = self.num_starts = 0
 
     def _make(self, **_: object) -> ScriptedWorker:

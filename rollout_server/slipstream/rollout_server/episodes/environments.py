@@ -4,7 +4,8 @@ Consumes: environment orders, episodes that want a session. Produces: sessions, 
 Waits for: a worker that is ready. Unblocked by: the worker, or the limit of the environment.
 
 Tasks that may end their worker run alone, each episode in a worker of its own. After the end of a
-worker fewer episodes share one for a while.
+worker fewer episodes share one for a while; further workers take those that would wait, so that a
+worker which hangs holds up its own few episodes alone.
 """
 
 import asyncio
@@ -28,6 +29,8 @@ _MAX_RESTARTS_IN_A_ROW = 5
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
 _LONE_PING_S = 1.0
+# Most workers of an environment beside `num_workers` that episodes share.
+_MAX_FURTHER_WORKERS = 4
 Report = Callable[[fleet_pb2.EnvironmentReport], None]
 
 
@@ -46,6 +49,11 @@ class HostedEnvironment:
         # Numbers of the workers of one episode each that may be started.
         num_lone = max(self._num_workers, gateway.limits.lone_workers)
         self._lone_indices = list(range(self._num_workers, self._num_workers + num_lone))
+        # Numbers of the further workers that may be started, and whether one is.
+        first_further = self._num_workers + num_lone
+        num_further = min(num_lone, _MAX_FURTHER_WORKERS)
+        self._further_indices = list(range(first_further, first_further + num_further))
+        self._is_starting_further = False
         # Tasks of which an episode has such a worker.
         self._in_lone_workers: set[int] = set()
         # Episodes that wait for one, by task: the next task first, its newest episode last.
@@ -96,6 +104,7 @@ class HostedEnvironment:
                     if self._num_abandoned >= self._num_workers:
                         assert self._last_failure is not None
                         raise self._last_failure
+                    self._start_further_worker()
                     self._changed.clear()
                     await self._changed.wait()
         worker = self._make()
@@ -199,6 +208,30 @@ class HostedEnvironment:
                 kind=trajectory_pb2.FAILURE_KIND_ENVIRONMENT, message=str(self._last_failure)
             )
             self._publish(fleet_pb2.EnvironmentReport(failure=cause))
+
+    def _start_further_worker(self) -> None:
+        """Starts another worker that episodes share, one at a time, if any is left to start."""
+        if self._further_indices and self._has_loaded and not self._is_starting_further:
+            self._is_starting_further = True
+            self._group.create_task(self._run_further_worker(self._further_indices.pop()))
+
+    async def _run_further_worker(self, index: int) -> None:
+        """Runs a further worker until its end; one that does not load has no successor."""
+        worker = self._make()
+
+        def loaded(answer: environment_pb2.Loaded) -> None:
+            self._is_starting_further = False
+            self._loaded(worker, answer)
+
+        try:
+            cause = await worker.run(index, loaded)
+        finally:
+            if worker in self._ready:
+                self._ready.remove(worker)
+                self._further_indices.append(index)
+            self._is_starting_further = False
+            self._changed.set()
+        log.warning("environment %s, worker %d: %s", self.spec.name, index, cause)
 
     def _loaded(self, worker: EnvironmentWorker, found: environment_pb2.Loaded) -> None:
         self._ready.append(worker)

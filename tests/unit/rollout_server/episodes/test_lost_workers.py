@@ -128,6 +128,21 @@ def test_lone_workers_of_different_tasks_start_side_by_side() -> None:
     assert seconds_with(4) < seconds_with(1)
 
 
+def test_a_worker_that_hangs_holds_up_its_own_episodes_alone() -> None:
+    def seconds_with(further_workers: int) -> float:
+        hosted = ScriptedEnvironment(
+            lambda step, _: step % 100 == 0,
+            tells=True,
+            hang_s=15.0,
+        )
+        hosted._further_indices = list(range(10, 10 + further_workers))
+        rounds, seconds = played(hosted, *[range(256)] * 3)
+        assert [round_played.passed.total() for round_played in rounds] == [256] * 3
+        return seconds
+
+    assert seconds_with(2) < 0.8 * seconds_with(0)
+
+
 def test_a_task_that_is_set_aside_gets_another_try_later() -> None:
     suspects = Suspects()
     assert suspects.refusal(3, now_s=10.0) == ""
@@ -149,8 +164,8 @@ def test_all_episodes_share_workers_again_after_some_without_an_end() -> None:
     hosted = ScriptedEnvironment(lambda step, _: step == 100, tells=True)
     rounds, _ = played(hosted, *[range(256)] * 4)
     assert [round_played.passed.total() for round_played in rounds] == [256] * 4
-    # The first one, the next one, and that of the suspect.
-    assert hosted.num_starts == 3
+    # The first one, the next one, that of the suspect, and one for those that wait.
+    assert hosted.num_starts == 4
 
 
 def suspecting(*tasks: int) -> ScriptedEnvironment:
