@@ -1,13 +1,11 @@
 """A run corrects for its engine and for its lag apart, also across the death of its trainer."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 from support.rigs.run_processes import (
     LONG_RUN,
     TRAINER,
-    Command,
     check_replay,
     checked,
     command,
@@ -15,22 +13,13 @@ from support.rigs.run_processes import (
     rows_of,
     write_config,
 )
+from support.rigs.steps import until_row
 
 pytestmark = [*LONG_RUN, pytest.mark.timeout(900)]
 
 STEPS = 10
 EVERY_STEPS = 3
 LIMIT_S = 600.0
-
-
-async def until_step(folder: Path, run: Command, step: int) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        newest = 0
-        while newest < step:
-            assert run.process.returncode is None, run.out + run.err
-            await asyncio.sleep(0.02)
-            path = folder / "run" / "metrics.jsonl"
-            newest = path.read_text().count('"lag_max"') if path.exists() else 0
 
 
 async def test_the_factor_of_the_engine_is_1_at_every_lag(tmp_path: Path, tiny_model: Path) -> None:
@@ -46,7 +35,7 @@ async def test_the_factor_of_the_engine_is_1_at_every_lag(tmp_path: Path, tiny_m
     )
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         # Batches behind the checkpoint are trained again, with tokens of versions before it.
-        await until_step(tmp_path, run, EVERY_STEPS + 2)
+        await until_row(tmp_path, run, EVERY_STEPS + 2)
         (trainer,) = run.find(f"{TRAINER} ")
         kill(trainer)
         assert await run.wait(LIMIT_S) == 0, run.out + run.err

@@ -3,7 +3,6 @@
 Engine, trainer and controller are the real ones.
 """
 
-import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator
@@ -20,16 +19,15 @@ from support.rigs.run_processes import (
     ROLLOUT_SERVER,
     START_LIMIT_S,
     TRAINER,
-    Command,
     check_replay,
     checked,
     command,
     copy_environments,
     is_alive,
-    rows_of,
     until_gone,
     write_config,
 )
+from support.rigs.steps import until_row
 
 pytestmark = [*LONG_RUN, pytest.mark.timeout(900)]
 
@@ -52,21 +50,6 @@ def impatient() -> Iterator[Forks]:
     )
     with contextlib.closing(forks):
         yield forks
-
-
-def newest_step(folder: Path) -> int:
-    try:
-        return max((row.get("step", 0) for row in rows_of(folder / "run")), default=0)
-    except (OSError, ValueError):
-        # Not written yet, or not to the end of a line.
-        return 0
-
-
-async def until_row(folder: Path, run: Command, step: int) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while newest_step(folder) < step:
-            assert run.process.returncode is None, run.out + run.err
-            await asyncio.sleep(0.05)
 
 
 async def test_a_run_whose_controller_and_trainer_stood_still_goes_on_without_a_fault(

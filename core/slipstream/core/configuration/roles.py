@@ -7,6 +7,7 @@ from pathlib import Path
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_fields import field_problems
 from slipstream.core.models.model_rules import (
+    fp8_problems,
     layout_problems,
     model_problems,
     vision_layout_problems,
@@ -105,6 +106,7 @@ def _problems(settings: Config, policy: ModelSizes, policy_folder: Path) -> Iter
     # How the policy's experts are split concerns no model without experts.
     layout = learner.parallel.model_copy(update={} if sizes.experts else {"etp": None})
     yield from layout_problems(sizes, layout, learner.transformer)
+    yield from fp8_problems(sizes, learner)
     if sizes.has_vision:
         yield from vision_layout_problems(learner, sizes)
     if sizes.has_vision != policy.has_vision:

@@ -166,19 +166,19 @@ def fp8_problems(sizes: ModelSizes, learner: LearnerSection) -> Iterator[str]:
     }
     for noun, is_there in untried.items():
         if is_there:
-            yield f"{start}a model without {noun}, which were not tried in it"
+            yield f"{start}a model.path without {noun}, which was not tried in it"
     tp = learner.parallel.tp
     queries = sizes.heads * sizes.head_dim
     keys = sizes.kv_heads * sizes.head_dim
     widths = {
         "hidden size": sizes.hidden,
-        "intermediate size of a rank": sizes.ffn // tp,
-        "rows of queries of a rank": queries // tp,
-        "rows of keys of a rank": keys // tp,
+        "intermediate size on a rank": sizes.ffn // tp,
+        "number of rows of queries on a rank": queries // tp,
+        "number of rows of keys on a rank": keys // tp,
     }
     for noun, width in widths.items():
         if width % FP8_MULTIPLE:
-            yield f"{start}multiples of {FP8_MULTIPLE}, and the {noun} is {width}"
+            yield f"{start}multiples of {FP8_MULTIPLE}, and the {noun} of model.path is {width}"
 
 
 def _expert_problems(

@@ -50,7 +50,7 @@ def _fp8_learner_problems(config: Tables) -> Iterator[str]:
     if learner.fp8 == "off":
         return
     start = f"learner.fp8 = {learner.fp8!r} needs "
-    for name in ("fp8", "fp8_recipe"):
+    for name in ("fp8", "fp8_recipe", "fp8_param"):
         if name in learner.transformer:
             yield f"{start}no learner.transformer.{name}, got {learner.transformer[name]!r}"
     if config.model.dtype != "bfloat16":

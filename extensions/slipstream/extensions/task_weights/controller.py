@@ -12,6 +12,7 @@ import asyncio
 import logging
 
 import numpy as np
+from slipstream.core.errors import RunFailed
 from slipstream.extensions.task_weights.settings import (
     SamplerSection,
     TaskWeightsSection,
@@ -29,6 +30,8 @@ from slipstream.learner.controller.records.task_table import MAX_TASKS, Event, T
 from slipstream.learner.controller.tasks import DrawnTasks, EnvironmentEntry
 
 LOOK_S = 1.0
+# Limit of a call; in the check of functions one for 100,000 tasks must return, too.
+WEIGHING_LIMIT_S = 60.0
 
 
 class TaskWeighing(Part):
@@ -75,7 +78,7 @@ class TaskWeighing(Part):
     async def _weigh(self, name: str) -> None:
         """Makes weights if those of the environment are missing or of an earlier step.
 
-        Raises RunFailed if the function is faulty.
+        Raises RunFailed if the function is faulty or does not return.
         """
         entry = self._environments.entries.get(name)
         if entry is None or not entry.is_ready:
@@ -133,7 +136,13 @@ class TaskWeighing(Part):
             weights = sampler.weights(results)
             return np.cumsum(weights)
 
-        return await asyncio.to_thread(make)
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(make), WEIGHING_LIMIT_S)
+        except TimeoutError:
+            raise RunFailed(
+                f"task sampler {sampler.name} of environment {name} gave no weights within "
+                f"{WEIGHING_LIMIT_S:g} s"
+            ) from None
 
     def _record(
         self,

@@ -365,7 +365,7 @@ family = "GptOss", fields.quantization_config.quant_method = "mxfp4"
 family = "Qwen3Next", learner = {world_size = 4, parallel.cp = 4}
     learner.parallel.tp times cp must divide the 2 heads of delta nets, got 4
 family = "Qwen3_5", learner.fp8 = "blockwise", fields.hidden_size = 8
-    learner.fp8 = 'blockwise' needs a model without delta nets, which were not tried in it
+    learner.fp8 = 'blockwise' needs a model.path without delta nets, which was not tried in it
 family = "Qwen3_5", ranks = 2, fields.linear_num_key_heads = 1
     must divide the 1 heads of delta nets, got 2
 family = "Qwen3Next", ranks = 2, fields.linear_num_key_heads = 1
@@ -391,14 +391,18 @@ def test_what_a_family_lacks_is_refused(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("fields", "ranks", "rule"),
     [
-        ({"hidden_size": 24, "head_dim": 16}, 1, "multiples of 16, and the hidden size is 24"),
-        ({"intermediate_size": 48}, 2, "the intermediate size of a rank is 24"),
+        (
+            {"hidden_size": 24, "head_dim": 16},
+            1,
+            "multiples of 16, and the hidden size of model.path is 24",
+        ),
+        ({"intermediate_size": 48}, 2, "the intermediate size on a rank of model.path is 24"),
         (
             {"num_attention_heads": 2, "head_dim": 8, "num_key_value_heads": 2},
             2,
-            "queries of a ran",
+            "queries on a ra",
         ),
-        ({"num_key_value_heads": 1, "head_dim": 24, "num_attention_heads": 4}, 1, "keys of a rank"),
+        ({"num_key_value_heads": 1, "head_dim": 24, "num_attention_heads": 4}, 1, "keys on a rank"),
     ],
 )
 def test_a_matrix_that_fp8_cannot_take_is_refused(tmp_path, fields, ranks, rule) -> None:
@@ -423,6 +427,22 @@ def test_a_qwen35_that_says_in_two_places_whether_embeddings_are_tied_is_refused
     table["text_config"] |= {"tie_word_embeddings": outer.get("tie_word_embeddings", False)}
     (tmp_path / "config.json").write_text(json.dumps(table))
     assert read_model_table(tmp_path)["hidden_size"] == SIZES["hidden_size"]
+
+
+def test_a_reference_that_fp8_cannot_take_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
+    sizes |= {"num_key_value_heads": 4, "architectures": ["Qwen3ForCausalLM"]}
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "other").mkdir()
+    changes = {
+        "model.path": str(folder_with(tmp_path / "policy", **sizes)),
+        "model.dtype": "bfloat16",
+        "learner.fp8": "blockwise",
+        "reference.path": str(folder_with(tmp_path / "other", **(sizes | {"hidden_size": 24}))),
+        "algorithm.kl.coefficient": 0.1,
+    }
+    with pytest.raises(ConfigError, match=r"the hidden size of reference\.path is 24"):
+        check_model(config_with(changes))
 
 
 def test_a_reference_is_refused_by_its_own_name(tmp_path: Path) -> None:

@@ -222,6 +222,10 @@ TABLES: list[tuple[Changes, str]] = [
         FP8_LEARNER | {"learner.transformer": {"fp8_recipe": "delayed"}},
         f"{FP8_LEARNER_NEEDS}no learner.transformer.fp8_recipe, got 'delayed'",
     ),
+    (
+        FP8_LEARNER | {"learner.transformer": {"fp8_param": True}},
+        f"{FP8_LEARNER_NEEDS}no learner.transformer.fp8_param, got True",
+    ),
     # vLLM's own arguments.
     *(
         (

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.types import GroupId, ServerId
+from slipstream.extensions.task_weights import controller
 from slipstream.extensions.task_weights.check import check_sampler, check_task_weights
 from slipstream.extensions.task_weights.controller import TaskWeighing
 from slipstream.learner.algorithms.task_results import TaskResults, TaskSampler
@@ -187,6 +188,19 @@ async def test_a_faulty_function_ends_the_run_with_a_line() -> None:
     scene.play(0, 1, 2)
     with pytest.raises(RunFailed, match="at step 2: all 4 weights are 0: some task must be drawn"):
         await scene.weigh()
+
+
+async def test_a_function_that_does_not_return_ends_the_run_with_a_line(monkeypatch) -> None:
+    scene = Scene()
+    released = threading.Event()
+    stuck = TaskSampler("mine:stuck", lambda _: released.wait(LIMIT_S))
+    monkeypatch.setitem(scene.part._samplers, "e", stuck)
+    monkeypatch.setattr(controller, "WEIGHING_LIMIT_S", 0.05)
+    with pytest.raises(
+        RunFailed, match="mine:stuck of environment e gave no weights within 0.05 s"
+    ):
+        await scene.weigh()
+    released.set()
 
 
 @pytest.mark.parametrize(
