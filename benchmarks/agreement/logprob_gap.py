@@ -74,7 +74,7 @@ def config_of(arguments: argparse.Namespace, folder: Path) -> Config:
             },
         }
     settings = {
-        # One step more: the tokens of its batch are sampled by the last version that is measured.
+        # The batch of the step beyond has the tokens of the last version that is measured.
         "run": {
             "name": "r",
             "dir": str(folder),
@@ -188,14 +188,16 @@ def score_afresh(path: Path) -> None:
     Path(job["answer"]).write_text(json.dumps(asyncio.run(score())))
 
 
-def compare_afresh(config: Config, found: dict[str, Any], arguments: argparse.Namespace) -> Any:  # noqa: ANN401
+def compare_afresh(
+    config: Config, run_record: dict[str, Any], arguments: argparse.Namespace
+) -> Any:  # noqa: ANN401
     """Returns a fresh engine's log-probabilities of the last probe's tokens, as an array."""
     folder = config.run_dir
     job = {
         "config": str(folder / "config.toml"),
         "model": str(folder / "checkpoints" / "final"),
         "answer": str(folder / "fresh.json"),
-        **{key: found[key] for key in ("token_ids", "lengths")},
+        **{key: run_record[key] for key in ("token_ids", "lengths")},
     }
     path = folder / "fresh-job.json"
     path.write_text(json.dumps(job))
@@ -216,11 +218,11 @@ def compare_afresh(config: Config, found: dict[str, Any], arguments: argparse.Na
     return np.asarray(json.loads((folder / "fresh.json").read_text()), dtype=np.float32)
 
 
-def figures(found: dict[str, Any], fresh: Any) -> dict[str, float]:  # noqa: ANN401 - array or None
+def figures(run_record: dict[str, Any], fresh: Any) -> dict[str, float]:  # noqa: ANN401 - array or None
     """Returns the figures that are the claims, in nats."""
-    rows = found["rows"]
-    learner = np.asarray(found["learner"], dtype=np.float32)
-    server = np.asarray(found["server"], dtype=np.float32)
+    rows = run_record["rows"]
+    learner = np.asarray(run_record["learner"], dtype=np.float32)
+    server = np.asarray(run_record["server"], dtype=np.float32)
     result = {
         "updates": float(len(rows) - 1),
         "tokens": rows[-1]["logprob_gap_tokens"],
@@ -281,7 +283,7 @@ def main() -> None:
         score_afresh(arguments.score)
         return
     failures: dict[str, str] = {}
-    found: dict[str, Any] = {}
+    run_record: dict[str, Any] = {}
     fresh = None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -289,32 +291,32 @@ def main() -> None:
         (folder / "model").symlink_to(model.resolve())
         config = config_of(arguments, folder)
         with part("the run", failures):
-            found = asyncio.run(train(config, arguments))
-        if found and arguments.fresh:
-            write(arguments, found, None, failures)
+            run_record = asyncio.run(train(config, arguments))
+        if run_record and arguments.fresh:
+            write(arguments, run_record, None, failures)
             with part("a fresh engine", failures):
-                fresh = compare_afresh(config, found, arguments)
+                fresh = compare_afresh(config, run_record, arguments)
         if failures:
             for log in sorted((config.run_dir / "logs").glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text(errors='replace')[-20_000:]}", flush=True)
-    print("\n".join(write(arguments, found, fresh, failures)), flush=True)
+    print("\n".join(write(arguments, run_record, fresh, failures)), flush=True)
     if failures:
         raise SystemExit(f"failed: {', '.join(failures)}")
 
 
 def write(
     arguments: argparse.Namespace,
-    found: dict[str, Any],
+    run_record: dict[str, Any],
     fresh: Any,  # noqa: ANN401 - array or None
     failures: dict[str, str],
 ) -> list[str]:
     """Writes the result as far as it is known; returns its table."""
-    result = figures(found, fresh) if found else {}
+    result = figures(run_record, fresh) if run_record else {}
     lines = table(["figure", "value"], [[key, f"{value:.3g}"] for key, value in result.items()])
     lines.append(f"KL target: at most {KL_TARGET:g}")
     record = {"figures": result, "target": KL_TARGET, "table": lines, "failures": failures}
     rows = {
-        "rows": found.get("rows", []),
+        "rows": run_record.get("rows", []),
         "settings": {k: str(v) for k, v in vars(arguments).items()},
     }
     write_result("logprob_gap", {**record, **rows}, arguments.out)

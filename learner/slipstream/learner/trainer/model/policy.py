@@ -209,7 +209,8 @@ class NamedAdapters:
         """
         self._model = model
         self.names = tuple(names) or ("",)
-        self.have_names, self.are_several = self.names != ("",), len(self.names) > 1
+        self.have_names = self.names != ("",)
+        self.are_several = len(self.names) > 1
         # Whether servers get what clients have published, in place of the newest values.
         self.are_clients = are_clients
         self._active = self.names[0]
@@ -322,7 +323,9 @@ class NamedAdapters:
             other = self._waiting.pop(name)
             exchange(self._tensors(), other.values)
             for place, group in enumerate(self._groups()):
-                group["step"], other.counts[place] = other.counts[place], group["step"]
+                own_count = group["step"]
+                group["step"] = other.counts[place]
+                other.counts[place] = own_count
             if other.scale is not None:
                 scale = self._model.scaler.state_dict()
                 self._model.scaler.load_state_dict(other.scale)
