@@ -13,6 +13,7 @@ import logging
 
 import numpy as np
 from slipstream.core.errors import RunFailed
+from slipstream.core.waits import awake_timeout
 from slipstream.extensions.task_weights.settings import (
     SamplerSection,
     TaskWeightsSection,
@@ -137,7 +138,8 @@ class TaskWeighing(Part):
             return np.cumsum(weights)
 
         try:
-            return await asyncio.wait_for(asyncio.to_thread(make), WEIGHING_LIMIT_S)
+            async with awake_timeout(WEIGHING_LIMIT_S):
+                return await asyncio.to_thread(make)
         except TimeoutError:
             raise RunFailed(
                 f"task sampler {sampler.name} of environment {name} gave no weights within "
