@@ -333,13 +333,22 @@ async def story(rig: Rig, bucket_mib: float) -> None:
         gap_of_others=other,
     )
     warm = [(3 * n) % 90 + 2 for n in range(200)]
-    cached = [
-        (await rig.engine.requests.generate(f"w{n}", warm, sampling, 2)).cached_tokens
-        for n in (0, 1)
-    ]
-    await rig.publish("b", bucket_mib=1.5 * bucket_mib)
-    after = await rig.engine.requests.generate("w2", warm, sampling, 2)
-    say("prefixes", cached_before=cached[1], cached_after=after.cached_tokens)
+    for label, rests in (("b", False), ("c", True)):
+        cached = [
+            (await rig.engine.requests.generate(f"{label}{n}", warm, sampling, 2)).cached_tokens
+            for n in range(2)
+        ]
+        if rests:
+            # The learner trains on the engine's device, and then publishes.
+            await rig.engine.pauses.rest(give_back=False)
+        await rig.publish(label, bucket_mib=1.5 * bucket_mib)
+        after = await rig.engine.requests.generate(f"{label}2", warm, sampling, 2)
+        say(
+            "prefixes",
+            rests=rests,
+            cached_before=cached[1],
+            cached_after=after.cached_tokens,
+        )
 
 
 if __name__ == "__main__":

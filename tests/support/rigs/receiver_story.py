@@ -84,6 +84,8 @@ def judge(
     assert in_flight["most_versions"] >= 2
     # No token was sampled from anything but the whole weights that its version stands for.
     assert in_flight["gap"] < 0.25 * in_flight["gap_of_others"]
-    (prefixes,) = report["prefixes"]
-    assert prefixes["cached_before"] >= 128
-    assert prefixes["cached_after"] == 0
+    # An idle engine, and one that rests.
+    assert [prefixes["rests"] for prefixes in report["prefixes"]] == [False, True]
+    for prefixes in report["prefixes"]:
+        assert prefixes["cached_before"] >= 128
+        assert prefixes["cached_after"] == 0

@@ -120,10 +120,17 @@ class EnginePause:
         """Gives an idle engine its new version at once; requests stay held until `resume`.
 
         The engine need not be paused: a pause would wait for all work on the device, buckets too.
-        Its scheduler discards cached prefixes. For `update_limit_s` see `pause_for_update`.
+        An engine that rests is paused, and has kept what it cached: all that the weights before
+        have computed is discarded here. For `update_limit_s` see `pause_for_update`.
         """
         self._ahead = version
-        await self._call(self._resuming(version), update_limit_s)
+        core = self._llm.engine_core
+        discarding: list[Awaitable[object]] = [core.reset_prefix_cache_async(True, True)]
+        if self._llm.model_config.is_multimodal_model:
+            discarding.append(core.reset_encoder_cache_async())
+        # The engine takes calls in this order.
+        calls = asyncio.gather(*discarding, self._resuming(version))
+        await self._call(calls, update_limit_s)
 
     async def let_in(self, request_id: str) -> None:
         """Waits until the engine may get requests, or until `release(request_id)` is called."""

@@ -79,13 +79,7 @@ class EngineScheduler(Scheduler):  # type: ignore[misc]
             self.dynamic_sd_lookup = self._switch.lookup
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Overrides vLLM's method, to discard the cached prefixes of an engine that was not paused.
-
-        An engine that is resumed without a pause has new weights too.
-        """
-        resumes = pause_state is PauseState.UNPAUSED
-        if resumes and self.pause_state is PauseState.UNPAUSED:
-            self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        """Overrides vLLM's method; tells what decides about drafts."""
         if self._switch is not None:
             self._switch.pause()
         super().set_pause_state(pause_state)

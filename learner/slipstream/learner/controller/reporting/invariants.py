@@ -54,7 +54,7 @@ def _of_gaps(config: Config, row: Mapping[str, float]) -> Iterator[Notice]:
     gap = row.get("logprob_gap_mean", math.nan)
     num_tokens = row.get("logprob_gap_tokens", 0.0)
     bound = config.probe_tolerance
-    if _agree(config) and num_tokens >= FEWEST_TOKENS and gap > bound:
+    if are_to_agree(config) and num_tokens >= FEWEST_TOKENS and gap > bound:
         yield Notice(
             "gap",
             f"step {row['step']:.0f}: engine and learner give {num_tokens:.0f} tokens that the "
@@ -69,7 +69,7 @@ def _of_weights(config: Config, row: Mapping[str, float]) -> Iterator[Notice]:
     arguments = algorithm.weight_args
     is_masked = bool(BANDS & arguments.keys())
     is_moved = arguments.get("to") == "present" and algorithm.mini_batches * algorithm.epochs > 1
-    if algorithm.weight != "token" or is_masked or is_moved or not _agree(config):
+    if algorithm.weight != "token" or is_masked or is_moved or not are_to_agree(config):
         return
     # The mean is over all lags, so it says something of lag 0 where there is no other.
     weight = row.get("importance_weight_mean", math.nan)
@@ -152,7 +152,7 @@ def _has_equal_rewards(group: Sequence[Trajectory], config: Config) -> bool:
     return all(math.isclose(min(side), max(side), abs_tol=1e-12) for side in rewards.values())
 
 
-def _agree(config: Config) -> bool:
+def are_to_agree(config: Config) -> bool:
     """Whether engine and learner are to agree on the probability of a token of lag 0."""
     if not config.rollout_server.recompute_context:
         # A reply may go on with keys and values of older weights.

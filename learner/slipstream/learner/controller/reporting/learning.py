@@ -13,7 +13,11 @@ from dataclasses import dataclass
 
 from slipstream.core.settings.config import Config
 from slipstream.core.types import FULL_REWARD
-from slipstream.learner.controller.reporting.invariants import Notice
+from slipstream.learner.controller.reporting.invariants import (
+    FEWEST_TOKENS,
+    Notice,
+    are_to_agree,
+)
 
 PAGE = "docs/guides/no-learning.md"
 # Rows that a sign must last.
@@ -33,6 +37,10 @@ CUT = 0.1
 CAPPED = 0.1
 # A sum of weights that is worth this part of its tokens.
 FEW_EFFECTIVE = 0.5
+# Growth of the gap between engine and learner, and the part of what rounding may explain that it
+# has reached by then.
+GAP_GROWTH = 3.0
+GAP_FLOOR = 0.25
 # Mean lengths of replies, as parts of `sampling.max_reply_tokens`.
 AT_LIMIT = 0.9
 BELOW_LIMIT = 0.6
@@ -70,6 +78,9 @@ class LearningWatch:
         self._config = config
         self._first: list[Row] = []
         self._rows: deque[Row] = deque(maxlen=WINDOW)
+        # Gaps of the steps with tokens that the newest weights sampled, the first and the last.
+        self._first_gaps: list[float] = []
+        self._gaps: deque[float] = deque(maxlen=EDGE)
         self._lowest = math.inf
         self._highest = -math.inf
         self._measured: defaultdict[str, list[Measured]] = defaultdict(list)
@@ -92,6 +103,7 @@ class LearningWatch:
         self._lowest = min(self._lowest, row.get("reward_min", math.inf))
         self._highest = max(self._highest, row.get("reward_max", -math.inf))
         yield from self._of_gradients()
+        yield from self._of_gaps(row)
         if len(self._rows) == WINDOW:
             yield from self._of_groups()
             yield from self._of_weights()
@@ -229,6 +241,28 @@ class LearningWatch:
                     f"{self._step}: {what} has been 0 for {WITHOUT_GRADIENT} steps: the weights "
                     f"stay as they are ({PAGE})",
                 )
+
+    def _of_gaps(self, row: Row) -> Iterator[Notice]:
+        """Engine and learner agree as well on the newest weights as they did on the first ones."""
+        gap = row.get("logprob_gap_mean", math.nan)
+        num_tokens = row.get("logprob_gap_tokens", 0.0)
+        if not (num_tokens >= FEWEST_TOKENS and gap >= 0.0 and are_to_agree(self._config)):
+            return
+        if len(self._first_gaps) < EDGE:
+            self._first_gaps.append(gap)
+            return
+        self._gaps.append(gap)
+        before = max(self._first_gaps)
+        now = min(self._gaps)
+        least = max(GAP_GROWTH * before, GAP_FLOOR * self._config.probe_tolerance)
+        if len(self._gaps) == EDGE and now > least:
+            yield Notice(
+                "gap grows",
+                f"{self._step}: the gap between the log-probabilities of engine and learner on "
+                f"tokens of the newest weights has grown from {before:.2g} to {now:.2g}: the "
+                "engine computes with something older than its weights, or in another way than at "
+                f"first ({PAGE})",
+            )
 
     def _of_weights(self) -> Iterator[Notice]:
         capped = statistics.fmean(self._values("importance_capped_fraction"))

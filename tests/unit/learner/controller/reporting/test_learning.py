@@ -270,3 +270,43 @@ def test_steps_that_train_a_critic_alone_show_nothing() -> None:
 
     assert texts_of(rows(8), config) == {}
     assert "learning_rate" in texts_of(rows(STEPS), config)
+
+
+def gap_rows(gap: Callable[[int], float], tokens: float = 400.0) -> Iterator[Row]:
+    """A run with tokens of the newest weights, and the gap of each step."""
+    for step in range(1, STEPS + 1):
+        row = row_of(step, logprob_gap_mean=gap(step), logprob_gap_tokens=tokens)
+        yield row | {"reward_mean": 0.2 + 0.03 * step}
+
+
+def test_a_gap_of_engine_and_learner_that_grows_is_told() -> None:
+    """Measured with prefixes of old weights in the engine's cache: 0.026 to 0.12 in 80 steps."""
+    config = config_with(SETTINGS | {"model.dtype": "bfloat16"})
+    texts = texts_of(gap_rows(lambda step: 0.025 * 1.12**step), config)
+    assert texts.keys() == {"gap grows"}
+    assert "from 0.044 to 0.14" in texts["gap grows"]
+
+
+@pytest.mark.parametrize(
+    ("gap", "tokens"),
+    [
+        # Twice as much, and many times as much of next to nothing.
+        (lambda step: 0.04 * (1 + step / STEPS), 400.0),
+        (lambda step: 1e-4 * 1.2**step, 400.0),
+        # One step alone.
+        (lambda step: 0.5 if step == 12 else 0.03, 400.0),
+        # Of a few tokens, and of none.
+        (lambda step: 0.02 * 1.2**step, 8.0),
+        (lambda step: math.nan, 0.0),
+    ],
+)
+def test_gaps_that_say_little_are_not_told(gap: Callable[[int], float], tokens: float) -> None:
+    config = config_with(SETTINGS | {"model.dtype": "bfloat16"})
+    assert texts_of(gap_rows(gap, tokens), config) == {}
+
+
+def test_a_gap_that_settings_explain_is_not_told() -> None:
+    config = config_with(
+        SETTINGS | {"model.dtype": "bfloat16", "rollout_server.recompute_context": False}
+    )
+    assert texts_of(gap_rows(lambda step: 0.025 * 1.12**step), config) == {}
