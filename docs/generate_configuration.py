@@ -121,7 +121,6 @@ weights:
 - `algorithm.max_staleness`, `learner.world_size`, `rollout_server.count`: 2, 1 and 1, or what the
   plan for several GPUs says, which may also double or quadruple the episodes of a step.
 - `algorithm.learning_rate`: 1e-3 if P < 5e7, 1e-6 if P >= 1e9, else 1e-5; adapters: 10 times.
-- `algorithm.warmup_steps`: a thirtieth of the steps, 10 at most; 0 if P < 5e7.
 - `algorithm.router_replay`: rollout for a mixture of experts where nothing excludes it.
 - `sampling.max_episode_tokens`: 4,096 or what replies need, at most the model's context.
 - `sampling.max_reply_tokens`: three quarters of it.

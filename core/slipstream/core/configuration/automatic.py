@@ -155,7 +155,6 @@ def _filled(
     is_large = parameters >= LARGE
     algorithm = tables.algorithm
     learner = tables.learner
-    steps = tables.run.steps
 
     # Lengths.
     context = sizes.max_positions or EPISODE_TOKENS
@@ -187,10 +186,9 @@ def _filled(
     # Adapters learn best at some ten times the rate of all parameters.
     rates = (1e-6, 1e-5) if is_large else (1e-5, 1e-4) if parameters >= SMALL else (1e-3, 3e-3)
     choice("algorithm.learning_rate", rates[tables.lora.rank > 0])
-    falling = int(algorithm.decay != "none")
-    fixed = tables.critic.warmup_steps if tables.critic is not None else 0
-    rising = min(10, steps // 30, steps - fixed - falling) if parameters >= SMALL else 0
-    choice("algorithm.warmup_steps", max(0, rising))
+    if "algorithm.warmup_steps" in recorded:
+        # An earlier release chose it, and the run goes on with it.
+        choice("algorithm.warmup_steps", recorded["algorithm.warmup_steps"])
 
     # The learner.
     share = math.ceil(longest / learner.parallel.cp)
