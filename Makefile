@@ -15,6 +15,8 @@ PYTEST_FLAGS ?=
 # In the order of the folders the short files of unit tests come last: no process waits long for the others. One more than
 # two cores have, since some tests wait.
 TEST_WORKERS ?= 3
+# Tests of programs of others, many of which start several processes.
+TOOL_WORKERS ?= 2
 # Parts of the quick tests that run side by side: some wait for half of their time.
 FAST_WORKERS ?= 6
 # For `make compose-test`, such as COMPOSE_FLAGS="--build=--network=host --queue-image=NAME"
@@ -32,7 +34,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 SOURCES := protos core client environments rollout_server learner extensions
 
-.PHONY: install quickstart smollm2 test test-all test-fast test-peft test-tinker test-harbor test-slow compose-test images image-cpu image-gpu mutants fuzz candidate lint type protos protos-check docs packages plots clean
+.PHONY: install quickstart smollm2 test test-all test-fast test-peft test-tinker test-tools test-harbor test-slow compose-test images image-cpu image-gpu mutants fuzz candidate lint type protos protos-check docs packages plots clean
 
 install: $(STAMP)
 
@@ -134,9 +136,13 @@ $(TINKER)/.installed: requirements/tinker.txt | $(STAMP)
 test-tinker: $(TINKER)/.installed
 	@PYTHONPATH=$(TINKER) $(BIN)/python -m pytest tests/integration/test_tinker_sdk.py $(PYTEST_FLAGS)
 
+# Agents, verifiers, Helm, promtool and others, each in a folder of its own; ONLY="agents s3" chooses.
+test-tools: $(STAMP)
+	@$(BIN)/python tests/install_tools.py $(if $(ONLY),--only $(ONLY)) -- -n $(TOOL_WORKERS) --dist loadfile $(PYTEST_FLAGS)
+
 # Harbor in a Python of its own, 3.12 or newer. It brings some 100 packages, so .ci/run leaves it out.
 HARBOR_PYTHON ?= python3.12
-FRAMEWORKS := $(VENV)/frameworks
+FRAMEWORKS := $(VENV)/tools/frameworks
 NEEDS := from slipstream.core.machine.other_python import NEEDS; print(*NEEDS.values(), sep="\n")
 $(FRAMEWORKS)/harbor/.installed: | $(STAMP)
 	@$(HARBOR_PYTHON) -m venv $(FRAMEWORKS)/harbor

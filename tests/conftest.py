@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.rigs.not_run import not_run
 from support.rigs.run_alone import alone
 
 # The variable that pytest itself sets, and removes at the end of each phase.
@@ -153,6 +154,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         say(f"skipped {number}: {cause}")
     for name in dict.fromkeys(r.nodeid for key in ("failed", "error") for r in stats.get(key, ())):
         say(f"run it alone: {alone(name)}")
+    if text := not_run(str(terminalreporter.config.getoption("markexpr")), causes):
+        say(text)
 
 
 def warnings_are_errors(item: pytest.Item) -> bool:

@@ -10,12 +10,12 @@ planted where they begin, and promtool says which alerts fire.
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
 import pytest
+from support.rigs import tools
 from support.rigs.completed import completed
 from support.rigs.run_processes import ROOT
 
@@ -35,9 +35,8 @@ FIRED = 'max by (alertname) (max_over_time(ALERTS{{alertstate="firing"}}[{}s]))'
 # The samples of each series, one each half minute.
 Recording: TypeAlias = dict[str, list[str]]
 
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="apt-get install prometheus"
-)
+PROMTOOL = tools.program("promtool")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason=f"no promtool here: {tools.HOW}")
 
 
 def recorded() -> Recording:
@@ -106,7 +105,7 @@ def alerts_of(recording: Recording, folder: Path) -> set[str]:
             {"rule_files": [str(ALERTS)], "evaluation_interval": f"{INTERVAL_S}s", "tests": [case]}
         )
     )
-    done = completed(["promtool", "test", "rules", tests])
+    done = completed([str(PROMTOOL), "test", "rules", tests])
     output = done.stdout + done.stderr
     assert done.returncode == 0 or "got:" in output, output
     return set(re.findall(r'alertname="Slipstream(\w+)"', output.partition("got:")[2]))

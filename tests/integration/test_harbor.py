@@ -18,13 +18,13 @@ import pytest
 from slipstream.core.errors import EPISODE_LIMIT
 from slipstream.core.machine.files import remove_abandoned
 from support.fakes.framework_episode import MARK
-from support.rigs import run_processes
+from support.rigs import run_processes, tools
 from support.rigs.completed import completed
 from support.rigs.waiting import wait_until
 
 # The beginning of the line by which `harbor_agents.Sleeps` tells its program.
 SLEEPS = "SLEEPS "
-FOLDER = Path(os.environ.get("SLIPSTREAM_FRAMEWORKS", "frameworks-of-others")).absolute()
+FOLDER = tools.folder("frameworks")
 PYTHON = FOLDER / "harbor" / "bin" / "python"
 FAKES = run_processes.ROOT / "tests" / "support" / "fakes"
 HARBOR = "slipstream.environments.frameworks.harbor:Harbor"

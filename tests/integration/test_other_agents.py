@@ -1,21 +1,14 @@
 """Agents of others, unchanged, each in one episode: gateway, vLLM's application, scripted engine.
 
-They are no dependencies: a test without its agent is skipped. `SLIPSTREAM_AGENTS` names a folder:
-
-    python3 -m venv $SLIPSTREAM_AGENTS/py
-    $SLIPSTREAM_AGENTS/py/bin/pip install litellm openai-agents mini-swe-agent
-    npm install --prefix $SLIPSTREAM_AGENTS/node @anthropic-ai/claude-code @openai/codex ai
-    npm install --prefix $SLIPSTREAM_AGENTS/node @ai-sdk/openai zod
-
-Where npm runs no scripts of packages, run `node install.cjs` in the folder of claude-code too.
+They are no dependencies: `make test-tools` installs them, and a test without its agent is skipped.
+`SLIPSTREAM_AGENTS` names another folder, with a virtual environment `py` and the packages of npm
+below `node`.
 """
 
 import asyncio
 import json
-import os
 import subprocess
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,13 +19,13 @@ from slipstream.rollout_server.engine_interface import Sampling
 from slipstream.v1 import environment_pb2 as pb
 from support.fakes.agent_rig import AgentRig, agent_rig
 from support.fakes.scripted_server import Episode, Handler
+from support.rigs import tools
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("nothing_survives")]
 
-FOLDER = Path(os.environ.get("SLIPSTREAM_AGENTS", "agents-of-others"))
+FOLDER = tools.folder("agents")
 PYTHON = FOLDER / "py" / "bin" / "python"
 NODE = FOLDER / "node" / "node_modules" / ".bin"
-HOW = f"the top of {Path(__file__).name} says how to install it"
 LIMIT_S = 400.0
 # Coding agents open with a hundred thousand characters, each of them a token here.
 MAX_TOKENS = 600_000
@@ -47,13 +40,13 @@ def needs(package: str) -> pytest.MarkDecorator:
     if PYTHON.exists():
         code = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
         process = subprocess.run([PYTHON, "-c", code], check=False).returncode == 0
-    reason = f"{package} is not in {PYTHON}; {HOW}"
+    reason = f"no agents in Python here: {tools.HOW}"
     return pytest.mark.skipif(not process, reason=reason)
 
 
 def needs_program(name: str) -> pytest.MarkDecorator:
     """Skips without a program of npm in the folder."""
-    reason = f"{name} is not in {NODE}; {HOW}"
+    reason = f"no agents of npm here: {tools.HOW}"
     return pytest.mark.skipif(not (NODE / name).exists(), reason=reason)
 
 
@@ -196,7 +189,7 @@ for (const model of [openai("any"), openai.chat("any")]) {
 
 @pytest.mark.skipif(
     not (NODE.parent / "@ai-sdk" / "openai").exists(),
-    reason=f"@ai-sdk/openai is not in {NODE.parent}; {HOW}",
+    reason=f"no agents of npm here: {tools.HOW}",
 )
 async def test_ai_sdk(rig: AgentRig, model: Model) -> None:
     """By default it names the items of earlier responses by their ids."""

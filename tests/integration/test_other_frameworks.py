@@ -1,16 +1,7 @@
 """Environments of verifiers, and by it of OpenEnv, with a Python of their own.
 
-They are no dependencies: these tests are skipped without verifiers. `SLIPSTREAM_FRAMEWORKS` names a
-folder that these commands fill; WORKER stands for the requirements for another Python in
-docs/guides/environment-runs.md.
-
-    cd $SLIPSTREAM_FRAMEWORKS
-    python3 -m venv verifiers
-    verifiers/bin/pip install 'verifiers[openenv]==0.4.0' hatchling WORKER
-    verifiers/bin/pip download --no-deps --no-binary :all: --no-build-isolation verifiers==0.4.0
-    tar xzf verifiers-0.4.0.tar.gz
-    realpath verifiers-0.4.0/tests/v1/fixtures > \\
-        $(echo verifiers/lib/python3*/site-packages)/fixtures.pth
+They are no dependencies: `make test-tools` installs verifiers and the environments of its own
+tests, and `SLIPSTREAM_FRAMEWORKS` names another folder with both.
 """
 
 import contextlib
@@ -30,10 +21,10 @@ from slipstream.core.machine.address import free_port
 from support.fakes.chat_models import make_chat_model
 from support.fakes.framework_episode import MARK
 from support.fakes.page_reader import BLOCK
-from support.rigs import run_processes
+from support.rigs import run_processes, tools
 from support.rigs.completed import completed
 
-FOLDER = Path(os.environ.get("SLIPSTREAM_FRAMEWORKS", "frameworks-of-others")).absolute()
+FOLDER = tools.folder("frameworks")
 LIMIT_S = 300.0
 RUN_LIMIT_S = 1200.0
 VERIFIERS = "slipstream.environments.frameworks.verifiers:Verifiers"
@@ -44,7 +35,7 @@ def python_of(framework: str) -> Path:
     return FOLDER / framework / "bin" / "python"
 
 
-WHY = f"no virtual environment of verifiers: the top of {Path(__file__).name} says how to make it"
+WHY = f"no verifiers here: {tools.HOW}"
 pytestmark = [
     pytest.mark.timeout(1500),
     pytest.mark.usefixtures("nothing_survives"),

@@ -31,6 +31,7 @@ from slipstream.rollout_server.vllm.engine_requests import EngineRequests
 from slipstream.v1 import status_pb2, status_pb2_grpc
 from support.fakes.fake_server import FakeServer
 from support.fakes.named_channel import OPEN
+from support.rigs import tools
 from support.rigs.completed import completed
 from support.rigs.live_run import LiveRun
 from support.rigs.run_processes import ROOT
@@ -40,9 +41,9 @@ DEPLOY = ROOT / "deploy"
 ALERTS = DEPLOY / "prometheus" / "alerts.yml"
 DASHBOARD = DEPLOY / "grafana" / "slipstream.json"
 CHART = DEPLOY / "kubernetes" / "templates" / "rollout-server.yaml"
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="apt-get install prometheus"
-)
+PROMTOOL = tools.program("promtool")
+PROMETHEUS = tools.program("prometheus")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason=f"no promtool here: {tools.HOW}")
 
 # The form of a name in that ecosystem: base units last, and `_total` behind counters.
 UNITS = re.compile(r"_(ms|us|minutes|hours|kib|mib|gib|percent|tflops)(_|$)")
@@ -183,7 +184,7 @@ def test_every_metric_has_a_meaning_a_base_unit_and_only_few_labels(run):
 @needs_promtool
 def test_promtool_finds_nothing_to_say(run):
     text, _ = scrape(run)
-    done = completed(["promtool", "check", "metrics"], input=text)
+    done = completed([str(PROMTOOL), "check", "metrics"], input=text)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
@@ -255,7 +256,7 @@ def test_alerts_dashboard_and_chart_ask_for_metrics_that_are_there(run):
 @needs_promtool
 def test_each_alert_fires_when_it_must_and_at_no_other_time():
     tests = ALERTS.with_name("alerts.test.yml")
-    done = completed(["promtool", "test", "rules", tests])
+    done = completed([str(PROMTOOL), "test", "rules", tests])
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -296,7 +297,7 @@ def test_the_chart_asks_for_servers_by_measured_waits(tmp_path, waited_s, idle, 
         ],
     }
     (tmp_path / "tests.yml").write_text(json.dumps({"tests": [case]}))
-    done = completed(["promtool", "test", "rules", tmp_path / "tests.yml"])
+    done = completed([str(PROMTOOL), "test", "rules", tmp_path / "tests.yml"])
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -309,7 +310,7 @@ def prometheus(folder: Path, targets: Path) -> Iterator[str]:
     text = text.replace("scrape_interval: 5s", "scrape_interval: 1s")
     text = text.replace("runs/.prometheus", str(targets)).replace("alerts.yml", str(ALERTS))
     config.write_text(text)
-    command = ["prometheus", f"--config.file={config}", f"--web.listen-address={address}"]
+    command = [str(PROMETHEUS), f"--config.file={config}", f"--web.listen-address={address}"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [*command, f"--storage.tsdb.path={folder / 'data'}"], stdout=log, stderr=log
@@ -336,7 +337,7 @@ def asked(server: str, query: str) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("prometheus") is None, reason="apt-get install prometheus")
+@pytest.mark.skipif(PROMETHEUS is None, reason=f"no prometheus here: {tools.HOW}")
 def test_the_real_prometheus_has_data_for_every_query_of_the_dashboard(run, tmp_path):
     async def serve() -> None:
         async with metrics_endpoint(run.config, "rollout_server", [EngineCounts()], server="fake"):

@@ -12,11 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.rigs import tools
 from support.rigs.run_processes import check_finished
 
 ROOT = Path(__file__).parents[2]
 RIG = ROOT / "tests" / "support" / "rigs" / "ray_cluster.py"
-PYTHON = Path(os.environ.get("SLIPSTREAM_RAY", "none")) / "bin" / "python"
+PYTHON = tools.folder("ray") / "bin" / "python"
 STEPS = 150
 pytestmark = [
     pytest.mark.slow,

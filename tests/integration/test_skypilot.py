@@ -12,13 +12,12 @@ import pytest
 import yaml
 from slipstream.client.cli import parse
 from slipstream.core.configuration.config_file import load_config
+from support.rigs import tools
 
 ROOT = Path(__file__).parents[2]
-PYTHON = Path(os.environ.get("SLIPSTREAM_SKYPILOT", "none")) / "bin" / "python"
+PYTHON = tools.folder("skypilot") / "bin" / "python"
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-needs_skypilot = pytest.mark.skipif(
-    not PYTHON.exists(), reason="SLIPSTREAM_SKYPILOT must name a virtual environment with skypilot"
-)
+needs_skypilot = pytest.mark.skipif(not PYTHON.exists(), reason=f"no SkyPilot here: {tools.HOW}")
 # `validate` looks for the catalogue of GPUs, which is downloaded: without GPUs there is no need.
 PROGRAM = """
 import json, sys

@@ -1,11 +1,11 @@
 """Versions in a real S3 store, moto's server, behind a link that this test slows down or cuts.
 
-Neither moto nor s3fs is a dependency: the tests run where `SLIPSTREAM_S3` names a virtual
-environment of the same Python that has both (`pip install s3fs 'moto[server,s3]'`).
+Neither moto nor s3fs is a dependency: `make test-tools` installs them in an environment of the
+same Python, and `SLIPSTREAM_S3` names another one.
 """
 
 import asyncio
-import os
+import contextlib
 import socket
 import subprocess
 import sys
@@ -19,10 +19,11 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.machine.address import free_port
 from slipstream.core.settings.sections import WeightsSection
 from slipstream.extensions.stored_weights.server import StoredWeights
+from support.rigs import tools
 from support.rigs.stored_versions import StoredVersions, changed_content, first_content, soon
 from support.rigs.waiting import LIMIT_S, until
 
-PLACE = os.getenv("SLIPSTREAM_S3", "")
+PLACE = tools.folder("s3")
 SECRET = "not-a-secret-of-anybody"
 NEVER = threading.Event()
 
@@ -41,36 +42,46 @@ class Link:
         asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(LIMIT_S)
 
     def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(LIMIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(LIMIT_S)
+        self._loop.close()
+
+    async def _end(self) -> None:
+        """Leaves no connection to a loop that stands still."""
+        self._server.close()
+        connections = asyncio.all_tasks() - {asyncio.current_task()}
+        for connection in connections:
+            connection.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
 
     async def _listen(self) -> None:
-        await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         upward, downward = await asyncio.open_connection("127.0.0.1", self._target)
         await asyncio.gather(self._copy(reader, downward), self._copy(upward, writer))
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(16_384):
-            await until(lambda: self.bytes_per_s)
-            await asyncio.sleep(len(data) / self.bytes_per_s)
-            self.num_bytes += len(data)
-            writer.write(data)
-            await writer.drain()
-        writer.close()
+        with contextlib.closing(writer):
+            while data := await reader.read(16_384):
+                await until(lambda: self.bytes_per_s)
+                await asyncio.sleep(len(data) / self.bytes_per_s)
+                self.num_bytes += len(data)
+                writer.write(data)
+                await writer.drain()
 
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[int]:
     """The port of an S3 store with a bucket `weights`."""
-    if not PLACE:
-        pytest.skip("SLIPSTREAM_S3 names no virtual environment with s3fs and moto")
+    if not PLACE.exists():
+        pytest.skip(f"no s3fs and moto here: {tools.HOW}")
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    sys.path.append(str(Path(PLACE) / "lib" / version / "site-packages"))
+    sys.path.append(str(PLACE / "lib" / version / "site-packages"))
     port = free_port("127.0.0.1")
     process = subprocess.Popen(
-        [str(Path(PLACE) / "bin" / "moto_server"), "-H", "127.0.0.1", "-p", str(port)],
+        [str(PLACE / "bin" / "moto_server"), "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -6,15 +6,16 @@ from typing import Any
 
 import yaml
 
+from support.rigs import tools
 from support.rigs.completed import completed
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 CHART = DEPLOY / "kubernetes"
-TOOLS = Path(os.environ.get("SLIPSTREAM_KUBERNETES", "none"))
+TOOLS = tools.folder("kubernetes")
 MISSING = (
     None
     if (TOOLS / "helm").exists() and (TOOLS / "kubectl").exists()
-    else "SLIPSTREAM_KUBERNETES must name a folder with helm and kubectl"
+    else f"no helm and kubectl here: {tools.HOW}"
 )
 
 

@@ -16,6 +16,7 @@ from slipstream.extensions.redis.receiver import CONSUMER, GROUP, RedisReceiver
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import trajectory_pb2
 from support.fakes.queue_seals import without_seal
+from support.rigs import tools
 from support.rigs.valkey import (
     BYTES,
     DEFAULT_USER,
@@ -31,9 +32,9 @@ from support.rigs.waiting import LIMIT_S, until
 pytestmark = pytest.mark.process
 
 WHAT_TO_DO = "start the run again: it generates lost trajectories again"
-REDIS_SERVER = shutil.which("redis-server")
+REDIS_SERVER = tools.program("redis-server")
 needs_redis_server = pytest.mark.skipif(
-    REDIS_SERVER is None, reason="redis-server of Debian's package is not installed"
+    REDIS_SERVER is None, reason=f"no redis-server here: {tools.HOW}"
 )
 
 
