@@ -47,7 +47,8 @@ DOCS = Path(__file__).parent
 PAGES = {
     "run": (
         "Run, model and environments",
-        ("run", "model", "sampling", "environments", "evaluations", "checkpoint", "tracking"),
+        ("run", "model", "sampling", "environments", "evaluations")
+        + ("checkpoint", "tracking", "logging"),
     ),
     "learning": (
         "Algorithm and models beside the policy",

@@ -54,6 +54,7 @@ from slipstream.core.errors import (
     EnvironmentFailed,
     RunFailed,
 )
+from slipstream.core.logs import as_text
 from slipstream.core.machine.files import OwnedFolder
 from slipstream.core.machine.process import die_with_parent, send_signal
 from slipstream.core.run_folder import ADDRESS, METRICS
@@ -390,7 +391,8 @@ async def _start(plan: _Plan) -> tuple[_Start, concurrent.futures.Future[None]]:
             if failure is not None:
                 raise failure
             if code and not start.signals and code <= 128:
-                output = stderr.read_text(errors="replace")
+                lines = stderr.read_text(errors="replace").splitlines()
+                output = "\n".join(map(as_text, lines))
                 cause = output[-TAIL_CHARACTERS:].rpartition("slipstream: ")[2].strip()
                 if code not in (FAILED, USAGE_ERROR):
                     cause = f"the command ended with code {code}: {cause}"

@@ -1,6 +1,7 @@
 """Prints lines to this terminal, with text of models, environments and servers made safe."""
 
 import errno
+import logging
 import os
 import shlex
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from slipstream.client.log_lines import record
 from slipstream.core.errors import RunFailed
 
 
@@ -34,7 +36,7 @@ def say(text: str, *, as_it_is: bool = False) -> None:
     if stdout cannot be written for another reason, such as a full disk.
     """
     try:
-        print(text if as_it_is else plain(text), flush=True)
+        print(text if as_it_is else record(text) or plain(text), flush=True)
     except OSError as error:
         discard(sys.stdout)
         if error.errno not in (errno.EPIPE, errno.EIO):
@@ -44,7 +46,8 @@ def say(text: str, *, as_it_is: bool = False) -> None:
 def complain(cause: str) -> None:
     """Writes the cause of a failure to stderr; ignores an OSError of that write."""
     try:
-        print(plain(f"slipstream: {cause}"), file=sys.stderr, flush=True)
+        line = record(cause, logging.ERROR) or plain(f"slipstream: {cause}")
+        print(line, file=sys.stderr, flush=True)
     except OSError:
         discard(sys.stderr)
 

@@ -164,6 +164,12 @@ class Extension:
     # Processes of its own: a command of a run, or a check that reads the settings and ends.
     programs: Mapping[str, Program] = field(default_factory=dict)
     trackers: Mapping[str, Tracker] = field(default_factory=dict)
+    # A function of the settings and the name of a process that returns the `logging.Formatter` of
+    # its lines, or None for the usual text.
+    log_formatter: str = ""
+    # A function of the settings, the name of a process and its log's path. It returns the command
+    # of a program that reads the process's output and writes the log.
+    log_writer: str = ""
     # Names that `queue.kind` and `weights.transport` may have besides the built-in ones.
     queues: Mapping[str, Queue] = field(default_factory=dict)
     transports: Mapping[str, Transport] = field(default_factory=dict)

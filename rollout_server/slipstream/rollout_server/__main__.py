@@ -27,6 +27,7 @@ from slipstream.core.errors import (
     SlipstreamError,
 )
 from slipstream.core.extension import check_process
+from slipstream.core.logs import use_format
 from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.description import free_memory
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
@@ -54,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     become_reaper()
     try:
         config = load_config(options.config, options.overrides)
+        use_format(config, options.server_id)
         check_model(config)
         return uvloop.run(_serve(config, options))
     except (BaseExceptionGroup, SlipstreamError) as error:

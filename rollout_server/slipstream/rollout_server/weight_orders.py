@@ -15,6 +15,7 @@ from enum import Enum
 
 import numpy as np
 from slipstream.core.errors import WeightSyncError
+from slipstream.core.logs import note_step
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import pack_logprobs, unpack_tokens, version_from_pb
 from slipstream.rollout_server.engine_interface import Engine, GenerationFailed, answered
@@ -213,6 +214,7 @@ class WeightOrders:
         stages.resume_s = now_s - begun_s
         stages.served_at = now_s
         self.version = version
+        note_step(version.step)
         pause_start = self._pause_began
         self._pause_began = None
         paused_s = (

@@ -1,16 +1,21 @@
 """What models and environments write does not steer the terminal that shows it."""
 
 import contextlib
+import json
 import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from slipstream.client.cli import main
 from slipstream.client.launch.display import Display
+from slipstream.client.log_lines import speak_by
 from slipstream.client.terminal import plain, say, this_command
+from slipstream.core.logs import as_text
+from slipstream.extensions.logs.lines import JsonFormatter
 from slipstream.v1 import status_pb2
 from support.fakes.small_configs import config_of
 from support.rigs.waiting import LIMIT_S
@@ -121,6 +126,39 @@ def test_events_cannot_steer_the_screen_of_a_run(tmp_path: Path, capsys) -> None
     shown = capsys.readouterr().out
     assert is_harmless(shown)
     assert [line[:11].strip(" .0123456789s") for line in shown.splitlines()] == [""] * 3
+
+
+@pytest.fixture
+def for_programs() -> Iterator[None]:
+    """Lines of this process are JSON."""
+    speak_by(JsonFormatter("command", "first", lambda: None))
+    yield
+    speak_by(None)
+
+
+@pytest.mark.usefixtures("for_programs")
+def test_every_line_of_a_command_can_be_an_object(tmp_path: Path, capsys) -> None:
+    display = Display(config_of(tmp_path))
+    display.tell(HOSTILE, step=3)
+    warning = status_pb2.SEVERITY_WARNING
+    display.show(status_pb2.Event(number=1, text="slow", severity=warning, step=4))
+    say("two\nlines")
+    display.summary()
+    display.fail("no way")
+    written = capsys.readouterr()
+    shown = [json.loads(line) for line in written.out.splitlines()]
+    # A notebook finds the cause behind this word.
+    assert as_text(written.err.rstrip()).endswith(" ERROR slipstream: no way")
+    (failed,) = [json.loads(line) for line in written.err.splitlines()]
+    assert is_harmless(written.out)
+    assert [line["message"] for line in shown[:3]] == [HOSTILE, "slow", "two\nlines"]
+    assert [line.get("step") for line in shown] == [3, 4, None, None]
+    assert [line["level"] for line in shown] == ["INFO", "WARNING", "INFO", "INFO"]
+    assert "has no summary" in shown[3]["message"]
+    assert (failed["message"], failed["level"]) == ("no way", "ERROR")
+    # Settings are read by programs as they are.
+    say("a = 1", as_it_is=True)
+    assert capsys.readouterr().out == "a = 1\n"
 
 
 def test_errors_cannot_steer_the_screen(capsys: pytest.CaptureFixture[str]) -> None:

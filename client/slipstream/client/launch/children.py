@@ -11,7 +11,9 @@ import re
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +21,10 @@ from pathlib import Path
 
 from slipstream.client.terminal import say
 from slipstream.core.errors import FINAL_ERROR, NOT_STARTED, USAGE_ERROR, ConfigError, RunFailed
+from slipstream.core.logs import as_text, writer_command
 from slipstream.core.machine.address import address_parts, free_port
 from slipstream.core.machine.process import below_this, kernel_oom_kills
+from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config
 from slipstream.core.waits import within
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE, rendezvous_secret
@@ -35,6 +39,8 @@ MAX_FAILED_STARTS = 2
 TAIL_BYTES = 65536
 # A disk with fewer free bytes counts as full.
 FULL_BYTES = 1 << 20
+# Seconds in which a log's writer has written all that an ended process has said.
+LOG_END_S = 5.0
 # Seconds between two looks at a log for new lines.
 LOOK_S = 0.2
 # A scheduler sends SIGTERM to a job, to its steps and to their processes: all mean one request.
@@ -68,6 +74,10 @@ class Child:
     log_path: Path
     # The place in the log where this process's part begins: an earlier one may have written.
     log_start: int = 0
+    # The log's inode then: a log that has grown too large is moved, and a new one begins.
+    log_inode: int = 0
+    # Ends with the program that writes the log; None where the process writes it itself.
+    log_end: threading.Thread | None = None
     # The kernel's count, at the start, of processes that it ended because memory was full.
     oom_kills: int = 0
     started_s: float = field(default_factory=time.monotonic)
@@ -93,7 +103,7 @@ class Child:
             how = f"exited with code {code}"
         # A program that gets SIGKILL cannot write why.
         is_mute = code == -signal.SIGKILL
-        cause = "" if is_mute else last_complaint(self.log_path, self.log_start)
+        cause = "" if is_mute else self._last_complaint()
         if (is_mute or SEE_ABOVE in cause) and kernel_oom_kills() > self.oom_kills:
             cause = "memory was full, so the kernel ended a process; give the run more memory"
         elif SEE_ABOVE in cause:
@@ -102,6 +112,14 @@ class Child:
             cause = f"{_LESS_MEMORY}: {cause}"
         ending = f"{self.name} {how}" + (f": {cause}" if cause else "") + f" (log: {self.log_path})"
         return with_full_disk(ending, self.log_path.parent)
+
+    def _last_complaint(self) -> str:
+        if self.log_end is not None:
+            self.log_end.join(LOG_END_S)
+        with contextlib.suppress(OSError):
+            if self.log_path.stat().st_ino != self.log_inode:
+                return last_complaint(self.log_path)
+        return last_complaint(self.log_path, self.log_start)
 
     def failure(self) -> ConfigError | RunFailed:
         """Returns the error that says how the program ended, ConfigError if it refused to run."""
@@ -122,6 +140,8 @@ class Child:
             await within(grace_s, self.process.wait())
         self.signal(signal.SIGKILL)
         await self.process.wait()
+        if self.log_end is not None:
+            await asyncio.to_thread(self.log_end.join, LOG_END_S)
 
 
 async def start_child(
@@ -131,11 +151,12 @@ async def start_child(
     *,
     log_path: Path,
     environ: Mapping[str, str] = {},
+    log_writer: Sequence[str] = (),
 ) -> Child:
     """Starts `python -m module arguments` in a process group of its own.
 
-    The output is appended to `log_path`, and `environ` is added to the environment variables.
-    Raises ConfigError when the log cannot be written.
+    The output is appended to `log_path`, by the program `log_writer` if there is one, and `environ`
+    is added to the environment variables. Raises ConfigError when the log cannot be written.
     """
     command = [sys.executable, "-m", module, *arguments]
     try:
@@ -145,16 +166,63 @@ async def start_child(
         raise ConfigError(f"{log_path} cannot be written: {error.strerror}") from error
     with opened as log:
         log_start = log.tell()
-        process = await asyncio.create_subprocess_exec(
-            *below_this(),
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, **environ},
-            start_new_session=True,
+        log_inode = os.fstat(log.fileno()).st_ino
+        log_end, output = _start_writer(log_writer, log.fileno())
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *below_this(),
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **environ},
+                start_new_session=True,
+            )
+        finally:
+            # The process alone keeps it open, so the writer ends with the process.
+            if log_end is not None:
+                os.close(output)
+    return Child(name, process, log_path, log_start, log_inode, log_end, kernel_oom_kills())
+
+
+async def start_in_run(
+    config: Config,
+    name: str,
+    module: str,
+    arguments: Sequence[str],
+    environ: Mapping[str, str] = {},
+    *,
+    log: Path | None = None,
+) -> Child:
+    """Starts a program of a run, whose log has the form and the size of the run's settings.
+
+    Without `log` it lies in the run's folder.
+    """
+    path = log or log_path(config.run_dir, name)
+    writer = writer_command(config, name, path)
+    return await start_child(
+        name, module, arguments, log_path=path, environ=environ, log_writer=writer
+    )
+
+
+def _start_writer(command: Sequence[str], log: int) -> tuple[threading.Thread | None, int]:
+    """Starts a program that writes a log; returns what ends with it, and the descriptor it reads.
+
+    Without a command the descriptor is that of the log. The program outlives this process until
+    all that write to it have ended.
+    """
+    if not command:
+        return None, log
+    source, output = os.pipe()
+    try:
+        writer = subprocess.Popen(
+            command, stdin=source, stdout=log, stderr=log, start_new_session=True
         )
-    return Child(name, process, log_path, log_start, kernel_oom_kills())
+    finally:
+        os.close(source)
+    log_end = threading.Thread(target=writer.wait, name=f"log writer {writer.pid}", daemon=True)
+    log_end.start()
+    return log_end, output
 
 
 async def first_failed(children: Sequence[Child], *, fine: Sequence[int]) -> Child | None:
@@ -215,9 +283,10 @@ def last_complaint(path: Path, start: int = 0) -> str:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(start if start <= end else 0, end - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+            written = file.read().decode(errors="replace")
     except OSError:
         return ""
+    text = "\n".join(as_text(line) for line in written.splitlines())
     # The traceback of an exception group draws a frame with these characters.
     lines = [line.strip().lstrip("|+- ") for line in text.splitlines()]
     spoken = [line for line in lines if line.startswith(OUR_PREFIXES)]

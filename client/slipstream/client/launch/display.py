@@ -1,11 +1,13 @@
 """Shows a run on the screen: a line for each step and each event, a table at the end."""
 
+import logging
 import math
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from slipstream.client.log_lines import record
 from slipstream.client.page import PAGE
 from slipstream.client.run_folder import read_summary
 from slipstream.client.status import RunStatus, episodes_under_way, fates
@@ -44,7 +46,12 @@ FAILED = "the run failed: "
 STOPPING = "stopping: "
 # Least seconds between two lines of steps, except the last step; metrics.jsonl has all steps.
 STEP_EVERY_S = 2.0
-SEVERITY_MARKS = {status_pb2.SEVERITY_WARNING: "! ", status_pb2.SEVERITY_ERROR: "!! "}
+LEVELS = {
+    status_pb2.SEVERITY_WARNING: logging.WARNING,
+    status_pb2.SEVERITY_ERROR: logging.ERROR,
+}
+# The beginning of a line for people, by its level.
+MARKS = {logging.WARNING: "! ", logging.ERROR: "!! "}
 
 
 class Display:
@@ -99,23 +106,25 @@ class Display:
                     norm = metrics["grad_norm"]
                     rate = metrics["learning_rate"]
                     line = f"step {event.step}  gradient norm {norm:.3g}, learning rate {rate:.3g}"
-                self.tell(line)
+                self.tell(line, step=event.step)
         else:
-            self.tell(SEVERITY_MARKS.get(event.severity, "") + event.text)
+            level = LEVELS.get(event.severity, logging.INFO)
+            self.tell(event.text, level, step=event.step)
 
     @property
     def quiet_s(self) -> float:
         return time.monotonic() - self.spoke_s
 
-    def tell(self, text: str) -> None:
-        """Shows a line, after the seconds since the start."""
+    def tell(self, text: str, level: int = logging.INFO, *, step: int = 0) -> None:
+        """Shows a line, after the seconds since the start and the mark of its level."""
         self.spoke_s = time.monotonic()
         elapsed = self.spoke_s - self._started_s
-        self._write(f"{elapsed:7.1f} s  {plain(text, indent=11)}\n")
+        marked = MARKS.get(level, "") + text
+        self._write(f"{elapsed:7.1f} s  {plain(marked, indent=11)}\n", text, level, step)
 
     def warn(self, text: str) -> None:
         """Shows a warning of the command itself."""
-        self.tell("! " + text)
+        self.tell(text, logging.WARNING)
 
     def fail(self, cause: str) -> None:
         """Writes the cause of the run's failure to stderr, in the form of the command's errors."""
@@ -147,10 +156,16 @@ class Display:
             self._write(f"\n  {ended}{self.resuming(first)}\n")
         return bool(summary["state"] == "stopped")
 
-    def _write(self, text: str) -> None:
-        """Writes to stdout; a closed terminal or a reader that has ended does not end the run."""
+    def _write(
+        self, text: str, message: str = "", level: int = logging.INFO, step: int = 0
+    ) -> None:
+        """Writes to stdout; a closed terminal or a reader that has ended does not end the run.
+
+        A line for programs has `message`, by default the text without space around it.
+        """
+        line = record(message or text.strip(), level, step=step)
         try:
-            print(text, end="", flush=True)
+            print(text if line is None else f"{line}\n", end="", flush=True)
         except OSError as error:
             discard(sys.stdout)
             log = log_path(self._config.run_dir, "controller")

@@ -26,6 +26,7 @@ from slipstream.client.launch.checks import DOCTOR_LIMIT_S, find_all, require, r
 from slipstream.client.launch.children import (
     rank_environments,
     start_child,
+    start_in_run,
     stop_signal,
 )
 from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, Scene, Verdict
@@ -42,6 +43,7 @@ from slipstream.client.launch.placement import (
 )
 from slipstream.client.launch.preflight import hold_address, prove
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
+from slipstream.client.log_lines import speak_by
 from slipstream.client.page import PAGE, differences, page_kept, reply_lines, settings_in
 from slipstream.client.terminal import complain, counted, say
 from slipstream.core.configuration.automatic import describe_plan
@@ -63,6 +65,7 @@ from slipstream.core.errors import (
     check_server_id,
 )
 from slipstream.core.extension import Program, program
+from slipstream.core.logs import formatter
 from slipstream.core.machine.address import address_parts
 from slipstream.core.machine.process import raise_open_files
 from slipstream.core.models.model_sizes import read_model_sizes
@@ -161,6 +164,7 @@ async def _carry_out(
 ) -> int:
     scene = scene_of(config, share, connect_timeout_s, dry_run=dry_run)
     if not dry_run:
+        speak_by(formatter(config, "command"))
         # Imports of torch and vLLM, which some checks need, take ten seconds.
         say(f"run {config.run.name} is checked: its files, this machine, its environments")
     facts: list[str] = []
@@ -224,6 +228,8 @@ async def run_rollout_server(
         overrides = [*overrides, f'controller.address="{controller}"']
     config = load_config(path, overrides, hub="small" if dry_run else "whole", apart=True)
     scene = scene_of(config, Share(servers=1), connect_timeout_s, dry_run=dry_run)
+    if not dry_run:
+        speak_by(formatter(config, "command"))
     # The command of a whole run says the facts.
     if not await _may_start(scene, []):
         return 0
@@ -241,7 +247,7 @@ async def run_rollout_server(
         arguments += ["--controller", address, "--server-id", name]
         environ = placement.server_environment(0)
         module = SERVER_PROGRAM.module
-        child = await start_child(name, module, arguments, log_path=log, environ=environ)
+        child = await start_in_run(config, name, module, arguments, environ, log=log)
         say(f"rollout server {name} joins {address}; its log is {log}")
         stop = asyncio.ensure_future(stop_signal())
         ended = asyncio.ensure_future(child.process.wait())

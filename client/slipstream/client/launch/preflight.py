@@ -31,7 +31,7 @@ from slipstream.client.audit import Limits
 from slipstream.client.launch.findings import Finding, Scene, problem
 from slipstream.client.launch.remembered import REMEMBERED_S, Remembered, key_of
 from slipstream.client.run_folder import make_folder, make_run_folder
-from slipstream.client.terminal import complain, counted
+from slipstream.client.terminal import complain, counted, say
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import FACT, USAGE_ERROR, WARNING, ConfigError, RunFailed
@@ -435,7 +435,7 @@ def told_when_slow(what: str) -> Iterator[None]:
     async def tell() -> None:
         await asyncio.sleep(SLOW_S)
         while True:
-            print(what, flush=True)
+            say(what)
             await asyncio.sleep(AGAIN_S)
 
     telling = asyncio.create_task(tell())

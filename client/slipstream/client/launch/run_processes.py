@@ -18,7 +18,7 @@ from slipstream.client.launch.children import (
     RestartPolicy,
     first_failed,
     rank_environments,
-    start_child,
+    start_in_run,
     stop_signal,
     with_full_disk,
 )
@@ -44,7 +44,7 @@ from slipstream.core.errors import DONE, FAILED, RUN_STOPPED, ConfigError, RunFa
 from slipstream.core.extension import Program
 from slipstream.core.machine.files import remove_abandoned
 from slipstream.core.patience import Patience
-from slipstream.core.run_folder import LOGS, log_path
+from slipstream.core.run_folder import LOGS
 from slipstream.core.settings.config import Config
 from slipstream.core.waits import within
 from slipstream.protocol.access.security import Credentials, call_metadata, cause_of, open_channel
@@ -384,8 +384,7 @@ class RunProcesses:
 
     async def _start_controller(self) -> Child:
         name = CONTROLLER.name
-        log = log_path(self._config.run_dir, CONTROLLER.name)
-        child = await start_child(name, CONTROLLER.module, self._config_arguments, log_path=log)
+        child = await start_in_run(self._config, name, CONTROLLER.module, self._config_arguments)
         self._children.append(child)
         return child
 
@@ -459,9 +458,8 @@ class RunProcesses:
         while waits and ((run := await self._calls.look()) is None or run.state == STARTING):
             await asyncio.sleep(LOOK_S)
         while True:
-            log = log_path(self._config.run_dir, name)
             argv = [*self._config_arguments, *arguments]
-            child = await start_child(name, program.module, argv, log_path=log, environ=environ)
+            child = await start_in_run(self._config, name, program.module, argv, environ)
             self._children.append(child)
             await child.process.wait()
             # Processes that it has started must not outlive it. Others may have its number later.
@@ -531,9 +529,8 @@ class RunProcesses:
         for torchrun in rank_environments(self._config, self._own_ranks):
             environ = torchrun | self._placement.learner_environment
             name = f"{TRAINER.name}-{environ['RANK']}"
-            log = log_path(self._config.run_dir, name)
             argv = self._config_arguments
-            child = await start_child(name, TRAINER.module, argv, log_path=log, environ=environ)
+            child = await start_in_run(self._config, name, TRAINER.module, argv, environ)
             self._ranks.append(child)
 
     async def _watch_trainers(self) -> None:

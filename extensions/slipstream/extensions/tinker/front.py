@@ -23,6 +23,7 @@ from pydantic_core import from_json
 from slipstream.client.agent_gateway import LOOPBACK, bounded_server
 from slipstream.core.configuration.config_file import load_config, vocabulary_size
 from slipstream.core.errors import USAGE_ERROR, ProtocolError, SlipstreamError
+from slipstream.core.logs import use_format
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker import operations, wire_pb2
 from slipstream.extensions.tinker.archives import Archives
@@ -372,6 +373,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO)
     try:
         config = load_config(arguments.config, arguments.overrides)
+        use_format(config, "tinker")
         uvloop.run(serve(config, arguments.port, in_flight=arguments.in_flight))
     except (SlipstreamError, OSError) as error:
         print(f"slipstream: {error}", file=sys.stderr)

@@ -13,6 +13,7 @@ from pathlib import Path
 import uvloop
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import FAILED, USAGE_ERROR, RunFailed, SlipstreamError
+from slipstream.core.logs import use_format
 
 FORM = "%(asctime)s %(levelname)s %(message)s"
 
@@ -78,6 +79,7 @@ async def _serve(path: Path, overrides: list[str]) -> int:
     from slipstream.protocol.access.run_token import make_run_token, run_credentials
 
     config = load_config(path, overrides)
+    use_format(config, "controller")
     check_trackers(config.tracking)
     load_functions(config, ("reward", "filter"))
     make_run_token(config)

@@ -101,7 +101,7 @@ class EventLog:
         characters.
         """
         text = one_line(text, MAX_CHARACTERS)
-        log.log(level, text)
+        log.log(level, text, extra={"step": step or None})
         severity = f"SEVERITY_{logging.getLevelName(level)}"
         if metrics:
             self._metrics.append((self._count + 1, metrics))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from slipstream.core import errors
 from slipstream.core.configuration.config_file import check_model, load_config
 from slipstream.core.extension import check_process
+from slipstream.core.logs import use_format
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
 from slipstream.core.machine.process import leave, without_collections
 from slipstream.core.run_folder import LOCKS
@@ -78,6 +79,7 @@ def _run_rank(config: Config, launch: "Launch") -> int:
         # An import of Megatron's has set up the logs already.
         force=True,
     )
+    use_format(config, f"trainer-rank-{launch.rank}")
     # Micro batches differ in size: without this a tenth of a full GPU was lost between their
     # tensors.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -31,6 +31,7 @@ import socket
 from types import FrameType
 
 from slipstream.core.errors import RunFailed, UntrainableBatch
+from slipstream.core.logs import note_step
 from slipstream.core.run_folder import CHECKPOINTS, FINAL_ADAPTERS, FINAL_MODEL
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
@@ -159,6 +160,7 @@ class Trainer:
                 self._save()
                 self._tell(self._checkpointer.finish())
         elif isinstance(order, Batch):
+            note_step(order.step + 1)
             with contextlib.ExitStack() as stack:
                 for part in self._parts:
                     stack.enter_context(part.around(order.step + 1))

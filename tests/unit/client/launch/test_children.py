@@ -4,6 +4,8 @@ import asyncio
 import re
 import shutil
 import signal
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,7 @@ from slipstream.client.launch.children import (
 )
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.process import kernel_oom_kills
+from slipstream.extensions.logs.lines import as_objects
 from support.rigs.waiting import LIMIT_S, until
 
 RAISE_TWO = """
@@ -61,6 +64,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
 @pytest.mark.parametrize(
     ("lines", "cause"),
     [
@@ -81,7 +85,9 @@ REFUSED = (
         (("OSError: full", '[rank0]:   File "/a/b', "[rank0]:    ^^^^~~^^"), "OSError: full"),
     ],
 )
-def test_the_line_that_names_the_cause_is_found(lines, cause, tmp_path):
+def test_the_line_that_names_the_cause_is_found(lines, cause, form, tmp_path):
+    if form == "json":
+        lines = as_objects(lines, "server-0", "run", time.time)
     assert last_complaint(write(tmp_path / "log", *lines)) == cause
 
 
@@ -117,6 +123,55 @@ async def test_the_end_of_several_errors_at_once_is_one_of_them(tmp_path: Path) 
     assert await child.process.wait() == 1
     message = f"two exited with code 1: ValueError: no way (log: {child.log_path})"
     assert child.describe_end() == message
+
+
+# Begins a log again before its last line.
+MOVES = """
+import pathlib, sys
+log = pathlib.Path(sys.argv[1])
+for line in sys.stdin:
+    with log.open("a") as file:
+        file.write(line)
+    if "move" in line:
+        log.rename(log.with_suffix(".1"))
+"""
+
+
+@pytest.mark.process
+async def test_the_cause_is_found_in_the_log_that_another_program_writes(tmp_path: Path) -> None:
+    """The writer has all of it though it is the last to end; what was before was moved away."""
+    log = write(tmp_path / "two.log", *["an earlier line"] * 100)
+    (tmp_path / "two.py").write_text(f"print('move', flush=True)\n{RAISE_TWO}")
+    child = await start_child(
+        "two",
+        "two",
+        [],
+        log_path=log,
+        environ={"PYTHONPATH": str(tmp_path)},
+        log_writer=[sys.executable, "-c", MOVES, str(log)],
+    )
+    assert await child.process.wait() == 1
+    assert child.describe_end() == f"two exited with code 1: ValueError: no way (log: {log})"
+    assert log.with_suffix(".1").read_text().endswith("move\n")
+    await child.stop(LIMIT_S)
+    assert child.log_end is not None and not child.log_end.is_alive()
+
+
+@pytest.mark.process
+async def test_what_a_killed_process_has_said_is_in_its_log(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text("import time\nprint('said', flush=True)\ntime.sleep(1000)\n")
+    child = await start_child(
+        "two",
+        "two",
+        [],
+        log_path=tmp_path / "log",
+        environ={"PYTHONPATH": str(tmp_path)},
+        log_writer=["sh", "-c", 'cat > "$0"', str(tmp_path / "copy")],
+    )
+    await until(lambda: (tmp_path / "copy").exists() and (tmp_path / "copy").read_text())
+    child.signal(signal.SIGKILL)
+    await child.stop(LIMIT_S)
+    assert (tmp_path / "copy").read_text() == "said\n"
 
 
 async def start_script(folder: Path, name: str, text: str) -> Child:

@@ -24,6 +24,7 @@ from slipstream.core import patience
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.machine.address import free_port
 from slipstream.core.machine.files import OwnedFolder
+from slipstream.core.settings.config import Config
 from slipstream.protocol.access.run_token import make_run_token, run_credentials
 from slipstream.protocol.access.security import Credentials, bind, create_server
 from slipstream.v1 import status_pb2, status_pb2_grpc
@@ -76,11 +77,13 @@ async def test_a_server_for_which_the_machine_has_no_process_ends_the_run_with_t
 async def test_each_server_is_told_its_own_memory_and_episodes(tmp_path, monkeypatch):
     settings: dict[str, list[str]] = {}
 
-    async def start(name: str, _: str, arguments: Sequence[str], **options: object) -> Child:
+    async def start(
+        _config: Config, name: str, _module: str, arguments: Sequence[str], _environ: object
+    ) -> Child:
         settings[name] = [word.partition("rollout_server.")[2] for word in arguments]
         raise OSError(0, "enough")
 
-    monkeypatch.setattr(run_processes, "start_child", start)
+    monkeypatch.setattr(run_processes, "start_in_run", start)
     places = Placement(("0",), (("1",), ("0",)), memory=(0.9, 0.3))
     config = small_config(run={"dir": str(tmp_path)}, rollout_server={"max_episodes": 16})
     async with RunProcesses(config, OPEN, places) as processes:
@@ -100,7 +103,7 @@ async def test_a_process_that_ended_is_not_signalled_at_the_end_of_the_run(
     started: list[SimpleNamespace] = []
     restarts = 50
 
-    async def start(name: str, *_: object, **options: object) -> SimpleNamespace:
+    async def start(_config: Config, name: str, *_: object) -> SimpleNamespace:
         code = 0 if len(started) == restarts else 1
         process = SimpleNamespace(wait=AsyncMock(), returncode=code)
         child = SimpleNamespace(name=name, process=process, signals=[], is_running=False)
@@ -108,7 +111,7 @@ async def test_a_process_that_ended_is_not_signalled_at_the_end_of_the_run(
         started.append(child)
         return child
 
-    monkeypatch.setattr(run_processes, "start_child", start)
+    monkeypatch.setattr(run_processes, "start_in_run", start)
     config = small_config(run={"dir": str(tmp_path)})
     async with RunProcesses(config, OPEN, Placement()) as processes:
         monkeypatch.setattr(processes, "_may_restart", AsyncMock(return_value=True))
@@ -128,7 +131,7 @@ async def test_a_run_goes_on_without_a_second_server_that_nobody_asked_for(
     process = SimpleNamespace(wait=AsyncMock(), returncode=1)
     warned: list[str] = []
 
-    async def start(name: str, *_: object, **options: object) -> SimpleNamespace:
+    async def start(_config: Config, name: str, *_: object) -> SimpleNamespace:
         return SimpleNamespace(
             name=name,
             process=process,
@@ -137,7 +140,7 @@ async def test_a_run_goes_on_without_a_second_server_that_nobody_asked_for(
             stop=AsyncMock(),
         )
 
-    monkeypatch.setattr(run_processes, "start_child", start)
+    monkeypatch.setattr(run_processes, "start_in_run", start)
     places = Placement(("0",), (("1",), ("0",)), is_extended=is_extended)
     stopped = AsyncMock()
     config = small_config(run={"dir": str(tmp_path)})
