@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,18 @@ class Tokens:
 
     def find(self, token: int) -> Sampled:
         return self.sampled[token - FIRST_TOKEN]
+
+
+class SecondEnvironment(Enum):
+    """What a second environment does in place of all that the first one does."""
+
+    ALIKE = "alike"
+    # Its answers take 50 times as long.
+    SLOW = "slow"
+    # All its episodes fail.
+    FAILING = "failing"
+    # The rewards of each of its groups are equal.
+    FILTERED = "filtered"
 
 
 def verdict_on(reply: str) -> tuple[float, bool]:
@@ -293,8 +306,11 @@ class SimulatedGateway:
     limits = NO_LIMITS
     takes_tools = False
 
-    def __init__(self, loop: VirtualLoop, seed: str, log_dir: Path) -> None:
+    def __init__(
+        self, loop: VirtualLoop, seed: str, log_dir: Path, second: SecondEnvironment | None
+    ) -> None:
         self.loop, self.random, self.log_dir = loop, random.Random(f"worker/{seed}"), log_dir
+        self.second = second
         self.logs = SimpleNamespace(watch=asyncio.Event().wait)
         self.variables: dict[str, str] = {}
         # Calls that fail, or workers that end, for a share of the calls.
@@ -323,7 +339,15 @@ class SimulatedWorker(EnvironmentWorker):
     def _answer_later(self, command: environment_pb2.WorkerCommand) -> None:
         gateway: Any = self._gateway
         copy = environment_pb2.WorkerCommand.FromString(command.SerializeToString())
-        gateway.loop.call_later(gateway.random.uniform(0.001, 0.02), self._answer, copy)
+        delay_s = gateway.random.uniform(0.001, 0.02)
+        if self._is(SecondEnvironment.SLOW):
+            delay_s *= 50
+        gateway.loop.call_later(delay_s, self._answer, copy)
+
+    def _is(self, second: SecondEnvironment) -> bool:
+        """Whether this is a worker of the second environment, and that is such a one."""
+        gateway: Any = self._gateway
+        return self._spec.name == "f" and gateway.second is second
 
     def _answer(self, command: environment_pb2.WorkerCommand) -> None:
         gateway: Any = self._gateway
@@ -331,11 +355,15 @@ class SimulatedWorker(EnvironmentWorker):
         kind = command.WhichOneof("command")
         if kind == "load":
             answer.loaded.num_tasks = NUM_TASKS
-        elif kind in ("reset", "step") and gateway.random.random() < gateway.failing:
+        elif kind in ("reset", "step") and (
+            gateway.random.random() < gateway.failing or self._is(SecondEnvironment.FAILING)
+        ):
             answer.failure.kind = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
             answer.failure.message = "ValueError: broken"
         elif kind == "reset":
             answer.observation.messages.add(role="user", content="a")
+        elif kind == "step" and self._is(SecondEnvironment.FILTERED):
+            answer.verdict.done = True
         elif kind == "step":
             answer.verdict.reward, answer.verdict.done = verdict_on(command.step.reply)
             if not answer.verdict.done:

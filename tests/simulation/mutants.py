@@ -107,15 +107,31 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
     "digests of loaded buckets are not compared": NO_COMPARISON,
     "no check at batching": (
         Change(
-            f"{CONTROLLER}.leasing.leases:LeaseBook.take_batch",
-            "staleness.choose_batch(groups, self.step, self.groups_per_step)",
-            "[g for g in groups if g.is_complete][: self.groups_per_step]",
+            f"{CONTROLLER}.leasing.shares:choose",
+            "staleness.choose_batch(groups, step, groups_per_step)",
+            "[group for group in groups if group.is_complete][:groups_per_step]",
         ),
         Change(
-            f"{CONTROLLER}.leasing.leases:LeaseBook.take_batch",
-            "if batch is None:",
-            "if len(batch) < self.groups_per_step:",
+            f"{CONTROLLER}.leasing.shares:choose",
+            "if earliest is None:",
+            "if len(earliest) < groups_per_step:",
         ),
+        Change(
+            f"{CONTROLLER}.leasing.shares:_keep_staleness",
+            "while overfull := staleness.overfull_deadlines(+rest, step + 1, groups_per_step):",
+            "while overfull := []:",
+        ),
+    ),
+    "a batch has the earliest groups, of whatever environment": Change(
+        f"{CONTROLLER}.leasing.shares:choose", "len(supplies) == 1", "True"
+    ),
+    "a batch waits for no share": Change(
+        f"{CONTROLLER}.leasing.shares:_supplies",
+        "group.holder in mixture.working_servers",
+        "False",
+    ),
+    "what rounding leaves is lost": Change(
+        f"{CONTROLLER}.loop:BatchFormer._mixture", "owed=self._state.owed", "owed={}"
     ),
     "no check at leasing": Change(
         f"{CONTROLLER}.leasing.leases:LeaseBook.may_lease",
@@ -236,6 +252,7 @@ NAMED = {
     "no epoch fence for trainers": 21,
     "serve after a failed load": 9,
     "no check at batching": 172,
+    "a batch waits for no share": 52,
     "a later log does not make the earlier ones durable": 4,
     "a trainer registers again with its first version": 0,
     "an episode has the reward of its last turn": 4,

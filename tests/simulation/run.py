@@ -28,6 +28,7 @@ stand_in()
 
 from simulation.world import Result, World, shared_memory  # noqa: E402
 
+KINDS = ("schedules", "steps", "mixed batches", "trajectories", "tokens")
 # Longest time of one schedule, which usually takes less than a second.
 SCHEDULE_S = 120.0
 
@@ -136,7 +137,7 @@ def main() -> int:
                 print(f"    python tests/simulation/run.py {again}", flush=True)
     violations = {
         "seeds": len(seeds),
-        **{kind: sums[kind] for kind in ("schedules", "steps", "trajectories", "tokens")},
+        **{kind: sums[kind] for kind in KINDS},
         "fired": dict(fired.most_common()),
         "faults": fired.total(),
         "failed": sorted(failed),

@@ -29,6 +29,9 @@ from slipstream.core.types import ServerId, Trajectory
 from slipstream.extensions.redis import queue as redis
 from slipstream.extensions.redis import receiver as redis_receiver
 from slipstream.learner.controller import application
+from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.leasing.shares import Choice
 from slipstream.learner.controller.records import snapshots
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.services import fleet_service
@@ -44,6 +47,7 @@ from slipstream.rollout_server.episodes.play import Model
 from slipstream.rollout_server.usage import EpochCounters
 from slipstream.rollout_server.vllm.agent_services import AgentServices
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
+from support.references.plain_shares import MixedGroup, Moment, share_faults
 
 from simulation.blocking import THREADING, BlockingChannel, run_blocking, sleep
 from simulation.disk import Disk, OwnedJournal, close_files
@@ -51,6 +55,7 @@ from simulation.durable_queue import DurableQueue
 from simulation.fleet import (
     NUM_TASKS,
     NumberRenderer,
+    SecondEnvironment,
     SimulatedEngine,
     SimulatedGateway,
     SimulatedWorker,
@@ -104,6 +109,9 @@ class Shape:
     removes: bool = False
     # Whether the tasks of environment "e" are drawn by weights.
     is_weighed: bool = False
+    # The second environment, "f", and its weight beside the 1 of "e"; None without it.
+    second: SecondEnvironment | None = None
+    second_weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,7 @@ class Result:
     digest: str
     fired: Counter[str]
     virtual_s: float
-    # Steps, trajectories and tokens.
+    # Steps, trajectories, tokens and mixed batches.
     trained: Counter[str]
 
 
@@ -142,6 +150,14 @@ def _package_version(name: str) -> str:
     if found_version is None:
         raise metadata.PackageNotFoundError(name)
     return found_version
+
+
+def environments_of(shape: Shape) -> list[dict[str, Any]]:
+    environments: list[dict[str, Any]] = [{"name": "e", "reference": "m:E"}]
+    if shape.second is not None:
+        second = {"name": "f", "reference": "m:F", "weight": shape.second_weight}
+        environments.append(second)
+    return environments
 
 
 def config_of(shape: Shape, folder: Path) -> Config:
@@ -168,7 +184,7 @@ def config_of(shape: Shape, folder: Path) -> Config:
             "join_deadline_s": 5.0,
             "bucket_deadline_s": 2.0,
         },
-        "environments": [{"name": "e", "reference": "m:E"}],
+        "environments": environments_of(shape),
         # A tracker would be a thread on the real clock.
         "tracking": {"trackers": []},
     }
@@ -202,7 +218,7 @@ def many_crashes(seed: int) -> tuple[Shape, list[Fault]]:
         steps=rnd.choice((2, 3, 4)),
         groups_per_step=rnd.randint(1, 3),
         noise=rnd.random() < 0.7,
-        filters=rnd.random() < 0.5,
+        filters=rnd.random() < 0.5 or shape.second is SecondEnvironment.FILTERED,
         has_client=rnd.random() < 0.6,
     )
     names = (
@@ -262,6 +278,16 @@ def some_faults(seed: int) -> tuple[Shape, list[Fault]]:
         shape = replace(shape, has_patience=lie == "foreign_run_lie")
     is_weighed = random.Random(f"plan of the weights/{seed}").random() < 0.4
     shape = replace(shape, is_weighed=is_weighed)
+    rnd = random.Random(f"plan of the mixture/{seed}")
+    if rnd.random() < 0.4:
+        second = rnd.choice(list(SecondEnvironment))
+        shape = replace(
+            shape,
+            groups_per_step=rnd.randint(1, 4),
+            second=second,
+            second_weight=rnd.choice((0.25, 1.0, 1.0, 3.0)),
+            filters=shape.filters or second is SecondEnvironment.FILTERED,
+        )
     return shape, sorted(faults, key=lambda fault: fault.at_s)
 
 
@@ -302,6 +328,8 @@ class World:
         # Number of trajectories that each server still spoils, by the lie and its process.
         self.lies: Counter[tuple[str, Process]] = Counter()
         self.violations: list[str] = []
+        # Number of batches with groups of several environments, of runs with a second one.
+        self.mixed_batches = 0
         # The state that the last controller knew at its end; None if none came to an end.
         self.state: RunState | None = None
         self.fired: Counter[str] = Counter()
@@ -440,7 +468,7 @@ class World:
         engine = SimulatedEngine(process, self.loop, self.wire, self.tokens, seed)
         engine.violations = self.violations
         engine.truth = self.truth
-        gateway = SimulatedGateway(self.loop, seed, self._folder / "logs")
+        gateway = SimulatedGateway(self.loop, seed, self._folder / "logs", self.shape.second)
         self.engines.append(engine)
         self.gateways.append(gateway)
         renderer = NumberRenderer()
@@ -598,6 +626,7 @@ class World:
             logging.disable(logging.NOTSET)
         self.fired.update(self.wire.fired)
         trained = judge(self)
+        trained["mixed batches"] = self.mixed_batches
         return Result(
             self.seed,
             self.violations,
@@ -629,6 +658,12 @@ class World:
                 trajectory = replace(trajectory, run_id="other-1")
             return encode_trajectory(trajectory)
 
+        take_batch = LeaseBook.take_batch
+
+        def take_and_judge(book: LeaseBook, choice: Choice[Group]) -> list[Group]:
+            self._judge_shares(book, choice)
+            return take_batch(book, choice)
+
         put = grpc.GrpcSender.put
         run_group = dispatcher.Dispatcher._run_group
 
@@ -649,6 +684,7 @@ class World:
             (dispatcher, "encode_trajectory", encode),
             (dispatcher.Dispatcher, "_run_group", run_or_keep),
             (grpc.GrpcSender, "put", put_or_lose),
+            (LeaseBook, "take_batch", take_and_judge),
             (application, "create_server", create_server),
             (application, "bind", bind),
             (application, "Journal", OwnedJournal),
@@ -679,6 +715,36 @@ class World:
             stack.enter_context(virtual_time(self.loop, self.seed))
             stack.enter_context(self.disk.replaces_fsync())
             yield
+
+    def _judge_shares(self, book: LeaseBook, choice: Choice[Group]) -> None:
+        """Compares a batch with what each environment is owed by the records so far."""
+        assert self.controller is not None
+        books = self.controller.books
+        served = {"served": 1.0} if self.shape.has_client else {}
+        moment = Moment(
+            groups=[
+                MixedGroup(
+                    group.group_id,
+                    group.environment,
+                    group.deadline_step,
+                    group.is_complete,
+                    None if group.holder is None else group.holder.server_id,
+                )
+                for group in book.training_groups()
+            ],
+            step=book.step,
+            groups_per_step=book.groups_per_step,
+            weights={"e": 1.0, "f": self.shape.second_weight} | served,
+            owed=books.state.owed,
+            ended=books.state.ended_groups,
+            working_servers=frozenset(s.key.server_id for s in books.fleet.serving()),
+        )
+        named = {group.group_id for group in choice.groups}
+        batch = [group for group in moment.groups if group.group_id in named]
+        self.violations += share_faults(moment, batch)
+        if self.shape.second is not None:
+            by_name = Counter(group.environment for group in batch)
+            self.mixed_batches += len(by_name) > 1
 
     # Faults. Each returns whether it could happen.
 

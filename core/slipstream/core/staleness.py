@@ -49,17 +49,27 @@ def deadline(served_step: int, max_staleness: int, num_steps: int) -> int:
     return min(served_step + max_staleness, num_steps - 1)
 
 
-def holds(counts: Mapping[int, int], step: int, groups_per_step: int) -> bool:
-    """Whether the module's invariant holds while the batch of `step` is formed.
+def overfull_deadlines(counts: Mapping[int, int], step: int, groups_per_step: int) -> list[int]:
+    """Returns the deadlines at which the module's invariant is broken while `step` is formed.
 
     `counts` has the number of leased, untrained groups with each deadline. Only these are checked
     as d, since the left side grows only there.
     """
     places = sorted(counts)
     totals = accumulate(counts[d] for d in places)
-    return all(
-        total <= (d - step + 1) * groups_per_step for d, total in zip(places, totals, strict=True)
-    )
+    return [
+        d
+        for d, total in zip(places, totals, strict=True)
+        if total > (d - step + 1) * groups_per_step
+    ]
+
+
+def holds(counts: Mapping[int, int], step: int, groups_per_step: int) -> bool:
+    """Whether the module's invariant holds while the batch of `step` is formed.
+
+    `counts` has the number of leased, untrained groups with each deadline.
+    """
+    return not overfull_deadlines(counts, step, groups_per_step)
 
 
 def choose_batch(

@@ -10,6 +10,7 @@ from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
+from slipstream.learner.controller.leasing.shares import Mixture
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.kinds import Record, TrajectoryEnd, fields_of
@@ -34,6 +35,14 @@ def book_of(**sizes: int) -> LeaseBook:
     """An empty lease book; where `sizes` say nothing else, a step has one group of two members."""
     plain = {"groups_per_step": 1, "group_size": 2, "max_staleness": 1, "num_steps": 9}
     return LeaseBook(**{"attempts_per_lease": 7} | plain | sizes)
+
+
+def take_batch(book: LeaseBook, **facts: Any) -> list[Group] | None:
+    """Takes the next batch by the `facts` of a mixture; None if it is not ready."""
+    choice = book.choose_batch(Mixture(**facts))
+    if choice is None or choice.awaited:
+        return None
+    return book.take_batch(choice)
 
 
 def books_of(run: Run, **given: object) -> Books:

@@ -300,7 +300,8 @@ class ModelSection(Section):
 class EnvironmentSection(PlayedSection):
     """One environment whose episodes are trained on."""
 
-    # Share of trained groups relative to the other environments, and at most twice that of leases.
+    # Share of the groups of each batch relative to the other environments. Of leases it has at most
+    # twice that share, where groups are filtered or fail.
     weight: float = Field(1.0, gt=0)
 
 

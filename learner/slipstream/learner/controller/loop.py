@@ -28,6 +28,7 @@ the journal's disk. Unblocked by: the end of a write.
 
 import asyncio
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,7 @@ from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books
+from slipstream.learner.controller.leasing.shares import Mixture
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
@@ -68,6 +70,8 @@ class BatchFormer:
         self._state = books.state
         self._ledger = books.ledger
         self._receiver = books.queue
+        self._environments = books.environments
+        self._fleet = books.fleet
         self._tasks = tasks
         # The task that writes a batch: it finishes even when the trainer's call breaks off.
         self._forming: asyncio.Task[FormedBatch | RunFailed] | None = None
@@ -77,6 +81,8 @@ class BatchFormer:
         self.training: FormedBatch | None = None
         # Last report of the trainer and the answered version, in case the answer was lost.
         self._reported: tuple[pb.StepReport, PolicyVersion] | None = None
+        # Groups of the shares of environments, for which the next batch waits.
+        self.awaited: list[Group] = []
         # Runs while the trainer waits for groups.
         self.waits = Stopwatch()
 
@@ -185,16 +191,22 @@ class BatchFormer:
         """
         if self._forming is None:
             step = self._book.step
-            groups: list[Group] | None = []
+            groups: list[Group] = []
+            owed: Mapping[str, float] = {}
             if order is None:
-                groups = self._book.take_batch()
+                choice = self._book.choose_batch(self._mixture())
+                self.awaited = [] if choice is None else choice.awaited
+                is_ready = choice is not None and not self.awaited
+                self.waits.note(time.monotonic(), running=not is_ready)
+                if choice is None or not is_ready:
+                    return None
+                groups = self._book.take_batch(choice)
+                owed = choice.owed
             else:
+                self.waits.note(time.monotonic(), running=False)
                 self._book.step += 1
-            self.waits.note(time.monotonic(), running=groups is None)
-            if groups is None:
-                return None
             name = batch_name(step, self._state.attempts[step])
-            batch = FormedBatch(step, name, tuple(groups), order)
+            batch = FormedBatch(step, name, tuple(groups), order, owed)
             self._ledger.batch_begins(batch.trajectories)
             self._forming = self._tasks.create_task(self._write(batch))
         written = await asyncio.shield(self._forming)
@@ -203,6 +215,16 @@ class BatchFormer:
             raise written
         self.training = written
         return written
+
+    def _mixture(self) -> Mixture:
+        """Returns the facts from which the shares of the environments in the next batch follow."""
+        environments = self._environments.training()
+        return Mixture(
+            weights={entry.spec.name: entry.spec.weight for entry in environments},
+            owed=self._state.owed,
+            ended=self._state.ended_groups,
+            working_servers={session.key for session in self._fleet.working()},
+        )
 
     def write_ahead(self, order: StepOrder) -> None:
         """Writes the file of the step that a client orders next, while its last pass is computed.
@@ -233,7 +255,7 @@ class BatchFormer:
         try:
             if batch.given is not None and batch.given.after is not None:
                 await batch.given.after.wait()
-            self._journal.append(record)
+            self._journal.append(msgspec.structs.replace(record, owed={**batch.owed}))
             await asyncio.to_thread(self._journal.sync)
         except RunFailed as failure:
             # Returned, not raised: the caller raises it in the trainer's call, which fails the run.

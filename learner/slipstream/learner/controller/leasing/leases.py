@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from slipstream.core import staleness
 from slipstream.core.types import GroupId, Purpose, Trajectory, TrajectoryName
+from slipstream.learner.controller.leasing import shares
 from slipstream.learner.controller.leasing.groups import (
     Fate,
     Group,
@@ -17,6 +18,7 @@ from slipstream.learner.controller.leasing.groups import (
     fewest_members,
     reopened,
 )
+from slipstream.learner.controller.leasing.shares import Choice, Mixture
 from slipstream.learner.controller.records.history import RunHistory, group_number
 from slipstream.learner.controller.records.state import OpenGroup
 from slipstream.learner.controller.servers.session import ServerKey
@@ -26,9 +28,9 @@ class LeaseBook:
     """All groups that are leased and not trained yet, in the order of their leases.
 
     Life of a training group: `lease` gives it to a server, `add` stores its members' trajectories,
-    `take_batch` takes it out. `closed` (lease ended) or `orphan` (server lost) leaves an unfinished
-    group without a holder; `reassign` gives it to another server. `remove` takes a group out at any
-    time.
+    `choose_batch` finds its step, `take_batch` takes it out. `closed` (lease ended) or `orphan`
+    (server lost) leaves an unfinished group without a holder; `reassign` gives it to another
+    server. `remove` takes a group out at any time.
     """
 
     def __init__(
@@ -361,14 +363,15 @@ class LeaseBook:
         complete = sum(group.is_complete for group in self.training_groups())
         return complete >= self.groups_per_step
 
-    def take_batch(self) -> list[Group] | None:
-        """Returns the batch of the step and moves to the next one, or None if it is not ready."""
-        groups = self.training_groups()
-        batch = staleness.choose_batch(groups, self.step, self.groups_per_step)
-        if batch is None:
-            return None
+    def choose_batch(self, mixture: Mixture) -> Choice[Group] | None:
+        """Returns the batch of the step, with the groups that it waits for; see `shares.choose`."""
+        return shares.choose(self.training_groups(), self.step, self.groups_per_step, mixture)
+
+    def take_batch(self, choice: Choice[Group]) -> list[Group]:
+        """Takes the groups of a choice that waits for none out, and moves to the next step."""
+        assert not choice.awaited
         self.step += 1
-        return [self._take(group.group_id) for group in batch]
+        return [self._take(group.group_id) for group in choice.groups]
 
     def put_back(
         self, step: int, groups: Iterable[Group], records: Mapping[GroupId, OpenGroup]

@@ -143,6 +143,8 @@ class Batch(Record, frozen=True, tag="batch"):
     seen: dict[str, tuple[float, float]] = {}
     # Bytes of the file; 0: an older release wrote it, as one message.
     num_bytes: int = 0
+    # Seats of the next batch that rounding owes to environments, by name.
+    owed: dict[str, float] = {}
 
 
 class BatchSetAside(Record, frozen=True, tag="batch_set_aside"):

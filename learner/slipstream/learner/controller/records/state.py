@@ -144,6 +144,10 @@ class RunState:
     filtered: list[FilteredGroup] = field(default_factory=list)
     # Number of filtered groups, by the step whose batch was being formed.
     filtered_groups: Counter[int] = field(default_factory=Counter)
+    # Seats that rounding owes to environments after the last batch, and their groups that ended
+    # without being trained since then.
+    owed: dict[str, float] = field(default_factory=dict)
+    ended_groups: Counter[str] = field(default_factory=Counter)
     # Batches that could not be trained: all, how many of each step, and how many in a row the
     # trainer's reports set aside.
     set_aside: list[RecordedBatch] = field(default_factory=list)
@@ -166,7 +170,7 @@ class RunState:
                 if (group := self.open_groups.get(record.group)) is not None:
                     group.failed.update(record.members)
             case kinds.GroupSetAside():
-                if (ended := self._take(record.group)) is not None:
+                if (ended := self._end_group(record.group)) is not None:
                     self.environments[ended.environment].failed += record.blamed
                     if (table := self.task_tables.get(ended.environment)) is not None:
                         table.failed(ended.task_index)
@@ -216,7 +220,7 @@ class RunState:
             return
         if record.replaces is not None:
             # The task was leased before, as a group that was abandoned.
-            self._take(record.replaces)
+            self._end_group(record.replaces)
         self.next_group = number + 1
         counts = self.environments[record.environment]
         counts.next_number = max(counts.next_number, record.number + 1)
@@ -260,6 +264,13 @@ class RunState:
             self.environments[group.environment].leased -= 1
         return group
 
+    def _end_group(self, group_id: GroupId) -> OpenGroup | None:
+        """Takes an open group out that no batch has; returns it, or None if it is not open."""
+        group = self._take(group_id)
+        if group is not None:
+            self.ended_groups[group.environment] += 1
+        return group
+
     def _end(self, record: kinds.End) -> None:
         self.ends[record.end] += record.tokens
         name = TrajectoryName.parse(TrajectoryId(record.id))
@@ -270,7 +281,7 @@ class RunState:
             group.attempts[name.member] = max(before, name.attempt)
 
     def _close(self, record: kinds.Closed) -> None:
-        group = self._take(record.group)
+        group = self._end_group(record.group)
         if group is None or record.how != "filtered":
             return
         counts = self.environments[group.environment]
@@ -306,6 +317,8 @@ class RunState:
             seen = (*self.environments[name].seen, *pair)
             self.environments[name].seen = (min(seen), max(seen))
         self.filtered.clear()
+        self.ended_groups.clear()
+        self.owed = record.owed
         tokens = sum(tokens for *_, tokens in record.tokens)
         self.batches[step] = RecordedBatch(
             step,
@@ -334,6 +347,7 @@ class RunState:
             counts = self.environments[environment]
             counts.accepted = max(counts.accepted - 1, 0)
             counts.failed = counts.failed + 1
+            self.ended_groups[environment] += 1
         for group_id, environment, *_ in record.put_back:
             counts = self.environments[environment]
             counts.accepted = max(counts.accepted - 1, 0)

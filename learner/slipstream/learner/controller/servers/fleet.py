@@ -16,6 +16,8 @@ from slipstream.learner.controller.servers.session import (
     DEAD,
     DRAINING,
     LEFT,
+    LOADING,
+    SERVING,
     ServerKey,
     ServerSession,
     describe,
@@ -95,6 +97,10 @@ class Fleet:
     def serving(self) -> list[ServerSession]:
         """Returns the servers that may be leased groups."""
         return [session for session in self.sessions.values() if session.is_serving]
+
+    def working(self) -> list[ServerSession]:
+        """Returns the servers that serve, or take the weights with which they will."""
+        return [s for s in self.sessions.values() if s.state in (LOADING, SERVING)]
 
     def gauges(self) -> dict[str, float]:
         """Returns metrics of the fleet, from the servers' newest reports; see docs/metrics.md."""

@@ -19,6 +19,7 @@ from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.events import GATHER_S
+from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.part import Part
@@ -301,7 +302,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 self._publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
                 return batch
             waits = filter(None, (part.waits_for() for part in self._parts))
-            progress.waits_for(next(waits, "") or _batch_wait(self._book))
+            progress.waits_for(next(waits, "") or _batch_wait(self._book, self._former.awaited))
             return None
         if all(part.is_done() for part in self._parts):
             progress.complete()
@@ -498,8 +499,16 @@ async def _refuse(
     await abort(context, grpc.StatusCode.FAILED_PRECONDITION, text, reason)
 
 
-def _batch_wait(book: LeaseBook) -> str:
-    """Returns the groups for which the next batch waits, as a text for users."""
+def _batch_wait(book: LeaseBook, awaited: Sequence[Group]) -> str:
+    """Returns the groups for which the next batch waits, as a text for users.
+
+    `awaited` are those of which environments have too few for their shares.
+    """
+    if awaited:
+        names = ", ".join(sorted({group.environment for group in awaited}))
+        return (
+            f"{len(awaited)} groups of {names}, which belong to the shares of step {book.step + 1}"
+        )
     due = book.due()
     if due:
         members = sum(len(group.missing) for group in due)

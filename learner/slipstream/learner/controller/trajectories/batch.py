@@ -155,6 +155,8 @@ class FormedBatch:
     groups: tuple[Group, ...]
     # The step that a client orders, in place of groups; None if the groups are trained.
     given: StepOrder | None = None
+    # Seats that rounding owes to environments after the batch, by name.
+    owed: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def version(self) -> int:

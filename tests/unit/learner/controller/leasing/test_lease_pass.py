@@ -19,7 +19,7 @@ from slipstream.learner.controller.servers.session import ServerSession
 from support.fakes.fake_trajectories import GOOD
 from support.references.plain_staleness import may_lease, must_start_afresh
 from support.rigs.counted_work import counted
-from support.rigs.lease_rig import Rig
+from support.rigs.lease_rig import Rig, take_batch
 
 NUM_RUNS = 150
 ORDER = list(LeaseWait)
@@ -221,7 +221,7 @@ class Both:
                 case "finish" if group is not None and group.holder is not None:
                     self._finish(rig, group, member, fate)
                 case "train":
-                    rig.book.take_batch()
+                    take_batch(rig.book)
 
     def _finish(self, rig: Rig, group: Group, member: int, fate: int) -> None:
         if fate == 0:

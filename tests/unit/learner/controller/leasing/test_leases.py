@@ -10,7 +10,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.servers.session import ServerKey
 from support.fakes.plain_trajectory import plain_trajectory
-from support.rigs.lease_rig import book_of
+from support.rigs.lease_rig import book_of, take_batch
 
 A = ServerKey(ServerId("a"), 1)
 B = ServerKey(ServerId("b"), 1)
@@ -63,7 +63,7 @@ def test_groups_overtake_each_other_while_the_slow_one_can_wait(book):
     for group in other_groups:
         for member in range(2):
             book.add(reply(group, member))
-    batch = book.take_batch()
+    batch = take_batch(book)
     assert batch == other_groups
     assert list(book.groups.values()) == [slow]
 
@@ -74,7 +74,7 @@ def test_the_slow_group_is_waited_for_when_it_is_due():
     quick = lease(book)
     for member in range(2):
         book.add(reply(quick, member))
-    assert book.take_batch() is None
+    assert take_batch(book) is None
     assert book.due() == [slow]
 
 
@@ -120,10 +120,10 @@ def test_a_group_goes_on_with_those_that_finish_down_to_half_of_it():
     assert group.missing == [2]
     # A late reply of a member that was given up fills no place.
     assert book.add(reply(group, 1)) is Fate.SUPERSEDED
-    assert book.take_batch() is None
+    assert take_batch(book) is None
     assert book.add(reply(group, 2)) is Fate.HELD
     assert group.is_complete
-    assert book.take_batch() == [group]
+    assert take_batch(book) == [group]
     assert [t.member for t in group.in_order()] == [0, 2]
 
 

@@ -143,6 +143,27 @@ def test_filtered_groups_are_counted_since_the_last_batch_and_by_step():
     assert history.filtered == [("e", 0.0, False), ("e", 1.0, True)]
 
 
+def test_groups_that_ended_untrained_are_counted_since_the_last_batch() -> None:
+    def read(*records: dict) -> RunHistory:
+        return read_history([start(), *records])
+
+    leases = [lease_record(f"g{n:06d}", n) for n in range(5)]
+    ended = [
+        {"kind": "closed", "group": "g000000", "how": "filtered", "cause": "equal"},
+        {"kind": "set_aside", "group": "g000001", "task": 1, "cause": "broken", "blamed": False},
+        lease_record("g000005", 5, replaces="g000002", environment="f"),
+    ]
+    batch = batch_record(0, "g000003", owed={"e": 0.25, "f": -0.25})
+    before = read(*leases, *ended)
+    assert (before.ended_groups, before.owed) == ({"e": 3}, {})
+    after = read(*leases, *ended, batch)
+    assert (after.ended_groups, after.owed) == ({}, {"e": 0.25, "f": -0.25})
+    aside = {"kind": "batch_set_aside", "step": 0, "batch_id": "b000000", "by": "user"}
+    aside |= {"groups": [["g000003", "e", 3]], "put_back": [], "put_back_trajectories": 0}
+    aside |= {"put_back_tokens": [], "ids": [], "tokens": 4, "cause": "why"}
+    assert read(*leases, *ended, batch, aside).ended_groups == {"e": 1}
+
+
 def test_the_highest_reward_of_an_environment_outlives_the_controller():
     records = [start(), *(lease_record(f"g00000{i}", i) for i in range(3))]
     records += [closed("g000000", reward=3.0, seen=[0.0, 8.0]), closed("g000001", reward=3.0)]

@@ -18,6 +18,15 @@ async def test_bytes_of_a_queue_that_all_servers_share_are_counted_once(queue, w
     assert fleet.gauges()["queued_bytes"] == waiting
 
 
+def test_a_server_that_takes_weights_works_and_one_that_is_stale_or_drains_does_not() -> None:
+    fleet = Fleet(run_of())
+    states = (LOADING, SERVING, STALE, LEFT)
+    sessions = [joined(fleet, str(state)) for state in states]
+    for session, state in zip(sessions, states, strict=True):
+        session.state = state
+    assert fleet.working() == sessions[:2]
+
+
 def test_drafts_of_all_servers_are_added_up() -> None:
     fleet = Fleet(run_of())
     for name, drafted, accepted in (("a", 100, 60), ("b", 11, 7)):

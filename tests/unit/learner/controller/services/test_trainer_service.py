@@ -7,15 +7,17 @@ from contextlib import aclosing
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from slipstream.core.run_folder import CHECKPOINTS
-from slipstream.core.types import PolicyVersion
+from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.run import HEARD_S, LoopClock, Run, RunProgress
 from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.services.fleet_service import FleetServicer
 from slipstream.learner.controller.services.trainer_service import (
     RESERVED_S,
     TrainerPlace,
     TrainerServicer,
+    _batch_wait,
 )
 from slipstream.learner.controller.tasks import Relay
 from slipstream.learner.controller.trajectories.batch import FormedBatch, Trained
@@ -401,3 +403,12 @@ async def test_a_second_process_of_a_name_is_turned_away_with_one_event() -> Non
             await servicer._check_name_is_free(hello, Call())  # type: ignore[arg-type]
     messages = [event.text for event in run.events.kept() if "on there, waits" in event.text]
     assert len(messages) == 1
+
+
+def test_a_wait_for_the_share_of_an_environment_is_named() -> None:
+    book = book_of(groups_per_step=2)
+    group = book.lease("slow", 0, 0, ServerKey(ServerId("a"), 1), 0)
+    assert _batch_wait(book, [group, group]) == (
+        "2 groups of slow, which belong to the shares of step 1"
+    )
+    assert _batch_wait(book, []) == "groups for step 1: 0 of 2 are complete, 1 are leased"

@@ -24,6 +24,7 @@ from slipstream.core.types import (
 )
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.leasing.shares import Choice, Mixture
 from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, read_history
@@ -52,7 +53,7 @@ from support.fakes.fake_trajectories import GOOD, plain_group
 from support.fakes.journal_records import batch_record, lease_record
 from support.fakes.small_configs import config_of
 from support.rigs.batch_messages import in_one_message
-from support.rigs.lease_rig import book_of, books_of
+from support.rigs.lease_rig import book_of, books_of, take_batch
 from support.rigs.publishing_scene import run_of
 from support.rigs.waiting import LIMIT_S
 
@@ -296,7 +297,7 @@ def test_groups_that_are_put_back_keep_the_invariant(per_step: int, max_stalenes
         lease_all(book, served_step=0)
         for group in book.training_groups():
             group.finished = dict(make_group(0).finished)
-        batch = book.take_batch()
+        batch = take_batch(book)
         # Other groups are leased while the trainer has the batch.
         lease_all(book, served_step=0)
         book.put_back(0, batch[:num_back], {})
@@ -306,7 +307,7 @@ def test_groups_that_are_put_back_keep_the_invariant(per_step: int, max_stalenes
         assert lease_all(book, served_step=0) >= per_step - num_back
         for group in book.training_groups():
             group.finished = dict(make_group(0).finished)
-        again = book.take_batch()
+        again = take_batch(book)
         assert again is not None
         assert set(batch[:num_back]) <= set(again)
 
@@ -381,9 +382,8 @@ class SlowJournal(Journal):
 class EmptyBatches(LeaseBook):
     """A lease book whose every batch is complete, with no group."""
 
-    def take_batch(self) -> list[Group]:
-        self.step += 1
-        return []
+    def choose_batch(self, mixture: Mixture) -> Choice[Group]:
+        return Choice([], {})
 
 
 async def test_a_batch_that_is_being_written_is_not_missing(tmp_path: Path) -> None:
@@ -465,7 +465,7 @@ def test_groups_that_are_left_out_while_a_batch_waits_or_is_written_do_not_end_t
     intake.judge_filtered()
     assert not run.progress.has_failed
     # The batch has its groups and no record yet.
-    assert books.leases.take_batch() == [waiting]
+    assert take_batch(books.leases) == [waiting]
     intake.judge_filtered()
     assert not run.progress.has_failed
     books.state.next_step = 1
