@@ -226,11 +226,12 @@ class BareLoop:
 
 def packed_as_ours(policy: Policy, config: Config, batch: Batch) -> list[MicroBatch]:
     """Returns this rank's micro batches of a step, packed as ours packs them, on the device."""
-    from slipstream.learner.trainer.algorithms.loss import training_sequences, weighted
+    from slipstream.learner.trainer.algorithms.loss import training_sequences
+    from slipstream.learner.trainer.algorithms.loss_weights import weighted
     from slipstream.learner.trainer.model.schedule import rank_micro_batches
 
     members = batch.mini_batches(1)
-    sequences = weighted(training_sequences(batch, config, None), members, config)
+    sequences = weighted(training_sequences(batch, config, None), batch, members, config)
     packed = rank_micro_batches(policy, sequences, members[0])
     return [micro_batch.to(policy.ranks.device) for micro_batch in packed]
 

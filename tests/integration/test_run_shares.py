@@ -1,5 +1,6 @@
 """Each batch of a whole run has the shares of its environments, whichever of them is slow."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from support.rigs.run_processes import (
     command,
     copy_environments,
     records_of,
+    succeed,
     write_config,
 )
 
@@ -19,6 +21,7 @@ pytestmark = [*LONG_RUN, pytest.mark.timeout(900)]
 LIMIT_S = 600.0
 STEPS = 6
 GROUPS = 8
+ENTRY = "extensions.by_environment.environments.slow"
 
 
 async def test_a_slow_environment_has_its_share_of_each_batch_from_the_first_step_on(
@@ -36,6 +39,7 @@ async def test_a_slow_environment_has_its_share_of_each_batch_from_the_first_ste
         evaluations=[],
         algorithm__group_size=4,
         algorithm__groups_per_step=GROUPS,
+        extensions__by_environment__environments={"slow": {"loss_weight": 3.0}},
     )
     async with command(tmp_path, "run", "config.toml", cwd=folder) as run:
         assert await run.wait(LIMIT_S) == 0, run.out + run.err
@@ -48,3 +52,6 @@ async def test_a_slow_environment_has_its_share_of_each_batch_from_the_first_ste
     assert shares == [{"quick": GROUPS // 2, "slow": GROUPS // 2}] * STEPS
     assert all(abs(seats) <= 0.5 for record in batches for seats in record["owed"].values())
     check_replay(run_folder)
+    compared = succeed("replay", run_folder, "--to", "1", f"{ENTRY}.loss_weight=1.0")
+    (cosine,) = re.findall(r"change by step 1: cosine (\S+),", compared.stdout)
+    assert float(cosine) < 0.99

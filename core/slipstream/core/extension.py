@@ -11,6 +11,7 @@ import functools
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from importlib.metadata import entry_points
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -121,6 +122,12 @@ class Extension:
     process_check: str = ""
     # A function of the controller's `Kernel` that returns a `Part`, or None.
     controller: str = ""
+    # A function of the settings that returns the `EnvironmentRules` of each environment that has
+    # rules of its own, by name.
+    environment_rules: str = ""
+    # Patterns, as of `fnmatch`, of settings in its table by which recorded batches are trained: a
+    # replay may change them.
+    training_settings: tuple[str, ...] = ()
     # Whether servers record what each token was drawn from, where `sampling` cuts, so that the
     # learner's probabilities are over the same tokens.
     replays_sampling: bool = False
@@ -227,6 +234,16 @@ def asks_for(config: Any, manifest: Extension) -> bool:  # noqa: ANN401 - see `a
         tables = [getattr(config, name) for name in manifest.tables]
         return manifest.name in config.extensions or any(table is not None for table in tables)
     return manifest.is_on(config)
+
+
+def is_of_training(setting: str) -> bool:
+    """Whether an option's setting says how recorded batches are trained."""
+    return any(
+        fnmatchcase(setting, f"extensions.{manifest.name}.{pattern}{rest}")
+        for manifest in installed()
+        for pattern in manifest.training_settings
+        for rest in ("", ".*")
+    )
 
 
 def own_functions(config: Any) -> Iterator[str]:  # noqa: ANN401 - see `active`

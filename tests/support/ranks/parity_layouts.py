@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from slipstream.core.environment_rules import environment_rules
 from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ReferenceLogprobs, RoutedExperts, Trajectory
@@ -32,6 +33,7 @@ class Layout:
     parallel: dict = field(default_factory=dict)
     learner: dict = field(default_factory=dict)
     algorithm: dict = field(default_factory=dict)
+    extensions: dict = field(default_factory=dict)
     # Episodes of several branches, with as many tokens together as `TREES` says.
     sampling: dict = field(default_factory=dict)
     # Pipeline stages send what they hand on only a moment after they were asked to.
@@ -52,7 +54,14 @@ class Layout:
     def _trained(self) -> tuple[object, ...]:
         """What differs between references."""
         optimizer = self.learner.get("optimizer")
-        return self.model, self.algorithm, self.sampling, self.router_losses, optimizer
+        return (
+            self.model,
+            self.algorithm,
+            self.sampling,
+            self.extensions,
+            self.router_losses,
+            optimizer,
+        )
 
     @property
     def router_losses(self) -> dict[str, float]:
@@ -151,6 +160,22 @@ OTHER_MUON = {
 }
 OFFLOAD = {"offload": {"parameters": True, "gradients": True, "optimizer": True}}
 
+# Every second group is of an environment that differs.
+OTHER = "other"
+BY_ENVIRONMENT = {
+    "extensions": {
+        "by_environment": {
+            "environments": {
+                OTHER: {
+                    "loss_weight": 2.5,
+                    "advantage": "reinforce_pp",
+                },
+            },
+        },
+    },
+    "algorithm": {"groups_per_step": 4, "mini_batches": 2, "aggregation": "sequence_mean"},
+}
+
 # Every shared prefix is computed once, however short.
 SHARED = {"shared_prefix_tokens": 1}
 
@@ -177,6 +202,7 @@ WORDS = {
     "gspo": {"algorithm": GSPO},
     "cispo": {"algorithm": CISPO},
     "top-entropy": {"algorithm": TOP_ENTROPY_LOSS},
+    "by-environment": BY_ENVIRONMENT,
     "replay": {"algorithm": REPLAY},
     "forward-top-k": {"algorithm": FORWARD},
     "reverse-top-k": {"algorithm": REVERSE},
@@ -194,6 +220,7 @@ NAMES = """
     one-trees dp2-overlap tp2-sp pp2-tied cp2 ep2-distopt-moe dp4-few one-balanced-moe
     tp2-sp-balanced-moe cp2-balanced-moe one-z-loss-moe cp2-z-loss-moe one-muon tp2-sp-muon
     one-cut tp2-sp-cut cp2-cut one-top-entropy cp2-top-entropy
+    one-by-environment cp2-by-environment tp2-sp-by-environment
     one-split tp2-sp-split cp2-split dp2-overlap-split pp2-vpp2-split
 """
 # One kind of model, algorithm or layout each.
@@ -220,6 +247,7 @@ LONG = """
     pp2-vpp2-cut one-trees-cut tp2-trees-shared-cut cp2-trees-cut
     dp2-top-entropy pp2-vpp2-top-entropy tp2-sp-top-entropy cp2-trees-top-entropy
     one-trees-top-entropy
+    dp2-by-environment pp2-vpp2-by-environment one-trees-by-environment cp2-trees-by-environment
     one-trees-split one-trees-shared-split cp2-trees-split tp2-sp-offload-split
     one-replay-split-moe ep2-cp2-replay-split-moe dp2-distopt-split one-cut-split tp2-sp-cut-split
 """
@@ -316,6 +344,7 @@ def config_of(job: str, folder: Path, **changes: dict) -> Config:
     name, _, dtype = job.partition("@")
     layout = (LAYOUTS | EXTRAORDINARY)[name]
     tables = {"algorithm": layout.algorithm, "learner": layout.learner, "sampling": layout.sampling}
+    tables["extensions"] = layout.extensions
     if "kl" in layout.algorithm:
         server = {"base_url": "http://127.0.0.1:9/v1", "model": "teacher"}
         tables["reference"] = {"server": server, "top_k": TOP_K}
@@ -337,6 +366,8 @@ def batches(config: Config) -> list[Batch]:
         )
         for step in range(STEPS)
     ]
+    if environment_rules(config):
+        batches[:] = map(with_environments, batches)
     if config.sampling.max_total_tokens:
         longest = config.sampling.max_episode_tokens
         batches = [with_branches(batch, vocab_size=VOCAB, max_tokens=longest) for batch in batches]
@@ -347,6 +378,19 @@ def batches(config: Config) -> list[Batch]:
     return (
         batches if algorithm.router_replay == "off" else [with_experts(batch) for batch in batches]
     )
+
+
+def with_environments(batch: Batch) -> Batch:
+    """Every second group is one of the environment `OTHER`."""
+    group_ids = list(dict.fromkeys(batch.group_ids))
+    others = group_ids[1::2]
+    trajectories = [
+        dataclasses.replace(trajectory, environment=OTHER)
+        if trajectory.group_id in others
+        else trajectory
+        for trajectory in batch.trajectories
+    ]
+    return dataclasses.replace(batch, trajectories=tuple(trajectories))
 
 
 def with_reference(batch: Batch) -> Batch:

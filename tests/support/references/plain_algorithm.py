@@ -156,12 +156,23 @@ def conversation_of(
     limit = min(limit, whole.max_reply_tokens or limit)
     penalty = REWARDS[algorithm.reward]
     reward -= penalty(max(whole.run_lengths[1::2], default=0), limit, **algorithm.reward_args)
+    entry = own_table(config, whole.environment)
+    if entry:
+        changes = {name: entry[name] for name in ("advantage",) if name in entry}
+        algorithm = algorithm.model_copy(update=changes)
     conversation = Conversation(one, branch, algorithm, reward)
     if one.reference is not None:
         conversation.reference = torch.from_numpy(one.reference.logprobs.astype(np.float64))
         conversation.likely_ids = torch.from_numpy(one.reference.top_ids.astype(np.int64))
         conversation.likely = torch.from_numpy(one.reference.top_logprobs.astype(np.float64))
     return conversation
+
+
+def own_table(config: Config, environment: str) -> dict[str, Any]:
+    """What the settings say of one environment; nothing if they do not name it."""
+    table: Any = config.extensions.get("by_environment", {"environments": {}})
+    entry: dict[str, Any] = table["environments"].get(environment, {})
+    return entry
 
 
 def no_penalty(longest: int, limit: int) -> float:
@@ -184,7 +195,12 @@ def unequal_rewards(rewards: Sequence[float]) -> bool:
 
 
 def give_advantages(conversations: Sequence[Conversation]) -> None:
-    """Sets the advantages of all that count."""
+    """Sets the advantages of all that count, those of each estimator by themselves."""
+    for name in {conversation.algorithm.advantage for conversation in conversations}:
+        _give_advantages([c for c in conversations if c.algorithm.advantage == name])
+
+
+def _give_advantages(conversations: Sequence[Conversation]) -> None:
     counted = [conversation for conversation in conversations if conversation.counts]
     scores: dict[tuple[str, str, str], float] = {}
     for conversation in counted:

@@ -23,6 +23,7 @@ from support.references.plain_algorithm import (
     give_advantages,
     has_high_entropy,
     kept_sets,
+    own_table,
     token_losses,
 )
 from support.references.plain_muon import PlainMuon
@@ -232,6 +233,11 @@ class PlainPolicy:
             of_trained = {place: predictions[place] for place in trained}
             masks = has_high_entropy(of_trained, algorithm.loss_args["share"])
             trained = {place: losses * masks[place] for place, losses in trained.items()}
+        for place, losses in trained.items():
+            episode = members[place].episode
+            entry = own_table(self.config, episode.environment)
+            weight = entry.get("loss_weight", 1.0)
+            trained[place] = losses * weight
         self.model.zero_grad()
         loss = torch.zeros(())
         if trained:

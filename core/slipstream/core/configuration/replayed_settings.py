@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from slipstream.core.configuration.config_file import NEAR
 from slipstream.core.errors import ConfigError, did_you_mean, near_names
-from slipstream.core.extension import active
+from slipstream.core.extension import active, is_of_training
 from slipstream.core.settings.config import Config, is_below
 
 # Settings by which a recorded batch is trained. A replay trains with both values, side by side.
@@ -84,7 +84,7 @@ def places_and_training(overrides: Sequence[str]) -> tuple[list[str], list[str]]
         name = override.partition("=")[0].strip().removeprefix("--")
         if is_below(name, PLACES):
             places.append(override)
-        elif is_below(name, TRAINING):
+        elif is_below(name, TRAINING) or is_of_training(name):
             training.append(override)
             if f"{name}_args" in TRAINING:
                 defaults.append(f"{name}_args={{}}")

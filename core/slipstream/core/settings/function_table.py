@@ -180,6 +180,11 @@ class Estimator(BuiltIn):
     # Whether the values of a critic are of use: `needed` ones must be there.
     critic: Literal["unused", "optional", "needed"] = "unused"
 
+    @property
+    def compares_only_groups(self) -> bool:
+        """Whether groups of equal rewards have no advantages."""
+        return self.compares_group and not self.compares_batch
+
 
 LOSSES: Mapping[str, BuiltIn] = {
     "ppo": BuiltIn(PpoArguments),

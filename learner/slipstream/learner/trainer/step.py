@@ -36,8 +36,8 @@ from slipstream.learner.trainer.algorithms.loss import (
     mean_advantages,
     policy_loss,
     training_sequences,
-    weighted,
 )
+from slipstream.learner.trainer.algorithms.loss_weights import weighted
 from slipstream.learner.trainer.batches.batch import (
     MAX_TOLD,
     Batch,
@@ -173,7 +173,7 @@ class TrainingStep:
         sequences = training_sequences(batch, config, estimates, totals.reports)
         check_advantages(batch, sequences)
         totals.advantages = mean_advantages(batch, sequences)
-        sequences = weighted(sequences, mini_batches, config)
+        sequences = weighted(sequences, batch, mini_batches, config)
         with policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
             shares = [rank_micro_batches(policy, sequences, members) for members in mini_batches]
             before: list[list[Tensor]] = [[] for _ in shares]

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from slipstream.core.environment_rules import PLAIN, environment_rules
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.function_table import BANDS
 from slipstream.core.types import Trajectory, TrajectoryId
@@ -106,15 +107,19 @@ def _of_advantages(
 ) -> Iterator[Notice]:
     """Groups of equal rewards teach nothing where the estimator compares groups."""
     algorithm = config.algorithm
-    estimator = algorithm.estimator
-    if estimator is None or not estimator.compares_group or estimator.compares_batch:
-        return
     if algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward":
         # Tokens have costs of their own.
         return
     largest = 0.0
     num_groups = 0
+    rules = environment_rules(config)
+    names: list[str] = []
     for group in groups:
+        rules_of_group = rules.get(group[0].environment, PLAIN)
+        estimating = rules_of_group.algorithm or algorithm
+        estimator = estimating.estimator
+        if estimator is None or not estimator.compares_only_groups:
+            continue
         if not estimator.sums_turns and any(member.token_rewards is not None for member in group):
             # Equal sums may have been earned in other turns.
             continue
@@ -123,10 +128,11 @@ def _of_advantages(
         if group_largest > ZERO_ADVANTAGE and _has_equal_rewards(group, config):
             largest = max(largest, group_largest)
             num_groups += 1
+            names.append(estimating.advantage)
     if not num_groups:
         return
     if algorithm.reward == "none":
-        cause = f"although algorithm.advantage = {algorithm.advantage!r} gives them none"
+        cause = f"although advantage = {names[0]!r} gives them none"
     else:
         cause = (
             f"by algorithm.reward = {algorithm.reward!r} alone: they train what it adds, and "

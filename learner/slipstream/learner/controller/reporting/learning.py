@@ -11,6 +11,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from slipstream.core.environment_rules import algorithm_of
+from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.config import Config
 from slipstream.core.types import FULL_REWARD
 from slipstream.learner.controller.reporting.invariants import (
@@ -69,6 +71,12 @@ class Measured:
     # Of the mean, as if the episodes were independent.
     standard_error: float
     training_reward: float
+
+
+def _compares_only_groups(algorithm: AlgorithmSection) -> bool:
+    """Whether groups of equal rewards have no advantages by this algorithm."""
+    estimator = algorithm.estimator
+    return estimator is not None and estimator.compares_only_groups
 
 
 class LearningWatch:
@@ -151,20 +159,21 @@ class LearningWatch:
     def _of_groups(self) -> Iterator[Notice]:
         """Groups whose rewards are equal have no advantages."""
         algorithm = self._config.algorithm
-        estimator = algorithm.estimator
-        compares = estimator is not None and estimator.compares_group
-        if not compares or (estimator is not None and estimator.compares_batch):
-            return
         if algorithm.filter == "unequal_rewards":
-            yield from self._of_filtered_groups(algorithm.groups_per_step)
+            if _compares_only_groups(algorithm):
+                yield from self._of_filtered_groups(algorithm.groups_per_step)
             return
         environments = [
             name.removesuffix(f"/{_EQUAL}")
             for name in self._rows[-1]
             if name.endswith(f"/{_EQUAL}")
         ]
-        yield from self._of_equal_groups("", _EQUAL, "reward_mean")
+        algorithms = {name: algorithm_of(self._config, name) for name in environments}
+        if all(map(_compares_only_groups, algorithms.values() or [algorithm])):
+            yield from self._of_equal_groups("", _EQUAL, "reward_mean")
         for environment in environments if len(environments) > 1 else ():
+            if not _compares_only_groups(algorithms[environment]):
+                continue
             column = f"{environment}/{_EQUAL}"
             yield from self._of_equal_groups(environment, column, f"{environment}/reward")
 

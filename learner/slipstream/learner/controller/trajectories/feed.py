@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pydantic import JsonValue
+from slipstream.core.environment_rules import PLAIN, environment_rules
 from slipstream.core.types import (
     DROPPED_METRICS,
     IGNORED,
@@ -35,6 +36,7 @@ class Feed:
     def __init__(self, run: Run, books: Books) -> None:
         self._run = run
         self._entries = books.environments.entries
+        self._rules = environment_rules(run.config)
         self._counts: dict[str, Counter[str]] = {}
         # The newest episodes with a verdict on a reading: all, those unread, those cut.
         self._newest: dict[str, Counter[str]] = {}
@@ -74,7 +76,8 @@ class Feed:
                 f"agents of {entry.spec.name} ask for {', '.join(sorted(ignored))}, which "
                 "changes nothing: docs/guides/agents.md says what holds"
             )
-        estimator = self._run.config.algorithm.estimator
+        rules = self._rules.get(trajectory.environment, PLAIN)
+        estimator = (rules.algorithm or self._run.config.algorithm).estimator
         sums_turns = estimator is not None and estimator.sums_turns
         if sums_turns and trajectory.token_rewards is not None and entry.is_news("sums"):
             self._run.events.add(

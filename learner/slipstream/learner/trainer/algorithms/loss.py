@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from slipstream.core.environment_rules import PLAIN, environment_rules
 from slipstream.core.models.vision import load_processor
 from slipstream.core.settings.algorithm_section import (
     TOP_K_ESTIMATORS,
-    AggregationKind,
     AlgorithmSection,
 )
 from slipstream.core.settings.config import Config
@@ -154,50 +154,6 @@ def mean_advantages(batch: Batch, sequences: Sequence[TrainingSequence]) -> dict
     }
 
 
-def weighted(
-    sequences: Sequence[TrainingSequence], mini_batches: Sequence[Sequence[int]], config: Config
-) -> list[TrainingSequence]:
-    """Returns the sequences with the loss weights that follow from their mini-batches."""
-    changed = list(sequences)
-    for members in mini_batches:
-        weights = loss_weights(
-            [int(np.count_nonzero(sequences[index].loss_mask)) for index in members],
-            config.algorithm.aggregation,
-            fixed_tokens=config.sampling.max_reply_tokens,
-        )
-        for index, weight in zip(members, weights, strict=True):
-            if weight != changed[index].loss_weight:
-                changed[index] = dataclasses.replace(changed[index], loss_weight=weight)
-    return changed
-
-
-def loss_weights(
-    num_trained: Sequence[int], kind: AggregationKind, *, fixed_tokens: int
-) -> list[float]:
-    """Returns, for each sequence of one mini-batch, the weight of each of its tokens.
-
-    `num_trained` has the number of trained tokens of every sequence of the mini-batch, over all
-    ranks. The sum of weight * loss over all tokens, divided by all trained tokens N, is
-    - for `token_mean` the mean over tokens, as in DAPO (arXiv:2503.14476). The weight is 1.
-    - for `sequence_mean` the mean of the means of the S sequences with a trained token, as in GRPO
-     (arXiv:2402.03300). The weight is N / (S * n) for a sequence with n trained tokens.
-    - for `fixed` the sum over tokens / (number of sequences * `fixed_tokens`), as in Dr. GRPO
-     (arXiv:2503.20783). The weight is N / (number of sequences * `fixed_tokens`), so the length of
-     one reply does not affect the weight of another.
-    Every rank knows the whole mini-batch, so the weights are the same in every layout, and the
-    schedule divides by N in every case.
-    """
-    total = sum(num_trained)
-    match kind:
-        case "token_mean":
-            return [1.0] * len(num_trained)
-        case "sequence_mean":
-            counted = sum(number > 0 for number in num_trained)
-            return [total / (counted * number) if number else 0.0 for number in num_trained]
-        case "fixed":
-            return [total / (len(num_trained) * fixed_tokens)] * len(num_trained)
-
-
 def _advantages(
     batch: Batch, config: Config, known: Sequence[ModelEstimates], reports: Reports
 ) -> dict[int, TokenAdvantages]:
@@ -261,10 +217,9 @@ def _advantages(
                     tuple(turns[side]),
                 )
             )
-    estimated: list[TokenAdvantages] = []
-    if episodes:
-        where = f"step {batch.step + 1}"
-        estimated = token_advantages(config.algorithm, episodes, where=where)
+    environments = [batch.trajectories[index].environment for index, _ in owners]
+    where = f"step {batch.step + 1}"
+    estimated = _estimated(config, episodes, environments, where=where)
     reported = [side.reports for sides in shaped for side in sides]
     reported += [estimate.reports for estimate in estimated]
     for name, value in (item for side_reports in reported for item in side_reports.items()):
@@ -278,6 +233,27 @@ def _advantages(
         if joined.returns is not None and estimate.returns is not None:
             joined.returns[places] = estimate.returns
     return advantages
+
+
+def _estimated(
+    config: Config, episodes: Sequence[ScoredEpisode], environments: Sequence[str], *, where: str
+) -> list[TokenAdvantages]:
+    """Returns the advantages of each episode, in order; `environments` has that of each.
+
+    An environment with an estimator of its own is a batch for itself, and all others are one.
+    """
+    rules = environment_rules(config)
+    places_of: dict[str, list[int]] = {}
+    for place, environment in enumerate(environments):
+        is_apart = rules.get(environment, PLAIN).algorithm is not None
+        places_of.setdefault(environment if is_apart else "", []).append(place)
+    estimated: dict[int, TokenAdvantages] = {}
+    for environment, places in places_of.items():
+        algorithm = rules.get(environment, PLAIN).algorithm or config.algorithm
+        members = [episodes[place] for place in places]
+        advantages = token_advantages(algorithm, members, where=where)
+        estimated |= zip(places, advantages, strict=True)
+    return [estimated[place] for place in range(len(episodes))]
 
 
 def _turns_of(trajectory: Trajectory) -> dict[str, list[Turn]]:

@@ -157,7 +157,7 @@ def test_groups_of_equal_rewards_have_no_advantage() -> None:
     texts = broken({}, group=wrong, advantages=advantages)
     assert texts["advantage"] == (
         "step 1: 1 of 1 groups have equal rewards and advantages up to 1.5, although "
-        "algorithm.advantage = 'grpo' gives them none"
+        "advantage = 'grpo' gives them none"
     )
     shaped = broken(PENALTY, group=wrong, advantages=advantages)
     assert "by algorithm.reward = 'overlong' alone" in shaped["advantage"]

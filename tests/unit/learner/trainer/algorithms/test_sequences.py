@@ -16,11 +16,10 @@ from slipstream.core.types import (
 )
 from slipstream.learner.trainer.algorithms.loss import (
     ModelEstimates,
-    loss_weights,
     mean_advantages,
     training_sequences,
-    weighted,
 )
+from slipstream.learner.trainer.algorithms.loss_weights import loss_weights, weighted
 from slipstream.learner.trainer.batches.batch import Batch
 from support.fakes import own_grpo
 from support.fakes.fake_controller import make_batch
@@ -122,7 +121,7 @@ def test_each_branch_is_a_sequence_with_the_episodes_advantage_times_its_share()
     assert second.loss_mask.tolist() == [False, True, False]
     assert third.behavior_logprobs.tolist() == [0, -4, -5, 0]
     weighted_sequences = weighted(
-        sequences, mixed.mini_batches(1), config(aggregation="sequence_mean")
+        sequences, mixed, mixed.mini_batches(1), config(aggregation="sequence_mean")
     )
     counts = [int(sequence.loss_mask.sum()) for sequence in sequences]
     assert [w.loss_weight for w in weighted_sequences] == [
@@ -189,17 +188,18 @@ def test_divergence_in_the_reward_costs_what_the_sampler_diverged_from_the_refer
 
 
 def test_weights_of_the_loss_belong_to_the_mini_batch() -> None:
-    sequences = training_sequences(batch([0, 1, 2, 5, 5, 8]), config())
+    whole = batch([0, 1, 2, 5, 5, 8])
+    sequences = training_sequences(whole, config())
     counts = [int(sequence.loss_mask.sum()) for sequence in sequences]
     halves = [[0, 1, 2], [3, 4, 5]]
     weighted_sequences = weighted(
-        sequences, halves, config(aggregation="sequence_mean", mini_batches=2)
+        sequences, whole, halves, config(aggregation="sequence_mean", mini_batches=2)
     )
     for half in halves:
         total = sum(counts[i] for i in half)
         for i in half:
             assert weighted_sequences[i].loss_weight == pytest.approx(total / (3 * counts[i]))
-    fixed = weighted(sequences, [range(6)], config(aggregation="fixed"))
+    fixed = weighted(sequences, whole, [range(6)], config(aggregation="fixed"))
     assert fixed[0].loss_weight == pytest.approx(sum(counts) / (6 * 10))
 
 

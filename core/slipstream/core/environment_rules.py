@@ -1,0 +1,53 @@
+"""What holds for the episodes of one environment in place of the settings of the whole run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.extension import active, resolve
+
+if TYPE_CHECKING:
+    from slipstream.core.settings.algorithm_section import AlgorithmSection
+    from slipstream.core.settings.tables import Tables
+
+
+@dataclass(frozen=True)
+class EnvironmentRules:
+    """The rules of one environment."""
+
+    # Factor of the loss of each of its tokens.
+    loss_weight: float = 1.0
+    # The run's algorithm with the estimator of its advantages; None: it has none of its own.
+    algorithm: AlgorithmSection | None = None
+
+
+# The rules of an environment that has none of its own.
+PLAIN = EnvironmentRules()
+
+
+def environment_rules(config: Tables) -> dict[str, EnvironmentRules]:
+    """Returns the rules of all environments that have rules of their own, by name.
+
+    Raises ConfigError if two options have rules for one environment.
+    """
+    rules: dict[str, EnvironmentRules] = {}
+    for manifest in active(config):
+        if not manifest.environment_rules:
+            continue
+        rules_of_option = resolve(manifest.environment_rules)(config)
+        for name in rules_of_option:
+            if name in rules:
+                raise ConfigError(
+                    f"two options have rules for environment {name}, one of them "
+                    f"{manifest.title or manifest.name}: take one of them out"
+                )
+        rules |= rules_of_option
+    return rules
+
+
+def algorithm_of(config: Tables, environment: str) -> AlgorithmSection:
+    """Returns the algorithm whose estimator gives an environment's episodes their advantages."""
+    rules = environment_rules(config).get(environment, PLAIN)
+    return config.algorithm if rules.algorithm is None else rules.algorithm

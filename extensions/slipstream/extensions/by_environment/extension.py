@@ -1,0 +1,26 @@
+"""Environments have a weight in the loss and an estimator of advantages of their own."""
+
+from __future__ import annotations
+
+from slipstream.core.extension import Extension, Need
+
+EXTENSION = Extension(
+    name="by_environment",
+    title="extensions.by_environment",
+    settings="slipstream.extensions.by_environment.settings:ByEnvironmentSection",
+    rules="slipstream.extensions.by_environment.settings:problems",
+    needs=(
+        Need(
+            "controller.client_loop",
+            only=False,
+            because="a client's own loop makes its losses itself",
+        ),
+    ),
+    checks="slipstream.extensions.by_environment.launch:CHECKS",
+    environment_rules="slipstream.extensions.by_environment.settings:rules_of",
+    training_settings=(
+        "environments.*.loss_weight",
+        "environments.*.advantage",
+        "environments.*.advantage_args",
+    ),
+)

@@ -1,0 +1,109 @@
+"""The table of what differs between environments, and the rules for it."""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+from slipstream.core.environment_rules import EnvironmentRules
+from slipstream.core.settings.algorithm_section import AlgorithmSection, Arguments, is_own
+from slipstream.core.settings.section import Section
+from slipstream.core.settings.tables import Tables
+
+NAME = "by_environment"
+# Settings of an entry that are settings of `algorithm`, too.
+OF_ALGORITHM = frozenset({"advantage", "advantage_args"})
+
+
+class EnvironmentEntry(Section):
+    """What differs for the episodes of one environment; what is left out is the run's."""
+
+    # Factor of the loss of each token.
+    loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    # Built-in estimator of a token's advantage, in place of `algorithm.advantage`.
+    advantage: str | None = None
+    # Its arguments; those of the run's estimator if `advantage` is left out.
+    advantage_args: Arguments = {}
+
+
+class ByEnvironmentSection(Section):
+    """What differs, by the names of environments that are trained."""
+
+    environments: Annotated[dict[str, EnvironmentEntry], Field(min_length=1)]
+
+
+def section_of(config: Tables) -> ByEnvironmentSection:
+    """Returns the table; its values must be valid."""
+    return config.table_of(NAME, ByEnvironmentSection)
+
+
+def setting_of(environment: str) -> str:
+    """Returns the name of the table of one environment."""
+    return f"extensions.{NAME}.environments.{environment}"
+
+
+def rules_of(config: Tables) -> dict[str, EnvironmentRules]:
+    """Returns the rules of each environment in the table, by name; all settings must be valid."""
+    rules: dict[str, EnvironmentRules] = {}
+    for name, entry in section_of(config).environments.items():
+        algorithm = None
+        if entry.model_fields_set & OF_ALGORITHM:
+            algorithm = _algorithm(config, entry)
+        rules[name] = EnvironmentRules(entry.loss_weight, algorithm)
+    return rules
+
+
+def _algorithm(config: Tables, entry: EnvironmentEntry) -> AlgorithmSection:
+    """Returns the run's algorithm with the entry's estimator; raises ValidationError."""
+    table = config.algorithm.model_dump(exclude_unset=True)
+    if entry.advantage is not None:
+        table["advantage"] = entry.advantage
+    table["advantage_args"] = entry.advantage_args
+    return AlgorithmSection.model_validate(table)
+
+
+def problems(config: Tables) -> Iterator[str]:
+    """Yields a line for each setting that excludes the option, with the value and the rule."""
+    try:
+        entries = section_of(config).environments
+    except ValidationError:
+        # The check of the table tells which value is wrong.
+        return
+    evaluations = {evaluation.name for evaluation in config.evaluations}
+    for name, entry in entries.items():
+        setting = setting_of(name)
+        if name in evaluations:
+            yield (
+                f"{setting} must be an environment that is trained, got an evaluation: it has no "
+                "loss"
+            )
+        if not entry.model_fields_set:
+            yield f"{setting} must name what differs for the environment, got an empty table"
+        if entry.model_fields_set & OF_ALGORITHM:
+            yield from _estimator_problems(config, setting, entry)
+
+
+def _estimator_problems(config: Tables, setting: str, entry: EnvironmentEntry) -> Iterator[str]:
+    advantage = entry.advantage
+    if config.critic is not None:
+        yield (
+            f"{setting} excludes the table critic: the critic learns the returns of one estimator "
+            f"for all episodes, got advantage = {advantage!r}"
+        )
+        return
+    if is_own(advantage or config.algorithm.advantage):
+        own = advantage or config.algorithm.advantage
+        yield (
+            f"{setting}.advantage must be a built-in estimator, got {own!r}: a function of your "
+            "own in algorithm.advantage gets the episodes of all environments"
+        )
+        return
+    try:
+        algorithm = _algorithm(config, entry)
+    except ValidationError as error:
+        for fault in error.errors():
+            message = fault["msg"].removeprefix("Value error, ")
+            yield f"{setting}: {message}"
+        return
+    estimator = algorithm.estimator
+    if estimator is not None and estimator.critic == "needed":
+        yield f"{setting}.advantage = {algorithm.advantage!r} needs a critic, which it excludes"

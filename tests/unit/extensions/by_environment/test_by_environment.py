@@ -1,0 +1,217 @@
+"""What differs between environments: their weight in the loss, their estimator, and refusals."""
+
+import dataclasses
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+from slipstream.client.launch.findings import Scene
+from slipstream.core.configuration.replayed_settings import places_and_training
+from slipstream.core.environment_rules import algorithm_of, environment_rules
+from slipstream.core.errors import ConfigError
+from slipstream.core.settings.config import Config
+from slipstream.extensions.by_environment.launch import check_names
+from slipstream.learner.trainer.algorithms.loss import training_sequences
+from slipstream.learner.trainer.algorithms.loss_weights import weighted
+from slipstream.learner.trainer.batches.batch import Batch
+from support.fakes.fake_controller import make_batch
+from support.fakes.small_configs import small_config
+
+# The rewards of the four groups.
+REWARDS = "0 1 2  5 5 8  1 0 0  3 1 4"
+OWN = "support.fakes.own_grpo:advantage"
+
+
+# Settings of a table, by name.
+Values: TypeAlias = dict[str, Any]
+
+
+def config_of(algorithm: Values | None = None, **entries: Values) -> Config:
+    """Settings of groups of three, with an entry for each environment."""
+    extensions: Values = {}
+    if entries:
+        extensions["by_environment"] = {"environments": entries}
+    sampling = {
+        "max_reply_tokens": 10,
+        "max_episode_tokens": 64,
+    }
+    plain = {"group_size": 3}
+    return small_config(
+        algorithm=plain | (algorithm or {}),
+        sampling=sampling,
+        extensions=extensions,
+    )
+
+
+def mixed_batch() -> Batch:
+    """Four groups, by turns of environments a and b."""
+    batch = make_batch(
+        0,
+        num_groups=4,
+        group_size=3,
+        vocab_size=9,
+        max_tokens=20,
+    )
+    group_ids = list(dict.fromkeys(batch.group_ids))
+    rewards = map(float, REWARDS.split())
+    trajectories = []
+    for trajectory in batch.trajectories:
+        group = group_ids.index(trajectory.group_id)
+        changed = dataclasses.replace(
+            trajectory,
+            reward=next(rewards),
+            environment="ab"[group % 2],
+        )
+        trajectories.append(changed)
+    return Batch(0, batch.batch_id, tuple(trajectories))
+
+
+def only(batch: Batch, environment: str) -> Batch:
+    members = [t for t in batch.trajectories if t.environment == environment]
+    return Batch(batch.step, batch.batch_id, tuple(members))
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed"])
+def test_a_weight_multiplies_the_loss_of_its_environment_and_divides_no_others(
+    aggregation: str,
+) -> None:
+    batch = mixed_batch()
+    config = config_of({"aggregation": aggregation}, b={"loss_weight": 2.5})
+    sequences = training_sequences(batch, config)
+    mini_batches = [range(12)]
+    changed = weighted(sequences, batch, mini_batches, config)
+    num_trained = [int(sequence.loss_mask.sum()) for sequence in sequences]
+    total = sum(num_trained)
+    # The loss of a mini-batch whose tokens have the losses 1, 2, ...: by formulas in docs.
+    losses = np.arange(1.0, total + 1)
+    ours = 0.0
+    expected = 0.0
+    end = 0
+    for place, trajectory in enumerate(batch.trajectories):
+        start = end
+        end += num_trained[place]
+        sum_of_losses = float(losses[start:end].sum())
+        ours += changed[place].loss_weight * sum_of_losses / total
+        divisors = {
+            "token_mean": total,
+            "sequence_mean": 12 * num_trained[place],
+            "fixed": 12 * 10,
+        }
+        weight = 2.5 if trajectory.environment == "b" else 1.0
+        expected += weight * sum_of_losses / divisors[aggregation]
+    assert ours == pytest.approx(expected, rel=1e-12)
+
+
+def test_environments_without_a_weight_are_trained_as_without_the_table() -> None:
+    batch = mixed_batch()
+    plain = config_of()
+    config = config_of(b={"loss_weight": 2.5})
+    members = [range(12)]
+    before = weighted(training_sequences(batch, plain), batch, members, plain)
+    after = weighted(training_sequences(batch, config), batch, members, config)
+    for place, trajectory in enumerate(batch.trajectories):
+        factor = 2.5 if trajectory.environment == "b" else 1.0
+        assert after[place].loss_weight == factor * before[place].loss_weight
+        assert np.array_equal(after[place].advantages, before[place].advantages)
+
+
+@pytest.mark.parametrize("own", ["rloo", "reinforce_pp", "score"])
+def test_an_estimator_of_its_own_takes_the_episodes_of_its_environment_alone(own: str) -> None:
+    batch = mixed_batch()
+    run = {"advantage": "reinforce_pp_baseline"}
+    run_alone = config_of(run)
+    own_alone = config_of({"advantage": own})
+    sequences = training_sequences(batch, config_of(run, b={"advantage": own}))
+    by_environment = {
+        "a": training_sequences(only(batch, "a"), run_alone),
+        "b": training_sequences(only(batch, "b"), own_alone),
+    }
+    for trajectory, sequence in zip(batch.trajectories, sequences, strict=True):
+        expected = by_environment[trajectory.environment].pop(0)
+        assert np.array_equal(sequence.advantages, expected.advantages)
+
+
+def test_arguments_alone_are_those_of_the_runs_estimator() -> None:
+    run = {
+        "advantage": "return_to_go",
+        "advantage_args": {"gamma": 0.5},
+    }
+    own_arguments = {"advantage_args": {"gamma": 0.9}}
+    own_estimator = {"advantage": "grpo"}
+    config = config_of(run, b=own_arguments, c=own_estimator)
+    assert algorithm_of(config, "a") is config.algorithm
+    assert algorithm_of(config, "b").advantage == "return_to_go"
+    assert algorithm_of(config, "b").advantage_args["gamma"] == 0.9
+    assert algorithm_of(config, "c").advantage_args == {}
+    assert environment_rules(config)["c"].loss_weight == 1.0
+    assert environment_rules(config_of()) == {}
+
+
+PLACE = r"extensions\.by_environment\.environments\.b"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "entry", "cause"),
+    [
+        ({}, {}, f"{PLACE} must name what differs for the environment, got an empty table"),
+        ({}, {"loss_weight": 0.0}, f"{PLACE}.loss_weight: .* greater than 0, got 0.0"),
+        ({}, {"loss_weight": float("inf")}, f"{PLACE}.loss_weight: .* finite number, got inf"),
+        ({}, {"weight": 2.0}, f"{PLACE}.weight: Extra inputs are not permitted, got 2.0"),
+        ({}, {"advantage": "grop"}, f"{PLACE}: .*, got 'grop'"),
+        ({}, {"advantage": OWN}, f"{PLACE}.advantage must be a built-in estimator, got '{OWN}'"),
+        ({"advantage": OWN}, {"advantage_args": {"x": 1}}, f"must be a built-in .* got '{OWN}'"),
+        ({}, {"advantage": "gae"}, f"{PLACE}.advantage = 'gae' needs a critic"),
+        ({"group_size": 1, "advantage": "score"}, {"advantage": "grpo"}, "group_size must be >= 2"),
+        ({"filter": "unequal_rewards"}, {"advantage": "score"}, "filter must be 'none'"),
+        ({}, {"advantage_args": {"gamma": 1.0}}, f"{PLACE}: .*gamma"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line_that_names_it(
+    algorithm: Values, entry: Values, cause: str
+) -> None:
+    with pytest.raises(ConfigError, match=cause) as error:
+        config_of(algorithm, b=entry)
+    assert len(str(error.value).splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("tables", "cause"),
+    [
+        ({"evaluations": [{"name": "b", "reference": "m:E"}]}, "got an evaluation"),
+        ({"controller": {"client_loop": True}}, "needs controller.client_loop = False"),
+        ({"critic": {"learning_rate": 1e-3}}, "excludes the table critic"),
+    ],
+)
+def test_other_tables_that_exclude_it_are_named(tables: Values, cause: str) -> None:
+    entries = {"b": {"advantage": "turn_gae"}}
+    with pytest.raises(ConfigError, match=cause):
+        small_config(
+            algorithm={"advantage": "turn_gae"},
+            extensions={"by_environment": {"environments": entries}},
+            **tables,
+        )
+
+
+def test_a_replay_may_change_how_recorded_batches_are_trained_and_nothing_else() -> None:
+    start = "extensions.by_environment.environments.b"
+    allowed = [f"{start}.loss_weight=2.0", f"{start}.advantage_args.gamma=0.5"]
+    assert places_and_training(allowed) == ([], allowed)
+    other_names = [
+        f"{start}.temperature",
+        start,
+        "extensions.task_weights.environments.b.function",
+    ]
+    for name in other_names:
+        with pytest.raises(ConfigError, match="cannot be another in a replay"):
+            places_and_training([f"{name}=1"])
+
+
+def test_a_name_that_no_environment_has_is_told() -> None:
+    entries = {"b": {"loss_weight": 2.0}}
+    config = small_config(
+        environments=[{"name": "a", "reference": "m:E"}],
+        extensions={"by_environment": {"environments": entries}},
+    )
+    finding = check_names(Scene(config))
+    assert finding is not None
+    assert "environments.b holds for none" in finding.seen
