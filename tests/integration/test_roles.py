@@ -11,12 +11,13 @@ from slipstream.core.types import Trajectory
 from slipstream.extensions.other_models.trainer import explained_variance
 from slipstream.learner.trainer.batches.batch import Batch
 from support.ranks import role_ranks
-from support.ranks.parity_layouts import batches
+from support.ranks.parity_layouts import OTHER, batches
 from support.ranks.rank_pool import RankPool, chosen_jobs, jobs_of_file
 from support.ranks.rank_program import SETTINGS
 from support.ranks.role_ranks import (
     CRITIC_RATE,
     LAYOUTS,
+    OTHER_TEMPERATURE,
     STEP_METRICS,
     TOP_K,
     VALUE_CLIP,
@@ -148,7 +149,7 @@ def test_the_critic_learns_like_plain_transformers(layout, folder, one_rank):
     assert clipped > 0
 
 
-@pytest.mark.parametrize("layout", ["one", "one-trees"])
+@pytest.mark.parametrize("layout", ["one", "one-trees", "one-by-environment"])
 def test_the_reference_says_what_the_start_folder_says(layout, folder, one_rank):
     model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
     expected = []
@@ -157,7 +158,8 @@ def test_the_reference_says_what_the_start_folder_says(layout, folder, one_rank)
     for trajectory, _ in itertools.chain.from_iterable(map(conversations, trajectories)):
         ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
         with torch.no_grad():
-            logprobs = (model(ids).logits[0, :-1] / 0.8).log_softmax(-1)
+            temperature = OTHER_TEMPERATURE if trajectory.environment == OTHER else 0.8
+            logprobs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
         mask = torch.from_numpy(trajectory.sampled_mask())[1:]
         expected.append(logprobs.gather(1, ids[0, 1:, None])[:, 0][mask])
         best = logprobs[mask].topk(TOP_K)

@@ -12,6 +12,7 @@ from support.rigs.run_processes import (
     command,
     copy_environments,
     records_of,
+    rows_of,
     succeed,
     write_config,
 )
@@ -39,7 +40,12 @@ async def test_a_slow_environment_has_its_share_of_each_batch_from_the_first_ste
         evaluations=[],
         algorithm__group_size=4,
         algorithm__groups_per_step=GROUPS,
-        extensions__by_environment__environments={"slow": {"loss_weight": 3.0}},
+        extensions__by_environment__environments={
+            "slow": {
+                "loss_weight": 3.0,
+                "temperature": 1.5,
+            },
+        },
     )
     async with command(tmp_path, "run", "config.toml", cwd=folder) as run:
         assert await run.wait(LIMIT_S) == 0, run.out + run.err
@@ -51,6 +57,10 @@ async def test_a_slow_environment_has_its_share_of_each_batch_from_the_first_ste
     shares = [Counter(environments[group] for group in record["groups"]) for record in batches]
     assert shares == [{"quick": GROUPS // 2, "slow": GROUPS // 2}] * STEPS
     assert all(abs(seats) <= 0.5 for record in batches for seats in record["owed"].values())
+    # Engine and learner divide by the same temperatures: before any lag their values are equal.
+    first = rows_of(run_folder)[0]
+    assert first["importance_weight_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert first["logprob_gap_max"] < 1e-3
     check_replay(run_folder)
     compared = succeed("replay", run_folder, "--to", "1", f"{ENTRY}.loss_weight=1.0")
     (cosine,) = re.findall(r"change by step 1: cosine (\S+),", compared.stdout)

@@ -28,6 +28,7 @@ from slipstream.core.configuration.config_file import (
     with_first_line,
 )
 from slipstream.core.configuration.toml_text import parse_toml
+from slipstream.core.environment_rules import temperatures_of
 from slipstream.core.errors import CheckpointError, ConfigError
 from slipstream.core.extension import installed
 from slipstream.core.machine.files import open_regular, read_regular, replace_file
@@ -457,6 +458,7 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
     if was_asked != is_asked:
         reason = "recorded replies carry this number of likely tokens"
         yield f"reference.top_k must stay {was_asked} {on}, got {is_asked}: {reason}"
+    yield from _temperature_changes(before, now)
     names = [section.name for section in now.environments]
     for section in before.environments:
         if section.name not in names:
@@ -469,6 +471,19 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
         if (new_one := adapters.get(name, adapter)) != adapter:
             reason = "its leased groups are sampled with it"
             yield f"adapter of {name} must stay {adapter!r} {on}, got {new_one!r}: {reason}"
+
+
+def _temperature_changes(before: Config, now: Config) -> Iterator[str]:
+    old_ones = temperatures_of(before)
+    new_ones = temperatures_of(now)
+    for name in sorted(old_ones.keys() | new_ones.keys()):
+        old = old_ones.get(name, before.sampling.temperature)
+        new = new_ones.get(name, now.sampling.temperature)
+        if old != new:
+            yield (
+                f"temperature of {name} must stay {old:g} when a run goes on, got {new:g}: "
+                "recorded replies were sampled with it"
+            )
 
 
 def _stored_models(config: Config) -> dict[str, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ class EnvironmentRules:
 
     # Factor of the loss of each of its tokens.
     loss_weight: float = 1.0
+    # Temperature of its sampling and of the learner's logits; None: the run's.
+    temperature: float | None = None
     # The run's algorithm with the estimator of its advantages; None: it has none of its own.
     algorithm: AlgorithmSection | None = None
 
@@ -51,3 +54,20 @@ def algorithm_of(config: Tables, environment: str) -> AlgorithmSection:
     """Returns the algorithm whose estimator gives an environment's episodes their advantages."""
     rules = environment_rules(config).get(environment, PLAIN)
     return config.algorithm if rules.algorithm is None else rules.algorithm
+
+
+def temperatures_of(config: Tables) -> dict[str, float]:
+    """Returns the temperature of each environment that has one of its own, by name."""
+    temperatures: dict[str, float] = {}
+    for name, rules in environment_rules(config).items():
+        if rules.temperature is not None:
+            temperatures[name] = rules.temperature
+    return temperatures
+
+
+def sampling_temperatures(config: Tables, environments: Iterable[str]) -> list[float] | None:
+    """Returns the temperature of sampling of each environment; None if no one has its own."""
+    temperatures = temperatures_of(config)
+    if not temperatures:
+        return None
+    return [temperatures.get(name, config.sampling.temperature) for name in environments]

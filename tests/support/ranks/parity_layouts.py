@@ -168,6 +168,7 @@ BY_ENVIRONMENT = {
             "environments": {
                 OTHER: {
                     "loss_weight": 2.5,
+                    "temperature": 1.3,
                     "advantage": "reinforce_pp",
                 },
             },
@@ -248,6 +249,8 @@ LONG = """
     dp2-top-entropy pp2-vpp2-top-entropy tp2-sp-top-entropy cp2-trees-top-entropy
     one-trees-top-entropy
     dp2-by-environment pp2-vpp2-by-environment one-trees-by-environment cp2-trees-by-environment
+    one-by-environment-cut-split cp2-by-environment-cut-split tp2-sp-by-environment-cut-split
+    one-by-environment-trees-shared
     one-trees-split one-trees-shared-split cp2-trees-split tp2-sp-offload-split
     one-replay-split-moe ep2-cp2-replay-split-moe dp2-distopt-split one-cut-split tp2-sp-cut-split
 """

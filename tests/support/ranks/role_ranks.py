@@ -25,7 +25,7 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
 
 from support.fakes.parity_models import VOCAB
-from support.ranks.parity_layouts import OVERLAP, SP, TREES, VPP, batches, probe
+from support.ranks.parity_layouts import OTHER, OVERLAP, SP, TREES, VPP, batches, probe
 from support.ranks.rank_program import opened, settings_of, weights_of
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class RoleLayout:
     critic: dict = field(default_factory=dict)
     learner: dict = field(default_factory=dict)
     sampling: dict = field(default_factory=dict)
+    extensions: dict = field(default_factory=dict)
 
 
 # All that can be away is, while another model works.
@@ -70,8 +71,13 @@ OFFLOAD = {
 
 # Tensor parallel ranks have the same tokens.
 SAME_TOKENS = {"transformer": {"sequence_parallel": False}}
+OTHER_TEMPERATURE = 1.3
+BY_ENVIRONMENT = {
+    "by_environment": {"environments": {OTHER: {"temperature": OTHER_TEMPERATURE}}},
+}
 LAYOUTS = {
     "one": RoleLayout(1),
+    "one-by-environment": RoleLayout(1, extensions=BY_ENVIRONMENT),
     "one-tied": RoleLayout(1, "tied"),
     "one-trees": RoleLayout(1, sampling=TREES),
     "sp2-dp2-cp2-trees": RoleLayout(2, policy=SP, critic={"cp": 2}, sampling=TREES),
@@ -110,6 +116,7 @@ def config_of(name: str, folder: Path, *others: dict[str, dict]) -> Config:
         "algorithm": {"advantage": "gae", "kl": {"coefficient": 0.1} | estimator},
         "learner": layout.learner | {"world_size": layout.world_size, "parallel": layout.policy},
         "sampling": layout.sampling,
+        "extensions": layout.extensions,
         "reference": {"refresh_every_steps": REFRESH_STEPS, "parallel": layout.reference} | top_k,
         "critic": {
             "learning_rate": CRITIC_RATE,

@@ -191,7 +191,10 @@ class PlainPolicy:
         self.forced.expert_ids = None if routed is None else routed.expert_ids
         ids = torch.from_numpy(one.episode.token_ids.astype(np.int64))[None]
         # Replies that are given were sampled by nobody: the distribution itself is to learn them.
-        temperature = 1.0 if one.episode.is_given else self.config.sampling.temperature
+        entry = own_table(self.config, one.episode.environment)
+        temperature = entry.get("temperature", self.config.sampling.temperature)
+        if one.episode.is_given:
+            temperature = 1.0
         logits = self.model(ids).logits[0, one.places - 1] / temperature
         for place, token_ids in enumerate(kept_sets(one.episode)):
             if token_ids:

@@ -265,3 +265,19 @@ def test_an_environment_keeps_its_adapter() -> None:
     check_resumable(with_adapter("code"), with_adapter("code"))
     with pytest.raises(ConfigError, match="adapter of e must stay 'code' when .*, got 'math': "):
         check_resumable(with_adapter("code"), with_adapter("math"))
+
+
+def test_the_temperature_of_an_environment_must_stay_and_its_weight_may_change() -> None:
+    def changed(**entry: float):
+        entries = {"e": entry}
+        return config(extensions__by_environment={"environments": entries})
+
+    check_resumable(config(), changed(loss_weight=2.0))
+    check_resumable(config(), changed(temperature=config().sampling.temperature))
+    for before, now in (
+        (config(), changed(temperature=0.5)),
+        (changed(temperature=0.5), config()),
+        (changed(temperature=0.5), changed(temperature=0.6)),
+    ):
+        with pytest.raises(ConfigError, match="temperature of e must stay .* when a run goes on"):
+            check_resumable(before, now)

@@ -84,8 +84,8 @@ _NEUTRAL: Mapping[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 class SamplingSection(Section):
     """Sampling of replies, and limits of an episode's length."""
 
-    # Temperature of sampling and of the learner's logits. An environment's own replies are trained
-    # at 1.
+    # Temperature of sampling and of the learner's logits, unless an environment has [its
+    # own](algorithms.md#by-environment). Replies that an environment gives are trained at 1.
     temperature: Annotated[float, Fixed("recorded replies were sampled with it")] = Field(
         1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE
     )

@@ -1,4 +1,4 @@
-"""Environments have a weight in the loss and an estimator of advantages of their own."""
+"""Environments have a weight in the loss, a temperature and an estimator of their own."""
 
 from __future__ import annotations
 

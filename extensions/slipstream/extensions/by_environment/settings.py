@@ -5,7 +5,9 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 from slipstream.core.environment_rules import EnvironmentRules
+from slipstream.core.extension import active
 from slipstream.core.settings.algorithm_section import AlgorithmSection, Arguments, is_own
+from slipstream.core.settings.measurement_sections import MAX_TEMPERATURE, MIN_TEMPERATURE
 from slipstream.core.settings.section import Section
 from slipstream.core.settings.tables import Tables
 
@@ -19,6 +21,8 @@ class EnvironmentEntry(Section):
 
     # Factor of the loss of each token.
     loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    # Temperature of its sampling and of the learner's logits, in place of `sampling.temperature`.
+    temperature: float | None = Field(None, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
     # Built-in estimator of a token's advantage, in place of `algorithm.advantage`.
     advantage: str | None = None
     # Its arguments; those of the run's estimator if `advantage` is left out.
@@ -48,7 +52,11 @@ def rules_of(config: Tables) -> dict[str, EnvironmentRules]:
         algorithm = None
         if entry.model_fields_set & OF_ALGORITHM:
             algorithm = _algorithm(config, entry)
-        rules[name] = EnvironmentRules(entry.loss_weight, algorithm)
+        rules[name] = EnvironmentRules(
+            loss_weight=entry.loss_weight,
+            temperature=entry.temperature,
+            algorithm=algorithm,
+        )
     return rules
 
 
@@ -78,8 +86,33 @@ def problems(config: Tables) -> Iterator[str]:
             )
         if not entry.model_fields_set:
             yield f"{setting} must name what differs for the environment, got an empty table"
+        if entry.temperature is not None:
+            yield from _temperature_problems(config, setting, entry.temperature)
         if entry.model_fields_set & OF_ALGORITHM:
             yield from _estimator_problems(config, setting, entry)
+
+
+def _temperature_problems(config: Tables, setting: str, temperature: float) -> Iterator[str]:
+    reference = config.reference
+    if reference is not None and reference.server is not None and temperature != 1.0:
+        yield (
+            f"{setting}.temperature must be 1 with reference.server: vLLM gives the "
+            f"log-probabilities of prompts at temperature 1, got {temperature:g}"
+        )
+    if config.algorithm.agreement == "bits" and temperature != 1.0:
+        yield (
+            f"{setting}.temperature must be 1 with algorithm.agreement = 'bits': the engine "
+            f"divides logits in a kernel of its own, got {temperature:g}"
+        )
+    run_temperature = config.sampling.temperature
+    for manifest in active(config):
+        # A layer that is trained beside the model learns what is sampled at one temperature.
+        if manifest.parameters_beside_model and temperature != run_temperature:
+            yield (
+                f"{setting}.temperature must be sampling.temperature = {run_temperature:g} with "
+                f"{manifest.title or manifest.name}, whose layer is trained at one, got "
+                f"{temperature:g}"
+            )
 
 
 def _estimator_problems(config: Tables, setting: str, entry: EnvironmentEntry) -> Iterator[str]:

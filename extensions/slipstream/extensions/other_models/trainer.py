@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from slipstream.core.configuration.roles import named, reference_is_policy, role_settings
+from slipstream.core.environment_rules import sampling_temperatures
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray, ReferenceLogprobs
@@ -203,6 +204,9 @@ def reference_logprobs(
         batch,
         forward,
         width=1 + 2 * top_k if top_k else 0,
+        temperatures=sampling_temperatures(
+            settings, [trajectory.environment for trajectory in batch.trajectories]
+        ),
     )
     columns = [values.reshape(len(values), -1) for values in outputs]
     return [

@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from slipstream.core.environment_rules import sampling_temperatures
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray, PolicyVersion
@@ -177,6 +178,9 @@ class VersionScores(StepPart):
         sequences = TrainingSequence.of_trajectories(
             batch.trajectories,
             step=batch.step,
+            temperatures=sampling_temperatures(
+                self._config, [trajectory.environment for trajectory in batch.trajectories]
+            ),
             processor=None if vision is None else vision.processor,
             with_experts=self._config.algorithm.router_replay != "off",
         )

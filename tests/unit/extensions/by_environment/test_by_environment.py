@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 from slipstream.client.launch.findings import Scene
 from slipstream.core.configuration.replayed_settings import places_and_training
-from slipstream.core.environment_rules import algorithm_of, environment_rules
+from slipstream.core.environment_rules import (
+    algorithm_of,
+    environment_rules,
+    sampling_temperatures,
+)
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.extensions.by_environment.launch import check_names
@@ -156,6 +160,9 @@ PLACE = r"extensions\.by_environment\.environments\.b"
         ({}, {}, f"{PLACE} must name what differs for the environment, got an empty table"),
         ({}, {"loss_weight": 0.0}, f"{PLACE}.loss_weight: .* greater than 0, got 0.0"),
         ({}, {"loss_weight": float("inf")}, f"{PLACE}.loss_weight: .* finite number, got inf"),
+        ({}, {"temperature": 0.0}, f"{PLACE}.temperature: .* got 0.0"),
+        ({}, {"temperature": 2.5}, f"{PLACE}.temperature: .* got 2.5"),
+        ({"agreement": "bits"}, {"temperature": 0.9}, f"{PLACE}.temperature must be 1 with alg"),
         ({}, {"weight": 2.0}, f"{PLACE}.weight: Extra inputs are not permitted, got 2.0"),
         ({}, {"advantage": "grop"}, f"{PLACE}: .*, got 'grop'"),
         ({}, {"advantage": OWN}, f"{PLACE}.advantage must be a built-in estimator, got '{OWN}'"),
@@ -172,6 +179,26 @@ def test_what_cannot_be_is_refused_in_a_line_that_names_it(
     with pytest.raises(ConfigError, match=cause) as error:
         config_of(algorithm, b=entry)
     assert len(str(error.value).splitlines()) <= 2
+
+
+def test_a_temperature_that_others_do_not_know_is_refused() -> None:
+    entries = {"b": {"temperature": 0.9}}
+    extensions = {"by_environment": {"environments": entries}}
+    server = {"base_url": "http://127.0.0.1:9/v1", "model": "teacher"}
+    with pytest.raises(ConfigError, match="temperature must be 1 with reference.server"):
+        small_config(
+            algorithm={"kl": {"coefficient": 0.1}},
+            reference={"server": server},
+            extensions=extensions,
+        )
+    with pytest.raises(ConfigError, match="must be sampling.temperature = 1 with drafts, whose"):
+        small_config(drafts={"tokens": 2}, extensions=extensions)
+
+
+def test_temperatures_are_those_of_the_run_but_for_entries_with_one() -> None:
+    config = config_of(b={"temperature": 0.5}, c={"loss_weight": 2.0})
+    assert sampling_temperatures(config, ["a", "b", "c", "b"]) == [1.0, 0.5, 1.0, 0.5]
+    assert sampling_temperatures(config_of(c={"loss_weight": 2.0}), ["a"]) is None
 
 
 @pytest.mark.parametrize(

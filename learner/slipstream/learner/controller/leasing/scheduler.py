@@ -18,6 +18,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from slipstream.core.configuration.config_file import largest_trajectory_bytes
+from slipstream.core.environment_rules import temperatures_of
 from slipstream.core.types import GroupId, Purpose
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
@@ -92,6 +93,7 @@ class Scheduler:
         self._run = run
         self._progress = run.progress
         self._config = run.config
+        self._temperatures = temperatures_of(self._config)
         self._largest_bytes = largest_trajectory_bytes(self._config)
         self._book = books.leases
         self._environments = books.environments
@@ -402,6 +404,7 @@ class Scheduler:
         settings = self._config.sampling.to_pb()
         settings.ignore_eos = self._config.debug.ignore_eos
         settings.adapter = self._environments.entries[group.environment].spec.adapter
+        settings.temperature = self._temperatures.get(group.environment, settings.temperature)
         if group.purpose is Purpose.EVALUATION:
             evaluation = next(e for e in self._config.evaluations if e.name == group.environment)
             settings.temperature = evaluation.temperature

@@ -18,7 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from slipstream.core.environment_rules import PLAIN, environment_rules
+from slipstream.core.environment_rules import (
+    PLAIN,
+    environment_rules,
+    sampling_temperatures,
+)
 from slipstream.core.models.vision import load_processor
 from slipstream.core.settings.algorithm_section import (
     TOP_K_ESTIMATORS,
@@ -132,6 +136,7 @@ def training_sequences(
         trajectories,
         estimated,
         step=batch.step,
+        temperatures=sampling_temperatures(config, [t.environment for t in trajectories]),
         processor=load_processor(config.model.path) if has_images else None,
         with_experts=config.algorithm.router_replay != "off",
     )

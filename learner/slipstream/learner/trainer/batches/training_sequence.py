@@ -145,6 +145,8 @@ class TokenEstimates(Generic[Array]):
     # are None unless the loss reads them.
     top_ids: Array | None = field(default=None, metadata=_column(np.int64))
     top_logprobs: Array | None = field(default=None, metadata=_column(np.float32))
+    # The temperature at which the token was sampled; None: that of the whole batch.
+    temperatures: Array | None = field(default=None, metadata=_column(np.float64))
     # Whether the token belongs to the ratio of its sequence, in passes that a client orders.
     ratio_mask: Array | None = field(default=None, metadata=_column(np.bool_))
 
@@ -310,6 +312,7 @@ class TrainingSequence(TokenFields[NumpyArray]):
         estimates: Sequence[TokenEstimates[NumpyArray]] | None = None,
         *,
         step: int,
+        temperatures: Sequence[float] | None = None,
         processor: ImageProcessor | None = None,
         with_experts: bool = False,
     ) -> list[TrainingSequence]:
@@ -317,7 +320,8 @@ class TrainingSequence(TokenFields[NumpyArray]):
 
         A trajectory gives one sequence, or one for each of its branches. `estimates` has an entry
         for each trajectory; if it is None, all advantages are 0. `step` is the version before the
-        training, from which lags are counted. `processor` computes the pixels of images, if the
+        training, from which lags are counted. `temperatures` has that of each trajectory, unless
+        all have the temperature of the batch. `processor` computes the pixels of images, if the
         model takes any. `with_experts` adds the recorded experts. The sequences are views of arrays
         for the whole batch: many small arrays would cost more time than the training of short
         sequences. Raises UntrainableBatch for a faulty image.
@@ -326,6 +330,16 @@ class TrainingSequence(TokenFields[NumpyArray]):
             return []
         if estimates is None:
             estimates = [TokenEstimates(np.zeros(t.num_sampled_tokens)) for t in trajectories]
+        if temperatures is not None:
+            estimates = [
+                dataclasses.replace(
+                    estimate,
+                    temperatures=np.full(trajectory.num_sampled_tokens, temperature),
+                )
+                for estimate, trajectory, temperature in zip(
+                    estimates, trajectories, temperatures, strict=True
+                )
+            ]
         parts = [(t, part.tokens) for t in trajectories for part in t.sequences]
         ends = np.cumsum([tokens.stop - tokens.start for _, tokens in parts])
         sampled = np.concatenate([t.sampled_mask() for t in trajectories])

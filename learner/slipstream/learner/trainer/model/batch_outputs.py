@@ -11,17 +11,23 @@ from slipstream.learner.trainer.model.schedule import Forward, masked_outputs
 
 
 def batch_outputs(
-    model: ParallelModel, batch: Batch, forward: Forward, *, width: int = 0
+    model: ParallelModel,
+    batch: Batch,
+    forward: Forward,
+    *,
+    width: int = 0,
+    temperatures: Sequence[float] | None = None,
 ) -> list[LogprobArray]:
     """Returns for each trajectory the outputs that predict its sampled tokens; on every rank.
 
     Each array is float32 [sampled tokens], or [sampled tokens, width] with a `width`. The output is
-    0 for a sampled token that is the first of its sequence, which nothing predicts. Collective, as
-    `masked_outputs` says.
+    0 for a sampled token that is the first of its sequence, which nothing predicts. `temperatures`
+    is as in `TrainingSequence.of_trajectories`. Collective, as `masked_outputs` says.
     """
     sequences = TrainingSequence.of_trajectories(
         batch.trajectories,
         step=batch.step,
+        temperatures=temperatures,
         processor=None if model.vision is None else model.vision.processor,
     )
     return by_trajectory(batch, masked_outputs(model, sequences, forward, width=width))

@@ -12,6 +12,7 @@ row.
 
 import dataclasses
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -110,34 +111,51 @@ def vocab_parallel_logprobs(
     return logprobs.index_copy(0, rows, row_values), entropies.index_copy(0, rows, row_entropies)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a micro batch whose logits are divided by one temperature."""
+
+    # int64, on the device of the model.
+    places: Tensor
+    temperature: float
+    # Whether a policy sampled some of the tokens, maybe from kept ones only.
+    has_sampled: bool = True
+
+
 def row_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    rows: tuple[Tensor, Tensor],
+    parts: Sequence[Rows],
     projection: Projection,
     *,
     kept_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `vocab_parallel_logprobs` for sampled rows, and for given ones at temperature 1."""
-    sampled_rows, given_rows = rows
-    if not len(given_rows):
-        return vocab_parallel_logprobs(
-            hidden, weight, targets, sampled_rows, projection, kept_ids=kept_ids
-        )
-    # Either both calls keep their logits or neither does.
-    num_logits = (len(sampled_rows) + len(given_rows)) * len(weight)
-    if num_logits > projection.kept_logits:
+    """Returns `vocab_parallel_logprobs` for all rows of `parts`, each at its temperature.
+
+    `parts` has at least one, and no row twice.
+    """
+    # All calls keep their logits, or none does.
+    num_logits = sum(len(rows.places) for rows in parts) * len(weight)
+    if len(parts) > 1 and num_logits > projection.kept_logits:
         projection = dataclasses.replace(projection, kept_logits=0)
-    untempered = dataclasses.replace(projection, temperature=1.0)
-    given_outputs = vocab_parallel_logprobs(hidden, weight, targets, given_rows, untempered)
-    if not len(sampled_rows):
-        return given_outputs
-    sampled = vocab_parallel_logprobs(
-        hidden, weight, targets, sampled_rows, projection, kept_ids=kept_ids
-    )
-    # The values of given rows are 0 at sampled ones, and the other way round.
-    return given_outputs[0] + sampled[0], given_outputs[1] + sampled[1]
+    outputs = [
+        vocab_parallel_logprobs(
+            hidden,
+            weight,
+            targets,
+            rows.places,
+            dataclasses.replace(projection, temperature=rows.temperature),
+            kept_ids=kept_ids if rows.has_sampled else None,
+        )
+        for rows in parts
+    ]
+    logprobs, entropies = outputs[0]
+    # The values of a part are 0 at the rows of all others.
+    for other_logprobs, other_entropies in outputs[1:]:
+        logprobs = logprobs + other_logprobs
+        entropies = entropies + other_entropies
+    return logprobs, entropies
 
 
 class _Logprobs(torch.autograd.Function):

@@ -37,7 +37,7 @@ from slipstream.learner.trainer.batches.training_sequence import (
     zigzag,
 )
 from slipstream.learner.trainer.layers.routers import move_biases
-from slipstream.learner.trainer.model.logprobs import row_logprobs, top_tokens
+from slipstream.learner.trainer.model.logprobs import Rows, row_logprobs, top_tokens
 from slipstream.learner.trainer.model.model import ParallelModel, Part, TrainedModel, unwrapped
 from slipstream.v1 import trainer_pb2
 from torch import Tensor
@@ -221,7 +221,7 @@ def forward_logprobs(
         weight = model.output_weight
         targets = micro_batch.targets
         if top_k:
-            places = torch.cat(rows[place])
+            places = torch.cat([part.places for part in rows[place]])
             top = top_tokens(states[places], weight, top_k, projection)
             ids = targets.new_zeros(len(targets), top_k).index_copy(0, places, top)
             targets = torch.cat([targets[:, None], ids], dim=1)
@@ -351,15 +351,29 @@ def run_schedule(
 
 def _trained_rows(
     model: ParallelModel, micro_batches: Sequence[MicroBatch], temperature: float
-) -> list[tuple[Tensor, Tensor]]:
-    """Returns each micro batch's trained rows (sampled, given), made on the host, on the device."""
-    rows = []
+) -> list[list[Rows]]:
+    """Returns each micro batch's trained rows, by temperature, made on the host, on the device.
+
+    Sampled tokens have `temperature` or one of their own, and given ones 1. There is at least one
+    part, which is empty if no row is trained.
+    """
+    device = model.ranks.device
+    rows_of_batches: list[list[Rows]] = []
     for micro_batch in micro_batches:
-        is_given = micro_batch.behavior_logprobs.isnan() & (temperature != 1.0)
-        masks = (micro_batch.loss_mask & ~is_given, micro_batch.loss_mask & is_given)
-        sampled, given = (to_device(mask.nonzero()[:, 0], model.ranks.device) for mask in masks)
-        rows.append((sampled, given))
-    return rows
+        mask = micro_batch.loss_mask
+        is_given = micro_batch.behavior_logprobs.isnan()
+        temperatures = micro_batch.temperatures
+        if temperatures is None:
+            temperatures = torch.full(mask.shape, temperature, dtype=torch.float64)
+        temperatures = torch.where(is_given, 1.0, temperatures)
+        parts = []
+        for value in np.unique(temperatures[mask].numpy()).tolist() or [temperature]:
+            is_of_part = mask & (temperatures == value)
+            places = to_device(is_of_part.nonzero()[:, 0], device)
+            has_sampled = bool((is_of_part & ~is_given).any())
+            parts.append(Rows(places, value, has_sampled))
+        rows_of_batches.append(parts)
+    return rows_of_batches
 
 
 def masked_outputs(

@@ -8,14 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 from slipstream.core.errors import RunFailed
-from slipstream.core.types import GroupId
+from slipstream.core.types import GroupId, ServerId
 from slipstream.learner.controller.leasing import scheduler
+from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.v1 import fleet_pb2
+from slipstream.learner.controller.servers.session import ServerKey
+from slipstream.v1 import environment_pb2, fleet_pb2
 from support.fakes.plain_trajectory import plain_trajectory
 from support.fakes.slow_disk import SlowDisk, several_turns
-from support.rigs.lease_rig import Rig
+from support.rigs.lease_rig import Rig, books_of
+from support.rigs.publishing_scene import run_of
 from support.rigs.waiting import LIMIT_S, until
 
 
@@ -242,6 +245,25 @@ async def test_a_lease_names_the_adapter_of_its_environment(rig: Rig) -> None:
     await rig.lease()
     (group,) = rig.book.groups.values()
     assert rig.scheduler.lease_message(group).sampling.adapter == "math"
+
+
+def test_a_lease_has_the_temperature_of_its_environment() -> None:
+    entries = {"hot": {"temperature": 1.3}, "weighed": {"loss_weight": 2.0}}
+    run = run_of(
+        sampling={"max_reply_tokens": 2, "max_episode_tokens": 8, "temperature": 0.7},
+        extensions={"by_environment": {"environments": entries}},
+    )
+    books = books_of(run)
+    for name in ("hot", "weighed", "plain"):
+        books.environments.add(environment_pb2.EnvironmentSpec(name=name, weight=1.0))
+    leasing = Scheduler(run, books, lambda _: None)
+    key = ServerKey(ServerId("a"), 1)
+    temperatures = {}
+    for name in ("hot", "weighed", "plain"):
+        group = books.leases.lease(name, 0, 0, key, 0)
+        temperatures[name] = leasing.lease_message(group).sampling.temperature
+        books.leases.remove(group.group_id)
+    assert temperatures == {"hot": 1.3, "weighed": 0.7, "plain": 0.7}
 
 
 async def test_what_the_next_lease_lacks_is_told_with_its_time(rig: Rig, monkeypatch) -> None:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from slipstream.learner.trainer.model import logprobs
 from slipstream.learner.trainer.model.logprobs import (
     Projection,
+    Rows,
+    row_logprobs,
     top_tokens,
     vocab_parallel_logprobs,
 )
@@ -56,6 +58,39 @@ def dense(hidden, weight, targets, rows, temperature):
     logprobs = logs.gather(1, targets[:, None])[:, 0]
     entropy = -(logs.exp() * logs).sum(-1)
     return torch.where(is_row, logprobs, 0), torch.where(is_row, entropy, 0)
+
+
+@pytest.mark.parametrize("kept_logits", [0, 5 * VOCAB, 1000])
+def test_rows_of_several_temperatures_have_values_and_gradients_of_a_dense_softmax(
+    kept_logits: int,
+) -> None:
+    hidden, weight, targets, rows = make_case()
+    places = {0.5: rows[:3], 1.0: rows[3:4], 1.7: rows[4:]}
+    of_temperature = torch.ones(TOKENS, 1, dtype=torch.float64)
+    parts = []
+    for temperature, rows_of_part in places.items():
+        of_temperature[rows_of_part] = temperature
+        parts.append(Rows(rows_of_part, temperature))
+    gradients = []
+    for is_ours in (True, False):
+        states = hidden.clone().requires_grad_()
+        matrix = weight.clone().requires_grad_()
+        if is_ours:
+            projection = Projection(
+                1.0,
+                VOCAB,
+                entropy_gradient=True,
+                kept_logits=kept_logits,
+            )
+            values = row_logprobs(states, matrix, targets, parts, projection)
+        else:
+            values = dense(states, matrix, targets, rows, of_temperature)
+        weights = torch.arange(1.0, TOKENS + 1, dtype=torch.float64)
+        total = (weights * values[0]).sum() + (weights.flip(0) * values[1]).sum()
+        total.backward()
+        gradients.append((*values, states.grad, matrix.grad))
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("num_others", [0, 4])
