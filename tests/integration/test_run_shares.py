@@ -40,10 +40,12 @@ async def test_a_slow_environment_has_its_share_of_each_batch_from_the_first_ste
         evaluations=[],
         algorithm__group_size=4,
         algorithm__groups_per_step=GROUPS,
+        algorithm__kl={"coefficient": 0.1},
         extensions__by_environment__environments={
             "slow": {
                 "loss_weight": 3.0,
                 "temperature": 1.5,
+                "kl_coefficient": 0.0,
             },
         },
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,8 @@ class EnvironmentRules:
 
     # Factor of the loss of each of its tokens.
     loss_weight: float = 1.0
+    # Factor of its divergence from the reference model; None: the run's.
+    kl_coefficient: float | None = None
     # Temperature of its sampling and of the learner's logits; None: the run's.
     temperature: float | None = None
     # The run's algorithm with the estimator of its advantages; None: it has none of its own.
@@ -54,6 +56,14 @@ def algorithm_of(config: Tables, environment: str) -> AlgorithmSection:
     """Returns the algorithm whose estimator gives an environment's episodes their advantages."""
     rules = environment_rules(config).get(environment, PLAIN)
     return config.algorithm if rules.algorithm is None else rules.algorithm
+
+
+def kl_coefficient_of(
+    config: Tables, environment: str, rules: Mapping[str, EnvironmentRules]
+) -> float:
+    """Returns the factor of an environment's divergence; `rules` are those of the settings."""
+    own_coefficient = rules.get(environment, PLAIN).kl_coefficient
+    return config.algorithm.kl.coefficient if own_coefficient is None else own_coefficient
 
 
 def temperatures_of(config: Tables) -> dict[str, float]:

@@ -177,6 +177,19 @@ BY_ENVIRONMENT = {
     "algorithm": {"groups_per_step": 4, "mini_batches": 2, "aggregation": "sequence_mean"},
 }
 
+DIVERGENT = {
+    "extensions": {
+        "by_environment": {
+            "environments": {
+                OTHER: {
+                    "kl_coefficient": 3.0,
+                },
+            },
+        },
+    },
+    "algorithm": REVERSE,
+}
+
 # Every shared prefix is computed once, however short.
 SHARED = {"shared_prefix_tokens": 1}
 
@@ -203,6 +216,7 @@ WORDS = {
     "gspo": {"algorithm": GSPO},
     "cispo": {"algorithm": CISPO},
     "top-entropy": {"algorithm": TOP_ENTROPY_LOSS},
+    "divergent": DIVERGENT,
     "by-environment": BY_ENVIRONMENT,
     "replay": {"algorithm": REPLAY},
     "forward-top-k": {"algorithm": FORWARD},
@@ -250,7 +264,8 @@ LONG = """
     one-trees-top-entropy
     dp2-by-environment pp2-vpp2-by-environment one-trees-by-environment cp2-trees-by-environment
     one-by-environment-cut-split cp2-by-environment-cut-split tp2-sp-by-environment-cut-split
-    one-by-environment-trees-shared
+    one-by-environment-trees-shared one-divergent cp2-divergent
+    one-trees-divergent tp2-sp-trees-divergent
     one-trees-split one-trees-shared-split cp2-trees-split tp2-sp-offload-split
     one-replay-split-moe ep2-cp2-replay-split-moe dp2-distopt-split one-cut-split tp2-sp-cut-split
 """

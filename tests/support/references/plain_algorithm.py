@@ -158,7 +158,10 @@ def conversation_of(
     reward -= penalty(max(whole.run_lengths[1::2], default=0), limit, **algorithm.reward_args)
     entry = own_table(config, whole.environment)
     if entry:
-        changes = {name: entry[name] for name in ("advantage",) if name in entry}
+        changes: dict[str, Any] = {name: entry[name] for name in ("advantage",) if name in entry}
+        if "kl_coefficient" in entry:
+            coefficient = {"coefficient": entry["kl_coefficient"]}
+            changes["kl"] = algorithm.kl.model_copy(update=coefficient)
         algorithm = algorithm.model_copy(update=changes)
     conversation = Conversation(one, branch, algorithm, reward)
     if one.reference is not None:

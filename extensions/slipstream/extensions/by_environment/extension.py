@@ -1,4 +1,4 @@
-"""Environments have a weight in the loss, a temperature and an estimator of their own."""
+"""Environments have a weight, a temperature, an estimator and a divergence of their own."""
 
 from __future__ import annotations
 
@@ -22,5 +22,6 @@ EXTENSION = Extension(
         "environments.*.loss_weight",
         "environments.*.advantage",
         "environments.*.advantage_args",
+        "environments.*.kl_coefficient",
     ),
 )

@@ -27,6 +27,8 @@ class EnvironmentEntry(Section):
     advantage: str | None = None
     # Its arguments; those of the run's estimator if `advantage` is left out.
     advantage_args: Arguments = {}
+    # Factor of the divergence from the reference model, in place of `algorithm.kl.coefficient`.
+    kl_coefficient: float | None = Field(None, ge=0, allow_inf_nan=False)
 
 
 class ByEnvironmentSection(Section):
@@ -54,6 +56,7 @@ def rules_of(config: Tables) -> dict[str, EnvironmentRules]:
             algorithm = _algorithm(config, entry)
         rules[name] = EnvironmentRules(
             loss_weight=entry.loss_weight,
+            kl_coefficient=entry.kl_coefficient,
             temperature=entry.temperature,
             algorithm=algorithm,
         )
@@ -65,7 +68,10 @@ def _algorithm(config: Tables, entry: EnvironmentEntry) -> AlgorithmSection:
     table = config.algorithm.model_dump(exclude_unset=True)
     if entry.advantage is not None:
         table["advantage"] = entry.advantage
-    table["advantage_args"] = entry.advantage_args
+    if entry.model_fields_set & OF_ALGORITHM:
+        table["advantage_args"] = entry.advantage_args
+    if entry.kl_coefficient is not None:
+        table["kl"] = {**table.get("kl", {}), "coefficient": entry.kl_coefficient}
     return AlgorithmSection.model_validate(table)
 
 
@@ -88,8 +94,17 @@ def problems(config: Tables) -> Iterator[str]:
             yield f"{setting} must name what differs for the environment, got an empty table"
         if entry.temperature is not None:
             yield from _temperature_problems(config, setting, entry.temperature)
+        if entry.kl_coefficient is not None and not config.algorithm.kl.coefficient:
+            yield (
+                f"{setting}.kl_coefficient needs algorithm.kl.coefficient > 0: without it a run "
+                f"has no divergence, got {entry.kl_coefficient:g}"
+            )
+        problems_of_estimator: list[str] = []
         if entry.model_fields_set & OF_ALGORITHM:
-            yield from _estimator_problems(config, setting, entry)
+            problems_of_estimator = [*_estimator_problems(config, setting, entry)]
+        yield from problems_of_estimator
+        if not problems_of_estimator:
+            yield from _algorithm_problems(config, setting, entry)
 
 
 def _temperature_problems(config: Tables, setting: str, temperature: float) -> Iterator[str]:
@@ -116,20 +131,20 @@ def _temperature_problems(config: Tables, setting: str, temperature: float) -> I
 
 
 def _estimator_problems(config: Tables, setting: str, entry: EnvironmentEntry) -> Iterator[str]:
-    advantage = entry.advantage
+    advantage = entry.advantage or config.algorithm.advantage
     if config.critic is not None:
         yield (
             f"{setting} excludes the table critic: the critic learns the returns of one estimator "
             f"for all episodes, got advantage = {advantage!r}"
         )
-        return
-    if is_own(advantage or config.algorithm.advantage):
-        own = advantage or config.algorithm.advantage
+    elif is_own(advantage):
         yield (
-            f"{setting}.advantage must be a built-in estimator, got {own!r}: a function of your "
-            "own in algorithm.advantage gets the episodes of all environments"
+            f"{setting}.advantage must be a built-in estimator, got {advantage!r}: a function of "
+            "your own in algorithm.advantage gets the episodes of all environments"
         )
-        return
+
+
+def _algorithm_problems(config: Tables, setting: str, entry: EnvironmentEntry) -> Iterator[str]:
     try:
         algorithm = _algorithm(config, entry)
     except ValidationError as error:
@@ -138,5 +153,5 @@ def _estimator_problems(config: Tables, setting: str, entry: EnvironmentEntry) -
             yield f"{setting}: {message}"
         return
     estimator = algorithm.estimator
-    if estimator is not None and estimator.critic == "needed":
+    if entry.advantage is not None and estimator is not None and estimator.critic == "needed":
         yield f"{setting}.advantage = {algorithm.advantage!r} needs a critic, which it excludes"

@@ -14,8 +14,9 @@ from slipstream.core.environment_rules import (
 )
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
+from slipstream.core.types import ReferenceLogprobs
 from slipstream.extensions.by_environment.launch import check_names
-from slipstream.learner.trainer.algorithms.loss import training_sequences
+from slipstream.learner.trainer.algorithms.loss import ModelEstimates, training_sequences
 from slipstream.learner.trainer.algorithms.loss_weights import weighted
 from slipstream.learner.trainer.batches.batch import Batch
 from support.fakes.fake_controller import make_batch
@@ -135,6 +136,36 @@ def test_an_estimator_of_its_own_takes_the_episodes_of_its_environment_alone(own
         assert np.array_equal(sequence.advantages, expected.advantages)
 
 
+@pytest.mark.parametrize("coefficient", [0.0, 0.7])
+def test_a_divergence_in_the_reward_costs_an_environment_by_its_own_factor(
+    coefficient: float,
+) -> None:
+    batch = mixed_batch()
+    estimates = []
+    for place, trajectory in enumerate(batch.trajectories):
+        logprobs = trajectory.behavior_logprobs - np.float32(0.1 * place)
+        no_ids = np.zeros((len(logprobs), 0), dtype=np.uint32)
+        no_logprobs = no_ids.astype(np.float32)
+        reference = ReferenceLogprobs(logprobs, no_ids, no_logprobs)
+        estimates.append(ModelEstimates(reference))
+    algorithm = {
+        "advantage": "score",
+        "kl": {
+            "coefficient": 0.2,
+            "placement": "reward",
+            "estimator": "k1",
+        },
+    }
+    config = config_of(algorithm, b={"kl_coefficient": coefficient})
+    sequences = training_sequences(batch, config, estimates)
+    for place, trajectory in enumerate(batch.trajectories):
+        factor = coefficient if trajectory.environment == "b" else 0.2
+        score = trajectory.reward - factor * 0.1 * place * trajectory.num_sampled_tokens
+        sequence = sequences[place]
+        assert sequence.kl_coefficients is None
+        assert sequence.advantages[sequence.loss_mask] == pytest.approx(score, rel=1e-5, abs=1e-6)
+
+
 def test_arguments_alone_are_those_of_the_runs_estimator() -> None:
     run = {
         "advantage": "return_to_go",
@@ -163,6 +194,17 @@ PLACE = r"extensions\.by_environment\.environments\.b"
         ({}, {"temperature": 0.0}, f"{PLACE}.temperature: .* got 0.0"),
         ({}, {"temperature": 2.5}, f"{PLACE}.temperature: .* got 2.5"),
         ({"agreement": "bits"}, {"temperature": 0.9}, f"{PLACE}.temperature must be 1 with alg"),
+        ({}, {"kl_coefficient": 0.1}, f"{PLACE}.kl_coefficient needs algorithm.kl.coefficient > 0"),
+        (
+            {"kl": {"coefficient": 0.1}},
+            {"kl_coefficient": -1.0},
+            f"{PLACE}.kl_coefficient: .* -1.0",
+        ),
+        (
+            {"advantage": "none", "kl": {"coefficient": 0.1}},
+            {"kl_coefficient": 0.0},
+            f"{PLACE}: advantage = 'none' trains no reward",
+        ),
         ({}, {"weight": 2.0}, f"{PLACE}.weight: Extra inputs are not permitted, got 2.0"),
         ({}, {"advantage": "grop"}, f"{PLACE}: .*, got 'grop'"),
         ({}, {"advantage": OWN}, f"{PLACE}.advantage must be a built-in estimator, got '{OWN}'"),

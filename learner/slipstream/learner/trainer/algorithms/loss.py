@@ -21,6 +21,7 @@ import torch.distributed as dist
 from slipstream.core.environment_rules import (
     PLAIN,
     environment_rules,
+    kl_coefficient_of,
     sampling_temperatures,
 )
 from slipstream.core.models.vision import load_processor
@@ -109,6 +110,10 @@ def training_sequences(
         estimates if estimates is not None else [ModelEstimates()] * len(trajectories)
     )
     advantages = _advantages(batch, config, estimates_by_index, {} if reports is None else reports)
+    rules = environment_rules(config)
+    has_coefficients = config.algorithm.kl.placement == "loss" and any(
+        rules_of_environment.kl_coefficient is not None for rules_of_environment in rules.values()
+    )
     estimated: list[TokenEstimates[NumpyArray]] = []
     for index, (trajectory, model_estimates) in enumerate(
         zip(trajectories, estimates_by_index, strict=True)
@@ -128,6 +133,9 @@ def training_sequences(
                 fields |= {"top_ids": reference.top_ids, "top_logprobs": reference.top_logprobs}
         if model_estimates.values is not None:
             fields |= {"values": model_estimates.values, "returns": worth.returns}
+        if has_coefficients:
+            coefficient = kl_coefficient_of(config, trajectory.environment, rules)
+            fields["kl_coefficients"] = np.full(trajectory.num_sampled_tokens, coefficient)
         if model_estimates.versions is not None:
             fields["version_logprobs"] = model_estimates.versions
         estimated.append(TokenEstimates(shared, **fields))
@@ -163,6 +171,7 @@ def _advantages(
     batch: Batch, config: Config, known: Sequence[ModelEstimates], reports: Reports
 ) -> dict[int, TokenAdvantages]:
     """Returns the advantages of each episode that is not left out, by its index in the batch."""
+    rules = environment_rules(config)
     shaped = shaped_rewards(batch.trajectories, config)
     lengths = [trajectory.num_sampled_tokens for trajectory in batch.trajectories]
     every_lag = np.split(token_lags(batch.trajectories, batch.step), np.cumsum(lengths[:-1]))
@@ -178,7 +187,8 @@ def _advantages(
         own_rewards = {side_of(branch): branch.reward for branch in trajectory.branches}
         costs = np.zeros(trajectory.num_sampled_tokens)
         kl = config.algorithm.kl
-        if kl.coefficient and kl.placement == "reward" and not trajectory.is_given:
+        coefficient = kl_coefficient_of(config, trajectory.environment, rules)
+        if coefficient and kl.placement == "reward" and not trajectory.is_given:
             reference = known[index].reference
             assert reference is not None, "a cost of divergence needs a reference model"
             # The divergence is the behavior policy's, because that policy sampled the tokens.
@@ -187,7 +197,7 @@ def _advantages(
                 torch.from_numpy(reference.logprobs.astype(np.float64)),
                 kl.estimator,
             )
-            costs = kl.coefficient * divergence.numpy()
+            costs = coefficient * divergence.numpy()
         lags = every_lag[index]
         values = known[index].values
         # A side is the branches of an episode that share a reward; estimators take them as one
@@ -428,7 +438,10 @@ def policy_loss(
             reference = micro_batch.reference_logprobs
             assert reference is not None, "the divergence needs a reference's log-probabilities"
             divergence = kl_estimate(policy_logprobs, reference, kl.estimator)
-        losses = losses + kl.coefficient * factors.weights * divergence
+        coefficients: float | Tensor = kl.coefficient
+        if micro_batch.kl_coefficients is not None:
+            coefficients = micro_batch.kl_coefficients
+        losses = losses + coefficients * factors.weights * divergence
     if algorithm.entropy_coefficient:
         losses = losses - algorithm.entropy_coefficient * entropy
     losses = torch.where(mask, micro_batch.loss_weights * losses, 0.0)
