@@ -124,7 +124,7 @@ def test_a_name_of_another_trainer_leads_to_our_setting(typed: str, setting: str
     [
         ("weights.delta", "weights.storage_url here"),
         ("tracking.traces_url", "has no setting here: removed"),
-        ("environments.0.algorithm.loss", "one algorithm for all environments"),
+        ("environments.0.algorithm.advantage", "`by_environment`: its own advantage"),
         ("evaluations.0.pass_at", "evaluations.samples_per_task here"),
         ("critic.optimizer", "learner.optimizer here"),
     ],
