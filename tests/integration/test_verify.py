@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import pytest
 from slipstream.client.verified_journal import UNCHECKED
 from slipstream.client.verify import examine, run_verify
 from slipstream.core.errors import ConfigError
+from slipstream.core.file_manifest import ManifestedFolder
 from slipstream.learner.controller.records.journal import batch_path, encoded
 from slipstream.learner.controller.records.kinds import _KINDS
 from slipstream.protocol.checkpoints import write_export_manifest
 from slipstream.v1 import trainer_pb2
-from support.rigs.planted_run import STEPS, Planted, make_whole_run
+from support.rigs.planted_run import STEPS, Planted, digest_of, make_whole_run
 
 Change = Callable[[trainer_pb2.RecordedBatch], object]
 
@@ -85,7 +87,7 @@ def changed_summary(name: str, value: object) -> Callable[[Planted], None]:
         place = summary["ledger"] if name in summary["ledger"] else summary
         assert place[name] != value
         place[name] = value
-        path.write_text(json.dumps(summary))
+        path.write_text(f"{json.dumps(summary, indent=2)}\n")
 
     return change
 
@@ -277,6 +279,176 @@ def test_a_change_is_found(planted: Planted, change: str) -> None:
     changed, messages = CHANGES[change]
     changed(planted)
     assert [text for text in planted.faults() if messages in text], planted.faults()
+
+
+def changed_file(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def gone(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def added(name: str, content: bytes = b"\n") -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        with (folder / name).open("ab") as file:
+            file.write(content)
+
+    return change
+
+
+# Changes of files whose digests the summary, or a manifest that it names, has; part of a line that
+# tells of each.
+FILE_CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a byte of a stored operation": (
+        changed_file("operations/1.request", b"firsT"),
+        "bytes and digest of operations/1.request: (5, ",
+    ),
+    "a byte more in a stored operation": (
+        added("operations/1.request"),
+        "bytes and digest of operations/1.request: (6, ",
+    ),
+    "no stored operation": (gone("operations/1.request"), "operations/1.request is missing"),
+    "not the newest stored operation": (
+        gone("operations/2.request"),
+        "operations/2.request is missing",
+    ),
+    "the newest stored operation as it was before": (
+        changed_file("operations/2.request", b"second"),
+        "bytes and digest of operations/2.request: (6, ",
+    ),
+    "one more stored operation": (
+        changed_file("operations/3.request", b""),
+        "operations/3.request is a file that manifest.jsonl does not name",
+    ),
+    "a spent operation again": (
+        changed_file("operations/0.request", b"spent"),
+        "operations/0.request is a file that manifest.jsonl does not name",
+    ),
+    "a line of the manifest of operations": (
+        added("operations/manifest.jsonl", b'{"removed": ["1.request"]}\n'),
+        "operations/manifest.jsonl is not what it was when summary.json was written",
+    ),
+    "no manifest of operations": (
+        gone("operations/manifest.jsonl"),
+        "operations/manifest.jsonl cannot be read",
+    ),
+    "a space in the manifest of a model": (
+        added("checkpoints/final/slipstream-manifest.json"),
+        "checkpoints/final/slipstream-manifest.json is not what it was when summary.json was",
+    ),
+    "no manifest of a model": (
+        gone("checkpoints/final/slipstream-manifest.json"),
+        "checkpoints/final/slipstream-manifest.json cannot be read",
+    ),
+    "no manifest of a checkpoint": (
+        lambda folder: (folder / "checkpoints" / "step-000009").mkdir(),
+        "step-000009 has no manifest.json",
+    ),
+    "a line end behind the summary": (
+        added("summary.json"),
+        "summary.json is not what the run wrote, by its digest",
+    ),
+    "a log that replaces another one": (
+        lambda folder: shutil.copy(
+            folder / "journal" / "journal.log", folder / "journal" / "journal-2.log"
+        ),
+        "journal/journal-2.log was not there when summary.json was written",
+    ),
+}
+
+
+@pytest.fixture
+def folder_with_operations(planted: Planted) -> Path:
+    """A run with operations and a final model, of which its summary knows."""
+    files = ManifestedFolder(planted.folder / "operations")
+    for name, content in [("0", "spent"), ("1", "first"), ("2", "second"), ("2", "second again")]:
+        files.write(f"{name}.request", content.encode())
+    files.remove(["0.request"])
+    files.write("2.request", b"second at last")
+    files.close()
+    final = planted.folder / "checkpoints" / "final"
+    final.mkdir(parents=True)
+    (final / "config.json").write_text("{}")
+    write_export_manifest(final)
+    planted.write()
+    planted.sign()
+    assert examine(planted.folder).faults == []
+    return planted.folder
+
+
+@pytest.mark.parametrize("change", FILE_CHANGES)
+def test_a_change_of_a_file_with_a_digest_is_found(
+    folder_with_operations: Path, change: str
+) -> None:
+    changed, message = FILE_CHANGES[change]
+    changed(folder_with_operations)
+    faults = examine(folder_with_operations).faults
+    assert [text for text in faults if message in text], faults
+
+
+def test_what_has_no_digest_is_named(
+    folder_with_operations: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_with_operations
+    shutil.rmtree(folder / "checkpoints" / "final")
+    for name in ("page.html", "logs/a.log", "logs/b.log", "checkpoints/kept.json"):
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    (folder / "journal" / "batches" / "step-000099.pb").touch()
+    (folder / "link").symlink_to("/etc/passwd")
+    assert run_verify(folder) == 0
+    line, _ = capsys.readouterr().out.splitlines()
+    assert line == (
+        "not checked: checkpoints/final (absent), checkpoints/kept.json, journal/batches/ "
+        "(1 file), link, logs/ (2 files), page.html"
+    )
+
+
+def test_operations_of_an_earlier_release_are_read_and_named(planted: Planted) -> None:
+    folder = planted.folder / "operations"
+    folder.mkdir()
+    (folder / "000000001.request").write_bytes(b"x")
+    planted.write()
+    planted.sign()
+    findings = examine(planted.folder)
+    assert findings.faults == []
+    assert findings.unchecked == ["operations/ (1 file)"]
+
+
+def test_a_start_behind_the_summary_is_told(planted: Planted) -> None:
+    (planted.folder / "journal" / "journal-2.log").touch()
+    planted.write()
+    planted.sign()
+    summary_path = planted.folder / "summary.json"
+    summary = json.loads(summary_path.read_text())
+    del summary["files"]["journal/journal-2.log"], summary["digest"]
+    summary["digest"] = digest_of(json.dumps(summary, sort_keys=True).encode())
+    summary_path.write_text(f"{json.dumps(summary, indent=2)}\n")
+    findings = examine(planted.folder)
+    assert findings.faults == []
+    assert findings.losses == ["journal/journal-2.log is of a start behind summary.json"]
+
+
+def test_what_a_kill_leaves_among_operations_is_no_fault(planted: Planted) -> None:
+    files = ManifestedFolder(planted.folder / "operations")
+    files.write("1", b"first")
+    files.write("2", b"second")
+    files.close()
+    folder = planted.folder / "operations"
+    (folder / "2").unlink()
+    (folder / ".2.77.partial").write_bytes(b"sec")
+    with (folder / "manifest.jsonl").open("ab") as file:
+        file.write(b'{"removed": ["1')
+    planted.write()
+    (planted.folder / "summary.json").unlink()
+    findings = examine(planted.folder)
+    assert findings.faults == ["summary.json cannot be read: No such file or directory"]
+    assert findings.losses == [
+        "the last line of operations/manifest.jsonl was cut off",
+        "operations/.2.77.partial is what a kill has left of a file",
+    ]
 
 
 def test_every_kind_of_record_is_known(planted: Planted) -> None:

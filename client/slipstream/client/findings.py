@@ -20,6 +20,8 @@ class Findings:
     faults: list[str] = field(default_factory=list)
     # Lines about what a crash has lost, which is no fault.
     losses: list[str] = field(default_factory=list)
+    # Files, and folders with numbers of files, that no check has read.
+    unchecked: list[str] = field(default_factory=list)
     num_faults: int = 0
     steps: int = 0
     # The number of trained tokens by their lag.

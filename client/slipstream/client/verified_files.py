@@ -1,7 +1,6 @@
 """Compares the files of checkpoints and of the final model with their manifests."""
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,22 @@ from slipstream.core.run_folder import (
     EXPORT_MANIFEST,
     EXPORT_VERSION,
     EXPORTS,
-    FINAL_ADAPTERS,
-    FINAL_MODEL,
 )
 
 # Most bytes of a manifest.
 MOST_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20
 _DIGEST_BYTES = 16
+# The file that a checkpoint gets last.
+CHECKPOINT_MANIFEST = "manifest.json"
 
 
 def check_files(folder: Path, findings: Findings, journal: JournalCheck) -> None:
     """Reads every file that a manifest below `folder` names, and compares its digest."""
-    for path in sorted(folder.glob(f"{CHECKPOINTS}/step-*/manifest.json")):
+    for path in sorted(folder.glob(f"{CHECKPOINTS}/step-*/{CHECKPOINT_MANIFEST}")):
         name = path.parent.name
+        if is_leftover(name):
+            continue
         with findings.reading(f"the manifest of {name}"):
             manifest: Any = parsed(
                 read_regular(
@@ -56,8 +57,16 @@ def check_files(folder: Path, findings: Findings, journal: JournalCheck) -> None
                 findings,
                 own_name=path.name,
             )
-    exports = folder.glob(f"{EXPORTS}/step-*/{EXPORT_MANIFEST}")
-    for path in [*_exports(folder / CHECKPOINTS), *sorted(exports)]:
+    for path in sorted(folder.glob(f"{CHECKPOINTS}/step-*")):
+        is_whole = (path / CHECKPOINT_MANIFEST).is_file() or is_leftover(path.name)
+        findings.wrong(f"{path.name} has no {CHECKPOINT_MANIFEST}", unless=is_whole)
+    exports = [
+        *folder.glob(f"{CHECKPOINTS}/*/{EXPORT_MANIFEST}"),
+        *folder.glob(f"{EXPORTS}/*/{EXPORT_MANIFEST}"),
+    ]
+    for path in sorted(exports):
+        if is_leftover(path.parent.name):
+            continue
         with findings.reading(f"the manifest of {path.parent.name}"):
             manifest = parsed(
                 read_regular(
@@ -72,6 +81,11 @@ def check_files(folder: Path, findings: Findings, journal: JournalCheck) -> None
             )
             _check_names(path.parent, manifest["files"], findings)
             _check_version(path.parent, findings, journal)
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a folder is what a kill has left, or was put aside as damaged."""
+    return name.endswith(".partial") or ".damaged-" in name
 
 
 def _check_version(folder: Path, findings: Findings, journal: JournalCheck) -> None:
@@ -102,15 +116,6 @@ def _check_names(
         is_known = name in expected or path.is_dir()
         text = f"{folder.name} has a file that its manifest does not name: {name}"
         findings.wrong(text, unless=is_known)
-
-
-def _exports(checkpoints: Path) -> Iterator[Path]:
-    """Yields the manifests of the models that a run has exported at its end."""
-    for name in (FINAL_MODEL, FINAL_ADAPTERS):
-        for path in sorted(checkpoints.glob(f"{name}*")):
-            manifest = path / EXPORT_MANIFEST
-            if manifest.is_file():
-                yield manifest
 
 
 def _check_entries(folder: Path, entries: list[dict[str, Any]], findings: Findings) -> None:

@@ -17,13 +17,14 @@ from slipstream.client.findings import Findings
 from slipstream.client.run_folder import lines_of, parsed
 from slipstream.client.verified_batch import GroupNumbers, StepNumbers
 from slipstream.client.verified_journal import JournalCheck, Record
+from slipstream.core import run_folder
 from slipstream.core.machine.files import open_regular, read_regular
 from slipstream.core.run_folder import (
     FILE_DIGEST_BYTES,
     GROUPS,
     HELDOUT,
+    JOURNAL,
     METRICS,
-    RESULT_FILES,
     SAMPLES,
     SERVER_SHARES,
     SUMMARY,
@@ -34,6 +35,8 @@ Row = dict[str, Any]
 # Most bytes of a file that is read whole.
 MOST_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20
+# Places of folders that a copy may leave out, or that have gone since.
+_LEFT_OUT = (f"{run_folder.CHECKPOINTS}/", f"{run_folder.EXPORTS}/")
 # Fates of generated tokens that the journal has, and those that the summary alone knows.
 _ENDS = ("filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside")
 _OTHERS = ("trained", "queued", "in_flight", "lost", "difference")
@@ -332,7 +335,7 @@ class ResultsCheck:
         journal = self._journal
         data = read_regular(self._folder / SUMMARY, most_bytes=MOST_BYTES)
         summary: Any = parsed(data)
-        self._check_own_digest(summary)
+        self._check_own_digest(summary, data)
         ledger = summary["ledger"]
         num_steps = len(journal.steps)
         findings.same("the ledger's difference", ledger["difference"], 0)
@@ -370,11 +373,13 @@ class ResultsCheck:
             text = f"the journal ends at line {journal.num_lines}, {SUMMARY} was written at {lines}"
             findings.wrong(text, unless=journal.num_lines >= lines)
 
-    def _check_own_digest(self, summary: Row) -> None:
-        others = {name: value for name, value in summary.items() if name != "digest"}
+    def _check_own_digest(self, summary: Row, data: bytes) -> None:
+        others = dict(summary)
+        digest_there = others.pop("digest", None)
         content = json.dumps(others, sort_keys=True).encode()
         digest = hashlib.blake2b(content, digest_size=FILE_DIGEST_BYTES)
-        is_own = summary.get("digest") == digest.hexdigest()
+        written = f"{json.dumps(summary, indent=2)}\n"
+        is_own = digest_there == digest.hexdigest() and data == written.encode()
         self._findings.wrong(
             f"{SUMMARY} is not what the run wrote, by its digest",
             unless=is_own,
@@ -383,9 +388,35 @@ class ResultsCheck:
             path = self._folder / name
             is_inside = ".." not in path.parts and path.is_relative_to(self._folder)
             text = f"{name} is not what it was when {SUMMARY} was written"
+            may_be_absent = is_inside and name.startswith(_LEFT_OUT)
+            if may_be_absent and not path.parent.exists():
+                absent = f"{Path(name).parent} (absent)"
+                self._findings.unchecked.append(absent)
+                continue
             with self._findings.reading(name):
                 is_same = is_inside and self._is_same(path, num_bytes, expected)
                 self._findings.wrong(text, unless=is_same)
+        self._check_logs(summary)
+
+    def _check_logs(self, summary: Row) -> None:
+        """Looks at logs of the journal that were not there when the summary was written."""
+        for path in run_folder.journal_logs(self._folder / JOURNAL):
+            name = f"{JOURNAL}/{path.name}"
+            if name in summary["files"]:
+                continue
+            with self._findings.reading(name), open_regular(path) as file:
+                first_line = next(lines_of(file), b"")
+                _, _, text = first_line.partition(b" ")
+                is_behind = not text
+                if text:
+                    record: Any = parsed(text)
+                    is_behind = record["line"] > summary["journal_lines"]
+                if is_behind:
+                    loss = f"{name} is of a start behind {SUMMARY}"
+                    self._findings.losses.append(loss)
+                else:
+                    fault = f"{name} was not there when {SUMMARY} was written"
+                    self._findings.add(fault)
 
     def _is_same(self, path: Path, num_bytes: int, expected: str) -> bool:
         """Whether the file's bytes have the digest; logs of the journal may have grown since."""
@@ -396,7 +427,7 @@ class ResultsCheck:
                 digest.update(block)
                 num_left -= len(block)
             is_grown = bool(file.read(1))
-        may_grow = path.name not in RESULT_FILES
+        may_grow = path.parent.name == JOURNAL
         is_whole = num_left == 0 and (may_grow or not is_grown)
         return is_whole and digest.hexdigest() == expected
 

@@ -21,6 +21,7 @@ from slipstream.client.terminal import plain, say
 from slipstream.client.verified_batch import TrajectoryCheck, check_batch
 from slipstream.client.verified_files import check_files
 from slipstream.client.verified_journal import JournalCheck, PendingBatch, Record
+from slipstream.client.verified_manifests import check_growing_manifests, unchecked_files
 from slipstream.client.verified_results import MOST_BYTES, ResultsCheck, Row
 from slipstream.core import run_folder
 from slipstream.core.configuration.config_file import check_whole
@@ -57,6 +58,8 @@ def run_verify(folder: Path) -> int:
                 )
             )[:MOST_CHARACTERS]
         )
+    if findings.unchecked:
+        say(plain(f"not checked: {', '.join(findings.unchecked)}")[:MOST_CHARACTERS])
     say(f"{folder}: {findings.trained}; faults: {findings.num_faults}")
     return FAILED if findings.num_faults else DONE
 
@@ -101,6 +104,8 @@ class _Examination:
         )
         # Steps whose batch has no file.
         self._lacking: list[int] = []
+        # Names of the files of batches that were read.
+        self._read_batches: set[str] = set()
 
     def run(self) -> None:
         findings = self._findings
@@ -121,9 +126,12 @@ class _Examination:
             self._results.check_rest()
         with findings.reading(run_folder.CHECKPOINTS):
             check_files(self._folder, findings, self._journal)
+            check_growing_manifests(self._folder, findings)
         with findings.reading(SUMMARY):
             self._results.check_summary()
         findings.steps = len(self._journal.steps)
+        with findings.reading("the folder"):
+            findings.unchecked += unchecked_files(self._folder, self._read_batches.__contains__)
 
     def _check_step(self, batch: PendingBatch) -> None:
         """Checks the batch of a version, and the rows of its step."""
@@ -169,6 +177,7 @@ class _Examination:
                 if rows is not None:
                     self._results.take_removed(step + 1, rows)
                 return
+            self._read_batches.add(batch_path(self._folder, record).name)
             place = (header.step, header.batch_id)
             findings.same(
                 f"batch {step}",

@@ -22,6 +22,8 @@ FINAL_MODEL = "final"
 FINAL_ADAPTERS = "final-adapters"
 # The file in an exported model that has the digests of its other files.
 EXPORT_MANIFEST = "slipstream-manifest.json"
+# The manifest of a folder whose files come and go while the run lasts; a line is a change.
+GROWING_MANIFEST = "manifest.jsonl"
 # The folder of models that `checkpoint.export_every` writes, and the file that names their version.
 EXPORTS = "exports"
 EXPORT_VERSION = "slipstream-version.json"

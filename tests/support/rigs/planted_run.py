@@ -10,8 +10,8 @@ from pathlib import Path
 
 from slipstream.client.run_folder import write_config
 from slipstream.client.verify import examine
-from slipstream.core.run_folder import RESULT_FILES, journal_logs
 from slipstream.learner.controller.records.journal import batch_path, encoded
+from slipstream.learner.controller.reporting.file_digests import file_digests
 from slipstream.v1 import trainer_pb2
 
 from support.fakes.fake_server import FakeServer
@@ -103,18 +103,10 @@ class Planted:
         path = self.folder / "summary.json"
         summary = json.loads(path.read_text())
         del summary["digest"]
-        names = [
-            *RESULT_FILES,
-            *(str(log.relative_to(self.folder)) for log in journal_logs(self.log.parent)),
-        ]
-        files = {}
-        for name in names:
-            content = (self.folder / name).read_bytes()
-            files[name] = [len(content), digest_of(content)]
-        summary["files"] = files
+        summary["files"] = file_digests(self.folder, print)
         content = json.dumps(summary, sort_keys=True).encode()
         summary["digest"] = digest_of(content)
-        path.write_text(json.dumps(summary))
+        path.write_text(f"{json.dumps(summary, indent=2)}\n")
 
     def faults(self) -> list[str]:
         self.write()

@@ -18,7 +18,7 @@ from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker.owners import is_of
 from slipstream.extensions.tinker.requests import Refused
-from slipstream.extensions.tinker.store import OperationStore
+from slipstream.extensions.tinker.store import StoredOperations
 from slipstream.protocol.checkpoints import complete_steps
 
 # Seconds for which an answer is held back until files are exported.
@@ -47,7 +47,7 @@ class Archives:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._store = OperationStore(config.run_dir / "operations")
+        self._store = StoredOperations(config.run_dir / "operations")
         self._checkpoints = config.run_dir / CHECKPOINTS
         self._exports: dict[int, asyncio.Task[int]] = {}
         # The folders whose files are served, by the secret part of their address.

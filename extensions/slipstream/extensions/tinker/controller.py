@@ -110,6 +110,10 @@ class Operations(Part):
         """Returns the tasks that give turns and write results."""
         return {"operations": self._give_turns(), "results": self._results.write()}
 
+    async def close_files(self) -> None:
+        """Refuses further operations, which the clients send again to the run when it goes on."""
+        await asyncio.to_thread(self._store.close)
+
     def restore(self, history: RunHistory) -> None:
         """Takes over operations and results on the disk, and results that a kill has lost."""
         order = self._order_of(history.batches.get(history.next_step - 1))
@@ -120,7 +124,6 @@ class Operations(Part):
             if batch.step == history.next_step
         }
         entries = []
-        self._store.clean()
         for place, operation, result, _ in self._store.read():
             entry = Entry(operation, place, result)
             self._entries[operation.id] = entry

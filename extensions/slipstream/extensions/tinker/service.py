@@ -83,7 +83,11 @@ class OperationServicer(operations_pb2_grpc.OperationServiceServicer):
                 return grpc.StatusCode.RESOURCE_EXHAUSTED, f"{cause} are done"
             place = self.num_stored
             self.num_stored += 1
-            await asyncio.to_thread(self._store.write, place, request)
+            try:
+                await asyncio.to_thread(self._store.write, place, request)
+            except ProtocolError as error:
+                # The run that goes on in this folder takes it.
+                return grpc.StatusCode.UNAVAILABLE, str(error)
             entry = Entry(request, place)
             self._entries[request.id] = entry
             self._queue(entry)
@@ -99,7 +103,11 @@ class OperationServicer(operations_pb2_grpc.OperationServiceServicer):
                 return pb.KeepReceipt(is_unknown=True)
             operation = entry.operation
             operation.kept.CopyFrom(request.kept)
-            await asyncio.to_thread(self._store.write, entry.place, operation)
+            try:
+                await asyncio.to_thread(self._store.write, entry.place, operation)
+            except ProtocolError as error:
+                unavailable = grpc.StatusCode.UNAVAILABLE
+                await abort(context, unavailable, str(error), Reason.WRONG_STATE)
             is_same = by_name.get(request.name) is target
             if request.kept.is_deleted and is_same:
                 del by_name[request.name]

@@ -230,6 +230,8 @@ class Controller:
                     task.cancel()
             # If it is fenced, a later controller now has the servers, the trainer and the files.
             if not journal.is_fenced:
+                for part in self.parts:
+                    await part.close_files()
                 await self.results.write(self.trainer.goodbye)
             self.environments.relay.close()
             self.trainer.place.close()

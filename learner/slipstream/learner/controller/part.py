@@ -61,6 +61,9 @@ class Part(ServerListener):
     async def before_stop(self) -> None:
         """Returns when the trainer may save and leave; it then gets its last order."""
 
+    async def close_files(self) -> None:
+        """Ends the part's writes to the run's folder, of whose files the summary gets digests."""
+
     def is_done(self) -> bool:
         """Whether the run may end: a controller that resumes it has no trainer for what is left."""
         return True

@@ -452,7 +452,7 @@ async def test_what_went_with_the_step_of_very_many_passes_is_not_written_again(
         assert not (await client.order(step=ADAM)).error
         await until(loop.operations._results.queue.empty)
         await client.order(refused=pb.Refused(cause="no"))
-        files = list((in_memory / "r" / "operations").iterdir())
+        files = list((in_memory / "r" / "operations").glob("[0-9]*"))
         assert len(files) < 3 * MIN_KEPT
         assert all(path.with_suffix(".result").exists() for path in files)
 

@@ -7,21 +7,39 @@ from pathlib import Path
 
 from pydantic import JsonValue
 from slipstream.core.machine.files import open_regular
-from slipstream.core.run_folder import FILE_DIGEST_BYTES, JOURNAL, RESULT_FILES, journal_logs
+from slipstream.core.run_folder import (
+    CHECKPOINTS,
+    EXPORT_MANIFEST,
+    EXPORTS,
+    FILE_DIGEST_BYTES,
+    GROWING_MANIFEST,
+    JOURNAL,
+    RESULT_FILES,
+    journal_logs,
+)
+from slipstream.protocol.checkpoints import MANIFEST_NAME, PARTIAL_SUFFIX
 
 _BLOCK_BYTES = 1 << 20
+# The manifests of files in a run's folder.
+_MANIFESTS = (
+    f"*/{GROWING_MANIFEST}",
+    f"{CHECKPOINTS}/*/{MANIFEST_NAME}",
+    f"{CHECKPOINTS}/*/{EXPORT_MANIFEST}",
+    f"{EXPORTS}/*/{EXPORT_MANIFEST}",
+)
 
 
 def file_digests(folder: Path, tell: Callable[[str], None]) -> dict[str, JsonValue]:
     """Returns number and digest of the bytes of each result file and log of a run's journal.
 
-    It reads them all, so it blocks for a second for each GB or so. A file that is missing or
+    The same of each manifest of files in the run's folder, but for those that a kill has left. It
+    reads them all, so it blocks for a second for each GB or so. A file that is missing or
     cannot be read is left out, and told.
     """
     digests: dict[str, JsonValue] = {}
     logs = journal_logs(folder / JOURNAL)
     results = [folder / name for name in RESULT_FILES]
-    for path in [*results, *logs]:
+    for path in [*results, *logs, *_manifests(folder)]:
         digest = hashlib.blake2b(digest_size=FILE_DIGEST_BYTES)
         num_bytes = 0
         try:
@@ -35,6 +53,13 @@ def file_digests(folder: Path, tell: Callable[[str], None]) -> dict[str, JsonVal
         name = str(path.relative_to(folder))
         digests[name] = [num_bytes, digest.hexdigest()]
     return digests
+
+
+def _manifests(folder: Path) -> list[Path]:
+    paths: list[Path] = []
+    for pattern in _MANIFESTS:
+        paths.extend(sorted(folder.glob(pattern)))
+    return [path for path in paths if not path.parent.name.endswith(PARTIAL_SUFFIX)]
 
 
 def summary_digest(summary: Mapping[str, JsonValue]) -> str:
